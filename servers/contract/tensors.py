@@ -1,0 +1,51 @@
+"""Tensors as the Open Inference Protocol V2 names them: a name, a datatype, a shape and little-endian bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.generic]
+
+DATATYPES: Mapping[str, np.dtype[np.generic]] = MappingProxyType({
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+})
+"""Protocol datatype → NumPy dtype. BYTES is not here: its elements have no fixed size (object arrays of `bytes`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input or output of a model as its metadata gives it.
+
+    `shape` includes the batch dimension, which is always the first and always -1 (any); other dimensions are fixed
+    or -1.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        """The shape of one item, without the batch dimension."""
+        return self.shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """The NumPy dtype of the elements; `object` for BYTES."""
+        return DATATYPES.get(self.datatype, np.dtype(object))

@@ -1,0 +1,1 @@
+"""Engines execute a model inside a process. Not in scope: protocols, queues, batching across requests."""
