@@ -1,0 +1,198 @@
+"""The stored records: what a run writes while it happens, and all that analysis and report may read.
+
+    DIR/experiment.json    Experiment     what was asked for; written first
+    DIR/environment.json   Environment    host, versions, GPU
+    DIR/arms.json          list[ArmRecord]
+    DIR/parity.json        ParityRecord
+    DIR/cold_starts.json   list[ColdStart], rewritten after each repetition
+    DIR/blocks/NNNN.json   BlockRecord    written when the block is complete, after its samples
+    DIR/samples/NNNN.npy   see `loadgen.samples`
+    DIR/run.json           RunState       "running", then "finished", "interrupted" or "failed"
+
+`result.json`, `report.html` and `summary.md` are made from these alone, at any time, by `abserve report DIR`.
+Times in ns are of the generator's monotonic clock and only differences mean anything; `*_at` are UTC, ISO 8601, and
+only label. A missing reading is None, never 0. Every file is written to a temporary name and renamed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Label = Literal["a", "b"]
+Scenario = Literal["cold-start", "single", "batched", "concurrent"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything stored: immutable, named fields, unknown fields refused."""
+
+
+class ArmRequest(Record):
+    """One side as asked for. `target` is native, triton or a URL (a server that somebody else started)."""
+
+    label: Label
+    target: str
+    settings: dict[str, str] = {}
+    """Options for `abserve serve …` beyond those that both arms share, without the leading dashes."""
+
+
+class Cell(Record):
+    """One scenario at one load. A block of it ends after `requests` requests or `seconds`, whichever is later,
+    and never after more than `max_seconds` (requests in flight then are finished and counted)."""
+
+    scenario: Scenario
+    batch_size: int
+    concurrency: int
+    requests: int
+    seconds: float
+    max_seconds: float
+    pairs: int
+
+    @property
+    def name(self) -> str:
+        """As shown: cold-start, single, batched(8), concurrent(16)."""
+        if self.scenario == "batched":
+            return f"batched({self.batch_size})"
+        if self.scenario == "concurrent":
+            return f"concurrent({self.concurrency})"
+        return self.scenario
+
+
+class Experiment(Record):
+    """Everything asked for. `seed` decides the order of the blocks; `equivalence_margin` is δ of the verdict."""
+
+    schema: Literal["abserve.experiment/1"] = "abserve.experiment/1"
+    a: ArmRequest
+    b: ArmRequest
+    model: str
+    weights: str
+    payload: str
+    transport: str
+    cells: tuple[Cell, ...]
+    preset: str
+    seed: int
+    equivalence_margin: float
+    threads: int
+
+
+class Environment(Record):
+    """The machine and the software that the generator saw."""
+
+    started_at: str
+    command: str
+    git_commit: str | None
+    host: dict[str, str | int | float | None]
+    """cpu_model, cpu_count, memory_bytes, kernel, glibc, os, virtualisation …"""
+    packages: dict[str, str]
+    gpu: dict[str, object]
+    """The /gpu-info document of this machine, without processes; `status` says whether there is a GPU."""
+
+
+class ArmRecord(Record):
+    """One side as in effect. None where the server does not tell."""
+
+    label: Label
+    title: str
+    """For people: "native PyTorch 2.15.0 fp32 (cpu)"."""
+    target: str
+    url: str
+    server_name: str | None
+    server_version: str | None
+    launched: bool
+    argv: tuple[str, ...] | None
+    settings: dict[str, str]
+    in_effect: dict[str, object]
+    """engine, precision, device, threads, max_batch_size, max_queue_delay_us, weights …"""
+    model_config: dict[str, object] | None
+    gpu_info: dict[str, object] | None
+    artefact: dict[str, object] | None
+    """The manifest of the exported file that the arm executes."""
+
+
+class ParityCase(Record):
+    """Answers of both arms to the same images. `reference` compares b with a; `alone` an arm's mixed batch with its
+    own single answers."""
+
+    name: str
+    kind: Literal["reference", "alone"]
+    images: int
+    cosine_min: float
+    max_abs: float
+    ok: bool
+
+
+class ParityRecord(Record):
+    """Whether both arms compute the same function; speed is compared only then."""
+
+    threshold_cosine: float
+    cases: tuple[ParityCase, ...]
+    ok: bool
+    error: str | None = None
+
+
+class ColdStart(Record):
+    """One start of one server, from the moment before its process was created."""
+
+    label: Label
+    repetition: int
+    live_ns: int | None
+    ready_ns: int | None
+    first_answer_ns: int | None
+    error: str | None = None
+
+
+class StageTotals(Record):
+    """A server's own account of a block: differences of its statistics, summed over the block's requests.
+
+    The names are Triton's. `receive` and `encode` are the native server's HTTP stages, None where a server does not
+    report them; `decode` is part of compute_input on Triton.
+    """
+
+    requests: int
+    items: int
+    executions: int
+    queue_ns: int
+    compute_input_ns: int
+    compute_infer_ns: int
+    compute_output_ns: int
+    receive_ns: int | None = None
+    decode_ns: int | None = None
+    encode_ns: int | None = None
+    batches: dict[int, int] = {}
+    """Executed batch size → number of executions."""
+
+
+class BlockRecord(Record):
+    """One stretch of load on one arm."""
+
+    index: int
+    cell: str
+    pair: int
+    label: Label
+    position: int
+    """0 when this arm came first in its pair, else 1."""
+    started_at: str
+    window_start_ns: int
+    window_end_ns: int
+    samples: str
+    """Path of the sample file, relative to DIR."""
+    requests: int
+    items: int
+    errors: int
+    error_messages: tuple[str, ...]
+    generator_cpu_ns: int
+    server_cpu_ns: int | None
+    stages: StageTotals | None
+    complete: bool
+    """False when the block was cut short: by a dead server, by Ctrl-C. Such a block takes part in no comparison."""
+    note: str | None = None
+
+
+class RunState(Record):
+    """How the run stands; "running" on disk with no process behind it means that it was killed."""
+
+    state: Literal["running", "finished", "interrupted", "failed"]
+    phase: str
+    error: str | None = None
+    finished_at: str | None = None
