@@ -28,7 +28,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of everything stored: immutable, named fields, unknown fields refused."""
 
 
-class ArmRequest(Record):
+class ArmRequest(Record, frozen=True):
     """One side as asked for. `target` is native, triton or a URL (a server that somebody else started)."""
 
     label: Label
@@ -37,7 +37,7 @@ class ArmRequest(Record):
     """Options for `abserve serve …` beyond those that both arms share, without the leading dashes."""
 
 
-class Cell(Record):
+class Cell(Record, frozen=True):
     """One scenario at one load. A block of it ends after `requests` requests or `seconds`, whichever is later,
     and never after more than `max_seconds` (requests in flight then are finished and counted)."""
 
@@ -59,7 +59,7 @@ class Cell(Record):
         return self.scenario
 
 
-class Experiment(Record):
+class Experiment(Record, frozen=True):
     """Everything asked for. `seed` decides the order of the blocks; `equivalence_margin` is δ of the verdict."""
 
     schema: Literal["abserve.experiment/1"] = "abserve.experiment/1"
@@ -76,7 +76,7 @@ class Experiment(Record):
     threads: int
 
 
-class Environment(Record):
+class Environment(Record, frozen=True):
     """The machine and the software that the generator saw."""
 
     started_at: str
@@ -89,7 +89,7 @@ class Environment(Record):
     """The /gpu-info document of this machine, without processes; `status` says whether there is a GPU."""
 
 
-class ArmRecord(Record):
+class ArmRecord(Record, frozen=True):
     """One side as in effect. None where the server does not tell."""
 
     label: Label
@@ -110,7 +110,7 @@ class ArmRecord(Record):
     """The manifest of the exported file that the arm executes."""
 
 
-class ParityCase(Record):
+class ParityCase(Record, frozen=True):
     """Answers of both arms to the same images. `reference` compares b with a; `alone` an arm's mixed batch with its
     own single answers."""
 
@@ -122,7 +122,7 @@ class ParityCase(Record):
     ok: bool
 
 
-class ParityRecord(Record):
+class ParityRecord(Record, frozen=True):
     """Whether both arms compute the same function; speed is compared only then."""
 
     threshold_cosine: float
@@ -131,7 +131,7 @@ class ParityRecord(Record):
     error: str | None = None
 
 
-class ColdStart(Record):
+class ColdStart(Record, frozen=True):
     """One start of one server, from the moment before its process was created."""
 
     label: Label
@@ -142,7 +142,7 @@ class ColdStart(Record):
     error: str | None = None
 
 
-class StageTotals(Record):
+class StageTotals(Record, frozen=True):
     """A server's own account of a block: differences of its statistics, summed over the block's requests.
 
     The names are Triton's. `receive` and `encode` are the native server's HTTP stages, None where a server does not
@@ -163,7 +163,7 @@ class StageTotals(Record):
     """Executed batch size → number of executions."""
 
 
-class BlockRecord(Record):
+class BlockRecord(Record, frozen=True):
     """One stretch of load on one arm."""
 
     index: int
@@ -189,7 +189,7 @@ class BlockRecord(Record):
     note: str | None = None
 
 
-class RunState(Record):
+class RunState(Record, frozen=True):
     """How the run stands; "running" on disk with no process behind it means that it was killed."""
 
     state: Literal["running", "finished", "interrupted", "failed"]
