@@ -28,7 +28,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of everything stored: immutable, named fields, unknown fields refused."""
 
 
-class ArmRequest(Record, frozen=True):
+class ArmRequest(Record, frozen=True, kw_only=True):
     """One side as asked for. `target` is native, triton or a URL (a server that somebody else started)."""
 
     label: Label
@@ -37,7 +37,7 @@ class ArmRequest(Record, frozen=True):
     """Options for `abserve serve …` beyond those that both arms share, without the leading dashes."""
 
 
-class Cell(Record, frozen=True):
+class Cell(Record, frozen=True, kw_only=True):
     """One scenario at one load. A block of it ends after `requests` requests or `seconds`, whichever is later,
     and never after more than `max_seconds` (requests in flight then are finished and counted)."""
 
@@ -59,7 +59,7 @@ class Cell(Record, frozen=True):
         return self.scenario
 
 
-class Experiment(Record, frozen=True):
+class Experiment(Record, frozen=True, kw_only=True):
     """Everything asked for. `seed` decides the order of the blocks; `equivalence_margin` is δ of the verdict."""
 
     schema: Literal["abserve.experiment/1"] = "abserve.experiment/1"
@@ -76,7 +76,7 @@ class Experiment(Record, frozen=True):
     threads: int
 
 
-class Environment(Record, frozen=True):
+class Environment(Record, frozen=True, kw_only=True):
     """The machine and the software that the generator saw."""
 
     started_at: str
@@ -89,7 +89,7 @@ class Environment(Record, frozen=True):
     """The /gpu-info document of this machine, without processes; `status` says whether there is a GPU."""
 
 
-class ArmRecord(Record, frozen=True):
+class ArmRecord(Record, frozen=True, kw_only=True):
     """One side as in effect. None where the server does not tell."""
 
     label: Label
@@ -110,7 +110,7 @@ class ArmRecord(Record, frozen=True):
     """The manifest of the exported file that the arm executes."""
 
 
-class ParityCase(Record, frozen=True):
+class ParityCase(Record, frozen=True, kw_only=True):
     """Answers of both arms to the same images. `reference` compares b with a; `alone` an arm's mixed batch with its
     own single answers."""
 
@@ -122,7 +122,7 @@ class ParityCase(Record, frozen=True):
     ok: bool
 
 
-class ParityRecord(Record, frozen=True):
+class ParityRecord(Record, frozen=True, kw_only=True):
     """Whether both arms compute the same function; speed is compared only then."""
 
     threshold_cosine: float
@@ -131,7 +131,7 @@ class ParityRecord(Record, frozen=True):
     error: str | None = None
 
 
-class ColdStart(Record, frozen=True):
+class ColdStart(Record, frozen=True, kw_only=True):
     """One start of one server, from the moment before its process was created."""
 
     label: Label
@@ -142,7 +142,7 @@ class ColdStart(Record, frozen=True):
     error: str | None = None
 
 
-class StageTotals(Record, frozen=True):
+class StageTotals(Record, frozen=True, kw_only=True):
     """A server's own account of a block: differences of its statistics, summed over the block's requests.
 
     The names are Triton's. `receive` and `encode` are the native server's HTTP stages, None where a server does not
@@ -163,7 +163,7 @@ class StageTotals(Record, frozen=True):
     """Executed batch size → number of executions."""
 
 
-class BlockRecord(Record, frozen=True):
+class BlockRecord(Record, frozen=True, kw_only=True):
     """One stretch of load on one arm."""
 
     index: int
@@ -189,7 +189,7 @@ class BlockRecord(Record, frozen=True):
     note: str | None = None
 
 
-class RunState(Record, frozen=True):
+class RunState(Record, frozen=True, kw_only=True):
     """How the run stands; "running" on disk with no process behind it means that it was killed."""
 
     state: Literal["running", "finished", "interrupted", "failed"]

@@ -11,20 +11,22 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.generic]
 
-DATATYPES: Mapping[str, np.dtype[np.generic]] = MappingProxyType({
-    "BOOL": np.dtype(np.bool_),
-    "UINT8": np.dtype(np.uint8),
-    "UINT16": np.dtype("<u2"),
-    "UINT32": np.dtype("<u4"),
-    "UINT64": np.dtype("<u8"),
-    "INT8": np.dtype(np.int8),
-    "INT16": np.dtype("<i2"),
-    "INT32": np.dtype("<i4"),
-    "INT64": np.dtype("<i8"),
-    "FP16": np.dtype("<f2"),
-    "FP32": np.dtype("<f4"),
-    "FP64": np.dtype("<f8"),
-})
+DATATYPES: Mapping[str, np.dtype[np.generic]] = MappingProxyType(
+    {
+        "BOOL": np.dtype(np.bool_),
+        "UINT8": np.dtype(np.uint8),
+        "UINT16": np.dtype("<u2"),
+        "UINT32": np.dtype("<u4"),
+        "UINT64": np.dtype("<u8"),
+        "INT8": np.dtype(np.int8),
+        "INT16": np.dtype("<i2"),
+        "INT32": np.dtype("<i4"),
+        "INT64": np.dtype("<i8"),
+        "FP16": np.dtype("<f2"),
+        "FP32": np.dtype("<f4"),
+        "FP64": np.dtype("<f8"),
+    }
+)
 """Protocol datatype → NumPy dtype. BYTES is not here: its elements have no fixed size (object arrays of `bytes`)."""
 
 
