@@ -1,0 +1,49 @@
+# One target per task; .ci/run and the README call only these. `make help` lists them.
+# The environment .venv is made and kept up to date by .ci/setup. PYTHON chooses the interpreter, ARGS adds options:
+#   make compare ARGS="--preset full"        make test ARGS="tests/unit -k codec"
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+BIN    := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup compare test test-slow benchmark lint format doctor repo clean
+
+help: ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.ready ## make the virtual environment (done by the others as needed)
+
+# The dependency on pyproject.toml and the constraints renews an old environment.
+$(VENV)/.ready: pyproject.toml docker/constraints.txt .ci/setup
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh .ci/setup
+
+compare: setup ## the main job: start both servers, measure, print the verdict, write the report
+	@$(BIN)/abserve compare $(ARGS)
+
+test: setup ## run the tests (under 10 minutes on 2 cores)
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: setup ## run the tests that take minutes
+	@$(BIN)/python -m pytest -m "slow and not gpu and not compose" $(ARGS)
+
+benchmark: setup ## measure our own overheads as ratios, side by side
+	@$(BIN)/python -m pytest -m benchmark -s tests/benchmarks $(ARGS)
+
+lint: setup ## ruff and mypy --strict
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: setup ## let ruff rewrite what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+doctor: setup ## say what this machine lacks, with remedies
+	@$(BIN)/abserve doctor $(ARGS)
+
+repo: setup ## generate triton_model_repo/ again
+	@$(BIN)/abserve triton-repo $(ARGS)
+
+clean: ## remove the environment, artefacts and results
+	rm -rf $(VENV) .artefacts results .pytest_cache .mypy_cache .ruff_cache .hypothesis

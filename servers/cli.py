@@ -1,0 +1,22 @@
+"""Mounts the commands of the server side. Each command's module is imported when it is called, not before: the
+command line must answer at once, and torch alone takes seconds to import."""
+
+from __future__ import annotations
+
+import typer
+
+from servers.export.command import export, triton_repo
+from servers.models.command import samples
+from servers.native.command import serve_native
+from servers.triton.command import serve_triton
+
+
+def commands(app: typer.Typer) -> None:
+    """Add `export`, `serve native`, `serve triton`, `samples` and `triton-repo` to the command line."""
+    app.command("export")(export)
+    serve = typer.Typer(help="Run one server in the foreground.", no_args_is_help=True)
+    serve.command("native")(serve_native)
+    serve.command("triton")(serve_triton)
+    app.add_typer(serve, name="serve")
+    app.command("samples", hidden=True)(samples)
+    app.command("triton-repo", hidden=True)(triton_repo)

@@ -1,0 +1,148 @@
+"""Data flows one way: the import graph has no circle and no forbidden arrow."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# What a room of `servers` may import besides itself. Entry points (cli, doctor, command modules) see everything.
+ROOMS: dict[str, set[str]] = {
+    "contract": set(),
+    "gpu": set(),
+    "models": {"contract"},
+    "engines": {"contract", "models"},
+    "export": {"contract", "models", "engines"},
+    "native": {"contract", "models", "engines", "gpu"},
+    "triton": {"contract", "models", "engines", "export"},
+}
+ENTRY_MODULES = {"cli", "doctor", "command", "launch_plan", "finding"}
+
+# Modules of `loadgen` that compute: no client, no locust, no network, no servers' processes.
+PURE = {"samples", "records", "percentiles", "statistics", "schedule", "comparisons", "verdict", "stages"}
+IMPURE = {
+    "locust",
+    "gevent",
+    "tritonclient",
+    "subprocess",
+    "socket",
+    "loadgen.clients",
+    "loadgen.deployment",
+    "loadgen.runner",
+}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package in ("servers", "loadgen"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = list(path.relative_to(ROOT).with_suffix("").parts)
+            if parts[-1] == "__init__":
+                parts.pop()
+            found[".".join(parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, also inside functions and under TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+GRAPH = {
+    name: {target for target in imports(path) if target in MODULES and target != name} for name, path in MODULES.items()
+}
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str] | None:
+    """One circle of the graph, or None. A package's `__init__` counts only where it is named itself."""
+    done: set[str] = set()
+
+    def visit(name: str, trail: list[str]) -> list[str] | None:
+        if name in trail:
+            return [*trail[trail.index(name) :], name]
+        if name in done:
+            return None
+        for target in sorted(graph[name]):
+            found = visit(target, [*trail, name])
+            if found:
+                return found
+        done.add(name)
+        return None
+
+    for name in sorted(graph):
+        found = visit(name, [])
+        if found:
+            return found
+    return None
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(MODULES) > 20
+    assert sum(map(len, GRAPH.values())) > 20
+
+
+def test_no_circle() -> None:
+    assert cycle(GRAPH) is None
+
+
+def test_the_circle_finder_finds_circles() -> None:
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+
+
+def test_the_two_sides_meet_only_on_the_wire() -> None:
+    crossing = [(a, b) for a, targets in GRAPH.items() for b in targets if a.split(".")[0] != b.split(".")[0]]
+    assert crossing == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_only_what_they_may(room: str) -> None:
+    allowed = ROOMS[room] | {room}
+    wrong = []
+    for name, targets in GRAPH.items():
+        parts = name.split(".")
+        if parts[:2] != ["servers", room] or parts[-1] in ENTRY_MODULES:
+            continue
+        for target in targets:
+            to = target.split(".")
+            if len(to) > 1 and to[1] not in allowed and to[-1] not in ENTRY_MODULES:
+                wrong.append((name, target))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("module", sorted(PURE))
+def test_pure_modules_do_no_io(module: str) -> None:
+    name = f"loadgen.{module}"
+    assert name in MODULES
+    found = {
+        target
+        for target in imports(MODULES[name])
+        if any(target == bad or target.startswith(f"{bad}.") for bad in IMPURE)
+    }
+    assert found == set()
+
+
+def test_pynvml_is_imported_in_one_place() -> None:
+    users = {
+        name for name, path in MODULES.items() if any(target.split(".")[0] == "pynvml" for target in imports(path))
+    }
+    assert users == {"servers.gpu.nvml"}
+
+
+def test_modules_stay_small() -> None:
+    long = {name: lines for name, path in MODULES.items() if (lines := len(path.read_text().splitlines())) > 300}
+    assert long == {}
