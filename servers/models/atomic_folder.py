@@ -1,0 +1,81 @@
+"""A folder that appears whole or not at all: written beside its place under a temporary name, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class FolderError(Exception):
+    """The folder cannot be written; the message names the remedy."""
+
+
+@contextmanager
+def atomic_folder(final: Path, needed_bytes: int = 0) -> Iterator[Path]:
+    """Yields an empty folder beside `final` that takes its place when the block ends well and is removed otherwise.
+
+    Readers see the old content or the new one. Of two writers at once the later one wins. Raises `FolderError` when the
+    disk is full (`needed_bytes` is checked before the work starts) or the place cannot be written.
+    """
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(final.parent).free
+        if free_bytes < needed_bytes:
+            raise _no_space(final.parent, needed_bytes, free_bytes)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent))
+        fresh.chmod(0o755)
+    except OSError as exc:
+        raise _wrapped(exc, final) from exc
+    try:
+        yield fresh
+        _replace(fresh, final)
+    except OSError as exc:
+        raise _wrapped(exc, final) from exc
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _replace(fresh: Path, final: Path) -> None:
+    """A folder cannot be renamed onto one with content, so the old one steps aside first."""
+    aside = fresh.with_suffix(".old")
+    for _ in range(8):
+        try:
+            fresh.rename(final)
+        except OSError as exc:
+            if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return
+        try:
+            final.rename(aside)
+        except FileNotFoundError:
+            continue  # another writer moved it aside in between
+        shutil.rmtree(aside, ignore_errors=True)
+    raise FolderError(f"{final} keeps being rewritten by another process; wait for it and try again")
+
+
+def _wrapped(exc: OSError, final: Path) -> FolderError:
+    if exc.errno in _FULL:
+        return FolderError(f"no space left on the disk of {final.parent}: free some, or choose another folder")
+    return FolderError(f"cannot write {final}: {os.strerror(exc.errno) if exc.errno else exc}")
+
+
+def _no_space(folder: Path, needed_bytes: int, free_bytes: int) -> FolderError:
+    return FolderError(
+        f"no space left on the disk of {folder}: {needed_bytes / 1e6:.0f} MB are needed, {free_bytes / 1e6:.0f} MB are "
+        "free; free some, or choose another folder"
+    )

@@ -1,0 +1,92 @@
+"""From JPEG bytes to a model's input in three steps: decode, resize and crop, normalise.
+
+The result is that of `open_clip.image_transform(size, is_train=False)` on the same bytes, bit for bit (a test compares
+them); nothing here needs torch. The steps are separate because a payload may start at any of them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import simplejpeg
+from PIL import Image
+
+from servers.contract.errors import InvalidRequestError
+from servers.models.specification import Preprocessing
+
+UInt8Array = npt.NDArray[np.uint8]
+Float32Array = npt.NDArray[np.float32]
+
+MAX_PIXELS = 50_000_000
+"""An image of this size takes 150 MB once decoded."""
+
+_FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+
+
+class ImageError(InvalidRequestError):
+    """The bytes are no image that can be decoded, or a larger one than is allowed."""
+
+
+def decode_jpeg(data: bytes | memoryview, max_pixels: int = MAX_PIXELS) -> UInt8Array:
+    """RGB pixels, uint8 (height, width, 3); greyscale comes out with three equal channels.
+
+    The size is read from the header first, so a false claim of 65,500 × 65,500 pixels costs no memory. Raises
+    `ImageError` for anything but a whole JPEG in grey, YCbCr or RGB: truncated, corrupt, CMYK, another format.
+    """
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError as exc:
+        raise ImageError("the image is not a JPEG that can be decoded") from exc
+    if height * width > max_pixels:
+        raise ImageError(f"the image has {width}×{height} pixels; at most {max_pixels} are allowed")
+    if colorspace in ("CMYK", "YCCK"):
+        raise ImageError("the image is a CMYK JPEG; send it as RGB or greyscale")
+    try:
+        pixels: UInt8Array = simplejpeg.decode_jpeg(data, colorspace="RGB")
+    except ValueError as exc:
+        raise ImageError("the image is a truncated or corrupt JPEG") from exc
+    return pixels
+
+
+def resize_and_crop(pixels: UInt8Array, preprocessing: Preprocessing) -> UInt8Array:
+    """Scale the shorter side to `size` and cut the centre: uint8 (h, w, 3) → (size, size, 3), C-contiguous.
+
+    Pillow's antialiased filter on the whole picture, then the crop, rounding as torchvision's `Resize` and
+    `CenterCrop` do; cropping first would be faster and would change the border.
+    """
+    size = preprocessing.size
+    height, width = pixels.shape[:2]
+    short = min(height, width)
+    scaled_width, scaled_height = size * width // short, size * height // short
+    if (scaled_width, scaled_height) != (width, height):
+        image = Image.fromarray(pixels).resize((scaled_width, scaled_height), _FILTERS[preprocessing.interpolation])
+        pixels = np.asarray(image)
+    top, left = round((scaled_height - size) / 2), round((scaled_width - size) / 2)
+    return np.ascontiguousarray(pixels[top : top + size, left : left + size])
+
+
+def normalise(images: UInt8Array, preprocessing: Preprocessing) -> Float32Array:
+    """Scale to 0–1, subtract the mean, divide by the deviation: uint8 (n, h, w, 3) → float32 (n, 3, h, w), contiguous.
+
+    A byte has 256 values, so this is a look-up; the table is filled with torchvision's operations in its order.
+    """
+    table = _table(preprocessing.mean, preprocessing.std)
+    count, height, width, channels = images.shape
+    out = np.empty((count, channels, height, width), np.float32)
+    for channel in range(channels):
+        np.take(table[channel], images[..., channel], out=out[:, channel], mode="clip")
+    return out
+
+
+def preprocess(data: bytes | memoryview, preprocessing: Preprocessing) -> Float32Array:
+    """All three steps for one image: JPEG bytes → float32 (3, size, size). Raises `ImageError`."""
+    return normalise(resize_and_crop(decode_jpeg(data), preprocessing)[np.newaxis], preprocessing)[0]
+
+
+@lru_cache(maxsize=8)
+def _table(mean: tuple[float, ...], std: tuple[float, ...]) -> Float32Array:
+    scaled = np.arange(256, dtype=np.float32) / np.float32(255)
+    rows = [(scaled - np.float32(m)) / np.float32(s) for m, s in zip(mean, std, strict=True)]
+    return np.stack(rows).astype(np.float32)
