@@ -1,0 +1,85 @@
+"""Tensors as raw little-endian bytes, in both directions, without copying where NumPy allows it."""
+
+from __future__ import annotations
+
+import struct
+from math import prod
+
+import numpy as np
+
+from servers.contract.errors import InvalidRequestError
+from servers.contract.tensors import DATATYPES, Array
+
+MAX_BYTES = 2**63 - 1
+MAX_DIMENSIONS = 32
+_LENGTH = struct.Struct("<I")
+
+
+def element_count(shape: tuple[int, ...], name: str) -> int:
+    """The product of a shape. Raises `InvalidRequestError` for a negative dimension or one past 64 bits."""
+    if len(shape) > MAX_DIMENSIONS:
+        raise InvalidRequestError(f"input '{name}' has {len(shape)} dimensions, at most {MAX_DIMENSIONS} are taken")
+    for dimension in shape:
+        if dimension < 0:
+            raise InvalidRequestError(f"input '{name}' has a negative dimension {dimension} in its shape")
+    count = prod(shape)
+    if count > MAX_BYTES // 8:
+        raise InvalidRequestError(f"the shape of input '{name}' overflows: it has more elements than 64 bits can count")
+    return count
+
+
+def array_from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...], name: str) -> Array:
+    """A view over `data` (a copy for BYTES alone). Raises `InvalidRequestError` when the sizes disagree."""
+    count = element_count(shape, name)
+    if datatype == "BYTES":
+        elements = _bytes_elements(data, count, name)
+        try:
+            return elements.reshape(shape)
+        except ValueError as exc:
+            raise InvalidRequestError(f"the shape of input '{name}' cannot be represented") from exc
+    dtype = DATATYPES[datatype]
+    expected = count * dtype.itemsize
+    if expected != data.nbytes:
+        raise InvalidRequestError(
+            f"input '{name}' needs {expected} bytes for its shape and datatype {datatype}, got {data.nbytes} bytes"
+        )
+    try:
+        return np.frombuffer(data, dtype=dtype).reshape(shape) if count else np.empty(shape, dtype)
+    except ValueError as exc:  # dimensions around a zero that NumPy cannot hold
+        raise InvalidRequestError(f"the shape of input '{name}' cannot be represented") from exc
+
+
+def _bytes_elements(data: memoryview, count: int, name: str) -> Array:
+    if count * _LENGTH.size > data.nbytes:
+        raise InvalidRequestError(
+            f"input '{name}' needs at least {count * _LENGTH.size} bytes for {count} BYTES elements, got {data.nbytes}"
+        )
+    elements = np.empty(count, dtype=object)
+    offset = 0
+    for index in range(count):
+        start = offset + _LENGTH.size
+        if start > data.nbytes:
+            raise InvalidRequestError(
+                f"input '{name}' ends inside the length of BYTES element {index}: "
+                f"expected {_LENGTH.size} bytes, got {data.nbytes - offset}"
+            )
+        (size,) = _LENGTH.unpack_from(data, offset)
+        offset = start + size
+        if offset > data.nbytes:
+            raise InvalidRequestError(
+                f"BYTES element {index} of input '{name}' announces {size} bytes, "
+                f"but only {data.nbytes - start} are left"
+            )
+        elements[index] = bytes(data[start:offset])
+    if offset != data.nbytes:
+        raise InvalidRequestError(
+            f"input '{name}' has {data.nbytes - offset} bytes after its {count} BYTES elements, expected 0"
+        )
+    return elements
+
+
+def bytes_from_array(array: Array) -> bytes:
+    """The bytes of an output, as the protocol sends them."""
+    if array.dtype == object:
+        return b"".join(_LENGTH.pack(len(element)) + bytes(element) for element in array.reshape(-1))
+    return array.tobytes()
