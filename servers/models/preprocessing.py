@@ -82,11 +82,13 @@ def normalise(images: UInt8Array, preprocessing: Preprocessing) -> Float32Array:
 
 def preprocess(data: bytes | memoryview, preprocessing: Preprocessing) -> Float32Array:
     """All three steps for one image: JPEG bytes → float32 (3, size, size). Raises `ImageError`."""
-    return normalise(resize_and_crop(decode_jpeg(data), preprocessing)[np.newaxis], preprocessing)[0]
+    image: Float32Array = normalise(resize_and_crop(decode_jpeg(data), preprocessing)[np.newaxis], preprocessing)[0]
+    return image
 
 
 @lru_cache(maxsize=8)
 def _table(mean: tuple[float, ...], std: tuple[float, ...]) -> Float32Array:
     scaled = np.arange(256, dtype=np.float32) / np.float32(255)
     rows = [(scaled - np.float32(m)) / np.float32(s) for m, s in zip(mean, std, strict=True)]
-    return np.stack(rows).astype(np.float32)
+    table: Float32Array = np.stack(rows)
+    return table

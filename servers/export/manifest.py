@@ -1,0 +1,70 @@
+"""What is known about an artefact: `manifest.json` beside the file, schema abserve.artefact/1."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+FILE_NAME = "manifest.json"
+_PACKAGES = ("torch", "onnx", "onnxscript", "open_clip_torch", "onnxruntime", "onnxruntime-gpu", "numpy")
+
+
+class ParityMeasurement(msgspec.Struct, frozen=True, kw_only=True):
+    """The file's answers to `batch` photographs compared with torch's, row by row."""
+
+    batch: int
+    cosine_min: float
+    max_abs: float
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One artefact. `weights` is the label for people; `weights_sha256` is that of a checkpoint file, else None."""
+
+    schema: Literal["abserve.artefact/1"] = "abserve.artefact/1"
+    kind: Literal["onnx"] = "onnx"
+    model: str
+    model_version: str
+    weights: str
+    weights_sha256: str | None
+    precision: str
+    versions: dict[str, str]
+    opset: int
+    seconds: float
+    file: str
+    bytes: int
+    sha256: str
+    parity_threshold: float
+    parity: tuple[ParityMeasurement, ...]
+    created_at: str
+
+    def write(self, folder: Path) -> None:
+        """Write it into the artefact's folder."""
+        (folder / FILE_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, as other records embed it."""
+        document: dict[str, object] = msgspec.to_builtins(self)
+        return document
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest in an artefact's folder; None when there is none or it is not of this schema."""
+    try:
+        return msgspec.json.decode((folder / FILE_NAME).read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def package_versions() -> dict[str, str]:
+    """The installed packages that decide what an export contains; those that are not installed are left out."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions

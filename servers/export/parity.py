@@ -1,0 +1,85 @@
+"""Does an exported file compute what torch computes? Measured on photographs, alone and in mixed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from servers.engines.interface import Engine
+from servers.export.errors import ExportError, ParityError
+from servers.export.manifest import ParityMeasurement
+from servers.models.corpus import jpeg_paths
+from servers.models.preprocessing import Float32Array, preprocess
+from servers.models.specification import ModelSpecification
+
+if TYPE_CHECKING:
+    import torch
+
+BATCHES = (1, 2, 7)
+"""One, the exporter's own example size, and one that nothing was ever tuned for."""
+
+COSINE_THRESHOLD = 0.9999
+"""For FP32. Different photographs stay below 0.995 even with random weights, so a swapped row fails as well."""
+
+
+def measure_parity(
+    specification: ModelSpecification,
+    module: torch.nn.Module,
+    engine: Engine,
+    batches: Sequence[int] = BATCHES,
+) -> tuple[ParityMeasurement, ...]:
+    """Compare a loaded engine with the FP32 module on the CPU, for each batch size on other photographs.
+
+    Only models of one image input and one vector output can be compared so. Raises `ExportError` for others.
+    """
+    import torch
+
+    if len(specification.inputs) != 1 or len(specification.outputs) != 1:
+        raise ExportError(f"{specification.name}: parity on photographs needs one input and one output")
+    images = corpus_images(specification, sum(batches))
+    source, target = specification.inputs[0].name, specification.outputs[0].name
+    measurements, start = [], 0
+    for size in batches:
+        batch = images[start : start + size]
+        start += size
+        with torch.inference_mode():
+            reference = module(torch.from_numpy(batch)).numpy()
+        answer = engine.infer({source: batch})[target]
+        if answer.shape != reference.shape:
+            raise ParityError(f"the file answers batch {size} with shape {answer.shape}, torch with {reference.shape}")
+        measurements.append(
+            ParityMeasurement(
+                batch=size,
+                cosine_min=float(row_cosines(reference, answer).min()),
+                max_abs=float(np.max(np.abs(reference - answer))),
+            )
+        )
+    return tuple(measurements)
+
+
+def assert_parity(measurements: Sequence[ParityMeasurement], threshold: float = COSINE_THRESHOLD) -> None:
+    """Raise `ParityError` unless every cosine reaches `threshold`; NaN does not."""
+    for measured in measurements:
+        if not measured.cosine_min >= threshold:
+            raise ParityError(
+                f"the exported file differs from torch at batch {measured.batch}: cosine {measured.cosine_min:.6f} is "
+                f"below {threshold}, largest difference {measured.max_abs:.3g}; no artefact was kept"
+            )
+
+
+def corpus_images(specification: ModelSpecification, count: int) -> Float32Array:
+    """`count` photographs of the corpus, in order and from the start again when it ends, as the model's input."""
+    paths = jpeg_paths()
+    needed = [paths[index % len(paths)] for index in range(count)]
+    return np.stack([preprocess(path.read_bytes(), specification.preprocessing) for path in needed])
+
+
+def row_cosines(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
+    """Cosine of each row of `a` with the same row of `b`, computed in FP64; NaN where a row is zero or not finite."""
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        cosines: npt.NDArray[np.float64] = (x * y).sum(axis=1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))
+    return cosines
