@@ -1,5 +1,5 @@
-"""Mounts the commands of the server side. Each command's module is imported when it is called, not before: the
-command line must answer at once, and torch alone takes seconds to import."""
+"""Mounts the commands of the server side; their modules import torch and its like only inside the functions, so that
+the command line answers at once."""
 
 from __future__ import annotations
 
