@@ -1,0 +1,32 @@
+"""What every test folder shares: the real model's exported file, made once and kept in the project's .artefacts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from servers.export.artefacts import Artefact, ensure_artefact
+from servers.models.registry import DEFAULT_MODEL, get_specification
+from servers.models.specification import ModelSpecification
+from servers.models.weights import RandomWeights
+
+PROJECT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def specification() -> ModelSpecification:
+    """The default model."""
+    return get_specification(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def artefact(specification: ModelSpecification) -> Artefact:
+    """The default model with random:0 as ONNX; takes some 10 s the first time and is only hashed afterwards."""
+    return ensure_artefact(specification, RandomWeights(0), PROJECT / ".artefacts")
+
+
+@pytest.fixture(scope="session")
+def artefact_dir(artefact: Artefact) -> Path:
+    """What `--artefacts` takes: the folder in which the exported file is up to date."""
+    return PROJECT / ".artefacts"
