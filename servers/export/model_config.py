@@ -1,0 +1,193 @@
+"""From a model specification to Triton's `config.pbtxt`: native ONNX Runtime and TensorRT backends, python backend.
+
+The text is written by hand rather than through protobuf so that each setting carries its reason; a test parses every
+generated file back through Triton's own protobuf. Batch dimensions are left out of all dims, as Triton wants them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from servers.contract.tensors import TensorSpec
+from servers.engines.processors import cuda_index
+from servers.models.specification import ModelSpecification
+
+HEADER = "# Generated from the model specification; do not edit. Made again by: abserve triton-repo\n"
+ARTEFACT_NAMES: Mapping[str, str] = {"onnx": "model.onnx", "tensorrt": "model.plan"}
+"""Suffix of the model's name → the file that its version folder must hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingSettings:
+    """Triton's dynamic batcher. `queue_timeout_us` 0: a request waits until its client gives up."""
+
+    max_batch_size: int
+    max_queue_delay_us: int = 2000
+    queue_size: int = 512
+    queue_timeout_us: int = 0
+
+
+def onnxruntime_config(specification: ModelSpecification) -> str:
+    """`<model>_onnx`: the native onnxruntime backend on GPU 0, FP32 without TF32."""
+    return f"""{HEADER}name: {quote(specification.name + "_onnx")}
+backend: "onnxruntime"
+default_model_filename: {quote(ARTEFACT_NAMES["onnx"])}
+{_signature(specification, specification.max_batch_size)}
+# KIND_GPU, written out: without it Triton falls back to the CPU on a machine whose GPU it cannot use, and says nothing.
+instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] }} ]
+{_dynamic_batching(_gpu_batching(specification))}
+# Only as a top-level parameter: Triton's own defaults overwrite this key inside the accelerator block below.
+# 1 is HEURISTIC. Triton's default 0, EXHAUSTIVE, searches again at each batch size that it has not seen.
+parameters {{ key: "cudnn_conv_algo_search" value: {{ string_value: "1" }} }}
+# TF32 off, so that FP32 means FP32 on both arms. No CUDA graphs: this backend ignores optimization.cuda.graphs, and
+# ONNX Runtime's own enable_cuda_graph would replay stale inputs, since Triton binds new buffers at each execution.
+optimization {{ execution_accelerators {{
+  gpu_execution_accelerator: [ {{ name: "cuda" parameters {{ key: "use_tf32" value: "0" }} }} ]
+}} }}
+# Every size: the CUDA provider plans its convolutions anew for each batch size, and the batcher forms all of them.
+{_warmup(specification, range(1, specification.max_batch_size + 1), count=1)}
+{_NO_CACHE}"""
+
+
+def tensorrt_config(specification: ModelSpecification) -> str:
+    """`<model>_tensorrt`: the native tensorrt backend on GPU 0 with a CUDA graph for every batch size."""
+    sizes = warm_up_sizes(specification.max_batch_size)
+    return f"""{HEADER}name: {quote(specification.name + "_tensorrt")}
+backend: "tensorrt"
+# FP16 or FP32 is a property of the plan: TensorRT 11 networks are strongly typed, there is no flag for it here.
+default_model_filename: {quote(ARTEFACT_NAMES["tensorrt"])}
+{_signature(specification, specification.max_batch_size)}
+# One optimisation profile, 1 to {specification.max_batch_size}; so there is no batch size to prefer, see below.
+instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] profile: [ "0" ] }} ]
+{_dynamic_batching(_gpu_batching(specification))}
+optimization {{ cuda {{
+  graphs: true
+  # One CPU core spins while the GPU computes: lower latency, and a cost that a report of this arm has to name.
+  busy_wait_events: true
+  # The copy of the answer overlaps the next execution.
+  output_copy_stream: true
+  # Without graph_spec only the sizes 1 and {specification.max_batch_size} would have a graph. The lower bounds leave
+  # no gap: a smaller batch runs the next larger graph, whose surplus rows hold anything and are thrown away.
+  graph_spec [
+{_graph_specs(specification, sizes)}
+  ]
+}} }}
+# READY only after each graph has run: the first execution of a graph is slower than the others.
+{_warmup(specification, sizes, count=5)}
+{_NO_CACHE}"""
+
+
+def python_config(
+    specification: ModelSpecification,
+    batching: BatchingSettings,
+    device: str,
+    parameters: Mapping[str, str],
+) -> str:
+    """`<model>`: the python backend executing `servers.triton.python_model`.
+
+    `device` is cpu or cuda:N, already resolved. `parameters` says what executes inside (engine, precision, weights …);
+    the model refuses to load when the engine reports anything else, so they may be read as settings in effect.
+    """
+    index = cuda_index(device)
+    group = "kind: KIND_CPU count: 1" if index is None else f"kind: KIND_GPU count: 1 gpus: [ {index} ]"
+    lines = "\n".join(
+        f"parameters {{ key: {quote(key)} value: {{ string_value: {quote(value)} }} }}"
+        for key, value in parameters.items()
+    )
+    return f"""{HEADER.replace("triton-repo", "serve triton")}name: {quote(specification.name)}
+backend: "python"
+{_signature(specification, batching.max_batch_size)}
+# One instance is one process with one engine; more of them would compete for the same cores or GPU.
+instance_group [ {{ {group} }} ]
+{_dynamic_batching(batching)}
+# Read by the model and compared with what its engine reports. No model_warmup: the model warms its engine itself.
+{lines}
+{_NO_CACHE}"""
+
+
+def warm_up_sizes(max_batch_size: int) -> tuple[int, ...]:
+    """Powers of two up to `max_batch_size`, and `max_batch_size` itself; ascending."""
+    powers = [1 << exponent for exponent in range(max_batch_size.bit_length()) if 1 << exponent < max_batch_size]
+    return (*powers, max_batch_size)
+
+
+def write_model_repository(root: Path, specifications: Iterable[ModelSpecification]) -> tuple[Path, ...]:
+    """Write `<model>_onnx` and `<model>_tensorrt` of every specification under `root`; the written files.
+
+    Each has an empty version folder `1`, kept by a `.gitkeep`, where the artefact belongs.
+    """
+    written = []
+    for specification in specifications:
+        for suffix, text in (("onnx", onnxruntime_config(specification)), ("tensorrt", tensorrt_config(specification))):
+            folder = root / f"{specification.name}_{suffix}"
+            (folder / "1").mkdir(parents=True, exist_ok=True)
+            for path, content in ((folder / "config.pbtxt", text), (folder / "1" / ".gitkeep", "")):
+                path.write_text(content, encoding="utf-8")
+                written.append(path)
+    return tuple(written)
+
+
+def quote(text: str) -> str:
+    """A protobuf text-format string."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else "".join(f"\\{b:03o}" for b in c.encode()) for c in escaped) + '"'
+
+
+_NO_CACHE = """# An answer from a cache would not be an inference.
+response_cache { enable: false }
+"""
+
+
+def _gpu_batching(specification: ModelSpecification) -> BatchingSettings:
+    return BatchingSettings(max_batch_size=specification.max_batch_size, queue_timeout_us=500_000)
+
+
+def _signature(specification: ModelSpecification, max_batch_size: int) -> str:
+    inputs = ", ".join(map(_tensor, specification.inputs))
+    outputs = ", ".join(map(_tensor, specification.outputs))
+    return f"max_batch_size: {max_batch_size}\ninput [ {inputs} ]\noutput [ {outputs} ]"
+
+
+def _tensor(tensor: TensorSpec) -> str:
+    return f"{{ name: {quote(tensor.name)} data_type: {_data_type(tensor)} dims: {_dims(tensor)} }}"
+
+
+def _data_type(tensor: TensorSpec) -> str:
+    return "TYPE_STRING" if tensor.datatype == "BYTES" else f"TYPE_{tensor.datatype}"
+
+
+def _dims(tensor: TensorSpec) -> str:
+    return "[ " + ", ".join(map(str, tensor.item_shape)) + " ]"
+
+
+def _dynamic_batching(batching: BatchingSettings) -> str:
+    timeout = f" default_timeout_microseconds: {batching.queue_timeout_us}" if batching.queue_timeout_us else ""
+    return f"""# No preferred_batch_size: Triton advises against it unless sizes have profiles of their own.
+# REJECT: what waited too long, or finds the queue full, is answered 503 at once instead of late.
+dynamic_batching {{
+  max_queue_delay_microseconds: {batching.max_queue_delay_us}
+  default_queue_policy {{
+    timeout_action: REJECT{timeout} allow_timeout_override: true max_queue_size: {batching.queue_size}
+  }}
+}}"""
+
+
+def _warmup(specification: ModelSpecification, sizes: Iterable[int], count: int) -> str:
+    """Zeros, since Triton's random_data on FP32 is random bits, NaN and infinity included."""
+    inputs = " ".join(
+        f"inputs {{ key: {quote(t.name)} value: {{ data_type: {_data_type(t)} dims: {_dims(t)} zero_data: true }} }}"
+        for t in specification.inputs
+    )
+    lines = ",\n".join(f'  {{ name: "batch_{n}" batch_size: {n} count: {count} {inputs} }}' for n in sizes)
+    return f"model_warmup [\n{lines}\n]"
+
+
+def _graph_specs(specification: ModelSpecification, sizes: tuple[int, ...]) -> str:
+    inputs = " ".join(f"input {{ key: {quote(t.name)} value: {{ dim: {_dims(t)} }} }}" for t in specification.inputs)
+    lines = []
+    for smaller, size in zip((0, *sizes), sizes, strict=False):
+        bound = f" graph_lower_bound {{ batch_size: {smaller + 1} {inputs} }}" if smaller + 1 < size else ""
+        lines.append(f"    {{ batch_size: {size} {inputs}{bound} }}")
+    return ",\n".join(lines)

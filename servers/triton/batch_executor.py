@@ -1,0 +1,56 @@
+"""Runs the requests of one merged batch as one execution of an engine. Knows nothing of Triton.
+
+Copies of input bytes here: none where a batch is one request, else one, into a staging array that lives as long as the
+model. Answers are row ranges of the engine's output arrays, which belong to the caller: no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from servers.contract.tensors import Array, TensorSpec
+from servers.engines.interface import Engine
+from servers.models.specification import ModelSpecification
+
+
+class BatchExecutor:
+    """One engine and its staging arrays. Not thread-safe, as an engine is not."""
+
+    def __init__(self, engine: Engine, specification: ModelSpecification, max_batch_size: int) -> None:
+        self._engine = engine
+        self._names = [tensor.name for tensor in specification.inputs]
+        self._staging = {tensor.name: _staging(tensor, max_batch_size) for tensor in specification.inputs}
+
+    def execute(self, requests: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
+        """One answer a request, in order; `requests` hold one array an input, together at most `max_batch_size` rows.
+
+        Rows do not influence each other: one request's NaN stays in its own answer.
+        """
+        if len(requests) == 1:
+            return [dict(self._engine.infer(requests[0]))]
+        outputs = self._engine.infer({name: self._merge(name, requests) for name in self._names})
+        answers = []
+        start = 0
+        for request in requests:
+            end = start + len(request[self._names[0]])
+            answers.append({name: array[start:end] for name, array in outputs.items()})
+            start = end
+        return answers
+
+    def _merge(self, name: str, requests: Sequence[Mapping[str, Array]]) -> Array:
+        parts = [request[name] for request in requests]
+        staging = self._staging[name]
+        if staging is None:
+            return np.concatenate(parts)
+        return np.concatenate(parts, out=staging[: sum(map(len, parts))])
+
+
+def _staging(tensor: TensorSpec, max_batch_size: int) -> Array | None:
+    """None where an item's size is not fixed. Filled once, so that no request pays for its first page faults."""
+    if tensor.dtype.hasobject or any(dim < 0 for dim in tensor.item_shape):
+        return None
+    array = np.empty((max_batch_size, *tensor.item_shape), tensor.dtype)
+    array.fill(0)
+    return array

@@ -1,0 +1,148 @@
+"""From settings to a launch plan: checks this machine, lays out the repository, builds tritonserver's command line.
+
+The plan starts the tritonserver binary itself, with no process of ours before it, so that a cold start is measured from
+the moment its own process is created.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from servers.export.model_config import BatchingSettings
+from servers.launch_plan import LaunchPlan
+from servers.models.specification import ModelSpecification
+from servers.models.weights import WeightsSource
+from servers.triton.errors import TritonUnavailableError
+from servers.triton.ports import assert_free
+from servers.triton.repository import Repository, lay_out
+from servers.triton.settings import TritonSettings, resolve_engine
+from servers.triton.shared_memory import assert_space, new_prefix, region_bytes, remove_abandoned_regions
+from servers.triton.wheel import Wheel, assert_environment, find_wheel
+
+STUB_TIMEOUT_SECONDS = 300
+EXIT_TIMEOUT_SECONDS = 20
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def assert_ready(settings: TritonSettings) -> None:
+    """Raise `TritonError` for what would keep the server from starting, before anything slow is done.
+
+    A missing libpython alone is no reason: `prepare` may be able to fetch it.
+    """
+    assert_free(
+        settings.host,
+        {"--http-port": settings.http_port, "--grpc-port": settings.grpc_port, "--metrics-port": settings.metrics_port},
+    )
+    assert_environment()
+
+
+def prepare(
+    settings: TritonSettings,
+    specification: ModelSpecification,
+    weights: WeightsSource,
+    artefact: Path | None,
+    manifest: Mapping[str, Any] | None,
+    announce: Callable[[str], None] = lambda _message: None,
+) -> LaunchPlan:
+    """Make everything ready but the process. Raises `TritonError`; `announce` tells of slow steps.
+
+    `weights` are what `settings.weights` says. `manifest` belongs to `artefact`; its `sha256`, where given, is shown in
+    the model's config.
+    """
+    assert_ready(settings)
+    wheel = find_wheel(announce=announce)
+    engine = resolve_engine(settings.engine)
+    remove_abandoned_regions()
+    shared_bytes = region_bytes(specification, engine.max_batch_size)
+    assert_space(shared_bytes)
+    repository = lay_out(
+        settings.folder,
+        wheel,
+        specification,
+        weights,
+        settings.weights,
+        engine,
+        BatchingSettings(
+            max_batch_size=engine.max_batch_size,
+            max_queue_delay_us=settings.max_queue_delay_us,
+            queue_size=settings.queue_size,
+        ),
+        artefact,
+        str(manifest["sha256"]) if manifest is not None and "sha256" in manifest else None,
+    )
+    address = _address(settings.host)
+    reachable = _bracketed(WILDCARDS.get(address, address))
+    return LaunchPlan(
+        argv=_arguments(settings, wheel, repository, address, shared_bytes, on_gpu=engine.device != "cpu"),
+        env=_environment(wheel, repository),
+        http_url=f"http://{reachable}:{settings.http_port}",
+        grpc_address=f"{reachable}:{settings.grpc_port}",
+        metrics_url=f"http://{reachable}:{settings.metrics_port}/metrics",
+        model=specification.name,
+        title=f"Triton {wheel.server_version} python backend, {engine.kind} {engine.precision}",
+        artefact=dict(manifest) if manifest is not None else None,
+    )
+
+
+def _arguments(
+    settings: TritonSettings, wheel: Wheel, repository: Repository, address: str, shared_bytes: int, *, on_gpu: bool
+) -> tuple[str, ...]:
+    """What is not named here stays at Triton's default: it is Triton as it comes that is measured."""
+    return (
+        str(wheel.binary),
+        f"--model-repository={repository.models}",
+        f"--backend-directory={repository.backends}",
+        f"--http-address={address}",
+        f"--grpc-address={address}",
+        f"--metrics-address={address}",
+        f"--http-port={settings.http_port}",
+        f"--grpc-port={settings.grpc_port}",
+        f"--metrics-port={settings.metrics_port}",
+        # Nobody may load, unload or replace a model over the network; a model that fails to load ends the server.
+        "--model-control-mode=none",
+        "--exit-on-error=true",
+        # The generated config is complete. Completing it would start Python once more before the model's own process.
+        "--disable-auto-complete-config",
+        # Our own sampler reads the GPU, for both arms alike; a second reader inside one of them would cost that one.
+        "--allow-gpu-metrics=false",
+        "--allow-cpu-metrics=false",
+        # Pinned memory serves copies to a GPU; without one its allocation only fails with a warning.
+        *(() if on_gpu else ("--pinned-memory-pool-byte-size=0",)),
+        f"--exit-timeout-secs={EXIT_TIMEOUT_SECONDS}",
+        "--log-format=ISO8601",
+        f"--backend-config=python,shm-default-byte-size={shared_bytes}",
+        f"--backend-config=python,shm-region-prefix-name={new_prefix()}",
+        # Loading and warming every batch size counts against it; Triton's 30 s is short for a large model on few cores.
+        f"--backend-config=python,stub-timeout-seconds={STUB_TIMEOUT_SECONDS}",
+    )
+
+
+def _environment(wheel: Wheel, repository: Repository) -> dict[str, str]:
+    """The stub embeds Python: it finds its virtual environment by the `python3` on PATH, and libpython by the loader.
+
+    Our folders come first, what the user has set stays behind them.
+    """
+    libraries = [str(wheel.libraries), str(repository.libraries), os.environ.get("LD_LIBRARY_PATH", "")]
+    executables = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    return {
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
+        "PATH": os.pathsep.join(filter(None, executables)),
+        "PYTHONUNBUFFERED": "1",  # what the model prints last is what matters when it dies
+    }
+
+
+def _address(host: str) -> str:
+    """Triton listens on numeric addresses only."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as exc:
+        raise TritonUnavailableError(f"--host {host} cannot be resolved; give an address such as 127.0.0.1") from exc
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

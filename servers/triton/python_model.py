@@ -1,0 +1,91 @@
+"""The model that Triton's python backend executes: an engine of `servers.engines` behind Triton's batcher.
+
+Runs inside the backend's stub process, the only place where `triton_python_backend_utils` exists. Loads and warms the
+engine before Triton calls the model ready, and refuses to load when the engine is not what the config says.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import triton_python_backend_utils as pb_utils
+
+from servers.contract.tensors import Array
+from servers.engines.factory import build_engine
+from servers.engines.interface import Engine, EngineError
+from servers.export.model_config import warm_up_sizes
+from servers.models.registry import get_specification
+from servers.models.weights import parse_weights
+from servers.triton.batch_executor import BatchExecutor
+from servers.triton.engine_parameters import EngineFile, contradictions, settings_from_parameters
+
+
+class TritonPythonModel:
+    """What Triton creates once an instance. Triton calls its methods from one thread."""
+
+    _engine: Engine
+    _executor: BatchExecutor
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Build, load, verify and warm the engine; any failure fails the load with its message in Triton's log."""
+        started_ns = time.perf_counter_ns()
+        config = json.loads(args["model_config"])
+        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
+        max_batch_size = int(config["max_batch_size"])
+        specification = get_specification(config["name"])
+        folder = Path(args["model_repository"]) / args["model_version"]
+        private = msgspec.json.decode((folder / "engine.json").read_bytes(), type=EngineFile)
+
+        self._engine = build_engine(
+            specification,
+            parse_weights(private.weights),
+            settings_from_parameters(parameters, max_batch_size),
+            Path(private.artefact) if private.artefact is not None else None,
+        )
+        self._engine.load()
+        in_effect = self._engine.describe()
+        wrong = contradictions(parameters, max_batch_size, in_effect)
+        if wrong:
+            raise EngineError(f"the engine is not what the model config says: {'; '.join(wrong)}")
+        loaded_ns = time.perf_counter_ns()
+        self._engine.warm_up(warm_up_sizes(max_batch_size))
+        warm_ns = time.perf_counter_ns()
+
+        self._input_names = [tensor.name for tensor in specification.inputs]
+        self._executor = BatchExecutor(self._engine, specification, max_batch_size)
+        report = {
+            "in_effect": asdict(in_effect),
+            "load_ns": loaded_ns - started_ns,
+            "warm_up_ns": warm_ns - loaded_ns,
+        }
+        pb_utils.Logger.log_info(f"engine ready: {json.dumps(report, default=str)}")
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """One answer a request; `requests` are what Triton's batcher merged.
+
+        The inputs are views of the memory that Triton shares with this process, valid until this returns.
+        """
+        try:
+            answers = self._executor.execute([self._inputs(request) for request in requests])
+        except Exception:  # noqa: BLE001  whatever an engine raises must not reach the client as a traceback
+            pb_utils.Logger.log_error(f"a batch of {len(requests)} requests failed: {traceback.format_exc()}")
+            failure = pb_utils.TritonError("the engine failed; the cause is in the server's log")
+            return [pb_utils.InferenceResponse(error=failure) for _ in requests]
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in answer.items()])
+            for answer in answers
+        ]
+
+    def finalize(self) -> None:
+        """Free the engine when the server unloads the model."""
+        self._engine.close()
+
+    def _inputs(self, request: Any) -> dict[str, Array]:
+        return {name: pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in self._input_names}

@@ -1,0 +1,88 @@
+"""Lays out what a tritonserver reads: a model repository, a backend directory and a folder with libpython.
+
+    FOLDER/models/<model>/config.pbtxt      generated, its parameters are what clients may read
+    FOLDER/models/<model>/1/model.py        one import: the code is `servers.triton.python_model`
+    FOLDER/models/<model>/1/engine.json     paths on this machine, which a published config must not show
+    FOLDER/backends/python/                 links into the wheel, with the stub where Triton looks for it
+    FOLDER/lib/libpython3.X.so.1.0          a link, so that the loader's path gains this one file and nothing else
+
+Nothing of size is copied; the artefact stays where it is.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from servers.engines.settings import EngineSettings
+from servers.export.model_config import BatchingSettings, python_config
+from servers.models.specification import ModelSpecification
+from servers.models.weights import WeightsSource
+from servers.triton.engine_parameters import EngineFile, parameters_from_settings
+from servers.triton.errors import TritonUnavailableError
+from servers.triton.wheel import Wheel
+
+MARKER = ".abserve-triton"
+MODEL_PY = """# One import, so that one code serves every repository: what executes is servers.triton.python_model.
+from servers.triton.python_model import TritonPythonModel as TritonPythonModel
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A laid-out working folder."""
+
+    models: Path
+    backends: Path
+    libraries: Path
+
+
+def lay_out(
+    folder: Path,
+    wheel: Wheel,
+    specification: ModelSpecification,
+    weights: WeightsSource,
+    weights_text: str,
+    engine: EngineSettings,
+    batching: BatchingSettings,
+    artefact: Path | None,
+    artefact_sha256: str | None,
+) -> Repository:
+    """Write everything anew under `folder`. `engine` has nothing left to choose (see `settings.resolve_engine`).
+
+    Raises `TritonUnavailableError` where `folder` holds anything that is not ours: a repository serves all it finds.
+    """
+    _claim(folder)
+    models, backends, libraries = folder / "models", folder / "backends", folder / "lib"
+    for path in (models, backends, libraries):
+        shutil.rmtree(path, ignore_errors=True)
+    version = models / specification.name / "1"
+    version.mkdir(parents=True)
+    parameters = parameters_from_settings(engine, weights, artefact, artefact_sha256)
+    config = python_config(specification, batching, engine.device, parameters)
+    (version.parent / "config.pbtxt").write_text(config, encoding="utf-8")
+    (version / "model.py").write_text(MODEL_PY, encoding="utf-8")
+    engine_file = EngineFile(weights=weights_text, artefact=str(artefact.absolute()) if artefact else None)
+    (version / "engine.json").write_bytes(msgspec.json.encode(engine_file))
+
+    backend = backends / "python"
+    backend.mkdir(parents=True)
+    for source in wheel.python_backend.iterdir():
+        if source.is_file():
+            (backend / source.name).symlink_to(source)
+    (backend / wheel.stub.name).symlink_to(wheel.stub)
+    libraries.mkdir()
+    (libraries / wheel.libpython.name).symlink_to(wheel.libpython)
+    return Repository(models=models, backends=backends, libraries=libraries)
+
+
+def _claim(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / MARKER).exists() and any(folder.iterdir()):
+        raise TritonUnavailableError(
+            f"the working folder {folder} holds other files, which would be removed; give --work-dir an empty folder"
+        )
+    (folder / MARKER).touch()

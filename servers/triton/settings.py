@@ -1,0 +1,51 @@
+"""What the embedded Triton is asked to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from servers.engines.processors import nvidia_device_present, thread_count
+from servers.engines.settings import EngineSettings
+
+
+@dataclass(frozen=True, slots=True)
+class TritonSettings:
+    """One embedded tritonserver with one model. Times are in microseconds, the queue is counted in requests."""
+
+    model: str
+    weights: str = "random:0"
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    engine: EngineSettings = field(default_factory=lambda: EngineSettings(kind="onnxruntime"))
+    max_queue_delay_us: int = 2000
+    queue_size: int = 512
+    artefacts: Path = Path(".artefacts")
+    work_dir: Path | None = None
+    """Folder for the model repository; None: one a port inside `artefacts`."""
+
+    @property
+    def folder(self) -> Path:
+        """The working folder, absolute: the server is started from wherever its supervisor stands."""
+        return (self.work_dir or self.artefacts / "triton" / str(self.http_port)).absolute()
+
+
+def resolve_engine(asked_for: EngineSettings) -> EngineSettings:
+    """The same settings with nothing left to choose, since Triton's config must name the device before the engine runs.
+
+    `auto` takes the GPU that the kernel shows and then insists on it. Only ONNX Runtime's mode can be told in advance.
+    """
+    device = asked_for.device
+    if device == "auto":
+        device = "cuda:0" if nvidia_device_present() else "cpu"
+    mode = "session" if asked_for.kind == "onnxruntime" and asked_for.mode == "auto" else asked_for.mode
+    return EngineSettings(
+        kind=asked_for.kind,
+        precision=asked_for.precision,
+        mode=mode,
+        device=device,
+        threads=thread_count(asked_for.threads) if device == "cpu" else asked_for.threads,
+        max_batch_size=asked_for.max_batch_size,
+    )

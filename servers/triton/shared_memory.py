@@ -1,0 +1,77 @@
+"""The shared memory between tritonserver and its stub: how large it has to be, and what killed servers leave behind.
+
+Every request crosses it once each way. Triton grows the region on demand, which stalls the request that needs it and
+happened on first batches under load; so it is large enough from the start.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from servers.models.specification import ModelSpecification
+from servers.triton.errors import TritonUnavailableError
+
+FOLDER = Path("/dev/shm")
+PREFIX = "abserve_triton_"
+MEBIBYTE = 1 << 20
+SLACK_BYTES = 16 * MEBIBYTE
+
+
+def region_bytes(specification: ModelSpecification, max_batch_size: int) -> int:
+    """Twice the largest batch with its answers, and slack for the allocator's fragmentation; whole MiB.
+
+    A dimension or element whose size is not fixed counts as nothing here: such a region grows on demand.
+    """
+    item_bytes = sum(
+        tensor.dtype.itemsize * math.prod(tensor.item_shape)
+        for tensor in (*specification.inputs, *specification.outputs)
+        if not tensor.dtype.hasobject and all(dim > 0 for dim in tensor.item_shape)
+    )
+    return math.ceil((2 * max_batch_size * item_bytes + SLACK_BYTES) / MEBIBYTE) * MEBIBYTE
+
+
+def assert_space(needed_bytes: int) -> None:
+    """Raise `TritonUnavailableError` where /dev/shm is smaller: Triton would die with a bus error under load."""
+    free = shutil.disk_usage(FOLDER).free
+    if free < needed_bytes:
+        raise TritonUnavailableError(
+            f"{FOLDER} has {free // MEBIBYTE} MiB free and Triton's python backend needs {needed_bytes // MEBIBYTE} MiB"
+            f"; free some, give the container a larger one (docker run --shm-size=1g) or lower --max-batch-size"
+        )
+
+
+def new_prefix() -> str:
+    """A name for one launch's regions, found again in its command line and in /dev/shm."""
+    return f"{PREFIX}{secrets.token_hex(4)}_"
+
+
+def remove_regions(prefix: str) -> None:
+    """Remove the regions of a server that has ended; a killed one leaves tens of MB of memory behind."""
+    for path in FOLDER.glob(f"{prefix}*"):
+        path.unlink(missing_ok=True)
+
+
+def remove_abandoned_regions() -> None:
+    """Remove this user's regions that no running process names in its command line."""
+    regions = [path for path in FOLDER.glob(f"{PREFIX}*") if path.stat().st_uid == os.getuid()]
+    if not regions:
+        return
+    command_lines = b"\0".join(_command_lines())
+    for path in regions:
+        prefix = "_".join(path.name.split("_")[:3]) + "_"
+        if prefix.encode() not in command_lines:
+            path.unlink(missing_ok=True)
+
+
+def _command_lines() -> list[bytes]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes())
+        except OSError:
+            continue  # it ended meanwhile
+    return found

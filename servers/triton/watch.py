@@ -1,0 +1,177 @@
+"""Supervises one tritonserver: log to a file, readiness, an early notice of its death, a bounded stop.
+
+tritonserver stays ready when the process that executes its model dies: every request then fails after a second, and
+nothing restarts it. So the watch looks at that process, the stub, as well as at the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from servers.launch_plan import LaunchPlan
+from servers.triton.errors import TritonDiedError
+from servers.triton.shared_memory import remove_regions
+
+STUB_NAME = "triton_python_backend_stub"
+POLL_SECONDS = 0.02
+STOP_SECONDS = 30.0
+KILL_SECONDS = 5.0
+LOG_LINES = 12
+
+_REGION_PREFIX = re.compile(r"--backend-config=python,shm-region-prefix-name=(.+)")
+_SEVERE = re.compile(r"^\S+ [EF] \d+ |^[EF]\d{4} |^error: |Error\b|^Traceback ")
+_LOAD_FAILURE = re.compile(r"\"failed to load '[^']+' version \d+: (?:\w+: )?(.+?)(?:\\n.*)?\"$", re.MULTILINE)
+_HARMLESS = ("CudaDriverHelper has not been initialized", "Failed to initialize NVML")
+_PR_SET_PDEATHSIG = 1
+
+
+class TritonProcess:
+    """A tritonserver that this process started. Not thread-safe."""
+
+    def __init__(self, plan: LaunchPlan, log_file: Path) -> None:
+        """Start it at once; its whole output goes to `log_file`, which is written anew."""
+        self._plan = plan
+        self._log_file = log_file
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        libc = ctypes.CDLL(None)
+
+        def end_with_parent() -> None:
+            # A supervisor that is killed cannot stop its server: the kernel does it instead.
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+        with log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                plan.argv,
+                env={**os.environ, **plan.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # a terminal's Ctrl-C reaches the supervisor alone, which then stops the server
+                preexec_fn=end_with_parent,
+            )
+        self._stubs: dict[int, psutil.Process] = {}
+
+    @property
+    def pid(self) -> int:
+        """Process id of tritonserver."""
+        return self._process.pid
+
+    def wait_ready(self, timeout_seconds: float, asked_to_end: threading.Event | None = None) -> bool:
+        """True when the model answers ready, False when `asked_to_end` is set before that.
+
+        Raises `TritonDiedError` as soon as it cannot become ready any more, or when it takes too long.
+        """
+        asked_to_end = asked_to_end or threading.Event()
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            self.assert_alive()
+            if self.is_ready():
+                return True
+            if asked_to_end.wait(POLL_SECONDS):
+                return False
+        raise TritonDiedError(
+            f"tritonserver was not ready after {timeout_seconds:.0f} s; its log is {self._log_file}",
+            relevant_lines(self._log_file),
+        )
+
+    def is_ready(self) -> bool:
+        """Whether the model, not only the server, says that it is ready."""
+        url = f"{self._plan.http_url}/v2/models/{self._plan.model}/ready"
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(url, timeout=1) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def assert_alive(self) -> None:
+        """Raise `TritonDiedError` when the server or a stub of it has ended."""
+        stub_died = any(not s.is_running() or s.status() == psutil.STATUS_ZOMBIE for s in self._find_stubs())
+        if stub_died:
+            # A model that fails to load takes its server with it, a moment later: that is the better message.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(KILL_SECONDS)
+        code = self._process.poll()
+        if code is not None:
+            raise TritonDiedError(f"tritonserver ended {_how(code)}{self._reason()}", relevant_lines(self._log_file))
+        if stub_died:
+            raise TritonDiedError(
+                "the process that executes the model in tritonserver died and is not restarted: every request fails",
+                relevant_lines(self._log_file),
+            )
+
+    def stop(self, timeout_seconds: float = STOP_SECONDS) -> int:
+        """SIGTERM, after `timeout_seconds` SIGKILL; then no process and no shared memory of it is left. Idempotent.
+
+        Returns the server's exit status as `subprocess` gives it.
+        """
+        stubs = self._find_stubs()
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout_seconds)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        with contextlib.suppress(psutil.Error):
+            _, alive = psutil.wait_procs(stubs, timeout=KILL_SECONDS)  # a stub ends by itself once its server is gone
+            for stub in alive:
+                stub.kill()
+            psutil.wait_procs(alive, timeout=KILL_SECONDS)
+        for prefix in region_prefixes(self._plan.argv):
+            remove_regions(prefix)
+        return self._process.returncode
+
+    def __enter__(self) -> TritonProcess:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()
+
+    def _reason(self) -> str:
+        matches = _LOAD_FAILURE.findall(self._log_file.read_text(encoding="utf-8", errors="replace"))
+        return f": {matches[-1]}" if matches else ""
+
+    def _find_stubs(self) -> list[psutil.Process]:
+        """Every stub seen so far, ended ones included: they are what the watch is for."""
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self._process.pid).children():
+                with contextlib.suppress(psutil.Error):
+                    if child.pid not in self._stubs and child.name().startswith(STUB_NAME[:15]):
+                        self._stubs[child.pid] = child
+        return list(self._stubs.values())
+
+
+def region_prefixes(argv: Sequence[str]) -> Iterator[str]:
+    """The names under which a command line's server keeps its shared memory."""
+    for argument in argv:
+        match = _REGION_PREFIX.fullmatch(argument)
+        if match:
+            yield match[1]
+
+
+def relevant_lines(log_file: Path, count: int = LOG_LINES) -> tuple[str, ...]:
+    """The last lines of a log that tell what went wrong; where none does, the last lines that are no table."""
+    try:
+        lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()
+    severe = [line for line in lines if _SEVERE.search(line) and not any(text in line for text in _HARMLESS)]
+    return tuple((severe or [line for line in lines if line.strip() and line[0] not in "+|"])[-count:])
+
+
+def _how(code: int) -> str:
+    return f"with status {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
