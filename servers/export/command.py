@@ -57,11 +57,13 @@ def export(
             def progress(step: str) -> None:
                 status.update(step)
                 if not console.is_terminal:
-                    console.print(step, markup=False)
+                    console.print(step, markup=False, emoji=False)
 
             artefact = ensure_artefact(specification, source, artefacts, force=force, progress=progress)
     except (UnknownModelError, WeightsError, EngineError, ExportError, FolderError) as exc:
-        Console(stderr=True).print(f"error: {exc}", style="bold red", highlight=False, soft_wrap=True, markup=False)
+        Console(stderr=True).print(
+            f"error: {exc}", style="bold red", highlight=False, soft_wrap=True, markup=False, emoji=False
+        )
         raise typer.Exit(1) from exc
     _show(console, artefact, to)
 
@@ -75,7 +77,7 @@ def triton_repo(
     from servers.export.model_config import write_model_repository
 
     for path in write_model_repository(out, SPECIFICATIONS.values()):
-        Console(highlight=False, soft_wrap=True).print(f"wrote {path}", markup=False)
+        Console(highlight=False, soft_wrap=True).print(f"wrote {path}", markup=False, emoji=False)
 
 
 def _show(console: Console, artefact: Artefact, to: Target) -> None:
@@ -92,4 +94,4 @@ def _show(console: Console, artefact: Artefact, to: Target) -> None:
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     }
     for name, text in lines.items():
-        console.print(f"{name:<9} {text}", markup=False)
+        console.print(f"{name:<9} {text}", markup=False, emoji=False)

@@ -24,6 +24,10 @@ def samples(
     try:
         written = write_samples(get_specification(model), out)
     except (UnknownModelError, FolderError) as exc:
-        Console(stderr=True).print(f"error: {exc}", style="bold red", highlight=False, soft_wrap=True, markup=False)
+        Console(stderr=True).print(
+            f"error: {exc}", style="bold red", highlight=False, soft_wrap=True, markup=False, emoji=False
+        )
         raise typer.Exit(1) from exc
-    Console().print(f"{'wrote' if written else 'up to date:'} {out}", highlight=False, soft_wrap=True, markup=False)
+    Console().print(
+        f"{'wrote' if written else 'up to date:'} {out}", highlight=False, soft_wrap=True, markup=False, emoji=False
+    )

@@ -1,0 +1,202 @@
+"""Exporting for real: a small model for the ways in which it can go wrong, the real one for what people get."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+from servers.contract.tensors import TensorSpec
+from servers.export.artefacts import Artefact, artefact_folder, ensure_artefact, find_artefact
+from servers.export.errors import ParityError
+from servers.export.manifest import package_versions, read_manifest
+from servers.models.atomic_folder import FolderError
+from servers.models.specification import ModelSpecification
+from servers.models.weights import CheckpointWeights, RandomWeights, WeightsSource
+
+
+class Patches(torch.nn.Module):
+    """Mean colour of 7×7 patches, projected: small, and it tells photographs apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(147, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.nn.functional.avg_pool2d(x, 32).flatten(1))
+
+
+class Swapped(Patches):
+    """Computes something else while it is exported: an exporter's mistake."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(-x if torch.compiler.is_exporting() else x)
+
+
+def small(specification: ModelSpecification, kind: type[Patches] = Patches) -> ModelSpecification:
+    def load(source: WeightsSource) -> torch.nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(source.seed if isinstance(source, RandomWeights) else 0)
+            return kind().eval().requires_grad_(False)
+
+    return replace(specification, name="small", outputs=(TensorSpec("embedding", "FP32", (-1, 16)),), load_module=load)
+
+
+def files_under(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+
+WHOLE = {"small/random-0/model.onnx", "small/random-0/manifest.json"}
+
+
+def test_an_artefact_is_made_once_and_again_only_for_a_reason(
+    specification: ModelSpecification, tmp_path: Path
+) -> None:
+    model, weights = small(specification), RandomWeights(0)
+    steps: list[str] = []
+    first = ensure_artefact(model, weights, tmp_path, progress=steps.append)
+    assert first.made_now
+    assert "exporting to ONNX" in steps
+    assert files_under(tmp_path) == WHOLE
+    assert not ensure_artefact(model, weights, tmp_path).made_now
+    assert ensure_artefact(model, weights, tmp_path, force=True).made_now
+    assert ensure_artefact(replace(model, version="2"), weights, tmp_path).made_now
+    with first.path.open("ab") as file:
+        file.write(b"\0")
+    assert find_artefact(tmp_path, replace(model, version="2"), weights) is None
+    assert ensure_artefact(model, weights, tmp_path).made_now
+    folder = artefact_folder(tmp_path, model, weights)
+    document = json.loads((folder / "manifest.json").read_text())
+    document["versions"]["torch"] = "1.0"
+    (folder / "manifest.json").write_text(json.dumps(document))
+    assert ensure_artefact(model, weights, tmp_path).made_now
+    (folder / "manifest.json").write_text("{")
+    assert ensure_artefact(model, weights, tmp_path).made_now
+    assert files_under(tmp_path) == WHOLE
+
+
+def test_seeds_have_folders_of_their_own(specification: ModelSpecification, tmp_path: Path) -> None:
+    one = ensure_artefact(small(specification), RandomWeights(1), tmp_path)
+    two = ensure_artefact(small(specification), RandomWeights(2), tmp_path)
+    assert one.path != two.path
+    assert one.manifest.sha256 != two.manifest.sha256
+    assert one.manifest.weights == "random weights (seed 1)"
+
+
+def test_another_checkpoint_of_the_same_name_is_another_artefact(
+    specification: ModelSpecification, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "weights.pt"
+    checkpoint.write_bytes(b"one")
+    weights = CheckpointWeights(checkpoint)
+    made = ensure_artefact(small(specification), weights, tmp_path / "artefacts")
+    assert made.manifest.weights_sha256 == hashlib.sha256(b"one").hexdigest()
+    assert not ensure_artefact(small(specification), weights, tmp_path / "artefacts").made_now
+    checkpoint.write_bytes(b"two")
+    assert ensure_artefact(small(specification), weights, tmp_path / "artefacts").made_now
+
+
+def test_bad_parity_is_an_error_and_leaves_nothing(specification: ModelSpecification, tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match="no artefact was kept"):
+        ensure_artefact(small(specification, Swapped), RandomWeights(0), tmp_path)
+    assert files_under(tmp_path) == set()
+
+
+def test_bad_parity_keeps_the_artefact_that_was_there(specification: ModelSpecification, tmp_path: Path) -> None:
+    good = ensure_artefact(small(specification), RandomWeights(0), tmp_path)
+    with pytest.raises(ParityError):
+        ensure_artefact(small(specification, Swapped), RandomWeights(0), tmp_path, force=True)
+    assert find_artefact(tmp_path, small(specification), RandomWeights(0)) == replace(good, made_now=False)
+
+
+def test_two_at_once_export_once(specification: ModelSpecification, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(ensure_artefact, small(specification), RandomWeights(0), tmp_path) for _ in range(2)]
+        assert sorted(future.result().made_now for future in futures) == [False, True]
+    assert files_under(tmp_path) == WHOLE
+
+
+def test_a_place_that_cannot_be_written_is_named(specification: ModelSpecification, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FolderError, match="cannot write"):
+        ensure_artefact(small(specification), RandomWeights(0), tmp_path / "file")
+
+
+def test_the_real_artefact_is_one_file_with_a_free_batch_and_a_full_manifest(
+    artefact: Artefact, specification: ModelSpecification
+) -> None:
+    manifest = read_manifest(artefact.path.parent)
+    assert manifest == artefact.manifest
+    assert manifest.sha256 == hashlib.sha256(artefact.path.read_bytes()).hexdigest()
+    assert manifest.bytes == artefact.path.stat().st_size
+    assert manifest.versions == package_versions()
+    assert [m.batch for m in manifest.parity] == [1, 2, 7]
+    assert all(m.cosine_min > 0.999999 and 0 <= m.max_abs < 1e-4 for m in manifest.parity)
+    assert files_under(artefact.path.parent) == {"model.onnx", "manifest.json"}
+    model = onnx.load(artefact.path, load_external_data=False)
+    assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", 18)]
+    dims = model.graph.input[0].type.tensor_type.shape.dim
+    assert [dim.dim_param or dim.dim_value for dim in dims] == ["batch", 3, 224, 224]
+    assert [value.name for value in (*model.graph.input, *model.graph.output)] == ["pixel_values", "embedding"]
+
+
+COMMAND = "import typer; from servers.export.command import export; a = typer.Typer(); a.command()(export); a()"
+
+
+def run_export(arguments: Sequence[str], file_limit_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
+    def limit() -> None:
+        if file_limit_bytes is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, file_limit_bytes))
+
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=limit,
+        timeout=120,
+    )
+
+
+def test_the_command_prints_the_essentials_and_nothing_of_the_exporter(artefact: Artefact, artefact_dir: Path) -> None:
+    done = run_export(["--artefacts", str(artefact_dir)])
+    assert (done.returncode, done.stderr) == (0, "")
+    for text in (artefact.manifest.sha256, "random weights (seed 0)", "batch 7: cosine 1.0000000", "up to date"):
+        assert text in done.stdout
+
+
+def test_a_disk_that_fills_up_gives_one_sentence_and_no_half_artefact(tmp_path: Path) -> None:
+    """A limit on the size of a file stands for the disk; the failure comes while the 352 MB are written."""
+    done = run_export(["--artefacts", str(tmp_path)], file_limit_bytes=100_000_000)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no space left on the disk of ")
+    assert done.stderr.count("\n") == 1
+    assert "exporting to ONNX" in done.stdout
+    assert files_under(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "resnet"], "error: unknown model 'resnet'; known: openclip_vit_b32\n"),
+        (["--weights", "random:x"], "error: --weights random:x: the seed must be a whole number"),
+        (["--weights", "./none.pt"], "error: --weights ./none.pt: no such file\n"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = run_export([*arguments, "--artefacts", str(tmp_path)])
+    assert done.returncode == 1
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,207 @@
+"""Both engines on the real model: the same answers, owned by the caller, described as they are in effect."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from servers.contract.tensors import TensorSpec
+from servers.engines.factory import build_engine
+from servers.engines.interface import Engine, EngineError
+from servers.engines.settings import EngineSettings
+from servers.export.artefacts import Artefact
+from servers.export.parity import corpus_images, row_cosines
+from servers.models.specification import ModelSpecification
+from servers.models.weights import RandomWeights
+
+WEIGHTS = RandomWeights(0)
+KINDS = ("torch", "onnxruntime")
+
+
+def engine_of(kind: str, specification: ModelSpecification, path: Path | None, **settings: object) -> Engine:
+    return build_engine(specification, WEIGHTS, EngineSettings(kind=kind, **{"device": "cpu", **settings}), path)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(request: pytest.FixtureRequest, specification: ModelSpecification, artefact: Artefact) -> Iterator[Engine]:
+    loaded = engine_of(request.param, specification, artefact.path)
+    loaded.load()
+    yield loaded
+    loaded.close()
+    loaded.close()
+
+
+@pytest.fixture(scope="module")
+def images(specification: ModelSpecification) -> np.ndarray:
+    return corpus_images(specification, 4)
+
+
+@pytest.fixture(scope="module")
+def embeddings(specification: ModelSpecification, images: np.ndarray) -> np.ndarray:
+    module = specification.load_module(WEIGHTS)
+    with torch.inference_mode():
+        return np.concatenate([module(torch.from_numpy(images[i : i + 1])).numpy() for i in range(len(images))])
+
+
+def test_a_batch_answers_as_torch_does_alone(engine: Engine, images: np.ndarray, embeddings: np.ndarray) -> None:
+    answer = engine.infer({"pixel_values": images})["embedding"]
+    assert (answer.dtype, answer.shape) == (np.float32, (4, 512))
+    assert answer.flags.c_contiguous
+    assert row_cosines(embeddings, answer).min() > 0.999999
+    np.testing.assert_allclose(answer, embeddings, atol=2e-5)
+
+
+def test_a_read_only_input_is_served_without_a_warning(engine: Engine, images: np.ndarray) -> None:
+    frozen = np.frombuffer(images[:1].tobytes(), np.float32).reshape(1, 3, 224, 224)
+    assert not frozen.flags.writeable
+    answer = engine.infer({"pixel_values": frozen})["embedding"]
+    np.testing.assert_array_equal(answer, engine.infer({"pixel_values": images[:1]})["embedding"])
+
+
+def test_a_later_call_does_not_write_to_an_earlier_answer(engine: Engine, images: np.ndarray) -> None:
+    first = engine.infer({"pixel_values": images[:2]})["embedding"]
+    kept = first.copy()
+    second = engine.infer({"pixel_values": images[2:]})["embedding"]
+    assert not np.shares_memory(first, second)
+    np.testing.assert_array_equal(first, kept)
+    first[:] = 0  # the caller's own: may be written
+
+
+def test_the_input_is_left_as_it_was(engine: Engine, images: np.ndarray) -> None:
+    batch = images[:2].copy()
+    engine.infer({"pixel_values": batch})
+    np.testing.assert_array_equal(batch, images[:2])
+
+
+def test_one_row_of_nan_leaves_the_others_alone(engine: Engine, images: np.ndarray) -> None:
+    batch = images.copy()
+    batch[1] = np.nan
+    answer = engine.infer({"pixel_values": batch})["embedding"]
+    clean = engine.infer({"pixel_values": images})["embedding"]
+    assert np.isnan(answer[1]).all()
+    np.testing.assert_allclose(answer[[0, 2, 3]], clean[[0, 2, 3]], atol=1e-5)
+
+
+def test_the_description_is_read_back(engine: Engine) -> None:
+    engine.warm_up([1, 2])
+    seen = engine.describe()
+    assert (seen.precision, seen.device, seen.max_batch_size) == ("fp32", "cpu", 32)
+    assert seen.threads == len(os.sched_getaffinity(0))
+    assert seen.weights == "random weights (seed 0)"
+    if seen.kind == "torch":
+        assert seen.version == torch.__version__
+        assert seen.mode == "eager"
+        assert seen.details["parameters_by_device"] == {"cpu": 152}
+        assert seen.details["parameters"] == 87_849_216
+    else:
+        assert seen.mode == "session"
+        assert seen.details["providers"] == ["CPUExecutionProvider"]
+        assert seen.details["intra_op_spinning"] is False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thread_count_takes_effect(kind: str, specification: ModelSpecification, artefact: Artefact) -> None:
+    before = torch.get_num_threads()
+    engine = engine_of(kind, specification, artefact.path, threads=1)
+    try:
+        engine.load()
+        assert engine.describe().threads == 1
+    finally:
+        engine.close()
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": "fp16"}, "does not offer fp16 on cpu; use one of: fp32"),
+        ({"mode": "graph"}, "does not offer mode graph"),
+        ({"device": "tpu"}, "unknown device 'tpu'; use auto, cpu or cuda:N"),
+        ({"device": "cuda:"}, "device"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(
+    kind: str, settings: dict[str, str], message: str, specification: ModelSpecification, artefact: Artefact
+) -> None:
+    if settings.get("device") == "cuda:" and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(EngineError, match=message):
+        engine_of(kind, specification, artefact.path, **settings).load()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_that_is_not_loaded_says_so(
+    kind: str, specification: ModelSpecification, artefact: Artefact, images: np.ndarray
+) -> None:
+    engine = engine_of(kind, specification, artefact.path)
+    for call in (lambda: engine.infer({"pixel_values": images}), engine.describe):
+        with pytest.raises(EngineError, match="not loaded"):
+            call()
+
+
+def test_the_factory_refuses_what_it_cannot_build(specification: ModelSpecification) -> None:
+    for settings, message in (
+        (EngineSettings(kind="onnxruntime"), "needs an ONNX file; run: abserve export"),
+        (EngineSettings(kind="jax"), "unknown engine 'jax'; use one of: torch, onnxruntime, null"),
+        (EngineSettings(max_batch_size=0), "at least 1"),
+        (EngineSettings(threads=-1), "all cores"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            build_engine(specification, WEIGHTS, settings, None)
+
+
+def test_a_missing_or_foreign_onnx_file_is_refused(
+    specification: ModelSpecification, artefact: Artefact, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineError, match="run: abserve export --model openclip_vit_b32"):
+        engine_of("onnxruntime", specification, tmp_path / "model.onnx").load()
+    (tmp_path / "model.onnx").write_bytes(b"no protobuf")
+    with pytest.raises(EngineError, match=r"cannot load model\.onnx") as caught:
+        engine_of("onnxruntime", specification, tmp_path / "model.onnx").load()
+    assert "\n" not in str(caught.value)
+    other = replace(specification, outputs=(TensorSpec("logits", "FP32", (-1, 512)),))
+    with pytest.raises(EngineError, match="export it again"):
+        engine_of("onnxruntime", other, artefact.path).load()
+
+
+def test_two_onnxruntime_packages_in_one_environment_are_refused(
+    specification: ModelSpecification, artefact: Artefact, tmp_path: Path
+) -> None:
+    """Both names as installed metadata, on the path of a real process."""
+    for name in ("onnxruntime", "onnxruntime_gpu"):
+        folder = tmp_path / f"{name}-9.9.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 9.9\n")
+    code = "from servers.engines.onnxruntime import assert_one_package; assert_one_package()"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "both onnxruntime and onnxruntime-gpu are installed" in done.stderr
+
+
+def test_onnxruntime_needs_no_torch(artefact: Artefact) -> None:
+    """As in the stub process of Triton's python backend."""
+    code = f"""
+import sys, numpy as np
+from pathlib import Path
+from servers.engines.factory import build_engine
+from servers.engines.settings import EngineSettings
+from servers.models.registry import get_specification
+from servers.models.weights import parse_weights
+sys.modules["torch"] = None
+engine = build_engine(get_specification("openclip_vit_b32"), parse_weights("random:0"),
+                      EngineSettings(kind="onnxruntime", device="cpu"), Path({str(artefact.path)!r}))
+engine.load()
+print(engine.infer({{"pixel_values": np.zeros((1, 3, 224, 224), np.float32)}})["embedding"].shape)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("(1, 512)\n", "")

@@ -1,0 +1,162 @@
+"""The image tower against open_clip's own module, configuration and checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from servers.models.openclip import ARCHITECTURE, VIT_B_32, load_image_tower
+from servers.models.registry import UnknownModelError, get_specification
+from servers.models.specification import ModelSpecification
+from servers.models.weights import CheckpointWeights, PretrainedWeights, RandomWeights, WeightsError, parse_weights
+
+
+@pytest.fixture(scope="module")
+def clip() -> torch.nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        return open_clip.create_model(ARCHITECTURE, pretrained=None).eval()
+
+
+@pytest.fixture(scope="module")
+def images() -> torch.Tensor:
+    return torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(1))
+
+
+def outputs(module: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return module(images)
+
+
+def test_the_flops_are_those_that_torch_counts(specification: ModelSpecification) -> None:
+    module = load_image_tower(RandomWeights(0)).requires_grad_(True)  # with gradients the fused attention is not used
+    with FlopCounterMode(display=False) as counter:
+        module(torch.zeros(1, 3, 224, 224))
+    assert specification.flops_per_item == counter.get_total_flops() == 8_817_623_040
+
+
+def test_the_dimensions_are_those_of_open_clips_configuration() -> None:
+    config = open_clip.get_model_config(ARCHITECTURE)
+    vision = open_clip.CLIPVisionCfg(**config["vision_cfg"])
+    assert (vision.image_size, vision.patch_size, vision.width, vision.layers) == (224, 32, 768, 12)
+    assert (VIT_B_32.image_size, VIT_B_32.patch_size, VIT_B_32.width, VIT_B_32.layers) == (224, 32, 768, 12)
+    assert VIT_B_32.heads == vision.width // vision.head_width
+    assert VIT_B_32.mlp_ratio == vision.mlp_ratio
+    assert VIT_B_32.embedding == config["embed_dim"]
+
+
+def test_random_weights_depend_on_the_seed_alone_and_leave_the_global_generator() -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    first = load_image_tower(RandomWeights(3)).state_dict()
+    assert torch.equal(before, torch.random.get_rng_state())
+    torch.manual_seed(6)
+    again = load_image_tower(RandomWeights(3)).state_dict()
+    other = load_image_tower(RandomWeights(4)).state_dict()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not torch.equal(first["conv1.weight"], other["conv1.weight"])
+
+
+@pytest.mark.parametrize("kind", ["whole", "tower", "nested", "data-parallel", "safetensors", "half"])
+def test_a_checkpoint_gives_open_clips_own_answers(
+    kind: str, clip: torch.nn.Module, images: torch.Tensor, tmp_path: Path
+) -> None:
+    path = tmp_path / "weights.pt"
+    whole = clip.state_dict()
+    if kind == "whole":
+        torch.save(whole, path)
+    elif kind == "tower":
+        torch.save(clip.visual.state_dict(), path)
+    elif kind == "nested":
+        torch.save({"epoch": 3, "state_dict": whole}, path)
+    elif kind == "data-parallel":
+        torch.save({"state_dict": {f"module.{key}": value for key, value in whole.items()}}, path)
+    elif kind == "safetensors":
+        path = tmp_path / "weights.safetensors"
+        save_file(clip.visual.state_dict(), path)
+    else:
+        torch.save({key: value.half() for key, value in clip.visual.state_dict().items()}, path)
+    module = load_image_tower(parse_weights(str(path)))
+    assert not module.training
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    tolerance = 2e-2 if kind == "half" else 0.0
+    torch.testing.assert_close(outputs(module, images), outputs(clip.visual, images), rtol=tolerance, atol=tolerance)
+
+
+def test_the_name_of_a_file_chooses_quickgelu(clip: torch.nn.Module, images: torch.Tensor, tmp_path: Path) -> None:
+    path = tmp_path / "vit_b_32-quickgelu-mine.pt"
+    torch.save(clip.visual.state_dict(), path)
+    quick = open_clip.create_model("ViT-B-32-quickgelu", pretrained=None).eval().visual
+    quick.load_state_dict(clip.visual.state_dict())
+    answer = outputs(load_image_tower(CheckpointWeights(path)), images)
+    torch.testing.assert_close(answer, outputs(quick, images), rtol=0, atol=0)
+    assert not torch.allclose(answer, outputs(clip.visual, images), atol=1e-3)
+
+
+def write_text(path: Path, state: dict[str, torch.Tensor]) -> None:
+    path.write_text("no checkpoint")
+
+
+def write_missing(path: Path, state: dict[str, torch.Tensor]) -> None:
+    torch.save({key: value for key, value in state.items() if key != "proj"}, path)
+
+
+def write_unknown(path: Path, state: dict[str, torch.Tensor]) -> None:
+    torch.save(state | {"extra": torch.zeros(1)}, path)
+
+
+def write_shape(path: Path, state: dict[str, torch.Tensor]) -> None:
+    torch.save(state | {"proj": torch.zeros(768, 640)}, path)
+
+
+def write_list(path: Path, state: dict[str, torch.Tensor]) -> None:
+    torch.save([1, 2], path)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (write_text, "unreadable as a checkpoint"),
+        (write_missing, "lacks 1 tensors, proj"),
+        (write_unknown, "the unknown 1 tensors, extra"),
+        (write_shape, "another shape for 1 tensors, proj"),
+        (write_list, "holds no state dict"),
+    ],
+)
+def test_an_unfit_checkpoint_is_refused_in_one_sentence(write, message, clip, tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    write(path, dict(clip.visual.state_dict()))
+    with pytest.raises(WeightsError, match=message) as caught:
+        load_image_tower(CheckpointWeights(path))
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) not in str(caught.value)
+
+
+def test_a_safetensors_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(b"\0" * 64)
+    with pytest.raises(WeightsError, match="safetensors"):
+        load_image_tower(CheckpointWeights(path))
+
+
+def test_an_unknown_tag_names_the_known_ones() -> None:
+    with pytest.raises(WeightsError, match="known: openai, "):
+        load_image_tower(PretrainedWeights("no-such-tag"))
+
+
+def test_every_tag_of_open_clip_was_trained_with_our_preprocessing(specification: ModelSpecification) -> None:
+    preprocessing = specification.preprocessing
+    for tag in specification.pretrained_tags():
+        config = open_clip.get_pretrained_cfg(ARCHITECTURE, tag)
+        found = (config["mean"], config["std"], config["interpolation"], config["resize_mode"])
+        assert found == (preprocessing.mean, preprocessing.std, preprocessing.interpolation, "shortest"), tag
+
+
+def test_an_unknown_model_names_the_known_ones() -> None:
+    with pytest.raises(UnknownModelError, match="known: openclip_vit_b32"):
+        get_specification("resnet")
