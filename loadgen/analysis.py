@@ -1,0 +1,70 @@
+"""From a run's stored records to its result: reads, summarises, checks, compares, concludes; writes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loadgen.checks import in_order, reason_against
+from loadgen.comparisons import compare_all, invalidate
+from loadgen.fairness_checks import check_fairness
+from loadgen.load_checks import check_load
+from loadgen.machine_checks import check_machine
+from loadgen.records import Label
+from loadgen.result import Result
+from loadgen.run_checks import check_comparisons, check_run
+from loadgen.stages import account_cell
+from loadgen.stored_run import StoredRun, read_run
+from loadgen.summaries import summarise_blocks, summarise_cell
+from loadgen.verdict import reach_verdict
+
+LABELS: tuple[Label, Label] = ("a", "b")
+
+
+def analyse(out_dir: Path) -> Result:
+    """The result of the run in `out_dir`, also of one that was interrupted or killed.
+
+    Raises `StoredRunError` where there is no run or a record is unreadable.
+    """
+    return analyse_run(read_run(out_dir))
+
+
+def analyse_run(run: StoredRun) -> Result:
+    """The same, of records already read."""
+    loads = [cell for cell in run.experiment.cells if cell.scenario != "cold-start"]
+    blocks = summarise_blocks(run.blocks)
+    summaries = tuple(summarise_cell(cell.name, label, run.blocks, blocks) for cell in loads for label in LABELS)
+    complete = [
+        block for block, summary in zip(run.blocks, blocks, strict=True) if summary.complete
+    ]  # one that was cut short explains nothing
+    accounts = tuple(
+        account_cell(cell.name, [block for block in complete if block.record.cell == cell.name]) for cell in loads
+    )
+    drafts = compare_all(run.experiment, blocks, run.cold_starts)
+    checks = in_order(
+        [
+            *check_run(run),
+            *check_fairness(run),
+            *check_load(run, blocks, summaries, accounts),
+            *check_machine(run, blocks),
+            *check_comparisons(drafts, run.experiment.equivalence_margin),
+        ]
+    )
+    comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
+    titles = {label: request.target for label, request in (("a", run.experiment.a), ("b", run.experiment.b))}
+    titles |= {arm.label: arm.title for arm in run.arms}
+    verdict = reach_verdict(run.experiment, titles, comparisons, checks, accounts, summaries)
+    return Result(
+        valid=verdict.valid,
+        state=run.state,
+        verdict=verdict,
+        environment=run.environment,
+        experiment=run.experiment,
+        arms=run.arms,
+        parity=run.parity,
+        checks=checks,
+        comparisons=comparisons,
+        summaries=summaries,
+        stages=accounts,
+        cold_starts=run.cold_starts,
+        blocks=blocks,
+    )

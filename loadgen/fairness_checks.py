@@ -1,0 +1,95 @@
+"""Checks that the arms differ in what is compared and in nothing else."""
+
+from __future__ import annotations
+
+import msgspec
+
+from loadgen.checks import RUN, Check, CheckName, make_check
+from loadgen.records import ArmRecord
+from loadgen.stored_run import StoredRun
+
+SAME = {
+    CheckName.SAME_MODEL: "model",
+    CheckName.SAME_WEIGHTS: "weights",
+    CheckName.SAME_PRECISION: "precision",
+    CheckName.SAME_DEVICE: "device",
+    CheckName.SAME_THREADS: "threads",
+    CheckName.SAME_MAX_BATCH_SIZE: "max_batch_size",
+}
+
+
+def check_fairness(run: StoredRun) -> list[Check]:
+    """Arms as in effect against each other, and against what was asked for."""
+    arms = {arm.label: arm for arm in run.arms}
+    checks = [_same(run, arms.get("a"), arms.get("b"), name, key) for name, key in SAME.items()]
+    checks += [_in_effect(arm) for arm in run.arms]
+    return checks
+
+
+def asked_for(settings: dict[str, str], key: str) -> str | None:
+    """A setting whatever its spelling on the command line: max-batch-size and max_batch_size are one."""
+    return next((value for name, value in settings.items() if name.lstrip("-").replace("-", "_") == key), None)
+
+
+def _same(run: StoredRun, a: ArmRecord | None, b: ArmRecord | None, name: CheckName, key: str) -> Check:
+    """Different values are a fault, unless an arm was asked for them: then the arms differ on purpose, which the
+    report says, and the comparison is one of settings and not of servers."""
+    have_a, have_b = _told(a, key), _told(b, key)
+    if have_a is None or have_b is None:
+        silent = " and ".join(label for label, value in (("A", have_a), ("B", have_b)) if value is None)
+        return make_check(name, None, threshold="equal", detail=f"{silent} does not tell")
+    text = f"A {have_a}, B {have_b}"
+    if _equal(str(have_a), have_b):
+        return make_check(name, True, value=str(have_a), threshold="equal", detail=str(have_a))
+    wanted_a = asked_for(run.experiment.a.settings, key)
+    wanted_b = asked_for(run.experiment.b.settings, key)
+    if wanted_a != wanted_b:
+        detail = f"{text}, as asked for: this compares settings and not servers alone"
+        check = make_check(name, False, scope=RUN, value=text, threshold="equal", detail=detail)
+        return _deliberate(check)
+    return make_check(name, False, value=text, threshold="equal", detail=f"{text}, and nobody asked for that")
+
+
+def _told(arm: ArmRecord | None, key: str) -> object:
+    if arm is None:
+        return None
+    if key == "model" and "model" not in arm.in_effect:
+        return (arm.model_config or {}).get("name")
+    return arm.in_effect.get(key)
+
+
+def _deliberate(check: Check) -> Check:
+    return msgspec.structs.replace(check, severity="warns")
+
+
+def _in_effect(arm: ArmRecord) -> Check:
+    label = arm.label.upper()
+    known = []
+    for name, wanted in arm.settings.items():
+        have = arm.in_effect.get(name.lstrip("-").replace("-", "_"))
+        if have is not None and wanted != "auto":
+            known.append((name, wanted, have))
+    if not known:
+        return make_check(
+            CheckName.SETTINGS_IN_EFFECT,
+            None if arm.settings else True,
+            threshold="as asked for",
+            detail=f"{label} does not tell its settings" if arm.settings else f"{label} was asked for nothing special",
+        )
+    overridden = [f"{name} {wanted} became {have}" for name, wanted, have in known if not _equal(wanted, have)]
+    detail = f"{label}: {'; '.join(overridden)}" if overridden else f"{label}: {len(known)} settings as asked for"
+    return make_check(
+        CheckName.SETTINGS_IN_EFFECT,
+        not overridden,
+        value=len(overridden),
+        threshold="as asked for",
+        detail=detail,
+    )
+
+
+def _equal(wanted: str, have: object) -> bool:
+    """Compared as numbers where both are, as text otherwise."""
+    try:
+        return float(wanted) == float(str(have))
+    except ValueError:
+        return wanted.strip().lower() == str(have).strip().lower()

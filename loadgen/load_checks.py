@@ -1,0 +1,262 @@
+"""Checks on the load of each cell: errors, completeness, the generator, warm-up, batching, the account of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from loadgen.checks import Check, CheckName, cell_scope, make_check
+from loadgen.quantities import number, share, signed_ms
+from loadgen.records import Cell
+from loadgen.stages import StageAccount
+from loadgen.stored_run import StoredRun
+from loadgen.summaries import BlockSummary, CellSummary
+
+GENERATOR_CPU_LIMIT = 0.90
+SEND_LAG_LIMIT = 0.02
+WARM_UP_LIMIT = 0.02
+BATCHED_LIMIT = 1.1
+QUEUE_SHARE_LIMIT = 0.05
+OVERLAP_LIMIT = -0.02
+
+
+def check_load(
+    run: StoredRun,
+    blocks: Sequence[BlockSummary],
+    cells: Sequence[CellSummary],
+    accounts: Sequence[StageAccount],
+) -> list[Check]:
+    """All checks of one cell after the other."""
+    checks: list[Check] = []
+    for cell in run.experiment.cells:
+        if cell.scenario == "cold-start":
+            continue
+        own = [block for block in blocks if block.cell == cell.name]
+        summaries = {summary.label: summary for summary in cells if summary.cell == cell.name}
+        checks += [
+            _errors(run, cell, own),
+            _complete(run, cell, own),
+            _samples(run, cell),
+            _generator_cpu(cell, own),
+            _send_lag(cell, own),
+            _warm_up(cell, own),
+            _payload(cell, list(summaries.values())),
+        ]
+        checks += _batching(cell, list(summaries.values()))
+        checks += [
+            check
+            for account in accounts
+            if account.cell == cell.name
+            for check in (*_queue_delay(cell, account), *_account(cell, account))
+        ]
+    return checks
+
+
+def _errors(run: StoredRun, cell: Cell, blocks: Sequence[BlockSummary]) -> Check:
+    requests = sum(block.requests for block in blocks)
+    errors = sum(block.errors for block in blocks)
+    messages = [m for block in run.blocks if block.record.cell == cell.name for m in block.record.error_messages]
+    detail = f"{errors:,} of {requests:,} requests failed" + (f"; first message: {messages[0]}" if messages else "")
+    return make_check(
+        CheckName.REQUEST_ERRORS,
+        errors == 0 if requests else None,
+        scope=cell_scope(cell.name),
+        value=errors / requests if requests else None,
+        threshold=0,
+        detail=detail if requests else "no request was sent",
+    )
+
+
+def _complete(run: StoredRun, cell: Cell, blocks: Sequence[BlockSummary]) -> Check:
+    planned = 2 * cell.pairs
+    complete = [block for block in blocks if block.complete]
+    notes = [f"block {block.index}: {block.note}" for block in blocks if not block.complete and block.note]
+    detail = f"{len(complete)} of {planned} blocks are complete"
+    if notes:
+        detail += f"; {notes[0]}"
+    elif len(complete) < planned and run.partial_blocks:
+        detail += f"; {sum(p.requests for p in run.partial_blocks):,} requests of an unfinished block are not compared"
+    return make_check(
+        CheckName.BLOCKS_COMPLETE,
+        len(complete) >= planned and len(complete) == len(blocks),
+        scope=cell_scope(cell.name),
+        value=len(complete),
+        threshold=planned,
+        detail=detail,
+    )
+
+
+def _samples(run: StoredRun, cell: Cell) -> Check:
+    problems = [block.problem for block in run.blocks if block.record.cell == cell.name and block.problem]
+    own = [block for block in run.blocks if block.record.cell == cell.name]
+    return make_check(
+        CheckName.SAMPLES_COMPLETE,
+        None if not own else not problems,
+        scope=cell_scope(cell.name),
+        value=len(problems) if own else None,
+        threshold=0,
+        detail=problems[0] if problems else f"{len(own)} sample files agree with their records",
+    )
+
+
+def _generator_cpu(cell: Cell, blocks: Sequence[BlockSummary]) -> Check:
+    shares = [block.generator_cpu_share for block in blocks if block.generator_cpu_share is not None]
+    highest = max(shares, default=None)
+    return make_check(
+        CheckName.GENERATOR_CPU,
+        None if highest is None else highest <= GENERATOR_CPU_LIMIT,
+        scope=cell_scope(cell.name),
+        value=highest,
+        threshold=GENERATOR_CPU_LIMIT,
+        detail="its CPU time is unknown" if highest is None else f"it used {share(highest)} of a core at most",
+    )
+
+
+def _send_lag(cell: Cell, blocks: Sequence[BlockSummary]) -> Check:
+    """p99 of the lag over p99 of the latency; with too few samples for a p99 the largest lag over the mean latency,
+    which is more, so that it can clear the generator and not convict it."""
+    exact = [
+        block.send_lag_p99_ms / block.latency.p99_ms
+        for block in blocks
+        if block.send_lag_p99_ms is not None and block.latency.p99_ms
+    ]
+    bounds = [
+        block.send_lag_max_ms / block.latency.mean_ms
+        for block in blocks
+        if block.send_lag_max_ms is not None and block.latency.mean_ms and not block.latency.p99_ms
+    ]
+    worst = max(exact + bounds, default=None)
+    ok = None if worst is None else worst <= SEND_LAG_LIMIT
+    if ok is False and max(exact, default=0.0) <= SEND_LAG_LIMIT:
+        ok = None
+    return make_check(
+        CheckName.SEND_LAG,
+        ok,
+        scope=cell_scope(cell.name),
+        value=worst,
+        threshold=SEND_LAG_LIMIT,
+        detail="no sample"
+        if worst is None
+        else f"{'p99 of the lag' if exact else 'the largest lag'} is {share(worst)} of "
+        f"{'p99 of the latency' if exact else 'the mean latency'}",
+    )
+
+
+def _warm_up(cell: Cell, blocks: Sequence[BlockSummary]) -> Check:
+    means: dict[str, float] = {}
+    for label in ("a", "b"):
+        lost = [b.warm_up_share for b in blocks if b.label == label and b.complete and b.warm_up_share is not None]
+        if lost:
+            means[label] = float(np.mean(lost))
+    worst = max(means, key=lambda label: means[label], default=None)
+    return make_check(
+        CheckName.WARM_UP,
+        None if worst is None else means[worst] <= WARM_UP_LIMIT,
+        scope=cell_scope(cell.name),
+        value=means[worst] if worst else None,
+        threshold=WARM_UP_LIMIT,
+        detail="too few requests to tell"
+        if worst is None
+        else f"slow first requests cost {worst.upper()} {share(max(means[worst], 0.0))} of its time",
+    )
+
+
+def _payload(cell: Cell, summaries: Sequence[CellSummary]) -> Check:
+    sizes = {summary.label: summary.request_bytes for summary in summaries if summary.request_bytes is not None}
+    limit = "1 % or 512 bytes"
+    if len(sizes) < 2:
+        return make_check(
+            CheckName.SAME_PAYLOAD_BYTES,
+            None,
+            scope=cell_scope(cell.name),
+            threshold=limit,
+            detail="not both arms answered",
+        )
+    apart = abs(sizes["a"] - sizes["b"])
+    return make_check(
+        CheckName.SAME_PAYLOAD_BYTES,
+        apart <= max(512.0, 0.01 * sizes["a"]),
+        scope=cell_scope(cell.name),
+        value=apart,
+        threshold=limit,
+        detail=f"a request is {sizes['a']:,.0f} bytes to A and {sizes['b']:,.0f} bytes to B",
+    )
+
+
+def _batching(cell: Cell, summaries: Sequence[CellSummary]) -> list[Check]:
+    if cell.concurrency <= 1:
+        return []
+    means = {s.label: s.executed_batch_mean for s in summaries}
+    known = {label: mean for label, mean in means.items() if mean is not None}
+    limit = BATCHED_LIMIT * cell.batch_size
+    if len(known) < 2:
+        ok = None
+        detail = "executed batches are unknown: " + (
+            " and ".join(label.upper() for label in ("a", "b") if label not in known) + " did not report them"
+        )
+    else:
+        idle = [label.upper() for label, mean in sorted(known.items()) if mean < limit]
+        ok = not idle
+        detail = "mean executed batch: " + ", ".join(f"{k.upper()} {number(v)}" for k, v in sorted(known.items()))
+        if idle:
+            detail += f"; batching never formed on {' and '.join(idle)}"
+    return [
+        make_check(
+            CheckName.BATCHING_FORMED,
+            ok,
+            scope=cell_scope(cell.name),
+            value=min(known.values(), default=None),
+            threshold=limit,
+            detail=detail,
+        )
+    ]
+
+
+def _queue_delay(cell: Cell, account: StageAccount) -> list[Check]:
+    if cell.concurrency > 1:
+        return []
+    waits = {arm.label: (arm.stages_ms["queue"] or 0.0, arm.client_total_ms) for arm in (account.a, account.b) if arm}
+    if not waits:
+        return []
+    worst = max(waits, key=lambda label: waits[label][0] / waits[label][1])
+    wait_ms, total_ms = waits[worst]
+    return [
+        make_check(
+            CheckName.QUEUE_DELAY,
+            wait_ms / total_ms <= QUEUE_SHARE_LIMIT,
+            scope=cell_scope(cell.name),
+            value=wait_ms / total_ms,
+            threshold=QUEUE_SHARE_LIMIT,
+            detail=f"{worst.upper()} waited {number(wait_ms)} ms in its queue, "
+            f"{share(wait_ms / total_ms)} of a request",
+        )
+    ]
+
+
+def _account(cell: Cell, account: StageAccount) -> list[Check]:
+    arms = [arm for arm in (account.a, account.b) if arm]
+    if not arms:
+        return [
+            make_check(CheckName.STAGE_ACCOUNT, None, scope=cell_scope(cell.name), detail="no server reports stages")
+        ]
+    faults = []
+    for arm in arms:
+        rest_ms = arm.stages_ms["unattributed"] or 0.0
+        if rest_ms / arm.client_total_ms < OVERLAP_LIMIT:
+            faults.append(f"the stages of {arm.label.upper()} exceed the client's time by {signed_ms(-rest_ms)}")
+        if arm.requests != arm.client_requests:
+            faults.append(
+                f"{arm.label.upper()} counted {arm.requests:,} requests, the client {arm.client_requests:,} answers"
+            )
+    rest = max((arm.stages_ms["unattributed"] or 0.0) / arm.client_total_ms for arm in arms)
+    return [
+        make_check(
+            CheckName.STAGE_ACCOUNT,
+            not faults,
+            scope=cell_scope(cell.name),
+            value=rest,
+            threshold="stages within the client's time, same requests",
+            detail=faults[0] if faults else f"{share(rest)} of a request at most is unattributed",
+        )
+    ]

@@ -1,0 +1,79 @@
+"""Numbers as a person reads them: always with their unit, with no more digits than their interval supports."""
+
+from __future__ import annotations
+
+import math
+
+Interval = tuple[float, float]
+MAX_DECIMALS = 4
+
+
+def number(value: float, digits: int = 3) -> str:
+    """`value` to so many significant digits, thousands separated, never in exponent form."""
+    if value == 0.0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    return f"{round(value, decimals):,.{max(decimals, 0)}f}"
+
+
+def supported_decimals(low: float, high: float) -> int:
+    """Decimals at which an interval's half width has one significant digit, two where the first is 1 or 2.
+
+    May be negative: −1 rounds to tens.
+    """
+    half = (high - low) / 2.0
+    if half <= 0.0 or not math.isfinite(half):
+        return 2
+    exponent = math.floor(math.log10(half))
+    leading = half / 10.0**exponent
+    return -exponent + (1 if leading < 3.0 else 0)
+
+
+def measured(value: float | None, interval: Interval | None, unit: str = "") -> str:
+    """A value with its unit and the digits that its interval supports; three significant digits without one."""
+    if value is None:
+        return "–"
+    suffix = f" {unit}" if unit else ""
+    if interval is None:
+        return number(value) + suffix
+    decimals = min(supported_decimals(*interval), 3 - math.floor(math.log10(abs(value))) if value else MAX_DECIMALS)
+    return f"{round(value, decimals):,.{min(max(decimals, 0), MAX_DECIMALS)}f}{suffix}"
+
+
+def _ratio_decimals(low: float, high: float) -> int:
+    """As supported, and enough that a bound which is not 1 does not read as 1."""
+    decimals = min(max(supported_decimals(low, high), 1), MAX_DECIMALS)
+    while decimals < MAX_DECIMALS and any(bound != 1.0 and round(bound, decimals) == 1.0 for bound in (low, high)):
+        decimals += 1
+    return decimals
+
+
+def ratio(value: float | None, interval: Interval | None) -> str:
+    """ "1.90×" """
+    if value is None:
+        return "–"
+    decimals = 2 if interval is None else _ratio_decimals(*interval)
+    return f"{value:.{decimals}f}×"
+
+
+def ratio_interval(interval: Interval | None) -> str:
+    """ "1.82–1.98" """
+    if interval is None:
+        return "–"
+    decimals = _ratio_decimals(*interval)
+    return f"{interval[0]:.{decimals}f}–{interval[1]:.{decimals}f}"
+
+
+def share(value: float | None, digits: int = 2) -> str:
+    """A share of 1 as per cent: 0.053 → "5.3 %"."""
+    return "–" if value is None else f"{number(value * 100.0, digits)} %"
+
+
+def signed_ms(value: float) -> str:
+    """ "+12.3 ms" """
+    return ("+" if value >= 0 else "−") + number(abs(value)) + " ms"
+
+
+def inverse(interval: Interval | None) -> Interval | None:
+    """The interval of 1 / ratio."""
+    return None if interval is None else (1.0 / interval[1], 1.0 / interval[0])

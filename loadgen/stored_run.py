@@ -1,0 +1,125 @@
+"""Reads the records of a run back from its directory, whole or partial, and judges nothing.
+
+Only `experiment.json` must be there: a run that was killed leaves the rest in any state of completeness. Whatever is
+missing is None or empty; whatever is there and cannot be read is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from loadgen.records import (
+    ArmRecord,
+    BlockRecord,
+    Cell,
+    ColdStart,
+    Environment,
+    Experiment,
+    ParityRecord,
+    RunState,
+)
+from loadgen.sample_files import read_samples
+from loadgen.samples import Samples
+
+T = TypeVar("T")
+
+
+class StoredRunError(Exception):
+    """A directory holds no run, or a record in it cannot be read; the message names the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block's record with its samples; `samples` is None where the file is missing or broken, see `problem`."""
+
+    record: BlockRecord
+    cell: Cell
+    samples: Samples | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartialBlock:
+    """Samples of a block that was under way when the run was killed: whose it was is not known for certain."""
+
+    path: str
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """Everything that a directory holds."""
+
+    directory: Path
+    experiment: Experiment
+    environment: Environment | None
+    arms: tuple[ArmRecord, ...]
+    parity: ParityRecord | None
+    cold_starts: tuple[ColdStart, ...]
+    blocks: tuple[StoredBlock, ...]
+    partial_blocks: tuple[PartialBlock, ...]
+    state: RunState | None
+
+
+def read_run(directory: Path) -> StoredRun:
+    """Read DIR. Raises `StoredRunError` where there is no run or a record is unreadable."""
+    experiment = _read(directory / "experiment.json", Experiment)
+    if experiment is None:
+        raise StoredRunError(
+            f"{directory} holds no run: experiment.json is missing; give the directory that `abserve compare` wrote to"
+        )
+    cells = {cell.name: cell for cell in experiment.cells}
+    records = [_read(path, BlockRecord) for path in sorted((directory / "blocks").glob("*.json"))]
+    blocks = tuple(
+        _read_block(directory, record, cells) for record in sorted(filter(None, records), key=lambda r: r.index)
+    )
+    return StoredRun(
+        directory=directory,
+        experiment=experiment,
+        environment=_read(directory / "environment.json", Environment),
+        arms=_read(directory / "arms.json", tuple[ArmRecord, ...]) or (),
+        parity=_read(directory / "parity.json", ParityRecord),
+        cold_starts=_read(directory / "cold_starts.json", tuple[ColdStart, ...]) or (),
+        blocks=blocks,
+        partial_blocks=_read_partial(directory, {block.record.samples for block in blocks}),
+        state=_read(directory / "run.json", RunState),
+    )
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as exc:
+        raise StoredRunError(f"{path} cannot be read: {exc}") from exc
+
+
+def _read_block(directory: Path, record: BlockRecord, cells: dict[str, Cell]) -> StoredBlock:
+    if record.cell not in cells:
+        raise StoredRunError(f"block {record.index} belongs to the cell {record.cell}, which the experiment lacks")
+    try:
+        samples = read_samples(directory / record.samples)
+    except (OSError, ValueError) as exc:
+        return StoredBlock(record, cells[record.cell], None, f"samples of block {record.index}: {exc}")
+    if len(samples) != record.requests:
+        problem = f"block {record.index} counted {record.requests} requests, its file holds {len(samples)}"
+        return StoredBlock(record, cells[record.cell], samples, problem)
+    return StoredBlock(record, cells[record.cell], samples)
+
+
+def _read_partial(directory: Path, known: set[str]) -> tuple[PartialBlock, ...]:
+    found = []
+    for path in sorted((directory / "samples").glob("*")):
+        name = str(path.relative_to(directory))
+        if name in known or not path.name.endswith((".npy", ".npy.part")):
+            continue
+        try:
+            found.append(PartialBlock(name, len(read_samples(path))))
+        except (OSError, ValueError):
+            found.append(PartialBlock(name, 0))
+    return tuple(found)
