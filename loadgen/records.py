@@ -87,6 +87,8 @@ class Environment(Record, frozen=True, kw_only=True):
     packages: dict[str, str]
     gpu: dict[str, object]
     """The /gpu-info document of this machine, without processes; `status` says whether there is a GPU."""
+    inputs: dict[str, str | int] = {}
+    """What was sent: kind (photographs, or synthetic for a model that we do not know), count, sha256."""
 
 
 class ArmRecord(Record, frozen=True, kw_only=True):
@@ -140,6 +142,8 @@ class ColdStart(Record, frozen=True, kw_only=True):
     ready_ns: int | None
     first_answer_ns: int | None
     error: str | None = None
+    conditions: str | None = None
+    """What the start found: "page cache warm, fresh ports, the other server stopped"."""
 
 
 class StageTotals(Record, frozen=True, kw_only=True):

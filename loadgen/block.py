@@ -1,0 +1,177 @@
+"""One block of load, run through Locust: spawn and connect all users, start them together, wait for the last answer."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from time import perf_counter_ns, process_time_ns
+from typing import Any
+
+import gevent
+from gevent.event import Event
+from locust import task
+from locust.env import Environment
+from locust.exception import StopUser
+
+from loadgen.bodies import failure_message
+from loadgen.clients.http import ConnectionRefused
+from loadgen.clients.requests import Address, Request
+from loadgen.generator_messages import Open, Outcome
+from loadgen.sample_files import SampleWriter, read_samples
+from loadgen.users import InferenceUser, Traffic
+from loadgen.window import LoadWindow
+
+_FLUSH_SECONDS = 0.5
+_GATHER_SECONDS = 30.0
+
+
+class BlockError(Exception):
+    """A block cannot start; nothing of it is stored."""
+
+
+class Block:
+    """From the command to the outcome: `gather`, then `run` once, or `discard`."""
+
+    def __init__(self, command: Open, address: Address, requests: tuple[Request, ...]) -> None:
+        self.window = LoadWindow(command.requests, command.seconds, command.max_seconds)
+        self._path = None if command.samples_path is None else Path(command.samples_path)
+        self._concurrency = command.concurrency
+        self._writer = SampleWriter(self._path)
+        self._traffic = Traffic(address, requests, command.batch_size, self._writer, timeout_s=command.timeout_s)
+        self._go = Event()
+        self._users: list[BlockUser] = []
+        self._obstacle: str | None = None
+        self._storage_error: str | None = None
+        user_class = type("MeasuredUser", (BlockUser,), {"traffic": self._traffic, "block": self})
+        self._environment = Environment(user_classes=[user_class], host=address.url)
+        self._runner: Any = self._environment.create_local_runner()
+
+    def gather(self, settling: Request) -> None:
+        """Spawn and connect every user, then send one small request on the first connection, so that the server's
+        threads are awake when the window opens. Raises `BlockError`."""
+        self._runner.start(self._concurrency, spawn_rate=self._concurrency)
+        deadline_ns = perf_counter_ns() + int(_GATHER_SECONDS * 1e9)
+        while self._obstacle is None and len(self._users) < self._concurrency:
+            if perf_counter_ns() > deadline_ns:
+                self._obstacle = f"only {len(self._users)} of {self._concurrency} users could connect"
+            gevent.sleep(0.001)
+        if self._obstacle is None:
+            try:
+                exchange = self._users[0].connection.send(settling)
+            except ConnectionRefused as refused:
+                self._obstacle = str(refused)
+            else:
+                self._obstacle = None if exchange.status == 200 else failure_message(exchange)
+        if self._obstacle is not None:
+            self.discard()
+            raise BlockError(self._obstacle)
+
+    def run(self) -> Outcome:
+        """The window. Garbage collection is off inside it."""
+        flusher = gevent.spawn(self._flush)
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            cpu_ns = process_time_ns()
+            start_ns = perf_counter_ns()
+            self.window.start(start_ns)
+            self._go.set()
+            self._runner.user_greenlets.join()
+            cpu_ns = process_time_ns() - cpu_ns
+        finally:
+            gc.enable()
+            gc.unfreeze()
+        flusher.kill()
+        reconnects = sum(user.connection.reconnects for user in self._users)
+        self._runner.quit()
+        self._close_samples()
+        return Outcome(
+            window_start_ns=start_ns,
+            window_end_ns=max(start_ns, self._traffic.last_end_ns),
+            requests=self._writer.count,
+            errors=self._traffic.errors,
+            error_messages=tuple(self._traffic.error_messages),
+            cpu_ns=cpu_ns,
+            reconnects=reconnects,
+            latency_p50_ns=self._median_ns(),
+            cut_reason=self.window.cut_reason,
+            storage_error=self._storage_error,
+        )
+
+    def discard(self) -> None:
+        """End the users and remove the sample file of a block that did not run."""
+        self._runner.quit()
+        self._writer.abandon()
+
+    def joined(self, user: BlockUser) -> None:
+        """A user is connected; returns when all are to start."""
+        self._users.append(user)
+        self._go.wait()
+
+    def obstructed(self, reason: str) -> None:
+        """A user cannot take part."""
+        self._obstacle = self._obstacle or reason
+
+    def _flush(self) -> None:
+        while True:
+            gevent.sleep(_FLUSH_SECONDS)
+            try:
+                self._writer.flush()
+            except OSError as exc:
+                self.storage_failed(exc)
+                return
+
+    def _close_samples(self) -> None:
+        try:
+            self._writer.close()
+        except OSError as exc:
+            self.storage_failed(exc)
+
+    def storage_failed(self, exc: OSError) -> None:
+        """Samples are lost, so the block is."""
+        self._storage_error = self._storage_error or (exc.strerror or str(exc))
+        self.window.cut("the samples cannot be stored")
+
+    def _median_ns(self) -> int | None:
+        if self._path is None or self._storage_error is not None:
+            return None
+        samples = read_samples(self._path)
+        good = samples[samples["error"] < 0]
+        if not len(good):
+            return None
+        ordered = sorted((good["end_ns"] - good["send_ns"]).tolist())
+        return int(ordered[len(ordered) // 2])
+
+
+class BlockUser(InferenceUser):
+    """A user that waits for the common start and sends until the window has had enough."""
+
+    abstract = True
+    fires_events = False
+    block: Block
+
+    def on_start(self) -> None:
+        """Connect and wait for the others."""
+        try:
+            self.connection.connect()
+        except ConnectionRefused as refused:
+            self.block.obstructed(str(refused))
+            raise StopUser from refused
+        self.block.joined(self)
+
+    @task  # type: ignore[untyped-decorator]  # locust ships no usable types
+    def load(self) -> None:
+        """The closed loop, inside one Locust task: its scheduler costs more than a small request."""
+        window = self.block.window
+        while window.claim(perf_counter_ns()):
+            try:
+                good = self.infer()
+            except ConnectionRefused as refused:
+                window.cut(f"the server takes no connections any more ({refused})")
+                break
+            except OSError as exc:  # only the sample writer raises it
+                self.block.storage_failed(exc)
+                break
+            window.answered(good)
+        raise StopUser

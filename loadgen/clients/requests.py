@@ -1,0 +1,66 @@
+"""Where a server listens and what goes over the wire to it: addresses, request heads, requests ready to send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+
+class AddressError(ValueError):
+    """The URL of a server cannot be used; the message says what would be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens, from a URL such as http://127.0.0.1:8100."""
+
+    host: str
+    port: int
+    base_path: str = ""
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """Raises `AddressError` for anything but plain HTTP with a host."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme != "http" or not parts.hostname:
+            raise AddressError(f"{url} is not a plain http:// address; give one like http://127.0.0.1:8100")
+        try:
+            port = parts.port or 80
+        except ValueError:
+            raise AddressError(f"{url} has no valid port; give one like http://127.0.0.1:8100") from None
+        return cls(parts.hostname, port, parts.path.rstrip("/"))
+
+    @property
+    def authority(self) -> str:
+        """The value of the Host header."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The normalised URL, without a trailing slash."""
+        return f"http://{self.authority}{self.base_path}"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request, ready for the wire. `body` is shared between the requests that differ in their head only."""
+
+    head: bytes
+    body: bytes = b""
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes on the wire, headers included."""
+        return len(self.head) + len(self.body)
+
+
+def request_head(
+    method: str, path: str, address: Address, *, content_length: int = 0, headers: dict[str, str] | None = None
+) -> bytes:
+    """The request line and headers. `identity` is asked for, since Triton compresses when it may (8.7 → 38 ms)."""
+    lines = [f"{method} {address.base_path}{path} HTTP/1.1", f"Host: {address.authority}", "Accept-Encoding: identity"]
+    if content_length or method == "POST":
+        lines.append(f"Content-Length: {content_length}")
+    lines.extend(f"{name}: {value}" for name, value in (headers or {}).items())
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")

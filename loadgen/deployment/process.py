@@ -1,0 +1,117 @@
+"""A child process that does not outlive us: own session, output in a file, bounded stop, killed with its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic, perf_counter_ns
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+_LOG_TAIL_BYTES = 8192
+
+
+class ProcessError(Exception):
+    """A process cannot be started or has ended; the message holds its last words."""
+
+
+class ChildProcess:
+    """One running program. The session is its own, so that Ctrl-C reaches it only through `stop`."""
+
+    def __init__(
+        self, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None, pipes: bool = False
+    ) -> None:
+        """Start it. With `pipes` its standard input and output are ours, else its output goes to the log with its
+        errors. Raises `ProcessError`."""
+        self.log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        parent = os.getpid()
+
+        def tie_to_parent() -> None:
+            # Runs between fork and exec: nothing here may allocate a lock or import.
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(127)
+
+        with log_path.open("ab") as log:
+            self.started_ns = perf_counter_ns()
+            try:
+                self.popen = subprocess.Popen(
+                    list(argv),
+                    env=None if env is None else {**os.environ, **env},
+                    stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if pipes else log,
+                    stderr=log if pipes else subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=tie_to_parent,
+                )
+            except OSError as exc:
+                raise ProcessError(f"cannot start {argv[0]}: {exc.strerror or exc}") from exc
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also the id of its group and session."""
+        return self.popen.pid
+
+    def failure(self) -> str | None:
+        """Why the process is gone, with the end of its log; None while it runs."""
+        code = self.popen.poll()
+        if code is None:
+            return None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        return f"{how}; {self.last_words()}"
+
+    def last_words(self, lines: int = 5) -> str:
+        """The end of the log in one line, and where the log is."""
+        tail: list[str] = []
+        with suppress(OSError), self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
+            tail = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        said = " | ".join(tail[-lines:]) or "it said nothing"
+        return f"last lines of {self.log_path}: {said}"
+
+    def tree(self) -> tuple[psutil.Process, ...]:
+        """This process and all its descendants that are alive now."""
+        try:
+            root = psutil.Process(self.pid)
+            return (root, *root.children(recursive=True))
+        except psutil.NoSuchProcess:
+            return ()
+
+    def cpu_ns(self) -> int | None:
+        """CPU time of the whole tree so far (kernel resolution: 10 ms); None when it is gone."""
+        total = 0.0
+        found = False
+        for process in self.tree():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                times = process.cpu_times()
+                total += times.user + times.system
+                found = True
+        return int(total * 1e9) if found else None
+
+    def stop(self, *, timeout_s: float = 15.0) -> None:
+        """SIGTERM, a bounded wait, SIGKILL for what is left of the tree. Idempotent."""
+        tree = self.tree()
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.popen.wait(timeout_s)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        for process in tree:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                process.kill()
+        self.popen.wait()
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+        deadline = monotonic() + 2.0
+        psutil.wait_procs([p for p in tree if p.pid != self.pid], timeout=max(0.0, deadline - monotonic()))

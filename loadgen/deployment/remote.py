@@ -1,0 +1,43 @@
+"""A server that somebody else started: a URL, nothing to start or stop."""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+
+from loadgen.clients.requests import Address
+from loadgen.deployment.interface import StartTimes, poll_ready
+
+
+class RemoteDeployment:
+    """Any server of the protocol, with or without our extras. Cold starts cannot be measured on it."""
+
+    launched = False
+    title: str | None = None
+    argv: tuple[str, ...] | None = None
+    artefact: dict[str, object] | None = None
+
+    def __init__(self, url: str) -> None:
+        """Raises `AddressError` for anything but plain HTTP."""
+        self.url = Address.parse(url).url
+
+    def start(self) -> None:
+        """Nothing: it runs."""
+
+    def wait_ready(self, model: str, timeout_s: float) -> StartTimes:
+        """Poll until the model can be asked."""
+        return poll_ready(self, perf_counter_ns(), model, timeout_s)
+
+    def failure(self) -> str | None:
+        """Unknown from here."""
+        return None
+
+    def pids(self) -> tuple[int, ...]:
+        """Unknown from here."""
+        return ()
+
+    def cpu_ns(self) -> int | None:
+        """Unknown from here."""
+        return None
+
+    def stop(self) -> None:
+        """Nothing: it is not ours."""

@@ -1,0 +1,53 @@
+"""How long the rest of a run takes, from how long its parts have taken so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from loadgen.plan import PRESETS
+from loadgen.records import Cell, Experiment, Label
+from loadgen.schedule import ScheduledBlock
+
+_START_SECONDS = 10.0
+_BEFORE_LOAD_SECONDS = 45.0
+_BETWEEN_BLOCKS_SECONDS = 0.3
+
+
+class Forecast:
+    """Seconds still to come. Parts that have not run yet are taken from the preset, later from their likes."""
+
+    def __init__(self, experiment: Experiment, blocks: Sequence[ScheduledBlock]) -> None:
+        self._blocks = list(blocks)
+        self._starts = sum(2 * cell.pairs for cell in experiment.cells if cell.scenario == "cold-start")
+        self._start_seconds: list[float] = []
+        self._seconds: dict[tuple[str, Label], list[float]] = {}
+        self._preset_seconds = PRESETS[experiment.preset].minutes * 60 if experiment.preset in PRESETS else 300.0
+        self._before_load = _BEFORE_LOAD_SECONDS
+
+    def load_begins(self) -> None:
+        """Everything before the first block is done."""
+        self._before_load = 0.0
+
+    def block_took(self, block: ScheduledBlock, seconds: float) -> None:
+        """One block is done."""
+        self._seconds.setdefault((block.cell.name, block.label), []).append(seconds)
+        self._blocks.remove(block)
+
+    def start_took(self, seconds: float) -> None:
+        """One cold start is done."""
+        self._start_seconds.append(seconds)
+        self._starts -= 1
+
+    def remaining_s(self) -> float:
+        """Seconds still to come."""
+        start = fmean(self._start_seconds) if self._start_seconds else _START_SECONDS
+        if not self._seconds and self._before_load:
+            return max(self._preset_seconds, self._before_load)
+        blocks = sum(self._block_seconds(block.cell, block.label, self._seconds) for block in self._blocks)
+        return self._before_load + blocks + self._starts * start
+
+    @staticmethod
+    def _block_seconds(cell: Cell, label: Label, seen: Mapping[tuple[str, Label], list[float]]) -> float:
+        own = seen.get((cell.name, label)) or [s for (name, _), many in seen.items() if name == cell.name for s in many]
+        return fmean(own) if own else 2 * cell.seconds + _BETWEEN_BLOCKS_SECONDS

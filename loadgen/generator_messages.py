@@ -1,0 +1,88 @@
+"""What the runner says to the generator and what it answers: one line of JSON each, the type in the field `type`.
+
+    Prepare → Prepared      make the bodies of these batch sizes
+    Open    → Opened        users spawned and connected, one settling request answered
+    Go      → Outcome       the window, from the moment when all users start together
+    Abort                   ends a window early; its Outcome comes as usual, not complete
+
+Any command may be answered by `Refusal`; the generator stays usable after it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from loadgen.endpoint import Signature
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class Prepare(Message, frozen=True, kw_only=True):
+    """Read the samples in a directory and make bodies for a model; replaces bodies made before."""
+
+    samples_directory: str
+    payload: str
+    signature: Signature
+    batch_sizes: tuple[int, ...]
+    seed: int
+
+
+class Open(Message, frozen=True, kw_only=True):
+    """Get ready for one block. Without `samples_path` nothing is stored: a warm-up."""
+
+    url: str
+    batch_size: int
+    concurrency: int
+    requests: int
+    seconds: float
+    max_seconds: float
+    timeout_s: float
+    samples_path: str | None = None
+
+
+class Go(Message, frozen=True, kw_only=True):
+    """Start the block that was opened."""
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """End the running window: no new request, those in flight finish."""
+
+    reason: str
+
+
+class Prepared(Message, frozen=True, kw_only=True):
+    """The bodies are in memory."""
+
+    body_bytes: int
+
+
+class Opened(Message, frozen=True, kw_only=True):
+    """All users wait for Go."""
+
+
+class Outcome(Message, frozen=True, kw_only=True):
+    """What a block did. `cut_reason` says why it ended early, `storage_error` that its samples are not on disk.
+    `cpu_ns` is the generator's own; `latency_p50_ns` is for the progress display only."""
+
+    window_start_ns: int
+    window_end_ns: int
+    requests: int
+    errors: int
+    error_messages: tuple[str, ...]
+    cpu_ns: int
+    reconnects: int
+    latency_p50_ns: int | None
+    cut_reason: str | None
+    storage_error: str | None
+
+
+class Refusal(Message, frozen=True, kw_only=True):
+    """The command could not be honoured; one sentence says why."""
+
+    reason: str
+
+
+Command = Prepare | Open | Go | Abort
+Reply = Prepared | Opened | Outcome | Refusal

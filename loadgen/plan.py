@@ -1,0 +1,94 @@
+"""From options to cells: what a preset runs, and about how long that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadgen.records import Cell, Scenario
+
+BATCH_SIZES = (1, 4, 8, 16, 32)
+SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "concurrent")
+
+
+class PlanError(Exception):
+    """The options contradict each other or name nothing that exists; the message says what would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """How much of everything. Requests and seconds are of one block; it runs until both are reached, or `most`."""
+
+    pairs: int
+    cold_starts: int
+    single_requests: int
+    batched_items: int
+    seconds: float
+    max_seconds: float
+    minutes: float
+
+
+# quick: under five minutes on two cores, where one image takes 30–70 ms; a fast machine is bound by `seconds`.
+PRESETS = {
+    "quick": Preset(
+        pairs=4, cold_starts=3, single_requests=20, batched_items=20, seconds=1.2, max_seconds=12.0, minutes=5.0
+    ),
+    "full": Preset(
+        pairs=12, cold_starts=5, single_requests=60, batched_items=64, seconds=3.0, max_seconds=20.0, minutes=25.0
+    ),
+}
+
+
+def make_cells(
+    preset: str,
+    scenarios: Sequence[str],
+    *,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    concurrency: int = 16,
+    requests: int = 200,
+    pairs: int | None = None,
+) -> tuple[Cell, ...]:
+    """The cells of an experiment, in the order of the report. `requests` is of the concurrent scenario; `pairs`
+    replaces the preset's number of load pairs. Raises `PlanError`."""
+    if preset not in PRESETS:
+        raise PlanError(f"--preset {preset}: there are {', '.join(PRESETS)}")
+    unknown = [name for name in scenarios if name not in SCENARIOS]
+    if unknown or not scenarios:
+        raise PlanError(f"--scenarios {','.join(unknown) or '(empty)'}: there are {', '.join(SCENARIOS)}")
+    if min((*batch_sizes, concurrency, requests), default=1) < 1 or (pairs is not None and pairs < 1):
+        raise PlanError("batch sizes, concurrency, requests and pairs are whole numbers from 1")
+    amount = PRESETS[preset]
+    load_pairs = amount.pairs if pairs is None else pairs
+
+    def cell(scenario: Scenario, batch_size: int, users: int, number: int) -> Cell:
+        return Cell(
+            scenario=scenario,
+            batch_size=batch_size,
+            concurrency=users,
+            requests=number,
+            seconds=amount.seconds,
+            max_seconds=max(amount.max_seconds, amount.seconds),
+            pairs=load_pairs,
+        )
+
+    cells: list[Cell] = []
+    if "cold-start" in scenarios:
+        cells.append(
+            Cell(
+                scenario="cold-start",
+                batch_size=1,
+                concurrency=1,
+                requests=1,
+                seconds=0.0,
+                max_seconds=300.0,
+                pairs=amount.cold_starts,
+            )
+        )
+    if "single" in scenarios:
+        cells.append(cell("single", 1, 1, amount.single_requests))
+    if "batched" in scenarios:
+        for batch_size in sorted(set(batch_sizes)):
+            cells.append(cell("batched", batch_size, 1, max(2, amount.batched_items // batch_size)))
+    if "concurrent" in scenarios:
+        cells.append(cell("concurrent", 1, concurrency, requests))
+    return tuple(cells)

@@ -1,0 +1,107 @@
+"""The progress of a run on a terminal: what happens now, how long it still takes, what each block has shown so far.
+
+On a terminal one line is always moving; elsewhere (a log, CI) only finished things are printed, a line each.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from types import TracebackType
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+from loadgen.records import ArmRecord, BlockRecord, ColdStart, ParityRecord
+
+
+class RichProgress:
+    """Implements `loadgen.progress.Progress`; a context manager, so that the terminal is always given back."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = monotonic()
+        self._ends_at: float | None = None
+        self._phase = ""
+        self._now = ""
+        self._spinner = Spinner("dots")
+        self._live = Live(get_renderable=self._line, console=console, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> RichProgress:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def plan(self, seconds: float) -> None:
+        """The estimate of what is left."""
+        self._ends_at = monotonic() + seconds
+
+    def phase(self, title: str) -> None:
+        """A new phase, printed once."""
+        self._phase, self._now = title, ""
+        self._console.print(Text(f"{_clock(self._elapsed())}  {title}", style="bold"))
+
+    def now(self, text: str) -> None:
+        """The moving line."""
+        self._now = text
+        if not self._console.is_terminal:
+            self._say(text)
+
+    def arm_ready(self, record: ArmRecord) -> None:
+        """Which server answers as which arm."""
+        self._say(f"{record.label.upper()} is {record.title} at {record.url}")
+
+    def cold_start_done(self, record: ColdStart) -> None:
+        """One start."""
+        if record.error is not None or record.ready_ns is None or record.first_answer_ns is None:
+            self._say(f"{record.label.upper()}  did not start: {record.error}", style="red")
+            return
+        self._say(
+            f"{record.label.upper()}  ready after {record.ready_ns / 1e9:.2f} s, "
+            f"first answer after {record.first_answer_ns / 1e9:.2f} s"
+        )
+
+    def parity_done(self, record: ParityRecord) -> None:
+        """The outcome in a line."""
+        if record.ok:
+            lowest = min(case.cosine_min for case in record.cases)
+            self._say(f"same answers: {len(record.cases)} cases, lowest cosine {lowest:.6f}", style="green")
+        else:
+            self._say(f"different answers: {record.error or 'see parity.json'}", style="red")
+
+    def block_done(self, record: BlockRecord, p50_ns: int | None) -> None:
+        """Throughput and median of one block."""
+        seconds = (record.window_end_ns - record.window_start_ns) / 1e9
+        rate = f"{record.items / seconds:9.1f} items/s" if seconds > 0 else "  no items  "
+        p50 = "p50 –" if p50_ns is None else f"p50 {p50_ns / 1e6:8.2f} ms"
+        problem = "" if record.complete and not record.errors else f"  {record.errors} errors {record.note or ''}"
+        self._say(
+            f"{record.label.upper()}  {record.cell:<14} pair {record.pair + 1:<3}{rate}  {p50}{problem}",
+            style="red" if problem else "",
+        )
+
+    def _elapsed(self) -> float:
+        return monotonic() - self._started
+
+    def _line(self) -> RenderableType:
+        left = ""
+        if self._ends_at is not None:
+            remaining = self._ends_at - monotonic()
+            left = f", about {_clock(remaining)} left" if remaining > 0 else ", almost there"
+        self._spinner.update(text=Text(f"{self._phase}: {self._now}  ({_clock(self._elapsed())}{left})"))
+        return self._spinner
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._console.print(Text(f"       {text}", style=style), soft_wrap=True)
+
+
+def _clock(seconds: float) -> str:
+    """m:ss."""
+    whole = max(0, round(seconds))
+    return f"{whole // 60:2d}:{whole % 60:02d}"

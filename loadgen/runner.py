@@ -1,0 +1,279 @@
+"""Runs an experiment: brings the servers up, compares their answers, loads them, stores every record as it happens.
+
+Order: inputs and export → both servers up → parity → warm-up → blocks → servers down → cold starts. Parity comes
+before any load, so that a wrong server costs no time; cold starts come last, when the page cache is warm for both.
+During the blocks both servers are up and one of them is under load.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from loadgen.arms import Arm
+from loadgen.bodies import prepare_body
+from loadgen.clients.requests import AddressError
+from loadgen.cold_start import cold_start_order, measure_cold_start
+from loadgen.deployment.command import ABSERVE
+from loadgen.deployment.interface import DeploymentError
+from loadgen.deployment.process import ProcessError
+from loadgen.endpoint import EndpointError, Signature
+from loadgen.environment import read_environment, utc_now
+from loadgen.forecast import Forecast
+from loadgen.generator_messages import Prepare
+from loadgen.generator_process import GeneratorError, GeneratorProcess
+from loadgen.inputs import InputError, SampleInputs
+from loadgen.load_phase import LoadError, LoadPhase
+from loadgen.parity import check_parity
+from loadgen.preparation import (
+    PreparationError,
+    export_artefacts,
+    make_deployment,
+    prepare_inputs,
+    synthesise_inputs,
+)
+from loadgen.progress import Progress
+from loadgen.records import ArmRecord, ArmRequest, ColdStart, Experiment, Label, ParityRecord, RunState
+from loadgen.schedule import schedule
+from loadgen.store import RunStore, StorageError
+
+READY_SECONDS = 300.0
+
+
+class ParityFailedError(Exception):
+    """The arms do not compute the same function, so their speed is not compared."""
+
+
+RUN_ERRORS = (
+    AddressError,
+    DeploymentError,
+    EndpointError,
+    GeneratorError,
+    InputError,
+    LoadError,
+    ParityFailedError,
+    PreparationError,
+    ProcessError,
+    StorageError,
+)
+"""What ends a run as failed, with its message; anything else is a fault of ours and is raised."""
+
+
+def run_experiment(
+    experiment: Experiment, out_dir: Path, progress: Progress, *, abserve: Sequence[str] = ABSERVE
+) -> RunState:
+    """Run everything; returns how it ended. Nothing that it started is left behind, however it ends.
+
+    Raises `StorageError` only when not even the experiment can be stored.
+    """
+    store = RunStore(out_dir)
+    store.experiment(experiment)
+    run = _Run(experiment, store, progress, abserve)
+    error: str | None = None
+    ended: Literal["finished", "interrupted", "failed"] = "finished"
+    with _terminated_as_interrupted():
+        try:
+            try:
+                run.phases()
+            finally:
+                with _uninterrupted():
+                    run.close()
+        except KeyboardInterrupt:
+            ended = "interrupted"
+        except RUN_ERRORS as exc:
+            ended, error = "failed", str(exc)
+        except BaseException as exc:
+            with suppress(StorageError):
+                store.state(RunState(state="failed", phase=run.phase, error=repr(exc), finished_at=utc_now()))
+            raise
+    state = RunState(state=ended, phase=run.phase, error=error, finished_at=utc_now())
+    with suppress(StorageError):  # a full disk: the state is returned, and "running" without a process says the rest
+        store.state(state)
+    return state
+
+
+class _Run:
+    """The phases of one run and what is open in them."""
+
+    def __init__(self, experiment: Experiment, store: RunStore, progress: Progress, abserve: Sequence[str]) -> None:
+        self.phase = "starting"
+        self._experiment = experiment
+        self._store = store
+        self._progress = progress
+        self._blocks = schedule(experiment.cells, experiment.seed)
+        self._forecast = Forecast(experiment, self._blocks)
+        self._resources = ExitStack()
+        self._work = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="abserve-")))
+        requests: tuple[ArmRequest, ...] = (experiment.a, experiment.b)
+        self._abserve = tuple(abserve)
+        self._requests = requests
+        self._arms: dict[Label, Arm] = {}
+
+    def phases(self) -> None:
+        """Everything in order."""
+        experiment, store, progress = self._experiment, self._store, self._progress
+        progress.plan(self._forecast.remaining_s())
+        self.enter("preparing inputs")
+        samples_folder = self._work / "samples"
+        inputs = prepare_inputs(experiment, samples_folder, self._abserve)
+        store.environment(read_environment({"status": "unknown"}, {} if inputs is None else inputs.describe()))
+        self.enter("exporting the model")
+        export_artefacts(experiment, store, progress.now, self._abserve)
+        self.enter("starting the servers")
+        records = self._start_servers()
+        signature = self._signature()
+        if inputs is None:
+            inputs = synthesise_inputs(experiment, samples_folder, signature)
+        store.environment(read_environment(_gpu(records), inputs.describe()))
+        self.enter("checking parity")
+        self._check_parity(inputs, signature, records)
+        if self._blocks:
+            self._load(samples_folder, signature)
+        self.enter("stopping the servers")
+        for arm in self._arms.values():
+            arm.deployment.stop()
+        self._measure_cold_starts(inputs, signature)
+        self.phase = "finished"
+
+    def enter(self, phase: str) -> None:
+        """A phase begins: on disk and on the screen."""
+        self.phase = phase
+        self._store.state(RunState(state="running", phase=phase))
+        self._progress.phase(phase)
+
+    def close(self) -> None:
+        """Stop all that runs; bounded."""
+        self._resources.close()
+
+    def _start_servers(self) -> list[ArmRecord]:
+        for request in self._requests:
+            deployment = make_deployment(request, self._experiment, self._store, self._work, self._abserve)
+            self._arms[request.label] = Arm(request, deployment, self._experiment.model)
+            self._resources.callback(deployment.stop)
+            self._progress.now(f"{request.label.upper()}: {request.target}")
+            deployment.start()
+        records = []
+        for label, arm in self._arms.items():
+            self._progress.now(f"waiting until {label.upper()} ({arm.request.target}) is ready")
+            try:
+                arm.deployment.wait_ready(arm.model, READY_SECONDS if arm.deployment.launched else 5.0)
+                records.append(arm.record())
+            except (DeploymentError, EndpointError) as exc:
+                raise DeploymentError(f"arm {label} ({arm.request.target}): {exc}") from exc
+            self._progress.arm_ready(records[-1])
+        self._store.arms(records)
+        return records
+
+    def _signature(self) -> Signature:
+        """What both arms take; a difference is a failed parity with its own sentence."""
+        signatures = {label: arm.endpoint.signature(arm.model) for label, arm in self._arms.items()}
+        interfaces = {
+            label: (
+                sorted((tensor.name, tensor.datatype) for tensor in signature.inputs),
+                sorted(tensor.name for tensor in signature.outputs),
+            )
+            for label, signature in signatures.items()
+        }
+        if interfaces["a"] != interfaces["b"]:
+            message = f"the arms do not serve the same model: a takes and gives {interfaces['a']}, b {interfaces['b']}"
+            self._store.parity(ParityRecord(threshold_cosine=0.999, cases=(), ok=False, error=message))
+            raise ParityFailedError(message)
+        return signatures["a"]
+
+    def _check_parity(self, inputs: SampleInputs, signature: Signature, records: list[ArmRecord]) -> None:
+        self._progress.now(f"{inputs.count} images to both servers, alone and in mixed batches")
+        sizes = [size for record in records if isinstance(size := record.in_effect.get("max_batch_size"), int)]
+        largest = max((cell.batch_size for cell in self._experiment.cells), default=1)
+        urls: dict[Label, str] = {label: arm.deployment.url for label, arm in self._arms.items()}
+        record = check_parity(urls, inputs, signature, max(1, min([*sizes, max(largest, 8)])))
+        self._store.parity(record)
+        self._progress.parity_done(record)
+        if not record.ok:
+            failed = ", ".join(f"{case.name} (cosine {case.cosine_min:.6f})" for case in record.cases if not case.ok)
+            raise ParityFailedError(
+                f"the arms do not give the same answers, so their speed is not compared: {record.error or failed}"
+            )
+
+    def _load(self, samples_folder: Path, signature: Signature) -> None:
+        self.enter("warming up")
+        generator = GeneratorProcess(self._store.log_path("generator"))
+        self._resources.callback(generator.stop)
+        cells = [cell for cell in self._experiment.cells if cell.scenario != "cold-start"]
+        self._progress.now("preparing request bodies")
+        generator.prepare(
+            Prepare(
+                samples_directory=str(samples_folder),
+                payload=self._experiment.payload,
+                signature=signature,
+                batch_sizes=tuple(sorted({cell.batch_size for cell in cells})),
+                seed=self._experiment.seed,
+            )
+        )
+        phase = LoadPhase(self._arms, generator, self._store, self._progress)
+        phase.warm_up(cells)
+        self.enter("load")
+        self._forecast.load_begins()
+        phase.run(self._blocks, self._forecast)
+        generator.stop()
+
+    def _measure_cold_starts(self, inputs: SampleInputs, signature: Signature) -> None:
+        repetitions = sum(cell.pairs for cell in self._experiment.cells if cell.scenario == "cold-start")
+        ours = {label for label, arm in self._arms.items() if arm.deployment.launched}
+        if not repetitions or not ours:
+            return
+        self.enter("cold starts")
+        first = prepare_body(inputs, signature, [0])
+        records: list[ColdStart] = []
+        order = [entry for entry in cold_start_order(repetitions, self._experiment.seed) if entry[1] in ours]
+        for number, (repetition, label) in enumerate(order, start=1):
+            self._progress.now(f"start {number} of {len(order)}: {label.upper()}")
+            arm = self._arms[label]
+            record = measure_cold_start(arm, repetition, first, READY_SECONDS)
+            arm.deployment.stop()
+            records.append(record)
+            self._store.cold_starts(records)
+            self._forecast.start_took((record.first_answer_ns or 0) / 1e9 + 1.0)
+            self._progress.cold_start_done(record)
+            self._progress.plan(self._forecast.remaining_s())
+
+
+def _gpu(records: list[ArmRecord]) -> dict[str, object]:
+    """This machine's GPU as a server of ours reports it."""
+    return next((r.gpu_info for r in records if r.launched and r.gpu_info is not None), {"status": "unknown"})
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C must not leave servers behind; stopping is bounded."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

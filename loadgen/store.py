@@ -1,0 +1,89 @@
+"""Writes the stored records of one run, each as soon as it is known."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from loadgen.records import (
+    ArmRecord,
+    BlockRecord,
+    ColdStart,
+    Environment,
+    Experiment,
+    ParityRecord,
+    RunState,
+)
+
+
+class StorageError(Exception):
+    """A record cannot be stored; the message names the place and the reason."""
+
+
+class RunStore:
+    """The folder of one run. Every file is written under a temporary name and renamed, so none is ever half there."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `StorageError` when the folder holds a run already or cannot be made."""
+        self.directory = directory
+        if (directory / "experiment.json").exists():
+            raise StorageError(f"{directory} already holds a run; choose another folder with --out")
+        try:
+            for folder in (directory, directory / "blocks", directory / "samples", directory / "logs"):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise StorageError(f"cannot write to {directory}: {exc.strerror or exc}; choose another --out") from exc
+
+    def experiment(self, record: Experiment) -> None:
+        """What was asked for."""
+        self._write("experiment.json", record)
+
+    def environment(self, record: Environment) -> None:
+        """Machine and software."""
+        self._write("environment.json", record)
+
+    def arms(self, records: Sequence[ArmRecord]) -> None:
+        """Both sides as in effect."""
+        self._write("arms.json", list(records))
+
+    def parity(self, record: ParityRecord) -> None:
+        """Whether both compute the same."""
+        self._write("parity.json", record)
+
+    def cold_starts(self, records: Sequence[ColdStart]) -> None:
+        """All repetitions so far."""
+        self._write("cold_starts.json", list(records))
+
+    def block(self, record: BlockRecord) -> None:
+        """One block, after its samples."""
+        self._write(f"blocks/{record.index:04d}.json", record)
+
+    def state(self, record: RunState) -> None:
+        """How the run stands."""
+        self._write("run.json", record)
+
+    def samples_path(self, index: int) -> Path:
+        """Where the generator writes a block's samples."""
+        return (self.directory / "samples" / f"{index:04d}.npy").resolve()
+
+    def log_path(self, name: str) -> Path:
+        """Where a process's output goes."""
+        return self.directory / "logs" / f"{name}.log"
+
+    def _write(self, name: str, record: object) -> None:
+        path = self.directory / name
+        part = path.with_name(path.name + ".part")
+        try:
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+            os.replace(part, path)  # noqa: PTH105 (the rename is the point)
+        except OSError as exc:
+            part.unlink(missing_ok=True)
+            raise StorageError(storage_sentence(path, exc.strerror or str(exc))) from exc
+
+
+def storage_sentence(path: Path, reason: str) -> str:
+    """What a person is told when a file cannot be written."""
+    return f"cannot store {path}: {reason}; free some space or choose another folder with --out"

@@ -1,0 +1,48 @@
+"""When a block of load ends: requests are shared among its users, and the clock is given, not read."""
+
+from __future__ import annotations
+
+FAILURES_IN_A_ROW = 100
+
+
+class LoadWindow:
+    """Hands out requests until the block has had enough.
+
+    It has had enough after `requests` requests or `seconds`, whichever is later, and in any case after `max_seconds`.
+    It is cut short by `cut` or by FAILURES_IN_A_ROW failures with no good answer between them.
+    """
+
+    def __init__(self, requests: int, seconds: float, max_seconds: float) -> None:
+        self.claimed = 0
+        self.cut_reason: str | None = None
+        self._requests = requests
+        self._enough_ns = int(seconds * 1e9)
+        self._most_ns = int(max_seconds * 1e9)
+        self._start_ns = 0
+        self._failures = 0
+
+    def start(self, now_ns: int) -> None:
+        """The window opens."""
+        self._start_ns = now_ns
+
+    def claim(self, now_ns: int) -> bool:
+        """Whether the caller is to send one more request."""
+        elapsed_ns = now_ns - self._start_ns
+        enough = self.claimed >= self._requests and elapsed_ns >= self._enough_ns
+        if self.cut_reason is not None or enough or elapsed_ns >= self._most_ns:
+            return False
+        self.claimed += 1
+        return True
+
+    def answered(self, good: bool) -> None:
+        """Tell what became of a request."""
+        if good:
+            self._failures = 0
+            return
+        self._failures += 1
+        if self._failures >= FAILURES_IN_A_ROW:
+            self.cut(f"{FAILURES_IN_A_ROW} requests in a row failed")
+
+    def cut(self, reason: str) -> None:
+        """End the window early; the first reason stays."""
+        self.cut_reason = self.cut_reason or reason

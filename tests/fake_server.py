@@ -1,0 +1,226 @@
+"""A small server of the Open Inference Protocol with no model, whose faults are programmable.
+
+Run as a program it listens on one port; it also stands in for `abserve serve … --print-launch`, `abserve samples`
+and `abserve export`. Its embedding is a fixed function of each image, so parity between two of them holds unless
+`--wrong-batches` or `--wrong` says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+MODEL = "openclip_vit_b32"
+
+
+def options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", nargs="?")
+    parser.add_argument("--http-port", type=int, default=0)
+    parser.add_argument("--grpc-port")
+    parser.add_argument("--metrics-port")
+    parser.add_argument("--work-dir")
+    parser.add_argument("--weights")
+    parser.add_argument("--threads")
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--print-launch", action="store_true")
+    parser.add_argument("--startup-ms", type=float, default=0)
+    parser.add_argument("--delay-ms", type=float, default=0)
+    parser.add_argument("--drop-every", type=int, default=0, help="close without an answer, every Nth inference")
+    parser.add_argument("--error-every", type=int, default=0, help="503, every Nth inference")
+    parser.add_argument("--die-after", type=int, default=0, help="exit at once at the Nth inference")
+    parser.add_argument("--wrong", action="store_true", help="another function altogether")
+    parser.add_argument("--wrong-batches", action="store_true", help="rows of a batch are mixed up")
+    parser.add_argument("--empty", action="store_true", help="200 with an empty tensor")
+    parser.add_argument("--crash", action="store_true", help="die before listening")
+    parser.add_argument("--ignore-sigterm", action="store_true")
+    parser.add_argument("--no-stats", action="store_true")
+    parser.add_argument("--children", type=int, default=0, help="child processes that just sleep")
+    return parser.parse_args(argv)
+
+
+def embed(pixels: np.ndarray) -> np.ndarray:
+    coarse = pixels[:, :, ::32, ::32].reshape(len(pixels), -1)
+    return np.ascontiguousarray(np.pad(coarse, ((0, 0), (0, 512 - coarse.shape[1]))), dtype="<f4")
+
+
+class FakeServer:
+    def __init__(self, settings: argparse.Namespace) -> None:
+        self.settings = settings
+        self.started = time.monotonic()
+        self.inferences = 0
+        self.batches: Counter[int] = Counter()
+        self.log: list[str] = []
+
+    @property
+    def ready(self) -> bool:
+        return (time.monotonic() - self.started) * 1000 >= self.settings.startup_ms
+
+    async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                try:
+                    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    return
+                request_line, *lines = head.split("\r\n")
+                headers = dict(line.lower().split(": ", 1) for line in lines if line)
+                body = await reader.readexactly(int(headers.get("content-length", "0")))
+                method, path, _ = request_line.split(" ")
+                answer = await self.answer(method, path, headers, body)
+                if answer is None:
+                    return
+                status, extra, content = answer
+                text = f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n"
+                writer.write((text + "".join(f"{k}: {v}\r\n" for k, v in extra.items()) + "\r\n").encode() + content)
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    async def answer(self, method: str, path: str, headers: dict, body: bytes):
+        model = f"/v2/models/{self.settings.model}"
+        documents = {
+            "/v2": {"name": "fake", "version": "1.0", "extensions": ["binary_tensor_data", "statistics"]},
+            model: {
+                "name": self.settings.model,
+                "versions": ["1"],
+                "platform": "fake",
+                "inputs": [{"name": "pixel_values", "datatype": "FP32", "shape": [-1, 3, 224, 224]}],
+                "outputs": [{"name": "embedding", "datatype": "FP32", "shape": [-1, 512]}],
+            },
+            f"{model}/config": {
+                "name": self.settings.model,
+                "max_batch_size": 32,
+                "dynamic_batching": {"max_queue_delay_microseconds": "2000"},
+                "parameters": {"device": {"string_value": "cpu"}, "precision": {"string_value": "fp32"}},
+            },
+            f"{model}/stats": None if self.settings.no_stats else {"model_stats": [self.statistics()]},
+        }
+        if path == "/v2/health/live":
+            return 200, {}, b""
+        if path in ("/v2/health/ready", f"{model}/ready"):
+            return (200 if self.ready else 503), {}, b""
+        if method == "GET" and documents.get(path) is not None:
+            return 200, {"Content-Type": "application/json"}, json.dumps(documents[path]).encode()
+        if method == "POST" and path == f"{model}/infer":
+            return await self.infer(headers, body)
+        return 404, {}, b'{"error": "no such route or model"}'
+
+    async def infer(self, headers: dict, body: bytes):
+        self.inferences += 1
+        settings, number = self.settings, self.inferences
+        if settings.die_after and number >= settings.die_after:
+            os._exit(9)
+        if settings.delay_ms:
+            await asyncio.sleep(settings.delay_ms / 1000)
+        if settings.drop_every and number % settings.drop_every == 0:
+            return None
+        if settings.error_every and number % settings.error_every == 0:
+            return 503, {}, b'{"error": "the queue is full"}'
+        length = int(headers["inference-header-content-length"])
+        shape = json.loads(body[:length])["inputs"][0]["shape"]
+        pixels = np.frombuffer(body, dtype="<f4", offset=length).reshape(shape)
+        self.batches[len(pixels)] += 1
+        answer = embed(pixels)
+        if settings.wrong:
+            answer = -answer
+        if settings.wrong_batches and len(answer) > 1:
+            answer = answer[::-1]
+        if settings.empty:
+            answer = answer[:0]
+        data = answer.tobytes()
+        output = {
+            "name": "embedding",
+            "datatype": "FP32",
+            "shape": list(answer.shape),
+            "parameters": {"binary_data_size": len(data)},
+        }
+        text = json.dumps({"model_name": settings.model, "model_version": "1", "outputs": [output]}).encode()
+        return 200, {"Inference-Header-Content-Length": str(len(text))}, text + data
+
+    def statistics(self) -> dict:
+        count = sum(self.batches.values())
+        duration = {"count": count, "ns": count * 1000}
+        return {
+            "name": self.settings.model,
+            "version": "1",
+            "inference_count": sum(size * number for size, number in self.batches.items()),
+            "execution_count": count,
+            "inference_stats": {
+                "success": duration,
+                "fail": {"count": self.inferences - count, "ns": 0},
+                "queue": duration,
+                "compute_input": duration,
+                "compute_infer": duration,
+                "compute_output": duration,
+            },
+            "batch_stats": [{"batch_size": s, "compute_infer": {"count": n, "ns": n}} for s, n in self.batches.items()],
+        }
+
+
+async def listen(settings: argparse.Namespace) -> None:
+    server = FakeServer(settings)
+    listener = await asyncio.start_server(server.connection, "127.0.0.1", settings.http_port, limit=2**26)
+    stop = asyncio.Event()
+    if settings.ignore_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    port = listener.sockets[0].getsockname()[1]
+    sys.stdout.write(f"listening on {port}\n")
+    sys.stdout.flush()
+    await stop.wait()
+    os._exit(0)
+
+
+def write_samples(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    np.save(folder / "pixel_values.fp32.npy", np.random.default_rng(1).standard_normal((6, 3, 224, 224), dtype="f4"))
+    (folder / "samples.json").write_text('{"kind": "photographs"}')
+
+
+def main(argv: list[str]) -> None:
+    if argv[0] == "samples":
+        write_samples(Path(argv[argv.index("--out") + 1]))
+        return
+    if argv[0] == "export":
+        sys.stdout.write("exported nothing\n")
+        return
+    argv = argv[1:] if argv[0] == "serve" else argv
+    settings = options(argv)
+    if settings.print_launch:
+        plan = {
+            "schema": "abserve.launch/1",
+            "argv": [sys.executable, __file__, *[part for part in argv if part != "--print-launch"]],
+            "env": {},
+            "http_url": f"http://127.0.0.1:{settings.http_port}",
+            "grpc_address": None,
+            "metrics_url": "",
+            "model": settings.model,
+            "title": f"fake {settings.kind}",
+        }
+        sys.stdout.write(json.dumps(plan) + "\n")
+        return
+    if settings.crash:
+        sys.stderr.write("cannot open the model\n")
+        sys.exit(3)
+    import subprocess
+
+    for _ in range(settings.children):
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    asyncio.run(listen(settings))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
