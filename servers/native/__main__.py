@@ -1,0 +1,45 @@
+"""`python -m servers.native`: the server process. Binds its port first; what is slow is imported after that."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from pydantic import ValidationError
+
+from servers.models.registry import UnknownModelError, get_specification
+from servers.models.weights import WeightsError, parse_weights
+from servers.native.arguments import from_argv, validation_sentence
+from servers.native.listener import ListenerError, bind
+
+
+def main() -> int:
+    """The process's exit status: 0 after SIGTERM, 1 when it cannot serve."""
+    try:
+        settings = from_argv(sys.argv[1:])
+        specification = get_specification(settings.model)
+        weights = parse_weights(settings.weights)
+        listener = bind(settings.host, settings.http_port)
+    except ValidationError as error:
+        return _refuse(validation_sentence(error))
+    except (UnknownModelError, WeightsError, ListenerError) as error:
+        return _refuse(str(error))
+
+    from servers.native.logs import configure
+    from servers.native.process import run
+
+    configure(settings.log_level)
+    return run(settings, specification, weights, listener)
+
+
+def _refuse(message: str) -> int:
+    sys.stderr.write(f"abserve native server: {message}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a load that cannot be interrupted would keep the process, or crash in its half-removed modules.
+    os._exit(status)

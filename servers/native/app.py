@@ -1,0 +1,173 @@
+"""The ASGI application: FastAPI for everything, with the inference route short-cut in front of it."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as package_version
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from servers.contract.errors import ContractError, InvalidRequestError
+from servers.contract.json_tensors import parse_json
+from servers.gpu.info import Runtime, gpu_info
+from servers.native import documents
+from servers.native.http import (
+    InferRoute,
+    Receive,
+    Scope,
+    Send,
+    error_body,
+    error_headers,
+    error_status,
+    infer_target,
+    read_body,
+)
+from servers.native.inference import InferenceService
+from servers.native.metrics import CONTENT_TYPE, Metrics
+from servers.native.settings import NativeSettings
+
+MAX_CONTROL_BODY_BYTES = 64 * 1024
+MODEL = "/v2/models/{model}"
+MODEL_VERSION = "/v2/models/{model}/versions/{version}"
+
+
+class NativeApp:
+    """Sends inference requests straight to their route, past FastAPI's middleware and routing, the rest to FastAPI."""
+
+    def __init__(self, infer: InferRoute, rest: FastAPI) -> None:
+        self._infer = infer
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI entry."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            target = infer_target(scope["path"])
+            if target is not None:
+                await self._infer.handle(scope, receive, send, *target)
+                return
+        await self._rest(scope, receive, send)
+
+
+def create_app(settings: NativeSettings, service: InferenceService) -> NativeApp:
+    """Everything behind the HTTP port. The service is started and stopped by whoever runs the application."""
+    infer = InferRoute(service, settings.max_body_bytes)
+    # No documentation pages: they load scripts from somebody else's host.
+    app = FastAPI(title="abserve native server", docs_url=None, redoc_url=None)
+    for path in (MODEL, MODEL_VERSION):
+        app.router.routes.append(Route(f"{path}/infer", infer, methods=["POST"]))
+    _add_errors(app)
+    _add_server_routes(app, service)
+    _add_model_routes(app, service)
+    return NativeApp(infer, app)
+
+
+def _add_server_routes(app: FastAPI, service: InferenceService) -> None:
+    metrics = Metrics(service)
+    server_version = package_version("abserve")
+
+    @app.get("/v2")
+    async def server_metadata() -> Response:
+        return _json(documents.server_metadata(server_version))
+
+    @app.get("/v2/health/live")
+    async def live() -> Response:
+        return Response()
+
+    @app.get("/v2/health/ready")
+    async def ready() -> Response:
+        service.check_ready()
+        return Response()
+
+    @app.post("/v2/repository/index")
+    async def repository_index(request: Request) -> Response:
+        body = await read_body(request.receive, MAX_CONTROL_BODY_BYTES, None)
+        asked = parse_json(body) if body.nbytes else {}
+        if not isinstance(asked, dict) or not isinstance(asked.get("ready", False), bool):
+            raise InvalidRequestError("the request must be an object; 'ready' in it must be true or false")
+        return _json(documents.repository_index(service, asked.get("ready", False)))
+
+    @app.get("/metrics")
+    async def prometheus_metrics() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    @app.get("/gpu-info")
+    def gpu_information() -> Response:  # not async: the driver may take its time, so it runs in a worker thread
+        return _json(gpu_info(_runtime(service)))
+
+
+def _add_model_routes(app: FastAPI, service: InferenceService) -> None:
+    @app.get("/v2/models/stats")
+    async def all_statistics() -> Response:
+        return _json(_statistics(service))
+
+    for path in (MODEL, MODEL_VERSION):
+
+        @app.get(path)
+        async def metadata(model: str, version: str | None = None) -> Response:
+            service.check_model(model, version)
+            kind = service.description.kind if service.description is not None else ""
+            return _json(documents.model_metadata(service.signature, kind))
+
+        @app.get(f"{path}/ready")
+        async def model_ready(model: str, version: str | None = None) -> Response:
+            service.check_model(model, version)
+            service.check_ready()
+            return Response()
+
+        @app.get(f"{path}/config")
+        async def config(model: str, version: str | None = None) -> Response:
+            service.check_model(model, version)
+            return _json(documents.model_config(service))
+
+        @app.get(f"{path}/stats")
+        async def statistics(model: str, version: str | None = None) -> Response:
+            service.check_model(model, version)
+            return _json(_statistics(service))
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ContractError)
+    async def contract_error(_request: Request, error: ContractError) -> Response:
+        return _error(error_status(error), str(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_request: Request, error: HTTPException) -> Response:
+        return _error(error.status_code, error.detail, dict(error.headers or {}))
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(_request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return _error(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+
+    @app.exception_handler(Exception)
+    async def unexpected(_request: Request, _cause: Exception) -> Response:
+        return _error(500, "internal error, the server's log has it")
+
+
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    body = error_body(message)
+    response = Response(body, status, headers)
+    for name, value in error_headers(status, body):
+        response.headers[name.decode()] = value.decode()
+    return response
+
+
+def _json(document: object) -> Response:
+    return Response(orjson.dumps(document), media_type="application/json")
+
+
+def _statistics(service: InferenceService) -> dict[str, object]:
+    signature = service.signature
+    return {"model_stats": [service.statistics.snapshot().as_model_stats(signature.name, signature.version)]}
+
+
+def _runtime(service: InferenceService) -> Runtime | None:
+    description = service.description
+    if description is None:
+        return None
+    return Runtime(
+        kind=description.kind, version=description.version, device=description.device, details=dict(description.details)
+    )

@@ -1,0 +1,114 @@
+"""The JSON documents that describe the server and its model, in the shapes that Triton gives them."""
+
+from __future__ import annotations
+
+from servers.contract.signature import ModelSignature
+from servers.contract.tensors import TensorSpec
+from servers.native.inference import InferenceService, State
+
+SERVER_NAME = "abserve-native"
+EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "model_configuration", "model_repository")
+
+_REPOSITORY_STATES = {
+    State.LOADING: ("LOADING", ""),
+    State.READY: ("READY", ""),
+    State.FAILED: ("UNAVAILABLE", "load failed"),
+    State.STOPPING: ("UNLOADING", ""),
+}
+
+Document = dict[str, object]
+
+
+def server_metadata(version: str) -> Document:
+    """GET /v2."""
+    return {"name": SERVER_NAME, "version": version, "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(signature: ModelSignature, platform: str) -> Document:
+    """GET /v2/models/M. `platform` is the engine's kind, or empty while it is unknown."""
+    return {
+        "name": signature.name,
+        "versions": [signature.version],
+        "platform": platform,
+        "inputs": [_tensor(spec) for spec in signature.inputs],
+        "outputs": [_tensor(spec) for spec in signature.outputs],
+    }
+
+
+def model_config(service: InferenceService) -> Document:
+    """GET /v2/models/M/config; `parameters` holds what is in effect, read back from the loaded engine.
+
+    Raises `NotReadyError` while nothing is in effect yet.
+    """
+    description = service.description
+    if description is None:
+        service.check_ready()
+        raise AssertionError("a ready service has a description")
+    signature, batching = service.signature, service.batching
+    on_gpu = description.device.startswith("cuda")
+    queue_policy: Document = {"max_queue_size": batching.queue_size, "timeout_action": "REJECT"}
+    if batching.queue_timeout_us:
+        queue_policy["default_timeout_microseconds"] = batching.queue_timeout_us
+    return {
+        "name": signature.name,
+        "platform": "",
+        "backend": description.kind,
+        "version_policy": {"latest": {"num_versions": 1}},
+        "max_batch_size": signature.max_batch_size,
+        "input": [_config_tensor(spec) for spec in signature.inputs],
+        "output": [_config_tensor(spec) for spec in signature.outputs],
+        "dynamic_batching": {
+            "preferred_batch_size": [],
+            "max_queue_delay_microseconds": batching.max_queue_delay_us,
+            "preserve_ordering": True,
+            "default_queue_policy": {**queue_policy, "allow_timeout_override": True},
+        },
+        "instance_group": [
+            {
+                "name": f"{signature.name}_0",
+                "kind": "KIND_GPU" if on_gpu else "KIND_CPU",
+                "count": 1,
+                "gpus": [int(description.device.partition(":")[2] or 0)] if on_gpu else [],
+            }
+        ],
+        "parameters": {key: {"string_value": value} for key, value in parameters_in_effect(service).items()},
+        "model_warmup": [],
+    }
+
+
+def parameters_in_effect(service: InferenceService) -> dict[str, str]:
+    """The engine's settings in effect as text; a setting that means nothing for it is left out."""
+    description = service.description
+    if description is None:
+        return {}
+    parameters = {
+        "engine": description.kind,
+        "engine_version": description.version,
+        "precision": description.precision,
+        "mode": description.mode,
+        "device": description.device,
+        "weights": description.weights,
+    }
+    if description.threads is not None:
+        parameters["threads"] = str(description.threads)
+    if service.added_delay_ms:
+        parameters["added_delay_ms"] = f"{service.added_delay_ms:g}"
+    return parameters
+
+
+def repository_index(service: InferenceService, ready_only: bool) -> list[Document]:
+    """POST /v2/repository/index."""
+    if ready_only and not service.ready:
+        return []
+    state, reason = _REPOSITORY_STATES[service.state]
+    row: Document = {"name": service.signature.name, "version": service.signature.version, "state": state}
+    return [{**row, "reason": reason} if reason else row]
+
+
+def _tensor(spec: TensorSpec) -> Document:
+    return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
+
+
+def _config_tensor(spec: TensorSpec) -> Document:
+    datatype = "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
+    return {"name": spec.name, "data_type": datatype, "dims": list(spec.item_shape)}

@@ -1,0 +1,64 @@
+"""Why the server turns a request away, beyond what the contract knows.
+
+    ContractError
+    ├── UnavailableError
+    │   ├── NotReadyError        loading, or load failed
+    │   ├── QueueFullError       the bounded queue is full
+    │   ├── RequestExpiredError  its deadline passed while it was queued
+    │   └── ShuttingDownError    accepted work is being finished, new work is not taken
+    └── ClientGoneError          nobody is left to answer; never sent, counted on its own
+
+`failure_reason` names each for the metrics; each door maps the contract's types to its own status.
+"""
+
+from __future__ import annotations
+
+from servers.contract.errors import (
+    ContractError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    TooLargeError,
+    UnavailableError,
+    UnsupportedError,
+)
+
+
+class NotReadyError(UnavailableError):
+    """The model is not loaded and warmed up yet."""
+
+
+class QueueFullError(UnavailableError):
+    """As many requests wait already as the settings allow."""
+
+
+class RequestExpiredError(UnavailableError):
+    """The request's own timeout, or the server's, ended before the engine could take it."""
+
+
+class ShuttingDownError(UnavailableError):
+    """The server has been told to stop."""
+
+
+class ClientGoneError(ContractError):
+    """The client closed its connection before the answer."""
+
+
+_REASONS: tuple[tuple[type[ContractError], str], ...] = (
+    (NotReadyError, "not_ready"),
+    (QueueFullError, "queue_full"),
+    (RequestExpiredError, "expired"),
+    (ShuttingDownError, "shutting_down"),
+    (UnavailableError, "unavailable"),
+    (InvalidRequestError, "invalid_request"),
+    (NotFoundError, "not_found"),
+    (TooLargeError, "too_large"),
+    (UnsupportedError, "unsupported"),
+    (InternalError, "internal"),
+)
+FAILURE_REASONS = tuple(reason for _, reason in _REASONS)
+
+
+def failure_reason(error: ContractError) -> str:
+    """The label under which a failed request is counted."""
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "internal")

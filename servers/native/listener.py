@@ -1,0 +1,30 @@
+"""The server's listening socket, bound before anything slow happens, so that a taken port is told at once."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+
+class ListenerError(Exception):
+    """The address cannot be listened on; the message names the remedy."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket that does not listen yet. Raises `ListenerError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise ListenerError(
+                f"port {port} on {host} is taken; stop what listens there or choose another with --http-port"
+            ) from exc
+        raise ListenerError(f"cannot listen on {host} port {port}: {exc.strerror or exc}; check --host") from exc
+    return listener

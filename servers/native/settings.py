@@ -1,0 +1,42 @@
+"""What one native server process is asked to be; every field is also `ABSERVE_NATIVE_<FIELD>` in the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+ENV_PREFIX = "ABSERVE_NATIVE_"
+
+
+class NativeSettings(BaseSettings):
+    """Built once, in the entry point, and passed on. Unknown arguments are refused."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+
+    model: str = Field("openclip_vit_b32", description="Name of a registered model.")
+    weights: str = Field("random:0", description="random:SEED, a pretrained tag or a checkpoint file.")
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    http_port: int = Field(8100, ge=1, le=65535, description="Port of the HTTP door.")
+    engine: Literal["torch", "onnxruntime", "tensorrt", "null"] = Field("torch", description="What executes the model.")
+    precision: Literal["fp32", "tf32", "fp16", "bf16"] = Field("fp32", description="Precision of the computation.")
+    mode: str = Field("auto", description="How the engine executes: auto, eager, compile or graph.")
+    device: str = Field("auto", description="auto, cpu or cuda:N.")
+    threads: int = Field(0, ge=0, description="Intra-op threads on the CPU; 0: all cores this process may use.")
+    artefact: Path | None = Field(None, description="The exported file, for engines that execute one.")
+    max_batch_size: int = Field(32, ge=1, le=4096, description="Largest batch that is executed or accepted.")
+    max_queue_delay_us: int = Field(
+        2000, ge=0, le=10_000_000, description="How long the oldest request waits for others to join its batch."
+    )
+    queue_size: int = Field(512, ge=1, description="Requests that may wait; the next one is answered 503 at once.")
+    queue_timeout_us: int = Field(
+        0, ge=0, description="Longest wait in the queue where a request names no timeout of its own; 0: no limit."
+    )
+    max_body_bytes: int = Field(64 * 2**20, ge=1, description="Largest request body, also after decompression.")
+    shutdown_timeout_s: float = Field(30, gt=0, description="Longest time to finish accepted work after SIGTERM.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severity logged.")
+    added_delay_ms: float = Field(
+        0, ge=0, le=60_000, description="Test option: added to every answer without blocking anything."
+    )

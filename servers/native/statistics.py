@@ -1,0 +1,220 @@
+"""What the server has done so far, in monotone counters: Triton's statistics, our stages, and histograms.
+
+Times are ns. As in Triton, each request of a merged batch is charged the whole batch's compute time, and the batch
+itself appears once in `batch_stats`. Warm-up is not counted. One lock guards all; every call holds it for microseconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from servers.native.errors import FAILURE_REASONS
+
+DURATION_BOUNDS_NS = tuple(round(10 ** (4.5 + step / 12)) for step in range(75))
+"""Upper bounds from 32 µs to 47 s, twelve a decade: neighbours differ by 21 %, so that a quantile means something."""
+
+STAGES = ("receive", "decode", "queue", "compute", "encode")
+
+
+@dataclass(slots=True)
+class Duration:
+    """How often something happened and how long it took in total."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int, count: int = 1) -> None:
+        """Charge `ns` to each of `count` happenings."""
+        self.count += count
+        self.ns += ns * count
+
+    def as_json(self) -> dict[str, int]:
+        """Triton's shape."""
+        return {"count": self.count, "ns": self.ns}
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts per bucket, not cumulated; the last bucket has no upper bound. `total` is the sum of all values."""
+
+    bounds: tuple[int, ...]
+    counts: list[int] = field(default_factory=list)
+    total: int = 0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def add(self, value: int) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def copy(self) -> Histogram:
+        """A snapshot that later values do not change."""
+        snapshot = Histogram(self.bounds)
+        snapshot.counts = list(self.counts)
+        snapshot.total = self.total
+        return snapshot
+
+
+@dataclass(slots=True)
+class BatchTimes:
+    """One executed batch size."""
+
+    compute_input: Duration = field(default_factory=Duration)
+    compute_infer: Duration = field(default_factory=Duration)
+    compute_output: Duration = field(default_factory=Duration)
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """The stages of one request at a door, filled in as it passes; the batcher accounts for queue and compute."""
+
+    start_ns: int
+    receive_ns: int = 0
+    decode_ns: int = 0
+    encode_ns: int = 0
+
+
+class Statistics:
+    """One served model. Written by the doors and by the engine thread, read by anyone."""
+
+    def __init__(self, max_batch_size: int) -> None:
+        self._lock = threading.Lock()
+        self._last_inference_ms = 0
+        self._inference_count = 0
+        self._execution_count = 0
+        self._success = Duration()
+        self._fail = Duration()
+        self._compute = BatchTimes()
+        self._stages = {stage: Duration() for stage in STAGES}
+        self._batches: dict[int, BatchTimes] = {}
+        self._failures = dict.fromkeys(FAILURE_REASONS, 0)
+        self._disconnects = 0
+        self._request_duration = Histogram(DURATION_BOUNDS_NS)
+        self._queue_duration = Histogram(DURATION_BOUNDS_NS)
+        self._compute_duration = Histogram(DURATION_BOUNDS_NS)
+        self._batch_size = Histogram(tuple(range(1, max_batch_size + 1)))
+
+    def record_execution(
+        self, rows: int, queue_ns: list[int], compute_input_ns: int, compute_infer_ns: int, compute_output_ns: int
+    ) -> None:
+        """One executed batch; `queue_ns` holds each of its requests' time in the queue."""
+        requests = len(queue_ns)
+        compute_ns = compute_input_ns + compute_infer_ns + compute_output_ns
+        with self._lock:
+            self._last_inference_ms = time.time_ns() // 1_000_000
+            self._inference_count += rows
+            self._execution_count += 1
+            batch = self._batches.get(rows)
+            if batch is None:
+                batch = self._batches[rows] = BatchTimes()
+            for times, count in ((batch, 1), (self._compute, requests)):
+                times.compute_input.add(compute_input_ns, count)
+                times.compute_infer.add(compute_infer_ns, count)
+                times.compute_output.add(compute_output_ns, count)
+            self._stages["compute"].add(compute_ns, requests)
+            queue = self._stages["queue"]
+            for waited_ns in queue_ns:
+                queue.add(waited_ns)
+                self._queue_duration.add(waited_ns)
+            self._compute_duration.add(compute_ns)
+            self._batch_size.add(rows)
+
+    def record_success(self, times: RequestTimes) -> None:
+        """One answered request; called just before its answer is sent, so that its sender finds it counted."""
+        total_ns = time.perf_counter_ns() - times.start_ns
+        with self._lock:
+            self._success.add(total_ns)
+            self._stages["receive"].add(times.receive_ns)
+            self._stages["decode"].add(times.decode_ns)
+            self._stages["encode"].add(times.encode_ns)
+            self._request_duration.add(total_ns)
+
+    def record_failure(self, reason: str, start_ns: int) -> None:
+        """One request that was turned away or failed; `reason` is one of `FAILURE_REASONS`."""
+        with self._lock:
+            self._fail.add(time.perf_counter_ns() - start_ns)
+            self._failures[reason] += 1
+
+    def record_disconnect(self) -> None:
+        """One client that left before its answer; neither a success nor a failure."""
+        with self._lock:
+            self._disconnects += 1
+
+    def snapshot(self) -> Snapshot:
+        """Everything at one moment."""
+        with self._lock:
+            return Snapshot(
+                last_inference_ms=self._last_inference_ms,
+                inference_count=self._inference_count,
+                execution_count=self._execution_count,
+                success=self._success.as_json(),
+                fail=self._fail.as_json(),
+                compute=_times_as_json(self._compute),
+                stages={stage: duration.as_json() for stage, duration in self._stages.items()},
+                batches={size: _times_as_json(times) for size, times in sorted(self._batches.items())},
+                failures=dict(self._failures),
+                disconnects=self._disconnects,
+                request_duration=self._request_duration.copy(),
+                queue_duration=self._queue_duration.copy(),
+                compute_duration=self._compute_duration.copy(),
+                batch_size=self._batch_size.copy(),
+            )
+
+
+Times = dict[str, dict[str, int]]
+
+
+def _times_as_json(times: BatchTimes) -> Times:
+    return {
+        "compute_input": times.compute_input.as_json(),
+        "compute_infer": times.compute_infer.as_json(),
+        "compute_output": times.compute_output.as_json(),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The counters at one moment, for the statistics route and for the metrics."""
+
+    last_inference_ms: int
+    inference_count: int
+    execution_count: int
+    success: dict[str, int]
+    fail: dict[str, int]
+    compute: Times
+    stages: Times
+    batches: dict[int, Times]
+    failures: dict[str, int]
+    disconnects: int
+    request_duration: Histogram
+    queue_duration: Histogram
+    compute_duration: Histogram
+    batch_size: Histogram
+
+    def as_model_stats(self, name: str, version: str) -> dict[str, object]:
+        """One element of Triton's `model_stats`, with `abserve_stages` added."""
+        none = {"count": 0, "ns": 0}
+        return {
+            "name": name,
+            "version": version,
+            "last_inference": self.last_inference_ms,
+            "inference_count": self.inference_count,
+            "execution_count": self.execution_count,
+            "inference_stats": {
+                "success": self.success,
+                "fail": self.fail,
+                "queue": self.stages["queue"],
+                **self.compute,
+                "cache_hit": none,
+                "cache_miss": none,
+            },
+            "response_stats": {},
+            "batch_stats": [{"batch_size": size, **times} for size, times in self.batches.items()],
+            "memory_usage": [],
+            "abserve_stages": self.stages,
+        }
