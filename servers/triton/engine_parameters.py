@@ -33,7 +33,7 @@ def parameters_from_settings(
         "precision": engine.precision,
         "mode": engine.mode,
         "device": engine.device,
-        "weights": weights.label,
+        "weights": "none" if engine.kind == "null" else weights.label,
     }
     if engine.device == "cpu":
         parameters["threads"] = str(engine.threads)

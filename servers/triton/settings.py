@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from servers.engines.processors import nvidia_device_present, thread_count
@@ -35,17 +35,13 @@ class TritonSettings:
 def resolve_engine(asked_for: EngineSettings) -> EngineSettings:
     """The same settings with nothing left to choose, since Triton's config must name the device before the engine runs.
 
-    `auto` takes the GPU that the kernel shows and then insists on it. Only ONNX Runtime's mode can be told in advance.
+    `auto` takes the GPU that the kernel shows and then insists on it. Engines with a single mode have it named.
     """
+    if asked_for.kind == "null":
+        return replace(asked_for, device="cpu", threads=1, mode="eager")
     device = asked_for.device
     if device == "auto":
         device = "cuda:0" if nvidia_device_present() else "cpu"
     mode = "session" if asked_for.kind == "onnxruntime" and asked_for.mode == "auto" else asked_for.mode
-    return EngineSettings(
-        kind=asked_for.kind,
-        precision=asked_for.precision,
-        mode=mode,
-        device=device,
-        threads=thread_count(asked_for.threads) if device == "cpu" else asked_for.threads,
-        max_batch_size=asked_for.max_batch_size,
-    )
+    threads = thread_count(asked_for.threads) if device == "cpu" else asked_for.threads
+    return replace(asked_for, device=device, mode=mode, threads=threads)

@@ -1,0 +1,123 @@
+"""`serve triton` as a person or a supervisor runs it: output, exit status, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from servers.triton.settings import TritonSettings
+
+pytestmark = pytest.mark.triton
+COMMAND = "import typer; from servers.triton.command import serve_triton; typer.run(serve_triton)"
+
+
+def command(settings: TritonSettings, *options: str) -> list[str]:
+    return [
+        sys.executable,
+        "-c",
+        COMMAND,
+        f"--http-port={settings.http_port}",
+        f"--grpc-port={settings.grpc_port}",
+        f"--metrics-port={settings.metrics_port}",
+        f"--work-dir={settings.work_dir}",
+        *options,
+    ]
+
+
+def start(settings: TritonSettings, *options: str) -> subprocess.Popen[str]:
+    """In the foreground, on a port of the environment, until it says ready."""
+    process = subprocess.Popen(
+        command(settings, "--engine=null", "--max-batch-size=4", *options), stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    said, deadline = "", time.monotonic() + 60
+    while "ready:" not in said:
+        assert select.select([process.stderr], [], [], max(0, deadline - time.monotonic()))[0], said
+        line = process.stderr.readline()
+        assert line, f"ended: {said}"
+        said += line
+    assert f"http://127.0.0.1:{settings.http_port}" in said
+    return process
+
+
+def tritonserver_of(process: subprocess.Popen[str]) -> psutil.Process:
+    (server,) = (c for c in psutil.Process(process.pid).children() if c.name() == "tritonserver")
+    return server
+
+
+def test_print_launch_prints_one_json_line_and_nothing_else(
+    own_settings: TritonSettings, artefact: Any, artefact_dir: Path
+) -> None:
+    done = subprocess.run(
+        command(own_settings, f"--artefacts={artefact_dir}", "--print-launch", "--device=cpu", "--threads=1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "ABSERVE_TRITON_MAX_BATCH_SIZE": "6"},
+    )
+    assert done.stdout.count("\n") == 1
+    plan = json.loads(done.stdout)
+    assert Path(plan["argv"][0]).name == "tritonserver"
+    assert plan["title"] == "Triton 2.51 python backend, onnxruntime fp32"
+    assert plan["artefact"]["sha256"] == artefact.manifest.sha256
+    assert plan["http_url"] == f"http://127.0.0.1:{own_settings.http_port}"
+    assert own_settings.work_dir is not None
+    assert "max_batch_size: 6" in (own_settings.work_dir / "models/openclip_vit_b32/config.pbtxt").read_text()
+
+
+def test_a_taken_port_is_one_sentence(own_triton: Any, own_settings: TritonSettings) -> None:
+    done = subprocess.run(command(own_settings, "--print-launch"), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.strip() == (
+        f"error: port {own_settings.http_port} on 127.0.0.1 is taken; "
+        "stop what listens there or choose another with --http-port"
+    )
+
+
+def test_an_unknown_model_is_one_sentence(own_settings: TritonSettings) -> None:
+    done = subprocess.run(command(own_settings, "--model=nothing"), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "unknown model 'nothing'" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_in_order(own_settings: TritonSettings, number: signal.Signals) -> None:
+    with start(own_settings) as process:
+        server = tritonserver_of(process)
+        children = server.children()
+        process.send_signal(number)
+        assert process.wait(30) == 0
+    assert not server.is_running()
+    assert not any(child.is_running() for child in children)
+
+
+def test_a_dying_server_ends_it_with_the_reason(own_settings: TritonSettings) -> None:
+    with start(own_settings) as process:
+        tritonserver_of(process).kill()
+        assert process.wait(30) == 1
+        assert process.stderr is not None
+        assert "error: tritonserver ended by SIGKILL" in process.stderr.read()
+
+
+def test_a_killed_supervisor_takes_its_server_with_it(own_settings: TritonSettings) -> None:
+    with start(own_settings) as process:
+        server = tritonserver_of(process)
+        children = server.children()
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs([server, *children], timeout=15)
+    for left in alive:
+        left.kill()
+    assert alive == []

@@ -1,0 +1,152 @@
+"""Starting, dying and stopping: what is noticed and what is left behind. `own_triton` is conftest's `Running`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import tritonclient.http as http_client
+
+from servers.engines.settings import EngineSettings
+from servers.launch_plan import LaunchPlan
+from servers.models.specification import ModelSpecification
+from servers.models.weights import RandomWeights
+from servers.triton.errors import PortTakenError, TritonDiedError
+from servers.triton.launch import prepare
+from servers.triton.settings import TritonSettings
+from servers.triton.watch import TritonProcess
+
+pytestmark = pytest.mark.triton
+MODEL = "openclip_vit_b32"
+
+
+def infer(url: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    client = http_client.InferenceServerClient(url)
+    try:
+        tensor = http_client.InferInput("pixel_values", list(array.shape), "FP32")
+        tensor.set_data_from_numpy(array)
+        return client.infer(MODEL, [tensor]).as_numpy("embedding")
+    finally:
+        client.close()
+
+
+def await_true(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def assert_dies(server: TritonProcess) -> TritonDiedError:
+    with pytest.raises(TritonDiedError) as error:
+        await_true(lambda: bool(server.assert_alive()))
+    return error.value
+
+
+def version_folder(plan: LaunchPlan) -> Path:
+    (option,) = (argument for argument in plan.argv if argument.startswith("--model-repository="))
+    return Path(option.partition("=")[2]) / MODEL / "1"
+
+
+def test_start_counts_no_inference_and_stop_leaves_nothing(own_triton: Any) -> None:
+    client = http_client.InferenceServerClient(own_triton.url)
+    (statistics,) = client.get_inference_statistics(MODEL)["model_stats"]
+    client.close()
+    assert (statistics["inference_count"], statistics["execution_count"]) == (0, 0)
+    processes, regions = own_triton.processes(), own_triton.regions()
+    assert len(processes) == 2
+    assert len(regions) == 1
+    assert own_triton.process.stop() == 0
+    assert not any(process.is_running() for process in processes)
+    assert not any(region.exists() for region in regions)
+
+
+def test_a_dead_model_process_is_noticed_though_triton_says_ready(own_triton: Any) -> None:
+    own_triton.process.assert_alive()
+    own_triton.stub().kill()
+    assert "executes the model" in str(assert_dies(own_triton.process))
+    assert own_triton.process.is_ready(), "Triton itself notices by now: the watch on the stub is not needed any more"
+
+
+def test_a_killed_server_is_named_and_cleaned_up(own_triton: Any) -> None:
+    processes, regions = own_triton.processes(), own_triton.regions()
+    os.kill(own_triton.process.pid, signal.SIGKILL)
+    assert "SIGKILL" in str(assert_dies(own_triton.process))
+    own_triton.process.stop()
+    assert not any(process.is_running() for process in processes)
+    assert not any(region.exists() for region in regions)
+
+
+def test_a_taken_port_stops_the_second_server(
+    own_triton: Any, own_settings: TritonSettings, specification: ModelSpecification
+) -> None:
+    with pytest.raises(PortTakenError, match=f"port {own_settings.http_port} .* --http-port"):
+        prepare(own_settings, specification, RandomWeights(0), None, None)
+
+
+def test_a_broken_artefact_is_the_reason_that_is_given(
+    own_settings: TritonSettings, specification: ModelSpecification, tmp_path: Path
+) -> None:
+    artefact = tmp_path / "model.onnx"
+    artefact.write_bytes(b"not an ONNX file")
+    engine = EngineSettings(kind="onnxruntime", device="cpu", threads=1)
+    settings = TritonSettings(
+        model=MODEL,
+        http_port=own_settings.http_port,
+        grpc_port=own_settings.grpc_port,
+        metrics_port=own_settings.metrics_port,
+        engine=engine,
+        work_dir=own_settings.work_dir,
+    )
+    plan = prepare(settings, specification, RandomWeights(0), artefact, None)
+    with TritonProcess(plan, tmp_path / "log") as server:
+        with pytest.raises(TritonDiedError, match=r"ended with status 1: .*cannot load model\.onnx") as error:
+            server.wait_ready(60)
+        assert error.value.log_lines
+        pid = server.pid
+    assert not psutil.pid_exists(pid)
+
+
+def test_an_engine_that_is_not_what_the_config_says_does_not_load(own_plan: LaunchPlan, tmp_path: Path) -> None:
+    config = version_folder(own_plan).parent / "config.pbtxt"
+    config.write_text(config.read_text().replace('string_value: "none"', 'string_value: "better ones"'))
+    server = TritonProcess(own_plan, tmp_path / "log")
+    with server, pytest.raises(TritonDiedError, match="weights is 'none', the config says 'better ones'"):
+        server.wait_ready(60)
+
+
+def test_a_failing_batch_is_an_error_without_a_traceback_and_the_next_one_is_served(
+    own_plan: LaunchPlan, tmp_path: Path
+) -> None:
+    """The engine is made to fail on one value: Triton's own answer to an exception would hold our file's path."""
+    (version_folder(own_plan) / "model.py").write_text(
+        "from servers.triton import python_model\n"
+        "class TritonPythonModel(python_model.TritonPythonModel):\n"
+        "    def initialize(self, args):\n"
+        "        super().initialize(args)\n"
+        "        infer = self._engine.infer\n"
+        "        def failing(inputs):\n"
+        "            if (inputs['pixel_values'] == 7).all():\n"
+        "                raise RuntimeError('out of memory')\n"
+        "            return infer(inputs)\n"
+        "        self._engine.infer = failing\n"
+    )
+    log_file = tmp_path / "log"
+    with TritonProcess(own_plan, log_file) as server:
+        server.wait_ready(60)
+        url = own_plan.http_url.removeprefix("http://")
+        with pytest.raises(http_client.InferenceServerException) as error:
+            infer(url, np.full((2, 3, 224, 224), 7, np.float32))
+        assert error.value.message() == "the engine failed; the cause is in the server's log"
+        assert error.value.status() == "500"
+        assert "out of memory" in log_file.read_text()
+        answer = infer(url, np.ones((2, 3, 224, 224), np.float32))
+        np.testing.assert_array_equal(answer, np.ones((2, 512), np.float32))
+        server.assert_alive()

@@ -1,0 +1,97 @@
+"""A merged batch is one execution, and each request gets its own rows back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from servers.contract.tensors import Array
+from servers.engines.interface import EngineDescription, EngineError
+from servers.models.specification import ModelSpecification
+from servers.triton.batch_executor import BatchExecutor
+
+
+class Recorder:
+    """An engine that answers each row's first 512 values, and keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[Array] = []
+
+    def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        array = inputs["pixel_values"]
+        self.given.append(array)
+        if len(array) == 7:
+            raise EngineError("seven")
+        return {"embedding": array.reshape(len(array), -1)[:, :512] * np.float32(2)}
+
+    def load(self) -> None: ...
+    def warm_up(self, batch_sizes: Sequence[int]) -> None: ...
+    def close(self) -> None: ...
+    def describe(self) -> EngineDescription:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def engine() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def executor(engine: Recorder, specification: ModelSpecification) -> BatchExecutor:
+    return BatchExecutor(engine, specification, 16)
+
+
+def pixels(rows: int, seed: int) -> Array:
+    return np.random.default_rng(seed).standard_normal((rows, 3, 224, 224), np.float32)
+
+
+def alone(array: Array) -> Array:
+    return array.reshape(len(array), -1)[:, :512] * np.float32(2)
+
+
+def test_each_request_gets_its_rows(executor: BatchExecutor, engine: Recorder) -> None:
+    requests = [pixels(rows, seed) for seed, rows in enumerate((1, 4, 2, 1))]
+    answers = executor.execute([{"pixel_values": array} for array in requests])
+    assert [len(given) for given in engine.given] == [8]
+    assert engine.given[0].flags.c_contiguous
+    for array, answer in zip(requests, answers, strict=True):
+        assert list(answer) == ["embedding"]
+        np.testing.assert_array_equal(answer["embedding"], alone(array))
+        assert answer["embedding"].flags.c_contiguous
+
+
+def test_a_batch_of_one_request_is_not_copied(executor: BatchExecutor, engine: Recorder) -> None:
+    array = pixels(3, 0)
+    (answer,) = executor.execute([{"pixel_values": array}])
+    assert engine.given[0] is array
+    np.testing.assert_array_equal(answer["embedding"], alone(array))
+
+
+def test_one_nan_request_leaves_the_others_alone(executor: BatchExecutor) -> None:
+    requests = [pixels(1, 1), np.full((1, 3, 224, 224), np.nan, np.float32), pixels(2, 2)]
+    first, bad, last = executor.execute([{"pixel_values": array} for array in requests])
+    np.testing.assert_array_equal(first["embedding"], alone(requests[0]))
+    assert np.isnan(bad["embedding"]).all()
+    np.testing.assert_array_equal(last["embedding"], alone(requests[2]))
+
+
+def test_a_later_batch_does_not_change_earlier_answers(executor: BatchExecutor) -> None:
+    answers = executor.execute([{"pixel_values": pixels(1, 1)}, {"pixel_values": pixels(1, 2)}])
+    kept = [answer["embedding"].copy() for answer in answers]
+    executor.execute([{"pixel_values": pixels(1, 3)}, {"pixel_values": pixels(1, 4)}])
+    for answer, before in zip(answers, kept, strict=True):
+        np.testing.assert_array_equal(answer["embedding"], before)
+
+
+def test_the_full_batch_fits_and_the_next_one_does_not_see_it(executor: BatchExecutor, engine: Recorder) -> None:
+    executor.execute([{"pixel_values": pixels(8, 1)}, {"pixel_values": pixels(8, 2)}])
+    executor.execute([{"pixel_values": pixels(1, 3)}, {"pixel_values": pixels(1, 4)}])
+    assert [len(given) for given in engine.given] == [16, 2]
+    assert np.shares_memory(engine.given[0], engine.given[1]), "the staging array is used again"
+
+
+def test_the_engines_failure_is_the_batchs(executor: BatchExecutor) -> None:
+    with pytest.raises(EngineError, match="seven"):
+        executor.execute([{"pixel_values": pixels(3, 1)}, {"pixel_values": pixels(4, 2)}])

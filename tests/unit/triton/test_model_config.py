@@ -1,0 +1,129 @@
+"""Generated configs: Triton's own protobuf accepts them, they are the checked-in ones, and they say what they must."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc import model_config_pb2 as pb
+
+from servers.export.model_config import (
+    BatchingSettings,
+    onnxruntime_config,
+    python_config,
+    quote,
+    tensorrt_config,
+    warm_up_sizes,
+    write_model_repository,
+)
+from servers.models.registry import SPECIFICATIONS
+from servers.models.specification import ModelSpecification
+
+CHECKED_IN = Path(__file__).resolve().parents[3] / "triton_model_repo"
+SPECIFICATION_LIST = list(SPECIFICATIONS.values())
+
+
+def parse(text: str) -> Any:
+    return text_format.Parse(text, pb.ModelConfig())
+
+
+def test_the_checked_in_repository_is_the_generated_one(tmp_path: Path) -> None:
+    generated = {p.relative_to(tmp_path): p.read_text() for p in write_model_repository(tmp_path, SPECIFICATION_LIST)}
+    checked_in = {
+        path.relative_to(CHECKED_IN): path.read_text()
+        for path in CHECKED_IN.rglob("*")
+        if path.is_file() and path.name in ("config.pbtxt", ".gitkeep")
+    }
+    assert checked_in == generated, "run: abserve triton-repo"
+    assert len(checked_in) == 4 * len(SPECIFICATION_LIST)
+
+
+@pytest.mark.parametrize("path", sorted(CHECKED_IN.rglob("config.pbtxt")), ids=lambda p: p.parent.name)
+def test_a_folder_is_named_after_its_model(path: Path) -> None:
+    assert parse(path.read_text()).name == path.parent.name
+
+
+@pytest.mark.parametrize("specification", SPECIFICATION_LIST, ids=lambda s: s.name)
+def test_every_config_has_the_models_signature(specification: ModelSpecification) -> None:
+    batching = BatchingSettings(max_batch_size=specification.max_batch_size)
+    for text in (
+        onnxruntime_config(specification),
+        tensorrt_config(specification),
+        python_config(specification, batching, "cpu", {}),
+    ):
+        config = parse(text)
+        for tensors, wanted in ((config.input, specification.inputs), (config.output, specification.outputs)):
+            found = [(t.name, pb.DataType.Name(t.data_type), tuple(t.dims)) for t in tensors]
+            assert found == [(t.name, f"TYPE_{t.datatype}", t.item_shape) for t in wanted]
+        assert config.max_batch_size == specification.max_batch_size
+        assert config.dynamic_batching.max_queue_delay_microseconds == 2000
+        assert not config.dynamic_batching.preferred_batch_size
+        assert not config.response_cache.enable
+        assert len(config.instance_group) == 1
+        assert config.instance_group[0].count == 1
+
+
+def test_native_onnxruntime_is_on_the_gpu_without_settings_that_do_nothing(specification: ModelSpecification) -> None:
+    config = parse(onnxruntime_config(specification))
+    assert (config.name, config.backend) == (f"{specification.name}_onnx", "onnxruntime")
+    assert config.instance_group[0].kind == pb.ModelInstanceGroup.KIND_GPU
+    assert not config.optimization.HasField("cuda")  # graphs there are ignored by this backend
+    (accelerator,) = config.optimization.execution_accelerators.gpu_execution_accelerator
+    assert accelerator.name == "cuda"
+    assert dict(accelerator.parameters) == {"use_tf32": "0"}  # the convolution key is overwritten when it stands here
+    assert config.parameters["cudnn_conv_algo_search"].string_value == "1"
+    assert [w.batch_size for w in config.model_warmup] == list(range(1, specification.max_batch_size + 1))
+
+
+def test_native_tensorrt_has_a_graph_for_every_batch_size(specification: ModelSpecification) -> None:
+    config = parse(tensorrt_config(specification))
+    assert (config.name, config.backend) == (f"{specification.name}_tensorrt", "tensorrt")
+    cuda = config.optimization.cuda
+    assert cuda.graphs
+    covered: set[int] = set()
+    for graph in cuda.graph_spec:
+        lower = graph.graph_lower_bound.batch_size if graph.HasField("graph_lower_bound") else graph.batch_size
+        covered |= set(range(lower, graph.batch_size + 1))
+        for tensor in specification.inputs:
+            assert tuple(graph.input[tensor.name].dim) == tensor.item_shape
+    assert covered == set(range(1, specification.max_batch_size + 1))
+    assert {w.batch_size for w in config.model_warmup} == {g.batch_size for g in cuda.graph_spec}
+
+
+def test_warm_up_is_zeros_not_random_bits(specification: ModelSpecification) -> None:
+    for text in (onnxruntime_config(specification), tensorrt_config(specification)):
+        inputs = [tensor for sample in parse(text).model_warmup for tensor in sample.inputs.values()]
+        assert inputs
+        assert all(tensor.zero_data for tensor in inputs)
+
+
+def test_python_backend_says_its_device_and_its_parameters(specification: ModelSpecification) -> None:
+    batching = BatchingSettings(max_batch_size=5, max_queue_delay_us=700, queue_size=9, queue_timeout_us=11)
+    on_cpu = parse(python_config(specification, batching, "cpu", {"engine": "onnxruntime"}))
+    on_gpu = parse(python_config(specification, batching, "cuda:3", {}))
+    assert on_cpu.name == specification.name
+    assert on_cpu.instance_group[0].kind == pb.ModelInstanceGroup.KIND_CPU
+    assert on_gpu.instance_group[0].kind == pb.ModelInstanceGroup.KIND_GPU
+    assert list(on_gpu.instance_group[0].gpus) == [3]
+    assert on_cpu.parameters["engine"].string_value == "onnxruntime"
+    policy = on_cpu.dynamic_batching.default_queue_policy
+    assert (on_cpu.max_batch_size, on_cpu.dynamic_batching.max_queue_delay_microseconds) == (5, 700)
+    assert (policy.max_queue_size, policy.default_timeout_microseconds) == (9, 11)
+    assert policy.timeout_action == pb.ModelQueuePolicy.REJECT
+
+
+@pytest.mark.parametrize(
+    ("maximum", "sizes"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (20, (1, 2, 4, 8, 16, 20)), (8, (1, 2, 4, 8))]
+)
+def test_warm_up_sizes(maximum: int, sizes: tuple[int, ...]) -> None:
+    assert warm_up_sizes(maximum) == sizes
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=("Cs",))))
+def test_any_label_survives_the_text_format(label: str) -> None:
+    text = f"parameters {{ key: {quote(label)} value: {{ string_value: {quote(label)} }} }}"
+    assert dict(parse(text).parameters.items())[label].string_value == label

@@ -1,0 +1,74 @@
+"""What lies in a working folder, and what is never removed from one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from servers.engines.settings import EngineSettings
+from servers.export.model_config import BatchingSettings
+from servers.models.specification import ModelSpecification
+from servers.models.weights import RandomWeights
+from servers.triton.errors import TritonUnavailableError
+from servers.triton.interpreter import Interpreter
+from servers.triton.repository import Repository, lay_out
+from servers.triton.wheel import find_wheel
+
+ENGINE = EngineSettings(kind="onnxruntime", mode="session", device="cpu", threads=2, max_batch_size=8)
+
+
+def laid_out(folder: Path, interpreter: Interpreter, specification: ModelSpecification) -> Repository:
+    return lay_out(
+        folder,
+        find_wheel(interpreter),
+        specification,
+        RandomWeights(0),
+        "random:0",
+        ENGINE,
+        BatchingSettings(max_batch_size=8),
+        Path("/artefacts/model.onnx"),
+        "ab12",
+    )
+
+
+def test_everything_that_triton_reads(
+    tmp_path: Path, interpreter: Interpreter, specification: ModelSpecification
+) -> None:
+    repository = laid_out(tmp_path / "work", interpreter, specification)
+    model = repository.models / specification.name
+    assert [path.name for path in repository.models.iterdir()] == [specification.name]
+    assert "/artefacts" not in (model / "config.pbtxt").read_text()
+    assert json.loads((model / "1" / "engine.json").read_text()) == {
+        "weights": "random:0",
+        "artefact": "/artefacts/model.onnx",
+    }
+    compile((model / "1" / "model.py").read_text(), "model.py", "exec")
+    assert {path.name for path in (repository.backends / "python").iterdir()} == {
+        "libtriton_python.so",
+        "triton_python_backend_utils.py",
+        "triton_python_backend_stub",
+    }
+    assert all(path.is_symlink() and path.exists() for path in (repository.backends / "python").iterdir())
+    assert [path.name for path in repository.libraries.iterdir()] == ["libpython3.99.so.1.0"]
+
+
+def test_a_former_launchs_models_are_gone(
+    tmp_path: Path, interpreter: Interpreter, specification: ModelSpecification
+) -> None:
+    repository = laid_out(tmp_path / "work", interpreter, specification)
+    (repository.models / "another" / "1").mkdir(parents=True)
+    laid_out(tmp_path / "work", interpreter, specification)
+    assert [path.name for path in repository.models.iterdir()] == [specification.name]
+
+
+def test_a_folder_with_other_files_is_refused_and_kept(
+    tmp_path: Path, interpreter: Interpreter, specification: ModelSpecification
+) -> None:
+    precious = tmp_path / "work" / "models" / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("mine")
+    with pytest.raises(TritonUnavailableError, match="--work-dir"):
+        laid_out(tmp_path / "work", interpreter, specification)
+    assert precious.read_text() == "mine"

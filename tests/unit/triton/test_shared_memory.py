@@ -1,0 +1,51 @@
+"""Regions are large enough, and those of killed servers go, those of living ones stay."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from servers.models.specification import ModelSpecification
+from servers.triton import shared_memory
+from servers.triton.errors import TritonUnavailableError
+
+
+def test_two_largest_batches_fit(specification: ModelSpecification) -> None:
+    item_bytes = 4 * (3 * 224 * 224 + 512)
+    size = shared_memory.region_bytes(specification, 32)
+    assert 2 * 32 * item_bytes < size < 2 * 32 * item_bytes + 18 * 2**20
+    assert size % 2**20 == 0
+    assert size < 64 * 2**20, "Docker's default /dev/shm has 64 MiB"
+
+
+def test_too_little_space_is_said_before_a_bus_error_says_it() -> None:
+    with pytest.raises(TritonUnavailableError, match="--shm-size"):
+        shared_memory.assert_space(1 << 60)
+    shared_memory.assert_space(1)
+
+
+@pytest.fixture
+def prefix() -> Iterator[str]:
+    prefix = shared_memory.new_prefix()
+    yield prefix
+    shared_memory.remove_regions(prefix)
+
+
+def test_only_abandoned_regions_are_removed(prefix: str) -> None:
+    region = shared_memory.FOLDER / f"{prefix}01234567-89ab"
+    region.write_bytes(b"x")
+    command = "import sys; print('up', flush=True); sys.stdin.read()"
+    argument = f"--backend-config=python,shm-region-prefix-name={prefix}"
+    with subprocess.Popen(
+        [sys.executable, "-c", command, argument], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"up\n"
+        shared_memory.remove_abandoned_regions()
+        assert region.exists()
+        server.communicate(b"")
+    shared_memory.remove_abandoned_regions()
+    assert not region.exists()

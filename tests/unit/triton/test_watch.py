@@ -1,0 +1,104 @@
+"""The watch on stand-ins for tritonserver: short scripts that die, hang or ignore SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from servers.launch_plan import LaunchPlan
+from servers.triton.errors import TritonDiedError
+from servers.triton.watch import TritonProcess, region_prefixes, relevant_lines
+
+LOG = """\
+2026-11-20T08:51:36Z E 20828 server.cc:241] "CudaDriverHelper has not been initialized."
+2026-11-20T08:51:36Z I 20828 model_lifecycle.cc:472] "loading: m:1"
+2026-11-20T08:51:36Z E 20828 x.cc:642] "failed to load 'm' version 1: Internal: RuntimeError: no file\\n\\nAt:"
+2026-11-20T08:51:36Z I 20828 model_lifecycle.cc:777] "failed to load 'm'"
++------------------+------+
+| Repository Agent | Path |
++------------------+------+
+
+Error: Failed to initialize NVML
+error: creating server: Internal - failed to load all models
+"""
+
+
+def plan(code: str) -> LaunchPlan:
+    return LaunchPlan(
+        argv=(sys.executable, "-c", code),
+        env={"ABSERVE_TEST": "set"},
+        http_url="http://127.0.0.1:9",  # discard: nothing listens there
+        grpc_address=None,
+        metrics_url="",
+        model="m",
+        title="a stand-in",
+    )
+
+
+def await_text(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 10
+    while text not in path.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_lines_that_matter(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(LOG)
+    first, last = relevant_lines(log)
+    assert "failed to load 'm' version 1" in first
+    assert last == "error: creating server: Internal - failed to load all models"
+    log.write_text("one\n\n+---+\n| a |\n+---+\ntwo\n")
+    assert relevant_lines(log) == ("one", "two")
+    assert relevant_lines(tmp_path / "none") == ()
+
+
+def test_death_before_ready_carries_the_reason_of_the_log(tmp_path: Path) -> None:
+    code = f"import os; print({LOG!r}); assert os.environ['ABSERVE_TEST'] == 'set'; os._exit(1)"
+    with TritonProcess(plan(code), tmp_path / "log") as server:
+        with pytest.raises(TritonDiedError, match=r"ended with status 1: RuntimeError: no file$") as error:
+            server.wait_ready(10)
+        assert any("failed to load 'm' version 1" in line for line in error.value.log_lines)
+
+
+def test_death_by_signal_is_named(tmp_path: Path) -> None:
+    server = TritonProcess(plan("import os; os.kill(os.getpid(), 9)"), tmp_path / "log")
+    with server, pytest.raises(TritonDiedError, match="ended by SIGKILL"):
+        server.wait_ready(10)
+
+
+def test_not_ready_in_time(tmp_path: Path) -> None:
+    server = TritonProcess(plan("import time; time.sleep(60)"), tmp_path / "log")
+    with server, pytest.raises(TritonDiedError, match="not ready after 0 s"):
+        server.wait_ready(0.2)
+
+
+def test_asked_to_end_while_loading(tmp_path: Path) -> None:
+    end = threading.Event()
+    end.set()
+    with TritonProcess(plan("import time; time.sleep(60)"), tmp_path / "log") as server:
+        assert server.wait_ready(10, end) is False
+
+
+def test_stop_is_bounded(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    with TritonProcess(plan(code), log) as server:
+        await_text(log, "deaf")
+        started = time.monotonic()
+        assert server.stop(timeout_seconds=0.3) == -signal.SIGKILL
+        assert time.monotonic() - started < 5
+        assert server.stop() == -signal.SIGKILL, "a second stop changes nothing"
+    with pytest.raises(ProcessLookupError):
+        os.kill(server.pid, 0)
+
+
+def test_prefix_of_a_command_line() -> None:
+    argv = ("t", "--backend-config=python,shm-region-prefix-name=abserve_triton_1_", "--http-port=1")
+    assert list(region_prefixes(argv)) == ["abserve_triton_1_"]
