@@ -70,10 +70,12 @@ def body_count(batch_size: int) -> int:
     return max(4, 32 // batch_size)
 
 
-def prepare_bodies(inputs: SampleInputs, signature: Signature, batch_size: int, seed: int) -> tuple[PreparedBody, ...]:
+def prepare_bodies(
+    inputs: SampleInputs, signature: Signature, batch_size: int, seed: int, *, count: int | None = None
+) -> tuple[PreparedBody, ...]:
     """Different bodies of one batch size; inside a body, and over all of them, items repeat as late as they can."""
     random = np.random.default_rng((seed, batch_size))
-    count = body_count(batch_size)
+    count = body_count(batch_size) if count is None else count
     order = np.concatenate(
         [random.permutation(inputs.count) for _ in range(-(-count * batch_size // inputs.count) + 1)]
     )

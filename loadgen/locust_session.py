@@ -1,0 +1,143 @@
+"""One test of the locustfile: its options, the bodies that its users send, the files that their samples go to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from loadgen.bodies import prepare_bodies
+from loadgen.clients.requests import Address
+from loadgen.endpoint import Endpoint, Signature
+from loadgen.inputs import InputError, SampleInputs, read_samples, write_samples, write_synthetic
+from loadgen.sample_files import SampleWriter
+from loadgen.users import Traffic
+
+logger = logging.getLogger("abserve")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What the locustfile adds to Locust's own options."""
+
+    model: str
+    batch_size: int
+    payload: str
+    samples_dir: str
+    samples_out: str
+    timeout_s: float
+
+    @staticmethod
+    def add_to(parser: Any) -> None:
+        """Register them on Locust's command line; its web page shows them too."""
+        group = parser.add_argument_group("abserve", "What is sent, and where the raw samples go.")
+
+        def add(name: str, default: object, text: str, **extra: object) -> None:
+            variable = "ABSERVE_LOAD_" + name.lstrip("-").replace("-", "_").upper()
+            group.add_argument(name, default=default, env_var=variable, help=text, **extra)
+
+        add("--model", "openclip_vit_b32", "Model to ask.")
+        add("--batch-size", 8, "Images a request in the scenario Batched.", type=int)
+        add("--payload", "fp32", "How an image travels.", choices=["fp32"])
+        add("--protocol", "http", "Transport.", choices=["http"])
+        add("--samples-dir", "", "Images to send, from `abserve samples --out DIR`; default: made on the fly.")
+        add("--samples-out", "", "Folder for raw samples, one .npy file a user class and process; default: none.")
+        add("--request-timeout", 60.0, "Seconds until a request counts as failed.", type=float)
+
+    @classmethod
+    def parse(cls, environment: Any) -> LoadOptions:
+        """As they stand now: the web page may have changed them."""
+        given = environment.parsed_options
+        return cls(
+            model=given.model,
+            batch_size=int(given.batch_size),
+            payload=given.payload,
+            samples_dir=given.samples_dir or "",
+            samples_out=given.samples_out or "",
+            timeout_s=float(given.request_timeout),
+        )
+
+
+class Session:
+    """From test start to test stop, in one process."""
+
+    def __init__(self, environment: Any, options: LoadOptions) -> None:
+        self.options = options
+        self._address = Address.parse(environment.host)
+        self._open: list[tuple[Path | None, Traffic]] = []
+        self._signature: Signature | None = None
+        self._inputs: SampleInputs | None = None
+
+    def load_inputs(self) -> None:
+        """The images, where they can be had without a server. Raises `InputError` for a folder without any."""
+        options = self.options
+        if options.samples_dir:
+            self._inputs = read_samples(Path(options.samples_dir), options.payload)
+            return
+        with _temporary_folder() as folder, suppress(InputError):
+            write_samples(options.model, folder)
+            self._inputs = read_samples(folder, options.payload)
+
+    def traffic(self, name: str, batch_size: int, *, bodies: int | None = None) -> Traffic:
+        """What users of one class send. Raises `EndpointError`, `InputError`, `OSError`."""
+        if self._signature is None:
+            self._signature = Endpoint(self._address.url, timeout_s=self.options.timeout_s).signature(
+                self.options.model
+            )
+        if self._inputs is None:
+            self.load_inputs()
+        if self._inputs is None:
+            logger.warning(f"no sample images for the model {self.options.model}: sending synthetic values")
+            with _temporary_folder() as folder:
+                write_synthetic(self._signature, folder, self.options.payload, seed=0)
+                self._inputs = read_samples(folder, self.options.payload)
+        prepared = prepare_bodies(self._inputs, self._signature, batch_size, seed=os.getpid(), count=bodies)
+        requests = tuple(body.request(self._address, self.options.model) for body in prepared)
+        path: Path | None = None
+        if self.options.samples_out:
+            stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+            path = Path(self.options.samples_out) / f"{name}-{stamp}-{os.getpid()}.npy"
+        writer = SampleWriter(path)
+        traffic = Traffic(self._address, requests, batch_size, writer, timeout_s=self.options.timeout_s)
+        self._open.append((path, traffic))
+        return traffic
+
+    def idle_traffic(self) -> Traffic:
+        """For users that find out later what to send."""
+        return Traffic(self._address, (), 1, SampleWriter(None), timeout_s=self.options.timeout_s)
+
+    def flush(self) -> None:
+        """Samples so far to disk. Raises `OSError`."""
+        for _, traffic in self._open:
+            traffic.writer.flush()
+
+    def close(self) -> None:
+        """Finish the sample files; beside each, a JSON file says what its numbers refer to. Raises `OSError`."""
+        while self._open:
+            path, traffic = self._open.pop()
+            traffic.writer.close()
+            if path is not None:
+                about = {
+                    "url": self._address.url,
+                    "model": self.options.model,
+                    "payload": self.options.payload,
+                    "inputs": self._inputs.describe() if self._inputs else None,
+                    "batch_size": traffic.batch_size,
+                    "requests": traffic.writer.count,
+                    "errors": traffic.errors,
+                    "error_messages": traffic.error_messages,
+                }
+                path.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="abserve-samples-") as name:
+        yield Path(name) / "samples"

@@ -1,0 +1,214 @@
+"""The locustfile: `locust -f loadgen/scenarios.py --host http://127.0.0.1:8100`, with the web page or `--headless`.
+
+It drives any server of the Open Inference Protocol: the native server (port 8100), Triton (port 8000) or another.
+Name one of the user classes to choose a scenario; without a name it is Concurrent.
+
+    Single       one user, one image a request
+    Batched      --batch-size images a request, from each of the -u users
+    Concurrent   one image a request, from each of the -u users at once: what dynamic batching is for
+    ColdStart    a stopwatch: start it, then start the server; it reports when the server was live, when it was ready
+                 and when it had answered one image, all from Locust's own start, and ends
+
+    locust -f loadgen/scenarios.py --host http://127.0.0.1:8000 --headless -u 16 -t 30s Concurrent
+
+Locust's page shows percentiles rounded to two digits. The raw samples, in nanoseconds, go to --samples-out.
+Every option has an environment variable, ABSERVE_LOAD_…; `--help` lists them under "abserve".
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from time import perf_counter_ns
+from typing import Any
+
+import gevent
+from locust import events, task
+from locust.exception import StopUser
+
+from loadgen.clients.http import ConnectionRefused
+from loadgen.clients.requests import Address, AddressError
+from loadgen.endpoint import Endpoint, EndpointError
+from loadgen.inputs import InputError
+from loadgen.locust_session import LoadOptions, Session
+from loadgen.users import InferenceUser
+
+DEFAULT_HOST = "http://127.0.0.1:8100"
+_POLL_SECONDS = 0.005
+_AFTER_REFUSAL_SECONDS = 0.5
+_FLUSH_SECONDS = 0.5
+
+logger = logging.getLogger("abserve")
+
+
+class _ClosedLoopUser(InferenceUser):
+    """Sends the next request when the last one is answered."""
+
+    abstract = True
+    batched = False
+
+    def on_start(self) -> None:
+        """Nothing is sent when the test could not be prepared."""
+        if self.traffic is None:
+            raise StopUser
+
+    @task  # type: ignore[untyped-decorator]  # locust ships no usable types
+    def load(self) -> None:
+        """One request; a server that is gone is asked again after a while, each time counted as a failure."""
+        try:
+            self.infer()
+        except ConnectionRefused:
+            gevent.sleep(_AFTER_REFUSAL_SECONDS)
+
+
+class Single(_ClosedLoopUser):
+    """One image at a time from one user, whatever -u says."""
+
+    fixed_count = 1
+
+
+class Batched(_ClosedLoopUser):
+    """--batch-size images in every request."""
+
+    batched = True
+
+
+class Concurrent(_ClosedLoopUser):
+    """One image in every request, from many users."""
+
+
+class ColdStart(InferenceUser):
+    """Waits for a server that is being started, and times it."""
+
+    fixed_count = 1
+
+    def on_start(self) -> None:
+        """Everything that needs no server is prepared before the clock runs."""
+        self.session = Session(self.environment, LoadOptions.parse(self.environment))
+        try:
+            self.session.load_inputs()
+        except InputError as exc:
+            _give_up(self.environment, str(exc))
+            raise StopUser from exc
+        self.started_ns = perf_counter_ns()
+
+    @task  # type: ignore[untyped-decorator]  # locust ships no usable types
+    def watch(self) -> None:
+        """Live, ready, first answer, end."""
+        options = self.session.options
+        endpoint = Endpoint(self.environment.host, timeout_s=options.timeout_s)
+        self._await("server live", endpoint.live)
+        self._await("model ready", lambda: endpoint.ready(options.model))
+        try:
+            self.traffic = self.session.traffic(type(self).__name__, 1, bodies=1)
+        except (EndpointError, InputError) as exc:
+            _give_up(self.environment, str(exc))
+            raise StopUser from exc
+        if self.infer():
+            self._report("first answer")
+        self.session.close()
+        gevent.spawn(self.environment.runner.quit if _headless(self.environment) else self.environment.runner.stop)
+        raise StopUser
+
+    def _await(self, name: str, there: Any) -> None:
+        while not there():
+            gevent.sleep(_POLL_SECONDS)
+        self._report(name)
+
+    def _report(self, name: str) -> None:
+        self.environment.events.request.fire(
+            request_type="START",
+            name=name,
+            response_time=(perf_counter_ns() - self.started_ns) / 1e6,
+            response_length=0,
+            exception=None,
+            context={},
+        )
+
+
+@events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]  # locust ships no usable types
+def _add_options(parser: Any) -> None:
+    LoadOptions.add_to(parser)
+
+
+@events.init.add_listener  # type: ignore[untyped-decorator]  # locust ships no usable types
+def _init(environment: Any, **_: object) -> None:
+    """Defaults, and one question to the server before a headless run starts."""
+    environment.host = environment.host or DEFAULT_HOST
+    options = environment.parsed_options
+    if not options.user_classes and not getattr(options, "class_picker", False):
+        environment.user_classes[:] = [Concurrent]
+    if _headless(environment) and not options.worker and ColdStart not in environment.user_classes:
+        problem = _problem(environment)
+        if problem is not None:
+            logger.error(problem)
+            sys.exit(1)
+
+
+@events.test_start.add_listener  # type: ignore[untyped-decorator]  # locust ships no usable types
+def _test_start(environment: Any, **_: object) -> None:
+    """Prepare the bodies where the users run: here or in a worker, not in a master."""
+    if type(environment.runner).__name__ == "MasterRunner":
+        return
+    session = Session(environment, LoadOptions.parse(environment))
+    for user_class in environment.user_classes:
+        user_class.traffic = None if user_class is not ColdStart else session.idle_traffic()
+    try:
+        for user_class in environment.user_classes:
+            if user_class is not ColdStart:
+                size = session.options.batch_size if user_class.batched else 1
+                user_class.traffic = session.traffic(user_class.__name__, size)
+    except (AddressError, EndpointError, InputError, OSError) as exc:
+        _give_up(environment, str(exc))
+        return
+    flusher = gevent.spawn(_flush, environment, session)
+
+    def finish(**_: object) -> None:
+        environment.events.test_stop.remove_listener(finish)
+        flusher.kill()
+        try:
+            session.close()
+        except OSError as exc:
+            _storage_failed(environment, exc)
+
+    environment.events.test_stop.add_listener(finish)
+
+
+def _flush(environment: Any, session: Session) -> None:
+    while True:
+        gevent.sleep(_FLUSH_SECONDS)
+        try:
+            session.flush()
+        except OSError as exc:
+            _storage_failed(environment, exc)
+            return
+
+
+def _storage_failed(environment: Any, exc: OSError) -> None:
+    _give_up(environment, f"the samples cannot be stored: {exc.strerror or exc}; choose another --samples-out")
+
+
+def _problem(environment: Any) -> str | None:
+    """Why a run cannot start, in a sentence with its remedy."""
+    model = environment.parsed_options.model
+    try:
+        endpoint = Endpoint(environment.host)
+        endpoint.signature(model)
+    except AddressError as exc:
+        return f"--host: {exc}"
+    except EndpointError as exc:
+        return f"{exc}. Start a server, for example: abserve serve native; or name another with --host"
+    if not endpoint.ready(model):
+        return f"the model {model} at {Address.parse(environment.host).url} is not ready yet; wait for it"
+    return None
+
+
+def _give_up(environment: Any, problem: str) -> None:
+    logger.error(problem)
+    environment.process_exit_code = 1
+    # Locust is still in the middle of starting: stop it from outside of its own call.
+    gevent.spawn_later(0.1, environment.runner.quit if _headless(environment) else environment.runner.stop)
+
+
+def _headless(environment: Any) -> bool:
+    return bool(getattr(environment.parsed_options, "headless", False))
