@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import typer
 
+from servers.doctor import doctor
 from servers.export.command import export, triton_repo
 from servers.models.command import samples
 from servers.native.command import serve_native
@@ -12,7 +13,8 @@ from servers.triton.command import serve_triton
 
 
 def commands(app: typer.Typer) -> None:
-    """Add `export`, `serve native`, `serve triton`, `samples` and `triton-repo` to the command line."""
+    """Add `doctor`, `export`, `serve native`, `serve triton`, `samples` and `triton-repo` to the command line."""
+    app.command("doctor")(doctor)
     app.command("export")(export)
     serve = typer.Typer(help="Run one server in the foreground.", no_args_is_help=True)
     serve.command("native")(serve_native)
