@@ -31,7 +31,7 @@ def doctor(
     if json:
         import orjson
 
-        sys.stdout.buffer.write(orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        typer.echo(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
     else:
         _show(found)
     raise typer.Exit(0 if all(finding.ok for finding in found) else 1)
