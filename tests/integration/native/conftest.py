@@ -1,0 +1,158 @@
+"""Real native servers in processes of their own, on free ports."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONTROLLED = Path(__file__).with_name("controlled_server.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        time.sleep(0.005)
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass
+class Server:
+    """One server process; `folder` holds a controlled server's gates."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    folder: Path
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def request(
+        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            connection.request(method, path, body, headers or {})
+            response = connection.getresponse()
+            answer_headers = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, answer_headers, response.read())
+        finally:
+            connection.close()
+
+    def status(self, path: str) -> int | None:
+        """The status of a GET; None while nobody answers."""
+        try:
+            return self.request("GET", path).status
+        except OSError:
+            return None
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Fails after half a minute."""
+        wait_until(condition, what)
+
+    def infer(self, *rows: list[float]) -> Answer:
+        """Send rows to a controlled server's model as JSON."""
+        data = [value for row in rows for value in row]
+        tensor = {"name": "x", "datatype": "FP32", "shape": [len(rows), 4], "data": data}
+        return self.request("POST", "/v2/models/rows/infer", json.dumps({"inputs": [tensor]}).encode())
+
+    def model_stats(self) -> dict[str, Any]:
+        """The one model's statistics."""
+        return json.loads(self.request("GET", "/v2/models/stats").body)["model_stats"][0]
+
+    def metric(self, line_start: str) -> float:
+        """The value of the first metric whose line begins so."""
+        text = self.request("GET", "/metrics").body.decode()
+        return float(next(line for line in text.splitlines() if line.startswith(line_start)).rpartition(" ")[2])
+
+    def open(self, *gates: str) -> None:
+        for gate in gates:
+            (self.folder / gate).touch()
+
+    def wait_live(self) -> None:
+        wait_until(lambda: self.process.poll() is not None or self.status("/v2/health/live") == 200, "live")
+        assert self.process.poll() is None, "the server has exited"
+
+    def wait_ready(self) -> None:
+        self.wait_live()
+        wait_until(lambda: self.status("/v2/health/ready") == 200, "ready")
+
+
+Start = Callable[..., Server]
+
+
+def _starter(folder: Path, argv: Callable[[int], list[str]], servers: list[Server]) -> Start:
+    def start(*options: str, port: int | None = None) -> Server:
+        port = port or free_port()
+        with (folder / f"log-{port}").open("wb") as log:
+            process = subprocess.Popen([sys.executable, *argv(port), *options], stderr=log)
+        server = Server(process, port, folder)
+        servers.append(server)
+        return server
+
+    return start
+
+
+def _stop(servers: list[Server]) -> None:
+    for server in servers:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.wait(10)
+
+
+@pytest.fixture
+def controlled(tmp_path: Path) -> Iterator[Start]:
+    """Starts servers whose engine waits for the gates `load` and `infer` (see controlled_server.py)."""
+    servers: list[Server] = []
+    yield _starter(tmp_path, lambda port: [str(CONTROLLED), str(port), str(tmp_path)], servers)
+    _stop(servers)
+
+
+@pytest.fixture
+def native(tmp_path: Path) -> Iterator[Start]:
+    """Starts the real process, `python -m servers.native`, with the null engine."""
+    servers: list[Server] = []
+    yield _starter(
+        tmp_path, lambda port: ["-m", "servers.native", "--engine", "null", "--http-port", str(port)], servers
+    )
+    _stop(servers)
+
+
+@pytest.fixture(scope="module")
+def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One ready native server with the null engine for all tests of a module that do not harm it."""
+    servers: list[Server] = []
+    start = _starter(
+        tmp_path_factory.mktemp("null"),
+        lambda port: ["-m", "servers.native", "--engine", "null", "--http-port", str(port)],
+        servers,
+    )
+    server = start()
+    server.wait_ready()
+    yield server
+    _stop(servers)

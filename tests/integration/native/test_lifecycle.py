@@ -1,0 +1,154 @@
+"""Starting, not being ready, stopping, and not starting at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+
+def log_of(server) -> str:
+    return (server.folder / f"log-{server.port}").read_text()
+
+
+def test_live_while_loading_and_inference_is_503_until_ready(controlled):
+    server = controlled()
+    server.wait_live()
+    ready = server.request("GET", "/v2/health/ready")
+    assert ready.status == 503
+    assert "not ready: loading" in json.loads(ready.body)["error"]
+    for path in ("/v2/models/rows/ready", "/v2/models/rows/config"):
+        assert server.request("GET", path).status == 503
+    assert server.request("GET", "/v2/models/rows").status == 200
+    refused = server.infer([1.0] * 4)
+    assert refused.status == 503
+    assert refused.headers["retry-after"]
+    index = json.loads(server.request("POST", "/v2/repository/index").body)
+    assert index == [{"name": "rows", "version": "1", "state": "LOADING"}]
+    assert json.loads(server.request("POST", "/v2/repository/index", b'{"ready": true}').body) == []
+    server.open("load", "infer")
+    server.wait_ready()
+    assert server.infer([1.0] * 4).status == 200
+
+
+def test_sigterm_finishes_accepted_work_and_takes_no_more(controlled):
+    server = controlled("--max-batch-size", "2", "--max-queue-delay-us", "0")
+    server.open("load")
+    server.wait_ready()
+    with ThreadPoolExecutor(6) as pool, socket.create_connection(("127.0.0.1", server.port)) as idle:
+        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle.recv(1000)
+        futures = [pool.submit(server.infer, [float(value)] * 4) for value in range(20, 26)]
+        # the engine has the first, the queue has five
+        server.wait_until(lambda: server.metric("abserve_native_pending_requests") == 5, "six requests in flight")
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_until(lambda: server.status("/v2/health/live") is None, "new connections are refused")
+        assert idle.recv(1000) == b""
+        assert not any(future.done() for future in futures)
+        server.open("infer")
+        for value, future in zip(range(20, 26), futures, strict=True):
+            answer = future.result()
+            assert answer.status == 200
+            assert json.loads(answer.body)["outputs"][0]["data"] == [float(value)] * 4
+    assert server.process.wait(10) == 0
+    assert (server.folder / "closed").exists()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_while_loading_ends_the_process_soon(controlled, number, status):
+    server = controlled()
+    server.wait_live()
+    server.process.send_signal(number)
+    assert server.process.wait(10) == status
+
+
+def test_a_load_that_fails_ends_the_process_with_the_reason(controlled):
+    server = controlled()
+    server.wait_live()
+    (server.folder / "load.tmp").write_text("fail")
+    (server.folder / "load.tmp").rename(server.folder / "load")
+    assert server.process.wait(10) == 1
+    log = log_of(server)
+    assert "the weights are missing: fetch them" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-batch-size", "0"], "--max-batch-size"),
+        (["--engine", "magic"], "--engine"),
+        (["--model", "nope"], "unknown model 'nope'"),
+        (["--weights", "/no/such.pt"], "no such file"),
+        (["--host", "256.0.0.1"], "--host"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_told_in_one_sentence(native, options, message):
+    server = native(*options)
+    assert server.process.wait(20) == 1
+    assert message in log_of(server)
+    assert len(log_of(server).splitlines()) == 1
+
+
+def test_a_taken_port_is_told_before_anything_is_loaded(native):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        server = native(port=holder.getsockname()[1])
+        assert server.process.wait(20) == 1
+        assert log_of(server).splitlines() == [
+            f"abserve native server: port {server.port} on 127.0.0.1 is taken; "
+            "stop what listens there or choose another with --http-port"
+        ]
+
+
+COMMAND = "import typer; from servers.native.command import serve_native; typer.run(serve_native)"
+
+
+def test_the_printed_plan_starts_the_server(native, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "ABSERVE_NATIVE_ENGINE": "null", "ABSERVE_NATIVE_QUEUE_SIZE": "7"}
+    printed = subprocess.run(
+        [sys.executable, "-c", COMMAND, "--http-port", str(port), "--print-launch"],
+        env=environment, capture_output=True, check=True, timeout=60,
+    )  # fmt: skip
+    plan = json.loads(printed.stdout)
+    assert plan["argv"][1:3] == ["-m", "servers.native"]
+    assert plan["http_url"] == f"http://127.0.0.1:{port}"
+    server = native(*plan["argv"][3:], port=port)
+    server.wait_ready()
+    config = json.loads(server.request("GET", "/v2/models/openclip_vit_b32/config").body)
+    assert config["dynamic_batching"]["default_queue_policy"]["max_queue_size"] == 7
+
+
+def test_the_command_becomes_the_server_and_dies_by_its_signals(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", COMMAND, "--engine", "null", "--http-port", str(port)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if b"ready" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def test_the_command_refuses_in_one_sentence():
+    for options, message in (
+        (["--max-batch-size", "0"], "--max-batch-size: Input should be greater than or equal to 1, got 0"),
+        (["--weights", ""], "--weights is empty"),
+    ):
+        done = subprocess.run([sys.executable, "-c", COMMAND, *options], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1
