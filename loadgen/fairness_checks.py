@@ -77,7 +77,11 @@ def _in_effect(arm: ArmRecord) -> Check:
             detail=f"{label} does not tell its settings" if arm.settings else f"{label} was asked for nothing special",
         )
     overridden = [f"{name} {wanted} became {have}" for name, wanted, have in known if not _equal(wanted, have)]
-    detail = f"{label}: {'; '.join(overridden)}" if overridden else f"{label}: {len(known)} settings as asked for"
+    detail = (
+        f"{label}: {'; '.join(overridden)}"
+        if overridden
+        else f"{label} as asked for: {', '.join(n for n, _, _ in known)}"
+    )
     return make_check(
         CheckName.SETTINGS_IN_EFFECT,
         not overridden,

@@ -77,3 +77,8 @@ def signed_ms(value: float) -> str:
 def inverse(interval: Interval | None) -> Interval | None:
     """The interval of 1 / ratio."""
     return None if interval is None else (1.0 / interval[1], 1.0 / interval[0])
+
+
+def sentence(text: str) -> str:
+    """With a capital letter and a full stop."""
+    return text[0].upper() + text[1:].rstrip(".") + "."

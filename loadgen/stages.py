@@ -37,7 +37,7 @@ TITLES = {
     "compute_infer": "executing the model",
     "compute_output": "splitting the outputs",
     "encode": "encoding the answer",
-    "unattributed": "outside the server's account (network, protocol, client)",
+    "unattributed": "outside the server's account",
 }
 FOLDED_INTO = {"decode": "compute_input", "receive": "unattributed", "encode": "unattributed"}
 

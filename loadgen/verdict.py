@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from loadgen.checks import Check, CheckName, invalidating
 from loadgen.comparisons import METRICS, Comparison, Outcome
-from loadgen.quantities import inverse, measured, number, ratio, ratio_interval, share, signed_ms
+from loadgen.quantities import inverse, measured, number, ratio, ratio_interval, sentence, share, signed_ms
 from loadgen.records import Cell, Experiment, Record
 from loadgen.run_checks import leading_comparisons
 from loadgen.stages import TITLES, StageAccount
@@ -75,15 +75,11 @@ def _caveats(checks: Sequence[Check]) -> tuple[str, ...]:
     order = {name.value: place for place, name in enumerate(CAVEATS)}
     chosen = [check for check in checks if check.ok is not True and (check.name in order or _deliberate(check))]
     chosen.sort(key=lambda check: order.get(check.name, len(order)))
-    return tuple(_sentence(check.detail) for check in chosen)
+    return tuple(sentence(check.detail) for check in chosen)
 
 
 def _deliberate(check: Check) -> bool:
     return check.ok is False and check.name.startswith("same_") and check.severity == "warns"
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:].rstrip(".") + "."
 
 
 def place(cell: Cell) -> str:
@@ -96,25 +92,23 @@ def place(cell: Cell) -> str:
     return "one request at a time" if cell.scenario == "single" else "from a cold start"
 
 
-def claim(comparison: Comparison, a: str = "A", b: str = "B") -> str:
+def claim(comparison: Comparison, a: str = "A", b: str = "B", where: str = "") -> str:
     """Who wins one comparison, by how much, with the interval; the winner is the subject of the sentence."""
     metric = METRICS[comparison.metric]
     if comparison.verdict == "equivalent":
-        return f"{a} and {b} are equivalent in {metric.title} ({_b_over_a(comparison)})"
+        return f"{a} and {b} are equivalent in {metric.title}{where} ({_b_over_a(comparison)})"
     if comparison.verdict == "undecided":
-        return f"undecided in {metric.title} ({_b_over_a(comparison)})"
+        return f"undecided in {metric.title}{where} ({_b_over_a(comparison)})"
     if comparison.verdict == "invalid":
-        return f"no verdict on {metric.title}: {comparison.reason}"
+        return f"no verdict on {metric.title}{where}: {comparison.reason}"
     winner, loser = (b, a) if comparison.verdict == "b_faster" else (a, b)
     value, interval = comparison.ratio_b_over_a, comparison.ci95
     if value is not None and winner == a:
         value, interval = 1.0 / value, inverse(interval)
+    bounds = f"(95 % interval {ratio_interval(interval)})"
     if metric.name == "throughput":
-        size, bounds = ratio(value, interval), ratio_interval(interval)
-        return f"{winner} serves {size} the {metric.unit} of {loser} (95 % interval {bounds})"
-    return (
-        f"{winner}'s {metric.title} is {ratio(value, interval)} of {loser}'s (95 % interval {ratio_interval(interval)})"
-    )
+        return f"{winner} serves {ratio(value, interval)} the {metric.unit} of {loser}{where} {bounds}"
+    return f"{winner}'s {metric.title} is {ratio(value, interval)} that of {loser}{where} {bounds}"
 
 
 def _b_over_a(comparison: Comparison) -> str:
@@ -149,7 +143,7 @@ def _headline(
         parts = _groups(usable, cells)
         return f"No winner between {a} and {b}: {'; '.join(parts)}."
     main = max(decided, key=lambda c: _weight(cells[c.scenario]))
-    first = f"{claim(main, a, b)} {place(cells[main.scenario])}"
+    first = claim(main, a, b, f" {place(cells[main.scenario])}")
     rest = _groups([c for c in usable if c is not main], cells)
     left_out = len(leading) - len(usable)
     if left_out:
@@ -163,24 +157,36 @@ def _weight(cell: Cell) -> tuple[int, int]:
 
 
 def _groups(comparisons: Sequence[Comparison], cells: dict[str, Cell]) -> list[str]:
-    """The other scenarios by outcome: "A also leads at batch 1 (1.12×)"."""
+    """The other scenarios by outcome: "B leads one request at a time and at batch 1, 4 (1.12–1.38×)"."""
     texts = {"b_faster": "B leads", "a_faster": "A leads", "equivalent": "equivalent", "undecided": "undecided"}
     parts = []
     for outcome, text in texts.items():
-        chosen = [c for c in comparisons if c.verdict == outcome]
-        if chosen:
-            parts.append(f"{text} {', '.join(place(cells[c.scenario]) + _lead(c) for c in chosen)}")
+        for cold in (False, True):
+            chosen = [
+                c for c in comparisons if c.verdict == outcome and (cells[c.scenario].scenario == "cold-start") == cold
+            ]
+            if chosen:
+                parts.append(f"{text} {_places([cells[c.scenario] for c in chosen])}{_leads(chosen)}")
     return parts
 
 
-def _lead(comparison: Comparison) -> str:
-    """The winner's advantage as a factor above 1."""
-    value, interval = comparison.ratio_b_over_a, comparison.ci95
-    if value is None or comparison.verdict not in ("a_faster", "b_faster"):
-        return ""
-    if value < 1.0:
-        value, interval = 1.0 / value, inverse(interval)
-    return f" ({ratio(value, interval)})"
+def _places(cells: Sequence[Cell]) -> str:
+    batches = [str(cell.batch_size) for cell in cells if cell.scenario == "batched"]
+    names = [place(cell) for cell in cells if cell.scenario != "batched"]
+    return " and ".join(names + ([f"at batch {', '.join(batches)}"] if batches else []))
+
+
+def _leads(comparisons: Sequence[Comparison]) -> str:
+    """The winner's advantages as factors above 1, the least and the largest."""
+    factors = []
+    for comparison in comparisons:
+        value, interval = comparison.ratio_b_over_a, comparison.ci95
+        if value is None or comparison.verdict not in ("a_faster", "b_faster"):
+            return ""
+        factors.append((value, interval) if value >= 1.0 else (1.0 / value, inverse(interval)))
+    factors.sort(key=lambda factor: factor[0])
+    least, largest = ratio(*factors[0]), ratio(*factors[-1])
+    return f" ({largest})" if least == largest else f" ({least.removesuffix('×')}–{largest})"
 
 
 def _scenario(
@@ -190,7 +196,7 @@ def _scenario(
     accounts: Sequence[StageAccount],
     cells: Sequence[CellSummary],
 ) -> ScenarioVerdict:
-    sentence = claim(leading)
+    main = claim(leading)
     others = [
         claim(c)
         for c in comparisons
@@ -209,7 +215,7 @@ def _scenario(
         scenario=leading.scenario,
         metric=leading.metric,
         outcome=leading.verdict,
-        sentence=_sentence("; ".join([sentence, *others])),
+        sentence=sentence("; ".join([main, *others])),
         reasons=tuple(reasons),
     )
 
@@ -247,7 +253,7 @@ def _explain_batching(cell: Cell, summaries: Sequence[CellSummary]) -> list[str]
 
 
 def figure(comparison: Comparison, cells: Sequence[CellSummary], label: str) -> str:
-    """One arm's value of a comparison, with its unit and the digits that its interval supports."""
+    """One arm's value of a comparison, without its unit, with the digits that its interval supports."""
     value = comparison.a if label == "a" else comparison.b
     interval = None
     for summary in cells:
@@ -255,4 +261,4 @@ def figure(comparison: Comparison, cells: Sequence[CellSummary], label: str) -> 
             interval = {"throughput": summary.throughput_ci95, "latency_p50": summary.p50_ci95_ms}.get(
                 comparison.metric
             )
-    return measured(value, interval, comparison.unit)
+    return measured(value, interval)

@@ -1,0 +1,83 @@
+"""`report.html`: one file that needs no network; the verdict and every figure are there without JavaScript too."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+from plotly.offline import get_plotlyjs
+
+from loadgen.checks import CheckName
+from loadgen.quantities import sentence, share
+from loadgen.report import charts, run_charts, tables
+from loadgen.report.charts import Chart
+from loadgen.result import Result
+
+FILE_NAME = "report.html"
+HERE = Path(__file__).parent / "templates"
+
+
+def render_html(result: Result) -> str:
+    """The whole page."""
+    gpu = [sentence(check.detail) for check in result.checks if check.name == CheckName.GPU_PRESENT]
+    template = _environment().get_template("report.html.j2")
+    return template.render(
+        result=result,
+        verdict=result.verdict,
+        banner=[caveat for caveat in result.verdict.caveats if caveat in gpu],
+        notes=[caveat for caveat in result.verdict.caveats if caveat not in gpu],
+        titles=tables.titles(result),
+        verdict_words=tables.VERDICT_WORDS,
+        rows=tables.comparison_rows(result, measured_only=True),
+        unmeasured=[row for row in tables.comparison_rows(result) if row.comparison.ratio_b_over_a is None],
+        check_rows=tables.check_rows(result),
+        stage_tables={s.cell: rows for s in result.stages if (rows := tables.stage_rows(result, s.cell))},
+        folded_note=tables.FOLDED_NOTE,
+        summary_rows=tables.summary_rows(result),
+        summary_headings=tables.SUMMARY_HEADINGS,
+        arm_rows=tables.arm_rows(result),
+        environment_rows=tables.environment_rows(result),
+        experiment_rows=tables.experiment_rows(result),
+        margin=share(result.experiment.equivalence_margin),
+        charts=_charts(result),
+        style=(HERE / "report.css").read_text(),
+        script=(HERE / "report.js").read_text(),
+        plotly=get_plotlyjs(),
+    )
+
+
+def _charts(result: Result) -> dict[str, Chart]:
+    makers = (
+        charts.forest,
+        charts.stages,
+        charts.latency,
+        charts.batch_sizes,
+        run_charts.executed_batches,
+        run_charts.cold_starts,
+        run_charts.blocks,
+    )
+    made = [chart for make in makers if (chart := make(result)) is not None]
+    return {chart.name: chart for chart in made}
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["script_json"] = script_json
+    environment.filters["slug"] = lambda text: re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return environment
+
+
+def script_json(value: Any) -> str:
+    """JSON that cannot end the script element it stands in, whatever a server's name holds."""
+    return msgspec.json.encode(value).decode().replace("<", "\\u003c").replace("&", "\\u0026")

@@ -1,0 +1,97 @@
+"""`summary.md`: the verdict and its tables for an issue, a pull request or a terminal without colour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loadgen.quantities import share
+from loadgen.report.tables import (
+    FOLDED,
+    FOLDED_NOTE,
+    SUMMARY_HEADINGS,
+    check_rows,
+    comparison_rows,
+    environment_rows,
+    experiment_rows,
+    stage_rows,
+    summary_rows,
+    titles,
+)
+from loadgen.result import Result
+
+FILE_NAME = "summary.md"
+MARKS = {"failed": "**failed**", "warning": "warning", "unknown": "unknown", "note": "note", "ok": "ok"}
+
+
+def render_markdown(result: Result) -> str:
+    """The whole document, ending in a newline."""
+    verdict = result.verdict
+    names = titles(result)
+    parts = []
+    caveats = list(verdict.caveats)
+    if caveats:
+        parts.append("\n".join(f"> {caveat}" for caveat in caveats))
+    parts += [
+        f"# {'VALID' if verdict.valid else 'INVALID'}",
+        _escape(verdict.headline),
+        f"- **A**: {_escape(names['a'])}\n- **B**: {_escape(names['b'])}",
+    ]
+    if verdict.failed:
+        parts.append("Why there is no verdict:\n\n" + "\n".join(f"- {_escape(text)}" for text in verdict.failed))
+    rows = comparison_rows(result, measured_only=True)
+    if rows:
+        parts.append("## Comparisons")
+        parts.append(
+            _table(
+                ("scenario", "metric", "unit", "A", "B", "B/A", "95 % interval", "verdict", "pairs", "detectable"),
+                [
+                    (r.scenario, r.metric, r.unit, r.a, r.b, r.ratio, r.interval, r.verdict, str(r.pairs), r.detectable)
+                    for r in rows
+                ],
+                right=(3, 4, 5, 6, 8, 9),
+            )
+        )
+        parts.append(
+            f"Equivalent means: the interval lies within ±{share(result.experiment.equivalence_margin)}. "
+            "Detectable: the smallest true difference that 80 % of such runs would name."
+        )
+    reasons = [(s.scenario, s.reasons) for s in verdict.scenarios if s.reasons]
+    if reasons:
+        parts.append("## Why")
+        parts.append("\n".join(f"- **{name}**: {_escape(' '.join(texts))}" for name, texts in reasons))
+    if verdict.main_scenario and (stages := stage_rows(result, verdict.main_scenario)):
+        parts.append(f"Where the time of a request goes in {verdict.main_scenario}:")
+        parts.append(_table(("stage", "A", "B", "B − A", "share"), stages, right=(1, 2, 3, 4)))
+        parts += [FOLDED_NOTE] if any(FOLDED in row for row in stages) else []
+    parts.append("## Checks")
+    parts.append(
+        _table(
+            ("check", "state", "value", "covers", "remedy"),
+            [
+                (row.title, MARKS[row.state], row.detail, row.scope, "" if row.state == "ok" else row.remedy)
+                for row in check_rows(result)
+            ],
+        )
+    )
+    if summaries := summary_rows(result):
+        parts.append("## Measurements")
+        parts.append(_table(SUMMARY_HEADINGS, summaries, right=tuple(range(2, len(SUMMARY_HEADINGS)))))
+    parts.append("## Conditions")
+    parts.append(_table(("", ""), [*experiment_rows(result), *environment_rows(result)]))
+    if result.environment:
+        parts.append(f"Made by:\n\n```\n{result.environment.command}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    rule = ["---:" if index in right else "---" for index in range(len(headings))]
+    lines = [headings, rule, *[[_escape(cell) for cell in row] for row in rows]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _escape(text: str) -> str:
+    """Text from servers may hold what Markdown would take for markup or a new cell."""
+    clean = " ".join(text.split())
+    for mark in ("\\", "|", "*", "_", "`", "<", "["):
+        clean = clean.replace(mark, "\\" + mark)
+    return clean

@@ -1,0 +1,129 @@
+"""The result on a terminal: valid or not and the headline first, then the figures, why, and what to mend."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from loadgen.quantities import share
+from loadgen.report.tables import CheckState, ComparisonRow, check_rows, comparison_rows, titles
+from loadgen.result import Result
+
+STYLES = {
+    "a_faster": "bold blue",
+    "b_faster": "bold dark_orange",
+    "equivalent": "green",
+    "undecided": "dim",
+    "invalid": "bold red",
+}
+SHORT = {
+    "throughput": "images/s",
+    "latency_p50": "p50, ms",
+    "latency_p90": "p90, ms",
+    "latency_p99": "p99, ms",
+    "time_to_ready": "ready, s",
+    "time_to_first_answer": "first answer, s",
+}
+MARKS: dict[CheckState, tuple[str, str]] = {
+    "failed": ("✗", "bold red"),
+    "warning": ("!", "bold yellow"),
+    "unknown": ("?", "yellow"),
+    "note": ("·", "dim"),
+    "ok": ("✓", "green"),
+}
+
+
+def print_result(result: Result, console: Console) -> None:
+    """Print everything that a person needs to decide; the reports hold the rest."""
+    console.print()
+    for caveat in result.verdict.caveats:
+        console.print(Text(caveat, style="yellow"))
+    console.print(_headline(result))
+    if rows := comparison_rows(result, measured_only=True):
+        console.print(_comparisons(rows))
+        margin = share(result.experiment.equivalence_margin)
+        console.print(
+            Text(f"Above 1 B is better in images/s, worse in times. Equivalent: within ±{margin}.", style="dim")
+        )
+        console.print()
+    _print_reasons(result, console)
+    _print_checks(result, console)
+
+
+def _headline(result: Result) -> Panel:
+    valid = result.verdict.valid
+    names = titles(result)
+    lines = [
+        Text(result.verdict.headline, style="bold"),
+        Text.assemble(
+            ("A ", STYLES["a_faster"]), names["a"], "   ", ("B ", STYLES["b_faster"]), names["b"], style="dim"
+        ),
+    ]
+    lines += [Text(f"✗ {text}", style="red") for text in result.verdict.failed[:4]]
+    if len(result.verdict.failed) > 4:
+        lines.append(Text(f"✗ and {len(result.verdict.failed) - 4} more failed checks, below", style="red"))
+    return Panel(
+        Group(*lines),
+        title=Text(" VALID " if valid else " INVALID ", style="bold white on green" if valid else "bold white on red"),
+        title_align="left",
+        border_style="green" if valid else "red",
+        box=box.ROUNDED,
+        padding=(0, 1),
+    )
+
+
+def _comparisons(rows: list[ComparisonRow]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", collapse_padding=True)
+    table.add_column("scenario", no_wrap=True)
+    table.add_column("metric", no_wrap=True)
+    table.add_column("A", justify="right", no_wrap=True)
+    table.add_column("B", justify="right", no_wrap=True)
+    table.add_column("B/A", justify="right", no_wrap=True)
+    table.add_column("95 % interval", justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    previous = ""
+    for index, row in enumerate(rows):
+        last = index + 1 == len(rows) or rows[index + 1].scenario != row.scenario
+        table.add_row(
+            "" if row.scenario == previous else row.scenario,
+            SHORT.get(row.comparison.metric, row.metric),
+            row.a,
+            row.b,
+            row.ratio,
+            row.interval,
+            Text(row.verdict, style=STYLES[row.comparison.verdict]),
+            end_section=last and row.scenario != rows[-1].scenario,
+        )
+        previous = row.scenario
+    return table
+
+
+def _print_reasons(result: Result, console: Console) -> None:
+    for scenario in result.verdict.scenarios:
+        if scenario.scenario == result.verdict.main_scenario and scenario.reasons:
+            console.print(Text(f"Why, in {scenario.scenario}", style="bold"))
+            for reason in scenario.reasons:
+                console.print(Text(f"  {reason}"))
+            console.print()
+
+
+def _print_checks(result: Result, console: Console) -> None:
+    rows = check_rows(result)
+    passed = sum(1 for row in rows if row.state == "ok")
+    console.print(Text.assemble(("Checks", "bold"), f"  {passed} of {len(rows)} ok"))
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
+    table.add_column(width=2)
+    table.add_column(ratio=1)
+    table.add_column(ratio=2)
+    for row in rows:
+        if row.state in ("ok", "note") or (row.state == "unknown" and row.severity == "informs"):
+            continue
+        mark, style = MARKS[row.state]
+        what = Text.assemble(row.title, (f"\n{row.scope}", "dim"))
+        table.add_row(Text(mark, style=style), what, Text.assemble(row.detail, (f"\n→ {row.remedy}", "italic")))
+    if table.row_count:
+        console.print(table)
+    console.print()
