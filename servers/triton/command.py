@@ -23,7 +23,7 @@ from servers.models.atomic_folder import FolderError
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_specification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights
 from servers.triton.errors import TritonDiedError, TritonError
-from servers.triton.launch import assert_ready, prepare
+from servers.triton.launch import assert_ready, is_loopback, prepare
 from servers.triton.settings import TritonSettings
 from servers.triton.watch import TritonProcess
 
@@ -137,6 +137,8 @@ def _plan(settings: TritonSettings, weights: WeightsSource, console: Console) ->
 
     say = partial(console.print, markup=False)
     assert_ready(settings)
+    if not is_loopback(settings.host):
+        say(f"warning: Triton 2.51 is from 2024 and gets no fixes; nobody untrusted may reach {settings.host}")
     specification = get_specification(settings.model)
     artefact = None
     if settings.engine.kind in ENGINES_WITH_ARTEFACT:

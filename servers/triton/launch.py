@@ -6,6 +6,7 @@ the moment its own process is created.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import sys
@@ -136,10 +137,16 @@ def _environment(wheel: Wheel, repository: Repository) -> dict[str, str]:
     }
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. Raises `TritonUnavailableError` for a name without an address."""
+    return ipaddress.ip_address(_address(host)).is_loopback
+
+
 def _address(host: str) -> str:
-    """Triton listens on numeric addresses only."""
+    """Triton listens on numeric addresses only; of a name's several, the IPv4 one."""
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
     except OSError as exc:
         raise TritonUnavailableError(f"--host {host} cannot be resolved; give an address such as 127.0.0.1") from exc
 

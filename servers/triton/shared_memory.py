@@ -10,6 +10,7 @@ import math
 import os
 import secrets
 import shutil
+import time
 from pathlib import Path
 
 from servers.models.specification import ModelSpecification
@@ -19,6 +20,7 @@ FOLDER = Path("/dev/shm")
 PREFIX = "abserve_triton_"
 MEBIBYTE = 1 << 20
 SLACK_BYTES = 16 * MEBIBYTE
+YOUNG_SECONDS = 60
 
 
 def region_bytes(specification: ModelSpecification, max_batch_size: int) -> int:
@@ -56,8 +58,12 @@ def remove_regions(prefix: str) -> None:
 
 
 def remove_abandoned_regions() -> None:
-    """Remove this user's regions that no running process names in its command line."""
-    regions = [path for path in FOLDER.glob(f"{PREFIX}*") if path.stat().st_uid == os.getuid()]
+    """Remove this user's regions that no running process names in its command line.
+
+    Young ones stay, since a container may share this folder but not the list of processes: both processes of a server
+    have to find the region by its name once, at their start, and never again.
+    """
+    regions = [path for path in FOLDER.glob(f"{PREFIX}*") if _is_old_and_ours(path)]
     if not regions:
         return
     command_lines = b"\0".join(_command_lines())
@@ -65,6 +71,14 @@ def remove_abandoned_regions() -> None:
         prefix = "_".join(path.name.split("_")[:3]) + "_"
         if prefix.encode() not in command_lines:
             path.unlink(missing_ok=True)
+
+
+def _is_old_and_ours(path: Path) -> bool:
+    try:
+        status = path.stat()
+    except OSError:
+        return False  # its server removed it meanwhile
+    return status.st_uid == os.getuid() and time.time() - status.st_mtime > YOUNG_SECONDS
 
 
 def _command_lines() -> list[bytes]:

@@ -86,6 +86,18 @@ def test_a_taken_port_is_one_sentence(own_triton: Any, own_settings: TritonSetti
     )
 
 
+def test_listening_beyond_this_machine_is_warned_about(own_settings: TritonSettings) -> None:
+    options = ("--engine=null", "--print-launch")
+    for host, warned in (("0.0.0.0", True), ("localhost", False)):
+        done = subprocess.run(
+            command(own_settings, f"--host={host}", *options), capture_output=True, text=True, timeout=60, check=True
+        )
+        assert ("warning: Triton 2.51" in done.stderr) is warned
+        plan = json.loads(done.stdout)
+        assert plan["http_url"] == f"http://127.0.0.1:{own_settings.http_port}"
+        assert any(a.startswith("--http-address=") and a[15:][0].isdigit() for a in plan["argv"])
+
+
 def test_an_unknown_model_is_one_sentence(own_settings: TritonSettings) -> None:
     done = subprocess.run(command(own_settings, "--model=nothing"), capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")

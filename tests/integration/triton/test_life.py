@@ -77,8 +77,10 @@ def test_a_dead_model_process_is_noticed_though_triton_says_ready(own_triton: An
 
 def test_a_killed_server_is_named_and_cleaned_up(own_triton: Any) -> None:
     processes, regions = own_triton.processes(), own_triton.regions()
+    own_triton.stub().kill()  # the last one of the two would remove the region itself
     os.kill(own_triton.process.pid, signal.SIGKILL)
     assert "SIGKILL" in str(assert_dies(own_triton.process))
+    assert all(region.exists() for region in regions)
     own_triton.process.stop()
     assert not any(process.is_running() for process in processes)
     assert not any(region.exists() for region in regions)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +37,11 @@ def prefix() -> Iterator[str]:
     shared_memory.remove_regions(prefix)
 
 
+def backdate(region: Path) -> None:
+    then = time.time() - 2 * shared_memory.YOUNG_SECONDS
+    os.utime(region, (then, then))
+
+
 def test_only_abandoned_regions_are_removed(prefix: str) -> None:
     region = shared_memory.FOLDER / f"{prefix}01234567-89ab"
     region.write_bytes(b"x")
@@ -44,8 +52,13 @@ def test_only_abandoned_regions_are_removed(prefix: str) -> None:
     ) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == b"up\n"
+        backdate(region)
         shared_memory.remove_abandoned_regions()
         assert region.exists()
         server.communicate(b"")
+    region.touch()
+    shared_memory.remove_abandoned_regions()
+    assert region.exists(), "a young one may belong to a server in a container"
+    backdate(region)
     shared_memory.remove_abandoned_regions()
     assert not region.exists()
