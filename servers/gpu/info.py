@@ -27,7 +27,7 @@ class Runtime:
 def gpu_info(runtime: Runtime | None, reader: GpuReader | None = None) -> Document:
     """The whole document, every key present. Reads the driver unless another reader is given; some milliseconds."""
     if reader is None:
-        from servers.gpu.nvml import NvmlReader  # loads the driver's library: only when somebody asks
+        from servers.gpu.snapshot_reader import NvmlReader  # loads the driver's library: only when somebody asks
 
         reader = NvmlReader()
     try:

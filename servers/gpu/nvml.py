@@ -7,7 +7,10 @@ from typing import Any
 
 import pynvml
 
-from servers.gpu.reader import DeviceSnapshot, GpuProcess, GpuSnapshot, Status
+from servers.gpu.reader import GpuProcess, Status
+
+ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
+"""All that a call may raise: the second one is not a subclass of the first."""
 
 _STATUS: Mapping[int, Status] = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no_library",
@@ -48,7 +51,7 @@ def _clock_events(handle: Any) -> tuple[str, ...]:
     return tuple(name for bit, name in _CLOCK_EVENTS.items() if mask & bit)
 
 
-_FIELDS: Mapping[str, Callable[[Any], object]] = {
+SNAPSHOT_FIELDS: Mapping[str, Callable[[Any], object]] = {
     "uuid": lambda handle: _text(pynvml.nvmlDeviceGetUUID(handle)),
     "name": lambda handle: _text(pynvml.nvmlDeviceGetName(handle)),
     "pci_bus_id": lambda handle: _text(pynvml.nvmlDeviceGetPciInfo(handle).busId),
@@ -68,81 +71,195 @@ _FIELDS: Mapping[str, Callable[[Any], object]] = {
     "processes": _processes,
     "supports_gpm": lambda handle: bool(pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice),
 }
+"""The fields of a `DeviceSnapshot` but its index, each with the call that reads it."""
+
+Values = dict[str, float]
+Partial = tuple[Values, dict[str, str]]
+"""What was read, and the error code of each part that was not."""
+
+_CLOCKS = {
+    "graphics_clock_hertz": pynvml.NVML_CLOCK_GRAPHICS,
+    "sm_clock_hertz": pynvml.NVML_CLOCK_SM,
+    "memory_clock_hertz": pynvml.NVML_CLOCK_MEM,
+}
+_FIELD_VALUES = {
+    "software_power_cap_ns": pynvml.NVML_FI_DEV_PERF_POLICY_POWER,
+    "software_thermal_ns": 269,  # names that older releases of nvidia-ml-py lack
+    "hardware_thermal_ns": 270,
+    "power_brake_ns": 271,
+    "pcie_transmit_bytes": 197,
+    "pcie_receive_bytes": 198,
+}
+_GPM_METRICS = {
+    "sm_active_ratio": pynvml.NVML_GPM_METRIC_SM_UTIL,
+    "tensor_active_ratio": pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+    "dram_active_ratio": pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+}
+_UNION_FIELDS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by value type
 
 
-class NvmlReader:
-    """See `servers.gpu.reader.GpuReader`. Not thread-safe."""
+def _utilization(handle: Any) -> Values:
+    rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
+    return {"utilization_ratio": rates.gpu / 100, "memory_utilization_ratio": rates.memory / 100}
 
-    def __init__(self) -> None:
-        self._open = False
 
-    def read(self) -> GpuSnapshot:
-        """Everything now. A GPU that is lost makes the whole snapshot `gpu_lost`."""
-        try:
-            if not self._open:
-                pynvml.nvmlInit()
-                self._open = True
-            count = pynvml.nvmlDeviceGetCount()
-        except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError) as error:
-            return self._failed(error)
-        devices: list[DeviceSnapshot] = []
-        lost = False
-        for index in range(count):
-            device, device_lost = _read_device(index)
-            devices.append(device)
-            lost = lost or device_lost
-        status: Status = "gpu_lost" if lost else "ok" if devices else "no_device"
-        return GpuSnapshot(
-            status=status,
-            return_code=pynvml.NVML_ERROR_GPU_IS_LOST if lost else pynvml.NVML_SUCCESS,
-            driver_version=_version(pynvml.nvmlSystemGetDriverVersion),
-            nvml_version=_version(pynvml.nvmlSystemGetNVMLVersion),
-            cuda_driver_version=_version(pynvml.nvmlSystemGetCudaDriverVersion),
-            devices=tuple(devices),
-        )
+def _memory(handle: Any) -> Values:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return {"memory_used_bytes": memory.used, "memory_total_bytes": memory.total}
+
+
+def _clocks(handle: Any) -> Values:
+    return {name: pynvml.nvmlDeviceGetClockInfo(handle, kind) * 1e6 for name, kind in _CLOCKS.items()}
+
+
+def _single(name: str, call: Callable[[Any], float]) -> Callable[[Any], Values]:
+    return lambda handle: {name: call(handle)}
+
+
+READING_CALLS: Mapping[str, Callable[[Any], Values]] = {
+    # Energy first: its moment is the one that a reading is stamped with.
+    "energy": _single("energy_joules", lambda h: pynvml.nvmlDeviceGetTotalEnergyConsumption(h) / 1e3),
+    "power": _single("power_watts", lambda h: pynvml.nvmlDeviceGetPowerUsage(h) / 1e3),
+    "power_limit": _single("power_limit_watts", lambda h: pynvml.nvmlDeviceGetEnforcedPowerLimit(h) / 1e3),
+    "utilization": _utilization,
+    "memory": _memory,
+    "clocks": _clocks,
+    "clock_events": _single("clock_event_reasons", lambda h: pynvml.nvmlDeviceGetCurrentClocksEventReasons(h)),
+    "temperature": _single(
+        "temperature_celsius", lambda h: pynvml.nvmlDeviceGetTemperature(h, pynvml.NVML_TEMPERATURE_GPU)
+    ),
+}
+"""What one second's reading consists of, besides `read_field_values` and GPM."""
+
+
+def read_field_values(handle: Any) -> Partial:
+    """Throttle times and PCIe counters, in one call that does not block."""
+    values: Values = {}
+    failed: dict[str, str] = {}
+    found = pynvml.nvmlDeviceGetFieldValues(handle, list(_FIELD_VALUES.values()))
+    for name, value in zip(_FIELD_VALUES, found, strict=True):
+        if value.nvmlReturn == pynvml.NVML_SUCCESS:
+            values[name] = getattr(value.value, _UNION_FIELDS[value.valueType])
+        else:
+            failed[name] = code_name(value.nvmlReturn)
+    return values, failed
+
+
+def read_samples(handle: Any, since_us: int) -> list[tuple[int, float]]:
+    """The driver's utilisation samples after `since_us`, in order; none new is an empty list."""
+    try:
+        kind, samples = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, since_us)
+    except pynvml.NVMLError as error:
+        if error.value == pynvml.NVML_ERROR_NOT_FOUND:
+            return []
+        raise
+    pairs = [(s.timeStamp, getattr(s.sampleValue, _UNION_FIELDS[kind]) / 100) for s in samples]
+    return sorted((at_us, share) for at_us, share in pairs if at_us > since_us and 0 <= share <= 1)
+
+
+def read_processes(handle: Any) -> tuple[GpuProcess, ...]:
+    """Processes with a compute context."""
+    return _processes(handle)
+
+
+def read_ecc_errors(handle: Any) -> dict[str, int]:
+    """Since the driver was loaded."""
+    types = {"corrected": pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, "uncorrected": 1}
+    return {
+        name: pynvml.nvmlDeviceGetTotalEccErrors(handle, kind, pynvml.NVML_VOLATILE_ECC) for name, kind in types.items()
+    }
+
+
+class GpmCounters:
+    """GPM of one device: activity between two samples, which are swapped at each reading."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._before = pynvml.nvmlGpmSampleAlloc()
+        self._now = pynvml.nvmlGpmSampleAlloc()
+        pynvml.nvmlGpmSampleGet(handle, self._before)
+
+    def read(self) -> Values:
+        """Shares since the last call; at least 100 ms must lie between."""
+        pynvml.nvmlGpmSampleGet(self._handle, self._now)
+        request = pynvml.c_nvmlGpmMetricsGet_t()
+        request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics = len(_GPM_METRICS)
+        request.sample1, request.sample2 = self._before, self._now
+        for place, metric in enumerate(_GPM_METRICS.values()):
+            request.metrics[place].metricId = metric
+        pynvml.nvmlGpmMetricsGet(request)
+        self._before, self._now = self._now, self._before
+        return {
+            name: request.metrics[place].value / 100
+            for place, name in enumerate(_GPM_METRICS)
+            if request.metrics[place].nvmlReturn == pynvml.NVML_SUCCESS
+        }
 
     def close(self) -> None:
-        """Release the library."""
-        if not self._open:
-            return
-        self._open = False
-        try:
-            pynvml.nvmlShutdown()
-        except pynvml.NVMLError:
-            return  # it is gone already
-
-    def _failed(self, error: Exception) -> GpuSnapshot:
-        return GpuSnapshot(status=_status(error), return_code=getattr(error, "value", None), error=str(error))
+        """Free both samples."""
+        pynvml.nvmlGpmSampleFree(self._before)
+        pynvml.nvmlGpmSampleFree(self._now)
 
 
-def _status(error: Exception) -> Status:
-    # NVMLLibraryMismatchError is not an NVMLError: pynvml raises it where the library lacks a newer function.
-    if isinstance(error, pynvml.NVMLLibraryMismatchError):
+def code_name(code: int) -> str:
+    """GPU_IS_LOST for 15, and so on."""
+    return _CODES.get(code, f"ERROR_{code}")
+
+
+def failure_code(error: Exception) -> str:
+    """The driver's name of what a call raised."""
+    return code_name(error.value) if isinstance(error, pynvml.NVMLError) else "LIBRARY_MISMATCH"
+
+
+_CODES: Mapping[int, str] = {
+    value: name.removeprefix("NVML_ERROR_") for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")
+}
+
+
+def status_of(error: Exception) -> Status:
+    """What a failed call says about the whole machine."""
+    if isinstance(error, pynvml.NVMLLibraryMismatchError):  # the library lacks a newer function
         return "driver_mismatch"
     return _STATUS.get(getattr(error, "value", -1), "error")
 
 
-def _version(call: Callable[[], str | bytes | int]) -> str | None:
+def open_library() -> None:
+    """Initialise. Raises one of `ERRORS`."""
+    pynvml.nvmlInit()
+
+
+def close_library() -> None:
+    """Undo one `open_library`; quiet when the library has gone."""
     try:
-        version = call()
-    except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError):
+        pynvml.nvmlShutdown()
+    except ERRORS:
+        return
+
+
+def count_devices() -> int:
+    """Devices that this process may see. Raises one of `ERRORS`."""
+    return int(pynvml.nvmlDeviceGetCount())
+
+
+def device_handle(index: int) -> Any:
+    """What every other call takes. Raises one of `ERRORS`."""
+    return pynvml.nvmlDeviceGetHandleByIndex(index)
+
+
+def read_versions() -> dict[str, str | None]:
+    """Of driver, library and CUDA; None where one cannot be read."""
+    return {
+        "driver_version": _version(pynvml.nvmlSystemGetDriverVersion),
+        "nvml_version": _version(pynvml.nvmlSystemGetNVMLVersion),
+        "cuda_driver_version": _version(pynvml.nvmlSystemGetCudaDriverVersion),
+    }
+
+
+def _version(call: Callable[[], Any]) -> str | None:
+    try:
+        found = call()
+    except ERRORS:
         return None
     # CUDA's version is a number, 13010 for 13.1
-    return f"{version // 1000}.{version % 1000 // 10}" if isinstance(version, int) else _text(version)
-
-
-def _read_device(index: int) -> tuple[DeviceSnapshot, bool]:
-    values: dict[str, Any] = {}
-    unavailable: dict[str, str] = {}
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError) as error:
-        return DeviceSnapshot(index, unavailable=dict.fromkeys(_FIELDS, str(error))), _status(error) == "gpu_lost"
-    lost = False
-    for name, call in _FIELDS.items():
-        try:
-            values[name] = call(handle)
-        except (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError) as error:
-            unavailable[name] = str(error)
-            lost = lost or _status(error) == "gpu_lost"
-    return DeviceSnapshot(index, **values, unavailable=unavailable), lost
+    return f"{found // 1000}.{found % 1000 // 10}" if isinstance(found, int) else _text(found)

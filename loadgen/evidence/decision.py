@@ -1,0 +1,159 @@
+"""The verdict on where an arm ran: gates first, then placement, activity, attribution and the CPU witness.
+
+A pure function of the stored inputs and thresholds. It knows three answers and says "no" when the data say so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loadgen.evidence.activity import judge_activity
+from loadgen.evidence.attribution import judge_attribution
+from loadgen.evidence.records import (
+    Activity,
+    Code,
+    EvidenceInputs,
+    EvidenceRecord,
+    Finding,
+    Placement,
+    Witness,
+)
+from loadgen.evidence.thresholds import Thresholds
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A finding with what led to it; the last three are None where nothing could be said."""
+
+    finding: Finding
+    code: Code | None
+    sentence: str
+    notes: tuple[str, ...]
+    activity: Activity | None
+    attributed: bool | None
+    cpu_witness: bool | None
+
+
+def decide(inputs: EvidenceInputs, thresholds: Thresholds) -> Decision:
+    """GPU_VERIFIED, CPU_FALLBACK or INCONCLUSIVE with a code."""
+    placement, gpu = inputs.placement, inputs.gpu
+    activity = judge_activity(gpu, inputs.load.window_s, thresholds) if gpu is not None else None
+    attributed = judge_attribution(inputs.attribution, thresholds) if gpu is not None else None
+    witness = judge_witness(inputs.witness, thresholds)
+    notes = _notes(inputs, activity, witness)
+
+    def answer(finding: Finding, code: Code | None, sentence: str) -> Decision:
+        return Decision(finding, code, sentence, notes, activity, attributed, witness)
+
+    # Rests on the runtime's own account, not on readings: no gate can take it back.
+    if placement.result == "cpu":
+        return answer(Finding.CPU_FALLBACK, None, f"The model runs on the CPU: {placement.reason}.")
+    gate = _gate(inputs, thresholds)
+    if gate is not None:
+        return answer(Finding.INCONCLUSIVE, *gate)
+    if activity is None:
+        return answer(
+            Finding.INCONCLUSIVE, Code.LOW_COVERAGE, "Energy or the idle baseline could not be read for the whole load."
+        )
+    code, sentence = _weigh(placement, activity, attributed is True, witness, thresholds)
+    if code is not None:
+        return answer(Finding.INCONCLUSIVE, code, sentence)
+    finding = Finding.CPU_FALLBACK if activity == "idle" else Finding.GPU_VERIFIED
+    return answer(finding, None, sentence)
+
+
+def judge_witness(witness: Witness, thresholds: Thresholds) -> bool | None:
+    """C: True when the CPU worked per request as in the deliberate CPU run, and was no faster than that allows."""
+    if (
+        witness.cpu_s_per_request is None
+        or witness.requests_per_s is None
+        or witness.control_cpu_s_per_request is None
+        or witness.control_requests_per_s is None
+    ):
+        return None
+    return (
+        witness.cpu_s_per_request >= thresholds.witness_cpu_share * witness.control_cpu_s_per_request
+        and witness.requests_per_s <= thresholds.witness_throughput_factor * witness.control_requests_per_s
+    )
+
+
+def may_rank(evidence_a: EvidenceRecord | None, evidence_b: EvidenceRecord | None) -> tuple[bool, str]:
+    """Whether two arms may be compared as GPU arms, and why (not), in one sentence."""
+    for name, evidence in (("A", evidence_a), ("B", evidence_b)):
+        if evidence is None:
+            return False, f"Nothing shows where arm {name} ran."
+        if evidence.finding is not Finding.GPU_VERIFIED:
+            code = f" ({evidence.code})" if evidence.code is not None else ""
+            return False, f"Arm {name} is {evidence.finding}{code}: {evidence.sentence}"
+    assert evidence_a is not None
+    assert evidence_b is not None
+    if evidence_a.uuid is None or evidence_a.uuid != evidence_b.uuid:
+        return False, f"The arms ran on different GPUs: A on {evidence_a.uuid}, B on {evidence_b.uuid}."
+    return True, f"Both arms are GPU_VERIFIED on {evidence_a.uuid}."
+
+
+def _gate(inputs: EvidenceInputs, thresholds: Thresholds) -> tuple[Code, str] | None:
+    """The first reason for which the data carry no verdict."""
+    health, load, gpu = inputs.health, inputs.load, inputs.gpu
+    used = inputs.placement.used_device_uuid
+    if health.gpu_lost:
+        return Code.GPU_LOST_MIDRUN, "The driver lost a GPU during the run."
+    if health.status != "ok":
+        return Code.NO_NVML, f"The GPU could not be read ({health.status or 'no readings were stored'})."
+    if health.device_changed:
+        return Code.DEVICE_CHANGED, "The GPU's UUID, its driver or its energy counter changed during the run."
+    if used is not None and health.uuid != used:
+        return Code.WRONG_GPU, f"The server uses {used}, of which there are no readings."
+    if gpu is None:
+        return Code.WRONG_GPU, "There are several GPUs, and nothing tells which one the server uses."
+    if health.healthy_before is not True or health.healthy_after is not True:
+        return Code.NVML_UNHEALTHY, "A reading at the edges of the load failed or is missing."
+    if load.window_s < thresholds.min_window_s:
+        return Code.SHORT_WINDOW, f"{load.window_s:.1f} s of load, {thresholds.min_window_s:.0f} s are needed."
+    if load.completed < thresholds.min_requests:
+        return Code.FEW_REQUESTS, f"{load.completed} completed requests, {thresholds.min_requests} are needed."
+    if load.errors > thresholds.max_error_share * (load.completed + load.errors):
+        return Code.MANY_ERRORS, f"{load.errors} of {load.completed + load.errors} requests failed."
+    if not load.gaps_before or not load.gaps_after:
+        return Code.NO_IDLE_GAP, "There is no idle gap on both sides of the load to compare with."
+    coverage = min(gpu.coverage, gpu.gap_coverage)
+    if coverage < thresholds.min_coverage:
+        return Code.LOW_COVERAGE, f"The readings cover {100 * coverage:.0f} % of the time."
+    return None
+
+
+def _weigh(
+    placement: Placement, activity: Activity, attributed: bool, witness: bool | None, thresholds: Thresholds
+) -> tuple[Code | None, str]:
+    """No code: CPU_FALLBACK for an idle GPU, else GPU_VERIFIED."""
+    if activity == "idle" and witness:
+        return None, "The GPU stayed idle while the CPU worked as it does in the deliberate CPU run."
+    if placement.result == "unknown" or (placement.result == "partial" and placement.cpu_share is None):
+        return Code.UNKNOWN_PLACEMENT, f"Nobody knows where the model is: {placement.reason}."
+    if placement.result == "partial" and (placement.cpu_share or 0.0) > thresholds.max_partial_cpu_share:
+        return Code.CONFLICT, f"Too much of the model runs on the CPU: {placement.reason}."
+    if activity == "idle":
+        return Code.CONFLICT, f"The GPU stayed idle, although {placement.reason}."
+    if witness:
+        return Code.CONFLICT, "The GPU was active, yet the CPU worked as it does in the deliberate CPU run."
+    if activity == "weak":
+        return Code.LOW_DUTY, "The GPU did more than when idle, but too little to tell from noise."
+    if not attributed:
+        return Code.UNATTRIBUTED, "The GPU was active, but nothing ties that to this server."
+    return None, f"The GPU was active with this server's requests, and {placement.reason}."
+
+
+def _notes(inputs: EvidenceInputs, activity: Activity | None, witness: bool | None) -> tuple[str, ...]:
+    notes = []
+    if inputs.placement.result == "partial":
+        notes.append(f"partly on the CPU: {inputs.placement.reason}")
+    if inputs.placement.result == "cpu" and activity == "active":
+        notes.append("the GPU was active nevertheless: something else used it")
+    if inputs.attribution.foreign_pids:
+        pids = ", ".join(map(str, inputs.attribution.foreign_pids))
+        notes.append(f"processes on the GPU that are not ours, or ours under the host's numbers: {pids}")
+    if inputs.gpu is not None and inputs.gpu.energy_source == "power":
+        notes.append("energy integrated from power readings: this GPU has no energy counter")
+    if witness is None:
+        notes.append("no deliberate CPU run to compare the CPU's work with")
+    return tuple(notes)
