@@ -22,6 +22,7 @@ from servers.contract.tensors import DATATYPES
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 MAX_ID_CHARACTERS = 1024
+_PARAMETER_TYPES = frozenset({str, int, float, bool})
 
 
 def parse_header_length(value: str, body_bytes: int) -> int:
@@ -135,7 +136,7 @@ def _decode_input(item: object, body: memoryview, offset: int) -> tuple[InputTen
     if not isinstance(datatype, str) or (datatype not in DATATYPES and datatype != "BYTES"):
         raise InvalidRequestError(f"input '{name}' must have a 'datatype', one of {', '.join(DATATYPES)}, BYTES")
     shape = item.get("shape")
-    if not isinstance(shape, list) or not all(type(dimension) is int for dimension in shape):
+    if not isinstance(shape, list) or any([type(dimension) is not int for dimension in shape]):  # noqa: C419  faster
         raise InvalidRequestError(f"input '{name}' must have a 'shape', an array of whole numbers")
     dimensions = tuple(shape)
     parameters = _parameters(item, f"input '{name}'")
@@ -183,9 +184,7 @@ def _parameters(item: dict[str, Any], owner: str) -> dict[str, Parameter]:
     parameters = item.get("parameters")
     if parameters is None:
         return {}
-    if not isinstance(parameters, dict) or not all(
-        isinstance(value, str | int | float | bool) for value in parameters.values()
-    ):
+    if not isinstance(parameters, dict) or not all(type(value) in _PARAMETER_TYPES for value in parameters.values()):
         raise InvalidRequestError(f"'parameters' of {owner} must be an object of strings, numbers and booleans")
     return parameters
 

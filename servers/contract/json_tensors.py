@@ -20,10 +20,10 @@ _PYTHON_TYPES: dict[str, set[type]] = {"BOOL": {bool}, "FP32": {int, float}, "FP
 
 def parse_json(text: memoryview | bytes) -> Any:
     """Any JSON value, NaN and Infinity literals included. Raises `InvalidRequestError`."""
+    raw = bytes(text)
     try:
-        value = orjson.loads(text)
+        value = orjson.loads(raw)
     except orjson.JSONDecodeError as exc:
-        raw = bytes(text)
         if b"NaN" not in raw and b"Infinity" not in raw:
             raise InvalidRequestError(f"failed to parse the request JSON: {exc.msg} at character {exc.pos}") from exc
         try:
@@ -31,7 +31,8 @@ def parse_json(text: memoryview | bytes) -> Any:
             value = json.loads(raw)
         except (ValueError, RecursionError) as second:
             raise InvalidRequestError("failed to parse the request JSON: it is not valid JSON") from second
-    _check_depth(value)
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:  # fewer brackets cannot nest deeper
+        _check_depth(value)
     return value
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import numpy as np
 
-from servers.contract.tensors import Array, TensorSpec
+from servers.contract.tensors import Array
 from servers.engines.interface import EngineDescription, EngineError
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
@@ -16,8 +17,12 @@ class NullEngine:
     """Answers each row with that row's own first values, so an answer tells which row it belongs to."""
 
     def __init__(self, specification: ModelSpecification, settings: EngineSettings) -> None:
-        self._specification = specification
         self._settings = settings
+        self._input = specification.inputs[0].name
+        self._outputs = [
+            (spec, tuple(1 if dimension == -1 else dimension for dimension in spec.item_shape))
+            for spec in specification.outputs
+        ]
 
     def load(self) -> None:
         """Raises `EngineError` for a device or a mode that an engine without a model cannot honour."""
@@ -31,9 +36,9 @@ class NullEngine:
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Each output's row holds the first values of the same row of the first input, zeros after its end."""
-        source = inputs[self._specification.inputs[0].name]
+        source = inputs[self._input]
         rows = source.reshape(len(source), -1)
-        return {spec.name: _first_values(rows, spec) for spec in self._specification.outputs}
+        return {spec.name: _first_values(rows, shape, spec.dtype) for spec, shape in self._outputs}
 
     def describe(self) -> EngineDescription:
         """The settings that an engine without a model can be said to have."""
@@ -52,10 +57,11 @@ class NullEngine:
         """Nothing to free."""
 
 
-def _first_values(rows: Array, spec: TensorSpec) -> Array:
-    shape = tuple(1 if dimension == -1 else dimension for dimension in spec.item_shape)
-    size = int(np.prod(shape))
-    values = np.zeros((len(rows), size), spec.dtype)
+def _first_values(rows: Array, item_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+    size = prod(item_shape)
     taken = min(size, rows.shape[1])
+    if taken == size:
+        return rows[:, :size].astype(dtype).reshape(len(rows), *item_shape)
+    values = np.zeros((len(rows), size), dtype)
     values[:, :taken] = rows[:, :taken]
-    return values.reshape(len(rows), *shape)
+    return values.reshape(len(rows), *item_shape)

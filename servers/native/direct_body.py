@@ -2,7 +2,8 @@
 
 uvicorn's own path copies a body four times (the read, the parser, the accumulated body, its copy for the application).
 Here uvicorn parses the head and sends the answer as ever, but once a head announces a body for `…/infer`, the
-transport is handed the request's own buffer until that body is complete, and the kernel's copy is the only one.
+transport is handed the request's own buffer until that body is complete. Only what came in one read with the head, at
+most 64 KiB, is copied once; the rest is not copied at all.
 
 The buffer is laid out so that the first binary tensor after the JSON header begins on a 64-byte boundary.
 Relies on asyncio's BufferedProtocol and on `HttpToolsProtocol`'s parser callbacks.
@@ -11,6 +12,7 @@ Relies on asyncio's BufferedProtocol and on `HttpToolsProtocol`'s parser callbac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +27,11 @@ from servers.native.errors import ClientGoneError
 
 SCOPE_KEY = "abserve.body"
 ALIGNMENT = 64
-HEAD_BYTES = 16 * 1024
-"""Room for one read of a head; what it holds of a body is copied once more, so more would not be better."""
+HEAD_BYTES = 64 * 1024
+"""Room for one read of a head: a small body comes with it and saves a read, a large one has that much copied."""
+
+_INFER_BEGINS = b"POST /v2/models/"
+_HEAD_ENDS = b"\r\n\r\n"
 
 
 class DirectBody:
@@ -36,7 +41,7 @@ class DirectBody:
 
     def __init__(self, size: int, json_bytes: int) -> None:
         memory = np.empty(size + ALIGNMENT, np.uint8)  # unlike bytearray it is not cleared first
-        offset = -(memory.ctypes.data + json_bytes) % ALIGNMENT
+        offset = -(memory.__array_interface__["data"][0] + json_bytes) % ALIGNMENT
         self.view = memory[offset : offset + size].data
         self.size = size
         self.filled = 0
@@ -46,11 +51,13 @@ class DirectBody:
         self._waiter: asyncio.Future[None] | None = None
         self._on_gone: Callable[[], object] | None = None
 
-    def append(self, data: bytes) -> None:
-        """Add what was read together with the head."""
-        end = self.filled + len(data)
-        self.view[self.filled : end] = data
+    def append(self, data: bytes | memoryview) -> int:
+        """Add what was read together with the head; tells how many bytes of `data` belong to this body."""
+        taken = min(len(data), self.size - self.filled)
+        end = self.filled + taken
+        self.view[self.filled : end] = data[:taken]
         self.filled = end
+        return taken
 
     async def received(self) -> memoryview:
         """The whole body. Raises `ClientGoneError` if the connection ends first."""
@@ -117,7 +124,8 @@ class _HeadProtocol(HttpToolsProtocol):
         """The body was received past the parser, which now waits for bytes that never come: begin with a new one."""
         self.parser = httptools.HttpRequestParser(self)
         # As in uvicorn: answer the first of pipelined requests even when it closes the connection.
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        with contextlib.suppress(AttributeError):  # httptools before 0.6.3
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self.cycle.more_body = False
         body, self.arriving = self.arriving, None
         if body is not None:
@@ -157,7 +165,8 @@ class DirectBodyProtocol(asyncio.BufferedProtocol):
         self._http = _HeadProtocol(
             max_body_bytes, config=config, server_state=server_state, app_state=app_state, _loop=_loop
         )
-        self._head = memoryview(bytearray(HEAD_BYTES))
+        self._scratch = bytearray(HEAD_BYTES)
+        self._head = memoryview(self._scratch)
         self._body: DirectBody | None = None
 
     def get_buffer(self, _sizehint: int) -> memoryview:
@@ -169,14 +178,32 @@ class DirectBodyProtocol(asyncio.BufferedProtocol):
         """`nbytes` have arrived there."""
         body = self._body
         if body is None:
-            # The parser copies what it keeps, so the scratch may be overwritten by the next read.
-            self._http.data_received(self._head[:nbytes])  # type: ignore[arg-type]  # httptools takes any buffer
-            self._body = self._http.arriving
+            self._read_heads(nbytes)
             return
         body.filled += nbytes
         if body.filled == body.size:
             self._body = None
             self._http.complete_body()
+
+    def _read_heads(self, end: int) -> None:
+        """Feed the parser from the scratch, but not the bodies that are received directly: it would copy them."""
+        http, scratch, start = self._http, self._scratch, 0
+        while start < end and not http.transport.is_closing():  # a parser that has failed answers once
+            split = end
+            if scratch.startswith(_INFER_BEGINS, start):
+                found = scratch.find(_HEAD_ENDS, start, end)
+                split = end if found < 0 else found + len(_HEAD_ENDS)
+            # The parser copies what it keeps, so the next read may overwrite the scratch.
+            http.data_received(self._head[start:split])  # type: ignore[arg-type]  # httptools takes any buffer
+            start = split
+            body = http.arriving
+            if body is None:
+                continue
+            start += body.append(self._head[start:end])
+            if body.filled < body.size:
+                self._body = body
+            else:
+                http.complete_body()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected."""

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from servers.native.documents import parameters_in_effect
 from servers.native.inference import InferenceService
@@ -103,5 +104,5 @@ def _cumulated(histogram: Histogram, unit: float) -> Iterator[tuple[str, float]]
     total = 0
     for bound, count in zip(histogram.bounds, histogram.counts, strict=False):
         total += count
-        yield f"{bound / unit:.6g}", total
+        yield floatToGoString(float(f"{bound / unit:.6g}")), total
     yield "+Inf", total + histogram.counts[-1]

@@ -25,8 +25,10 @@ def images(count: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("count", "binary_in", "binary_out"),
-    [(1, True, True), (1, True, False), (1, True, None), (1, False, False), (1, False, True)]
-    + [(8, True, True), (8, True, False), (8, True, None), (8, False, False)],
+    [
+        *[(1, True, True), (1, True, False), (1, True, None), (1, False, False), (1, False, True)],
+        *[(8, True, True), (8, True, False), (8, True, None), (8, False, False)],
+    ],
 )
 def test_infers(client, count, binary_in, binary_out):
     data = images(count)

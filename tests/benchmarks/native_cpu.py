@@ -1,0 +1,174 @@
+"""CPU time per inference request of the native server beside a bare uvicorn application that only reads the body.
+
+    python -m pytest tests/benchmarks/native_cpu.py -m benchmark -s
+
+Both are processes of their own on loopback, driven in alternating rounds by the same client: one connection, one
+prepared request, a body of one FP32 image (602 KB), one UINT8 image's size (150 KB) and a JPEG's size (30 KB). The
+figure is the server process's user and system time by the kernel's account, divided by the requests of the round; the
+ratio is the median over rounds. Run it alone: the two are interleaved, but a busy machine still widens the spread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROUNDS = 7
+REQUESTS = 300
+LIMIT = 1.4
+BARE = """
+import sys, uvicorn
+ANSWER = bytes(2048 + 130)
+async def app(scope, receive, send):
+    body = bytearray()
+    while True:
+        message = await receive()
+        body += message["body"]
+        if not message["more_body"]:
+            break
+    headers = [(b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % len(ANSWER))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": ANSWER})
+uvicorn.run(app, port=int(sys.argv[1]), lifespan="off", access_log=False, log_level="warning")
+"""
+# The native server with a model whose input is a vector of any length, so that every body size is possible.
+NATIVE = """
+import sys
+from servers.contract.tensors import TensorSpec
+from servers.engines.null import NullEngine
+from servers.engines.settings import EngineSettings
+from servers.models.specification import ModelSpecification, Preprocessing
+from servers.native.inference import BatchingSettings, InferenceService
+from servers.native.listener import bind
+from servers.native.server import serve
+from servers.native.settings import NativeSettings
+specification = ModelSpecification(
+    name="null", title="null", version="1", inputs=(TensorSpec("x", "UINT8", (-1, -1)),),
+    outputs=(TensorSpec("y", "FP32", (-1, 512)),), max_batch_size=32, flops_per_item=0,
+    preprocessing=Preprocessing(1, (0, 0, 0), (1, 1, 1)), default_weights="random:0",
+    load_module=lambda weights: None, pretrained_tags=tuple)
+service = InferenceService(
+    specification, lambda: NullEngine(specification, EngineSettings(kind="null")),
+    BatchingSettings(max_queue_delay_us=0))
+import structlog
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
+serve(NativeSettings(), service, bind("127.0.0.1", int(sys.argv[1])))
+"""
+
+
+@contextmanager
+def running(source: str) -> Iterator[tuple[int, socket.socket]]:
+    """A server process's PID and a connection to it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-c", source, str(port)])
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with connection:
+            yield process.pid, connection
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def request_bytes(payload: int) -> bytes:
+    tensor = {"name": "x", "datatype": "UINT8", "shape": [1, payload], "parameters": {"binary_data_size": payload}}
+    header = json.dumps({"inputs": [tensor], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
+    head = (
+        f"POST /v2/models/null/infer HTTP/1.1\r\nHost: localhost\r\nAccept-Encoding: identity\r\n"
+        f"Content-Length: {len(header) + payload}\r\nInference-Header-Content-Length: {len(header)}\r\n\r\n"
+    )
+    return head.encode() + header + np.zeros(payload, np.uint8).tobytes()
+
+
+def exchange(connection: socket.socket, request: bytes) -> None:
+    connection.sendall(request)
+    received = connection.recv(65536)
+    end = received.index(b"\r\n\r\n") + 4
+    assert received.startswith(b"HTTP/1.1 200"), received[:500]
+    head = received[:end].lower()
+    start = head.index(b"content-length: ", head.index(b"\r\n") if b"inference" not in head else 0)
+    lengths = [line for line in head.split(b"\r\n") if line.startswith(b"content-length: ")]
+    assert start > 0
+    missing = end + int(lengths[0].split(b" ")[1]) - len(received)
+    while missing > 0:
+        missing -= len(connection.recv(65536))
+
+
+def cpu_us(pid: int) -> float:
+    """User and system time of all threads, by the scheduler's clock where it is readable (ns), else in ticks."""
+    total_ns = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        total_ns += int((task / "schedstat").read_text().split()[0])
+    return total_ns / 1e3
+
+
+def round_cpu_us(pid: int, connection: socket.socket, request: bytes, count: int) -> float:
+    before = cpu_us(pid)
+    for _ in range(count):
+        exchange(connection, request)
+    return (cpu_us(pid) - before) / count
+
+
+def measure() -> list[tuple[int, float, float, float]]:
+    """Payload bytes, native µs, bare µs, ratio: medians over the rounds."""
+    rows = []
+    with running(NATIVE) as (native_pid, native), running(BARE) as (bare_pid, bare):
+        for payload in (602_112, 150_528, 30_000):
+            request = request_bytes(payload)
+            deadline = time.monotonic() + 30
+            while True:  # until the model is ready
+                native.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
+                if native.recv(65536).startswith(b"HTTP/1.1 200"):
+                    break
+                assert time.monotonic() < deadline
+            for pid, connection in ((native_pid, native), (bare_pid, bare)):
+                round_cpu_us(pid, connection, request, 50)
+            pairs = []
+            for index in range(ROUNDS):
+                arms = [(native_pid, native), (bare_pid, bare)]
+                figures = {}
+                for pid, connection in arms if index % 2 else arms[::-1]:
+                    figures[pid] = round_cpu_us(pid, connection, request, REQUESTS)
+                pairs.append((figures[native_pid], figures[bare_pid]))
+            rows.append(
+                (
+                    payload,
+                    statistics.median(pair[0] for pair in pairs),
+                    statistics.median(pair[1] for pair in pairs),
+                    statistics.median(pair[0] / pair[1] for pair in pairs),
+                )
+            )
+    return rows
+
+
+@pytest.mark.benchmark
+def test_cpu_per_request_stays_near_bare_uvicorn() -> None:
+    rows = measure()
+    for payload, native, bare, ratio in rows:
+        sys.stdout.write(
+            f"\n{payload:>8} bytes: native {native:6.0f} µs, bare uvicorn {bare:6.0f} µs, ratio {ratio:.2f}"
+        )
+    sys.stdout.write(f"\n{os.cpu_count()} CPUs, Python {sys.version.split()[0]}\n")
+    assert rows[0][3] <= LIMIT

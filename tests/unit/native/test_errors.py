@@ -1,0 +1,44 @@
+"""Every error of the contract has its status and its reason."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from servers.contract import errors as contract
+from servers.native import errors as native
+from servers.native.http import error_body, error_status, infer_target
+
+
+def subclasses(root: type[Exception]) -> set[type[Exception]]:
+    return {root, *(deep for direct in root.__subclasses__() for deep in subclasses(direct))}
+
+
+@pytest.mark.parametrize(
+    "kind", sorted(subclasses(contract.ContractError) - {contract.ContractError, native.ClientGoneError}, key=str)
+)
+def test_each_error_has_a_reason_of_its_own_and_a_status(kind):
+    assert native.failure_reason(kind("x")) in native.FAILURE_REASONS
+    assert (native.failure_reason(kind("x")) == "internal") == (kind is contract.InternalError)
+    assert (error_status(kind("x")) == 500) == (kind is contract.InternalError)
+
+
+def test_a_message_may_hold_anything_that_a_client_sent():
+    message = "bad \ud800 \x00 \r\n é"
+    assert json.loads(error_body(message)) == {"error": message}
+
+
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        ("/v2/models/m/infer", ("m", None)),
+        ("/v2/models/m/versions/2/infer", ("m", "2")),
+        ("/v2/models/m/stats", None),
+        ("/v2/models/m/infer/", None),
+        ("/v2/models/a/b/infer", None),
+        ("", None),
+    ],
+)
+def test_inference_paths(path, target):
+    assert infer_target(path) == target

@@ -1,0 +1,48 @@
+"""How often a tensor is copied on its way to the engine."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from servers.native.staging import Staging
+
+
+def test_a_contiguous_aligned_request_is_passed_on_without_a_copy():
+    array = np.zeros((2, 3), np.float32)
+    request = {"x": array}
+    assert Staging(4).gather([request]) is request
+
+
+def test_several_requests_are_copied_into_one_slot_that_is_used_again():
+    allocated = []
+
+    def allocate(shape, dtype):
+        allocated.append(np.empty(shape, dtype))
+        return allocated[-1]
+
+    staging = Staging(4, allocate)
+    parts = [{"x": np.full((rows, 3), rows, np.float32)} for rows in (1, 2)]
+    for _ in range(3):
+        merged = staging.gather(parts)["x"]
+        assert merged[:, 0].tolist() == [1, 2, 2]
+        assert np.shares_memory(merged, allocated[0])
+    assert [array.shape for array in allocated] == [(4, 3)]
+
+
+def test_unaligned_and_strided_requests_are_made_fit():
+    unaligned = np.frombuffer(bytearray(4 * 6 + 1), np.uint8)[1:].view(np.float32).reshape(2, 3)
+    strided = np.arange(12, dtype=np.float32).reshape(2, 6)[:, ::2]
+    for array in (unaligned, strided):
+        fit = Staging(4).gather([{"x": array}])["x"]
+        assert fit.flags.c_contiguous
+        assert fit.flags.aligned
+        np.testing.assert_array_equal(fit, array)
+
+
+def test_variable_shapes_do_not_collect_slots_for_ever():
+    live = []
+    staging = Staging(2, lambda shape, dtype: live.append(shape) or np.empty(shape, dtype))
+    for width in (*range(1, 30), 3):
+        staging.gather([{"x": np.zeros((1, width), np.float32)}] * 2)
+    assert len(staging._slots) == 8
+    assert len(live) == 29
