@@ -29,6 +29,7 @@ class SampleWriter:
         self._path = path
         self._buffer = bytearray(_BUFFER_RECORDS * _RECORD.size)
         self._pending = 0
+        self._lost: OSError | None = None
         self._file = -1
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,15 +56,22 @@ class SampleWriter:
         """Hand what is buffered to the kernel. Raises `OSError` (disk full)."""
         if self._file >= 0 and self._pending:
             pending, self._pending = self._pending, 0
-            _write_all(self._file, memoryview(self._buffer)[:pending])
+            try:
+                _write_all(self._file, memoryview(self._buffer)[:pending])
+            except OSError as exc:
+                self._lost = exc
+                raise
 
     def close(self) -> None:
-        """Finish the file: flush, count, rename. Idempotent. Raises `OSError`; then the .part file stays."""
+        """Finish the file: flush, count, rename. Idempotent. Raises `OSError`, also when an earlier flush failed; then
+        the .part file stays, since it lacks samples."""
         if self._file < 0 or self._path is None:
             return
         file, path = self._file, self._path
         try:
             self.flush()
+            if self._lost is not None:
+                raise self._lost
             os.pwrite(file, _header(self.count), 0)
         finally:
             self._file = -1

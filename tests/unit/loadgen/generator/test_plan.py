@@ -1,0 +1,108 @@
+"""Presets, options and the forecast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from loadgen.compare_command import make_arm
+from loadgen.entry import build
+from loadgen.forecast import Forecast
+from loadgen.plan import PRESETS, PlanError, make_cells
+from loadgen.records import ArmRequest, Experiment
+from loadgen.schedule import schedule
+
+# Measured on two cores without a GPU, per request: torch (a) and ONNX Runtime (b), FP32.
+SECONDS_ON_TWO_CORES = {
+    "a": {1: 0.067, 4: 0.190, 8: 0.366, 16: 0.760, 32: 1.470},
+    "b": {1: 0.029, 4: 0.089, 8: 0.167, 16: 0.335, 32: 0.700},
+}
+
+
+def test_quick_leaves_room_in_five_minutes_on_two_cores() -> None:
+    cells = make_cells("quick", ["cold-start", "single", "batched", "concurrent"])
+    names = [cell.name for cell in cells]
+    assert names[:2] == ["cold-start", "single"]
+    assert names[2:] == [*(f"batched({n})" for n in (1, 4, 8, 16, 32)), "concurrent(16)"]
+    assert all(cell.pairs >= (3 if cell.scenario == "cold-start" else 4) for cell in cells)
+    total = 0.0
+    for block in schedule(cells, 0):
+        per_request = SECONDS_ON_TWO_CORES[block.label][block.cell.batch_size]
+        if block.cell.scenario == "concurrent":
+            per_request = SECONDS_ON_TWO_CORES[block.label][16] / 16
+        total += min(max(block.cell.requests * per_request, block.cell.seconds), block.cell.max_seconds)
+    assert total < 180, f"{total:.0f} s of load leave too little for starts, export and parity"
+
+
+def test_the_concurrent_default_is_200_requests_at_16() -> None:
+    (cell,) = make_cells("quick", ["concurrent"])
+    assert (cell.requests, cell.concurrency, cell.batch_size) == (200, 16, 1)
+
+
+def test_full_has_more_of_everything() -> None:
+    quick, full = PRESETS["quick"], PRESETS["full"]
+    assert full.pairs > quick.pairs
+    assert full.cold_starts > quick.cold_starts
+    assert full.seconds > quick.seconds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("fast", ["single"]), "--preset fast: there are quick, full"),
+        (("quick", ["solo"]), "--scenarios solo"),
+        (("quick", []), "--scenarios"),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_what_does(arguments: tuple, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        make_cells(*arguments)
+
+
+def test_arm_options() -> None:
+    arm = make_arm("b", "native", ["added-delay-ms=20", "--engine=onnxruntime"])
+    assert arm.settings == {"added-delay-ms": "20", "engine": "onnxruntime"}
+    assert make_arm("a", "http://h:1", []).target == "http://h:1"
+    for target, options, words in [
+        ("native", ["nonsense"], "KEY=VALUE"),
+        ("tritton", [], "native, triton or a URL"),
+        ("http://h:1", ["x=1"], "not started by us"),
+    ]:
+        with pytest.raises(PlanError, match=words):
+            make_arm("a", target, options)
+
+
+def test_a_wrong_option_is_one_sentence_and_status_1(tmp_path: Path) -> None:
+    done = CliRunner().invoke(build(), ["compare", "--preset", "fast", "--out", str(tmp_path / "x")])
+    assert done.exit_code == 1
+    assert "--preset fast: there are quick, full" in done.output
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_forecast_learns() -> None:
+    cells = make_cells("quick", ["single", "cold-start"], pairs=2)
+    experiment = Experiment(
+        a=ArmRequest(label="a", target="native"),
+        b=ArmRequest(label="b", target="native"),
+        model="m",
+        weights="random:0",
+        payload="fp32",
+        transport="http",
+        cells=cells,
+        preset="quick",
+        seed=0,
+        equivalence_margin=0.05,
+        threads=0,
+    )
+    blocks = schedule(cells, 0)
+    forecast = Forecast(experiment, blocks)
+    assert forecast.remaining_s() == 300
+    forecast.load_begins()
+    for block in blocks:
+        forecast.block_took(block, 3.0)
+    assert forecast.remaining_s() == pytest.approx(6 * 10)
+    for _ in range(6):
+        forecast.start_took(4.0)
+    assert forecast.remaining_s() == 0

@@ -1,0 +1,52 @@
+"""When a block ends, with a clock that a test moves."""
+
+from __future__ import annotations
+
+from loadgen.window import FAILURES_IN_A_ROW, LoadWindow
+
+SECOND = 1_000_000_000
+
+
+def window(requests: int = 5, seconds: float = 2.0, max_seconds: float = 10.0) -> LoadWindow:
+    made = LoadWindow(requests, seconds, max_seconds)
+    made.start(100 * SECOND)
+    return made
+
+
+def test_a_fast_server_is_bound_by_the_seconds() -> None:
+    load = window()
+    assert all(load.claim(100 * SECOND + i) for i in range(1000))
+    assert load.claim(102 * SECOND - 1)
+    assert not load.claim(102 * SECOND)
+    assert load.claimed == 1001
+
+
+def test_a_slow_server_is_bound_by_the_requests() -> None:
+    load = window()
+    assert [load.claim((101 + 2 * i) * SECOND) for i in range(5)] == [True] * 5  # the fifth at 9 s
+    assert not load.claim(int(109.5 * SECOND))
+
+
+def test_the_most_seconds_bind_in_any_case() -> None:
+    load = window()
+    assert load.claim(101 * SECOND)
+    assert not load.claim(110 * SECOND)
+    assert load.cut_reason is None
+
+
+def test_a_cut_ends_it_with_the_first_reason() -> None:
+    load = window()
+    load.cut("the first")
+    load.cut("the second")
+    assert not load.claim(100 * SECOND)
+    assert load.cut_reason == "the first"
+
+
+def test_only_failures_without_a_good_answer_between_them_cut_it() -> None:
+    load = window()
+    for i in range(3 * FAILURES_IN_A_ROW):
+        load.answered(good=i % 50 == 0)
+    assert load.cut_reason is None
+    for _ in range(FAILURES_IN_A_ROW):
+        load.answered(good=False)
+    assert load.cut_reason == f"{FAILURES_IN_A_ROW} requests in a row failed"
