@@ -251,7 +251,14 @@ def invalidating(checks: Sequence[Check]) -> tuple[Check, ...]:
 def reason_against(checks: Sequence[Check], scenario: str) -> str | None:
     """Why the comparisons of a scenario are invalid; None where nothing that covers them failed."""
     covering = [check for check in invalidating(checks) if check.scope in (RUN, cell_scope(scenario))]
-    return "; ".join(f"{check.title}: {check.detail}" for check in covering) or None
+    return "; ".join(complaint(check) for check in covering) or None
+
+
+def complaint(check: Check) -> str:
+    """A check that is not ok, in words: its title says what should be, so it is quoted and denied."""
+    outcome = "is unknown" if check.ok is None else "failed"
+    covers = "" if check.scope in (RUN, PLAN) else f" in {check.scope.removeprefix('cell ')}"
+    return f"“{check.title}” {outcome}{covers}: {check.detail}"
 
 
 def in_order(checks: Sequence[Check]) -> tuple[Check, ...]:

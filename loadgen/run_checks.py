@@ -169,7 +169,7 @@ def check_comparisons(comparisons: Sequence[Comparison], margin: float) -> list[
                 scope=scope,
                 value=leading.pairs,
                 threshold=MIN_PAIRS,
-                detail=f"{leading.pairs} complete pairs",
+                detail=f"{leading.pairs} complete pair{'' if leading.pairs == 1 else 's'}",
             )
         )
         effect = leading.minimal_detectable_effect

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loadgen.checks import Check, CheckName, invalidating
+from loadgen.checks import Check, CheckName, complaint, invalidating
 from loadgen.comparisons import METRICS, Comparison, Outcome
 from loadgen.quantities import inverse, measured, number, ratio, ratio_interval, sentence, share, signed_ms
 from loadgen.records import Cell, Experiment, Record
@@ -66,7 +66,7 @@ def reach_verdict(
         headline=_headline(experiment, titles, comparisons, failed),
         main_scenario=_main_scenario(experiment, scenarios),
         scenarios=scenarios,
-        failed=tuple(f"{check.title} ({check.scope}): {check.detail}" for check in failed),
+        failed=tuple(complaint(check) for check in failed),
         caveats=_caveats(checks),
     )
 
@@ -133,7 +133,14 @@ def _headline(
         return "Nothing was compared."
     usable = [c for c in leading if c.verdict != "invalid"]
     if not usable:
-        return f"No verdict: {failed[0].title} – {failed[0].detail}." if failed else "No verdict."
+        return f"No verdict: {complaint(failed[0])}." if failed else "No verdict."
+    stands = ""
+    if len(usable) < len(leading):
+        stands = (
+            f"No verdict on {len(leading) - len(usable)} of {len(leading)} scenarios, see the failed checks; else: "
+        )
+    elif failed:
+        stands = "The run is not valid as a whole, see the failed checks; in what stands: "
     loads = [c for c in usable if c.metric == "throughput"] or usable
     decided = [c for c in loads if c.verdict in ("a_faster", "b_faster")]
     if not decided:
@@ -141,14 +148,11 @@ def _headline(
     a, b = f"A ({titles['a']})", f"B ({titles['b']})"
     if not decided:
         parts = _groups(usable, cells)
-        return f"No winner between {a} and {b}: {'; '.join(parts)}."
+        return f"{stands}{'no' if stands else 'No'} winner between {a} and {b}: {'; '.join(parts)}."
     main = max(decided, key=lambda c: _weight(cells[c.scenario]))
     first = claim(main, a, b, f" {place(cells[main.scenario])}")
     rest = _groups([c for c in usable if c is not main], cells)
-    left_out = len(leading) - len(usable)
-    if left_out:
-        rest.append(f"no verdict in {left_out} of {len(leading)} scenarios, see the failed checks")
-    return "; ".join([first, *rest]) + "."
+    return stands + "; ".join([first, *rest]) + "."
 
 
 def _weight(cell: Cell) -> tuple[int, int]:
@@ -173,7 +177,8 @@ def _groups(comparisons: Sequence[Comparison], cells: dict[str, Cell]) -> list[s
 def _places(cells: Sequence[Cell]) -> str:
     batches = [str(cell.batch_size) for cell in cells if cell.scenario == "batched"]
     names = [place(cell) for cell in cells if cell.scenario != "batched"]
-    return " and ".join(names + ([f"at batch {', '.join(batches)}"] if batches else []))
+    names += [f"at batch {', '.join(batches)}"] if batches else []
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _leads(comparisons: Sequence[Comparison]) -> str:

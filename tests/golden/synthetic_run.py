@@ -1,0 +1,304 @@
+"""Writes the stored records of a run that never happened: seeded closed loops against a simulated batching server.
+
+The simulation is an event loop of one server with a dynamic batcher: its answers come in batches, its queue is real,
+and its account of time adds up, so that everything downstream has something true to find.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from loadgen.records import (
+    ArmRecord,
+    ArmRequest,
+    BlockRecord,
+    Cell,
+    ColdStart,
+    Environment,
+    Experiment,
+    ParityCase,
+    ParityRecord,
+    RunState,
+    StageTotals,
+)
+from loadgen.samples import SAMPLE_DTYPE
+
+ORIGIN_NS = 1_000_000_000_000
+
+
+@dataclass(frozen=True)
+class SimulatedArm:
+    """Milliseconds: a batch of n costs overhead + n · item; a request costs `transport` outside the server."""
+
+    overhead_ms: float = 6.0
+    item_ms: float = 9.0
+    transport_ms: float = 1.0
+    max_batch: int = 32
+    noise: float = 0.03
+    reports_http: bool = True
+    first_request_extra_ms: float = 0.0
+    ready_s: float = 3.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be found in the records."""
+
+    a: SimulatedArm = field(default_factory=SimulatedArm)
+    b: SimulatedArm = field(default_factory=lambda: SimulatedArm(5.0, 6.0, 2.5, reports_http=False, ready_s=5.5))
+    pairs: int = 6
+    requests: int = 200
+    seed: int = 7
+    block_noise: float = 0.012
+    drift: float = 0.0
+    failing_block: int | None = None
+    cut_after: int | None = None
+    state: str = "finished"
+    parity_cosine: float = 0.999_998
+    gpu_status: str = "no_library"
+    b_settings: dict[str, str] = field(default_factory=dict)
+    b_in_effect: dict[str, object] = field(default_factory=dict)
+    weights: str = "random:0"
+    margin: float = 0.03
+    cells: tuple[Cell, ...] | None = None
+
+
+def cells(pairs: int, requests: int) -> tuple[Cell, ...]:
+    """All four scenarios."""
+    common = {"seconds": 1.0, "max_seconds": 30.0}
+    return (
+        Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, pairs=min(pairs, 4), **common),
+        Cell(scenario="single", batch_size=1, concurrency=1, requests=max(requests // 3, 20), pairs=pairs, **common),
+        *(
+            Cell(
+                scenario="batched",
+                batch_size=n,
+                concurrency=1,
+                requests=max(requests // (2 * n), 12),
+                pairs=pairs,
+                **common,
+            )
+            for n in (1, 4, 8, 16, 32)
+        ),
+        Cell(scenario="concurrent", batch_size=1, concurrency=16, requests=requests, pairs=pairs, **common),
+    )
+
+
+def write_run(directory: Path, plan: Plan | None = None) -> Path:
+    """Write the records of `plan` into `directory`, as far as the run is to have got, and return it."""
+    plan = plan or Plan()
+    rng = np.random.default_rng(plan.seed)
+    experiment = Experiment(
+        a=ArmRequest(label="a", target="native"),
+        b=ArmRequest(label="b", target="triton", settings=plan.b_settings),
+        model="openclip_vit_b32",
+        weights=plan.weights,
+        payload="fp32",
+        transport="http",
+        cells=plan.cells if plan.cells is not None else cells(plan.pairs, plan.requests),
+        preset="quick",
+        seed=plan.seed,
+        equivalence_margin=plan.margin,
+        threads=2,
+    )
+    for folder in ("blocks", "samples"):
+        (directory / folder).mkdir(parents=True, exist_ok=True)
+    _write(directory / "experiment.json", experiment)
+    _write(directory / "environment.json", _environment(plan))
+    _write(directory / "arms.json", _arms(plan))
+    cases = tuple(
+        ParityCase(
+            name=name,
+            kind=kind,
+            images=n,
+            cosine_min=plan.parity_cosine,
+            max_abs=2.4e-4,
+            ok=plan.parity_cosine >= 0.999,
+        )
+        for name, kind, n in (
+            ("single images", "reference", 8),
+            ("batch of 7", "reference", 7),
+            ("A mixed batch", "alone", 7),
+            ("B mixed batch", "alone", 7),
+        )
+    )
+    ok = plan.parity_cosine >= 0.999
+    _write(directory / "parity.json", ParityRecord(threshold_cosine=0.999, cases=cases, ok=ok))
+    _write_loads(directory, plan, experiment, rng)
+    phases = {"finished": "done", "running": "concurrent(16)", "interrupted": "concurrent(16)", "failed": "batched(8)"}
+    error = "the server of B died (exit status 137)" if plan.state == "failed" else None
+    _write(directory / "run.json", RunState(state=plan.state, phase=phases[plan.state], error=error))
+    return directory
+
+
+def _write_loads(directory: Path, plan: Plan, experiment: Experiment, rng: np.random.Generator) -> None:
+    clock_ns = ORIGIN_NS
+    index = 0
+    for cell in experiment.cells:
+        if cell.scenario == "cold-start":
+            _write(directory / "cold_starts.json", _cold_starts(plan, cell, rng))
+            continue
+        for pair in range(cell.pairs):
+            order = ("a", "b") if (pair % 4) in (0, 3) else ("b", "a")
+            for position, label in enumerate(order):
+                if plan.cut_after is not None and index >= plan.cut_after:
+                    if plan.state == "running":
+                        _leave_partial(directory, index, cell, rng)
+                    return
+                arm = plan.a if label == "a" else plan.b
+                speed = float(np.exp(rng.normal(0, plan.block_noise) + plan.drift * index / 80))
+                samples, stages, errors = simulate(arm, cell, rng, clock_ns, speed, index == plan.failing_block)
+                name = f"samples/{index:04d}.npy"
+                np.save(directory / name, samples)
+                end_ns = int(samples["end_ns"].max())
+                record = BlockRecord(
+                    index=index, cell=cell.name, pair=pair, label=label, position=position,
+                    started_at=f"2026-03-02T10:{index // 60:02d}:{index % 60:02d}Z",
+                    window_start_ns=clock_ns, window_end_ns=end_ns, samples=name, requests=len(samples),
+                    items=int(samples["batch"].sum()), errors=errors,
+                    error_messages=("HTTP 503: queue is full",) if errors else (),
+                    generator_cpu_ns=int(0.11 * (end_ns - clock_ns)), server_cpu_ns=int(1.7 * (end_ns - clock_ns)),
+                    stages=stages, complete=True,
+                )  # fmt: skip
+                _write(directory / "blocks" / f"{index:04d}.json", record)
+                clock_ns = end_ns + 500_000_000
+                index += 1
+
+
+def simulate(
+    arm: SimulatedArm, cell: Cell, rng: np.random.Generator, start_ns: int, speed: float, failing: bool = False
+) -> tuple[np.ndarray, StageTotals, int]:
+    """One block: `cell.concurrency` users, one server that executes whatever waits, up to its largest batch."""
+    arrivals = [(0.0, user) for user in range(cell.concurrency)]
+    heapq.heapify(arrivals)
+    rows, claimed, free = [], cell.concurrency, 0.0
+    queue_ms = infer_ms = 0.0
+    batches: dict[int, int] = {}
+    half = arm.transport_ms / 2
+    while arrivals:
+        start = max(free, arrivals[0][0] + half)
+        waiting = []
+        while (
+            arrivals
+            and arrivals[0][0] + half <= start
+            and (len(waiting) + 1) * cell.batch_size <= max(arm.max_batch, cell.batch_size)
+        ):
+            waiting.append(heapq.heappop(arrivals))
+        size = len(waiting) * cell.batch_size
+        work = (arm.overhead_ms + arm.item_ms * size) * speed * float(np.exp(rng.normal(0, arm.noise)))
+        if len(rows) < cell.concurrency:
+            work += arm.first_request_extra_ms
+        free = start + work
+        batches[size] = batches.get(size, 0) + 1
+        for sent, user in waiting:
+            queue_ms += start - sent - half
+            infer_ms += work
+            end = free + half + float(rng.exponential(0.05 * arm.transport_ms))
+            rows.append((sent, end, user))
+            if claimed < cell.requests:
+                claimed += 1
+                heapq.heappush(arrivals, (end, user))
+    samples = np.zeros(len(rows), dtype=SAMPLE_DTYPE)
+    for row, (sent, end, user) in zip(samples, rows, strict=True):
+        row["intended_ns"] = row["send_ns"] = start_ns + int(sent * 1e6)
+        row["first_byte_ns"] = row["end_ns"] = start_ns + int(end * 1e6)
+        row["user"], row["batch"], row["status"], row["error"] = user, cell.batch_size, 200, -1
+        row["request_bytes"], row["response_bytes"] = 602_412 * cell.batch_size, 2_048 * cell.batch_size + 300
+    errors = 0
+    if failing:
+        samples["error"][::10], samples["status"][::10] = 0, 503
+        errors = int((samples["error"] >= 0).sum())
+    count = len(rows)
+    stages = StageTotals(
+        requests=count, items=count * cell.batch_size, executions=sum(batches.values()),
+        queue_ns=int(queue_ms * 1e6), compute_input_ns=int(0.04 * infer_ms * 1e6),
+        compute_infer_ns=int(0.94 * infer_ms * 1e6), compute_output_ns=int(0.02 * infer_ms * 1e6),
+        receive_ns=int(0.3e6 * count) if arm.reports_http else None,
+        decode_ns=int(0.1e6 * count) if arm.reports_http else None,
+        encode_ns=int(0.05e6 * count) if arm.reports_http else None, batches=batches,
+    )  # fmt: skip
+    return samples, stages, errors
+
+
+def _leave_partial(directory: Path, index: int, cell: Cell, rng: np.random.Generator) -> None:
+    """What SIGKILL leaves: a header that counts nothing and a last record that is cut."""
+    samples, _, _ = simulate(SimulatedArm(), cell, rng, ORIGIN_NS, 1.0)
+    path = directory / "samples" / f"{index:04d}.npy"
+    np.save(path, samples[:0])
+    with path.open("ab") as file:
+        file.write(samples[:37].tobytes() + b"\0" * 11)
+    path.rename(path.with_name(path.name + ".part"))
+
+
+def _cold_starts(plan: Plan, cell: Cell, rng: np.random.Generator) -> list[ColdStart]:
+    starts = []
+    for repetition in range(cell.pairs):
+        for label, arm in (("a", plan.a), ("b", plan.b)):
+            factor = float(np.exp(rng.normal(0, 0.02)))
+            ready_ns = int(arm.ready_s * factor * 1e9)
+            starts.append(
+                ColdStart(
+                    label=label,
+                    repetition=repetition,
+                    live_ns=int(0.6 * ready_ns),
+                    ready_ns=ready_ns,
+                    first_answer_ns=ready_ns + int(0.03e9 * factor),
+                )
+            )
+    return starts
+
+
+def _environment(plan: Plan) -> Environment:
+    return Environment(
+        started_at="2026-03-02T10:00:00Z",
+        command="abserve compare --preset quick --out compare",
+        git_commit="0123456789abcdef0123456789abcdef01234567",
+        host={
+            "cpu_model": "Simulated CPU 2.0 GHz",
+            "cpu_count": 2,
+            "memory_bytes": 25_769_803_776,
+            "kernel": "6.1.0",
+            "glibc": "2.36",
+            "os": "Debian GNU/Linux 12",
+            "virtualisation": None,
+        },
+        packages={"abserve": "0.1.0", "torch": "2.15.0", "onnxruntime-gpu": "1.31.1", "nvidia-pytriton": "0.7.0"},
+        gpu={"schema": "abserve.gpu-info/1", "status": plan.gpu_status, "devices": []},
+    )
+
+
+def _arms(plan: Plan) -> list[ArmRecord]:
+    shared = {
+        "precision": "fp32",
+        "device": "cpu",
+        "threads": "2",
+        "max_batch_size": 32,
+        "max_queue_delay_us": 0,
+        "weights": "random weights (seed 0)",
+    }
+    return [
+        ArmRecord(
+            label="a", title="native torch 2.15.0 fp32", target="native", url="http://127.0.0.1:8100",
+            server_name="abserve-native", server_version="0.1.0", launched=True,
+            argv=("abserve", "serve", "native", "--threads", "2"), settings={"threads": "2"},
+            in_effect={"engine": "torch", "mode": "eager", **shared},
+            model_config={"name": "openclip_vit_b32", "max_batch_size": 32}, gpu_info=None, artefact=None,
+        ),
+        ArmRecord(
+            label="b", title="Triton 2.51 python backend, onnxruntime 1.31.1 fp32", target="triton",
+            url="http://127.0.0.1:8000", server_name="triton", server_version="2.51.0", launched=True,
+            argv=("abserve", "serve", "triton", "--threads", "2"), settings={"threads": "2"} | plan.b_settings,
+            in_effect={"engine": "onnxruntime", "mode": "session", **shared, **plan.b_in_effect},
+            model_config={"name": "openclip_vit_b32", "backend": "python", "max_batch_size": 32}, gpu_info=None,
+            artefact={"sha256": "9f86d081884c7d659a2feaa0c55ad015", "bytes": 352_000_000},
+        ),
+    ]  # fmt: skip
+
+
+def _write(path: Path, record: object) -> None:
+    path.write_bytes(msgspec.json.encode(record))

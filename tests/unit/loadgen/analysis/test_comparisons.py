@@ -1,0 +1,77 @@
+"""The verdict rule, metric by metric."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from synthetic_run import Plan, SimulatedArm, write_run
+
+from loadgen.analysis import analyse
+from loadgen.comparisons import judge
+
+
+@pytest.mark.parametrize(
+    ("ci95", "p_adjusted", "higher", "verdict"),
+    [
+        ((0.98, 1.02), 0.9, True, "equivalent"),
+        ((1.001, 1.04), 0.001, True, "equivalent"),
+        ((1.10, 1.20), 0.001, True, "b_faster"),
+        ((1.10, 1.20), 0.001, False, "a_faster"),
+        ((0.80, 0.90), 0.001, True, "a_faster"),
+        ((0.80, 0.90), 0.001, False, "b_faster"),
+        ((1.10, 1.20), 0.06, True, "undecided"),
+        ((0.90, 1.20), 0.30, True, "undecided"),
+        (None, None, True, "undecided"),
+    ],
+)
+def test_the_rule(ci95: tuple[float, float] | None, p_adjusted: float | None, higher: bool, verdict: str) -> None:
+    assert judge(ci95, p_adjusted, 0.05, higher) == verdict
+
+
+def test_a_planted_difference_is_found_and_named(tmp_path: Path) -> None:
+    """B executes in 5 + 6n ms and A in 6 + 9n: served one at a time, 16 against 13.5 ms with the transport."""
+    result = analyse(write_run(tmp_path))
+    found = {(c.scenario, c.metric): c for c in result.comparisons}
+    single = found["single", "throughput"]
+    assert single.verdict == "b_faster"
+    assert single.ci95 is not None
+    assert single.ci95[0] < 16.05 / 13.625 < single.ci95[1]
+    assert found["single", "latency_p50"].verdict == "b_faster"
+    assert found["cold-start", "time_to_ready"].verdict == "a_faster"
+    assert found["cold-start", "time_to_ready"].unit == "s"
+
+
+def test_values_and_ratio_belong_together(tmp_path: Path) -> None:
+    for c in analyse(write_run(tmp_path)).comparisons:
+        if c.ratio_b_over_a is None:
+            assert c.a is None
+            assert c.b is None
+            assert c.verdict == "undecided"
+            assert c.reason
+        else:
+            assert c.a is not None
+            assert c.b is not None
+            assert c.b / c.a == pytest.approx(c.ratio_b_over_a)
+            assert len(c.ratios) == c.pairs
+
+
+def test_a_percentile_without_the_samples_says_how_many_it_needs(tmp_path: Path) -> None:
+    result = analyse(write_run(tmp_path, Plan(requests=40, pairs=2)))
+    p99 = next(c for c in result.comparisons if (c.scenario, c.metric) == ("concurrent(16)", "latency_p99"))
+    assert p99.ratio_b_over_a is None
+    assert "662 samples a block, the smallest block has 40" in (p99.reason or "")
+
+
+def test_one_pair_decides_nothing(tmp_path: Path) -> None:
+    result = analyse(write_run(tmp_path, Plan(pairs=1)))
+    assert {c.verdict for c in result.comparisons} == {"undecided"}
+    assert any(c.name == "enough_pairs" and c.ok is False for c in result.checks)
+
+
+def test_identical_arms_are_not_told_apart(tmp_path: Path) -> None:
+    arm = SimulatedArm()
+    result = analyse(write_run(tmp_path, Plan(a=arm, b=arm, seed=5)))
+    assert result.valid
+    assert {c.verdict for c in result.comparisons} <= {"equivalent", "undecided"}
+    assert result.verdict.headline.startswith("No winner")

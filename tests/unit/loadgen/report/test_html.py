@@ -1,0 +1,121 @@
+"""The page stands alone: no network, no script needed for the verdict, nothing from a server taken for markup."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import plotly.graph_objects as go
+import pytest
+from synthetic_run import Plan, write_run
+
+from loadgen.analysis import analyse
+from loadgen.report.html import render_html
+
+TOKEN = re.compile(r"--[a-z][a-z0-9-]*")
+
+
+class Page(HTMLParser):
+    """What a reader without JavaScript sees, and what the page would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.seen: list[str] = []
+        self.loads: list[str] = []
+        self.figures: dict[str, dict[str, object]] = {}
+        self._script: dict[str, str | None] = {}
+        self.feed(text)
+        self.text = " ".join(" ".join(self.seen).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "data", "action")]
+        if tag in ("script", "style", "title"):
+            self.stack.append(tag)
+            self._script = dict(attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.stack and self.stack[-1] == tag:
+            self.stack.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self.stack:
+            self.seen.append(data)
+        elif self._script.get("type") == "application/json":
+            self.figures[str(self._script["id"])] = json.loads(data)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return render_html(analyse(write_run(tmp_path_factory.mktemp("run"))))
+
+
+@pytest.fixture(scope="module")
+def page(text: str) -> Page:
+    return Page(text)
+
+
+def test_nothing_is_loaded_from_anywhere(page: Page, text: str) -> None:
+    assert page.loads == []
+    assert "@import" not in text.split("<script", 1)[0]
+    assert "default-src 'none'" in text
+
+
+def test_the_verdict_needs_no_javascript(page: Page) -> None:
+    order = ["This machine has no GPU: this is a CPU comparison.", "VALID", "serves 1.4", "B faster", "Why", "Proof"]
+    places = [page.text.index(part) for part in order]
+    assert places == sorted(places)
+    for part in ("executing the model", "lowest cosine", "abserve compare --preset quick", "Arms, as asked for"):
+        assert part in page.text
+
+
+def test_every_figure_is_valid_plotly_with_known_colours(page: Page, text: str) -> None:
+    assert set(page.figures) == {
+        f"{name}-figure" for name in ("forest", "stages", "latency", "batch-sizes", "batches", "cold-starts", "blocks")
+    }
+    style = text.split("<style>")[1].split("</style>")[0]
+    light, dark = style.split("@media (prefers-color-scheme: dark)")[:2]
+    for figure in page.figures.values():
+        raw = json.dumps(figure)
+        for token in set(TOKEN.findall(raw)):
+            assert f"{token}:" in light
+            assert f"{token}:" in dark
+        views = figure.pop("views")
+        assert isinstance(views, list)
+        data = json.loads(TOKEN.sub("#123456", json.dumps(figure["data"])))
+        layout = json.loads(TOKEN.sub("#123456", json.dumps(figure["layout"])))
+        go.Figure(data=data, layout=layout)
+        for view in views:
+            assert max(view["traces"]) < len(data)
+
+
+def test_what_a_server_calls_itself_is_text(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(pairs=2))
+    name = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    path = tmp_path / "arms.json"
+    arms = json.loads(path.read_text())
+    arms[1]["title"] = name
+    path.write_text(json.dumps(arms))
+    text = render_html(analyse(tmp_path))
+    assert "alert(1)</script>" not in text
+    assert "<img src=x" not in text
+    assert html.escape(name) in text
+    assert Page(text).loads == []
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(pairs=2, state="failed", cut_after=0),
+        Plan(pairs=4, state="running", cut_after=50),
+        Plan(pairs=2, parity_cosine=0.5),
+    ],
+    ids=["no blocks", "killed", "no parity"],
+)
+def test_an_invalid_run_says_so_first(tmp_path: Path, plan: Plan) -> None:
+    page = Page(render_html(analyse(write_run(tmp_path, plan))))
+    assert page.text.index("INVALID") < page.text.index("Proof")
+    assert " VALID" not in page.text.replace("INVALID", "")
