@@ -23,6 +23,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     env: dict[str, str]
     http_url: str
+    grpc_address: str | None = None
+    metrics_url: str | None = None
     model: str
     title: str
     artefact: dict[str, object] | None = None
@@ -52,6 +54,16 @@ class EmbeddedDeployment:
     def url(self) -> str:
         """Where it answers HTTP; valid after `start`."""
         return self._planned().http_url
+
+    @property
+    def grpc_address(self) -> str | None:
+        """Where it answers gRPC, None where it does not; valid after `start`."""
+        return self._planned().grpc_address
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Where its Prometheus metrics are; valid after `start`."""
+        return self._planned().metrics_url
 
     @property
     def title(self) -> str | None:
