@@ -1,0 +1,149 @@
+"""Runs cases one after the other, looks after the server between them, and goes on after a crash where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from time import perf_counter
+
+from loadgen.conformance.case import Case
+from loadgen.conformance.judgement import judge
+from loadgen.conformance.launching import LaunchError
+from loadgen.conformance.memory import MemoryWatch
+from loadgen.conformance.records import (
+    MIB,
+    CaseResult,
+    Fact,
+    MemoryBound,
+    NotApplicableError,
+    Observation,
+    Verdict,
+)
+from loadgen.conformance.sessions import Session, UnavailableSettingError
+from loadgen.conformance.subject import Subject, SubjectError
+
+LIVE_SECONDS = 2.0
+RECOVERY_SECONDS = 30.0
+
+
+class CaseRun:
+    """One run over one session. `stopped` says why it ended early."""
+
+    def __init__(self, session: Session, *, destructive: bool) -> None:
+        """Without `destructive` only cases that cannot hurt a server are sent."""
+        self._session = session
+        self._destructive = destructive
+        self.stopped: str | None = None
+
+    def run(self, cases: Iterable[Case], announce: Callable[[Case], None]) -> tuple[CaseResult, ...]:
+        """In an order that starts few servers; the results in the corpus's order."""
+        results: list[tuple[tuple[int, str], CaseResult]] = []
+        chosen = list(cases)
+        settings = list(dict.fromkeys(case.setting for case in sorted(chosen, key=lambda case: case.order)))
+        settings.sort(key=lambda setting: (setting.own_servers, bool(setting.wishes)))
+        for case in sorted(chosen, key=lambda case: (settings.index(case.setting), case.order)):
+            if self.stopped is None:
+                announce(case)
+                result = self._one(case)
+            else:
+                result = _result(case, Verdict.SKIPPED, reason="the run had ended")
+            results.append((case.order, result))
+        return tuple(result for _, result in sorted(results, key=lambda pair: pair[0]))
+
+    def _one(self, case: Case) -> CaseResult:
+        if case.destructive and not self._destructive:
+            reason = "not sent to a machine that is not this one; --i-own-this-server sends it"
+            return _result(case, Verdict.SKIPPED, reason=reason)
+        try:
+            subject = self._session.subject(case.setting)
+        except UnavailableSettingError as exc:
+            return _result(case, Verdict.SKIPPED, reason=str(exc))
+        except (SubjectError, LaunchError) as exc:
+            self.stopped = str(exc)
+            return _result(case, Verdict.SKIPPED, reason=str(exc))
+        started = perf_counter()
+        try:
+            if case.warm_up is not None:
+                case.warm_up(subject)
+            with MemoryWatch(subject.pids) as memory:
+                observation = self._probe(case, subject)
+        except NotApplicableError as exc:
+            return _result(case, Verdict.NOT_APPLICABLE, reason=str(exc), seconds=perf_counter() - started)
+        except LaunchError as exc:
+            return _result(case, Verdict.SKIPPED, reason=str(exc), seconds=perf_counter() - started)
+        extra: list[Fact] = []
+        crash = None
+        if not case.setting.own_servers:
+            crash, extra = self._look_after(subject)
+        if case.memory is not None and crash is None:
+            extra += _memory_facts(case.memory, memory)
+        verdict, got, reason, not_observed = judge(case, observation, extra)
+        if crash is not None:
+            verdict, reason = Verdict.CRASHED, crash
+        return _result(
+            case, verdict, got=got, reason=reason, not_observed=not_observed, seconds=perf_counter() - started
+        )
+
+    def _probe(self, case: Case, subject: Subject) -> Observation:
+        try:
+            return case.probe(subject)
+        except OSError as exc:
+            # A connection that a probe holds itself was cut; whether the server lives is found out next.
+            return Observation(facts=(Fact("the case could be sent", False, str(exc)),))
+
+    def _look_after(self, subject: Subject) -> tuple[str | None, list[Fact]]:
+        """Why the server is gone, or whether it is live and answers as before."""
+        live = subject.live(LIVE_SECONDS)
+        # Its last words are in its log; the table needs only how it ended.
+        failure = (subject.failure() or "").partition(";")[0] or None
+        if failure is None and not live and subject.http("GET", "/v2/health/live").status == "refused":
+            failure = "nobody listens any more"
+        if failure is not None:
+            if not self._session.restart():
+                self.stopped = f"the server {failure}"
+            return failure, []
+        facts = [Fact("live within 2 s", live, "yes" if live else "no")]
+        if not live and not subject.live(RECOVERY_SECONDS):
+            facts.append(Fact("live within 30 s", False, "no"))
+            if not self._session.restart():
+                self.stopped = "the server does not answer any more"
+            return None, facts
+        difference = subject.golden_difference()
+        facts.append(Fact("golden inference unchanged", difference is None, difference or "yes"))
+        return None, facts
+
+
+def _memory_facts(bound: MemoryBound, watch: MemoryWatch) -> list[Fact]:
+    facts = []
+    if bound.retained_bytes is not None:
+        facts.append(_bounded("growth", watch.retained_growth_bytes(bound.retained_bytes), bound.retained_bytes))
+    if bound.peak_bytes is not None:
+        facts.append(_bounded("peak growth", watch.peak_growth_bytes, bound.peak_bytes))
+    return facts
+
+
+def _bounded(name: str, growth: int | None, bound: int) -> Fact:
+    if growth is None:
+        return Fact(f"memory {name}", None, "the server's memory cannot be read; use --launch or --pid")
+    return Fact(f"memory {name} < {bound / MIB:g} MiB", growth < bound, f"{growth / MIB:+.1f} MiB")
+
+
+def _result(
+    case: Case,
+    verdict: Verdict,
+    *,
+    got: str = "",
+    reason: str = "",
+    not_observed: Iterable[str] = (),
+    seconds: float = 0.0,
+) -> CaseResult:
+    return CaseResult(
+        number=case.number,
+        title=case.title,
+        door=case.door.value,
+        expected=case.describe(),
+        got=got,
+        verdict=verdict,
+        reason=reason,
+        not_observed=tuple(not_observed),
+        seconds=round(seconds, 3),
+    )
