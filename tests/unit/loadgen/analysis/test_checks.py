@@ -198,7 +198,9 @@ def test_a_failed_cell_leaves_the_other_cells_their_verdict(tmp_path: Path) -> N
 def test_failed_parity_leaves_no_verdict_at_all(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(parity_cosine=0.91, **SMALL)))
     assert {c.verdict for c in result.comparisons} == {"invalid"}
-    assert result.verdict.headline.startswith("No verdict: “both arms give the same answers” failed: 4 of 4 cases disagree")
+    assert result.verdict.headline.startswith(
+        "No verdict: “both arms give the same answers” failed: 4 of 4 cases disagree"
+    )
 
 
 def test_without_its_data_no_check_is_ok(tmp_path: Path) -> None:
