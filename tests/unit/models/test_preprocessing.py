@@ -47,7 +47,9 @@ def test_a_photograph_equals_open_clips_transform_bit_for_bit(path: Path, specif
 
 
 @pytest.mark.parametrize(
-    "size", [(224, 224), (225, 224), (224, 301), (1, 1), (3, 700), (449, 449), (223, 1000), (641, 479)], ids=str
+    "size",
+    [(224, 224), (225, 224), (227, 224), (224, 231), (224, 301), (1, 1), (3, 700), (449, 449), (223, 1000), (641, 479)],
+    ids=str,
 )
 def test_odd_sizes_round_as_open_clip_rounds(size: tuple[int, int], specification: ModelSpecification) -> None:
     data = jpeg(gradient(*size), quality=90)
