@@ -104,5 +104,6 @@ def _cumulated(histogram: Histogram, unit: float) -> Iterator[tuple[str, float]]
     total = 0
     for bound, count in zip(histogram.bounds, histogram.counts, strict=False):
         total += count
-        yield floatToGoString(float(f"{bound / unit:.6g}")), total
+        rounded = float(f"{bound / unit:.6g}")
+        yield floatToGoString(rounded), total  # type: ignore[no-untyped-call]  # the client library has no types here
     yield "+Inf", total + histogram.counts[-1]

@@ -145,6 +145,27 @@ def test_every_cut_of_a_pipelined_stream_gives_the_same_answers(null_server):
         assert received.count(PIXELS[:512].tobytes()) == 2, cuts
 
 
+def test_small_pipelined_requests_in_one_read_are_answered_in_order(null_server):
+    tensor = {"name": "pixel_values", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
+    stream = b""
+    for name in ("pixel_values", "wrong", "pixel_values"):
+        body = json.dumps({"inputs": [{**tensor, "name": name}]}).encode()
+        stream += f"POST {MODEL}/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    stream += b"GET /v2 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    for step in (len(stream), 7):
+        with socket.create_connection(("127.0.0.1", null_server.port), timeout=20) as connection:
+            for start in range(0, len(stream), step):
+                connection.sendall(stream[start : start + step])
+            received = b""
+            while part := connection.recv(65536):
+                received += part
+        answers = received.split(b"HTTP/1.1 ")[1:]
+        assert [answer[:3] for answer in answers] == [b"400", b"400", b"400", b"200"]
+        expected = (b"unexpected shape", b"unexpected inference input 'wrong'", b"unexpected shape", b"abserve-native")
+        for answer, text in zip(answers, expected, strict=True):
+            assert text in answer
+
+
 def test_a_client_that_expects_100_continue_gets_it(null_server):
     body, length = binary_body()
     with socket.create_connection(("127.0.0.1", null_server.port), timeout=20) as connection:
