@@ -254,11 +254,24 @@ def reason_against(checks: Sequence[Check], scenario: str) -> str | None:
     return "; ".join(complaint(check) for check in covering) or None
 
 
-def complaint(check: Check) -> str:
-    """A check that is not ok, in words: its title says what should be, so it is quoted and denied."""
+def complaint(check: Check, scopes: Sequence[str] = ()) -> str:
+    """A check that is not ok, in words: its title says what should be, so it is quoted and denied.
+
+    `scopes` are those of all checks that the sentence stands for; it quotes the detail of the first.
+    """
     outcome = "is unknown" if check.ok is None else "failed"
-    covers = "" if check.scope in (RUN, PLAN) else f" in {check.scope.removeprefix('cell ')}"
-    return f"“{check.title}” {outcome}{covers}: {check.detail}"
+    cells = [scope.removeprefix("cell ") for scope in scopes or (check.scope,) if scope not in (RUN, PLAN)]
+    covers = "" if not cells else f" in {cells[0]}" if len(cells) == 1 else f" in {len(cells)} scenarios"
+    example = f"{cells[0]}: " if len(cells) > 1 else ""
+    return f"“{check.title}” {outcome}{covers}: {example}{check.detail}"
+
+
+def complaints(checks: Sequence[Check]) -> tuple[str, ...]:
+    """One sentence for each check that takes a verdict away, whatever the number of scenarios in which it does."""
+    groups: dict[tuple[str, bool | None], list[Check]] = {}
+    for check in invalidating(checks):
+        groups.setdefault((check.name, check.ok), []).append(check)
+    return tuple(complaint(group[0], [check.scope for check in group]) for group in groups.values())
 
 
 def in_order(checks: Sequence[Check]) -> tuple[Check, ...]:

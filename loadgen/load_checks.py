@@ -27,12 +27,15 @@ def check_load(
     cells: Sequence[CellSummary],
     accounts: Sequence[StageAccount],
 ) -> list[Check]:
-    """All checks of one cell after the other."""
+    """All checks of one cell after the other; of a cell in which no block ran, that it is not complete."""
     checks: list[Check] = []
     for cell in run.experiment.cells:
         if cell.scenario == "cold-start":
             continue
         own = [block for block in blocks if block.cell == cell.name]
+        if not own:
+            checks.append(_complete(run, cell, own))
+            continue
         summaries = {summary.label: summary for summary in cells if summary.cell == cell.name}
         checks += [
             _errors(run, cell, own),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loadgen.checks import Check, CheckName, complaint, invalidating
+from loadgen.checks import Check, CheckName, complaint, complaints, invalidating
 from loadgen.comparisons import METRICS, Comparison, Outcome
 from loadgen.quantities import inverse, measured, number, ratio, ratio_interval, sentence, share, signed_ms
 from loadgen.records import Cell, Experiment, Record
@@ -44,7 +44,7 @@ class Verdict(Record, frozen=True, kw_only=True):
     """The most loaded scenario; its reasons stand for the others where there is room for one."""
     scenarios: tuple[ScenarioVerdict, ...]
     failed: tuple[str, ...]
-    """Each failed check that took a verdict away, with what it covers."""
+    """Each check that took a verdict away, with what it covers."""
     caveats: tuple[str, ...]
 
 
@@ -66,7 +66,7 @@ def reach_verdict(
         headline=_headline(experiment, titles, comparisons, failed),
         main_scenario=_main_scenario(experiment, scenarios),
         scenarios=scenarios,
-        failed=tuple(complaint(check) for check in failed),
+        failed=complaints(checks),
         caveats=_caveats(checks),
     )
 
