@@ -11,7 +11,7 @@ MAX_DECIMALS = 4
 def number(value: float, digits: int = 3) -> str:
     """`value` to so many significant digits, thousands separated, never in exponent form."""
     if value == 0.0 or not math.isfinite(value):
-        return f"{value:.0f}"
+        return f"{abs(value):.0f}"
     decimals = digits - 1 - math.floor(math.log10(abs(value)))
     return f"{round(value, decimals):,.{max(decimals, 0)}f}"
 

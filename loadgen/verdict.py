@@ -137,7 +137,7 @@ def _headline(
     stands = ""
     if len(usable) < len(leading):
         stands = (
-            f"No verdict on {len(leading) - len(usable)} of {len(leading)} scenarios, see the failed checks; else: "
+            f"No verdict on {len(leading) - len(usable)} of {len(leading)} scenarios, see the failed checks; otherwise: "
         )
     elif failed:
         stands = "The run is not valid as a whole, see the failed checks; in what stands: "

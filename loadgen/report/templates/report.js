@@ -46,7 +46,9 @@
     holder.textContent = "";
     Plotly.newPlot(holder, resolved(data, style), resolved(layout, style), {
       responsive: true, displaylogo: false, displayModeBar: "hover",
-      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+      // Listed one by one: Plotly's own set has a button that uploads the chart to its makers' service.
+      modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"]],
+      plotlyServerURL: "",
       toImageButtonOptions: { format: "svg", filename: "abserve-" + holder.id },
     });
   }

@@ -64,6 +64,13 @@ def test_nothing_is_loaded_from_anywhere(page: Page, text: str) -> None:
     assert "default-src 'none'" in text
 
 
+def test_no_button_uploads_the_measurements(text: str) -> None:
+    """Plotly's default bar has "Share chart…", which sends the data to its makers' service."""
+    script = text.rsplit("<script>", 1)[1]
+    assert "modeBarButtons:" in script
+    assert "loud" not in script
+
+
 def test_the_verdict_needs_no_javascript(page: Page) -> None:
     order = ["This machine has no GPU: this is a CPU comparison.", "VALID", "serves 1.4", "B faster", "Why", "Proof"]
     places = [page.text.index(part) for part in order]
