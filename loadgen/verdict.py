@@ -135,10 +135,9 @@ def _headline(
     if not usable:
         return f"No verdict: {complaint(failed[0])}." if failed else "No verdict."
     stands = ""
-    if len(usable) < len(leading):
-        stands = (
-            f"No verdict on {len(leading) - len(usable)} of {len(leading)} scenarios, see the failed checks; otherwise: "
-        )
+    lost = len(leading) - len(usable)
+    if lost:
+        stands = f"No verdict on {lost} of {len(leading)} scenarios, see the failed checks; otherwise: "
     elif failed:
         stands = "The run is not valid as a whole, see the failed checks; in what stands: "
     loads = [c for c in usable if c.metric == "throughput"] or usable
