@@ -1,0 +1,263 @@
+"""The lean tower executed by our Triton kernels on an NVIDIA GPU, five kernels a block, into static buffers."""
+
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from servers.engines.vit import product_kernel as products
+from servers.engines.vit.attention_kernel import attention_kernel, class_attention_kernel
+from servers.engines.vit.device_weights import FusedWeights, ProductWeights, Signature
+from servers.engines.vit.plans import Plan, Tile
+from servers.engines.vit.token_kernels import first_tokens_kernel, patches_kernel, row_kernel
+from servers.engines.vit.weights import TowerShape
+
+MAX_CHUNKS = 64
+
+
+class Workspace:
+    """Activations for up to `images` images; every batch size may use it, one at a time."""
+
+    def __init__(self, shape: TowerShape, images: int, device: torch.device) -> None:
+        def half(rows: int, columns: int) -> Tensor:
+            return torch.zeros(rows, columns, device=device, dtype=torch.float16)
+
+        rows = self.capacity = images * shape.tokens
+        self.images = images
+        self.x = half(rows, shape.width)
+        self.packed = half(rows, 3 * shape.width)
+        self.mixed = half(rows, shape.width)
+        self.normalised = half(rows, shape.width)
+        self.hidden = half(rows, max(shape.mlp_width, shape.patch_elements))
+        self.class_x = half(images, shape.width)
+        self.statistics = torch.zeros(2 * MAX_CHUNKS * rows, device=device)
+        self.arrivals = torch.zeros(4096, device=device, dtype=torch.int32)
+
+
+class FusedVisionTower:
+    """One batch size of the fused tower. `run` only enqueues kernels: it can be captured in a CUDA graph.
+
+    Capture needs one call before, which compiles. Not thread-safe; two of these must not run at once on one workspace.
+    """
+
+    def __init__(self, weights: FusedWeights, workspace: Workspace, images: int, plan: Plan) -> None:
+        if images > workspace.images:
+            raise ValueError(f"{images} images do not fit a workspace for {workspace.images}")
+        self.weights, self.space, self.images, self.plan = weights, workspace, images, plan
+        shape = weights.shape
+        for tile, n in ((plan.attention_out, shape.width), (plan.mlp_out, shape.width)):
+            if tile is not None and n // tile.columns > MAX_CHUNKS:
+                raise ValueError(f"{tile} leaves more than {MAX_CHUNKS} chunks of statistics a row")
+        self._chunks = 0
+        self._pending: Tensor | None = None  # a bias that cuBLAS has not added yet
+        self.partial = torch.zeros(self._partial_elements(), device=weights.device)
+
+    def run(self, pixels: Tensor, out: Tensor) -> None:
+        """Pixels (see `LeanVisionTower`), n = `images`, to `out` [n, output_width], FP32 or FP16."""
+        shape, space, plan = self.weights.shape, self.space, self.plan
+        tokens = self.images * shape.tokens
+        x = space.x[:tokens]
+        self._first_tokens(pixels, x)
+        last = len(self.weights.blocks) - 1
+        for index, (qkv, attention_out, mlp_in, mlp_out) in enumerate(self.weights.blocks):
+            packed = space.packed[:tokens]
+            self._product(x, qkv, packed, plan.qkv, norm=True)
+            if index < last:
+                mixed, stride = space.mixed[:tokens], shape.width
+                names = (plan.attention_out, plan.mlp_in, plan.mlp_out)
+                self._attention(attention_kernel, packed, mixed)
+                residual = x
+            else:
+                # Only the class token is read from the last block.
+                mixed, stride = space.mixed[: self.images], shape.width * shape.tokens
+                names = (plan.class_attention_out, plan.class_mlp_in, plan.class_mlp_out)
+                self._attention(class_attention_kernel, packed, mixed)
+                residual, x = x, space.class_x[: self.images]
+            hidden = space.hidden.view(-1)[: x.shape[0] * shape.mlp_width].view(-1, shape.mlp_width)
+            self._product(mixed, attention_out, x, names[0], residual=residual, residual_stride=stride)
+            self._product(x, mlp_in, hidden, names[1], norm=True, activation=2 if shape.quick_gelu else 1)
+            self._product(hidden, mlp_out, x, names[2], residual=x, residual_stride=shape.width)
+        self._product(x, self.weights.head, out, plan.head, norm=True)
+
+    def _first_tokens(self, pixels: Tensor, x: Tensor) -> None:
+        shape, space = self.weights.shape, self.space
+        signature = Signature.of(pixels)
+        weights, position = self.weights.patch(signature)
+        rows = self.images * (shape.tokens - 1)
+        patches = space.hidden.view(-1)[: rows * shape.patch_elements].view(rows, -1)
+        block = 2048
+        patches_kernel[(triton.cdiv(patches.numel(), block),)](
+            pixels,
+            patches,
+            self.images,
+            IMAGE=shape.image_size,
+            PATCH=shape.patch_size,
+            INTERLEAVED=signature.interleaved,
+            BYTES=signature.raw,
+            BLOCK=block,
+            **self._launch(4),
+        )
+        embedded = space.mixed[:rows]
+        self._product(patches, weights, embedded, self.plan.patch)
+        self._chunks = shape.width // self.plan.mlp_out.columns if self.plan.mlp_out else 1
+        first_tokens_kernel[(x.shape[0],)](
+            embedded,
+            position,
+            self.weights.class_row,
+            self.weights.gain,
+            self.weights.offset,
+            x,
+            space.statistics,
+            space.capacity,
+            TOKENS=shape.tokens,
+            WIDTH=shape.width,
+            CHUNKS=self._chunks,
+            EPSILON=shape.epsilon,
+            **self._launch(4),
+        )
+
+    def _attention(self, kernel: triton.JITFunction, packed: Tensor, mixed: Tensor) -> None:
+        shape = self.weights.shape
+        kernel[(self.images * shape.heads,)](
+            packed,
+            mixed,
+            TOKENS=shape.tokens,
+            PADDED=triton.next_power_of_2(shape.tokens),
+            HEADS=shape.heads,
+            WIDTH=shape.head_width,
+            **self._launch(self.plan.attention_warps),
+        )
+
+    def _product(
+        self,
+        a: Tensor,
+        weights: ProductWeights,
+        out: Tensor,
+        tile: Tile | None,
+        *,
+        norm: bool = False,
+        activation: int = 0,
+        residual: Tensor | None = None,
+        residual_stride: int = 0,
+    ) -> None:
+        """out = activation(LN?(a) Wᵀ + bias) + residual; a residual leaves statistics, or a bias still to be added."""
+        if norm:
+            a = self._normalised_or_raw(a, foreign=tile is None)
+        if tile is None:
+            self._foreign_product(a, weights, out, activation, residual)
+            return
+        space, (n, k) = self.space, weights.sizes
+        rows = a.shape[0]
+        descriptors = tile.descriptors
+        tiles = triton.cdiv(rows, tile.rows) * (n // tile.columns)
+        products.product_kernel[(tiles * tile.split,)](
+            TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]) if descriptors else a,
+            TensorDescriptor.from_tensor(weights.weight, [tile.columns, tile.depth]) if descriptors else weights.weight,
+            weights.weight,
+            weights.weight if weights.bias is None else weights.bias,
+            weights.row_sums,
+            space.statistics,
+            out if residual is None else residual,
+            out,
+            space.statistics,
+            self.partial,
+            space.arrivals,
+            rows,
+            space.capacity,
+            residual_stride,
+            N=n,
+            K=k,
+            BM=tile.rows,
+            BN=tile.columns,
+            BK=tile.depth,
+            GROUP=tile.group,
+            SPLIT=tile.split,
+            BIAS=weights.bias is not None,
+            NORM=norm,
+            CHUNKS=self._chunks if norm else 1,
+            EPSILON=self.weights.shape.epsilon,
+            ACTIVATION=activation,
+            RESIDUAL=residual is not None,
+            STATISTICS=residual is not None,
+            TMA=descriptors,
+            **self._launch(tile.warps, tile.stages),
+        )
+        if residual is not None:
+            self._chunks = n // tile.columns
+
+    def _foreign_product(
+        self, a: Tensor, weights: ProductWeights, out: Tensor, activation: int, residual: Tensor | None
+    ) -> None:
+        weight = weights.weight.t()
+        if residual is not None:
+            if residual is not out:
+                out.copy_(residual[:: self.weights.shape.tokens])
+            out.addmm_(a, weight)
+            self._pending, self._chunks = weights.bias, 0
+        elif weights.bias is None:
+            torch.mm(a, weight, out=out)
+        elif out.dtype != a.dtype:
+            out.copy_(torch.addmm(weights.bias, a, weight))
+        else:
+            torch.addmm(weights.bias, a, weight, out=out)
+        if activation == 1:
+            torch.ops.aten.gelu_(out)
+        elif activation == 2:
+            out.mul_(torch.sigmoid(1.702 * out))
+
+    def _normalised_or_raw(self, x: Tensor, *, foreign: bool) -> Tensor:
+        """What the next product reads: normalised rows for cuBLAS, the rows with their statistics for ours."""
+        if not foreign and self._pending is None:
+            return x
+        space, width = self.space, self.weights.shape.width
+        normalised = space.normalised[: x.shape[0]]
+        row_kernel[(x.shape[0],)](
+            x,
+            x if self._pending is None else self._pending,
+            x,
+            normalised,
+            space.statistics,
+            space.capacity,
+            width,
+            WIDTH=width,
+            CHUNKS=0 if foreign else 1,
+            EPSILON=self.weights.shape.epsilon,
+            BIAS=self._pending is not None,
+            NORMALISED=foreign,
+            **self._launch(4),
+        )
+        self._pending = None
+        if foreign:
+            return normalised
+        self._chunks = 1
+        return x
+
+    def _launch(self, warps: int, stages: int = 1) -> dict[str, int | bool]:
+        options: dict[str, int | bool] = {"PDL": self.plan.overlap, "num_warps": warps, "num_stages": stages}
+        if self.plan.overlap:
+            options["launch_pdl"] = True
+        return options
+
+    def _partial_elements(self) -> int:
+        """Scratch of the largest split product, FP32 elements."""
+        shape, plan = self.weights.shape, self.plan
+        tokens = self.images * shape.tokens
+        sizes = (
+            (plan.patch, tokens, shape.width),
+            (plan.qkv, tokens, 3 * shape.width),
+            (plan.attention_out, tokens, shape.width),
+            (plan.mlp_in, tokens, shape.mlp_width),
+            (plan.mlp_out, tokens, shape.width),
+            (plan.class_attention_out, self.images, shape.width),
+            (plan.class_mlp_in, self.images, shape.mlp_width),
+            (plan.class_mlp_out, self.images, shape.width),
+            (plan.head, self.images, shape.output_width),
+        )
+        return max(
+            triton.cdiv(rows, tile.rows) * tile.rows * n * tile.split if tile and tile.split > 1 else 0
+            for tile, rows, n in sizes
+        )

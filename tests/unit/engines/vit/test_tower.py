@@ -1,0 +1,72 @@
+"""The lean tower computes open_clip's function: same weights, FP32, tight tolerance."""
+
+from __future__ import annotations
+
+import open_clip
+import pytest
+import torch
+from open_clip.transformer import VisionTransformer
+
+from servers.engines.vit.tower import LeanVisionTower
+from servers.engines.vit.weights import CLIP_MEAN, CLIP_STD, UnsupportedTowerError, read_shape
+
+
+def _loud(module: torch.nn.Module) -> torch.nn.Module:
+    """Every bias, gain and position away from its initial 0 or 1, where a mistake in folding would not show."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return module.eval()
+
+
+@pytest.fixture(scope="module", params=["ViT-B-32", "ViT-B-32-quickgelu"])
+def visual(request: pytest.FixtureRequest) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return _loud(open_clip.create_model(request.param, pretrained=None).visual)
+
+
+def _relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((out.double() - reference.double()).norm() / reference.double().norm())
+
+
+@torch.no_grad()
+def test_floats_and_bytes_in_either_layout_match_open_clip(visual: torch.nn.Module) -> None:
+    raw = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    mean, std = (torch.tensor(values)[:, None, None] for values in (CLIP_MEAN, CLIP_STD))
+    pixels = (raw / 255 - mean) / std
+    reference = visual(pixels)
+    tower = LeanVisionTower.from_open_clip(visual)
+    assert _relative_error(tower(pixels), reference) < 3e-6
+    assert _relative_error(tower(raw), reference) < 3e-6
+    assert torch.equal(tower(raw.permute(0, 2, 3, 1).contiguous()), tower(raw))
+    # The tolerance discriminates: one gain of the last block off by 1 % is seen.
+    tower.blocks[-1].mlp_in.weight[:, 5].mul_(1.01)
+    assert _relative_error(tower(pixels), reference) > 3e-6
+
+
+@torch.no_grad()
+def test_the_tower_owns_its_weights_and_leaves_the_module_alone(visual: torch.nn.Module) -> None:
+    before = {name: value.clone() for name, value in visual.state_dict().items()}
+    tower = LeanVisionTower.from_open_clip(visual)
+    for tensor in (*tower.parameters(), *tower.buffers()):
+        tensor.zero_()
+    assert all(torch.equal(value, before[name]) for name, value in visual.state_dict().items())
+
+
+def test_the_shape_is_that_of_the_module(visual: torch.nn.Module) -> None:
+    shape = read_shape(visual)
+    assert (shape.tokens, shape.width, shape.heads, shape.layers, shape.mlp_width) == (50, 768, 12, 12, 3072)
+    assert (shape.output_width, shape.patch_elements, shape.head_width, shape.epsilon) == (512, 3072, 64, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"pool_type": "avg"}, {"ls_init_value": 0.1}, {"no_ln_pre": True}, {"output_tokens": True}]
+)
+def test_a_tower_that_computes_something_else_is_refused(options: dict[str, object]) -> None:
+    visual = VisionTransformer(
+        image_size=64, patch_size=32, width=64, layers=1, heads=1, mlp_ratio=4.0, output_dim=16, **options
+    )
+    with pytest.raises(UnsupportedTowerError, match="mode eager"):
+        LeanVisionTower.from_open_clip(visual)
