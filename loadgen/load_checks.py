@@ -16,6 +16,7 @@ from loadgen.summaries import BlockSummary, CellSummary
 GENERATOR_CPU_LIMIT = 0.90
 SEND_LAG_LIMIT = 0.02
 WARM_UP_LIMIT = 0.02
+WARM_UP_ERRORS = 4.0
 BATCHED_LIMIT = 1.1
 QUEUE_SHARE_LIMIT = 0.05
 OVERLAP_LIMIT = -0.02
@@ -147,21 +148,33 @@ def _send_lag(cell: Cell, blocks: Sequence[BlockSummary]) -> Check:
 
 
 def _warm_up(cell: Cell, blocks: Sequence[BlockSummary]) -> Check:
-    means: dict[str, float] = {}
+    """The mean cost over an arm's blocks, against the limit and against the noise: both must be exceeded."""
+    costs: dict[str, tuple[float, float]] = {}
     for label in ("a", "b"):
-        lost = [b.warm_up_share for b in blocks if b.label == label and b.complete and b.warm_up_share is not None]
+        own = [b for b in blocks if b.label == label and b.complete]
+        lost = [b.warm_up_share for b in own if b.warm_up_share is not None]
+        errors = [b.warm_up_error_share for b in own if b.warm_up_error_share is not None]
         if lost:
-            means[label] = float(np.mean(lost))
-    worst = max(means, key=lambda label: means[label], default=None)
+            costs[label] = (float(np.mean(lost)), float(np.sqrt(np.sum(np.square(errors)))) / len(errors))
+    worst = max(costs, key=lambda label: costs[label][0] - WARM_UP_ERRORS * costs[label][1], default=None)
+    if worst is None:
+        return make_check(
+            CheckName.WARM_UP,
+            None,
+            scope=cell_scope(cell.name),
+            threshold=WARM_UP_LIMIT,
+            detail="too few requests to tell",
+        )
+    cost, error = costs[worst]
+    slow = cost > WARM_UP_LIMIT and cost > WARM_UP_ERRORS * error
+    noisy = "" if slow or cost <= WARM_UP_LIMIT else f", within the noise (standard error {share(error)})"
     return make_check(
         CheckName.WARM_UP,
-        None if worst is None else means[worst] <= WARM_UP_LIMIT,
+        not slow,
         scope=cell_scope(cell.name),
-        value=means[worst] if worst else None,
+        value=cost,
         threshold=WARM_UP_LIMIT,
-        detail="too few requests to tell"
-        if worst is None
-        else f"slow first requests cost {worst.upper()} {share(max(means[worst], 0.0))} of its time",
+        detail=f"slow first requests cost {worst.upper()} {share(max(cost, 0.0))} of its time{noisy}",
     )
 
 

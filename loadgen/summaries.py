@@ -66,7 +66,9 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     """How much later than the schedule wanted requests left; 0 in a closed loop."""
     send_lag_max_ms: float | None
     warm_up_share: float | None
-    """Time lost to slow first requests as a share of the block's user time; see `warm_up_share`."""
+    """Time lost to slow first requests as a share of the block's user time; see `warm_up_cost`."""
+    warm_up_error_share: float | None
+    """Standard error of `warm_up_share` by the noise of the other requests."""
     generator_cpu_share: float | None
     """Of one core."""
     server_cpu_cores: float | None
@@ -136,11 +138,12 @@ def throughput_per_s(samples: Samples) -> float | None:
     return items / ((end - start) / NS_PER_S) if items > 0.0 else None
 
 
-def warm_up_share(samples: Samples) -> float | None:
-    """How much of a block's user time its first requests lost against the median of the others.
+def warm_up_cost(samples: Samples) -> tuple[float, float] | None:
+    """How much of a block's user time its first requests lost against the mean of the others, with its standard error.
 
-    Sum over the first max(users, 5) requests of (latency − median of the rest), over users × duration. This is the
-    relative error that missing warm-up can have put into the throughput. None with fewer than 20 good answers.
+    Sum over the first max(users, 5) requests of (latency − mean of the rest), over users × duration. This is the
+    relative error that missing warm-up can have put into the throughput. The error is of that sum if the first
+    requests were like the rest and all independent. None with fewer than 20 good answers.
     """
     answered = np.sort(good(samples), order="intended_ns")
     users = len(np.unique(answered["user"]))
@@ -148,9 +151,12 @@ def warm_up_share(samples: Samples) -> float | None:
     if len(answered) < max(20, 2 * first):
         return None
     latency = latencies_ms(answered)
-    lost_ms = float(np.sum(latency[:first] - np.median(latency[first:])))
+    rest = latency[first:]
     duration_ms = (int(answered["end_ns"].max()) - int(answered["intended_ns"].min())) / NS_PER_MS
-    return lost_ms / (users * duration_ms) if duration_ms > 0 else None
+    if duration_ms <= 0.0:
+        return None
+    error_ms = float(np.std(rest, ddof=1)) * float(np.sqrt(first * (1.0 + first / len(rest))))
+    return float(np.sum(latency[:first] - np.mean(rest))) / (users * duration_ms), error_ms / (users * duration_ms)
 
 
 def summarise_latency(values_ms: np.ndarray[tuple[int], np.dtype[np.float64]]) -> LatencySummary:
@@ -186,7 +192,7 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         full_load = (end - begin) / (last - begin) if last > begin else None
         lags_ms = (samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS
         lag, largest_lag = percentile(lags_ms, 0.99), float(lags_ms.max())
-        warm = warm_up_share(samples)
+        warm = warm_up_cost(samples)
     answered = good(samples) if samples is not None else None
     return BlockSummary(
         index=record.index,
@@ -205,7 +211,8 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         latency=summarise_latency(latencies_ms(answered) if answered is not None else np.empty(0)),
         send_lag_p99_ms=lag,
         send_lag_max_ms=largest_lag,
-        warm_up_share=warm,
+        warm_up_share=warm[0] if warm else None,
+        warm_up_error_share=warm[1] if warm else None,
         generator_cpu_share=record.generator_cpu_ns / window_ns if window_ns > 0 else None,
         server_cpu_cores=record.server_cpu_ns / window_ns
         if record.server_cpu_ns is not None and window_ns > 0

@@ -74,8 +74,8 @@ def simulate(
                     throughput_per_s=100.0 / seconds, full_load_share=1.0,
                     latency=LatencySummary(samples=700, mean_ms=p50, p50_ms=p50, p90_ms=p90, p95_ms=p90, p99_ms=p99,
                                            p99_9_ms=None),
-                    send_lag_p99_ms=0.0, send_lag_max_ms=0.0, warm_up_share=0.0, generator_cpu_share=0.1,
-                    server_cpu_cores=1.0, request_bytes=1.0, response_bytes=1.0, note=None,
+                    send_lag_p99_ms=0.0, send_lag_max_ms=0.0, warm_up_share=0.0, warm_up_error_share=0.0,
+                    generator_cpu_share=0.1, server_cpu_cores=1.0, request_bytes=1.0, response_bytes=1.0, note=None,
                 )
             )  # fmt: skip
     return compare_all(plan, blocks, [])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loadgen.samples import SAMPLE_DTYPE, Samples
-from loadgen.summaries import full_load_window, good, latencies_ms, throughput_per_s, warm_up_share
+from loadgen.summaries import full_load_window, good, latencies_ms, throughput_per_s, warm_up_cost
 
 
 def samples(rows: list[tuple[float, float, int]], batch: int = 1) -> Samples:
@@ -54,7 +54,23 @@ def test_latency_counts_from_the_intended_start() -> None:
 
 def test_slow_first_requests_are_weighed_by_the_time_they_cost() -> None:
     warm = samples([(10.0 * i, 10.0 * i + 10.0, 0) for i in range(100)])
-    assert warm_up_share(warm) == pytest.approx(0.0)
+    assert warm_up_cost(warm) == pytest.approx((0.0, 0.0))
     cold = samples([(0, 510, 0)] + [(500 + 10.0 * i, 510 + 10.0 * i, 0) for i in range(1, 100)])
-    assert warm_up_share(cold) == pytest.approx(500 / 1500, rel=0.01)
-    assert warm_up_share(warm[:10]) is None
+    found = warm_up_cost(cold)
+    assert found is not None
+    assert found[0] == pytest.approx(500 / 1500, rel=0.01)
+    assert warm_up_cost(warm[:10]) is None
+
+
+def test_noise_alone_is_not_taken_for_a_cold_server() -> None:
+    """Latencies that vary by half, 20 requests a block: the cost stays within four of its errors."""
+    rng = np.random.default_rng(8)
+    scores = []
+    for _ in range(2000):
+        ends = np.cumsum(rng.lognormal(2.0, 0.5, size=20))
+        rows = [(float(start), float(end), 0) for start, end in zip(np.r_[0.0, ends[:-1]], ends, strict=True)]
+        cost = warm_up_cost(samples(rows))
+        assert cost is not None
+        scores.append(cost[0] / cost[1])
+    assert abs(np.mean(scores)) < 0.35
+    assert np.mean(np.array(scores) > 4.0) < 0.02
