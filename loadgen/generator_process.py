@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar
 
 import msgspec
 
+from loadgen.deployment.command import OWN_MODULE
 from loadgen.deployment.process import ChildProcess
 from loadgen.generator_messages import (
     Abort,
@@ -37,7 +37,7 @@ class GeneratorProcess:
     """One long-lived generator. Not thread-safe: one command at a time."""
 
     def __init__(self, log_path: Path) -> None:
-        self._process = ChildProcess([sys.executable, "-m", "loadgen.generator"], log_path=log_path, pipes=True)
+        self._process = ChildProcess([*OWN_MODULE, "loadgen.generator"], log_path=log_path, pipes=True)
         self._unread = b""
 
     def prepare(self, command: Prepare, *, timeout_s: float = 300.0) -> Prepared:

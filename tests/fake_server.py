@@ -37,6 +37,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--delay-ms", type=float, default=0)
     parser.add_argument("--drop-every", type=int, default=0, help="close without an answer, every Nth inference")
     parser.add_argument("--error-every", type=int, default=0, help="503, every Nth inference")
+    parser.add_argument("--good-first", type=int, default=0, help="inferences before any drop or error")
     parser.add_argument("--die-after", type=int, default=0, help="exit at once at the Nth inference")
     parser.add_argument("--wrong", action="store_true", help="another function altogether")
     parser.add_argument("--wrong-batches", action="store_true", help="rows of a batch are mixed up")
@@ -124,9 +125,10 @@ class FakeServer:
             os._exit(9)
         if settings.delay_ms:
             await asyncio.sleep(settings.delay_ms / 1000)
-        if settings.drop_every and number % settings.drop_every == 0:
+        number = max(0, number - settings.good_first)
+        if number and settings.drop_every and number % settings.drop_every == 0:
             return None
-        if settings.error_every and number % settings.error_every == 0:
+        if number and settings.error_every and number % settings.error_every == 0:
             return 503, {}, b'{"error": "the queue is full"}'
         length = int(headers["inference-header-content-length"])
         shape = json.loads(body[:length])["inputs"][0]["shape"]

@@ -1,0 +1,98 @@
+"""Runs on the fake server: an experiment small enough for seconds, and what stands in for `abserve`."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from loadgen.records import ArmRequest, Cell, Experiment
+
+FAKE = Path(__file__).parents[2] / "fake_server.py"
+FAKE_ABSERVE = (sys.executable, str(FAKE))
+DEADLINE_S = 30.0
+
+
+def await_true(condition: Callable[[], object], what: str, seconds: float = DEADLINE_S) -> None:
+    """Wait for a condition, not for a time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
+        time.sleep(0.01)
+
+
+def make_experiment(
+    *, cells: tuple[Cell, ...] | None = None, b_settings: dict[str, str] | None = None, **changes: object
+) -> Experiment:
+    """Two fake servers, a single and a concurrent cell, two pairs each."""
+    single = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, pairs=2)
+    concurrent = Cell(
+        scenario="concurrent", batch_size=1, concurrency=4, requests=20, seconds=0.1, max_seconds=5.0, pairs=2
+    )
+    fields: dict[str, object] = {
+        "a": ArmRequest(label="a", target="native"),
+        "b": ArmRequest(label="b", target="triton", settings=b_settings or {}),
+        "model": "openclip_vit_b32",
+        "weights": "random:0",
+        "payload": "fp32",
+        "transport": "http",
+        "cells": cells or (single, concurrent),
+        "preset": "quick",
+        "seed": 1,
+        "equivalence_margin": 0.05,
+        "threads": 0,
+    }
+    return Experiment(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def descendants() -> set[str]:
+    """Command lines of everything that this test process has started and that still lives."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(" ".join(process.cmdline()))
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.fixture
+def no_process_left() -> Iterator[None]:
+    """Fails when the test leaves a server or a generator behind."""
+    before = descendants()
+    yield
+    await_true(lambda: descendants() <= before, f"processes left: {descendants() - before}", 5.0)
+
+
+@pytest.fixture
+def fake_url() -> Iterator[Callable[..., str]]:
+    """Starts fake servers with options; returns their URL once they listen."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(*options: str) -> str:
+        process = subprocess.Popen([sys.executable, str(FAKE), *options], stdout=subprocess.PIPE)
+        running.append(process)
+        assert process.stdout is not None
+        port = process.stdout.readline().split()[-1].decode()
+        return f"http://127.0.0.1:{port}"
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture
+def unused_url() -> str:
+    """Where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
