@@ -7,15 +7,19 @@ import typer
 
 from servers.doctor import doctor
 from servers.export.command import export, triton_repo
+from servers.gpu.command import gpu_exporter, gpu_info
 from servers.models.command import samples
 from servers.native.command import serve_native
 from servers.triton.command import serve_triton
 
 
 def commands(app: typer.Typer) -> None:
-    """Add `doctor`, `export`, `serve native`, `serve triton`, `samples` and `triton-repo` to the command line."""
+    """Add `doctor`, `export`, `gpu-info`, `gpu-exporter`, `serve native`, `serve triton`, `samples` and `triton-repo`
+    to the command line."""
     app.command("doctor")(doctor)
     app.command("export")(export)
+    app.command("gpu-info")(gpu_info)
+    app.command("gpu-exporter")(gpu_exporter)
     serve = typer.Typer(help="Run one server in the foreground.", no_args_is_help=True)
     serve.command("native")(serve_native)
     serve.command("triton")(serve_triton)

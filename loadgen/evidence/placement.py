@@ -1,7 +1,8 @@
 """S: where the runtime says the model is, judged from the raw signals of the `/gpu-info` document, strictest first.
 
-A server's own word ("result") is never taken: parameters on a CUDA device are necessary and not sufficient, and ONNX
-Runtime lists its CUDA provider even where it executes nothing. A document without the decisive signal is "unknown".
+A server's own word that it runs on the GPU is never taken (that it runs on the CPU is): parameters on a CUDA device are
+necessary and not sufficient, and ONNX Runtime lists its CUDA provider even where it executes nothing. A document
+without the decisive signal is "unknown".
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def _judge(
     params = placement.get("params_by_device")
     if isinstance(params, Mapping) and params:
         return _from_parameters(params, canary if isinstance(canary, Mapping) else None)
+    if placement.get("result") == "cpu":
+        return "cpu", 1.0, "the server says that it executes on the CPU"
     if runtime.get("kind") == "tensorrt":
         return "gpu", 0.0, "TensorRT executes on a GPU or not at all"
     return _from_config(config)

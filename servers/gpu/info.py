@@ -11,12 +11,18 @@ from pathlib import Path
 from servers.gpu.reader import SENTENCES, DeviceSnapshot, GpuReader, GpuSnapshot
 
 SCHEMA = "abserve.gpu-info/1"
+MAX_CPU_TIME_RATIO = 0.01
 Document = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What the engine says of itself; `details` are its own names for what it has read back."""
+    """What the engine says of itself. Of `details` these are shown, where an engine has read them back:
+
+    cuda_build, cuda_available, device_uuid, memory_allocated_bytes, parameters_by_device {device: count},
+    nodes_by_provider {execution provider: count}, cpu_time_ratio (share of node time), cpu_non_shape_ops [operator],
+    canary {wall_seconds, cuda_event_seconds, kernel_count, top_kernels} of one profiled inference.
+    """
 
     kind: str
     version: str
@@ -80,30 +86,50 @@ def _runtime(runtime: Runtime | None, snapshot: GpuSnapshot) -> Document | None:
     if runtime is None:
         return None
     details = runtime.details
+    canary = details.get("canary")
+    placement: Document = {
+        "params_by_device": details.get("parameters_by_device"),
+        "ep_nodes": details.get("nodes_by_provider"),
+        "cpu_time_ratio": details.get("cpu_time_ratio"),
+        "cpu_non_shape_ops": details.get("cpu_non_shape_ops"),
+    }
     return {
         "kind": runtime.kind,
         "version": runtime.version,
         "device": runtime.device,
         "cuda_build": details.get("cuda_build"),
         "cuda_available": details.get("cuda_available"),
-        "used_device_uuid": _used_uuid(runtime.device, snapshot),
-        "placement": {
-            # A CUDA device that was asked for proves nothing; that takes a profile of what was executed.
-            "result": "cpu" if runtime.device == "cpu" else "unknown",
-            "params_by_device": details.get("parameters_by_device"),
-            "ep_nodes": details.get("nodes_by_provider"),
-            "cpu_time_ratio": None,
-            "cpu_non_shape_ops": None,
-        },
-        "memory_allocated_bytes": None,
-        "canary": None,
+        "used_device_uuid": _used_uuid(runtime.device, details.get("device_uuid"), snapshot),
+        "placement": {"result": _placement(runtime, placement, canary), **placement},
+        "memory_allocated_bytes": details.get("memory_allocated_bytes"),
+        "canary": canary,
     }
 
 
-def _used_uuid(device: str, snapshot: GpuSnapshot) -> str | None:
-    """CUDA's number is the driver's number only while nothing renumbers the devices."""
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or "CUDA_VISIBLE_DEVICES" in os.environ:
+def _placement(runtime: Runtime, placement: Document, canary: object) -> str:
+    """gpu, cpu, partial or unknown. A CUDA device that was asked for proves nothing: that takes kernels in a profile
+    of what was executed, or a list of which nodes which execution provider took."""
+    if runtime.device == "cpu":
+        return "cpu"
+    nodes = placement["ep_nodes"]
+    if isinstance(nodes, Mapping) and nodes:
+        on_cpu = int(nodes.get("CPUExecutionProvider", 0))
+        if on_cpu == sum(nodes.values()):
+            return "cpu"
+        ratio = placement["cpu_time_ratio"]
+        negligible = isinstance(ratio, float | int) and ratio <= MAX_CPU_TIME_RATIO
+        return "gpu" if on_cpu == 0 or (negligible and not placement["cpu_non_shape_ops"]) else "partial"
+    kernels = canary.get("kernel_count") if isinstance(canary, Mapping) else None
+    parameters = placement["params_by_device"]
+    if not kernels or not isinstance(parameters, Mapping) or not parameters:
+        return "unknown"
+    return "gpu" if all(str(device).startswith("cuda") for device in parameters) else "partial"
+
+
+def _used_uuid(device: str, told: object, snapshot: GpuSnapshot) -> str | None:
+    """What the runtime says, else the only GPU that the driver shows; CUDA's numbers are not the driver's."""
+    if not device.startswith("cuda"):
         return None
-    same = [found for found in snapshot.devices if found.index == int(index or 0)]
-    return same[0].uuid if same and len(snapshot.devices) == 1 else None
+    if isinstance(told, str) and told:
+        return told if told.startswith(("GPU-", "MIG-")) else f"GPU-{told}"  # torch leaves the prefix out
+    return snapshot.devices[0].uuid if len(snapshot.devices) == 1 else None

@@ -43,6 +43,11 @@ def environment(library: Path | None, **settings: str) -> dict[str, str]:
     return env | {"LD_LIBRARY_PATH": str(library or "/nonexistent")} | settings
 
 
+@pytest.fixture(scope="session")
+def library_environment() -> Callable[..., dict[str, str]]:
+    return environment
+
+
 @pytest.fixture
 def evaluate() -> Callable[..., Any]:
     """Run Python code with a stub library in a process of its own; it prints JSON."""

@@ -1,68 +1,203 @@
-"""The /gpu-info document keeps its shape with and without a GPU, and never turns unknown into zero."""
+"""The /gpu-info document: what a runtime's own account is worth, and the one that is assembled for Triton."""
 
 from __future__ import annotations
 
+import http.server
 import json
-from dataclasses import dataclass
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from servers.gpu.info import Runtime, gpu_info
-from servers.gpu.reader import SENTENCES, DeviceSnapshot, GpuProcess, GpuSnapshot
+from servers.gpu.reader import DeviceSnapshot, GpuSnapshot
+from servers.gpu.triton_info import ExporterReader, engine_in_log, placed_nodes, triton_info
 
-DEVICE_KEYS = {
-    *("index", "uuid", "name", "pci_bus_id", "compute_capability", "mig_enabled", "memory_total_bytes"),
-    *("memory_used_bytes", "utilization_ratio", "power_watts", "power_limit_watts", "energy_joules_total"),
-    *("temperature_celsius", "sm_clock_hertz", "clock_event_reasons", "pcie", "processes", "supports", "unavailable"),
-}
+CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
-@dataclass
-class Scripted:
-    snapshot: GpuSnapshot
-    closed: bool = False
+class OneGpu:
+    def __init__(self, *uuids: str) -> None:
+        self._uuids = uuids
 
     def read(self) -> GpuSnapshot:
-        return self.snapshot
+        return GpuSnapshot("ok", devices=tuple(DeviceSnapshot(n, uuid=uuid) for n, uuid in enumerate(self._uuids)))
 
     def close(self) -> None:
-        self.closed = True
+        pass
 
 
-@pytest.mark.parametrize("status", sorted(SENTENCES))
-def test_every_status_has_a_sentence_and_the_whole_schema(status):
-    reader = Scripted(GpuSnapshot(status=status, return_code=12, error="as NVML says it"))
-    document = gpu_info(None, reader)
-    assert reader.closed
-    assert document["status"] == status
-    assert document["message"].endswith(".")
-    assert document["devices"] == []
-    assert document["runtime"] is None
-    assert document["nvml"]["error"] == "as NVML says it"
-    assert set(document["host"]) == {"in_container", "pid_namespace", "wsl", "cuda_visible_devices"}
-    json.dumps(document)
+@pytest.mark.parametrize(
+    ("kind", "device", "details", "result"),
+    [
+        ("torch", "cpu", {"parameters_by_device": {"cpu": 3}}, "cpu"),
+        ("torch", "cuda:0", {"parameters_by_device": {"cuda:0": 3}}, "unknown"),
+        ("torch", "cuda:0", {"parameters_by_device": {"cuda:0": 3}, "canary": {"kernel_count": 0}}, "unknown"),
+        ("torch", "cuda:0", {"parameters_by_device": {"cuda:0": 3}, "canary": {"kernel_count": 5}}, "gpu"),
+        (
+            "torch",
+            "cuda:0",
+            {"parameters_by_device": {"cuda:0": 3, "cpu": 1}, "canary": {"kernel_count": 5}},
+            "partial",
+        ),
+        ("onnxruntime", "cuda:0", {"nodes_by_provider": {CUDA: 9}}, "gpu"),
+        ("onnxruntime", "cuda:0", {"nodes_by_provider": {CUDA: 9, CPU: 2}}, "partial"),
+        ("onnxruntime", "cuda:0", {"nodes_by_provider": {CUDA: 9, CPU: 2}, "cpu_time_ratio": 0.004}, "gpu"),
+        ("onnxruntime", "cuda:0", {"nodes_by_provider": {CPU: 11}}, "cpu"),
+    ],
+)
+def test_placement(kind: str, device: str, details: dict[str, Any], result: str) -> None:
+    runtime = gpu_info(Runtime(kind, "1.0", device, details), OneGpu("GPU-1"))["runtime"]
+    assert isinstance(runtime, dict)
+    assert runtime["placement"]["result"] == result
+    assert runtime["used_device_uuid"] == (None if device == "cpu" else "GPU-1")
 
 
-def test_a_device_shows_what_is_known_and_null_for_the_rest(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    device = DeviceSnapshot(
-        0,
-        uuid="GPU-1",
-        utilization_ratio=0.5,
-        pcie_gen=5,
-        processes=(GpuProcess(7, None),),
-        unavailable={"power_watts": "Not Supported"},
+def test_the_device_is_named_by_the_runtime_or_by_being_the_only_one() -> None:
+    def used(told: object, *uuids: str) -> Any:
+        details = {} if told is None else {"device_uuid": told}
+        return gpu_info(Runtime("torch", "1", "cuda:1", details), OneGpu(*uuids))["runtime"]["used_device_uuid"]  # type: ignore[index]
+
+    assert used(None, "GPU-1", "GPU-2") is None
+    assert used("GPU-2", "GPU-1", "GPU-2") == "GPU-2"
+    assert used("2a-bc", "GPU-1") == "GPU-2a-bc"
+    assert used("MIG-7", "GPU-1") == "MIG-7"
+
+
+LOG = (
+    "I1120 loading\n"
+    '2026-11-20T09:18:19Z I 3951 python_model.py:68] "engine ready: {\\"in_effect\\": {\\"kind\\": \\"onnxruntime\\", '
+    '\\"device\\": \\"cuda:0\\", \\"details\\": {\\"nodes_by_provider\\": {\\"CUDAExecutionProvider\\": 7}}}, '
+    '\\"load_ns\\": 1}"\n'
+)
+VERBOSE = (
+    "V1120 [V:onnxruntime] Node(s) placed on [CPUExecutionProvider]. Number of nodes: 4\n"
+    "V1120 [V:onnxruntime] Node(s) placed on [CUDAExecutionProvider]. Number of nodes: 300\n"
+)
+
+
+def test_triton_with_our_engine_in_its_log() -> None:
+    config = {"backend": "python", "instance_group": [{"kind": "KIND_CPU"}]}
+    runtime = triton_info({"version": "2.51.0"}, config, LOG, OneGpu("GPU-1"))["runtime"]
+    assert isinstance(runtime, dict)
+    assert (runtime["kind"], runtime["version"], runtime["engine"]) == ("triton", "2.51.0", "onnxruntime")
+    assert (runtime["device"], runtime["placement"]["result"]) == ("cuda:0", "gpu")
+    assert runtime["used_device_uuid"] == "GPU-1"
+    assert engine_in_log("engine ready: {broken") is None
+
+
+def test_triton_with_a_native_backend_and_its_verbose_log() -> None:
+    config = {"backend": "onnxruntime", "instance_group": [{"kind": "KIND_GPU"}]}
+    runtime = triton_info({}, config, VERBOSE, OneGpu("GPU-1"))["runtime"]
+    assert isinstance(runtime, dict)
+    assert runtime["placement"]["ep_nodes"] == placed_nodes(VERBOSE) == {CPU: 4, CUDA: 300}
+    assert (runtime["device"], runtime["placement"]["result"]) == ("cuda", "partial")
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "result"),
+    [
+        ({"backend": "onnxruntime", "instance_group": [{"kind": "KIND_CPU"}]}, "cpu", "cpu"),
+        ({"backend": "python", "instance_group": [{"kind": "KIND_CPU"}]}, "unknown", "unknown"),
+        ({"backend": "onnxruntime", "instance_group": [{"kind": "KIND_GPU"}]}, "unknown", "unknown"),
+        ({"backend": "tensorrt"}, "cuda", "unknown"),
+    ],
+)
+def test_triton_without_a_log(config: dict[str, Any], device: str, result: str) -> None:
+    runtime = triton_info({}, config, None, OneGpu("GPU-1"))["runtime"]
+    assert isinstance(runtime, dict)
+    assert (runtime["device"], runtime["placement"]["result"]) == (device, result)
+
+
+IDENTITY = (
+    'cuda_version="13.0",driver_version="580.65",index="0",mig="false",name="NVIDIA \\"H200\\"",'
+    'pci_bus_id="0",uuid="GPU-1"'
+)
+METRICS = f"""# HELP nvml_up x
+nvml_up 1.0
+nvml_device_info{{{IDENTITY}}} 1.0
+nvml_device_power_watts{{uuid="GPU-1"}} 81.5
+nvml_device_memory_used_bytes{{uuid="GPU-1"}} 1.5e+09
+"""
+
+
+def test_gpus_as_the_exporter_shows_them() -> None:
+    snapshot = ExporterReader(METRICS).read()
+    assert (snapshot.status, snapshot.driver_version) == ("ok", "580.65")
+    (device,) = snapshot.devices
+    assert (device.uuid, device.mig_enabled, device.power_watts) == ("GPU-1", False, 81.5)
+    assert device.name == 'NVIDIA "H200"'
+    assert device.memory_used_bytes == 1_500_000_000
+    assert device.utilization_ratio is None
+    assert ExporterReader("nvml_up 0.0\n").read().error == "the exporter reports nvml_up 0"
+    assert ExporterReader("").read().status == "error"
+
+
+@pytest.fixture
+def site() -> Iterator[tuple[str, dict[str, str]]]:
+    """An HTTP server whose routes are a dictionary."""
+    routes: dict[str, str] = {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = routes.get(self.path)
+            self.send_response(404 if found is None else 200)
+            self.end_headers()
+            self.wfile.write((found or '{"error": "no"}').encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", routes
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "loadgen.entry", "gpu-info", *arguments], capture_output=True, text=True, timeout=60
     )
-    runtime = Runtime("torch", "2", "cuda:0", {"parameters_by_device": {"cuda:0": 3}})
-    document = gpu_info(runtime, Scripted(GpuSnapshot(status="ok", return_code=0, devices=(device,))))
-    (shown,) = document["devices"]
-    assert set(shown) == DEVICE_KEYS
-    assert shown["power_watts"] is None
-    assert shown["unavailable"] == {"power_watts": "Not Supported"}
-    assert shown["pcie"] == {"gen": 5, "width": None}
-    assert shown["processes"] == ({"pid": 7, "used_bytes": None},)
-    assert document["runtime"]["used_device_uuid"] == "GPU-1"
-    assert document["runtime"]["placement"]["result"] == "unknown"  # where parameters lie proves nothing yet
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    again = gpu_info(runtime, Scripted(GpuSnapshot(status="ok", devices=(device,))))
-    assert again["runtime"]["used_device_uuid"] is None
+
+
+def test_the_command_asks_a_native_server(site: tuple[str, dict[str, str]]) -> None:
+    url, routes = site
+    document = gpu_info(Runtime("torch", "2.15", "cpu", {"parameters_by_device": {"cpu": 3}}), OneGpu("GPU-1"))
+    routes["/gpu-info"] = json.dumps(document)
+    assert json.loads(command(url, "--json").stdout) == document
+    shown = command(url).stdout
+    assert "GPU-1" in shown
+    assert "torch 2.15 on cpu, placement: cpu" in shown
+
+
+def test_the_command_assembles_tritons(site: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    url, routes = site
+    routes["/v2"] = '{"name": "triton", "version": "2.51.0"}'
+    routes["/v2/models/m/config"] = '{"backend": "python"}'
+    routes["/metrics"] = METRICS
+    (tmp_path / "triton.log").write_text(LOG)
+    done = command(url, "--model", "m", "--log", str(tmp_path / "triton.log"), "--exporter", url, "--json")
+    document = json.loads(done.stdout)
+    assert document["devices"][0]["uuid"] == "GPU-1"
+    assert document["runtime"]["placement"]["result"] == "gpu"
+    failed = command(url, "--model", "other")
+    assert (failed.returncode, failed.stderr) == (1, f"{url} serves no model other; name its model with --model\n")
+
+
+def test_the_command_without_a_server() -> None:
+    done = command("http://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "does not answer" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_this_machine() -> None:
+    done = command("--json")
+    assert json.loads(done.stdout)["schema"] == "abserve.gpu-info/1"

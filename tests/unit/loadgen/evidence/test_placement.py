@@ -11,7 +11,7 @@ from loadgen.evidence.thresholds import DEFAULT_THRESHOLDS
 
 
 def runtime(kind: str, canary: Any = None, **placement: Any) -> dict[str, Any]:
-    return {"runtime": {"kind": kind, "placement": {"result": "gpu", **placement}, "canary": canary}}
+    return {"runtime": {"kind": kind, "placement": {"result": "gpu"} | placement, "canary": canary}}
 
 
 CUDA = "CUDAExecutionProvider"
@@ -41,6 +41,7 @@ CPU = "CPUExecutionProvider"
             0.001,
         ),
         (runtime("tensorrt"), "gpu", 0.0),
+        (runtime("onnxruntime", result="cpu"), "cpu", 1.0),
     ],
 )
 def test_from_gpu_info(info: Any, result: str, share: float | None) -> None:

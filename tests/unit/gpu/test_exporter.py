@@ -1,0 +1,180 @@
+"""The exporter over a scripted GPU, a stub library and none at all, scraped over HTTP."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from servers.gpu.exporter import DEFINITIONS, GpuExporter
+from servers.gpu.polling import GpuPolling
+from servers.gpu.reader import GpuProcess
+from servers.gpu.scripted import Fault, NullReader, Phase, ScriptedReader
+from servers.gpu.series import EdgeReading, Reading
+
+S = 1_000_000_000
+UUID = "GPU-5c719ed0-0000-0000-0000-000000000000"
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+class Clock:
+    now_ns = 100 * S
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def wall_ns(self) -> int:
+        return self.now_ns + 1_700_000_000 * S
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def export() -> Iterator[Callable[[GpuPolling], GpuExporter]]:
+    running: list[GpuExporter] = []
+
+    def start(polling: GpuPolling) -> GpuExporter:
+        running.append(GpuExporter(polling, "127.0.0.1", 0))
+        return running[-1]
+
+    yield start
+    for exporter in running:
+        exporter.close()
+
+
+def scrape(port: int) -> Samples:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float | None:
+    return samples.get((name, tuple(sorted(labels.items()))))
+
+
+def poll_for(polling: GpuPolling, clock: Clock, seconds: int) -> None:
+    for _ in range(seconds):
+        clock.now_ns += S
+        polling.poll()
+
+
+def test_every_family_of_a_full_reading(export: Any, clock: Clock) -> None:
+    class Full(ScriptedReader):
+        """With what only a real GPU has."""
+
+        def reading(self, index: int) -> Reading:
+            more = {
+                "memory_utilization_ratio": 0.1, "power_limit_watts": 700.0, "memory_total_bytes": 1e11,
+                "sm_clock_hertz": 1.98e9, "clock_event_reasons": 0x4 | 0x40, "software_power_cap_ns": 3e9,
+                "temperature_celsius": 40.0, "pcie_transmit_bytes": 10.0, "pcie_receive_bytes": 20.0,
+                "sm_active_ratio": 0.5, "tensor_active_ratio": 0.25, "dram_active_ratio": 0.125,
+            }  # fmt: skip
+            return Reading(values={**super().reading(index).values, **more})
+
+        def edge(self, index: int) -> EdgeReading:
+            failed = {"temperature": "UNKNOWN"}
+            return EdgeReading((GpuProcess(1, None),), {"corrected": 2, "uncorrected": 0}, failed)
+
+    phases = [Phase(100 * S, 120 * S, 0.5, 500.0)]
+    polling = GpuPolling(Full(clock.monotonic_ns, clock.wall_ns, phases), clock.monotonic_ns)
+    exporter = export(polling)
+    poll_for(polling, clock, 20)
+    found = scrape(exporter.port)
+    assert {name for name, _ in found} == {definition.name for definition in DEFINITIONS}
+    for definition in DEFINITIONS:
+        labels = next(dict(labels) for name, labels in found if name == definition.name)
+        assert set(labels) == set(definition.labels), definition.name
+    assert value(found, "nvml_up") == 1
+    assert value(found, "nvml_device_power_limit_watts", uuid=UUID) == 700
+    assert value(found, "nvml_device_clock_event_active", uuid=UUID, reason="software_power_cap") == 1
+    assert value(found, "nvml_device_clock_event_active", uuid=UUID, reason="idle") == 0
+    assert value(found, "nvml_device_clock_event_seconds_total", uuid=UUID, reason="software_power_cap") == 3
+    assert value(found, "nvml_device_ecc_errors_total", uuid=UUID, type="corrected") == 2
+    assert value(found, "nvml_errors_total", call="temperature", code="UNKNOWN") >= 2
+    busy = value(found, "nvml_device_busy_seconds_total", uuid=UUID)
+    observed = value(found, "nvml_device_observed_seconds_total", uuid=UUID)
+    assert observed == pytest.approx(34, abs=2.5)  # 20 s and the buffer's past
+    assert busy == pytest.approx(0.5 * 20, abs=1.2)
+
+
+def test_without_a_gpu_nothing_looks_like_one(export: Any) -> None:
+    found = scrape(export(GpuPolling(NullReader())).port)
+    assert value(found, "nvml_up") == 0
+    assert {name for name, _ in found} == {"nvml_up", "nvml_collect_duration_seconds"}
+
+
+def test_a_lost_gpu_loses_its_series_and_comes_back(export: Any, clock: Clock) -> None:
+    fault = Fault(110 * S, 120 * S, "*", "GPU_IS_LOST")
+    polling = GpuPolling(ScriptedReader(clock.monotonic_ns, clock.wall_ns, (), [fault]), clock.monotonic_ns)
+    exporter = export(polling)
+    poll_for(polling, clock, 5)
+    before = scrape(exporter.port)
+    assert value(before, "nvml_device_power_watts", uuid=UUID) == 80
+    poll_for(polling, clock, 8)
+    during = scrape(exporter.port)
+    assert value(during, "nvml_up") == 0
+    assert not [name for name, labels in during if dict(labels).get("uuid")]
+    assert value(during, "nvml_errors_total", call="energy", code="GPU_IS_LOST") == 1
+    poll_for(polling, clock, 10)
+    after = scrape(exporter.port)
+    assert value(after, "nvml_up") == 1
+    assert value(after, "nvml_last_success_timestamp_seconds") >= value(before, "nvml_last_success_timestamp_seconds")
+
+
+def test_a_failed_reading_is_absent_and_counted(export: Any, clock: Clock) -> None:
+    faults = [Fault(0, 2**62, "power", "UNKNOWN"), Fault(0, 2**62, "energy", "NOT_SUPPORTED")]
+    polling = GpuPolling(ScriptedReader(clock.monotonic_ns, clock.wall_ns, (), faults), clock.monotonic_ns)
+    poll_for(polling, clock, 3)
+    assert dict(polling.state.errors) == {("power", "UNKNOWN"): 3, ("energy", "NOT_SUPPORTED"): 1}
+    found = scrape(export(polling).port)
+    assert value(found, "nvml_device_power_watts", uuid=UUID) is None
+    assert value(found, "nvml_device_utilization_ratio", uuid=UUID) == 0
+    assert value(found, "nvml_up") == 1
+
+
+@pytest.mark.parametrize(("first", "second", "grown"), [(10, 25, 15), (2**32 - 10, 5, 15), (2**40, 2**40 + 1, 1)])
+def test_wrapping_counters(clock: Clock, first: float, second: float, grown: float) -> None:
+    readings = iter([first, second])
+
+    class Wrapping(ScriptedReader):
+        def reading(self, index: int) -> Reading:
+            return Reading(values={"pcie_receive_bytes": float(next(readings))})
+
+    polling = GpuPolling(Wrapping(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns)
+    poll_for(polling, clock, 2)
+    assert polling.state.devices[0].pcie_bytes["pcie_receive_bytes"] == grown
+
+
+@pytest.mark.parametrize("with_library", [True, False])
+def test_the_command(stub_library: Path, library_environment: Any, with_library: bool) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "loadgen.entry", "gpu-exporter", "--port", "0"],
+        env=library_environment(stub_library if with_library else None), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = scrape(int(line.partition("127.0.0.1:")[2].partition("/")[0]))
+        assert value(found, "nvml_up") == float(with_library)
+        if with_library:
+            assert value(found, "nvml_device_power_watts", uuid="GPU-stub") == 80
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
