@@ -36,12 +36,11 @@ class LoadOptions:
 
     @staticmethod
     def add_to(parser: Any) -> None:
-        """Register them on Locust's command line; its web page shows them too."""
-        group = parser.add_argument_group("abserve", "What is sent, and where the raw samples go.")
+        """Register them on Locust's command line; its web page shows them too (not those of a group, though)."""
 
         def add(name: str, default: object, text: str, **extra: object) -> None:
             variable = "ABSERVE_LOAD_" + name.lstrip("-").replace("-", "_").upper()
-            group.add_argument(name, default=default, env_var=variable, help=text, **extra)
+            parser.add_argument(name, default=default, env_var=variable, help=text, **extra)
 
         add("--model", "openclip_vit_b32", "Model to ask.")
         add("--batch-size", 8, "Images a request in the scenario Batched.", type=int)

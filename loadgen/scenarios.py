@@ -11,8 +11,17 @@ Name one of the user classes to choose a scenario; without a name it is Concurre
 
     locust -f loadgen/scenarios.py --host http://127.0.0.1:8000 --headless -u 16 -t 30s Concurrent
 
-Locust's page shows percentiles rounded to two digits. The raw samples, in nanoseconds, go to --samples-out.
-Every option has an environment variable, ABSERVE_LOAD_…; `--help` lists them under "abserve".
+Options beside Locust's own (its --help does not list them, its web page does), each also as an environment variable:
+
+    --model NAME               ABSERVE_LOAD_MODEL             model to ask
+    --batch-size N             ABSERVE_LOAD_BATCH_SIZE        images a request in Batched
+    --payload fp32             ABSERVE_LOAD_PAYLOAD           how an image travels
+    --protocol http            ABSERVE_LOAD_PROTOCOL          transport
+    --samples-dir DIR          ABSERVE_LOAD_SAMPLES_DIR       images to send, from `abserve samples --out DIR`
+    --samples-out DIR          ABSERVE_LOAD_SAMPLES_OUT       raw samples in nanoseconds, one .npy a class and process
+    --request-timeout SECONDS  ABSERVE_LOAD_REQUEST_TIMEOUT   until a request counts as failed
+
+Locust's own percentiles are rounded to two digits; the raw samples are not.
 """
 
 from __future__ import annotations
@@ -49,7 +58,7 @@ class _ClosedLoopUser(InferenceUser):
 
     def on_start(self) -> None:
         """Nothing is sent when the test could not be prepared."""
-        if self.traffic is None:
+        if not self.traffic.requests:
             raise StopUser
 
     @task  # type: ignore[untyped-decorator]  # locust ships no usable types
@@ -152,7 +161,7 @@ def _test_start(environment: Any, **_: object) -> None:
         return
     session = Session(environment, LoadOptions.parse(environment))
     for user_class in environment.user_classes:
-        user_class.traffic = None if user_class is not ColdStart else session.idle_traffic()
+        user_class.traffic = session.idle_traffic()
     try:
         for user_class in environment.user_classes:
             if user_class is not ColdStart:

@@ -193,13 +193,13 @@ def write_samples(folder: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    if argv[0] == "samples":
+    if argv[:1] == ["samples"]:
         write_samples(Path(argv[argv.index("--out") + 1]))
         return
-    if argv[0] == "export":
+    if argv[:1] == ["export"]:
         sys.stdout.write("exported nothing\n")
         return
-    argv = argv[1:] if argv[0] == "serve" else argv
+    argv = argv[1:] if argv[:1] == ["serve"] else argv
     settings = options(argv)
     if settings.print_launch:
         plan = {

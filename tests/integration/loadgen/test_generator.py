@@ -1,0 +1,128 @@
+"""The generator's process, driven by its messages against a fake server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from loadgen.endpoint import Endpoint
+from loadgen.generator_messages import Open, Outcome, Prepare
+from loadgen.generator_process import GeneratorError, GeneratorProcess
+from loadgen.inputs import write_synthetic
+
+
+@pytest.fixture
+def generator(tmp_path: Path) -> Iterator[GeneratorProcess]:
+    process = GeneratorProcess(tmp_path / "generator.log")
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def url(generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str]) -> str:
+    """A server that takes 50 ms, for which bodies of 1 and 4 images are prepared."""
+    url = fake_url("--delay-ms", "50")
+    signature = Endpoint(url).signature("openclip_vit_b32")
+    write_synthetic(signature, tmp_path / "samples", "fp32", 0)
+    prepared = generator.prepare(
+        Prepare(
+            samples_directory=str(tmp_path / "samples"), payload="fp32", signature=signature, batch_sizes=(4,), seed=0
+        )
+    )
+    assert prepared.body_bytes > 10_000_000
+    return url
+
+
+def block(
+    generator: GeneratorProcess,
+    url: str,
+    path: Path | None,
+    *,
+    batch_size: int = 1,
+    concurrency: int = 1,
+    requests: int,
+) -> Outcome:
+    command = Open(
+        url=url,
+        batch_size=batch_size,
+        concurrency=concurrency,
+        requests=requests,
+        seconds=0,
+        max_seconds=20,
+        timeout_s=10,
+        samples_path=None if path is None else str(path),
+    )
+    generator.open(command)
+    return generator.go(command)
+
+
+def test_users_start_together_and_share_the_requests(generator: GeneratorProcess, url: str, tmp_path: Path) -> None:
+    outcome = block(generator, url, tmp_path / "0000.npy", concurrency=8, requests=24)
+    samples = np.load(tmp_path / "0000.npy")
+    assert len(samples) == outcome.requests == 24
+    starts = np.sort(samples["send_ns"])[:8] - outcome.window_start_ns
+    assert (starts >= 0).all()
+    assert starts.max() < 50e6, "the last user started after the first one had its answer"
+    assert (np.bincount(samples["user"]) >= 2).all()
+    assert outcome.window_end_ns == samples["end_ns"].max()
+    serial_ns = (samples["end_ns"] - samples["send_ns"]).sum()
+    assert outcome.window_end_ns - outcome.window_start_ns < serial_ns / 4, "the users waited for each other"
+    assert 0 < outcome.cpu_ns < outcome.window_end_ns - outcome.window_start_ns
+    assert outcome.latency_p50_ns is not None
+    assert outcome.latency_p50_ns > 50e6
+
+
+def test_a_warm_up_stores_nothing(generator: GeneratorProcess, url: str, tmp_path: Path) -> None:
+    outcome = block(generator, url, None, batch_size=4, requests=3)
+    assert (outcome.requests, outcome.errors, outcome.latency_p50_ns) == (3, 0, None)
+    assert not list(tmp_path.glob("*.npy*"))
+
+
+def test_the_settling_request_is_in_no_sample(generator: GeneratorProcess, url: str, tmp_path: Path) -> None:
+    before = Endpoint(url).statistics("openclip_vit_b32")
+    block(generator, url, tmp_path / "0000.npy", requests=3)
+    after = Endpoint(url).statistics("openclip_vit_b32")
+    assert before is not None
+    assert after is not None
+    assert after["inference_count"] - before["inference_count"] == 3 + 1
+    assert len(np.load(tmp_path / "0000.npy")) == 3
+
+
+def test_refusals_leave_it_usable(generator: GeneratorProcess, url: str, unused_url: str, tmp_path: Path) -> None:
+    with pytest.raises(GeneratorError, match="no bodies of batch size 7"):
+        block(generator, url, None, batch_size=7, requests=1)
+    with pytest.raises(GeneratorError, match="Connection refused"):
+        block(generator, unused_url, tmp_path / "0000.npy", requests=1)
+    assert not list(tmp_path.glob("*.npy*"))
+    assert block(generator, url, tmp_path / "0001.npy", requests=1).requests == 1
+
+
+def test_many_blocks_do_not_make_it_grow(generator: GeneratorProcess, url: str, tmp_path: Path) -> None:
+    child = next(p for p in psutil.Process().children() if "loadgen.generator" in p.cmdline())
+
+    def rounds(count: int) -> None:
+        for number in range(count):
+            block(generator, url, tmp_path / f"{number:04d}.npy", concurrency=4, requests=4)
+
+    rounds(5)
+    before = child.memory_info().rss
+    descriptors = child.num_fds()
+    rounds(15)
+    assert child.memory_info().rss - before < 15e6
+    assert child.num_fds() <= descriptors + 2
+
+
+def test_files_in_the_current_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("locust", "msgspec", "code", "inputs"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    monkeypatch.chdir(tmp_path)
+    process = GeneratorProcess(tmp_path / "generator.log")
+    try:
+        with pytest.raises(GeneratorError, match="no bodies of batch size 1"):
+            block(process, "http://127.0.0.1:1", None, requests=1)
+    finally:
+        process.stop()

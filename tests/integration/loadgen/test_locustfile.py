@@ -1,0 +1,140 @@
+"""The real `locust` command with our locustfile, as somebody uses it who knows Locust and nothing of us."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loadgen.deployment.embedded import EmbeddedDeployment
+from tests.integration.loadgen.conftest import FAKE
+
+LOCUSTFILE = Path(__file__).parents[3] / "loadgen" / "scenarios.py"
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    subprocess.run([sys.executable, str(FAKE), "samples", "--out", str(tmp_path / "images")], check=True)
+    return tmp_path / "images"
+
+
+def locust(url: str, *options: str, seconds: int = 2) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", url, "--headless", "--only-summary"]
+    return subprocess.run(
+        [*command, "-t", f"{seconds}s", *options], capture_output=True, text=True, timeout=90, check=False
+    )
+
+
+def test_headless_without_knowing_anything(fake_url: Callable[..., str], images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "raw"
+    url = fake_url("--delay-ms", "5")
+    options = ["-u", "4", "-r", "4", "--samples-dir", str(images), "--samples-out", str(out), "--json"]
+    done = locust(url, *options)
+    assert done.returncode == 0, done.stderr
+    (entry,) = json.loads(done.stdout)
+    (path,) = out.glob("Concurrent-*.npy")
+    samples = np.load(path)
+    about = json.loads(path.with_suffix(".json").read_bytes())
+    assert entry["name"] == "infer, batch 1"
+    assert entry["num_requests"] == len(samples) == about["requests"] > 20
+    assert entry["num_failures"] == about["errors"] == 0
+    assert set(samples["user"]) == {0, 1, 2, 3}
+    median_ms = float(np.median(samples["end_ns"] - samples["send_ns"])) / 1e6
+    assert median_ms > 5
+    assert abs(entry["total_response_time"] / entry["num_requests"] - median_ms) < 0.5 * median_ms + 5
+
+
+def test_batches_single_users_and_processes(fake_url: Callable[..., str], images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "raw"
+    common = ["--samples-dir", str(images), "--samples-out", str(out)]
+    done = locust(fake_url(), "-u", "2", "-r", "2", "--processes", "2", "--batch-size", "3", *common, "Batched")
+    assert done.returncode == 0, done.stderr
+    paths = list(out.glob("Batched-*.npy"))
+    assert len(paths) == 2, "one file a worker"
+    for path in paths:
+        assert set(np.load(path)["batch"]) == {3}
+    done = locust(fake_url(), "-u", "5", "-r", "5", *common, "Single", seconds=1)
+    assert done.returncode == 0, done.stderr
+    (path,) = out.glob("Single-*.npy")
+    assert set(np.load(path)["user"]) == {0}
+
+
+def test_failures_are_locusts_failures_too(fake_url: Callable[..., str], images: Path, tmp_path: Path) -> None:
+    done = locust(fake_url("--error-every", "3"), "--samples-dir", str(images), "--json", seconds=1)
+    assert done.returncode == 1
+    (entry,) = json.loads(done.stdout)
+    assert 0 < entry["num_failures"] < entry["num_requests"]
+    assert "HTTP 503: the queue is full" in done.stderr + done.stdout
+
+
+def test_the_stopwatch_waits_for_the_server(unused_url: str, images: Path) -> None:
+    port = unused_url.rpartition(":")[2]
+    command = [sys.executable, str(FAKE), "--http-port", port, "--startup-ms", "300"]
+    late = subprocess.Popen(["sh", "-c", f"sleep 2; exec {' '.join(command)}"], stdout=subprocess.DEVNULL)
+    try:
+        done = locust(unused_url, "--samples-dir", str(images), "--json", "ColdStart", seconds=60)
+    finally:
+        late.kill()
+        late.wait()
+    assert done.returncode == 0, done.stderr
+    times = {entry["name"]: entry["max_response_time"] for entry in json.loads(done.stdout)}
+    assert times["server live"] < times["model ready"] < times["first answer"]
+    assert times["model ready"] - times["server live"] > 200
+
+
+@pytest.mark.parametrize(
+    ("server", "options", "words"),
+    [
+        (False, [], "Start a server, for example: abserve serve native"),
+        (True, ["--model", "other"], "no model other at"),
+        (True, ["--samples-dir", "/no/such/folder"], "abserve samples --out /no/such/folder"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_sentence(
+    fake_url: Callable[..., str], unused_url: str, server: bool, options: list[str], words: str
+) -> None:
+    done = locust(fake_url() if server else unused_url, *options, seconds=30)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+SHOWN = """
+import runpy, sys
+from locust.argument_parser import ui_extra_args_dict
+runpy.run_path(sys.argv[1])
+for name, shown in ui_extra_args_dict([]).items():
+    print(f"--{name.replace('_', '-')}={shown['default_value']}")
+"""
+
+
+def test_the_options_of_the_docstring_are_those_of_the_web_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    documented = re.findall(r"^    (--[a-z-]+) \S+ +(ABSERVE_LOAD_\w+)", LOCUSTFILE.read_text(), re.MULTILINE)
+    assert len(documented) == 7
+    monkeypatch.setenv("ABSERVE_LOAD_BATCH_SIZE", "13")
+    done = subprocess.run([sys.executable, "-c", SHOWN, str(LOCUSTFILE)], capture_output=True, text=True, check=True)
+    shown = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert shown.keys() == {name for name, _ in documented}
+    assert shown["--batch-size"] == "13"
+    assert all(variable == f"ABSERVE_LOAD{name[1:].replace('-', '_').upper()}" for name, variable in documented)
+
+
+def test_against_the_native_server(images: Path, tmp_path: Path) -> None:
+    server = EmbeddedDeployment("native", {"engine": "null"}, tmp_path / "native.log")
+    server.start()
+    try:
+        server.wait_ready("openclip_vit_b32", 60)
+        out = tmp_path / "raw"
+        options = ["-u", "8", "-r", "8", "--samples-dir", str(images), "--samples-out", str(out)]
+        done = locust(server.url, *options)
+        assert done.returncode == 0, done.stderr
+        (path,) = out.glob("Concurrent-*.npy")
+        assert (np.load(path)["status"] == 200).all()
+    finally:
+        server.stop()
