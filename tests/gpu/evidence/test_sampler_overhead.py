@@ -1,0 +1,80 @@
+"""The sampler may not change what it observes: throughput of many small kernels with it on and off, interleaved."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+PAIRS = 10
+SECONDS = 2.5
+LIMIT = 0.01
+
+
+@pytest.fixture
+def work() -> Callable[[], None]:
+    """A request of some 50 launches: what the driver's lock would slow down."""
+    import torch
+
+    weights = torch.randn(512, 512, device="cuda:0", dtype=torch.float16)
+
+    def request() -> None:
+        result = weights
+        for _ in range(50):
+            result = torch.mm(result, weights)
+        torch.cuda.synchronize()
+
+    for _ in range(100):
+        request()
+    return request
+
+
+def requests_per_second(work: Callable[[], None], seconds: float) -> float:
+    start_ns = time.perf_counter_ns()
+    end_ns = start_ns + int(seconds * 1e9)
+    count = 0
+    while time.perf_counter_ns() < end_ns:
+        work()
+        count += 1
+    return count / (time.perf_counter_ns() - start_ns) * 1e9
+
+
+def with_sampler(work: Callable[[], None], path: Path) -> float:
+    """At the intervals that a comparison uses."""
+    sampler = subprocess.Popen(
+        [sys.executable, "-m", "servers.gpu.sampler", "--out", str(path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert sampler.stdin is not None
+    assert sampler.stdout is not None
+    try:
+        assert '"status": "ok"' in sampler.stdout.readline()
+        return requests_per_second(work, SECONDS)
+    finally:
+        sampler.stdin.close()
+        sampler.wait(timeout=20)
+        sampler.stdout.close()
+
+
+def test_the_sampler_costs_less_than_one_per_cent(work: Callable[[], None], tmp_path: Path) -> None:
+    logs = []
+    for pair in range(PAIRS):
+        if pair % 2:
+            on = with_sampler(work, tmp_path / f"{pair}.jsonl")
+            off = requests_per_second(work, SECONDS)
+        else:
+            off = requests_per_second(work, SECONDS)
+            on = with_sampler(work, tmp_path / f"{pair}.jsonl")
+        logs.append(math.log(on / off))
+    mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(PAIRS)
+    sys.stdout.write(f"sampler on/off: {math.exp(mean):.4f} ± {2.26 * error:.4f} (95 %, {PAIRS} pairs)\n")
+    assert 2.26 * error < LIMIT, "too noisy to tell: the interval is wider than what is to be shown"
+    assert abs(mean) < LIMIT
