@@ -30,8 +30,10 @@ def judge(case: Case, observation: Observation, extra: Iterable[Fact] = ()) -> t
                 reasons.append(problem)
     reasons += [f"{fact.name}: {fact.seen}" for fact in facts if fact.ok is False]
     not_observed = [f"{fact.name}: {fact.seen}" for fact in facts if fact.ok is None]
-    got = describe(observation.answers) or "; ".join(f"{fact.name}: {fact.seen}" for fact in observation.facts)
-    if not reasons and not observation.answers and not any(fact.ok for fact in facts):
+    # The words shown for a status are those of an answer that is not as expected, where there is one.
+    worst_first = sorted(observation.answers, key=lambda answer: not problems(case.expected, answer))
+    got = describe(worst_first) or "; ".join(f"{fact.name}: {fact.seen}" for fact in observation.facts)
+    if not reasons and not observation.answers and not any(fact.ok for fact in observation.facts):
         return Verdict.NOT_APPLICABLE, got, "nothing of it could be observed here", not_observed
     return (Verdict.DEVIATES if reasons else Verdict.CONFORMS), got, "; ".join(reasons), not_observed
 
@@ -74,6 +76,8 @@ def error_sentence(answer: Answer) -> tuple[str, str | None]:
         return text, "the error is not JSON"
     if not isinstance(document, dict) or not isinstance(document.get("error"), str):
         return text, 'the error is no {"error": text}'
+    if not answer.headers.get("content-type", "").startswith("application/json"):
+        return document["error"], "the error's Content-Type is not application/json"
     if set(document) != {"error"}:
         return text, "the error has members besides error"
     return document["error"], _sentence_problem(document["error"])

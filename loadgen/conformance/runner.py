@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 
 from loadgen.conformance.case import Case
+from loadgen.conformance.heartbeat import Heartbeat
 from loadgen.conformance.judgement import judge
 from loadgen.conformance.launching import LaunchError
 from loadgen.conformance.memory import MemoryWatch
@@ -64,7 +65,7 @@ class CaseRun:
         try:
             if case.warm_up is not None:
                 case.warm_up(subject)
-            with MemoryWatch(subject.pids) as memory:
+            with MemoryWatch(subject.pids) as memory, Heartbeat(subject, case.setting.own_servers) as heartbeat:
                 observation = self._probe(case, subject)
         except NotApplicableError as exc:
             return _result(case, Verdict.NOT_APPLICABLE, reason=str(exc), seconds=perf_counter() - started)
@@ -74,6 +75,8 @@ class CaseRun:
         crash = None
         if not case.setting.own_servers:
             crash, extra = self._look_after(subject)
+            if crash is None:
+                extra.append(heartbeat.fact(LIVE_SECONDS))
         if case.memory is not None and crash is None:
             extra += _memory_facts(case.memory, memory)
         verdict, got, reason, not_observed = judge(case, observation, extra)

@@ -15,7 +15,7 @@ from loadgen.conformance.grpc_calls import GrpcDoor
 from loadgen.conformance.launching import LaunchedServer, Launcher, LaunchError
 from loadgen.conformance.model import Model
 from loadgen.conformance.records import Answer
-from loadgen.conformance.settings import AS_STARTED, SMALL_BODIES, SMALL_BODY_BYTES, Setting
+from loadgen.conformance.settings import AS_STARTED, READ_SECONDS, SHORT_READS, SMALL_BODIES, SMALL_BODY_BYTES, Setting
 from loadgen.conformance.subject import Subject, SubjectError, read_model
 
 
@@ -138,7 +138,12 @@ class LaunchedSession:
             raise
         self._golden = subject.golden
         self._server, self._setting = server, setting
-        return replace(subject, max_body_bytes=SMALL_BODY_BYTES if setting == SMALL_BODIES else None)
+        wanted = setting.options(self._launcher.kind)
+        return replace(
+            subject,
+            max_body_bytes=SMALL_BODY_BYTES if setting == SMALL_BODIES else None,
+            read_timeout_s=READ_SECONDS if setting == SHORT_READS and wanted else None,
+        )
 
     def _stop(self) -> None:
         if self._server is not None:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 SMALL_BODY_BYTES = 4_000_000
 SMALL_QUEUE = 2
-READ_SECONDS = 3
+READ_SECONDS = 2
 
 OPTION_NAMES: Mapping[str, Mapping[str, str | None]] = {
     "queue-size": {"native": "queue-size", "triton": "queue-size"},
     "max-body-bytes": {"native": "max-body-bytes"},
-    "read-timeout-s": {"native": "read-timeout-s"},
+    "read-timeout-s": {"native": "read-timeout-s", "triton": None},
     "allow-shared-memory": {"native": "allow-shared-memory", "triton": None},
     "allow-model-control": {"native": "allow-model-control"},
 }
-"""Wish → kind of server → its option. None: that server is always so. No entry: it cannot be brought about."""
+"""Wish → kind of server → its option. None: that server takes its cases as it is. No entry: it cannot be asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Setting:
 AS_STARTED = Setting("its defaults")
 SMALL_QUEUES = Setting("a small queue", (("queue-size", str(SMALL_QUEUE)),), anywhere=False)
 SMALL_BODIES = Setting("a small body limit", (("max-body-bytes", str(SMALL_BODY_BYTES)),))
-SHORT_READS = Setting("a short read deadline", (("read-timeout-s", str(READ_SECONDS)),), anywhere=False)
+SHORT_READS = Setting("a short read deadline", (("read-timeout-s", str(READ_SECONDS)),))
 WITH_SHARED_MEMORY = Setting("shared memory allowed", (("allow-shared-memory", "true"),))
 WITH_MODEL_CONTROL = Setting("model control allowed", (("allow-model-control", "true"),))
 OWN_SERVERS = Setting("servers of its own", anywhere=False, own_servers=True)

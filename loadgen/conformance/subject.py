@@ -43,6 +43,8 @@ class Subject:
     log_path: Path | None = None
     launcher: Launcher | None = None
     max_body_bytes: int | None = None
+    read_timeout_s: float | None = None
+    """How long it waits for a slow client, where we have told it so."""
     golden: Answer | None = None
     _host: str = field(init=False)
     _port: int = field(init=False)

@@ -218,12 +218,12 @@ CASES = (
         "19b",
         "a shape whose product overflows 64 bits",
         (
-            lambda m: _entry(m, shape=[OVERFLOWING, OVERFLOWING]),
-            lambda m: _entry(m, shape=[2**62, 4, *m.shape(m.inputs[0], 1)[1:]]),
+            lambda m: _entry(m, shape=_shape(m, lambda s: [OVERFLOWING, *[OVERFLOWING] * len(s[1:2]), *s[2:]])),
+            lambda m: _entry(m, shape=[2**62, *m.shape(m.inputs[0], 1)[1:]]),
         ),
         (
-            lambda m: _message_entry(m, shape=[OVERFLOWING, OVERFLOWING]),
-            lambda m: _message_entry(m, shape=[2**62, 4, *m.shape(m.inputs[0], 1)[1:]]),
+            lambda m: _message_entry(m, shape=_shape(m, lambda s: [OVERFLOWING, *[OVERFLOWING] * len(s[1:2]), *s[2:]])),
+            lambda m: _message_entry(m, shape=[2**62, *m.shape(m.inputs[0], 1)[1:]]),
         ),
         ("overflow", "exceed", "too large", "maximum"),
     ),

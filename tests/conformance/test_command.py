@@ -1,0 +1,153 @@
+"""The command: options, exit status, JSON, document; and what it does not send to somebody else's machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from loadgen.conformance.corpus import CASES, select
+from loadgen.conformance.records import CaseResult, ConformanceReport, Verdict
+from loadgen.conformance.rendering import DocumentError, write_section
+from loadgen.conformance.runner import CaseRun
+from loadgen.conformance.sessions import LaunchedSession, RemoteSession
+from loadgen.conformance.settings import AS_STARTED
+from loadgen.conformance_command import conformance
+
+APP = typer.Typer()
+APP.command()(conformance)
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(APP, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def toy(sessions) -> Iterator[str]:
+    with closing(sessions()) as session:
+        yield session.subject(AS_STARTED).url
+
+
+def test_zero_when_nothing_deviates(toy: str, tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    code, out, _ = invoke(toy, "--model", "toy", "--only", "1a,15,28a", "--json", str(target))
+    assert code == 0
+    report = json.loads(target.read_bytes())
+    verdicts = {row["number"]: row["verdict"] for row in report["results"]}
+    assert report["schema"] == "abserve.conformance/1"
+    assert verdicts["1a"] == verdicts["15a"] == "conforms"
+    assert verdicts["15c"] == "not applicable"
+    assert verdicts["28a"] == "skipped"
+    assert "3 conforms" in out
+
+
+def test_one_and_a_clean_standard_output_when_something_deviates(sessions) -> None:
+    url = sessions("500-for-bad-json").subject(AS_STARTED).url
+    code, out, err = invoke(url, "--model", "toy", "--only", "1a", "--json", "-", "--fuzz", "20")
+    assert code == 1
+    numbers = {row["number"]: row["verdict"] for row in json.loads(out)["results"]}
+    assert numbers["1a"] == "deviates"
+    assert "16" in numbers
+    assert "2 deviates" in err or "1 deviates" in err
+
+
+def test_a_dead_server_that_is_not_ours_ends_the_run(sessions) -> None:
+    url = sessions("die-on-deep-json").subject(AS_STARTED).url
+    code, out, _ = invoke(url, "--model", "toy", "--only", "1a,2b,2c", "--json", "-")
+    report = json.loads(out)
+    assert code == 1
+    assert [row["verdict"] for row in report["results"] if row["door"] == "http"] == ["conforms", "crashed", "skipped"]
+    assert "nobody listens" in report["stopped"]
+
+
+def test_memory_is_not_observed_without_a_process(toy: str) -> None:
+    _, out, _ = invoke(toy, "--model", "toy", "--only", "8c", "--json", "-")
+    (row,) = json.loads(out)["results"]
+    assert row["verdict"] == "conforms"
+    assert "memory" in row["not_observed"][0]
+
+
+def test_memory_is_observed_with_a_process(sessions) -> None:
+    subject = sessions().subject(AS_STARTED)
+    _, out, _ = invoke(subject.url, "--model", "toy", "--only", "8c", "--json", "-", "--pid", str(subject.pids()[0]))
+    (row,) = json.loads(out)["results"]
+    assert row["verdict"] == "conforms"
+    assert row["not_observed"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "either a URL or --launch"),
+        (("http://127.0.0.1:1", "--launch", "native"), "either a URL or --launch"),
+        (("--launch", "apache"), "native or triton"),
+        (("http://127.0.0.1:1",), "nothing is live"),
+    ],
+)
+def test_what_cannot_be_run_is_said(arguments: tuple[str, ...], words: str) -> None:
+    code, _, err = invoke(*arguments)
+    assert code == 2
+    assert words in err
+
+
+def test_an_unknown_model_is_said(toy: str) -> None:
+    code, _, err = invoke(toy, "--model", "no_such")
+    assert code == 2
+    assert "--model" in err
+
+
+def test_nothing_destructive_is_sent_to_another_machine(sessions) -> None:
+    session = sessions()
+    chosen = [case for case in CASES if case.destructive]
+    results = CaseRun(session, destructive=False).run(chosen, announce=lambda _: None)
+    assert len(results) > 20
+    assert all(result.verdict is Verdict.SKIPPED for result in results)
+    assert all("--i-own-this-server" in result.reason for result in results)
+
+
+def test_a_section_of_a_document_is_written_anew(tmp_path: Path) -> None:
+    row = {"title": "t", "door": "http", "expected": "400", "got": "a|b"}
+    results = (
+        CaseResult(number="1a", verdict=Verdict.DEVIATES, reason="no", **row),
+        CaseResult(number="1b", verdict=Verdict.CONFORMS, **row),
+    )
+    report = ConformanceReport(
+        created_at="2026-01-02T00:00:00+00:00",
+        abserve_version="1",
+        server="triton",
+        server_title="Triton",
+        model="m",
+        results=results,
+    )
+    path = tmp_path / "page.md"
+    path.write_text("before\n<!-- conformance triton -->\nold\n<!-- end triton -->\nafter\n")
+    write_section(report, path, "triton")
+    text = path.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| 1a t | http | 400 | a\\|b | deviates: no |" in text
+    assert "Conforms: 1b." in text
+    with pytest.raises(DocumentError, match="conformance native"):
+        write_section(report, path, "native")
+
+
+def test_a_remote_server_is_left_running(toy: str) -> None:
+    session = RemoteSession(toy, "toy")
+    CaseRun(session, destructive=True).run(select("1a"), announce=lambda _: None)
+    assert not session.restart()
+    session.close()
+    assert session.subject(AS_STARTED).live()
+
+
+def test_launched_servers_are_ended(sessions) -> None:
+    session: LaunchedSession = sessions()
+    subject = session.subject(AS_STARTED)
+    session.close()
+    assert not subject.live(0.2)

@@ -1,0 +1,110 @@
+"""The corpus itself: every row of the list has cases, and what it sends is what it says."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from PIL import Image
+
+from loadgen.conformance.cases.sizes import gzip_of_blanks
+from loadgen.conformance.corpus import CASES, select
+from loadgen.conformance.images import claiming_jpeg, flat_jpeg, flat_png
+from loadgen.conformance.loopback import is_loopback
+from loadgen.conformance.model import Model, Tensor
+from loadgen.conformance.records import Door
+from loadgen.conformance.settings import SMALL_BODIES, SMALL_QUEUES
+from loadgen.conformance.wire import parse_answer
+
+FUZZ = 16
+MODEL = Model("m", (Tensor("x", "FP32", (-1, 3)),), (Tensor("y", "FP32", (-1, 3)),), 4)
+
+
+def test_every_row_has_a_case_and_no_number_is_given_twice() -> None:
+    assert {case.order[0] for case in CASES} == set(range(1, 35)) - {FUZZ}
+    assert len({case.number for case in CASES}) == len(CASES)
+
+
+def test_both_doors_are_covered() -> None:
+    grpc = {case.order[0] for case in CASES if case.door is Door.GRPC}
+    assert {1, 3, 6, 7, 15, 17, 18, 19, 20, 21, 23, 24, 28, 29, 30, 31, 32, 33, 34} <= grpc
+
+
+def test_every_case_expects_something() -> None:
+    assert [case.number for case in CASES if not case.describe()] == []
+
+
+def test_cases_are_chosen_by_number_and_letter() -> None:
+    assert {case.number for case in select("5, 1a")} == {"1a", "5a", "5b", "5c", "5d"}
+    assert select(None) == CASES
+    with pytest.raises(ValueError, match="no case 99"):
+        select("99")
+
+
+@pytest.mark.parametrize(("components", "mode"), [(1, "L"), (3, "RGB"), (4, "CMYK")])
+def test_pictures_are_what_they_claim(components: int, mode: str) -> None:
+    with Image.open(io.BytesIO(flat_jpeg(100, 51, components))) as image:
+        image.load()
+        assert (image.size, image.mode) == ((100, 51), mode)
+    with Image.open(io.BytesIO(flat_png(7, 5))) as image:
+        image.load()
+        assert image.size == (7, 5)
+
+
+def test_the_lying_picture_is_small_and_claims_much() -> None:
+    lying = claiming_jpeg(65_500, 65_500, 692)
+    assert len(lying) == 692
+    with pytest.raises(Image.DecompressionBombError):
+        Image.open(io.BytesIO(lying))
+
+
+def test_the_gzip_bomb_is_small() -> None:
+    import gzip
+
+    bomb = gzip_of_blanks(8 * 2**20)
+    assert len(bomb) < 2**16
+    assert gzip.decompress(bomb) == b" " * 8 * 2**20
+
+
+def test_bodies_are_the_protocols() -> None:
+    body = MODEL.binary(2, id="7")
+    length = int(body.headers["Inference-Header-Content-Length"])
+    document = json.loads(body.content[:length])
+    assert document["id"] == "7"
+    assert document["inputs"][0]["shape"] == [2, 3]
+    assert document["inputs"][0]["parameters"]["binary_data_size"] == len(body.content) - length == 24
+    assert MODEL.rows(100) == 4
+
+
+def test_wishes_become_options_or_a_reason() -> None:
+    assert SMALL_QUEUES.options("triton") == {"queue-size": "2"}
+    assert SMALL_BODIES.options("triton") == "serve triton has no option for a small body limit"
+
+
+@pytest.mark.parametrize(
+    ("data", "ended", "status", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi", False, "200", b"hi"),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 400 Bad\r\nContent-Length: 0\r\n\r\n", False, "400", b""),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n1\r\n!\r\n0\r\n\r\n", False, "200", b"hi!"),
+        (b"HTTP/1.1 500 No\r\n\r\nuntil the end", True, "500", b"until the end"),
+    ],
+)
+def test_answers_are_read(data: bytes, ended: bool, status: str, body: bytes) -> None:
+    answer = parse_answer(data, ended)
+    assert answer is not None
+    assert (answer.status, answer.body) == (status, body)
+
+
+@pytest.mark.parametrize("data", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhi"])
+def test_half_an_answer_is_none(data: bytes) -> None:
+    assert parse_answer(data, False) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "mine"),
+    [("http://127.0.0.1:8000", True), ("http://[::1]:8000", True), ("localhost:1", True), ("http://192.0.2.1", False)],
+)
+def test_loopback(url: str, mine: bool) -> None:
+    assert is_loopback(url) is mine

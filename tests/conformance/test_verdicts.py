@@ -1,0 +1,83 @@
+"""The tool calls a server that does as it should conforming, and names each promise that one breaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadgen.conformance.records import CaseResult, Verdict
+
+
+def failures(results: dict[str, CaseResult]) -> dict[str, str]:
+    return {
+        number: f"{result.verdict.value}: {result.reason} (got {result.got})"
+        for number, result in results.items()
+        if result.verdict in (Verdict.DEVIATES, Verdict.CRASHED)
+    }
+
+
+def test_a_server_that_does_as_it_should_conforms(run_cases) -> None:
+    results = run_cases("1,2,3,4,5,6,7,8,10,11,13,15,17,18,19,20,21,22,23,24,33a,34a,34b")
+    assert failures(results) == {}
+    conforming = [number for number, result in results.items() if result.verdict is Verdict.CONFORMS]
+    assert len(conforming) > 50
+    grpc = [result for result in results.values() if result.door == "grpc"]
+    assert grpc
+    assert all(result.verdict is Verdict.NOT_APPLICABLE for result in grpc)
+
+
+def test_queueing_conforms_where_it_should(run_cases) -> None:
+    results = run_cases("14,28a,29a", row_ms="40")
+    assert failures(results) == {}
+    assert all(result.verdict is Verdict.CONFORMS for result in results.values())
+
+
+def test_start_and_end_conform_where_they_should(run_cases) -> None:
+    results = run_cases("31a,31c,31d,32a", row_ms="40", startup_ms="1200")
+    assert failures(results) == {}
+    assert all(result.verdict is Verdict.CONFORMS for result in results.values())
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "words"),
+    [
+        ("500-for-bad-json", "1a", "500 instead of 400"),
+        ("plain-errors", "15a", "not JSON"),
+        ("traceback", "4a", "traceback"),
+        ("accept-any-output", "18e", "200 instead of 400"),
+        ("drift", "15a", "golden inference"),
+        ("hang-on-deep-json", "2a", "live within 2 s during the case"),
+        ("count-departures-as-failures", "13", "failures"),
+    ],
+)
+def test_a_broken_promise_is_named(run_cases, fault: str, case: str, words: str) -> None:
+    result = run_cases(case, fault)[case]
+    assert result.verdict is Verdict.DEVIATES
+    assert words in result.reason
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "words"),
+    [
+        ("execute-for-nobody", "14", "4 of 4"),
+        ("no-retry-after", "28a", "Retry-After"),
+        ("late-timeout", "29a", "promptly"),
+        ("drop-work", "31a", "instead of 200"),
+    ],
+)
+def test_a_broken_promise_of_the_queue_is_named(run_cases, fault: str, case: str, words: str) -> None:
+    result = run_cases(case, fault, row_ms="40")[case]
+    assert result.verdict is Verdict.DEVIATES
+    assert words in result.reason
+
+
+def test_a_crash_is_a_result_and_the_run_goes_on(run_cases) -> None:
+    results = run_cases("1a,2b,2c,15a", "die-on-deep-json")
+    assert results["2b"].verdict is Verdict.CRASHED
+    assert results["2b"].reason == "was killed by SIGSEGV"
+    assert results["2c"].verdict is Verdict.CRASHED
+    assert results["1a"].verdict is results["15a"].verdict is Verdict.CONFORMS
+
+
+def test_slow_clients(run_cases) -> None:
+    assert run_cases("12b")["12b"].verdict is Verdict.CONFORMS
+    assert run_cases("12a", "no-deadline")["12a"].verdict is Verdict.DEVIATES
