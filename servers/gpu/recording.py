@@ -63,6 +63,7 @@ class Recording:
         self._clock_ns = clock_ns
         self._wall_ns = wall_ns
         self._offset_ns = wall_ns() - clock_ns()
+        self._sample_clock: str | None = None
         self._connection = reader.connect()
         self._devices = [_Device(identity) for identity in self._connection.devices]
         self._lost = self._connection.status != "ok"
@@ -178,11 +179,15 @@ class Recording:
                 lines += self._lose(now_ns, device.identity.uuid, batch.failed)
                 continue
             shift_ns = self._sample_shift_ns(batch.samples[-1][0], now_ns) if batch.samples else 0
-            pairs = [(at_us * 1000 - shift_ns, share) for at_us, share in batch.samples]
-            fresh = [[at_ns, share] for at_ns, share in pairs if at_ns > device.last_sample_ns]
+            # A time stamp from before the wall clock was set back lies in the future: it came with an earlier drain.
+            fresh = [
+                [at_ns, share]
+                for at_us, share in batch.samples
+                if device.last_sample_ns < (at_ns := at_us * 1000 - shift_ns) <= now_ns + CLOCK_STEP_NS
+            ]
             if fresh:
-                device.last_sample_us = batch.samples[-1][0]
                 device.last_sample_ns = int(fresh[-1][0])
+                device.last_sample_us = (device.last_sample_ns + shift_ns) // 1000
                 lines.append({"type": "samples", "at_ns": now_ns, "uuid": device.identity.uuid, "utilization": fresh})
         return lines
 
@@ -200,11 +205,15 @@ class Recording:
 
     def _sample_shift_ns(self, newest_us: int, now_ns: int) -> int:
         """From the driver's clock to ours: wall time as seen on real drivers, or monotonic, or else the newest sample
-        counts as of now."""
-        for shift_ns in (self._offset_ns, 0):
-            if abs(newest_us * 1000 - shift_ns - now_ns) < SAMPLE_CLOCK_RANGE_NS:
-                return shift_ns
-        return newest_us * 1000 - now_ns
+        counts as of now. Which one is decided once."""
+        if self._sample_clock is None:
+            near = [
+                name
+                for name, shift_ns in (("wall", self._offset_ns), ("monotonic", 0))
+                if abs(newest_us * 1000 - shift_ns - now_ns) < SAMPLE_CLOCK_RANGE_NS
+            ]
+            self._sample_clock = near[0] if near else "own"
+        return {"wall": self._offset_ns, "monotonic": 0, "own": newest_us * 1000 - now_ns}[self._sample_clock]
 
     def _edge(self, label: str) -> list[Line]:
         lines: list[Line] = []

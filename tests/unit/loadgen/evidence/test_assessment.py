@@ -168,3 +168,19 @@ def test_an_energy_counter_that_falls_is_another_driver(run: Run, plan: Any) -> 
 
 def test_findings_are_three() -> None:
     assert {str(f) for f in Finding} == {"GPU_VERIFIED", "CPU_FALLBACK", "INCONCLUSIVE"}
+
+
+def test_interleaved_arms_are_judged_by_their_own_blocks(run: Run, plan: Any) -> None:
+    """A works on the GPU, B claims to and does not: its blocks lie in A's pauses, a second away."""
+    a = plan(block_s=8.0, blocks=6, pause_s=10.0)
+    blocks_b = [
+        msgspec.structs.replace(
+            block, label="b", window_start_ns=block.window_end_ns + S, window_end_ns=block.window_end_ns + 9 * S
+        )
+        for block in a.block_records()[:-1]
+    ]
+    verified = run(a)
+    idle = run(a, label="b", blocks=blocks_b)
+    assert (verified.finding, verified.inputs.load.window_s) == ("GPU_VERIFIED", 48.0)
+    assert (idle.finding, idle.activity, idle.inputs.load.window_s) == ("INCONCLUSIVE", "idle", 40.0)
+    assert not may_rank(verified, idle)[0]
