@@ -178,3 +178,17 @@ def test_the_command(stub_library: Path, library_environment: Any, with_library:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_a_hole_in_the_samples_is_not_observed_time(clock: Clock) -> None:
+    """Held up for 30 s, of which the driver kept 14.2: what was lost counts as one sample of at most 1 s."""
+    polling = GpuPolling(ScriptedReader(clock.monotonic_ns, clock.wall_ns, idle_busy=0.5), clock.monotonic_ns)
+    poll_for(polling, clock, 1)
+    before = polling.state.devices[0]
+    clock.now_ns += 30 * S
+    polling.poll()
+    after = polling.state.devices[0]
+    assert before.observed_s is not None
+    assert after.observed_s is not None
+    assert after.observed_s - before.observed_s == pytest.approx(14.0 + 1.0)
+    assert after.busy_s == pytest.approx(0.5 * after.observed_s)
