@@ -9,6 +9,7 @@ Binary inputs become views over the body: nothing of size is copied here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from servers.contract.binary_tensors import array_from_bytes, bytes_from_array
 from servers.contract.errors import InvalidRequestError, UnsupportedError
 from servers.contract.json_tensors import array_from_json, dump_json, json_from_array, parse_json
 from servers.contract.records import InferRequest, InferResponse, InputTensor, Parameter, RequestedOutput
+from servers.contract.shared_memory import RegionSource, RegionWindow, parse_reference
 from servers.contract.signature import ModelSignature, shape_text
 from servers.contract.tensors import DATATYPES
 
@@ -35,10 +37,13 @@ def parse_header_length(value: str, body_bytes: int) -> int:
     return length
 
 
-def decode_request(body: memoryview, header_length: int | None, signature: ModelSignature) -> InferRequest:
+def decode_request(
+    body: memoryview, header_length: int | None, signature: ModelSignature, regions: RegionSource | None = None
+) -> InferRequest:
     """Read a whole body. Raises `ContractError`, and nothing else whatever the bytes are.
 
-    `signature` is used by the raw form alone, whose body does not say what it is.
+    `signature` is used by the raw form alone, whose body does not say what it is. Without `regions` there is no shared
+    memory.
     """
     if header_length == 0:
         return _decode_raw(body, signature)
@@ -52,7 +57,7 @@ def decode_request(body: memoryview, header_length: int | None, signature: Model
     tensors: list[InputTensor] = []
     offset = split
     for item in inputs:
-        tensor, offset = _decode_input(item, body, offset)
+        tensor, offset = _decode_input(item, body, offset, regions)
         tensors.append(tensor)
     if offset != body.nbytes:
         raise InvalidRequestError(
@@ -63,7 +68,7 @@ def decode_request(body: memoryview, header_length: int | None, signature: Model
     return InferRequest(
         id=_request_id(document),
         inputs=tuple(tensors),
-        outputs=_requested_outputs(document.get("outputs"), binary_output),
+        outputs=_requested_outputs(document.get("outputs"), binary_output, regions),
         binary_output=binary_output,
         parameters=parameters,
     )
@@ -76,7 +81,9 @@ def encode_response(response: InferResponse) -> tuple[bytes, int | None]:
     finite = True
     for tensor in response.outputs:
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.data.shape)}
-        if tensor.binary:
+        if tensor.reference is not None:
+            output["parameters"] = tensor.reference.as_parameters()
+        elif tensor.binary:
             data = bytes_from_array(tensor.data)
             binary.append(data)
             output["parameters"] = {"binary_data_size": len(data)}
@@ -124,7 +131,17 @@ def _decode_raw(body: memoryview, signature: ModelSignature) -> InferRequest:
     return InferRequest(id="", inputs=(InputTensor(spec.name, spec.datatype, shape, data),), binary_output=True)
 
 
-def _decode_input(item: object, body: memoryview, offset: int) -> tuple[InputTensor, int]:
+def find_window(parameters: Mapping[str, Parameter], owner: str, regions: RegionSource | None) -> RegionWindow | None:
+    """The shared memory that an input or output names, None where it names none. Raises `ContractError`."""
+    reference = parse_reference(parameters, owner)
+    if reference is None:
+        return None
+    if regions is None:
+        raise InvalidRequestError(f"{owner} names a shared-memory region, but shared memory is switched off")
+    return regions.find(reference)
+
+
+def _decode_input(item: object, body: memoryview, offset: int, regions: RegionSource | None) -> tuple[InputTensor, int]:
     if not isinstance(item, dict):
         raise InvalidRequestError("each of 'inputs' must be an object")
     name = item.get("name")
@@ -140,9 +157,13 @@ def _decode_input(item: object, body: memoryview, offset: int) -> tuple[InputTen
         raise InvalidRequestError(f"input '{name}' must have a 'shape', an array of whole numbers")
     dimensions = tuple(shape)
     parameters = _parameters(item, f"input '{name}'")
-    if "shared_memory_region" in parameters:
-        raise InvalidRequestError(f"input '{name}' names a shared-memory region, but shared memory is switched off")
     size = parameters.get("binary_data_size")
+    window = find_window(parameters, f"input '{name}'", regions) if parameters else None
+    if window is not None:
+        if "data" in item or size is not None:
+            raise InvalidRequestError(f"input '{name}' names a shared-memory region and brings data as well")
+        data = array_from_bytes(window.view(), datatype, dimensions, name)
+        return InputTensor(name, datatype, dimensions, data, window), offset
     if size is None:
         if "data" not in item:
             raise InvalidRequestError(f"input '{name}' must have either 'data' or the parameter 'binary_data_size'")
@@ -161,7 +182,9 @@ def _decode_input(item: object, body: memoryview, offset: int) -> tuple[InputTen
     return InputTensor(name, datatype, dimensions, data), offset + size
 
 
-def _requested_outputs(outputs: object, binary_default: bool) -> tuple[RequestedOutput, ...] | None:
+def _requested_outputs(
+    outputs: object, binary_default: bool, regions: RegionSource | None
+) -> tuple[RequestedOutput, ...] | None:
     if outputs is None or outputs == []:
         return None
     if not isinstance(outputs, list):
@@ -172,11 +195,11 @@ def _requested_outputs(outputs: object, binary_default: bool) -> tuple[Requested
             raise InvalidRequestError("each of 'outputs' must be an object with a 'name'")
         owner = f"output '{item['name'][:64]}'"
         parameters = _parameters(item, owner)
-        if "shared_memory_region" in parameters:
-            raise InvalidRequestError(f"{owner} names a shared-memory region, but shared memory is switched off")
+        window = find_window(parameters, owner, regions) if parameters else None
         if parameters.get("classification"):
             raise UnsupportedError(f"{owner} asks for 'classification', which this server does not offer")
-        requested.append(RequestedOutput(item["name"], _flag(parameters, "binary_data", owner, binary_default)))
+        binary = _flag(parameters, "binary_data", owner, binary_default)
+        requested.append(RequestedOutput(item["name"], binary, window))
     return tuple(requested)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from servers.contract.shared_memory import RegionReference, RegionWindow
 from servers.contract.tensors import Array
 
 Parameter = str | int | float | bool
@@ -15,21 +16,24 @@ class InputTensor:
     """One input as it came.
 
     `data` has exactly `shape` and the dtype that `datatype` names (an object array of `bytes` for BYTES). It may be
-    a read-only or unaligned view over the receive buffer, so whoever holds it keeps that buffer alive.
+    a read-only or unaligned view over the receive buffer, so whoever holds it keeps that buffer alive. With a `window`
+    it is a view over shared memory, which its owner may truncate: reading it then needs the window's `check` before.
     """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     data: Array
+    window: RegionWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """One output that the client named, and whether it wants it as bytes rather than JSON."""
+    """One output that the client named, and whether it wants it as bytes rather than JSON, or in shared memory."""
 
     name: str
     binary: bool
+    window: RegionWindow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +52,16 @@ class InferRequest:
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One output of an answer; `binary` says how it is to travel over HTTP."""
+    """One output of an answer; `binary` says how it is to travel over HTTP.
+
+    With a `reference` it lies in shared memory already, and the answer only says where.
+    """
 
     name: str
     datatype: str
     data: Array
     binary: bool
+    reference: RegionReference | None = None
 
 
 @dataclass(frozen=True, slots=True)
