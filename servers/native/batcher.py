@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import structlog
 
 from servers.contract.errors import ContractError, InternalError
+from servers.contract.shared_memory import RegionWindow
 from servers.contract.tensors import Array
 from servers.engines.interface import Engine
 from servers.native.errors import QueueFullError, RequestExpiredError, ShuttingDownError
@@ -29,13 +30,21 @@ log = structlog.get_logger("abserve.batcher")
 class Entry:
     """One request on its way through the queue. Complete when `outputs` or `error` is set, which happens once."""
 
-    __slots__ = ("deadline_ns", "enqueued_ns", "error", "inputs", "key", "outputs", "rows", "taken", "token")
+    __slots__ = ("deadline_ns", "enqueued_ns", "error", "inputs", "key", "outputs", "rows", "taken", "token", "windows")
 
-    def __init__(self, inputs: Mapping[str, Array], rows: int, deadline_ns: int | None, token: object) -> None:
+    def __init__(
+        self,
+        inputs: Mapping[str, Array],
+        rows: int,
+        deadline_ns: int | None,
+        token: object,
+        windows: Sequence[RegionWindow] = (),
+    ) -> None:
         self.inputs = inputs
         self.rows = rows
         self.deadline_ns = deadline_ns
         self.token = token  # whatever the door needs to find its client again
+        self.windows = windows  # shared memory that inputs lie in, to be checked right before they are read
         self.key = [(name, array.shape[1:]) for name, array in inputs.items()]
         self.enqueued_ns = 0
         self.taken = False
@@ -156,19 +165,20 @@ class Batcher:
         """Those of the batch that are still wanted; from here on they can no longer be withdrawn."""
         now_ns = time.perf_counter_ns()
         entries: list[Entry] = []
-        expired: list[Entry] = []
+        dropped: list[Entry] = []
         with self._lock:
             for entry in batch:
                 if entry.taken:
                     continue
                 entry.taken = True
                 self._waiting -= 1
-                late = entry.deadline_ns is not None and now_ns >= entry.deadline_ns
-                (expired if late else entries).append(entry)
-        for entry in expired:
-            entry.error = RequestExpiredError("Request timeout expired")
-        if expired:
-            self._on_complete(expired)
+                if entry.deadline_ns is not None and now_ns >= entry.deadline_ns:
+                    entry.error = RequestExpiredError("Request timeout expired")
+                elif entry.windows:
+                    entry.error = _lost_memory(entry.windows)
+                (entries if entry.error is None else dropped).append(entry)
+        if dropped:
+            self._on_complete(dropped)
         return entries
 
     def _execute(self, engine: Engine, staging: Staging, entries: list[Entry]) -> None:
@@ -195,6 +205,15 @@ class Batcher:
                 end_ns - inferred_ns,
             )
         self._on_complete(entries)
+
+
+def _lost_memory(windows: Sequence[RegionWindow]) -> ContractError | None:
+    try:
+        for window in windows:
+            window.check()
+    except ContractError as error:
+        return error
+    return None
 
 
 def _distribute(outputs: Mapping[str, Array], entries: Sequence[Entry], rows: int) -> None:
