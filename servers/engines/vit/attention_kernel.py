@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -25,12 +24,8 @@ def attention_kernel(
     PADDED: tl.constexpr,  # TOKENS rounded up to a power of two
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,  # a power of two
-    PDL: tl.constexpr,
 ):
     """softmax(Q Kᵀ) V for one image and head; grid (images·HEADS,)."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     image = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     row_width: tl.constexpr = 3 * HEADS * WIDTH
@@ -57,12 +52,8 @@ def class_attention_kernel(
     PADDED: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """The same for the class token's query alone; one row an image out."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     image = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     row_width: tl.constexpr = 3 * HEADS * WIDTH

@@ -7,15 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from servers.engines.vit.plans import Plan
 from servers.engines.vit.tower import LeanVisionTower
 from servers.engines.vit.weights import UnsupportedTowerError
 
 
 class ProductWeights:
-    """One linear layer on the device: weight [N, K] and bias [N] in 16 bits, row sums [N] of that weight in FP32."""
+    """One linear layer on the device: weight [N, K] and bias [N] in 16 bits, row sums [N] of that weight in FP32.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> None:
-        self.weight = weight.to(device, torch.float16).contiguous()
+    `place`, if given, is where the weight is to lie.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, device: torch.device, place: Tensor | None = None) -> None:
+        if place is None:
+            place = torch.empty(weight.numel(), device=device, dtype=torch.float16)
+        self.weight = place.view(weight.shape)
+        self.weight.copy_(weight)
         self.bias = None if bias is None else bias.to(device, torch.float16).contiguous()
         # Of the rounded weight: the mean's share must cancel what the product really added.
         self.row_sums = self.weight.float().sum(1)
@@ -54,11 +61,11 @@ class FusedWeights:
         self.class_row, self.gain, self.offset = (
             t.to(device, torch.float32) for t in (tower.class_row, tower.norm_pre.weight, tower.norm_pre.bias)
         )
-        self.blocks = [
-            tuple(self._take(getattr(block, name)) for name in ("qkv", "attention_out", "mlp_in", "mlp_out"))
-            for block in tower.blocks
-        ]
-        self.head = self._take(tower.head)
+        block_elements = 4 * shape.width**2 + 2 * shape.width * shape.mlp_width
+        # A block's weights lie in one row, so that one kernel can ask for all of them ahead.
+        self.block_rows = torch.empty(shape.layers, block_elements, device=device, dtype=torch.float16)
+        self.blocks = [self._block(block, row) for block, row in zip(tower.blocks, self.block_rows, strict=True)]
+        self.head = ProductWeights(tower.head.weight, tower.head.bias, device)
 
     def patch(self, signature: Signature) -> tuple[ProductWeights, Tensor]:
         """The patch embedding's weight in the column order of that signature, and the positions to add."""
@@ -75,5 +82,30 @@ class FusedWeights:
             )
         return self._patches[signature]
 
-    def _take(self, linear: nn.Linear) -> ProductWeights:
-        return ProductWeights(linear.weight, linear.bias, self.device)
+    def _block(self, block: nn.Module, row: Tensor) -> tuple[ProductWeights, ...]:
+        products = []
+        for name in ("qkv", "attention_out", "mlp_in", "mlp_out"):
+            linear: nn.Linear = getattr(block, name)
+            place, row = row[: linear.weight.numel()], row[linear.weight.numel() :]
+            products.append(ProductWeights(linear.weight, linear.bias, self.device, place))
+        return tuple(products)
+
+
+def carried_biases(weights: FusedWeights, plan: Plan) -> list[Tensor | None]:
+    """What is carried after each residual product, two a block, [width] FP32; None where the product is ours."""
+    carried: Tensor | None = None
+    after: list[Tensor | None] = []
+    last = len(weights.blocks) - 1
+    for index, (_, attention_out, _, mlp_out) in enumerate(weights.blocks):
+        own = (plan.class_attention_out, plan.class_mlp_in, plan.class_mlp_out)
+        tiles = own if index == last else (plan.attention_out, plan.mlp_in, plan.mlp_out)
+        readers = (plan.qkv, tiles[1])
+        for product, reader, tile in ((attention_out, readers[0], tiles[0]), (mlp_out, readers[1], tiles[2])):
+            if reader is not None:  # one of our products reads true rows: they were written out before it
+                carried = None
+            if tile is None and product.bias is not None:
+                carried = product.bias.float() + (0.0 if carried is None else carried)
+                after.append(carried)
+            else:
+                after.append(None)
+    return after

@@ -11,9 +11,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from servers.engines.vit import product_kernel as products
 from servers.engines.vit.attention_kernel import attention_kernel, class_attention_kernel
-from servers.engines.vit.device_weights import FusedWeights, ProductWeights, Signature
+from servers.engines.vit.device_weights import FusedWeights, ProductWeights, Signature, carried_biases
 from servers.engines.vit.plans import Plan, Tile
-from servers.engines.vit.token_kernels import first_tokens_kernel, patches_kernel, row_kernel
+from servers.engines.vit.token_kernels import (
+    first_tokens_kernel,
+    patches_kernel,
+    prefetch_kernel,
+    row_kernel,
+)
 from servers.engines.vit.weights import TowerShape
 
 MAX_CHUNKS = 64
@@ -53,7 +58,11 @@ class FusedVisionTower:
             if tile is not None and n // tile.columns > MAX_CHUNKS:
                 raise ValueError(f"{tile} leaves more than {MAX_CHUNKS} chunks of statistics a row")
         self._chunks = 0
-        self._pending: Tensor | None = None  # a bias that cuBLAS has not added yet
+        # A product of cuBLAS adds itself to the residual but not its bias. That is one row for all tokens, so it is
+        # carried: whoever reads the tokens adds it, and the tokens themselves need not be written again.
+        self._carried: Tensor | None = None
+        self._carried_after = carried_biases(weights, plan)
+        self._side = torch.cuda.Stream(weights.device) if plan.prefetch else None  # type: ignore[no-untyped-call]
         self.partial = torch.zeros(self._partial_elements(), device=weights.device)
 
     def run(self, pixels: Tensor, out: Tensor) -> None:
@@ -61,11 +70,13 @@ class FusedVisionTower:
         shape, space, plan = self.weights.shape, self.space, self.plan
         tokens = self.images * shape.tokens
         x = space.x[:tokens]
-        self._first_tokens(pixels, x)
+        normalised = self._first_tokens(pixels, x)
         last = len(self.weights.blocks) - 1
         for index, (qkv, attention_out, mlp_in, mlp_out) in enumerate(self.weights.blocks):
+            if self._side is not None and index < last:
+                self._prefetch(self.weights.block_rows[index + 1], self._side)
             packed = space.packed[:tokens]
-            self._product(x, qkv, packed, plan.qkv, norm=True)
+            self._product(x, qkv, packed, plan.qkv, norm=True, normalised=normalised if index == 0 else None)
             if index < last:
                 mixed, stride = space.mixed[:tokens], shape.width
                 names = (plan.attention_out, plan.mlp_in, plan.mlp_out)
@@ -79,46 +90,59 @@ class FusedVisionTower:
                 residual, x = x, space.class_x[: self.images]
             hidden = space.hidden.view(-1)[: x.shape[0] * shape.mlp_width].view(-1, shape.mlp_width)
             self._product(mixed, attention_out, x, names[0], residual=residual, residual_stride=stride)
+            if names[0] is None:
+                self._carried = self._carried_after[2 * index]
             self._product(x, mlp_in, hidden, names[1], norm=True, activation=2 if shape.quick_gelu else 1)
             self._product(hidden, mlp_out, x, names[2], residual=x, residual_stride=shape.width)
+            if names[2] is None:
+                self._carried = self._carried_after[2 * index + 1]
         self._product(x, self.weights.head, out, plan.head, norm=True)
+        if self._side is not None:
+            torch.cuda.current_stream(self.weights.device).wait_stream(self._side)
 
-    def _first_tokens(self, pixels: Tensor, x: Tensor) -> None:
+    def _first_tokens(self, pixels: Tensor, x: Tensor) -> Tensor | None:
+        """Writes the tokens that enter the first block; returns them normalised too if its product is of cuBLAS."""
         shape, space = self.weights.shape, self.space
         signature = Signature.of(pixels)
         weights, position = self.weights.patch(signature)
         rows = self.images * (shape.tokens - 1)
         patches = space.hidden.view(-1)[: rows * shape.patch_elements].view(rows, -1)
-        block = 2048
-        patches_kernel[(triton.cdiv(patches.numel(), block),)](
+        patches_kernel[(3 * shape.grid * self.images,)](
             pixels,
             patches,
-            self.images,
             IMAGE=shape.image_size,
             PATCH=shape.patch_size,
             INTERLEAVED=signature.interleaved,
             BYTES=signature.raw,
-            BLOCK=block,
-            **self._launch(4),
+            num_warps=8,
         )
         embedded = space.mixed[:rows]
         self._product(patches, weights, embedded, self.plan.patch)
-        self._chunks = shape.width // self.plan.mlp_out.columns if self.plan.mlp_out else 1
-        first_tokens_kernel[(x.shape[0],)](
+        foreign = self.plan.qkv is None
+        self._chunks = 0 if foreign else shape.width // self.plan.mlp_out.columns if self.plan.mlp_out else 1
+        self._carried = None
+        normalised = space.normalised[: x.shape[0]]
+        group = max(1, min(8, self.images // 8))
+        first_tokens_kernel[(shape.tokens, triton.cdiv(self.images, group))](
             embedded,
             position,
             self.weights.class_row,
             self.weights.gain,
             self.weights.offset,
             x,
+            normalised,
             space.statistics,
             space.capacity,
+            self.images,
             TOKENS=shape.tokens,
             WIDTH=shape.width,
             CHUNKS=self._chunks,
+            NORMALISED=foreign,
+            GROUP=group,
             EPSILON=shape.epsilon,
-            **self._launch(4),
+            num_warps=4,
         )
+        return normalised if foreign else None
 
     def _attention(self, kernel: triton.JITFunction, packed: Tensor, mixed: Tensor) -> None:
         shape = self.weights.shape
@@ -129,7 +153,7 @@ class FusedVisionTower:
             PADDED=triton.next_power_of_2(shape.tokens),
             HEADS=shape.heads,
             WIDTH=shape.head_width,
-            **self._launch(self.plan.attention_warps),
+            num_warps=self.plan.attention_warps,
         )
 
     def _product(
@@ -143,10 +167,14 @@ class FusedVisionTower:
         activation: int = 0,
         residual: Tensor | None = None,
         residual_stride: int = 0,
+        normalised: Tensor | None = None,
     ) -> None:
-        """out = activation(LN?(a) Wᵀ + bias) + residual; a residual leaves statistics, or a bias still to be added."""
+        """out = activation(LN?(a) Wᵀ + bias) + residual; a residual leaves statistics, or a bias to be carried.
+
+        `normalised`: LN(a), if it is known.
+        """
         if norm:
-            a = self._normalised_or_raw(a, foreign=tile is None)
+            a = self._normalised_or_raw(a, foreign=tile is None) if normalised is None else normalised
         if tile is None:
             self._foreign_product(a, weights, out, activation, residual)
             return
@@ -157,7 +185,6 @@ class FusedVisionTower:
         products.product_kernel[(tiles * tile.split,)](
             TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]) if descriptors else a,
             TensorDescriptor.from_tensor(weights.weight, [tile.columns, tile.depth]) if descriptors else weights.weight,
-            weights.weight,
             weights.weight if weights.bias is None else weights.bias,
             weights.row_sums,
             space.statistics,
@@ -184,7 +211,8 @@ class FusedVisionTower:
             RESIDUAL=residual is not None,
             STATISTICS=residual is not None,
             TMA=descriptors,
-            **self._launch(tile.warps, tile.stages),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
         if residual is not None:
             self._chunks = n // tile.columns
@@ -197,50 +225,47 @@ class FusedVisionTower:
             if residual is not out:
                 out.copy_(residual[:: self.weights.shape.tokens])
             out.addmm_(a, weight)
-            self._pending, self._chunks = weights.bias, 0
+            self._chunks = 0
         elif weights.bias is None:
             torch.mm(a, weight, out=out)
         elif out.dtype != a.dtype:
             out.copy_(torch.addmm(weights.bias, a, weight))
+        elif activation == 1:
+            # cuBLASLt's epilogue: bias and GELU in its tanh form at no cost, where a kernel of its own takes half as
+            # long as the product.
+            torch.ops.aten._addmm_activation(weights.bias, a, weight, use_gelu=True, out=out)
         else:
             torch.addmm(weights.bias, a, weight, out=out)
-        if activation == 1:
-            torch.ops.aten.gelu_(out)
-        elif activation == 2:
-            out.mul_(torch.sigmoid(1.702 * out))
+            if activation == 2:
+                out.mul_(torch.sigmoid(1.702 * out))
 
     def _normalised_or_raw(self, x: Tensor, *, foreign: bool) -> Tensor:
         """What the next product reads: normalised rows for cuBLAS, the rows with their statistics for ours."""
-        if not foreign and self._pending is None:
+        if not foreign and self._carried is None:
             return x
         space, width = self.space, self.weights.shape.width
-        normalised = space.normalised[: x.shape[0]]
+        out = space.normalised[: x.shape[0]] if foreign else x
         row_kernel[(x.shape[0],)](
             x,
-            x if self._pending is None else self._pending,
-            x,
-            normalised,
+            x if self._carried is None else self._carried,
+            out,
             space.statistics,
             space.capacity,
-            width,
             WIDTH=width,
-            CHUNKS=0 if foreign else 1,
             EPSILON=self.weights.shape.epsilon,
-            BIAS=self._pending is not None,
+            CARRIED=self._carried is not None,
             NORMALISED=foreign,
-            **self._launch(4),
+            num_warps=self.plan.row_warps,
         )
-        self._pending = None
-        if foreign:
-            return normalised
-        self._chunks = 1
-        return x
+        if not foreign:
+            self._carried, self._chunks = None, 1
+        return out
 
-    def _launch(self, warps: int, stages: int = 1) -> dict[str, int | bool]:
-        options: dict[str, int | bool] = {"PDL": self.plan.overlap, "num_warps": warps, "num_stages": stages}
-        if self.plan.overlap:
-            options["launch_pdl"] = True
-        return options
+    def _prefetch(self, row: Tensor, side: torch.cuda.Stream) -> None:
+        side.wait_stream(torch.cuda.current_stream(self.weights.device))
+        lines = row.numel() // 64
+        with torch.cuda.stream(side):
+            prefetch_kernel[(triton.cdiv(lines, 1024),)](row, LINES=lines, BLOCK=1024, num_warps=4)
 
     def _partial_elements(self) -> int:
         """Scratch of the largest split product, FP32 elements."""

@@ -35,8 +35,9 @@ class Plan:
     class_mlp_in: Tile | None
     class_mlp_out: Tile | None
     head: Tile | None
-    overlap: bool = False  # programmatic dependent launch: a kernel starts while the one before it ends
     attention_warps: int = 4
+    row_warps: int = 4
+    prefetch: bool = False  # ask for the next block's weights beside this block's kernels, in a branch of the graph
 
 
 CUBLAS = Plan(None, None, None, None, None, None, None, None, None)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ACTIVATION_NONE = tl.constexpr(0)
 ACTIVATION_GELU = tl.constexpr(1)
@@ -73,24 +72,10 @@ def combined_statistics(
     return mean, tl.rsqrt(variance + EPSILON)
 
 
-@triton.jit
-def prefetch_weights(weight, first_row, first_column, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Ask the L2 cache for a [ROWS, COLUMNS] slice of 16-bit weights, one request a 128-byte line."""
-    LINES: tl.constexpr = COLUMNS // 64
-    row = first_row + tl.arange(0, ROWS)
-    line = tl.arange(0, triton.next_power_of_2(LINES))
-    line = tl.where(line < LINES, line, 0)
-    address = (weight + row[:, None] * STRIDE + first_column + line[None, :] * 64).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 @triton.jit(do_not_specialize=["rows"])
 def product_kernel(
     a,  # [rows, K], or its tensor descriptor with blocks [BM, BK] if TMA
     weight_tiles,  # [N, K], or its tensor descriptor with blocks [BN, BK] if TMA
-    weight,  # [N, K]
     bias,  # [N]; unread unless BIAS
     row_sums,  # [N]: the weight's sums over K in FP32; unread unless NORM
     statistics,  # [2, CHUNKS, capacity] FP32, of the rows of a; unread unless NORM
@@ -117,11 +102,8 @@ def product_kernel(
     RESIDUAL: tl.constexpr,
     STATISTICS: tl.constexpr,
     TMA: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """out = activation(LN?(a) Wᵀ + bias) + residual, one program a tile and split of K."""
-    if PDL:
-        gdc_launch_dependents()
     program = tl.program_id(0)
     tile = program // SPLIT
     split = program % SPLIT
@@ -135,10 +117,6 @@ def product_kernel(
     n = tile_n * BN + tl.arange(0, BN)
     part: tl.constexpr = K // SPLIT
     first_k = split * part
-    if PDL:
-        # Weights depend on nothing: fetch them while the kernel before this one finishes.
-        prefetch_weights(weight, tile_n * BN, first_k, K, BN, part)
-        gdc_wait()
     if NORM:
         mean, deviation = combined_statistics(statistics, rows, m, capacity, CHUNKS, K, EPSILON)
 
