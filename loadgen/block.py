@@ -107,6 +107,10 @@ class Block:
     def joined(self, user: BlockUser) -> None:
         """A user is connected; returns when all are to start."""
         self._users.append(user)
+        self.wait_for_start()
+
+    def wait_for_start(self) -> None:
+        """Returns when all users are to start."""
         self._go.wait()
 
     def obstructed(self, reason: str) -> None:
@@ -156,8 +160,9 @@ class BlockUser(InferenceUser):
         try:
             self.connection.connect()
         except ConnectionRefused as refused:
-            self.block.obstructed(str(refused))
-            raise StopUser from refused
+            self.block.obstructed(str(refused))  # the block will not start, so `load` is never reached
+            self.block.wait_for_start()
+            return
         self.block.joined(self)
 
     @task  # type: ignore[untyped-decorator]  # locust ships no usable types

@@ -56,14 +56,11 @@ class _ClosedLoopUser(InferenceUser):
     abstract = True
     batched = False
 
-    def on_start(self) -> None:
-        """Nothing is sent when the test could not be prepared."""
-        if not self.traffic.requests:
-            raise StopUser
-
     @task  # type: ignore[untyped-decorator]  # locust ships no usable types
     def load(self) -> None:
         """One request; a server that is gone is asked again after a while, each time counted as a failure."""
+        if not self.traffic.requests:
+            raise StopUser  # the test could not be prepared; raised in on_start, Locust would print a traceback
         try:
             self.infer()
         except ConnectionRefused:
@@ -91,8 +88,9 @@ class ColdStart(InferenceUser):
 
     fixed_count = 1
 
-    def on_start(self) -> None:
-        """Everything that needs no server is prepared before the clock runs."""
+    @task  # type: ignore[untyped-decorator]  # locust ships no usable types
+    def watch(self) -> None:
+        """Live, ready, first answer, end. What needs no server is prepared before the clock runs."""
         self.session = Session(self.environment, LoadOptions.parse(self.environment))
         try:
             self.session.load_inputs()
@@ -100,10 +98,6 @@ class ColdStart(InferenceUser):
             _give_up(self.environment, str(exc))
             raise StopUser from exc
         self.started_ns = perf_counter_ns()
-
-    @task  # type: ignore[untyped-decorator]  # locust ships no usable types
-    def watch(self) -> None:
-        """Live, ready, first answer, end."""
         options = self.session.options
         endpoint = Endpoint(self.environment.host, timeout_s=options.timeout_s)
         self._await("server live", endpoint.live)
