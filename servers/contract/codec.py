@@ -18,9 +18,9 @@ from servers.contract.binary_tensors import array_from_bytes, bytes_from_array
 from servers.contract.errors import InvalidRequestError, UnsupportedError
 from servers.contract.json_tensors import array_from_json, dump_json, json_from_array, parse_json
 from servers.contract.records import InferRequest, InferResponse, InputTensor, Parameter, RequestedOutput
-from servers.contract.shared_memory import RegionSource, RegionWindow, parse_reference
+from servers.contract.shared_memory import RegionReference, RegionSource, RegionWindow, parse_reference
 from servers.contract.signature import ModelSignature, shape_text
-from servers.contract.tensors import DATATYPES
+from servers.contract.tensors import DATATYPES, Array
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 MAX_ID_CHARACTERS = 1024
@@ -139,6 +139,16 @@ def find_window(parameters: Mapping[str, Parameter], owner: str, regions: Region
     if regions is None:
         raise InvalidRequestError(f"{owner} names a shared-memory region, but shared memory is switched off")
     return regions.find(reference)
+
+
+def write_output(window: RegionWindow, array: Array) -> RegionReference:
+    """Put an output into shared memory without a copy in between; where it then lies. Raises `ContractError`."""
+    if array.dtype != object and array.flags.c_contiguous and array.size:
+        data: bytes | memoryview = array.data.cast("B")
+    else:
+        data = bytes_from_array(array)
+    window.write(data)
+    return RegionReference(window.reference.region, len(data), window.reference.offset)
 
 
 def _decode_input(item: object, body: memoryview, offset: int, regions: RegionSource | None) -> tuple[InputTensor, int]:

@@ -10,8 +10,8 @@ class ListenerError(Exception):
     """The address cannot be listened on; the message names the remedy."""
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket that does not listen yet. Raises `ListenerError`."""
+def bind(host: str, port: int, option: str = "--http-port") -> socket.socket:
+    """A bound TCP socket that does not listen yet. Raises `ListenerError`, naming `option`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -24,7 +24,13 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise ListenerError(
-                f"port {port} on {host} is taken; stop what listens there or choose another with --http-port"
+                f"port {port} on {host} is taken; stop what listens there or choose another with {option}"
             ) from exc
         raise ListenerError(f"cannot listen on {host} port {port}: {exc.strerror or exc}; check --host") from exc
     return listener
+
+
+def check_free(host: str, port: int, option: str) -> None:
+    """For a port that somebody else is going to bind; 0 is none. Raises `ListenerError`, naming `option`."""
+    if port:
+        bind(host, port, option).close()

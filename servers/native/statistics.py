@@ -71,10 +71,13 @@ class BatchTimes:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """The stages of one request at a door, filled in as it passes; the batcher accounts for queue and compute."""
+    """The stages of one request at a door, filled in as it passes; the batcher accounts for queue and compute.
+
+    `receive_ns` is None at a door that only sees complete requests.
+    """
 
     start_ns: int
-    receive_ns: int = 0
+    receive_ns: int | None = 0
     decode_ns: int = 0
     encode_ns: int = 0
 
@@ -129,7 +132,8 @@ class Statistics:
         total_ns = time.perf_counter_ns() - times.start_ns
         with self._lock:
             self._success.add(total_ns)
-            self._stages["receive"].add(times.receive_ns)
+            if times.receive_ns is not None:
+                self._stages["receive"].add(times.receive_ns)
             self._stages["decode"].add(times.decode_ns)
             self._stages["encode"].add(times.encode_ns)
             self._request_duration.add(total_ns)

@@ -1,0 +1,116 @@
+"""The HTTP routes that change the server: shared-memory regions, and loading and unloading of models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+
+from servers.contract.errors import InvalidRequestError, NotFoundError, UnsupportedError
+from servers.contract.json_tensors import parse_json
+from servers.native import documents
+from servers.native.http import read_body
+from servers.native.model_control import ModelControl
+from servers.native.regions import NO_CUDA_MEMORY, RegionTable
+
+MAX_CONTROL_BODY_BYTES = 64 * 1024
+SYSTEM = "/v2/systemsharedmemory"
+CUDA = "/v2/cudasharedmemory"
+REPOSITORY_MODEL = "/v2/repository/models/{model}"
+
+
+async def json_object(request: Request) -> Mapping[str, Any]:
+    """The body of a control request, empty where there is none. Raises `ContractError`."""
+    body = await read_body(request.receive, MAX_CONTROL_BODY_BYTES, None)
+    document = parse_json(body) if body.nbytes else {}
+    if not isinstance(document, dict):
+        raise InvalidRequestError("the request JSON must be an object")
+    return document
+
+
+def add_shared_memory_routes(app: FastAPI, regions: RegionTable) -> None:
+    """System shared memory, and the answers about CUDA shared memory that clients need."""
+
+    @app.get(f"{SYSTEM}/status")
+    async def system_status() -> Response:
+        return _json(documents.region_rows(regions.status("")))
+
+    @app.get(f"{SYSTEM}/region/{{region}}/status")
+    async def region_status(region: str) -> Response:
+        return _json(documents.region_rows(regions.status(region)))
+
+    @app.post(f"{SYSTEM}/region/{{region}}/register")
+    async def register(region: str, request: Request) -> Response:
+        regions.check_allowed()
+        asked = await json_object(request)
+        key = asked.get("key")
+        if not isinstance(key, str):
+            raise InvalidRequestError("'key' must be a string, the name that the shared memory was created with")
+        regions.register(region, key, _whole_number(asked, "offset", 0), _whole_number(asked, "byte_size", None))
+        return Response()
+
+    @app.post(f"{SYSTEM}/unregister")
+    async def unregister_all() -> Response:
+        regions.unregister("")
+        return Response()
+
+    @app.post(f"{SYSTEM}/region/{{region}}/unregister")
+    async def unregister(region: str) -> Response:
+        regions.unregister(region)
+        return Response()
+
+    @app.get(f"{CUDA}/status")
+    async def cuda_status() -> Response:
+        regions.check_allowed()
+        return _json([])
+
+    @app.get(f"{CUDA}/region/{{region}}/status")
+    async def cuda_region_status(region: str) -> Response:  # noqa: ARG001  there never is one
+        regions.check_allowed()
+        raise NotFoundError("this CUDA shared-memory region is not registered")
+
+    @app.post(f"{CUDA}/region/{{region}}/register")
+    async def cuda_register(region: str) -> Response:  # noqa: ARG001  refused whatever it is
+        regions.check_allowed()
+        raise UnsupportedError(NO_CUDA_MEMORY)
+
+    @app.post(f"{CUDA}/unregister")
+    async def cuda_unregister_all() -> Response:  # clients do this before they begin
+        regions.check_allowed()
+        return Response()
+
+    @app.post(f"{CUDA}/region/{{region}}/unregister")
+    async def cuda_unregister(region: str) -> Response:  # noqa: ARG001  there never is one
+        regions.check_allowed()
+        return Response()
+
+
+def add_model_control_routes(app: FastAPI, control: ModelControl) -> None:
+    """Load and unload; each is answered when it is done."""
+
+    @app.post(f"{REPOSITORY_MODEL}/load")
+    async def load(model: str, request: Request) -> Response:
+        control.check(model)
+        parameters = (await json_object(request)).get("parameters") or {}
+        if not isinstance(parameters, dict):
+            raise InvalidRequestError("'parameters' must be an object")
+        await control.load(model, parameters)
+        return Response()
+
+    @app.post(f"{REPOSITORY_MODEL}/unload")
+    async def unload(model: str) -> Response:
+        await control.unload(model)
+        return Response()
+
+
+def _whole_number(document: Mapping[str, Any], key: str, default: int | None) -> int:
+    value = document.get(key, default)
+    if type(value) is not int:
+        raise InvalidRequestError(f"'{key}' must be a whole number of bytes")
+    return value
+
+
+def _json(document: object) -> Response:
+    return Response(orjson.dumps(document), media_type="application/json")

@@ -1,0 +1,225 @@
+"""ModelInfer's messages: a serialised request as an `InferRequest`, and an answer as a message.
+
+A request's raw inputs are cut out of its serialised bytes as views, before protobuf sees the rest: protobuf's parser
+would copy them, and so would each access to `raw_input_contents`. The bytes that gRPC has received are therefore what
+the batch is gathered from, or what the engine reads when the request runs alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2
+
+from servers.contract.binary_tensors import array_from_bytes, bytes_from_array, element_count
+from servers.contract.codec import MAX_ID_CHARACTERS, find_window
+from servers.contract.errors import InvalidRequestError, UnsupportedError
+from servers.contract.records import InferRequest, InferResponse, InputTensor, Parameter, RequestedOutput
+from servers.contract.shared_memory import RegionSource
+from servers.contract.tensors import DATATYPES, Array
+
+MAX_TENSORS = 1024
+"""More inputs or outputs than this are refused before anything is made of them."""
+MAX_FIELDS = 4 * MAX_TENSORS
+
+_RAW_TAG = 7 << 3 | 2  # raw_input_contents: field 7, length-delimited
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+
+def parse_message(serialised: bytes) -> tuple[Any, list[memoryview]]:
+    """A ModelInferRequest without its raw inputs, and these as views. Raises `InvalidRequestError`."""
+    rest, raw = _cut_out_raw(serialised)
+    try:
+        message = service_pb2.ModelInferRequest.FromString(rest)
+    except DecodeError as exc:
+        raise InvalidRequestError("the message is not a ModelInferRequest") from exc
+    if len(message.inputs) > MAX_TENSORS or len(message.outputs) > MAX_TENSORS:
+        raise InvalidRequestError(f"a request has at most {MAX_TENSORS} inputs and {MAX_TENSORS} outputs")
+    return message, raw
+
+
+def decode_message(message: Any, raw: list[memoryview], regions: RegionSource) -> InferRequest:
+    """What `parse_message` gave, as a request. Raises `ContractError`."""
+    if len(message.id) > MAX_ID_CHARACTERS:
+        raise InvalidRequestError(f"'id' has {len(message.id)} characters, at most {MAX_ID_CHARACTERS} are taken")
+    parameters = {_name(item): _parameters(item, _owner("input", item)) for item in message.inputs}
+    carried = [name for name in parameters if "shared_memory_region" not in parameters[name]]
+    if raw and len(raw) != len(carried):
+        raise InvalidRequestError(
+            f"'raw_input_contents' must have one element for each of the {len(carried)} inputs outside shared memory, "
+            f"got {len(raw)}"
+        )
+    if len(parameters) != len(message.inputs):
+        raise InvalidRequestError("an input is given more than once")
+    waiting = iter(raw)
+    inputs = []
+    for item in message.inputs:
+        inputs.append(_input(item, parameters[item.name], waiting if raw else None, regions))
+    return InferRequest(
+        id=message.id,
+        inputs=tuple(inputs),
+        outputs=tuple(_output(item, regions) for item in message.outputs) or None,
+        binary_output=True,
+        parameters=_parameters(message, "the request"),
+    )
+
+
+def encode_message(response: InferResponse) -> Any:
+    """A ModelInferResponse; an output in shared memory has an empty element in `raw_output_contents`, as in Triton."""
+    message = service_pb2.ModelInferResponse(
+        model_name=response.model_name, model_version=response.model_version, id=response.id
+    )
+    for tensor in response.outputs:
+        output = message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.data.shape)
+        if tensor.reference is None:
+            message.raw_output_contents.append(bytes_from_array(tensor.data))
+            continue
+        for name, value in tensor.reference.as_parameters().items():
+            if isinstance(value, str):
+                output.parameters[name].string_param = value
+            else:
+                output.parameters[name].int64_param = value
+        message.raw_output_contents.append(b"")
+    return message
+
+
+def _input(item: Any, parameters: dict[str, Parameter], raw: Any, regions: RegionSource) -> InputTensor:
+    name, datatype, shape = item.name, item.datatype, tuple(item.shape)
+    if datatype not in DATATYPES and datatype != "BYTES":
+        raise InvalidRequestError(f"input '{name}' must have a 'datatype', one of {', '.join(DATATYPES)}, BYTES")
+    window = find_window(parameters, f"input '{name}'", regions)
+    typed = item.HasField("contents")
+    if typed and (raw is not None or window is not None):
+        raise InvalidRequestError(
+            f"input '{name}' has 'contents' although its data is in raw_input_contents or shared memory"
+        )
+    if window is not None:
+        return InputTensor(name, datatype, shape, array_from_bytes(window.view(), datatype, shape, name), window)
+    if raw is not None:
+        return InputTensor(name, datatype, shape, array_from_bytes(next(raw), datatype, shape, name))
+    return InputTensor(name, datatype, shape, _typed(item.contents, datatype, shape, name))
+
+
+def _typed(contents: Any, datatype: str, shape: tuple[int, ...], name: str) -> Array:
+    field = _CONTENTS.get(datatype)
+    if field is None:
+        raise InvalidRequestError(f"input '{name}' is {datatype}, which only raw_input_contents can carry")
+    values = getattr(contents, field)
+    count = element_count(shape, name)
+    if len(values) != count:
+        raise InvalidRequestError(
+            f"input '{name}' needs {count} elements for its shape, got {len(values)} in '{field}'"
+        )
+    try:
+        return _flat(values, datatype, field, name).reshape(shape)
+    except ValueError as exc:  # dimensions around a zero that NumPy cannot hold
+        raise InvalidRequestError(f"the shape of input '{name}' cannot be represented") from exc
+
+
+def _flat(values: Any, datatype: str, field: str, name: str) -> Array:
+    count = len(values)
+    if datatype == "BYTES":
+        elements = np.empty(count, dtype=object)
+        elements[:] = list(values)
+        return elements
+    dtype = DATATYPES[datatype]
+    if dtype.kind in "iu" and dtype.itemsize < 4 and count:
+        limits = np.iinfo(dtype.name)
+        if min(values) < limits.min or max(values) > limits.max:
+            raise InvalidRequestError(
+                f"'{field}' of input '{name}' is outside the range of {datatype}, {limits.min} to {limits.max}"
+            )
+    return np.fromiter(values, dtype, count)
+
+
+def _output(item: Any, regions: RegionSource) -> RequestedOutput:
+    owner = _owner("output", item)
+    parameters = _parameters(item, owner)
+    if parameters.get("classification"):
+        raise UnsupportedError(f"{owner} asks for 'classification', which this server does not offer")
+    return RequestedOutput(item.name, True, find_window(parameters, owner, regions))
+
+
+def _name(item: Any) -> str:
+    name: str = item.name
+    if not 0 < len(name) <= MAX_ID_CHARACTERS:
+        raise InvalidRequestError(f"an input's name must have 1 to {MAX_ID_CHARACTERS} characters, got {len(name)}")
+    return name
+
+
+def _owner(kind: str, item: Any) -> str:
+    return f"{kind} '{item.name[:64]}'"
+
+
+def _parameters(item: Any, owner: str) -> dict[str, Parameter]:
+    parameters: dict[str, Parameter] = {}
+    for name, parameter in item.parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is None:
+            raise InvalidRequestError(f"a parameter of {owner} has no value")
+        parameters[name] = getattr(parameter, choice)
+    return parameters
+
+
+def _cut_out_raw(serialised: bytes) -> tuple[bytes, list[memoryview]]:
+    """The message without its raw inputs, and these. Follows protobuf's wire format, top level only."""
+    view = memoryview(serialised)
+    end = len(view)
+    raw: list[memoryview] = []
+    kept: list[memoryview] = []
+    kept_from = position = fields = 0
+    while position < end:
+        fields += 1
+        if fields > MAX_FIELDS:
+            raise InvalidRequestError(f"the message has more than {MAX_FIELDS} fields")
+        start = position
+        tag, position = _varint(view, position)
+        kind = tag & 7
+        if kind == _LENGTH:
+            size, position = _varint(view, position)
+            position += size
+        elif kind == _VARINT:
+            _, position = _varint(view, position)
+        elif kind in (_FIXED64, _FIXED32):
+            position += 8 if kind == _FIXED64 else 4
+        else:
+            raise InvalidRequestError("the message is not a ModelInferRequest")
+        if position > end:
+            raise InvalidRequestError("the message ends inside a field")
+        if tag == _RAW_TAG:
+            raw.append(view[position - size : position])
+            kept.append(view[kept_from:start])
+            kept_from = position
+    if not raw:
+        return serialised, raw
+    kept.append(view[kept_from:])
+    return b"".join(kept), raw
+
+
+def _varint(view: memoryview, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while position < len(view) and shift < 64:
+        byte = view[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    raise InvalidRequestError("the message ends inside a field")
