@@ -20,8 +20,13 @@ def build_engine(
 ) -> Engine:
     """The engine, not loaded yet. Raises `EngineError` for an unknown kind or a missing artefact.
 
+    `specification` is a variant that an engine executes, FP32 or UINT8 (see `ModelSpecification.executed`).
     `artefact_path` is the ONNX file that the kind onnxruntime executes; the other kinds ignore it.
     """
+    if specification.executed is not specification:
+        raise EngineError(
+            f"no engine decodes images: {specification.name} is executed as {specification.executed.name}"
+        )
     if settings.max_batch_size < 1:
         raise EngineError(f"max_batch_size {settings.max_batch_size}: it must be at least 1")
     if settings.threads < 0:

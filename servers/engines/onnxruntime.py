@@ -1,4 +1,6 @@
-"""ONNX Runtime executing an exported file: FP32 on the CPU; FP32 and TF32 on CUDA, never silently elsewhere.
+"""ONNX Runtime executing an exported file: FP32 and FP16 on the CPU, TF32 too on CUDA, never silently elsewhere.
+
+FP16 needs a file of its own (`abserve export --precision fp16`), which says so in its metadata.
 
 Importable without torch, so that the stub process of Triton's python backend can use the same engine.
 """
@@ -21,7 +23,9 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
 PACKAGES = ("onnxruntime", "onnxruntime-gpu")
-PRECISIONS = {"cpu": ("fp32",), "cuda": ("fp32", "tf32")}
+PRECISIONS = {"cpu": ("fp32", "fp16"), "cuda": ("fp32", "tf32", "fp16")}
+PRECISION_KEY = "abserve.precision"
+"""In an ONNX file's metadata: the precision of its weights. A file without it holds FP32."""
 MODES = ("session",)
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
@@ -43,6 +47,7 @@ class OnnxRuntimeEngine:
         self._settings = settings
         self._path = artefact_path
         self._session: Any = None
+        self._file_precision = "fp32"
         self._output_names = [tensor.name for tensor in specification.outputs]
 
     def load(self) -> None:
@@ -80,7 +85,14 @@ class OnnxRuntimeEngine:
             )
         _assert_signature(session.get_inputs(), self._specification.inputs, "inputs")
         _assert_signature(session.get_outputs(), self._specification.outputs, "outputs")
-        self._session = session
+        in_file = session.get_modelmeta().custom_metadata_map.get(PRECISION_KEY, "fp32")
+        if (in_file == "fp16") != (self._settings.precision == "fp16"):
+            raise EngineError(
+                f"precision {self._settings.precision} was asked for, but {self._path.name} holds {in_file}; "
+                f"run: abserve export --model {self._specification.name} --precision "
+                f"{'fp16' if self._settings.precision == 'fp16' else 'fp32'}"
+            )
+        self._session, self._file_precision = session, in_file
 
     def warm_up(self, batch_sizes: Sequence[int]) -> None:
         """Execute every given batch size once, on zeros."""
@@ -110,7 +122,7 @@ class OnnxRuntimeEngine:
         return EngineDescription(
             kind="onnxruntime",
             version=ort.__version__,
-            precision="tf32" if cuda is not None and cuda.get("use_tf32") == "1" else "fp32",
+            precision="tf32" if cuda is not None and cuda.get("use_tf32") == "1" else self._file_precision,
             mode="session",
             device="cpu" if cuda is None else f"cuda:{cuda['device_id']}",
             threads=session_options.intra_op_num_threads if cuda is None else None,
@@ -160,6 +172,10 @@ class OnnxRuntimeEngine:
         # Spinning between requests gained some 2 % latency on 2 quiet cores and cost a quarter more CPU, which an idle
         # arm would take from the other arm and from the client.
         options.add_session_config_entry(SPINNING, "0")
+        if self._settings.precision == "fp16" and not on_cuda:
+            # The CPU provider has few FP16 kernels, and one of its last optimisations crashes the process on such a
+            # graph: with ORT_ENABLE_ALL loading segfaults.
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         if on_cuda:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         return options

@@ -1,6 +1,7 @@
 """PyTorch in eager mode: FP32 on the CPU; FP32, TF32, FP16 and BF16 on CUDA.
 
-Numbers: inputs and outputs are FP32 in every precision; half precisions convert on the device. FP32 on CUDA means no
+Numbers: inputs are FP32, or UINT8 which is normalised on the device; outputs are FP32 in every precision; half
+precisions convert on the device. FP32 on CUDA means no
 TF32 anywhere: torch's default lets cuDNN's convolutions use it.
 """
 
@@ -36,7 +37,6 @@ class TorchEngine:
         self._settings = settings
         self._module: torch.nn.Module | None = None
         self._input_names = tuple(tensor.name for tensor in specification.inputs)
-        self._input_shapes = {tensor.name: tensor.item_shape for tensor in specification.inputs}
         self._output_name = specification.outputs[0].name
 
     def load(self) -> None:
@@ -53,6 +53,8 @@ class TorchEngine:
                 f"the torch engine does not offer {precision} on {device.type}; "
                 f"use one of: {', '.join(PRECISIONS[device.type])}"
             )
+        from servers.models.uint8_module import load_executed_module, to_precision
+
         if device.type == "cpu":
             torch.set_num_threads(thread_count(self._settings.threads))
         else:
@@ -60,18 +62,18 @@ class TorchEngine:
             torch.backends.cuda.matmul.fp32_precision = reduced
             torch.backends.cudnn.conv.fp32_precision = reduced  # type: ignore[attr-defined,unused-ignore]
         try:
-            module = self._specification.load_module(self._weights)
+            module = load_executed_module(self._specification, self._weights)
         except WeightsError as exc:
             raise EngineError(str(exc)) from exc
         try:
-            self._module = module.to(device=device, dtype=getattr(torch, PARAMETER_TYPES[precision])).eval()
+            self._module = to_precision(module.to(device), getattr(torch, PARAMETER_TYPES[precision])).eval()
         except RuntimeError as exc:
             raise EngineError(f"the model does not fit on {device}: {_first_line(exc)}") from exc
 
     def warm_up(self, batch_sizes: Sequence[int]) -> None:
         """Execute every given batch size once, on zeros."""
         for size in batch_sizes:
-            self.infer({name: np.zeros((size, *shape), np.float32) for name, shape in self._input_shapes.items()})
+            self.infer({t.name: np.zeros((size, *t.item_shape), t.dtype) for t in self._specification.inputs})
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """One forward pass. On the CPU nothing is copied: torch reads the caller's arrays and the answer is its own."""
@@ -83,7 +85,8 @@ class TorchEngine:
             with torch.inference_mode():
                 tensors = [_as_tensor(inputs[name]) for name in self._input_names]
                 if parameter.device.type != "cpu":
-                    tensors = [tensor.to(parameter.device).to(parameter.dtype) for tensor in tensors]
+                    tensors = [tensor.to(parameter.device) for tensor in tensors]
+                    tensors = [t.to(parameter.dtype) if t.is_floating_point() else t for t in tensors]
                 output: torch.Tensor = module(*tensors)
                 return {self._output_name: output.to(torch.float32).cpu().contiguous().numpy()}
         except RuntimeError as exc:  # torch.OutOfMemoryError is one

@@ -1,5 +1,10 @@
-"""Where artefacts lie, when one is up to date, and how one is made: `ROOT/<model>/<weights>/model.onnx`.
+"""Where artefacts lie, when one is up to date, and how one is made.
 
+    ROOT/<model>/<weights>/model.onnx                       FP32 weights
+    ROOT/<model>/<weights>-fp16/model_fp16.onnx             FP16 weights
+    ROOT/<model>_uint8/<weights>/model_uint8.onnx           the same with UINT8 input; model_uint8_fp16.onnx likewise
+
+Each file has a folder and a manifest of its own.
 An artefact is up to date when its manifest names the same model, weights and package versions, and the file's hash is
 the manifest's. It appears whole, after its parity was proven, or not at all.
 """
@@ -17,9 +22,10 @@ from typing import TYPE_CHECKING
 
 from servers.engines.onnxruntime import OnnxRuntimeEngine
 from servers.engines.settings import EngineSettings
+from servers.export.errors import ExportError
 from servers.export.manifest import Manifest, ParityMeasurement, package_versions, read_manifest
-from servers.export.onnx import OPSET, export_onnx
-from servers.export.parity import COSINE_THRESHOLD, assert_parity, measure_parity
+from servers.export.onnx import OPSET, convert_to_fp16, export_onnx
+from servers.export.parity import assert_parity, cosine_threshold, measure_parity
 from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256
 from servers.models.specification import ModelSpecification
 from servers.models.weights import CheckpointWeights, WeightsSource
@@ -27,7 +33,7 @@ from servers.models.weights import CheckpointWeights, WeightsSource
 if TYPE_CHECKING:
     import torch
 
-ONNX_FILE = "model.onnx"
+PRECISIONS = ("fp32", "fp16")
 DEFAULT_ROOT = Path(".artefacts")
 
 Progress = Callable[[str], None]
@@ -42,26 +48,42 @@ class Artefact:
     made_now: bool
 
 
-def artefact_folder(root: Path, specification: ModelSpecification, weights: WeightsSource) -> Path:
-    """The folder of one model with one set of weights."""
-    return root / specification.name / weights.slug
+def file_precision(precision: str) -> str:
+    """Which file an engine executes for a precision: FP16 has its own, TF32 is how a GPU multiplies FP32."""
+    return "fp16" if precision == "fp16" else "fp32"
 
 
-def find_artefact(root: Path, specification: ModelSpecification, weights: WeightsSource) -> Artefact | None:
+def onnx_name(payload: str, precision: str = "fp32") -> str:
+    """model.onnx, model_uint8.onnx, model_fp16.onnx or model_uint8_fp16.onnx."""
+    return "_".join(["model", *(part for part in (payload, precision) if part != "fp32")]) + ".onnx"
+
+
+def artefact_folder(
+    root: Path, specification: ModelSpecification, weights: WeightsSource, precision: str = "fp32"
+) -> Path:
+    """The folder of one model with one set of weights in one precision."""
+    return root / specification.name / (weights.slug if precision == "fp32" else f"{weights.slug}-{precision}")
+
+
+def find_artefact(
+    root: Path, specification: ModelSpecification, weights: WeightsSource, precision: str = "fp32"
+) -> Artefact | None:
     """The artefact if it is up to date, else None. Reads and hashes the whole file."""
-    folder = artefact_folder(root, specification, weights)
+    folder = artefact_folder(root, specification, weights, precision)
     manifest = read_manifest(folder)
     if (
         manifest is None
         or manifest.model != specification.name
         or manifest.model_version != specification.version
+        or manifest.payload != specification.payload
+        or manifest.precision != precision
         or manifest.weights != weights.label
         or manifest.weights_sha256 != _weights_sha256(weights)
         or manifest.versions != package_versions()
         or manifest.opset != OPSET
     ):
         return None
-    path = folder / ONNX_FILE
+    path = folder / onnx_name(specification.payload, precision)
     try:
         if path.stat().st_size != manifest.bytes or file_sha256(path) != manifest.sha256:
             return None
@@ -75,62 +97,78 @@ def ensure_artefact(
     weights: WeightsSource,
     root: Path = DEFAULT_ROOT,
     *,
+    precision: str = "fp32",
     force: bool = False,
     progress: Progress = lambda _step: None,
 ) -> Artefact:
     """The up-to-date artefact, exported first when there is none or `force` is set.
 
-    Another process that exports the same one is waited for. `progress` is told each step in a few words. Raises
-    `ExportError` (`ParityError` among them), `WeightsError`, `EngineError` and `FolderError`.
+    `specification` is one that an engine executes: FP32 or UINT8. Another process that exports the same one is waited
+    for. `progress` is told each step in a few words. Raises `ExportError` (`ParityError` among them), `WeightsError`,
+    `EngineError` and `FolderError`.
     """
-    folder = artefact_folder(root, specification, weights)
+    if specification.executed is not specification or precision not in PRECISIONS:
+        raise ExportError(
+            f"there is no {precision} file of {specification.name}: JPEG files are decoded outside of it, and the "
+            f"precisions are {', '.join(PRECISIONS)}; export the payload fp32 or uint8"
+        )
+    folder = artefact_folder(root, specification, weights, precision)
     with _exclusive(folder):
         progress("looking for an up-to-date artefact")
-        found = None if force else find_artefact(root, specification, weights)
-        return found or _make(specification, weights, folder, progress)
+        found = None if force else find_artefact(root, specification, weights, precision)
+        return found or _make(specification, weights, precision, folder, progress)
 
 
-def _make(specification: ModelSpecification, weights: WeightsSource, folder: Path, progress: Progress) -> Artefact:
+def _make(
+    specification: ModelSpecification, weights: WeightsSource, precision: str, folder: Path, progress: Progress
+) -> Artefact:
+    from servers.models.uint8_module import load_executed_module, tower_of
+
     progress(f"loading {weights.label}")
-    module = specification.load_module(weights)
+    module = load_executed_module(specification, weights)
+    name, threshold = onnx_name(specification.payload, precision), cosine_threshold(specification.payload, precision)
     parameter_bytes = sum(4 * parameter.numel() for parameter in module.parameters())
     with atomic_folder(folder, needed_bytes=parameter_bytes * 105 // 100) as fresh:
-        path = fresh / ONNX_FILE
+        path = fresh / name
         progress("exporting to ONNX")
         seconds = export_onnx(specification, module, path)
+        if precision == "fp16":
+            progress("converting to FP16")
+            convert_to_fp16(path)
         progress("comparing the file with torch")
-        parity = _parity(specification, weights, module, path)
+        parity = _parity(specification, weights, tower_of(module), path, precision)
+        assert_parity(parity, threshold)
         manifest = Manifest(
             model=specification.name,
             model_version=specification.version,
             weights=weights.label,
             weights_sha256=_weights_sha256(weights),
-            precision="fp32",
+            payload=specification.payload,
+            precision=precision,
             versions=package_versions(),
             opset=OPSET,
             seconds=round(seconds, 3),
-            file=ONNX_FILE,
+            file=name,
             bytes=path.stat().st_size,
             sha256=file_sha256(path),
-            parity_threshold=COSINE_THRESHOLD,
+            parity_threshold=threshold,
             parity=parity,
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         manifest.write(fresh)
-    return Artefact(folder / ONNX_FILE, manifest, made_now=True)
+    return Artefact(folder / name, manifest, made_now=True)
 
 
 def _parity(
-    specification: ModelSpecification, weights: WeightsSource, module: torch.nn.Module, path: Path
+    specification: ModelSpecification, weights: WeightsSource, tower: torch.nn.Module, path: Path, precision: str
 ) -> tuple[ParityMeasurement, ...]:
-    engine = OnnxRuntimeEngine(specification, weights, EngineSettings(kind="onnxruntime", device="cpu"), path)
+    settings = EngineSettings(kind="onnxruntime", device="cpu", precision=precision)
+    engine = OnnxRuntimeEngine(specification, weights, settings, path)
     try:
         engine.load()
-        measurements = measure_parity(specification, module, engine)
+        return measure_parity(specification, tower, engine)
     finally:
         engine.close()
-    assert_parity(measurements)
-    return measurements
 
 
 def _weights_sha256(weights: WeightsSource) -> str | None:

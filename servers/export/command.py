@@ -12,7 +12,7 @@ from rich.console import Console
 from servers.engines.interface import EngineError
 from servers.export.errors import ExportError
 from servers.models.atomic_folder import FolderError
-from servers.models.registry import DEFAULT_MODEL, SPECIFICATIONS, UnknownModelError, get_specification
+from servers.models.registry import DEFAULT_MODEL, SPECIFICATIONS, UnknownModelError, get_specification, get_variant
 from servers.models.weights import WeightsError, parse_weights
 
 if TYPE_CHECKING:
@@ -37,6 +37,17 @@ def export(
             help="random:SEED, a pretrained tag or a checkpoint file; the model's default when left out.",
         ),
     ] = None,
+    payload: Annotated[
+        str | None,
+        typer.Option(
+            "--payload",
+            envvar="ABSERVE_EXPORT_PAYLOAD",
+            help="fp32 or uint8: what the file takes; that of the model named when left out.",
+        ),
+    ] = None,
+    precision: Annotated[
+        str, typer.Option("--precision", envvar="ABSERVE_EXPORT_PRECISION", help="fp32 or fp16: what the file holds.")
+    ] = "fp32",
     to: Annotated[Target, typer.Option("--to", envvar="ABSERVE_EXPORT_TO", help="What to make.")] = Target.ONNX,
     artefacts: Annotated[
         Path, typer.Option("--artefacts", envvar="ABSERVE_EXPORT_ARTEFACTS", help="Folder that holds the artefacts.")
@@ -50,7 +61,7 @@ def export(
 
     console = Console(highlight=False, soft_wrap=True)
     try:
-        specification = get_specification(model)
+        specification = get_specification(model) if payload is None else get_variant(model, payload)
         source = parse_weights(specification.default_weights if weights is None else weights)
         with console.status("starting") as status:
 
@@ -59,7 +70,9 @@ def export(
                 if not console.is_terminal:
                     console.print(step, markup=False, emoji=False)
 
-            artefact = ensure_artefact(specification, source, artefacts, force=force, progress=progress)
+            artefact = ensure_artefact(
+                specification, source, artefacts, precision=precision, force=force, progress=progress
+            )
     except (UnknownModelError, WeightsError, EngineError, ExportError, FolderError) as exc:
         Console(stderr=True).print(
             f"error: {exc}", style="bold red", highlight=False, soft_wrap=True, markup=False, emoji=False

@@ -30,6 +30,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     model_version: str
     weights: str
     weights_sha256: str | None
+    payload: str = "fp32"
     precision: str
     versions: dict[str, str]
     opset: int

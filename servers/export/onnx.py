@@ -1,4 +1,4 @@
-"""torch → ONNX, one self-contained file with a free batch dimension."""
+"""torch → ONNX, one self-contained file with a free batch dimension; FP16 by converting that file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from servers.engines.onnxruntime import PRECISION_KEY
 from servers.export.errors import ExportError
 from servers.models.specification import ModelSpecification
 
@@ -23,18 +24,24 @@ OPSET = 18
 _EXAMPLE_BATCH = 2
 """With 1 torch.export takes the batch for a constant and freezes it."""
 
+_ELEMENTWISE = frozenset({"Cast", "Transpose", "Div", "Mul", "Sub", "Add"})
+"""What the exporter makes of `UInt8Images`; a convolution or a product is none of these and ends it."""
+
 _CHATTY_LOGGERS = ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", "onnx_ir")
 
 
 def export_onnx(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> float:
-    """Write `module` (FP32, eval, on the CPU) to `path`; returns the seconds taken.
+    """Write `module` (FP32, eval, on the CPU, taking the specification's input) to `path`; returns the seconds taken.
 
     Raises `ExportError` when torch cannot export it, `OSError` when the file cannot be written.
     """
     import torch
 
     names = [tensor.name for tensor in specification.inputs]
-    example = tuple(torch.zeros(_EXAMPLE_BATCH, *tensor.item_shape) for tensor in specification.inputs)
+    example = tuple(
+        torch.zeros(_EXAMPLE_BATCH, *tensor.item_shape, dtype=torch.uint8 if tensor.datatype == "UINT8" else None)
+        for tensor in specification.inputs
+    )
     started_ns = time.perf_counter_ns()
     with _quiet():
         try:
@@ -57,6 +64,36 @@ def export_onnx(specification: ModelSpecification, module: torch.nn.Module, path
         # One file: Triton and people copy it about, and a forgotten second one fails late.
         program.save(path, external_data=False)
     return (time.perf_counter_ns() - started_ns) / 1e9
+
+
+def convert_to_fp16(path: Path) -> None:
+    """Rewrite an exported FP32 file with FP16 weights and arithmetic; inputs and outputs keep their types.
+
+    What turns bytes into normalised pixels stays FP32: an FP16 pixel is precise enough, an FP16 way to it loses more.
+    """
+    import onnx
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    model = onnx.load(path)
+    with _quiet():
+        model = convert_float_to_float16(
+            model, keep_io_types=True, disable_shape_infer=True, node_block_list=_normalisation(model.graph)
+        )
+    onnx.helper.set_model_props(model, {PRECISION_KEY: "fp16"})
+    onnx.save(model, path)
+
+
+def _normalisation(graph: Any) -> list[str]:
+    """Names of the nodes between a UINT8 input and the first one that reads a weight matrix."""
+    import onnx
+
+    reached = {i.name for i in graph.input if i.type.tensor_type.elem_type == onnx.TensorProto.UINT8}
+    names = []
+    for node in graph.node:  # in topological order, as ONNX demands
+        if reached.intersection(node.input) and node.op_type in _ELEMENTWISE:
+            reached.update(node.output)
+            names.append(node.name)
+    return names
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from servers.engines.interface import Engine
 from servers.export.errors import ExportError, ParityError
 from servers.export.manifest import ParityMeasurement
 from servers.models.corpus import jpeg_paths
-from servers.models.preprocessing import Float32Array, preprocess
+from servers.models.preprocessing import UInt8Array, decode_jpeg, normalise, resize_and_crop
 from servers.models.specification import ModelSpecification
 
 if TYPE_CHECKING:
@@ -24,6 +24,18 @@ BATCHES = (1, 2, 7)
 COSINE_THRESHOLD = 0.9999
 """For FP32. Different photographs stay below 0.995 even with random weights, so a swapped row fails as well."""
 
+UINT8_COSINE_THRESHOLD = 0.99999
+"""For UINT8 input in FP32: the same picture through another payload must not be another picture."""
+
+FP16_COSINE_THRESHOLD = 0.999
+
+
+def cosine_threshold(payload: str, precision: str) -> float:
+    """What a file has to reach against torch in FP32 on pixels that the client has normalised."""
+    if precision == "fp16":
+        return FP16_COSINE_THRESHOLD
+    return UINT8_COSINE_THRESHOLD if payload == "uint8" else COSINE_THRESHOLD
+
 
 def measure_parity(
     specification: ModelSpecification,
@@ -33,21 +45,25 @@ def measure_parity(
 ) -> tuple[ParityMeasurement, ...]:
     """Compare a loaded engine with the FP32 module on the CPU, for each batch size on other photographs.
 
-    Only models of one image input and one vector output can be compared so. Raises `ExportError` for others.
+    `module` always gets normalised pixels, as `specification.load_module` makes it; the engine gets what the payload
+    is. So for UINT8 this compares the payloads too. Only models of one image input and one vector output can be
+    compared so. Raises `ExportError` for others.
     """
     import torch
 
     if len(specification.inputs) != 1 or len(specification.outputs) != 1:
         raise ExportError(f"{specification.name}: parity on photographs needs one input and one output")
-    images = corpus_images(specification, sum(batches))
+    pixels = corpus_pixels(specification, sum(batches))
+    images = normalise(pixels, specification.preprocessing)
+    sent = images if specification.payload == "fp32" else pixels
     source, target = specification.inputs[0].name, specification.outputs[0].name
     measurements, start = [], 0
     for size in batches:
-        batch = images[start : start + size]
+        rows = slice(start, start + size)
         start += size
         with torch.inference_mode():
-            reference = module(torch.from_numpy(batch)).numpy()
-        answer = engine.infer({source: batch})[target]
+            reference = module(torch.from_numpy(images[rows])).numpy()
+        answer = engine.infer({source: sent[rows]})[target]
         if answer.shape != reference.shape:
             raise ParityError(f"the file answers batch {size} with shape {answer.shape}, torch with {reference.shape}")
         measurements.append(
@@ -70,11 +86,11 @@ def assert_parity(measurements: Sequence[ParityMeasurement], threshold: float = 
             )
 
 
-def corpus_images(specification: ModelSpecification, count: int) -> Float32Array:
-    """`count` photographs of the corpus, in order and from the start again when it ends, as the model's input."""
+def corpus_pixels(specification: ModelSpecification, count: int) -> UInt8Array:
+    """`count` photographs of the corpus, in order and from the start again when it ends, resized and cropped."""
     paths = jpeg_paths()
-    needed = [paths[index % len(paths)] for index in range(count)]
-    return np.stack([preprocess(path.read_bytes(), specification.preprocessing) for path in needed])
+    needed = [decode_jpeg(paths[index % len(paths)].read_bytes()) for index in range(count)]
+    return np.stack([resize_and_crop(pixels, specification.preprocessing) for pixels in needed])
 
 
 def row_cosines(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from servers.contract.tensors import TensorSpec
 
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     import torch
 
     from servers.models.weights import WeightsSource
+
+
+Payload = Literal["fp32", "uint8", "jpeg"]
+PAYLOADS: tuple[Payload, ...] = get_args(Payload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class Preprocessing:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpecification:
-    """One model. Adding a model means adding one of these to the registry."""
+    """One model as it is served, with the form in which an image reaches it (see `servers.models.payloads`)."""
 
     name: str
     title: str
@@ -42,7 +46,23 @@ class ModelSpecification:
     preprocessing: Preprocessing
     default_weights: str
     load_module: Callable[[WeightsSource], torch.nn.Module]
-    """Build the FP32 module in eval mode on the CPU, one positional argument an input in `inputs` order, one output.
-    Imports torch itself, so that reading a specification stays cheap. Raises `WeightsError`."""
+    """Build the FP32 module in eval mode on the CPU, with normalised FP32 pixels as its argument whatever the payload
+    is, and one output. Imports torch itself, so that reading a specification stays cheap. Raises `WeightsError`."""
     pretrained_tags: Callable[[], tuple[str, ...]]
     """Tags that `--weights` accepts for this model."""
+    payload: Payload = "fp32"
+    """How an image travels to this model: normalised values, RGB bytes, or a JPEG file."""
+    base_name: str | None = None
+    """For a variant, the name of the FP32 model that it was derived from."""
+    decodes_to: ModelSpecification | None = None
+    """For JPEG, the variant that gets the decoded pixels."""
+
+    @property
+    def base(self) -> str:
+        """The name that all payload variants of one model share."""
+        return self.base_name or self.name
+
+    @property
+    def executed(self) -> ModelSpecification:
+        """The variant whose inputs the engine takes: itself, but for JPEG, which no engine decodes."""
+        return self.decodes_to or self

@@ -7,19 +7,20 @@ import sys
 
 from pydantic import ValidationError
 
-from servers.models.registry import UnknownModelError, get_specification
+from servers.models.registry import UnknownModelError, get_variants
 from servers.models.weights import WeightsError, parse_weights
 from servers.native.arguments import from_argv, validation_sentence
-from servers.native.listener import ListenerError, bind
+from servers.native.listener import ListenerError, bind, check_free
 
 
 def main() -> int:
     """The process's exit status: 0 after SIGTERM, 1 when it cannot serve."""
     try:
         settings = from_argv(sys.argv[1:])
-        specification = get_specification(settings.model)
+        specifications = get_variants(settings.model, settings.payloads)
         weights = parse_weights(settings.weights)
         listener = bind(settings.host, settings.http_port)
+        check_free(settings.host, settings.grpc_port, "--grpc-port")
     except ValidationError as error:
         return _refuse(validation_sentence(error))
     except (UnknownModelError, WeightsError, ListenerError) as error:
@@ -29,7 +30,7 @@ def main() -> int:
     from servers.native.process import run
 
     configure(settings.log_level)
-    return run(settings, specification, weights, listener)
+    return run(settings, specifications, weights, listener)
 
 
 def _refuse(message: str) -> int:

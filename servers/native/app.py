@@ -11,9 +11,9 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from servers.contract.errors import ContractError, InvalidRequestError
-from servers.contract.json_tensors import parse_json
 from servers.gpu.info import Runtime, gpu_info
 from servers.native import documents
+from servers.native.control_routes import add_model_control_routes, add_shared_memory_routes, json_object
 from servers.native.http import (
     InferRoute,
     Receive,
@@ -23,13 +23,13 @@ from servers.native.http import (
     error_headers,
     error_status,
     infer_target,
-    read_body,
 )
-from servers.native.inference import InferenceService
 from servers.native.metrics import CONTENT_TYPE, Metrics
+from servers.native.model_control import ModelControl
+from servers.native.regions import RegionTable
+from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
 
-MAX_CONTROL_BODY_BYTES = 64 * 1024
 MODEL = "/v2/models/{model}"
 MODEL_VERSION = "/v2/models/{model}/versions/{version}"
 
@@ -51,26 +51,30 @@ class NativeApp:
         await self._rest(scope, receive, send)
 
 
-def create_app(settings: NativeSettings, service: InferenceService) -> NativeApp:
-    """Everything behind the HTTP port. The service is started and stopped by whoever runs the application."""
-    infer = InferRoute(service, settings.max_body_bytes)
+def create_app(
+    settings: NativeSettings, models: ServedModels, regions: RegionTable, control: ModelControl
+) -> NativeApp:
+    """Everything behind the HTTP port. The models are started and stopped by whoever runs the application."""
+    infer = InferRoute(models, settings.max_body_bytes, regions)
     # No documentation pages: they load scripts from somebody else's host.
     app = FastAPI(title="abserve native server", docs_url=None, redoc_url=None)
     for path in (MODEL, MODEL_VERSION):
         app.router.routes.append(Route(f"{path}/infer", infer, methods=["POST"]))
     _add_errors(app)
-    _add_server_routes(app, service)
-    _add_model_routes(app, service)
+    _add_server_routes(app, models, shared_memory=regions.allowed)
+    _add_model_routes(app, models)
+    add_shared_memory_routes(app, regions)
+    add_model_control_routes(app, control)
     return NativeApp(infer, app)
 
 
-def _add_server_routes(app: FastAPI, service: InferenceService) -> None:
-    metrics = Metrics(service)
+def _add_server_routes(app: FastAPI, models: ServedModels, *, shared_memory: bool) -> None:
+    metrics = Metrics(models)
     server_version = package_version("abserve")
 
     @app.get("/v2")
     async def server_metadata() -> Response:
-        return _json(documents.server_metadata(server_version))
+        return _json(documents.server_metadata(server_version, shared_memory))
 
     @app.get("/v2/health/live")
     async def live() -> Response:
@@ -78,16 +82,15 @@ def _add_server_routes(app: FastAPI, service: InferenceService) -> None:
 
     @app.get("/v2/health/ready")
     async def ready() -> Response:
-        service.check_ready()
+        models.check_ready()
         return Response()
 
     @app.post("/v2/repository/index")
     async def repository_index(request: Request) -> Response:
-        body = await read_body(request.receive, MAX_CONTROL_BODY_BYTES, None)
-        asked = parse_json(body) if body.nbytes else {}
-        if not isinstance(asked, dict) or not isinstance(asked.get("ready", False), bool):
-            raise InvalidRequestError("the request must be an object; 'ready' in it must be true or false")
-        return _json(documents.repository_index(service, asked.get("ready", False)))
+        asked = await json_object(request)
+        if not isinstance(asked.get("ready", False), bool):
+            raise InvalidRequestError("'ready' must be true or false")
+        return _json(documents.repository_index(models, asked.get("ready", False)))
 
     @app.get("/metrics")
     async def prometheus_metrics() -> Response:
@@ -95,37 +98,34 @@ def _add_server_routes(app: FastAPI, service: InferenceService) -> None:
 
     @app.get("/gpu-info")
     def gpu_information() -> Response:  # not async: the driver may take its time, so it runs in a worker thread
-        return _json(gpu_info(_runtime(service)))
+        return _json(gpu_info(_runtime(models)))
 
 
-def _add_model_routes(app: FastAPI, service: InferenceService) -> None:
+def _add_model_routes(app: FastAPI, models: ServedModels) -> None:
     @app.get("/v2/models/stats")
     async def all_statistics() -> Response:
-        return _json(_statistics(service))
+        return _json(documents.statistics(models))
 
     for path in (MODEL, MODEL_VERSION):
 
         @app.get(path)
         async def metadata(model: str, version: str | None = None) -> Response:
-            service.check_model(model, version)
+            service = models.find(model, version)
             kind = service.description.kind if service.description is not None else ""
             return _json(documents.model_metadata(service.signature, kind))
 
         @app.get(f"{path}/ready")
         async def model_ready(model: str, version: str | None = None) -> Response:
-            service.check_model(model, version)
-            service.check_ready()
+            models.find(model, version).check_ready()
             return Response()
 
         @app.get(f"{path}/config")
         async def config(model: str, version: str | None = None) -> Response:
-            service.check_model(model, version)
-            return _json(documents.model_config(service))
+            return _json(documents.model_config(models.find(model, version)))
 
         @app.get(f"{path}/stats")
         async def statistics(model: str, version: str | None = None) -> Response:
-            service.check_model(model, version)
-            return _json(_statistics(service))
+            return _json(documents.statistics([models.find(model, version)]))
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -159,13 +159,9 @@ def _json(document: object) -> Response:
     return Response(orjson.dumps(document), media_type="application/json")
 
 
-def _statistics(service: InferenceService) -> dict[str, object]:
-    signature = service.signature
-    return {"model_stats": [service.statistics.snapshot().as_model_stats(signature.name, signature.version)]}
-
-
-def _runtime(service: InferenceService) -> Runtime | None:
-    description = service.description
+def _runtime(models: ServedModels) -> Runtime | None:
+    """Of the first model that is loaded: all of a process are executed by the same kind of engine."""
+    description = next((service.description for service in models if service.description is not None), None)
     if description is None:
         return None
     return Runtime(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from servers.models.specification import ModelSpecification
     from servers.native.launch import Launch
 
 ENV = "ABSERVE_NATIVE_"
@@ -17,14 +18,16 @@ ENV = "ABSERVE_NATIVE_"
 
 def serve_native(
     model: Annotated[str, typer.Option(envvar=f"{ENV}MODEL", help="A registered model.")] = "openclip_vit_b32",
+    payloads: Annotated[
+        str,
+        typer.Option(envvar=f"{ENV}PAYLOADS", help="Variants to serve, of fp32,uint8,jpeg; default: the model named."),
+    ] = "",
     weights: Annotated[
         str, typer.Option(envvar=f"{ENV}WEIGHTS", help="random:SEED, a pretrained tag or a checkpoint file.")
     ] = "random:0",
     host: Annotated[str, typer.Option(envvar=f"{ENV}HOST", help="Address to listen on.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(envvar=f"{ENV}HTTP_PORT")] = 8100,
-    grpc_port: Annotated[
-        int, typer.Option(envvar=f"{ENV}GRPC_PORT", help="Kept for the gRPC door; nothing listens there yet.")
-    ] = 8101,
+    grpc_port: Annotated[int, typer.Option(envvar=f"{ENV}GRPC_PORT", help="0: no gRPC door.")] = 8101,
     engine: Annotated[
         str, typer.Option(envvar=f"{ENV}ENGINE", help="torch, onnxruntime or null (no model).")
     ] = "torch",
@@ -39,6 +42,28 @@ def serve_native(
     queue_size: Annotated[
         int, typer.Option(envvar=f"{ENV}QUEUE_SIZE", help="Requests that may wait; the next one gets 503.")
     ] = 512,
+    decode_threads: Annotated[
+        int, typer.Option(envvar=f"{ENV}DECODE_THREADS", help="Threads that decode JPEGs; 0: one a core, at most 4.")
+    ] = 0,
+    max_image_pixels: Annotated[
+        int, typer.Option(envvar=f"{ENV}MAX_IMAGE_PIXELS", help="Largest JPEG that is decoded.")
+    ] = 40_000_000,
+    allow_shared_memory: Annotated[
+        bool,
+        typer.Option(
+            "--allow-shared-memory",
+            envvar=f"{ENV}ALLOW_SHARED_MEMORY",
+            help="Let clients register shared memory of this machine.",
+        ),
+    ] = False,
+    allow_model_control: Annotated[
+        bool,
+        typer.Option(
+            "--allow-model-control",
+            envvar=f"{ENV}ALLOW_MODEL_CONTROL",
+            help="Let clients unload and load models.",
+        ),
+    ] = False,
     artefacts: Annotated[
         Path, typer.Option(envvar=f"{ENV}ARTEFACTS", help="Folder of exported files; made when missing.")
     ] = Path(".artefacts"),
@@ -51,9 +76,11 @@ def serve_native(
     """Serve a model over the Open Inference Protocol, with PyTorch or ONNX Runtime inside."""
     options: dict[str, Any] = {
         "model": model,
+        "payloads": payloads,
         "weights": weights,
         "host": host,
         "http_port": http_port,
+        "grpc_port": grpc_port,
         "engine": engine,
         "precision": precision,
         "mode": mode,
@@ -62,16 +89,23 @@ def serve_native(
         "max_batch_size": max_batch_size,
         "max_queue_delay_us": max_queue_delay_us,
         "queue_size": queue_size,
+        "decode_threads": decode_threads,
+        "max_image_pixels": max_image_pixels,
+        "allow_shared_memory": allow_shared_memory,
+        "allow_model_control": allow_model_control,
         "log_level": log_level,
         "added_delay_ms": added_delay_ms,
     }
-    if not 1 <= grpc_port <= 65535:
-        raise typer.BadParameter(f"{grpc_port} is not a port, 1 to 65535", param_hint="--grpc-port")
     from servers.native.launch import LaunchError, check
 
     try:
         launch = check(options)
-        plan = launch.plan(*_artefact(launch, artefacts) if launch.needs_artefact else (None, None))
+        plan = launch.plan(
+            {
+                specification.name: _artefact(launch, specification, artefacts)
+                for specification in launch.needs_artefacts
+            }
+        )
     except LaunchError as error:
         typer.echo(f"abserve serve native: {error}", err=True)
         raise typer.Exit(1) from error
@@ -82,10 +116,10 @@ def serve_native(
     os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})  # the server gets our PID and our signals
 
 
-def _artefact(launch: Launch, root: Path) -> tuple[Path, dict[str, object]]:
+def _artefact(launch: Launch, specification: ModelSpecification, root: Path) -> tuple[Path, dict[str, object]]:
     """The exported file and its manifest, made first when it is missing. Raises `LaunchError`."""
     from servers.engines.interface import EngineError
-    from servers.export.artefacts import ensure_artefact
+    from servers.export.artefacts import ensure_artefact, file_precision
     from servers.export.errors import ExportError
     from servers.models.atomic_folder import FolderError
     from servers.models.weights import WeightsError
@@ -93,7 +127,11 @@ def _artefact(launch: Launch, root: Path) -> tuple[Path, dict[str, object]]:
 
     try:
         artefact = ensure_artefact(
-            launch.specification, launch.weights, root, progress=lambda step: typer.echo(step, err=True)
+            specification,
+            launch.weights,
+            root,
+            precision=file_precision(launch.settings.precision),
+            progress=lambda step: typer.echo(step, err=True),
         )
     except (ExportError, WeightsError, EngineError, FolderError) as exc:
         raise LaunchError(str(exc)) from exc

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from servers.contract.signature import ModelSignature
 from servers.contract.tensors import TensorSpec
 from servers.native.inference import InferenceService, State
+from servers.native.regions import Region
 
 SERVER_NAME = "abserve-native"
 EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "model_configuration", "model_repository")
+SHARED_MEMORY_EXTENSION = "system_shared_memory"
 
 _REPOSITORY_STATES = {
     State.LOADING: ("LOADING", ""),
     State.READY: ("READY", ""),
     State.FAILED: ("UNAVAILABLE", "load failed"),
+    State.UNLOADED: ("UNAVAILABLE", "unloaded"),
     State.STOPPING: ("UNLOADING", ""),
 }
 
 Document = dict[str, object]
 
 
-def server_metadata(version: str) -> Document:
+def server_metadata(version: str, shared_memory: bool) -> Document:
     """GET /v2."""
-    return {"name": SERVER_NAME, "version": version, "extensions": list(EXTENSIONS)}
+    extensions = [*EXTENSIONS, SHARED_MEMORY_EXTENSION] if shared_memory else list(EXTENSIONS)
+    return {"name": SERVER_NAME, "version": version, "extensions": extensions}
 
 
 def model_metadata(signature: ModelSignature, platform: str) -> Document:
@@ -88,21 +94,45 @@ def parameters_in_effect(service: InferenceService) -> dict[str, str]:
         "mode": description.mode,
         "device": description.device,
         "weights": description.weights,
+        "payload": service.payload,
     }
     if description.threads is not None:
         parameters["threads"] = str(description.threads)
+    if service.decoding is not None:
+        parameters["decode_threads"] = str(service.decoding.thread_count)
+        parameters["max_image_pixels"] = str(service.decoding.max_pixels)
     if service.added_delay_ms:
         parameters["added_delay_ms"] = f"{service.added_delay_ms:g}"
     return parameters
 
 
-def repository_index(service: InferenceService, ready_only: bool) -> list[Document]:
+def repository_index(services: Iterable[InferenceService], ready_only: bool) -> list[Document]:
     """POST /v2/repository/index."""
-    if ready_only and not service.ready:
-        return []
-    state, reason = _REPOSITORY_STATES[service.state]
-    row: Document = {"name": service.signature.name, "version": service.signature.version, "state": state}
-    return [{**row, "reason": reason} if reason else row]
+    rows = []
+    for service in services:
+        if ready_only and not service.ready:
+            continue
+        state, reason = _REPOSITORY_STATES[service.state]
+        row: Document = {"name": service.signature.name, "version": service.signature.version, "state": state}
+        rows.append({**row, "reason": reason} if reason else row)
+    return rows
+
+
+def statistics(services: Iterable[InferenceService]) -> Document:
+    """GET /v2/models/stats, and of one model."""
+    return {
+        "model_stats": [
+            service.statistics.snapshot().as_model_stats(service.signature.name, service.signature.version)
+            for service in services
+        ]
+    }
+
+
+def region_rows(regions: Iterable[Region]) -> list[Document]:
+    """GET /v2/systemsharedmemory/status. The key is left empty: who knows it may read another client's memory."""
+    return [
+        {"name": region.name, "key": "", "offset": region.offset, "byte_size": region.byte_size} for region in regions
+    ]
 
 
 def _tensor(spec: TensorSpec) -> Document:

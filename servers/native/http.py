@@ -28,6 +28,8 @@ from servers.contract.errors import (
 from servers.native.direct_body import SCOPE_KEY, DirectBody
 from servers.native.errors import ClientGoneError, failure_reason
 from servers.native.inference import InferenceService
+from servers.native.regions import RegionTable
+from servers.native.served_models import ServedModels
 from servers.native.statistics import RequestTimes
 
 log = structlog.get_logger("abserve.http")
@@ -69,8 +71,9 @@ def error_headers(status: int, body: bytes) -> Headers:
 class InferRoute:
     """`POST /v2/models/{model}[/versions/{version}]/infer`."""
 
-    def __init__(self, service: InferenceService, max_body_bytes: int) -> None:
-        self._service = service
+    def __init__(self, models: ServedModels, max_body_bytes: int, regions: RegionTable) -> None:
+        self._models = models
+        self._regions = regions
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,44 +85,41 @@ class InferRoute:
         """Answer one request, always with a status of the protocol; nobody is answered when the client has left."""
         body: DirectBody | None = scope.get(SCOPE_KEY)
         times = RequestTimes(time.perf_counter_ns() if body is None else body.start_ns)
-        statistics = self._service.statistics
+        service = self._models.default  # who counts a request that names no model of ours
         status = 200
         try:
             if body is not None:
                 task = asyncio.current_task()
                 assert task is not None
                 body.watch(task.cancel)
-            payload, json_bytes = await self._answer(scope["headers"], receive, body, times, model, version)
+            service = self._models.find(model, version)
+            payload, json_bytes = await self._answer(scope["headers"], receive, body, times, service)
             headers = [(b"content-length", b"%d" % len(payload))]
             if json_bytes is None:
                 headers.append((b"content-type", b"application/json"))
             else:
                 headers.append((b"content-type", b"application/octet-stream"))
                 headers.append((_HEADER_LENGTH, b"%d" % json_bytes))
-            statistics.record_success(times)
+            service.statistics.record_success(times)
         except ClientGoneError:
-            statistics.record_disconnect()
+            service.statistics.record_disconnect()
             return
         except asyncio.CancelledError:
             if body is None or not body.gone:
                 raise  # the server is being stopped by force
-            statistics.record_disconnect()
+            service.statistics.record_disconnect()
             return
         except ContractError as error:
-            status, payload, headers = self._refuse(error, times)
+            status, payload, headers = _refuse(error, service, times)
         except Exception:
             log.exception("a request failed unexpectedly")
-            status, payload, headers = self._refuse(InternalError("internal error, the server's log has it"), times)
+            fault = InternalError("internal error, the server's log has it")
+            status, payload, headers = _refuse(fault, service, times)
         finally:
             if body is not None:
                 body.answered = True
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
-
-    def _refuse(self, error: ContractError, times: RequestTimes) -> tuple[int, bytes, Headers]:
-        self._service.statistics.record_failure(failure_reason(error), times.start_ns)
-        status, payload = error_status(error), error_body(str(error))
-        return status, payload, error_headers(status, payload)
 
     async def _answer(
         self,
@@ -127,11 +127,8 @@ class InferRoute:
         receive: Receive,
         body: DirectBody | None,
         times: RequestTimes,
-        model: str,
-        version: str | None,
+        service: InferenceService,
     ) -> tuple[bytes, int | None]:
-        service = self._service
-        service.check_model(model, version)
         service.check_ready()
         length = header_length = encoding = None
         for name, value in headers:
@@ -149,11 +146,11 @@ class InferRoute:
         if encoding is not None:
             data = await self._decompressed(data, encoding.decode("latin-1").strip().lower())
         json_bytes = None if header_length is None else parse_header_length(header_length.decode("latin-1"), len(data))
-        request = decode_request(data, json_bytes, service.signature)
+        request = decode_request(data, json_bytes, service.signature, self._regions)
         decoded_ns = time.perf_counter_ns()
         times.receive_ns = received_ns - times.start_ns
         times.decode_ns = decoded_ns - received_ns
-        response = await service.infer(request)
+        response = await service.infer(request, times)
         inferred_ns = time.perf_counter_ns()
         payload = encode_response(response)
         times.encode_ns = time.perf_counter_ns() - inferred_ns
@@ -165,6 +162,12 @@ class InferRoute:
         if encoding not in ("gzip", "deflate"):
             raise InvalidRequestError("Content-Encoding must be identity, gzip or deflate")
         return await asyncio.get_running_loop().run_in_executor(None, decompress, data, self._max_body_bytes)
+
+
+def _refuse(error: ContractError, service: InferenceService, times: RequestTimes) -> tuple[int, bytes, Headers]:
+    service.statistics.record_failure(failure_reason(error), times.start_ns)
+    status, payload = error_status(error), error_body(str(error))
+    return status, payload, error_headers(status, payload)
 
 
 def decompress(data: memoryview, limit: int) -> memoryview:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 
-import structlog
-
-from servers.contract.errors import InvalidRequestError, NotFoundError
-from servers.contract.records import InferRequest, InferResponse, OutputTensor
+from servers.contract.codec import write_output
+from servers.contract.errors import InternalError, InvalidRequestError, NotFoundError, UnavailableError
+from servers.contract.records import InferRequest, InferResponse, OutputTensor, RequestedOutput
 from servers.contract.signature import ModelSignature
-from servers.engines.interface import Engine, EngineDescription, EngineError
+from servers.contract.tensors import Array
+from servers.engines.interface import Engine, EngineDescription
+from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
 from servers.native.batcher import Batcher, Entry
+from servers.native.decoder import RequestDecoder
 from servers.native.errors import NotReadyError, RequestExpiredError, ShuttingDownError
-from servers.native.statistics import Statistics
-
-log = structlog.get_logger("abserve.inference")
+from servers.native.loading import load_engine
+from servers.native.statistics import RequestTimes, Statistics
 
 MAX_TIMEOUT_US = 3_600_000_000
+UNLOAD_SECONDS = 30
 _DELAY_THREADS = 256
 
 
@@ -33,6 +36,7 @@ class State(Enum):
     LOADING = "loading"
     READY = "ready"
     FAILED = "failed"
+    UNLOADED = "unloaded"
     STOPPING = "stopping"
 
 
@@ -58,6 +62,7 @@ class InferenceService:
         build_engine: Callable[[], Engine],
         batching: BatchingSettings,
         *,
+        decoding: DecodingSettings = DecodingSettings(),  # noqa: B008  immutable
         added_delay_ms: float = 0,
     ) -> None:
         self.signature = ModelSignature(
@@ -67,23 +72,24 @@ class InferenceService:
             specification.outputs,
             batching.max_batch_size,
         )
+        self.payload = specification.payload
         self.batching = batching
         self.added_delay_ms = added_delay_ms
         self.statistics = Statistics(batching.max_batch_size)
         self.description: EngineDescription | None = None  # set once, before the state becomes READY
+        self._decoder = (
+            RequestDecoder(specification, decoding, batching.queue_size) if specification.payload == "jpeg" else None
+        )
         self._datatypes = {spec.name: spec.datatype for spec in specification.outputs}
         self._build_engine = build_engine
         self._state = State.LOADING
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[], None] = lambda: None
+        self._doors_open: threading.Event | None = None
+        self._control = asyncio.Lock()
+        self._settled = asyncio.Event()  # the load has ended, well or not
         self._delays = ThreadPoolExecutor(_DELAY_THREADS, "added-delay") if added_delay_ms else None
-        self._batcher = Batcher(
-            max_batch_size=batching.max_batch_size,
-            max_queue_delay_ns=batching.max_queue_delay_us * 1000,
-            queue_size=batching.queue_size,
-            statistics=self.statistics,
-            on_complete=self._hand_over,
-        )
+        self._batcher = self._new_batcher()
 
     @property
     def state(self) -> State:
@@ -97,14 +103,51 @@ class InferenceService:
 
     @property
     def pending(self) -> int:
-        """Requests that wait in the queue."""
-        return self._batcher.pending
+        """Requests that wait in the queue, or for their images to be decoded."""
+        return self._batcher.pending + (self._decoder.pending if self._decoder is not None else 0)
 
-    def start(self, on_failure: Callable[[], None]) -> None:
-        """Begin to load; returns at once. `on_failure` is called in the event loop if the model cannot be served."""
+    @property
+    def decoding(self) -> DecodingSettings | None:
+        """How images are decoded; None for a model that takes tensors."""
+        return self._decoder.settings if self._decoder is not None else None
+
+    def start(self, on_failure: Callable[[], None], doors_open: threading.Event | None = None) -> None:
+        """Begin to load; returns at once. `on_failure` is called in the event loop if the model cannot be served.
+
+        The model does not say that it is ready before `doors_open` is set.
+        """
         self._loop = asyncio.get_running_loop()
         self._on_failure = on_failure
+        self._doors_open = doors_open
         self._batcher.start(self._prepare)
+
+    async def load(self) -> None:
+        """Load an unloaded model again; returns when it is ready. Raises `ContractError`."""
+        async with self._control:
+            if self._state not in (State.UNLOADED, State.FAILED):
+                self.check_ready()
+                return
+            await self._finish()
+            self._batcher = self._new_batcher()
+            self._on_failure = lambda: None  # it is the one who asked that is told, the server goes on
+            self._state = State.LOADING
+            self._settled.clear()
+            self._batcher.start(self._prepare)
+            await self._settled.wait()
+            if self._state is State.FAILED:
+                raise InternalError(f"model '{self.signature.name}' failed to load, the server's log has the reason")
+
+    async def unload(self) -> None:
+        """Refuse new requests, finish the accepted ones and free the engine. Raises `ContractError`."""
+        async with self._control:
+            if self._state not in (State.UNLOADED, State.FAILED):
+                self.check_ready()
+            self._state = State.UNLOADED
+            await self._finish()
+
+    async def _finish(self) -> None:
+        if not await asyncio.to_thread(self._batcher.stop, UNLOAD_SECONDS):
+            raise UnavailableError(f"model '{self.signature.name}' still finishes accepted requests, try again")
 
     def stop(self, timeout: float) -> bool:
         """Execute what is queued, then free the engine; blocks. False if that took longer than `timeout` seconds."""
@@ -112,15 +155,15 @@ class InferenceService:
         self._state = State.STOPPING
         if self._delays is not None:
             self._delays.shutdown(wait=False)
+        if self._decoder is not None:
+            self._decoder.close()
         # A load cannot be interrupted, and nobody waits for its end any more.
         return self._batcher.stop(0 if loading else timeout)
 
-    def check_model(self, name: str, version: str | None) -> None:
-        """Raises `NotFoundError` unless this server serves that model in that version."""
-        if name != self.signature.name:
-            raise NotFoundError(f"Request for unknown model: {_shown(name)} is not found")
-        if version is not None and version != self.signature.version:
-            raise NotFoundError(f"Request for unknown model: {_shown(name)} version {_shown(version)} is not found")
+    def check_loaded(self) -> None:
+        """Raises `NotFoundError` for a model that was unloaded: until it is loaded again nobody knows it."""
+        if self._state is State.UNLOADED:
+            raise NotFoundError(f"Request for unknown model: '{self.signature.name}' is unloaded")
 
     def check_ready(self) -> None:
         """Raises `UnavailableError` unless the model can answer now."""
@@ -130,8 +173,12 @@ class InferenceService:
             raise ShuttingDownError("the server is shutting down, send the request to another one")
         raise NotReadyError(f"model '{self.signature.name}' is not ready: {self._state.value}")
 
-    async def infer(self, request: InferRequest) -> InferResponse:
-        """Answer one request. Raises `ContractError`.
+    async def infer(
+        self, request: InferRequest, times: RequestTimes | None = None, caller_deadline_ns: int | None = None
+    ) -> InferResponse:
+        """Answer one request. Raises `ContractError`. The time that its images take is added to `times`.
+
+        The deadline is the request's own timeout or the caller's (`perf_counter_ns`), whichever comes first.
 
         Cancelling the caller's task takes the request out of the queue if it is still there. The arrays of `request`
         are read until this returns, and after a cancellation until the engine is done with them.
@@ -140,11 +187,21 @@ class InferenceService:
         rows, arrays = self.signature.validate(request)
         timeout_us = self._timeout_us(request)
         loop = asyncio.get_running_loop()
+        start_ns = time.perf_counter_ns()
+        deadline_ns = start_ns + timeout_us * 1000 if timeout_us else caller_deadline_ns
+        if caller_deadline_ns is not None and deadline_ns is not None:
+            deadline_ns = min(deadline_ns, caller_deadline_ns)
+        if self._decoder is not None:
+            arrays = await self._decoder.decode(arrays, deadline_ns)
+            if times is not None:
+                times.decode_ns += time.perf_counter_ns() - start_ns
         future: asyncio.Future[Entry] = loop.create_future()
-        deadline_ns = time.perf_counter_ns() + timeout_us * 1000 if timeout_us else None
-        entry = Entry(arrays, rows, deadline_ns, future)
+        windows = [tensor.window for tensor in request.inputs if tensor.window is not None]
+        entry = Entry(arrays, rows, deadline_ns, future, windows)
         self._batcher.submit(entry)
-        timer = loop.call_later(timeout_us / 1e6, self._expire, entry) if timeout_us else None
+        timer = None
+        if deadline_ns is not None:
+            timer = loop.call_later((deadline_ns - time.perf_counter_ns()) / 1e9, self._expire, entry)
         try:
             await future
         except asyncio.CancelledError:
@@ -163,16 +220,20 @@ class InferenceService:
             raise entry.error
         outputs = entry.outputs or {}
         wanted = (
-            [(name, request.binary_output) for name in self._datatypes]
+            [RequestedOutput(name, request.binary_output) for name in self._datatypes]
             if request.outputs is None
-            else [(output.name, output.binary) for output in request.outputs]
+            else request.outputs
         )
         return InferResponse(
             self.signature.name,
             self.signature.version,
             request.id,
-            tuple(OutputTensor(name, self._datatypes[name], outputs[name], binary) for name, binary in wanted),
+            tuple(self._output(output, outputs[output.name]) for output in wanted),
         )
+
+    def _output(self, wanted: RequestedOutput, data: Array) -> OutputTensor:
+        reference = None if wanted.window is None else write_output(wanted.window, data)
+        return OutputTensor(wanted.name, self._datatypes[wanted.name], data, wanted.binary, reference)
 
     def _timeout_us(self, request: InferRequest) -> int:
         timeout = request.parameters.get("timeout", self.batching.queue_timeout_us)
@@ -193,56 +254,34 @@ class InferenceService:
 
     def _prepare(self) -> Engine | None:
         """In the engine thread: load and warm up."""
-        started_ns = time.perf_counter_ns()
-        try:
-            engine = self._build_engine()
-            engine.load()
-            description = engine.describe()
-            _check_batch_size(description, self.signature.max_batch_size)
-            loaded_ns = time.perf_counter_ns()
-            engine.warm_up(warm_up_sizes(self.signature.max_batch_size))
-        except EngineError as error:
-            log.error("the model cannot be served", reason=str(error))  # noqa: TRY400  the sentence says it all
-            self._fail()
+        loaded = load_engine(self.signature.name, self._build_engine, self.signature.max_batch_size)
+        if loaded is None:
+            self._state = State.FAILED
+            self._tell(self._on_failure)
+            self._tell(self._settled.set)
             return None
-        except Exception:
-            log.exception("the model cannot be served")
-            self._fail()
-            return None
-        self.description = description
+        engine, self.description = loaded
+        if self._doors_open is not None:
+            self._doors_open.wait()
         if self._state is State.LOADING:
             self._state = State.READY
-        log.info(
-            "ready",
-            model=self.signature.name,
-            engine=f"{description.kind} {description.version}",
-            precision=description.precision,
-            device=description.device,
-            weights=description.weights,
-            load_s=round((loaded_ns - started_ns) / 1e9, 2),
-            warm_up_s=round((time.perf_counter_ns() - loaded_ns) / 1e9, 2),
-        )
+        self._tell(self._settled.set)
         return engine
 
-    def _fail(self) -> None:
-        self._state = State.FAILED
+    def _tell(self, callback: Callable[[], object]) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._on_failure)
+            self._loop.call_soon_threadsafe(callback)
 
-
-def _check_batch_size(description: EngineDescription, max_batch_size: int) -> None:
-    if description.max_batch_size < max_batch_size:
-        raise EngineError(
-            f"the engine executes at most {description.max_batch_size} items at once: "
-            f"set --max-batch-size {description.max_batch_size} or less"
+    def _new_batcher(self) -> Batcher:
+        batching = self.batching
+        return Batcher(
+            max_batch_size=batching.max_batch_size,
+            max_queue_delay_ns=batching.max_queue_delay_us * 1000,
+            queue_size=batching.queue_size,
+            statistics=self.statistics,
+            on_complete=self._hand_over,
         )
-
-
-def warm_up_sizes(max_batch_size: int) -> tuple[int, ...]:
-    """Powers of two up to `max_batch_size`, and `max_batch_size` itself; ascending."""
-    powers = [1 << exponent for exponent in range(max_batch_size.bit_length()) if 1 << exponent < max_batch_size]
-    return (*powers, max_batch_size)
 
 
 def _resolve(entries: Sequence[Entry]) -> None:
@@ -251,8 +290,3 @@ def _resolve(entries: Sequence[Entry]) -> None:
         assert isinstance(future, asyncio.Future)
         if not future.done():  # its task was cancelled while the engine worked
             future.set_result(entry)
-
-
-def _shown(name: str) -> str:
-    """A client's name in a message: escaped, and never longer than a line."""
-    return repr(name if len(name) <= 64 else name[:61] + "...")

@@ -11,11 +11,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from servers.launch_plan import LaunchPlan
-from servers.models.registry import UnknownModelError, get_specification
+from servers.models.registry import UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights
 from servers.native.arguments import to_argv, validation_sentence
-from servers.native.listener import ListenerError, bind
+from servers.native.listener import ListenerError, bind, check_free
 from servers.native.settings import NativeSettings
 
 ENGINES_WITH_ARTEFACT = ("onnxruntime",)
@@ -30,28 +30,34 @@ class Launch:
     """Checked options: the settings are valid and the port was free a moment ago."""
 
     settings: NativeSettings
-    specification: ModelSpecification
+    specifications: tuple[ModelSpecification, ...]
     weights: WeightsSource
 
     @property
-    def needs_artefact(self) -> bool:
-        """Whether the engine executes an exported file."""
-        return self.settings.engine in ENGINES_WITH_ARTEFACT
+    def needs_artefacts(self) -> tuple[ModelSpecification, ...]:
+        """What the engine executes an exported file of; JPEG and UINT8 share theirs."""
+        if self.settings.engine not in ENGINES_WITH_ARTEFACT:
+            return ()
+        return tuple({s.executed.name: s.executed for s in self.specifications}.values())
 
-    def plan(self, artefact: Path | None, manifest: dict[str, object] | None) -> LaunchPlan:
-        """How to start the process; `manifest` describes `artefact`."""
-        settings = self.settings.model_copy(update={"artefact": artefact})
+    def plan(self, artefacts: Mapping[str, tuple[Path, dict[str, object]]]) -> LaunchPlan:
+        """How to start the process; `artefacts` has a file and its manifest for each name in `needs_artefacts`."""
+        paths = {s.payload: artefacts[s.name][0] for s in self.needs_artefacts}
+        settings = self.settings.model_copy(
+            update={"artefact": paths.get("fp32"), "artefact_uint8": paths.get("uint8")}
+        )
+        first = self.specifications[0]
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         url = f"http://{host}:{settings.http_port}"
         return LaunchPlan(
             argv=(sys.executable, "-m", "servers.native", *to_argv(settings)),
             env={},
             http_url=url,
-            grpc_address=None,
+            grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,
             metrics_url=f"{url}/metrics",
-            model=self.specification.name,
+            model=first.name,
             title=f"native {settings.engine} {settings.precision}",
-            artefact=manifest,
+            artefact=artefacts[first.executed.name][1] if artefacts else None,
         )
 
 
@@ -59,11 +65,12 @@ def check(options: Mapping[str, Any]) -> Launch:
     """Raises `LaunchError` at the first option that cannot be honoured."""
     try:
         settings = NativeSettings(**options)
-        specification = get_specification(settings.model)
+        specifications = get_variants(settings.model, settings.payloads)
         weights = parse_weights(settings.weights)
         bind(settings.host, settings.http_port).close()
+        check_free(settings.host, settings.grpc_port, "--grpc-port")
     except ValidationError as exc:
         raise LaunchError(validation_sentence(exc)) from exc
     except (UnknownModelError, WeightsError, ListenerError) as exc:
         raise LaunchError(str(exc)) from exc
-    return Launch(settings, specification, weights)
+    return Launch(settings, specifications, weights)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
 import structlog
 
 from servers.engines.interface import Engine
 from servers.engines.settings import EngineSettings
+from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 from servers.native.inference import BatchingSettings, InferenceService
+from servers.native.served_models import ServedModels
 from servers.native.server import serve
 from servers.native.settings import NativeSettings
 
@@ -18,9 +21,20 @@ log = structlog.get_logger("abserve.server")
 
 
 def run(
-    settings: NativeSettings, specification: ModelSpecification, weights: WeightsSource, listener: socket.socket
+    settings: NativeSettings,
+    specifications: Sequence[ModelSpecification],
+    weights: WeightsSource,
+    listener: socket.socket,
 ) -> int:
-    """Serve until told to stop; the process's exit status."""
+    """Serve the models until told to stop; the process's exit status."""
+    services = [_service(settings, specification, weights) for specification in specifications]
+    if settings.added_delay_ms:
+        log.warning("every answer is delayed, as asked for a test", added_delay_ms=settings.added_delay_ms)
+    return serve(settings, ServedModels(services), listener)
+
+
+def _service(settings: NativeSettings, specification: ModelSpecification, weights: WeightsSource) -> InferenceService:
+    executed = specification.executed
     engine = EngineSettings(
         kind=settings.engine,
         precision=settings.precision,
@@ -33,7 +47,8 @@ def run(
     def build() -> Engine:
         from servers.engines.factory import build_engine  # in the engine thread, after the port answers
 
-        return build_engine(specification, weights, engine, settings.artefact)
+        artefact = settings.artefact if executed.payload == "fp32" else settings.artefact_uint8
+        return build_engine(executed, weights, engine, artefact)
 
     batching = BatchingSettings(
         max_batch_size=settings.max_batch_size,
@@ -41,7 +56,5 @@ def run(
         queue_size=settings.queue_size,
         queue_timeout_us=settings.queue_timeout_us,
     )
-    service = InferenceService(specification, build, batching, added_delay_ms=settings.added_delay_ms)
-    if settings.added_delay_ms:
-        log.warning("every answer is delayed, as asked for a test", added_delay_ms=settings.added_delay_ms)
-    return serve(settings, service, listener)
+    decoding = DecodingSettings(settings.decode_threads, settings.max_image_pixels)
+    return InferenceService(specification, build, batching, decoding=decoding, added_delay_ms=settings.added_delay_ms)

@@ -2,47 +2,90 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import importlib
 import signal
 import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
 
 from servers.native.app import create_app
 from servers.native.direct_body import DirectBodyProtocol
-from servers.native.inference import InferenceService, State
+from servers.native.listener import ListenerError
+from servers.native.model_control import ModelControl
+from servers.native.regions import RegionTable
+from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
+
+if TYPE_CHECKING:
+    from servers.native.grpc_server import GrpcDoor
 
 log = structlog.get_logger("abserve.server")
 
 
-class NativeServer(uvicorn.Server):
-    """uvicorn's server that begins to load the model as soon as it listens."""
+OpenDoor = Callable[[], Awaitable["GrpcDoor"]]
 
-    def __init__(self, config: uvicorn.Config, service: InferenceService) -> None:
+
+class NativeServer(uvicorn.Server):
+    """uvicorn's server that begins to load the models as soon as it listens, with the gRPC door on its loop."""
+
+    def __init__(
+        self, config: uvicorn.Config, models: ServedModels, open_grpc: OpenDoor | None, shutdown_timeout_s: float
+    ) -> None:
         super().__init__(config)
-        self._service = service
+        self._models = models
+        self._open_grpc = open_grpc
+        self._grpc: GrpcDoor | None = None
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self.stop_by = float("inf")
+        """When accepted work must be finished, in `time.monotonic` seconds; known once the server shuts down."""
+        self.failed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then load."""
+        """Listen, then load; meanwhile open the gRPC door, whose imports alone take a good part of a second."""
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        log.info("listening", url=f"http://{host}:{port}", model=self._service.signature.name)
-        self._service.start(self._stop)
+        names = ",".join(service.signature.name for service in self._models)
+        log.info("listening", url=f"http://{host}:{port}", model=names)
+        doors_open = threading.Event()
+        self._models.start(self._stop, doors_open)
+        if self._open_grpc is not None:
+            try:
+                self._grpc = await self._open_grpc()
+            except ListenerError as error:
+                log.error("the gRPC door cannot be opened", reason=str(error))  # noqa: TRY400  the sentence says it all
+                self.failed = self.should_exit = True
+                return
+        doors_open.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close both doors to new work and finish what was accepted."""
+        self.stop_by = time.monotonic() + self._shutdown_timeout_s
+        closing = [super().shutdown(sockets)]
+        if self._grpc is not None:
+            closing.append(self._grpc.stop(self._shutdown_timeout_s))
+        await asyncio.gather(*closing)
 
     def _stop(self) -> None:
         self.should_exit = True
 
 
-def serve(settings: NativeSettings, service: InferenceService, listener: socket.socket) -> int:
+def serve(settings: NativeSettings, models: ServedModels, listener: socket.socket) -> int:
     """Serve until SIGTERM or SIGINT; the process's exit status. Blocks; to be called in the main thread.
 
     The engine thread may still be loading when this returns: the caller must not wait for it.
     """
+    regions = RegionTable(settings.allow_shared_memory)
+    control = ModelControl(models, settings.allow_model_control)
     config = uvicorn.Config(
-        create_app(settings, service),
+        create_app(settings, models, regions, control),
         # uvicorn calls it as it would call a protocol class
         http=functools.partial(DirectBodyProtocol, settings.max_body_bytes),  # type: ignore[arg-type]
         ws="none",
@@ -54,7 +97,15 @@ def serve(settings: NativeSettings, service: InferenceService, listener: socket.
         timeout_keep_alive=75,
         timeout_graceful_shutdown=max(1, int(settings.shutdown_timeout_s)),
     )
-    server = NativeServer(config, service)
+
+    async def open_grpc() -> GrpcDoor:
+        # In a thread: the loop answers HTTP meanwhile, and importing is not what a cold start should wait for.
+        module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc_server")
+        door: GrpcDoor = module.open_door(models, regions, control, settings)
+        await door.start()
+        return door
+
+    server = NativeServer(config, models, open_grpc if settings.grpc_port else None, settings.shutdown_timeout_s)
     received: list[int] = []
 
     def note(signal_number: int, _frame: FrameType | None) -> None:
@@ -64,8 +115,8 @@ def serve(settings: NativeSettings, service: InferenceService, listener: socket.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)
     server.run(sockets=[listener])
-    failed = service.state is State.FAILED
-    finished = service.stop(settings.shutdown_timeout_s)
+    failed = server.failed or models.failed
+    finished = models.stop(max(0.0, min(settings.shutdown_timeout_s, server.stop_by - time.monotonic())))
     log.info("stopped", accepted_work_finished=finished)
     if failed:
         return 1

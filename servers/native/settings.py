@@ -17,15 +17,20 @@ class NativeSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
     model: str = Field("openclip_vit_b32", description="Name of a registered model.")
+    payloads: str = Field(
+        "", description="Which of the model's variants to serve: any of fp32,uint8,jpeg; empty: the one named."
+    )
     weights: str = Field("random:0", description="random:SEED, a pretrained tag or a checkpoint file.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
     http_port: int = Field(8100, ge=1, le=65535, description="Port of the HTTP door.")
+    grpc_port: int = Field(8101, ge=0, le=65535, description="Port of the gRPC door; 0: no gRPC door.")
     engine: Literal["torch", "onnxruntime", "tensorrt", "null"] = Field("torch", description="What executes the model.")
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = Field("fp32", description="Precision of the computation.")
     mode: str = Field("auto", description="How the engine executes: auto, eager, compile or graph.")
     device: str = Field("auto", description="auto, cpu or cuda:N.")
     threads: int = Field(0, ge=0, description="Intra-op threads on the CPU; 0: all cores this process may use.")
-    artefact: Path | None = Field(None, description="The exported file, for engines that execute one.")
+    artefact: Path | None = Field(None, description="The exported file of FP32 input, for engines that execute one.")
+    artefact_uint8: Path | None = Field(None, description="The exported file of UINT8 input, likewise.")
     max_batch_size: int = Field(32, ge=1, le=4096, description="Largest batch that is executed or accepted.")
     max_queue_delay_us: int = Field(
         2000, ge=0, le=10_000_000, description="How long the oldest request waits for others to join its batch."
@@ -35,6 +40,12 @@ class NativeSettings(BaseSettings):
         0, ge=0, description="Longest wait in the queue where a request names no timeout of its own; 0: no limit."
     )
     max_body_bytes: int = Field(64 * 2**20, ge=1, description="Largest request body, also after decompression.")
+    decode_threads: int = Field(
+        0, ge=0, le=256, description="Threads that decode JPEG files; 0: one a core, at most four."
+    )
+    max_image_pixels: int = Field(40_000_000, ge=1, description="Largest JPEG that is decoded; read from its header.")
+    allow_shared_memory: bool = Field(False, description="Let clients register shared memory of this machine.")
+    allow_model_control: bool = Field(False, description="Let clients unload and load models.")
     shutdown_timeout_s: float = Field(30, gt=0, description="Longest time to finish accepted work after SIGTERM.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severity logged.")
     added_delay_ms: float = Field(

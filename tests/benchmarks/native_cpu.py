@@ -51,6 +51,7 @@ from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification, Preprocessing
 from servers.native.inference import BatchingSettings, InferenceService
 from servers.native.listener import bind
+from servers.native.served_models import ServedModels
 from servers.native.server import serve
 from servers.native.settings import NativeSettings
 specification = ModelSpecification(
@@ -63,7 +64,7 @@ service = InferenceService(
     BatchingSettings(max_queue_delay_us=0))
 import structlog
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
-serve(NativeSettings(), service, bind("127.0.0.1", int(sys.argv[1])))
+serve(NativeSettings(), ServedModels([service]), bind("127.0.0.1", int(sys.argv[1])))
 """
 
 

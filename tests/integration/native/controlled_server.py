@@ -22,6 +22,7 @@ from servers.native.arguments import from_argv
 from servers.native.inference import BatchingSettings, InferenceService
 from servers.native.listener import bind
 from servers.native.logs import configure
+from servers.native.served_models import ServedModels
 from servers.native.server import serve
 
 POLL_S = 0.002
@@ -88,7 +89,7 @@ def main() -> int:
         ),
         added_delay_ms=settings.added_delay_ms,
     )
-    return serve(settings, service, bind("127.0.0.1", settings.http_port))
+    return serve(settings, ServedModels([service]), bind("127.0.0.1", settings.http_port))
 
 
 if __name__ == "__main__":

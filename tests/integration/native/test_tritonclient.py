@@ -78,6 +78,7 @@ def test_describes_itself(client):
         "device": "cpu",
         "threads": "1",
         "weights": "none",
+        "payload": "fp32",
     }
 
 

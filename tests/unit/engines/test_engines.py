@@ -18,7 +18,8 @@ from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import Artefact
-from servers.export.parity import corpus_images, row_cosines
+from servers.export.parity import corpus_pixels, row_cosines
+from servers.models.preprocessing import normalise
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 
@@ -41,7 +42,7 @@ def engine(request: pytest.FixtureRequest, specification: ModelSpecification, ar
 
 @pytest.fixture(scope="module")
 def images(specification: ModelSpecification) -> np.ndarray:
-    return corpus_images(specification, 4)
+    return normalise(corpus_pixels(specification, 4), specification.preprocessing)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,7 @@ def test_a_thread_count_takes_effect(kind: str, specification: ModelSpecificatio
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"precision": "fp16"}, "does not offer fp16 on cpu; use one of: fp32"),
+        ({"precision": "bf16"}, "does not offer bf16 on cpu; use one of: fp32"),
         ({"mode": "graph"}, "does not offer mode graph"),
         ({"device": "tpu"}, "unknown device 'tpu'; use auto, cpu or cuda:N"),
         ({"device": "cuda:"}, "device"),

@@ -10,7 +10,8 @@ import torch
 
 from servers.contract.tensors import Array, TensorSpec
 from servers.export.errors import ExportError, ParityError
-from servers.export.parity import BATCHES, COSINE_THRESHOLD, assert_parity, corpus_images, measure_parity, row_cosines
+from servers.export.parity import BATCHES, COSINE_THRESHOLD, assert_parity, corpus_pixels, measure_parity, row_cosines
+from servers.models.preprocessing import normalise
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 
@@ -71,7 +72,7 @@ def test_an_answer_of_another_shape_fails(module: torch.nn.Module, specification
 def test_the_photographs_are_told_apart_even_with_random_weights(
     module: torch.nn.Module, specification: ModelSpecification
 ) -> None:
-    images = corpus_images(specification, 18)
+    images = normalise(corpus_pixels(specification, 18), specification.preprocessing)
     with torch.inference_mode():
         embeddings = module(torch.from_numpy(images)).numpy()
     first, second = np.triu_indices(len(images), 1)

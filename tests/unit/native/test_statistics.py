@@ -83,7 +83,7 @@ def test_metrics_are_in_seconds_and_cumulative():
     service = Service()
     service.statistics.record_execution(2, [2_000_000_000], 0, 500_000_000, 0)
     samples = {}
-    for family in text_string_to_metric_families(Metrics(service).render().decode()):  # type: ignore[arg-type]
+    for family in text_string_to_metric_families(Metrics([service]).render().decode()):  # type: ignore[arg-type]
         for sample in family.samples:
             samples[(sample.name, sample.labels.get("le") or sample.labels.get("stage"))] = sample.value
     assert samples[("abserve_native_queue_duration_seconds_sum", None)] == 2

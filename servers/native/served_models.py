@@ -1,0 +1,77 @@
+"""The models of one server process, by name: what every door looks a request's model up in.
+
+Each model has an engine, a queue and statistics of its own, as each has with Triton: nothing is merged across models,
+so one model's figures say nothing about another's. An arm under test serves exactly one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from servers.contract.errors import NotFoundError
+from servers.native.inference import InferenceService, State
+
+
+class ServedModels:
+    """At least one service, all with different names; the first is the default one."""
+
+    def __init__(self, services: Sequence[InferenceService]) -> None:
+        self._services = {service.signature.name: service for service in services}
+        if not services or len(self._services) != len(services):
+            raise ValueError("a server needs at least one model, each with a name of its own")
+        self.default = services[0]
+
+    def __iter__(self) -> Iterator[InferenceService]:
+        """In the order in which they were given."""
+        return iter(self._services.values())
+
+    def find(self, name: str, version: str | None = None) -> InferenceService:
+        """The service of one model that is not unloaded. Raises `NotFoundError`."""
+        service = self.named(name, version)
+        service.check_loaded()
+        return service
+
+    def named(self, name: str, version: str | None = None) -> InferenceService:
+        """The service of one model, in whatever state. Raises `NotFoundError`."""
+        service = self._services.get(name)
+        if service is None:
+            raise NotFoundError(f"Request for unknown model: {shown(name)} is not found")
+        if version is not None and version != service.signature.version:
+            raise NotFoundError(f"Request for unknown model: {shown(name)} version {shown(version)} is not found")
+        return service
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model is."""
+        return all(service.ready for service in self)
+
+    @property
+    def failed(self) -> bool:
+        """Whether any model could not be loaded."""
+        return any(service.state is State.FAILED for service in self)
+
+    def check_ready(self) -> None:
+        """Raises `UnavailableError` unless every model can answer now."""
+        for service in self:
+            service.check_ready()
+
+    def start(self, on_failure: Callable[[], None], doors_open: threading.Event | None = None) -> None:
+        """Begin to load all; in the event loop. `on_failure` is called there when one cannot be served.
+
+        None says that it is ready before `doors_open` is set.
+        """
+        for service in self:
+            service.start(on_failure, doors_open)
+
+    def stop(self, timeout: float) -> bool:
+        """Finish what is queued and free the engines; blocks. False if that took longer than `timeout` in all."""
+        ends = time.perf_counter() + timeout
+        finished = [service.stop(max(0.0, ends - time.perf_counter())) for service in self]
+        return all(finished)
+
+
+def shown(name: str) -> str:
+    """A client's name in a message: escaped, and never longer than a line."""
+    return repr(name if len(name) <= 64 else name[:61] + "...")
