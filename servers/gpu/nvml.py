@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
 import pynvml
@@ -180,7 +181,8 @@ class GpmCounters:
         pynvml.nvmlGpmSampleGet(handle, self._before)
 
     def read(self) -> Values:
-        """Shares since the last call; at least 100 ms must lie between."""
+        """Shares since the last call. Where less than 100 ms lie between, the driver answers NaN (seen on an H200):
+        such a share is absent, as every failed reading is."""
         pynvml.nvmlGpmSampleGet(self._handle, self._now)
         request = pynvml.c_nvmlGpmMetricsGet_t()
         request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
@@ -193,7 +195,7 @@ class GpmCounters:
         return {
             name: request.metrics[place].value / 100
             for place, name in enumerate(_GPM_METRICS)
-            if request.metrics[place].nvmlReturn == pynvml.NVML_SUCCESS
+            if request.metrics[place].nvmlReturn == pynvml.NVML_SUCCESS and isfinite(request.metrics[place].value)
         }
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from loadgen.evidence.assessment import ArmLoad, assess
 from loadgen.evidence.decision import may_rank
@@ -53,6 +54,19 @@ def arm(capture: dict[str, Any], kind: str, placement: str, **more: Any) -> ArmL
     )
 
 
+def of_the_same_work(control: EvidenceRecord) -> EvidenceRecord:
+    """The recorder's CPU request is one product of 1024², its GPU request ten of 8192²: a CPU witness compares requests
+    of equal work, so the control is told per GPU request."""
+    factor = 10 * (8192 / 1024) ** 3
+    witness = control.inputs.witness
+    assert witness.cpu_s_per_request is not None
+    assert witness.requests_per_s is not None
+    scaled = replace(
+        witness, cpu_s_per_request=witness.cpu_s_per_request * factor, requests_per_s=witness.requests_per_s / factor
+    )
+    return replace(control, inputs=replace(control.inputs, witness=scaled))
+
+
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.stem)
 def test_capture(path: Path, tmp_path: Path) -> None:
     capture = json.loads(path.read_text())
@@ -67,7 +81,7 @@ def test_capture(path: Path, tmp_path: Path) -> None:
     assert (control.finding, control.activity) == ("CPU_FALLBACK", "idle"), control
     liar = judge("cpu", "gpu", control=control)
     assert (liar.finding, liar.inputs.placement.result) == ("CPU_FALLBACK", "gpu"), liar
-    gpu = judge("gpu", "gpu", control=control)
+    gpu = judge("gpu", "gpu", control=of_the_same_work(control))
     assert (gpu.activity, gpu.cpu_witness) == ("active", False), gpu
     assert gpu.finding == "GPU_VERIFIED" or gpu.code == "unattributed", gpu  # PIDs may be hidden, 31 s are no 100 bins
     assert not may_rank(gpu, liar)[0]
