@@ -12,7 +12,7 @@ from loadgen.conformance.records import Answer, NotApplicableError
 from loadgen.conformance.subject import Subject
 from loadgen.conformance.wire import RawConnection
 
-BUSY_SECONDS = 1.5
+BUSY_SECONDS = 2.5
 MOST_REQUESTS = 64
 SHORTEST_SECONDS = 0.02
 ANSWER_SECONDS = 60.0
@@ -56,7 +56,7 @@ class Background:
 
 
 class Occupation:
-    """Requests of the largest batch, enough for 1.5 s. Enter it: on return the engine is busy, at exit all are done."""
+    """Requests of the largest batch, enough for 2.5 s. Enter it: on return the engine is busy, at exit all are done."""
 
     def __init__(self, subject: Subject, busy_s: float = BUSY_SECONDS, limit: int = MOST_REQUESTS) -> None:
         """Raises `NotApplicableError` when the server is too fast to be kept busy."""

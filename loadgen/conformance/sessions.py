@@ -96,6 +96,7 @@ class LaunchedSession:
         self._server: LaunchedServer | None = None
         self._golden: Answer | None = None
         self._image_model = image_model
+        self._refused: dict[Setting, str] = {}
         self._current = self._start(AS_STARTED)
         self.title = self._server.deployment.title or launcher.kind if self._server else launcher.kind
 
@@ -111,10 +112,15 @@ class LaunchedSession:
             raise UnavailableSettingError(options)
         if not options and self._server is not None and self._setting == AS_STARTED:
             return self._current
+        if setting in self._refused:
+            raise UnavailableSettingError(self._refused[setting])
         try:
             self._current = self._start(setting)
         except LaunchError as exc:
-            raise UnavailableSettingError(str(exc)) from exc
+            unknown = "no such option" in str(exc).lower()
+            reason = f"serve {self._launcher.kind} has no option for {setting.name}" if unknown else str(exc)
+            self._refused[setting] = reason
+            raise UnavailableSettingError(reason) from exc
         return self._current
 
     def restart(self) -> bool:

@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from time import perf_counter
 
 from loadgen.conformance.records import Answer
@@ -17,6 +18,7 @@ from loadgen.conformance.records import Answer
 RECEIVE_BYTES = 1 << 16
 MAXIMAL_ANSWER_BYTES = 1 << 28
 CONNECT_SECONDS = 5.0
+_CONNECTIONS = Path("/proc/net/tcp")
 
 
 class RawConnection:
@@ -86,6 +88,18 @@ class RawConnection:
                     if not sending:
                         selector.modify(self._socket, selectors.EVENT_READ)
 
+    def read_by_peer(self) -> bool | None:
+        """Whether the server has taken every byte out of its receive buffer; None where the kernel does not say, which
+        is beyond this machine and over IPv6."""
+        if self._socket.family != socket.AF_INET or not _CONNECTIONS.exists():
+            return None
+        ours, theirs = (_kernel_address(*name) for name in (self._socket.getsockname(), self._socket.getpeername()))
+        for line in _CONNECTIONS.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[1:3] == [theirs, ours]:
+                return int(fields[4].partition(":")[2], 16) == 0
+        return None
+
     def end_sending(self) -> None:
         """Half-close: the server reads the end of the stream, its answer can still come."""
         with suppress(OSError):
@@ -123,6 +137,11 @@ class RawConnection:
             return "closed"
         self._received += data
         return None
+
+
+def _kernel_address(host: str, port: int) -> str:
+    """As /proc/net/tcp writes it on a little-endian machine."""
+    return f"{socket.inet_aton(host)[::-1].hex().upper()}:{port:04X}"
 
 
 def request_head(method: str, path: str, host: str, headers: Mapping[str, str], length: int | None) -> bytes:

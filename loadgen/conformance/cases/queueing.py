@@ -15,6 +15,7 @@ from loadgen.conformance.subject import Subject, output_difference
 
 VICTIMS = 4
 FLOOD = 12
+ARRIVAL_SECONDS = 5.0
 PROMPT_SECONDS = 0.5
 TIMEOUT_US = 50_000
 MERGED_TOLERANCE = 1e-4
@@ -29,7 +30,9 @@ def _leave_while_queued(subject: Subject) -> Observation:
         connections = [subject.connect() for _ in range(VICTIMS)]
         for connection in connections:
             connection.send(request)
-        sleep(0.1)  # they have to be in the queue when their clients leave
+        # They have to be in the queue when their clients leave, not in a socket's buffer.
+        wait_for(lambda: all(connection.read_by_peer() is not False for connection in connections), ARRIVAL_SECONDS)
+        sleep(0.2)
         for index, connection in enumerate(connections):
             connection.close(abruptly=index % 2 == 0)
         left_in_time = occupation.busy

@@ -108,7 +108,6 @@ CASES = (
         probe=grpc_infers(
             lambda m: _of_another(m, "no_such_model", ""),
             lambda m: _of_another(m, "", "999"),
-            lambda m: _of_another(m, "", "abc"),
         ),
         expected=_GRPC_NOT_FOUND,
     ),

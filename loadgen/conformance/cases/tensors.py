@@ -158,7 +158,7 @@ def _pair(
     )
 
 
-_DIMS = ("dim", "shape")
+_DIMS = ("dim", "shape", "batch")
 
 CASES = (
     *_pair(
@@ -212,7 +212,6 @@ CASES = (
             lambda m: _message_entry(m, shape=_shape(m, lambda s: [*s[:-1], -s[-1]])),
             lambda m: _message_entry(m, shape=_shape(m, lambda s: [-1, *s[1:]])),
         ),
-        _DIMS,
     ),
     *_pair(
         "19b",
