@@ -21,8 +21,6 @@ SERIALISED = frozenset({"ModelInfer", "ModelStreamInfer"})
 MESSAGE_SLACK_BYTES = 64 * 1024
 """Room for names and parameters beside the tensors, as the HTTP door's limit leaves room for its headers."""
 MAX_METADATA_BYTES = 16 * 1024
-IDENTITY_ONLY = 1
-"""A bit set over compression algorithms. Others are refused: gRPC decompresses first and looks at the limit after."""
 
 
 class GrpcDoor:
@@ -39,10 +37,9 @@ class GrpcDoor:
         """Listen. Raises `ListenerError`."""
         server = grpc.aio.server(
             options=(
-                ("grpc.max_receive_message_length", self._max_message_bytes),
+                ("grpc.max_receive_message_length", self._max_message_bytes),  # also after decompression
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-                ("grpc.compression_enabled_algorithms_bitset", IDENTITY_ONLY),
                 ("grpc.so_reuseport", 0),  # two servers on one port would share its clients and nobody would notice
             )
         )

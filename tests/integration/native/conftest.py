@@ -47,10 +47,15 @@ class Server:
     process: subprocess.Popen[bytes]
     port: int
     folder: Path
+    grpc_port: int = 0
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
 
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
@@ -107,11 +112,13 @@ Start = Callable[..., Server]
 
 
 def _starter(folder: Path, argv: Callable[[int], list[str]], servers: list[Server]) -> Start:
-    def start(*options: str, port: int | None = None) -> Server:
+    def start(*options: str, port: int | None = None, grpc: bool = False) -> Server:
         port = port or free_port()
+        grpc_port = free_port() if grpc else 0
+        command = [sys.executable, *argv(port), "--grpc-port", str(grpc_port), *options]
         with (folder / f"log-{port}").open("wb") as log:
-            process = subprocess.Popen([sys.executable, *argv(port), *options], stderr=log)
-        server = Server(process, port, folder)
+            process = subprocess.Popen(command, stderr=log)
+        server = Server(process, port, folder, grpc_port)
         servers.append(server)
         return server
 
@@ -156,3 +163,27 @@ def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.wait_ready()
     yield server
     _stop(servers)
+
+
+@pytest.fixture(scope="module")
+def native_starter() -> Iterator[Callable[..., Server]]:
+    """Starts ready native servers with both doors, with whatever options, for all tests of a module."""
+    servers: list[Server] = []
+
+    def start(folder: Path, *options: str) -> Server:
+        begin = _starter(folder, lambda port: ["-m", "servers.native", "--http-port", str(port)], servers)
+        server = begin(*options, grpc=True)
+        server.wait_ready()
+        return server
+
+    yield start
+    _stop(servers)
+
+
+@pytest.fixture(scope="module")
+def open_server(tmp_path_factory: pytest.TempPathFactory, native_starter: Callable[..., Server]) -> Server:
+    """One ready native server with the null engine, both doors, and everything allowed that is off by default."""
+    return native_starter(
+        tmp_path_factory.mktemp("open"),
+        *("--engine", "null", "--allow-shared-memory", "true", "--allow-model-control", "true"),
+    )

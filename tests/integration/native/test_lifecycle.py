@@ -117,7 +117,7 @@ def test_the_printed_plan_starts_the_server(native, tmp_path):
         port = probe.getsockname()[1]
     environment = {**os.environ, "ABSERVE_NATIVE_ENGINE": "null", "ABSERVE_NATIVE_QUEUE_SIZE": "7"}
     printed = subprocess.run(
-        [sys.executable, "-c", COMMAND, "--http-port", str(port), "--print-launch"],
+        [sys.executable, "-c", COMMAND, "--http-port", str(port), "--grpc-port", "0", "--print-launch"],
         env=environment, capture_output=True, check=True, timeout=60,
     )  # fmt: skip
     plan = json.loads(printed.stdout)
@@ -133,7 +133,7 @@ def test_the_command_becomes_the_server_and_dies_by_its_signals(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-c", COMMAND, "--engine", "null", "--http-port", str(port)]
+    command = [sys.executable, "-c", COMMAND, "--engine", "null", "--http-port", str(port), "--grpc-port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         for line in process.stderr:

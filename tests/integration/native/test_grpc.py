@@ -1,0 +1,388 @@
+"""NVIDIA's own gRPC clients, unmodified, against the native server: answers, errors, cancellation, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+MODEL = "openclip_vit_b32"
+PENDING = "abserve_native_pending_requests"
+
+
+@pytest.fixture
+def client(open_server):
+    with triton.InferenceServerClient(open_server.grpc_address) as client:
+        yield client
+
+
+@pytest.fixture
+def stub(open_server):
+    with grpc.insecure_channel(open_server.grpc_address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+def images(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, 3, 224, 224), dtype=np.float32)
+
+
+def image_input(data: np.ndarray) -> triton.InferInput:
+    item = triton.InferInput("pixel_values", list(data.shape), "FP32")
+    item.set_data_from_numpy(data)
+    return item
+
+
+def row(value: float) -> list[triton.InferInput]:
+    item = triton.InferInput("x", [1, 4], "FP32")
+    item.set_data_from_numpy(np.full((1, 4), value, np.float32))
+    return [item]
+
+
+def status_of(caught: pytest.ExceptionInfo[InferenceServerException]) -> str:
+    return caught.value.status().removeprefix("StatusCode.")
+
+
+def first_values(data: np.ndarray) -> np.ndarray:
+    return data.reshape(len(data), -1)[:, :512]
+
+
+@pytest.mark.parametrize("count", [1, 8, 32])
+def test_infers(client, count):
+    data = images(count)
+    result = client.infer(MODEL, [image_input(data)], request_id="seven", model_version="1")
+    assert result.get_response().id == "seven"
+    assert result.get_response().model_version == "1"
+    np.testing.assert_array_equal(result.as_numpy("embedding"), first_values(data))
+    wanted = [triton.InferRequestedOutput("embedding")]
+    assert client.infer(MODEL, [image_input(data)], outputs=wanted).as_numpy("embedding").shape == (count, 512)
+
+
+def test_infers_asynchronously_and_keeps_answers_apart(client):
+    answers: queue.Queue = queue.Queue()
+    for index in range(12):
+        client.async_infer(
+            MODEL,
+            [image_input(images(1, index))],
+            lambda result, error: answers.put((result, error)),
+            request_id=str(index),
+        )
+    seen = set()
+    for _ in range(12):
+        result, error = answers.get(timeout=20)
+        assert error is None
+        index = int(result.get_response().id)
+        np.testing.assert_array_equal(result.as_numpy("embedding"), first_values(images(1, index)))
+        seen.add(index)
+    assert seen == set(range(12))
+
+
+def test_streams_in_order_and_survives_a_bad_request(client):
+    answers: queue.Queue = queue.Queue()
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    client.async_stream_infer(MODEL, [image_input(images(1, 1))], request_id="1")
+    client.async_stream_infer(MODEL, [image_input(np.zeros((1, 3, 224, 225), np.float32))], request_id="2")
+    client.async_stream_infer(MODEL, [image_input(images(1, 3))], request_id="3")
+    first, bad, last = (answers.get(timeout=20) for _ in range(3))
+    client.stop_stream()
+    assert first[1] is None
+    assert first[0].get_response().id == "1"
+    assert first[0].get_response().parameters["triton_final_response"].bool_param
+    assert bad[0] is None
+    assert "expected [-1,3,224,224]" in str(bad[1])
+    np.testing.assert_array_equal(last[0].as_numpy("embedding"), first_values(images(1, 3)))
+
+
+def test_aio_client_infers_streams_and_reads_statistics(open_server):
+    async def talk() -> None:
+        async with triton_aio.InferenceServerClient(open_server.grpc_address) as client:
+            assert await client.is_server_ready()
+            calls = [client.infer(MODEL, [image_input(images(1, seed))]) for seed in range(6)]
+            for seed, result in enumerate(await asyncio.gather(*calls)):
+                np.testing.assert_array_equal(result.as_numpy("embedding"), first_values(images(1, seed)))
+
+            async def requests():
+                for seed in range(3):
+                    yield {"model_name": MODEL, "inputs": [image_input(images(1, seed))]}
+
+            seed = 0
+            async for result, error in client.stream_infer(requests()):
+                assert error is None
+                np.testing.assert_array_equal(result.as_numpy("embedding"), first_values(images(1, seed)))
+                seed += 1
+            assert seed == 3
+            statistics = await client.get_inference_statistics(MODEL, as_json=True)
+            assert int(statistics["model_stats"][0]["inference_count"]) >= 9
+
+    asyncio.run(talk())
+
+
+def test_describes_itself_as_over_http(open_server, client):
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready(MODEL, "1")
+    for path, document in (
+        ("/v2", client.get_server_metadata(as_json=True)),
+        (f"/v2/models/{MODEL}", client.get_model_metadata(MODEL, as_json=True)),
+    ):
+        over_http = json.loads(open_server.request("GET", path).body)
+        assert numbers_as_text(document) == numbers_as_text(over_http)
+    config = client.get_model_config(MODEL).config
+    assert config.max_batch_size == 32
+    assert config.dynamic_batching.max_queue_delay_microseconds == 2000
+    assert config.parameters["engine"].string_value == "null"
+    index = client.get_model_repository_index(as_json=True)
+    assert index == {"models": [{"name": MODEL, "version": "1", "state": "READY"}]}
+
+
+def numbers_as_text(value):
+    if isinstance(value, dict):
+        return {key: numbers_as_text(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [numbers_as_text(item) for item in value]
+    return str(value)
+
+
+def test_one_statistics_counts_both_doors(open_server, client):
+    def read() -> dict:
+        return client.get_inference_statistics(MODEL, as_json=True)["model_stats"][0]
+
+    client.infer(MODEL, [image_input(images(1))])
+    before = read()
+    for _ in range(3):
+        client.infer(MODEL, [image_input(images(2))])
+    body = json.dumps(
+        {"inputs": [{"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 224, 224], "data": [0] * 150528}]}
+    ).encode()
+    assert open_server.request("POST", f"/v2/models/{MODEL}/infer", body).status == 200
+    after = read()
+    assert int(after["inference_count"]) - int(before["inference_count"]) == 7
+    for name in ("success", "queue", "compute_input", "compute_infer", "compute_output"):
+        old, new = before["inference_stats"][name], after["inference_stats"][name]
+        assert int(new["count"]) - int(old["count"]) == 4
+        assert int(new["ns"]) > int(old["ns"])
+    over_http = open_server.model_stats()
+    assert over_http["inference_count"] == int(after["inference_count"])
+    assert over_http["inference_stats"]["success"]["count"] == int(after["inference_stats"]["success"]["count"])
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "shape", "status", "message"),
+    [
+        ("other", "", (1, 3, 224, 224), "NOT_FOUND", "unknown model: 'other'"),
+        (MODEL, "9", (1, 3, 224, 224), "NOT_FOUND", "version '9'"),
+        (MODEL, "", (1, 3, 224), "INVALID_ARGUMENT", r"expected \[-1,3,224,224\]"),
+        (MODEL, "", (33, 3, 224, 224), "INVALID_ARGUMENT", "between 1 and 32"),
+    ],
+)
+def test_errors_arrive_with_their_status(client, model, version, shape, status, message):
+    with pytest.raises(InferenceServerException, match=message) as caught:
+        client.infer(model, [image_input(np.zeros(shape, np.float32))], model_version=version)
+    assert status_of(caught) == status
+
+
+def raw_request(**changes) -> service_pb2.ModelInferRequest:
+    request = service_pb2.ModelInferRequest(model_name=MODEL, **changes)
+    request.inputs.add(name="pixel_values", datatype="FP32", shape=[1, 3, 224, 224])
+    return request
+
+
+def test_requests_that_contradict_themselves_are_refused(stub):
+    image = images(1).tobytes()
+    mixed = raw_request(raw_input_contents=[image])
+    mixed.inputs[0].contents.fp32_contents.append(1)
+    missing = raw_request()
+    surplus = raw_request(raw_input_contents=[image, image])
+    short = raw_request(raw_input_contents=[image[:-1]])
+    negative = raw_request(raw_input_contents=[image])
+    negative.inputs[0].shape[0] = -1
+    huge = raw_request(raw_input_contents=[image])
+    huge.inputs[0].shape[:] = [2**62, 2**62]
+    long_id = raw_request(raw_input_contents=[image], id="i" * 2000)
+    unknown_output = raw_request(raw_input_contents=[image])
+    unknown_output.outputs.add(name="n" * 100_000)
+    many = raw_request(raw_input_contents=[image])
+    for _ in range(2000):
+        many.outputs.add(name="embedding")
+    for request, message in (
+        (mixed, "'contents' although"),
+        (missing, "needs 150528 elements"),
+        (surplus, "got 2"),
+        (short, "needs 602112 bytes .* got 602111"),
+        (negative, "negative dimension"),
+        (huge, "overflows"),
+        (long_id, "2000 characters"),
+        (unknown_output, "unexpected inference output"),
+        (many, "at most 1024"),
+    ):
+        with pytest.raises(grpc.RpcError, match=message) as caught:
+            stub.ModelInfer(request, timeout=20)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert stub.ModelInfer(raw_request(raw_input_contents=[image]), timeout=20).raw_output_contents
+
+
+@pytest.mark.parametrize(
+    "message", [b"\xff" * 40, b"\x3a\xff\xff\xff\xff\x7f", b"\x0a\x05ab", b"\x0b\x0c", b"\x38\x00" * 5000]
+)
+def test_bytes_that_are_no_message_are_refused(open_server, message):
+    with grpc.insecure_channel(open_server.grpc_address) as channel:
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(message, timeout=20)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_what_is_not_offered_says_so(client, stub):
+    for call in (client.get_log_settings, client.get_trace_settings):
+        with pytest.raises(InferenceServerException, match=r"--log-level|statistics") as caught:
+            call()
+        assert status_of(caught) == "UNIMPLEMENTED"
+    with pytest.raises(InferenceServerException, match="use system shared memory") as caught:
+        client.register_cuda_shared_memory("r", b"x" * 64, 0, 64)
+    assert status_of(caught) == "UNIMPLEMENTED"
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_compressed_calls_are_read(client, algorithm):
+    result = client.infer(MODEL, [image_input(images(2))], compression_algorithm=algorithm)
+    np.testing.assert_array_equal(result.as_numpy("embedding"), first_values(images(2)))
+
+
+def test_a_message_over_the_limit_is_refused(native):
+    server = native("--max-body-bytes", "1000000", grpc=True)
+    server.wait_ready()
+    with triton.InferenceServerClient(server.grpc_address) as client:
+        client.infer(MODEL, [image_input(images(1))])
+        with pytest.raises(InferenceServerException) as caught:
+            client.infer(MODEL, [image_input(images(2))])
+        assert status_of(caught) == "RESOURCE_EXHAUSTED"
+        before = peak_bytes(server.process.pid)
+        with pytest.raises(InferenceServerException) as caught:  # 77 MB of zeros in 75 KB
+            client.infer(MODEL, [image_input(np.zeros((128, 3, 224, 224), np.float32))], compression_algorithm="gzip")
+        assert status_of(caught) == "RESOURCE_EXHAUSTED"
+        assert peak_bytes(server.process.pid) - before < 16 * 2**20
+        client.infer(MODEL, [image_input(images(1))])
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that the process has had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+def occupied(controlled, *options):
+    """A server whose engine is busy with one request, and the future of that request's answer."""
+    server = controlled("--max-queue-delay-us", "0", *options, grpc=True)
+    server.open("load")
+    server.wait_ready()
+    pool = ThreadPoolExecutor(1)
+    first = pool.submit(server.infer, [1.0] * 4)
+    pool.shutdown(wait=False)
+    server.wait_until(lambda: (server.folder / "infer-reached").exists(), "the engine is busy")
+    return server, first
+
+
+def test_a_cancelled_call_leaves_the_queue(controlled):
+    server, first = occupied(controlled)
+    with triton.InferenceServerClient(server.grpc_address) as client:
+        errors: queue.Queue = queue.Queue()
+        call = client.async_infer("rows", row(2), lambda _result, error: errors.put(error))
+        server.wait_until(lambda: server.metric(PENDING) == 1, "it waits")
+        call.cancel()
+        server.wait_until(lambda: server.metric(PENDING) == 0, "it has left the queue")
+        assert "CANCELLED" in str(errors.get(timeout=10)).upper()
+        server.open("infer")
+        assert first.result().status == 200
+    assert server.model_stats()["inference_count"] == 1
+    assert server.metric("abserve_native_client_disconnects_total") == 1
+
+
+def test_a_call_whose_deadline_passes_while_it_waits_is_never_executed(controlled):
+    server, first = occupied(controlled)
+    with triton.InferenceServerClient(server.grpc_address) as client:
+        with pytest.raises(InferenceServerException) as caught:
+            client.infer("rows", row(2), client_timeout=0.2)
+        assert status_of(caught) == "DEADLINE_EXCEEDED"
+        server.wait_until(lambda: server.metric(PENDING) == 0, "it has left the queue")
+        began = time.monotonic()
+        with pytest.raises(InferenceServerException, match="Request timeout expired") as caught:
+            client.infer("rows", row(3), timeout=50_000)  # in µs; the engine is still busy
+        assert status_of(caught) == "UNAVAILABLE"
+        assert time.monotonic() - began < 5
+        server.open("infer")
+        assert first.result().status == 200
+    assert server.model_stats()["inference_count"] == 1
+
+
+def test_a_full_queue_is_unavailable_and_health_answers(controlled):
+    server, first = occupied(controlled, "--queue-size", "1")
+    with triton.InferenceServerClient(server.grpc_address) as client:
+        answers: queue.Queue = queue.Queue()
+        client.async_infer("rows", row(2), lambda result, error: answers.put((result, error)))
+        server.wait_until(lambda: server.metric(PENDING) == 1, "the queue is full")
+        with pytest.raises(InferenceServerException, match="Exceeds maximum queue size") as caught:
+            client.infer("rows", row(3))
+        assert status_of(caught) == "UNAVAILABLE"
+        assert client.is_server_ready()
+        server.open("infer")
+        assert answers.get(timeout=10)[1] is None
+        assert first.result().status == 200
+
+
+def test_not_ready_until_the_model_is(controlled):
+    server = controlled(grpc=True)
+    server.wait_live()
+    with triton.InferenceServerClient(server.grpc_address) as client:
+
+        def live() -> bool:
+            try:
+                return client.is_server_live()
+            except InferenceServerException:
+                return False
+
+        server.wait_until(live, "the gRPC door is open")
+        assert not client.is_server_ready()
+        assert not client.is_model_ready("rows")
+        with pytest.raises(InferenceServerException, match="not ready: loading") as caught:
+            client.infer("rows", row(1))
+        assert status_of(caught) == "UNAVAILABLE"
+        server.open("load", "infer")
+        server.wait_until(client.is_server_ready, "ready")
+        assert client.infer("rows", row(1)).as_numpy("y").tolist() == [[1.0] * 4]
+
+
+def test_sigterm_finishes_calls_of_both_doors(controlled):
+    server, first = occupied(controlled)
+    with triton.InferenceServerClient(server.grpc_address) as client:
+        answers: queue.Queue = queue.Queue()
+        for value in range(20, 25):
+            client.async_infer("rows", row(value), lambda result, error: answers.put((result, error)))
+        server.wait_until(lambda: server.metric(PENDING) == 5, "five calls wait")
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_until(lambda: server.status("/v2/health/live") is None, "new connections are refused")
+        assert answers.empty()
+        server.open("infer")
+        results = [answers.get(timeout=10) for _ in range(5)]
+        assert [error for _, error in results] == [None] * 5
+        assert {result.as_numpy("y")[0, 0] for result, _ in results} == {20, 21, 22, 23, 24}
+    assert first.result().status == 200
+    assert server.process.wait(10) == 0
+
+
+def test_a_taken_port_is_told_in_one_sentence(native, open_server):
+    server = native("--grpc-port", str(open_server.grpc_port))
+    assert server.process.wait(20) == 1
+    log = (server.folder / f"log-{server.port}").read_text()
+    assert "choose another with --grpc-port" in log
+    assert len(log.splitlines()) == 1

@@ -1,0 +1,115 @@
+"""Cutting raw inputs out of a serialised message gives what protobuf would have given, and never more than an error."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
+
+from servers.contract.errors import ContractError, InvalidRequestError
+from servers.native.grpc_messages import decode_message, parse_message
+from servers.native.regions import RegionTable
+
+REGIONS = RegionTable(allowed=False)
+texts = st.text(max_size=20)
+
+
+@st.composite
+def messages(draw):
+    message = service_pb2.ModelInferRequest(
+        model_name=draw(texts),
+        model_version=draw(texts),
+        id=draw(texts),
+        raw_input_contents=draw(st.lists(st.binary())),
+    )
+    for name, value in draw(st.dictionaries(texts, st.integers(-(2**63), 2**63 - 1), max_size=3)).items():
+        message.parameters[name].int64_param = value
+    for name in draw(st.lists(texts, max_size=3)):
+        message.inputs.add(name=name, datatype="FP32", shape=draw(st.lists(st.integers(-1, 2**62), max_size=4)))
+    return message
+
+
+@given(messages())
+def test_the_parts_are_those_of_protobuf(message):
+    rest, raw = parse_message(message.SerializeToString())
+    assert [bytes(part) for part in raw] == list(message.raw_input_contents)
+    message.ClearField("raw_input_contents")
+    assert rest == message
+
+
+@given(messages(), st.data())
+def test_raw_inputs_may_stand_anywhere(message, data):
+    """Protobuf lets a sender write fields in any order."""
+    raw = list(message.raw_input_contents)
+    message.ClearField("raw_input_contents")
+    before = data.draw(st.integers(0, len(raw)))
+    parts = [service_pb2.ModelInferRequest(raw_input_contents=[part]).SerializeToString() for part in raw]
+    serialised = b"".join([*parts[:before], message.SerializeToString(), *parts[before:]])
+    rest, found = parse_message(serialised)
+    assert [bytes(part) for part in found] == raw
+    assert rest == message
+
+
+@given(st.binary(max_size=200) | messages().map(lambda message: message.SerializeToString()), st.integers(0, 200))
+def test_any_bytes_give_a_request_or_an_error(serialised, end):
+    try:
+        message, raw = parse_message(serialised[:end])
+        decode_message(message, raw, REGIONS)
+    except ContractError:
+        pass
+
+
+def test_raw_inputs_are_views_over_what_was_received():
+    values = np.arange(6, dtype=np.float32)
+    message = service_pb2.ModelInferRequest(model_name="m", raw_input_contents=[values.tobytes()])
+    message.inputs.add(name="x", datatype="FP32", shape=[2, 3])
+    serialised = message.SerializeToString()
+    data = decode_message(*parse_message(serialised), REGIONS).inputs[0].data
+    assert np.shares_memory(data, np.frombuffer(serialised, np.uint8))
+    np.testing.assert_array_equal(data, values.reshape(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("datatype", "field", "values"),
+    [
+        ("BOOL", "bool_contents", [True, False]),
+        ("INT8", "int_contents", [-128, 127]),
+        ("INT16", "int_contents", [-32768, 32767]),
+        ("INT32", "int_contents", [-(2**31), 2**31 - 1]),
+        ("INT64", "int64_contents", [-(2**63), 2**63 - 1]),
+        ("UINT8", "uint_contents", [0, 255]),
+        ("UINT16", "uint_contents", [0, 65535]),
+        ("UINT32", "uint_contents", [0, 2**32 - 1]),
+        ("UINT64", "uint64_contents", [0, 2**64 - 1]),
+        ("FP32", "fp32_contents", [0.5, float("inf")]),
+        ("FP64", "fp64_contents", [0.1, -1e300]),
+        ("BYTES", "bytes_contents", [b"", b"\xff\x00"]),
+    ],
+)
+def test_typed_contents_of_every_datatype(datatype, field, values):
+    message = service_pb2.ModelInferRequest(model_name="m")
+    item = message.inputs.add(name="x", datatype=datatype, shape=[2])
+    getattr(item.contents, field).extend(values)
+    tensor = decode_message(*parse_message(message.SerializeToString()), REGIONS).inputs[0]
+    assert tensor.data.tolist() == values
+
+
+@pytest.mark.parametrize(
+    ("datatype", "field", "values", "message"),
+    [
+        ("INT8", "int_contents", [0, 128], "outside the range of INT8"),
+        ("UINT8", "uint_contents", [0, 256], "outside the range of UINT8"),
+        ("FP16", "fp32_contents", [0.0, 1.0], "only raw_input_contents"),
+        ("FP32", "fp64_contents", [0.0, 1.0], "got 0 in 'fp32_contents'"),
+        ("FP32", "fp32_contents", [0.0], "needs 2 elements"),
+        ("FLOAT", "fp32_contents", [0.0, 1.0], "must have a 'datatype'"),
+    ],
+)
+def test_typed_contents_that_do_not_fit(datatype, field, values, message):
+    request = service_pb2.ModelInferRequest(model_name="m")
+    item = request.inputs.add(name="x", datatype=datatype, shape=[2])
+    getattr(item.contents, field).extend(values)
+    with pytest.raises(InvalidRequestError, match=message):
+        decode_message(*parse_message(request.SerializeToString()), REGIONS)
