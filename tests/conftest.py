@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +33,17 @@ def artefact(specification: ModelSpecification) -> Artefact:
 def artefact_dir(artefact: Artefact) -> Path:
     """What `--artefacts` takes: the folder in which the exported file is up to date."""
     return PROJECT / ".artefacts"
+
+
+@pytest.fixture(scope="session")
+def perf_analyzer() -> Any:
+    """NVIDIA's load generator, fetched once into a cache (see perf_analyzer.py beside this file), else a skip."""
+    spec = importlib.util.spec_from_file_location("perf_analyzer", Path(__file__).with_name("perf_analyzer.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["perf_analyzer"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        return module.find_perf_analyzer()
+    except module.PerfAnalyzerUnavailableError as exc:
+        pytest.skip(str(exc))

@@ -82,8 +82,10 @@ def encode_response(response: InferResponse) -> tuple[bytes, int | None]:
     for tensor in response.outputs:
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.data.shape)}
         if tensor.reference is not None:
-            output["parameters"] = tensor.reference.as_parameters()
-        elif tensor.binary:
+            # Without parameters, as from Triton: its C++ client would take them for a sign that binary data follows.
+            outputs.append(output)
+            continue
+        if tensor.binary:
             data = bytes_from_array(tensor.data)
             binary.append(data)
             output["parameters"] = {"binary_data_size": len(data)}

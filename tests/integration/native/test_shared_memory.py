@@ -92,8 +92,12 @@ def test_tensors_travel_through_regions_both_ways(both, count):
         both.register("taken", 64 + count * ROW_BYTES, key=f"{KEY}_out")
         result = both.infer(count, "given", data.nbytes, output=("taken", count * ROW_BYTES, 64))
         answer = result.get_output("embedding")
-        parameters = answer["parameters"] if isinstance(answer, dict) else answer.parameters
-        assert set(parameters) == {"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"}
+        if isinstance(answer, dict):
+            assert answer == {"name": "embedding", "datatype": "FP32", "shape": [count, 512]}
+        else:
+            assert set(answer.parameters) == {
+                "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
+            }  # fmt: skip
         written = shm.get_contents_as_numpy(taken, np.float32, [count, 512], offset=64)
         np.testing.assert_array_equal(written, first_values(data))
         np.testing.assert_array_equal(both.infer(count, "given", data.nbytes).as_numpy("embedding"), written)
