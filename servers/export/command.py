@@ -87,7 +87,7 @@ def triton_repo(
     ] = Path("triton_model_repo"),
 ) -> None:
     """Generate config.pbtxt of every registered model for Triton's native backends."""
-    from servers.export.model_config import write_model_repository
+    from servers.export.model_repository import write_model_repository
 
     for path in write_model_repository(out, SPECIFICATIONS.values()):
         Console(highlight=False, soft_wrap=True).print(f"wrote {path}", markup=False, emoji=False)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from servers.contract.tensors import TensorSpec
 from servers.engines.processors import cuda_index
 from servers.models.specification import ModelSpecification
 
 HEADER = "# Generated from the model specification; do not edit. Made again by: abserve triton-repo\n"
-ARTEFACT_NAMES: Mapping[str, str] = {"onnx": "model.onnx", "tensorrt": "model.plan"}
-"""Suffix of the model's name → the file that its version folder must hold."""
+
+
+def artefact_name(specification: ModelSpecification, suffix: str) -> str:
+    """The file that a version folder must hold: model.onnx, model_uint8.plan …"""
+    return f"model{'' if specification.payload == 'fp32' else '_' + specification.payload}.{suffix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ def onnxruntime_config(specification: ModelSpecification) -> str:
     """`<model>_onnx`: the native onnxruntime backend on GPU 0, FP32 without TF32."""
     return f"""{HEADER}name: {quote(specification.name + "_onnx")}
 backend: "onnxruntime"
-default_model_filename: {quote(ARTEFACT_NAMES["onnx"])}
-{_signature(specification, specification.max_batch_size)}
+default_model_filename: {quote(artefact_name(specification, "onnx"))}
+{signature_text(specification, specification.max_batch_size)}
 # KIND_GPU, written out: without it Triton falls back to the CPU on a machine whose GPU it cannot use, and says nothing.
 instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] }} ]
 {_dynamic_batching(_gpu_batching(specification))}
@@ -57,8 +59,8 @@ def tensorrt_config(specification: ModelSpecification) -> str:
     return f"""{HEADER}name: {quote(specification.name + "_tensorrt")}
 backend: "tensorrt"
 # FP16 or FP32 is a property of the plan: TensorRT 11 networks are strongly typed, there is no flag for it here.
-default_model_filename: {quote(ARTEFACT_NAMES["tensorrt"])}
-{_signature(specification, specification.max_batch_size)}
+default_model_filename: {quote(artefact_name(specification, "plan"))}
+{signature_text(specification, specification.max_batch_size)}
 # One optimisation profile, 1 to {specification.max_batch_size}; so there is no batch size to prefer, see below.
 instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] profile: [ "0" ] }} ]
 {_dynamic_batching(_gpu_batching(specification))}
@@ -98,7 +100,7 @@ def python_config(
     )
     return f"""{HEADER.replace("triton-repo", "serve triton")}name: {quote(specification.name)}
 backend: "python"
-{_signature(specification, batching.max_batch_size)}
+{signature_text(specification, batching.max_batch_size)}
 # One instance is one process with one engine; more of them would compete for the same cores or GPU.
 instance_group [ {{ {group} }} ]
 {_dynamic_batching(batching)}
@@ -111,22 +113,6 @@ def warm_up_sizes(max_batch_size: int) -> tuple[int, ...]:
     """Powers of two up to `max_batch_size`, and `max_batch_size` itself; ascending."""
     powers = [1 << exponent for exponent in range(max_batch_size.bit_length()) if 1 << exponent < max_batch_size]
     return (*powers, max_batch_size)
-
-
-def write_model_repository(root: Path, specifications: Iterable[ModelSpecification]) -> tuple[Path, ...]:
-    """Write `<model>_onnx` and `<model>_tensorrt` of every specification under `root`; the written files.
-
-    Each has an empty version folder `1`, kept by a `.gitkeep`, where the artefact belongs.
-    """
-    written = []
-    for specification in specifications:
-        for suffix, text in (("onnx", onnxruntime_config(specification)), ("tensorrt", tensorrt_config(specification))):
-            folder = root / f"{specification.name}_{suffix}"
-            (folder / "1").mkdir(parents=True, exist_ok=True)
-            for path, content in ((folder / "config.pbtxt", text), (folder / "1" / ".gitkeep", "")):
-                path.write_text(content, encoding="utf-8")
-                written.append(path)
-    return tuple(written)
 
 
 def quote(text: str) -> str:
@@ -144,13 +130,15 @@ def _gpu_batching(specification: ModelSpecification) -> BatchingSettings:
     return BatchingSettings(max_batch_size=specification.max_batch_size, queue_timeout_us=500_000)
 
 
-def _signature(specification: ModelSpecification, max_batch_size: int) -> str:
-    inputs = ", ".join(map(_tensor, specification.inputs))
-    outputs = ", ".join(map(_tensor, specification.outputs))
+def signature_text(specification: ModelSpecification, max_batch_size: int) -> str:
+    """Largest batch, inputs and outputs."""
+    inputs = ", ".join(map(tensor_text, specification.inputs))
+    outputs = ", ".join(map(tensor_text, specification.outputs))
     return f"max_batch_size: {max_batch_size}\ninput [ {inputs} ]\noutput [ {outputs} ]"
 
 
-def _tensor(tensor: TensorSpec) -> str:
+def tensor_text(tensor: TensorSpec) -> str:
+    """One element of `input` or `output`."""
     return f"{{ name: {quote(tensor.name)} data_type: {_data_type(tensor)} dims: {_dims(tensor)} }}"
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_specification
+from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variant
 
 
 def samples(
@@ -22,7 +22,7 @@ def samples(
     from servers.models.samples import write_samples
 
     try:
-        written = write_samples(get_specification(model), out)
+        written = write_samples(get_variant(model, "fp32"), out)
     except (UnknownModelError, FolderError) as exc:
         Console(stderr=True).print(
             f"error: {exc}", style="bold red", highlight=False, soft_wrap=True, markup=False, emoji=False

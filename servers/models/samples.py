@@ -1,11 +1,14 @@
 """Writes a model's sample inputs to a folder, so that a load generator can send them without importing any of this.
 
+They are the same for all payload variants of a model:
+
     pixel_values.fp32.npy    float32 (N, 3, 224, 224)    normalised: the model's input
     pixel_values.uint8.npy   uint8   (N, 224, 224, 3)    RGB, resized and cropped
     jpeg/NN.jpg                                          as photographed, any size
-    samples.json             schema abserve.samples/1: model, tensor, files with SHA-256, credits
+    samples.json             schema abserve.samples/1: model, tensor, variants, files with SHA-256, credits
 
-The same item index is the same picture in all three. Imports no torch.
+The same item index is the same picture in all three: `normalise` of the UINT8 item is the FP32 item, and what a server
+makes of the JPEG file is the UINT8 item, bit for bit. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 
 from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256
 from servers.models.corpus import credits_text, jpeg_paths
+from servers.models.payloads import payload_variants
 from servers.models.preprocessing import decode_jpeg, normalise, resize_and_crop
 from servers.models.specification import ModelSpecification
 
@@ -29,7 +33,7 @@ MANIFEST = "samples.json"
 def write_samples(specification: ModelSpecification, folder: Path) -> bool:
     """Write the samples unless `folder` already holds the same ones with untouched files; True when it wrote.
 
-    Raises `FolderError` when the place cannot be written or holds something else.
+    `specification` is the FP32 variant. Raises `FolderError` when the place cannot be written or holds something else.
     """
     source = _source_digest(specification)
     if _up_to_date(folder, source):
@@ -60,6 +64,15 @@ def write_samples(specification: ModelSpecification, folder: Path) -> bool:
             "datatype": tensor.datatype,
             "item_shape": tensor.item_shape,
             "count": len(paths),
+            "variants": {
+                variant.payload: {
+                    "model": variant.name,
+                    "tensor": variant.inputs[0].name,
+                    "datatype": variant.inputs[0].datatype,
+                    "item_shape": variant.inputs[0].item_shape,
+                }
+                for variant in payload_variants(specification)
+            },
             "files": files,
             "source_sha256": source,
             "credits": credits_text(),
@@ -75,7 +88,8 @@ def _entry(folder: Path, name: str) -> dict[str, Any]:
 
 def _source_digest(specification: ModelSpecification) -> str:
     """Of everything that the samples are made from: pictures, preprocessing, the input's signature."""
-    digest = hashlib.sha256(repr((SCHEMA, specification.inputs, specification.preprocessing)).encode())
+    source = (SCHEMA, specification.name, specification.inputs, specification.preprocessing)
+    digest = hashlib.sha256(repr(source).encode())
     for path in jpeg_paths():
         digest.update(path.name.encode() + bytes.fromhex(file_sha256(path)))
     return digest.hexdigest()

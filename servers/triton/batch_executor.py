@@ -1,5 +1,8 @@
 """Runs the requests of one merged batch as one execution of an engine. Knows nothing of Triton.
 
+Images are decoded first, all of the batch at once on the decoder's threads; a request with a bad one is answered with
+its error and leaves the batch, so the others are executed as if it had never come.
+
 Copies of input bytes here: none where a batch is one request, else one, into a staging array that lives as long as the
 model. Answers are row ranges of the engine's output arrays, which belong to the caller: no copy.
 """
@@ -12,22 +15,57 @@ import numpy as np
 
 from servers.contract.tensors import Array, TensorSpec
 from servers.engines.interface import Engine
+from servers.models.image_decoder import ImageDecoder
+from servers.models.preprocessing import ImageError
 from servers.models.specification import ModelSpecification
 
 
 class BatchExecutor:
-    """One engine and its staging arrays. Not thread-safe, as an engine is not."""
+    """One engine and its staging arrays. Not thread-safe, as an engine is not.
 
-    def __init__(self, engine: Engine, specification: ModelSpecification, max_batch_size: int) -> None:
+    `decoder` is for a specification whose requests bring JPEG files; the engine executes `specification.executed`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        specification: ModelSpecification,
+        max_batch_size: int,
+        decoder: ImageDecoder | None = None,
+    ) -> None:
         self._engine = engine
-        self._names = [tensor.name for tensor in specification.inputs]
-        self._staging = {tensor.name: _staging(tensor, max_batch_size) for tensor in specification.inputs}
+        self._decoder = decoder
+        self._files = specification.inputs[0].name
+        inputs = specification.executed.inputs
+        self._names = [tensor.name for tensor in inputs]
+        self._staging = {tensor.name: _staging(tensor, max_batch_size) for tensor in inputs}
 
-    def execute(self, requests: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
+    def execute(self, requests: Sequence[Mapping[str, Array]]) -> list[dict[str, Array] | ImageError]:
         """One answer a request, in order; `requests` hold one array an input, together at most `max_batch_size` rows.
 
         Rows do not influence each other: one request's NaN stays in its own answer.
         """
+        if self._decoder is None:
+            return list(self._infer(requests))
+        decoded = self._decode(self._decoder, requests)
+        answers = iter(self._infer([inputs for inputs in decoded if not isinstance(inputs, ImageError)]))
+        return [inputs if isinstance(inputs, ImageError) else next(answers) for inputs in decoded]
+
+    def _decode(
+        self, decoder: ImageDecoder, requests: Sequence[Mapping[str, Array]]
+    ) -> list[Mapping[str, Array] | ImageError]:
+        begun = [decoder.start(request[self._files]) for request in requests]
+        decoded: list[Mapping[str, Array] | ImageError] = []
+        for decoding in begun:
+            try:
+                decoded.append({self._names[0]: decoding.result()})
+            except ImageError as error:
+                decoded.append(error)
+        return decoded
+
+    def _infer(self, requests: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
+        if not requests:
+            return []
         if len(requests) == 1:
             return [dict(self._engine.infer(requests[0]))]
         outputs = self._engine.infer({name: self._merge(name, requests) for name in self._names})

@@ -20,10 +20,13 @@ from servers.engines.settings import EngineSettings
 from servers.export.errors import ExportError
 from servers.launch_plan import LaunchPlan
 from servers.models.atomic_folder import FolderError
-from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_specification
+from servers.models.image_decoder import DecodingSettings
+from servers.models.preprocessing import MAX_PIXELS
+from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variants
 from servers.models.weights import WeightsError, WeightsSource, parse_weights
 from servers.triton.errors import TritonDiedError, TritonError
 from servers.triton.launch import assert_ready, is_loopback, prepare
+from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
 from servers.triton.watch import TritonProcess
 
@@ -34,6 +37,12 @@ ENGINES_WITH_ARTEFACT = ("onnxruntime",)
 
 def serve_triton(
     model: Annotated[str, typer.Option(envvar="ABSERVE_TRITON_MODEL", help="Registered model.")] = DEFAULT_MODEL,
+    payloads: Annotated[
+        str,
+        typer.Option(
+            envvar="ABSERVE_TRITON_PAYLOADS", help="Variants to serve, of fp32,uint8,jpeg; default: the model named."
+        ),
+    ] = "",
     weights: Annotated[
         str | None,
         typer.Option(
@@ -72,6 +81,13 @@ def serve_triton(
     queue_size: Annotated[
         int, typer.Option(envvar="ABSERVE_TRITON_QUEUE_SIZE", min=1, help="Requests that may wait; more get 503.")
     ] = 512,
+    decode_threads: Annotated[
+        int,
+        typer.Option(envvar="ABSERVE_TRITON_DECODE_THREADS", min=0, help="Threads that decode JPEGs; 0: up to 4."),
+    ] = 0,
+    max_image_pixels: Annotated[
+        int, typer.Option(envvar="ABSERVE_TRITON_MAX_IMAGE_PIXELS", min=1, help="Largest JPEG that is decoded.")
+    ] = MAX_PIXELS,
     artefacts: Annotated[
         Path, typer.Option(envvar="ABSERVE_TRITON_ARTEFACTS", help="Folder of exported models.")
     ] = Path(".artefacts"),
@@ -96,11 +112,12 @@ def serve_triton(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with _stdout_for_results() as results:
         try:
-            specification = get_specification(model)
+            specification = get_variants(model, payloads)[0]
             text = weights or specification.default_weights
             source = parse_weights(text)
             settings = TritonSettings(
                 model=model,
+                payloads=payloads,
                 weights=text,
                 host=host,
                 http_port=http_port,
@@ -115,6 +132,7 @@ def serve_triton(
                 ),
                 max_queue_delay_us=max_queue_delay_us,
                 queue_size=queue_size,
+                decoding=DecodingSettings(decode_threads, max_image_pixels),
                 artefacts=artefacts,
                 work_dir=work_dir,
             )
@@ -133,24 +151,27 @@ def serve_triton(
 
 def _plan(settings: TritonSettings, weights: WeightsSource, console: Console) -> LaunchPlan:
     """Check the machine before the export, which takes most of a minute, and export only what is executed."""
-    from servers.export.artefacts import ensure_artefact
+    from servers.export.artefacts import Artefact, ensure_artefact, file_precision
 
     say = partial(console.print, markup=False)
     assert_ready(settings)
     if not is_loopback(settings.host):
         say(f"warning: Triton 2.51 is from 2024 and gets no fixes; nobody untrusted may reach {settings.host}")
-    specification = get_specification(settings.model)
-    artefact = None
-    if settings.engine.kind in ENGINES_WITH_ARTEFACT:
-        artefact = ensure_artefact(specification, weights, settings.artefacts, progress=say)
-    return prepare(
-        settings,
-        specification,
-        weights,
-        artefact.path if artefact else None,
-        artefact.manifest.to_dict() if artefact else None,
-        announce=say,
-    )
+    made: dict[str, Artefact] = {}  # JPEG and UINT8 share theirs
+    models = []
+    for specification in get_variants(settings.model, settings.payloads):
+        executed = specification.executed
+        if settings.engine.kind not in ENGINES_WITH_ARTEFACT:
+            models.append(PlacedModel(specification))
+            continue
+        if executed.name not in made:
+            precision = file_precision(settings.engine.precision)
+            made[executed.name] = ensure_artefact(
+                executed, weights, settings.artefacts, precision=precision, progress=say
+            )
+        artefact = made[executed.name]
+        models.append(PlacedModel(specification, artefact.path, artefact.manifest.to_dict()))
+    return prepare(settings, models, weights, announce=say)
 
 
 def _run(plan: LaunchPlan, log_file: Path, console: Console) -> None:

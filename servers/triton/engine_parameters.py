@@ -1,4 +1,7 @@
-"""The engine as Triton's config tells it: parameters written at launch, read and verified by the model at load."""
+"""The engine as Triton's config tells it: parameters written at launch, read and verified by the model at load.
+
+So with the decoding of images, which is not verified: there is nothing in it that could turn out otherwise.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import msgspec
 
 from servers.engines.interface import EngineDescription
 from servers.engines.settings import EngineSettings
+from servers.models.image_decoder import DecodingSettings
+from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
 
@@ -42,6 +47,22 @@ def parameters_from_settings(
     if artefact_sha256 is not None:
         parameters["artefact_sha256"] = artefact_sha256
     return parameters
+
+
+def parameters_from_payload(specification: ModelSpecification, decoding: DecodingSettings) -> dict[str, str]:
+    """The payload, and for JPEG how it is decoded."""
+    if specification.payload != "jpeg":
+        return {"payload": specification.payload}
+    return {
+        "payload": specification.payload,
+        "decode_threads": str(decoding.thread_count),
+        "max_image_pixels": str(decoding.max_pixels),
+    }
+
+
+def decoding_from_parameters(parameters: Mapping[str, str]) -> DecodingSettings:
+    """The inverse for JPEG. Raises `KeyError` for a missing parameter."""
+    return DecodingSettings(int(parameters["decode_threads"]), int(parameters["max_image_pixels"]))
 
 
 def settings_from_parameters(parameters: Mapping[str, str], max_batch_size: int) -> EngineSettings:

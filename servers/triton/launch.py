@@ -10,17 +10,15 @@ import ipaddress
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from servers.export.model_config import BatchingSettings
 from servers.launch_plan import LaunchPlan
-from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 from servers.triton.errors import TritonUnavailableError
 from servers.triton.ports import assert_free
-from servers.triton.repository import Repository, lay_out
+from servers.triton.repository import PlacedModel, Repository, lay_out
 from servers.triton.settings import TritonSettings, resolve_engine
 from servers.triton.shared_memory import assert_space, new_prefix, region_bytes, remove_abandoned_regions
 from servers.triton.wheel import Wheel, assert_environment, find_wheel
@@ -44,27 +42,25 @@ def assert_ready(settings: TritonSettings) -> None:
 
 def prepare(
     settings: TritonSettings,
-    specification: ModelSpecification,
+    models: Sequence[PlacedModel],
     weights: WeightsSource,
-    artefact: Path | None,
-    manifest: Mapping[str, Any] | None,
     announce: Callable[[str], None] = lambda _message: None,
 ) -> LaunchPlan:
     """Make everything ready but the process. Raises `TritonError`; `announce` tells of slow steps.
 
-    `weights` are what `settings.weights` says. `manifest` belongs to `artefact`; its `sha256`, where given, is shown in
-    the model's config.
+    `models` are all served, each by a process of its own; the plan names the first. `weights` are what
+    `settings.weights` says.
     """
     assert_ready(settings)
     wheel = find_wheel(announce=announce)
     engine = resolve_engine(settings.engine)
     remove_abandoned_regions()
-    shared_bytes = region_bytes(specification, engine.max_batch_size)
-    assert_space(shared_bytes)
+    shared_bytes = max(region_bytes(model.specification, engine.max_batch_size) for model in models)
+    assert_space(shared_bytes * len(models))
     repository = lay_out(
         settings.folder,
         wheel,
-        specification,
+        models,
         weights,
         settings.weights,
         engine,
@@ -73,9 +69,9 @@ def prepare(
             max_queue_delay_us=settings.max_queue_delay_us,
             queue_size=settings.queue_size,
         ),
-        artefact,
-        str(manifest["sha256"]) if manifest is not None and "sha256" in manifest else None,
+        settings.decoding,
     )
+    first = models[0]
     address = _address(settings.host)
     reachable = _bracketed(WILDCARDS.get(address, address))
     return LaunchPlan(
@@ -84,9 +80,9 @@ def prepare(
         http_url=f"http://{reachable}:{settings.http_port}",
         grpc_address=f"{reachable}:{settings.grpc_port}",
         metrics_url=f"http://{reachable}:{settings.metrics_port}/metrics",
-        model=specification.name,
+        model=first.specification.name,
         title=f"Triton {wheel.server_version} python backend, {engine.kind} {engine.precision}",
-        artefact=dict(manifest) if manifest is not None else None,
+        artefact=dict(first.manifest) if first.manifest is not None else None,
     )
 
 

@@ -21,10 +21,17 @@ from servers.contract.tensors import Array
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.export.model_config import warm_up_sizes
+from servers.models.image_decoder import ImageDecoder
+from servers.models.preprocessing import ImageError
 from servers.models.registry import get_specification
 from servers.models.weights import parse_weights
 from servers.triton.batch_executor import BatchExecutor
-from servers.triton.engine_parameters import EngineFile, contradictions, settings_from_parameters
+from servers.triton.engine_parameters import (
+    EngineFile,
+    contradictions,
+    decoding_from_parameters,
+    settings_from_parameters,
+)
 
 
 class TritonPythonModel:
@@ -32,6 +39,7 @@ class TritonPythonModel:
 
     _engine: Engine
     _executor: BatchExecutor
+    _decoder: ImageDecoder | None
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Build, load, verify and warm the engine; any failure fails the load with its message in Triton's log."""
@@ -43,8 +51,11 @@ class TritonPythonModel:
         folder = Path(args["model_repository"]) / args["model_version"]
         private = msgspec.json.decode((folder / "engine.json").read_bytes(), type=EngineFile)
 
+        self._decoder = None
+        if specification.payload == "jpeg":
+            self._decoder = ImageDecoder(specification.preprocessing, decoding_from_parameters(parameters))
         self._engine = build_engine(
-            specification,
+            specification.executed,
             parse_weights(private.weights),
             settings_from_parameters(parameters, max_batch_size),
             Path(private.artefact) if private.artefact is not None else None,
@@ -59,7 +70,7 @@ class TritonPythonModel:
         warm_ns = time.perf_counter_ns()
 
         self._input_names = [tensor.name for tensor in specification.inputs]
-        self._executor = BatchExecutor(self._engine, specification, max_batch_size)
+        self._executor = BatchExecutor(self._engine, specification, max_batch_size, self._decoder)
         report = {
             "in_effect": asdict(in_effect),
             "load_ns": loaded_ns - started_ns,
@@ -78,14 +89,19 @@ class TritonPythonModel:
             pb_utils.Logger.log_error(f"a batch of {len(requests)} requests failed: {traceback.format_exc()}")
             failure = pb_utils.TritonError("the engine failed; the cause is in the server's log")
             return [pb_utils.InferenceResponse(error=failure) for _ in requests]
-        return [
-            pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in answer.items()])
-            for answer in answers
-        ]
+        return [_response(answer) for answer in answers]
 
     def finalize(self) -> None:
         """Free the engine when the server unloads the model."""
+        if self._decoder is not None:
+            self._decoder.close()
         self._engine.close()
 
     def _inputs(self, request: Any) -> dict[str, Array]:
         return {name: pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in self._input_names}
+
+
+def _response(answer: Mapping[str, Array] | ImageError) -> Any:
+    if isinstance(answer, ImageError):
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(answer), pb_utils.TritonError.INVALID_ARG))
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in answer.items()])

@@ -12,6 +12,7 @@ Nothing of size is copied; the artefact stays where it is.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +20,10 @@ import msgspec
 
 from servers.engines.settings import EngineSettings
 from servers.export.model_config import BatchingSettings, python_config
+from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
-from servers.triton.engine_parameters import EngineFile, parameters_from_settings
+from servers.triton.engine_parameters import EngineFile, parameters_from_payload, parameters_from_settings
 from servers.triton.errors import TritonUnavailableError
 from servers.triton.wheel import Wheel
 
@@ -29,6 +31,15 @@ MARKER = ".abserve-triton"
 MODEL_PY = """# One import, so that one code serves every repository: what executes is servers.triton.python_model.
 from servers.triton.python_model import TritonPythonModel as TritonPythonModel
 """
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedModel:
+    """One model of the repository; `manifest` belongs to the file at `artefact`, where the engine executes one."""
+
+    specification: ModelSpecification
+    artefact: Path | None = None
+    manifest: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +54,12 @@ class Repository:
 def lay_out(
     folder: Path,
     wheel: Wheel,
-    specification: ModelSpecification,
+    placed: Sequence[PlacedModel],
     weights: WeightsSource,
     weights_text: str,
     engine: EngineSettings,
     batching: BatchingSettings,
-    artefact: Path | None,
-    artefact_sha256: str | None,
+    decoding: DecodingSettings,
 ) -> Repository:
     """Write everything anew under `folder`. `engine` has nothing left to choose (see `settings.resolve_engine`).
 
@@ -59,14 +69,19 @@ def lay_out(
     models, backends, libraries = folder / "models", folder / "backends", folder / "lib"
     for path in (models, backends, libraries):
         shutil.rmtree(path, ignore_errors=True)
-    version = models / specification.name / "1"
-    version.mkdir(parents=True)
-    parameters = parameters_from_settings(engine, weights, artefact, artefact_sha256)
-    config = python_config(specification, batching, engine.device, parameters)
-    (version.parent / "config.pbtxt").write_text(config, encoding="utf-8")
-    (version / "model.py").write_text(MODEL_PY, encoding="utf-8")
-    engine_file = EngineFile(weights=weights_text, artefact=str(artefact.absolute()) if artefact else None)
-    (version / "engine.json").write_bytes(msgspec.json.encode(engine_file))
+    for model in placed:
+        version = models / model.specification.name / "1"
+        version.mkdir(parents=True)
+        sha256 = model.manifest.get("sha256") if model.manifest is not None else None
+        parameters = {
+            **parameters_from_settings(engine, weights, model.artefact, None if sha256 is None else str(sha256)),
+            **parameters_from_payload(model.specification, decoding),
+        }
+        config = python_config(model.specification, batching, engine.device, parameters)
+        (version.parent / "config.pbtxt").write_text(config, encoding="utf-8")
+        (version / "model.py").write_text(MODEL_PY, encoding="utf-8")
+        artefact = str(model.artefact.absolute()) if model.artefact else None
+        (version / "engine.json").write_bytes(msgspec.json.encode(EngineFile(weights=weights_text, artefact=artefact)))
 
     backend = backends / "python"
     backend.mkdir(parents=True)

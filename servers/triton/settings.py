@@ -7,13 +7,16 @@ from pathlib import Path
 
 from servers.engines.processors import nvidia_device_present, thread_count
 from servers.engines.settings import EngineSettings
+from servers.models.image_decoder import DecodingSettings
 
 
 @dataclass(frozen=True, slots=True)
 class TritonSettings:
-    """One embedded tritonserver with one model. Times are in microseconds, the queue is counted in requests."""
+    """One embedded tritonserver. Times are in microseconds, the queue is counted in requests."""
 
     model: str
+    payloads: str = ""
+    """Which of the model's variants to serve, as `fp32,uint8,jpeg`; empty: the one named."""
     weights: str = "random:0"
     host: str = "127.0.0.1"
     http_port: int = 8000
@@ -22,6 +25,7 @@ class TritonSettings:
     engine: EngineSettings = field(default_factory=lambda: EngineSettings(kind="onnxruntime"))
     max_queue_delay_us: int = 2000
     queue_size: int = 512
+    decoding: DecodingSettings = field(default_factory=DecodingSettings)
     artefacts: Path = Path(".artefacts")
     work_dir: Path | None = None
     """Folder for the model repository; None: one a port inside `artefacts`."""

@@ -21,17 +21,19 @@ PREFIX = "abserve_triton_"
 MEBIBYTE = 1 << 20
 SLACK_BYTES = 16 * MEBIBYTE
 YOUNG_SECONDS = 60
+FILE_BYTES = MEBIBYTE // 2
+"""What an element without a fixed size, an encoded image, is reckoned at."""
 
 
 def region_bytes(specification: ModelSpecification, max_batch_size: int) -> int:
     """Twice the largest batch with its answers, and slack for the allocator's fragmentation; whole MiB.
 
-    A dimension or element whose size is not fixed counts as nothing here: such a region grows on demand.
+    A dimension whose size is not fixed counts as nothing here: such a region grows on demand.
     """
     item_bytes = sum(
-        tensor.dtype.itemsize * math.prod(tensor.item_shape)
+        (FILE_BYTES if tensor.dtype.hasobject else tensor.dtype.itemsize) * math.prod(tensor.item_shape)
         for tensor in (*specification.inputs, *specification.outputs)
-        if not tensor.dtype.hasobject and all(dim > 0 for dim in tensor.item_shape)
+        if all(dim > 0 for dim in tensor.item_shape)
     )
     return math.ceil((2 * max_batch_size * item_bytes + SLACK_BYTES) / MEBIBYTE) * MEBIBYTE
 

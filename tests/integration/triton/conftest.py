@@ -17,6 +17,7 @@ from servers.launch_plan import LaunchPlan
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.triton.launch import prepare
+from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
 from servers.triton.watch import TritonProcess, region_prefixes
 
@@ -78,7 +79,7 @@ def own_settings(tmp_path: Path) -> TritonSettings:
 @pytest.fixture
 def own_plan(own_settings: TritonSettings, specification: ModelSpecification) -> LaunchPlan:
     """A prepared launch for one test, whose repository it may change."""
-    return prepare(own_settings, specification, RandomWeights(0), None, None)
+    return prepare(own_settings, [PlacedModel(specification)], RandomWeights(0))
 
 
 @pytest.fixture(scope="session")
@@ -88,10 +89,8 @@ def triton(
     folder = tmp_path_factory.mktemp("triton")
     plan = prepare(
         settings(folder, EngineSettings(kind="onnxruntime", device="cpu", threads=2)),
-        specification,
+        [PlacedModel(specification, artefact.path, artefact.manifest.to_dict())],
         RandomWeights(0),
-        artefact.path,
-        artefact.manifest.to_dict(),
     )
     log_file = folder / "log"
     with TritonProcess(plan, log_file) as process:

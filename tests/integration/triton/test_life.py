@@ -20,6 +20,7 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.triton.errors import PortTakenError, TritonDiedError
 from servers.triton.launch import prepare
+from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
 from servers.triton.watch import TritonProcess
 
@@ -90,7 +91,7 @@ def test_a_taken_port_stops_the_second_server(
     own_triton: Any, own_settings: TritonSettings, specification: ModelSpecification
 ) -> None:
     with pytest.raises(PortTakenError, match=f"port {own_settings.http_port} .* --http-port"):
-        prepare(own_settings, specification, RandomWeights(0), None, None)
+        prepare(own_settings, [PlacedModel(specification)], RandomWeights(0))
 
 
 def test_a_broken_artefact_is_the_reason_that_is_given(
@@ -107,7 +108,7 @@ def test_a_broken_artefact_is_the_reason_that_is_given(
         engine=engine,
         work_dir=own_settings.work_dir,
     )
-    plan = prepare(settings, specification, RandomWeights(0), artefact, None)
+    plan = prepare(settings, [PlacedModel(specification, artefact)], RandomWeights(0))
     with TritonProcess(plan, tmp_path / "log") as server:
         with pytest.raises(TritonDiedError, match=r"ended with status 1: .*cannot load model\.onnx") as error:
             server.wait_ready(60)

@@ -95,6 +95,7 @@ def test_the_config_tells_what_is_in_effect(triton: Any, client: Any, artefact: 
         "weights": "random weights (seed 0)",
         "artefact": artefact.path.name,
         "artefact_sha256": artefact.manifest.sha256,
+        "payload": "fp32",
     }
     assert config["max_batch_size"] == 32
     assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 2000

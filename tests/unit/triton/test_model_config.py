@@ -18,13 +18,15 @@ from servers.export.model_config import (
     quote,
     tensorrt_config,
     warm_up_sizes,
-    write_model_repository,
 )
+from servers.export.model_repository import write_model_repository
 from servers.models.registry import SPECIFICATIONS
 from servers.models.specification import ModelSpecification
 
 CHECKED_IN = Path(__file__).resolve().parents[3] / "triton_model_repo"
 SPECIFICATION_LIST = list(SPECIFICATIONS.values())
+EXECUTED = [s for s in SPECIFICATION_LIST if s.executed is s]
+JPEG = [s for s in SPECIFICATION_LIST if s.executed is not s]
 
 
 def parse(text: str) -> Any:
@@ -36,10 +38,10 @@ def test_the_checked_in_repository_is_the_generated_one(tmp_path: Path) -> None:
     checked_in = {
         path.relative_to(CHECKED_IN): path.read_text()
         for path in CHECKED_IN.rglob("*")
-        if path.is_file() and path.name in ("config.pbtxt", ".gitkeep")
+        if path.is_file() and path.name in ("config.pbtxt", ".gitkeep", "model.py")
     }
     assert checked_in == generated, "run: abserve triton-repo"
-    assert len(checked_in) == 4 * len(SPECIFICATION_LIST)
+    assert len(checked_in) == 4 * len(EXECUTED) + 6 * len(JPEG)
 
 
 @pytest.mark.parametrize("path", sorted(CHECKED_IN.rglob("config.pbtxt")), ids=lambda p: p.parent.name)
@@ -47,7 +49,7 @@ def test_a_folder_is_named_after_its_model(path: Path) -> None:
     assert parse(path.read_text()).name == path.parent.name
 
 
-@pytest.mark.parametrize("specification", SPECIFICATION_LIST, ids=lambda s: s.name)
+@pytest.mark.parametrize("specification", EXECUTED, ids=lambda s: s.name)
 def test_every_config_has_the_models_signature(specification: ModelSpecification) -> None:
     batching = BatchingSettings(max_batch_size=specification.max_batch_size)
     for text in (
@@ -127,3 +129,29 @@ def test_warm_up_sizes(maximum: int, sizes: tuple[int, ...]) -> None:
 def test_any_label_survives_the_text_format(label: str) -> None:
     text = f"parameters {{ key: {quote(label)} value: {{ string_value: {quote(label)} }} }}"
     assert dict(parse(text).parameters.items())[label].string_value == label
+
+
+@pytest.mark.parametrize("specification", JPEG, ids=lambda s: s.name)
+@pytest.mark.parametrize("backend", ["onnx", "tensorrt"])
+def test_an_ensembles_steps_exist_and_fit_together(specification: ModelSpecification, backend: str) -> None:
+    def checked_in(name: str) -> Any:
+        return parse((CHECKED_IN / name / "config.pbtxt").read_text())
+
+    ensemble = checked_in(f"{specification.name}_{backend}")
+    assert ensemble.platform == "ensemble"
+    steps = [(step, checked_in(step.model_name)) for step in ensemble.ensemble_scheduling.step]
+    assert [config.backend for _, config in steps] == ["python", "onnxruntime" if backend == "onnx" else "tensorrt"]
+    known = {t.name: (t.data_type, tuple(t.dims)) for t in ensemble.input}
+    assert known == {"image": (pb.TYPE_STRING, (1,))}
+    for step, config in steps:
+        assert config.max_batch_size >= ensemble.max_batch_size
+        for tensor in config.input:
+            assert known[step.input_map[tensor.name]] == (tensor.data_type, tuple(tensor.dims))
+        known |= {step.output_map[t.name]: (t.data_type, tuple(t.dims)) for t in config.output}
+    for tensor in ensemble.output:
+        assert known[tensor.name] == (tensor.data_type, tuple(tensor.dims))
+
+
+def test_each_version_folder_wants_a_file_of_its_own_name() -> None:
+    wanted = {s.name: parse(onnxruntime_config(s)).default_model_filename for s in EXECUTED}
+    assert wanted == {"openclip_vit_b32": "model.onnx", "openclip_vit_b32_uint8": "model_uint8.onnx"}

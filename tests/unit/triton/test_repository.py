@@ -9,11 +9,12 @@ import pytest
 
 from servers.engines.settings import EngineSettings
 from servers.export.model_config import BatchingSettings
+from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.triton.errors import TritonUnavailableError
 from servers.triton.interpreter import Interpreter
-from servers.triton.repository import Repository, lay_out
+from servers.triton.repository import PlacedModel, Repository, lay_out
 from servers.triton.wheel import find_wheel
 
 ENGINE = EngineSettings(kind="onnxruntime", mode="session", device="cpu", threads=2, max_batch_size=8)
@@ -23,13 +24,12 @@ def laid_out(folder: Path, interpreter: Interpreter, specification: ModelSpecifi
     return lay_out(
         folder,
         find_wheel(interpreter),
-        specification,
+        [PlacedModel(specification, Path("/artefacts/model.onnx"), {"sha256": "ab12"})],
         RandomWeights(0),
         "random:0",
         ENGINE,
         BatchingSettings(max_batch_size=8),
-        Path("/artefacts/model.onnx"),
-        "ab12",
+        DecodingSettings(),
     )
 
 
