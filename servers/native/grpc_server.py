@@ -1,4 +1,9 @@
-"""The gRPC door's life: it listens with the HTTP door, on the same event loop, and finishes accepted work with it."""
+"""The gRPC door's life: it listens with the HTTP door, on the same event loop, and finishes accepted work with it.
+
+On the same loop by measurement: with a thread and a loop of its own, under two busy gRPC clients, HTTP's median latency
+was 1.2 times and the CPU time of a gRPC request 1.2 times as high, and gRPC's throughput 0.8 times (medians of 7
+interleaved rounds on two shared cores). Two loops in one interpreter only hand its lock back and forth.
+"""
 
 from __future__ import annotations
 
