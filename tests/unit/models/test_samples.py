@@ -45,6 +45,11 @@ def test_the_manifest_describes_every_file(folder: Path) -> None:
     assert named == {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert document["count"] == len(document["files"]["jpeg"])
     assert (document["tensor"], document["datatype"], document["item_shape"]) == ("pixel_values", "FP32", [3, 224, 224])
+    assert {payload: (v["model"], v["tensor"], v["datatype"]) for payload, v in document["variants"].items()} == {
+        "fp32": ("openclip_vit_b32", "pixel_values", "FP32"),
+        "uint8": ("openclip_vit_b32_uint8", "pixel_values", "UINT8"),
+        "jpeg": ("openclip_vit_b32_jpeg", "image", "BYTES"),
+    }
 
 
 def test_an_up_to_date_folder_is_left_alone_and_a_touched_one_is_not(

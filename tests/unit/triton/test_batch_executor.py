@@ -9,6 +9,10 @@ import pytest
 
 from servers.contract.tensors import Array
 from servers.engines.interface import EngineDescription, EngineError
+from servers.models.corpus import jpeg_paths
+from servers.models.image_decoder import DecodingSettings, ImageDecoder
+from servers.models.preprocessing import ImageError, decode_jpeg, resize_and_crop
+from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.triton.batch_executor import BatchExecutor
 
@@ -95,3 +99,25 @@ def test_the_full_batch_fits_and_the_next_one_does_not_see_it(executor: BatchExe
 def test_the_engines_failure_is_the_batchs(executor: BatchExecutor) -> None:
     with pytest.raises(EngineError, match="seven"):
         executor.execute([{"pixel_values": pixels(3, 1)}, {"pixel_values": pixels(4, 2)}])
+
+
+def test_a_bad_image_leaves_the_batch(engine: Recorder, specification: ModelSpecification) -> None:
+    jpeg = get_variant(specification.name, "jpeg")
+    decoder = ImageDecoder(jpeg.preprocessing, DecodingSettings(threads=2))
+    executor = BatchExecutor(engine, jpeg, 16, decoder)
+    photographs = [path.read_bytes() for path in jpeg_paths()[:3]]
+
+    def request(*images: bytes) -> dict[str, Array]:
+        array = np.empty((len(images), 1), object)
+        array[:, 0] = images
+        return {"image": array}
+
+    answers = executor.execute([request(photographs[0]), request(b"broken"), request(*photographs[1:])])
+    assert isinstance(answers[1], ImageError)
+    assert [array.shape for array in engine.given] == [(3, 224, 224, 3)]
+    for index, row in enumerate([answers[0]["embedding"][0], *answers[2]["embedding"]]):
+        pixels = resize_and_crop(decode_jpeg(photographs[index]), jpeg.preprocessing)
+        np.testing.assert_array_equal(row, pixels.reshape(-1)[:512] * np.float32(2))
+    assert all(isinstance(answer, ImageError) for answer in executor.execute([request(b""), request(b"")]))
+    assert len(engine.given) == 1, "nothing was left to execute"
+    decoder.close()
