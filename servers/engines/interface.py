@@ -51,5 +51,31 @@ class Engine(Protocol):
         """Free device memory and threads. Idempotent."""
 
 
+class Pipeline(Protocol):
+    """What an engine offers beside `infer` when it can copy one batch while it computes another; see `pipeline_of`.
+
+    Each of `slots` buffers goes round: fill `staging(slot)` from the front → `submit(slot, n)` → `collect(slot)` → fill
+    again. Slots may be in flight together; they execute in the order of their `submit`. One thread fills, one submits
+    and one collects, be it the same one. `infer` uses slot 0, so it must not be called while that one is in flight.
+    """
+
+    slots: int
+
+    def staging(self, slot: int) -> Mapping[str, Array]:
+        """The slot's pinned memory, one array of max_batch_size rows an input, the same at every call."""
+
+    def submit(self, slot: int, count: int) -> None:
+        """Start the slot's first `count` rows and return at once; its staging is the engine's until `collect`."""
+
+    def collect(self, slot: int) -> Mapping[str, Array]:
+        """Wait for the slot and return its answers, the caller's own. Raises `EngineError` if the batch failed."""
+
+
+def pipeline_of(engine: Engine) -> Pipeline | None:
+    """The engine's pipeline once it is loaded; None where batches run one after the other, as on a CPU."""
+    pipeline: Pipeline | None = getattr(engine, "pipeline", None)
+    return pipeline
+
+
 class EngineError(Exception):
     """An engine cannot be built or has failed; the message names the remedy where there is one."""

@@ -1,8 +1,11 @@
-"""PyTorch in eager mode: FP32 on the CPU; FP32, TF32, FP16 and BF16 on CUDA.
+"""PyTorch: FP32 on the CPU; FP32, TF32, FP16 and BF16 on CUDA, eagerly, compiled or in CUDA graphs.
 
 Numbers: inputs are FP32, or UINT8 which is normalised on the device; outputs are FP32 in every precision; half
-precisions convert on the device. FP32 on CUDA means no
-TF32 anywhere: torch's default lets cuDNN's convolutions use it.
+precisions convert on the device. FP32 on CUDA means no TF32 anywhere.
+
+Modes on CUDA: `eager` is the model's own module as its library has it. `graph` (and `auto`) is one CUDA graph a batch
+bucket of the fastest that covers the model and the precision, `compile` one of torch.compile's code; both are proven
+against the own module in FP32 at load.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from servers.contract.tensors import Array
-from servers.engines.interface import EngineDescription, EngineError
-from servers.engines.processors import cuda_index, thread_count
+from servers.engines.buckets import bucket_sizes
+from servers.engines.interface import EngineDescription, EngineError, Pipeline
+from servers.engines.processors import thread_count
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource
@@ -23,9 +27,13 @@ from servers.models.weights import WeightsError, WeightsSource
 if TYPE_CHECKING:
     import torch
 
+    from servers.engines.canary import Canary
+    from servers.engines.torch_cuda import CudaExecution
+
 PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 PRECISIONS = {"cpu": ("fp32",), "cuda": tuple(PARAMETER_TYPES)}
-MODES = ("eager",)
+MODES = {"cpu": ("eager",), "cuda": ("graph", "compile", "eager")}
+"""The first one is what `auto` takes."""
 
 
 class TorchEngine:
@@ -35,40 +43,60 @@ class TorchEngine:
         self._specification = specification
         self._weights = weights
         self._settings = settings
-        self._module: torch.nn.Module | None = None
+        self._mode = ""
+        self._module: torch.nn.Module | None = None  # on the CPU
+        self._cuda: CudaExecution | None = None
+        self._canary: Canary | None = None
         self._input_names = tuple(tensor.name for tensor in specification.inputs)
         self._output_name = specification.outputs[0].name
 
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """On CUDA: two slots whose copies run beside the other's computation."""
+        return self._cuda
+
     def load(self) -> None:
-        """Build the module, put it on its device in its precision and set torch's threads."""
+        """Build what executes on the device, in the precision; prove it there; set torch's threads."""
         import torch
 
-        device = self._resolve_device()
-        mode = "eager" if self._settings.mode == "auto" else self._settings.mode
-        if mode not in MODES:
-            raise EngineError(f"the torch engine does not offer mode {mode}; use one of: auto, {', '.join(MODES)}")
-        precision = self._settings.precision
+        from servers.engines.torch_device import resolve_device, set_fp32_products
+        from servers.models.uint8_module import load_executed_module
+
+        device = resolve_device(self._settings.device)
+        offered, precision = MODES[device.type], self._settings.precision
+        self._mode = offered[0] if self._settings.mode == "auto" else self._settings.mode
+        if self._mode not in offered:
+            raise EngineError(
+                f"the torch engine does not offer mode {self._mode} on {device.type}; "
+                f"use one of: auto, {', '.join(offered)}"
+            )
         if precision not in PRECISIONS[device.type]:
             raise EngineError(
                 f"the torch engine does not offer {precision} on {device.type}; "
                 f"use one of: {', '.join(PRECISIONS[device.type])}"
             )
-        from servers.models.uint8_module import load_executed_module, to_precision
-
-        if device.type == "cpu":
-            torch.set_num_threads(thread_count(self._settings.threads))
-        else:
-            reduced = "tf32" if precision == "tf32" else "ieee"
-            torch.backends.cuda.matmul.fp32_precision = reduced
-            torch.backends.cudnn.conv.fp32_precision = reduced  # type: ignore[attr-defined,unused-ignore]
         try:
-            module = load_executed_module(self._specification, self._weights)
+            if device.type == "cpu":
+                torch.set_num_threads(thread_count(self._settings.threads))
+                self._module = load_executed_module(self._specification, self._weights)
+                return
+            module = self._specification.load_module(self._weights)
         except WeightsError as exc:
             raise EngineError(str(exc)) from exc
+        from servers.engines.torch_cuda import CudaExecution
+
+        set_fp32_products(tf32=precision == "tf32")
         try:
-            self._module = to_precision(module.to(device), getattr(torch, PARAMETER_TYPES[precision])).eval()
-        except RuntimeError as exc:
-            raise EngineError(f"the model does not fit on {device}: {_first_line(exc)}") from exc
+            self._cuda = CudaExecution(
+                module,
+                self._specification,
+                device,
+                getattr(torch, PARAMETER_TYPES[precision]),
+                self._mode,
+                bucket_sizes(self._settings.max_batch_size, halves=self._mode == "graph"),
+            )
+        except RuntimeError as exc:  # torch.OutOfMemoryError is one
+            raise EngineError(f"the model cannot be put on {device}: {_first_line(exc)}") from exc
 
     def warm_up(self, batch_sizes: Sequence[int]) -> None:
         """Execute every given batch size once, on zeros."""
@@ -79,74 +107,64 @@ class TorchEngine:
         """One forward pass. On the CPU nothing is copied: torch reads the caller's arrays and the answer is its own."""
         import torch
 
-        module = self._require_loaded()
-        parameter = next(module.parameters())
         try:
+            if self._cuda is not None:
+                return self._cuda.infer(inputs)
+            module = self._require_module()
             with torch.inference_mode():
-                tensors = [_as_tensor(inputs[name]) for name in self._input_names]
-                if parameter.device.type != "cpu":
-                    tensors = [tensor.to(parameter.device) for tensor in tensors]
-                    tensors = [t.to(parameter.dtype) if t.is_floating_point() else t for t in tensors]
-                output: torch.Tensor = module(*tensors)
-                return {self._output_name: output.to(torch.float32).cpu().contiguous().numpy()}
-        except RuntimeError as exc:  # torch.OutOfMemoryError is one
+                output: torch.Tensor = module(*[_as_tensor(inputs[name]) for name in self._input_names])
+                return {self._output_name: output.contiguous().numpy()}
+        except RuntimeError as exc:
             raise EngineError(f"torch failed to execute the batch: {_first_line(exc)}") from exc
 
+    def execution_ns(self, count: int, repeats: int) -> list[int] | None:
+        """Device time of `repeats` executions of `count` rows without any copy to or from the host; None on a CPU."""
+        return None if self._cuda is None else self._cuda.execution_ns(count, repeats)
+
+    def canary(self) -> Canary | None:
+        """Profile one inference for the CUDA kernels that it runs; None on a CPU. Takes about a second."""
+        if self._cuda is not None:
+            self._canary = self._cuda.canary()
+        return self._canary
+
     def describe(self) -> EngineDescription:
-        """Read back from the module's parameters and torch's own settings."""
+        """Read back from the parameters, torch's own settings and what was captured."""
         import torch
 
-        module = self._require_loaded()
-        parameters = list(module.parameters())
-        parameter = parameters[0]
-        on_cpu = parameter.device.type == "cpu"
+        from servers.engines.torch_device import device_details
+
+        parameters = list(self._require_module().parameters() if self._cuda is None else self._cuda.parameters)
+        device, dtype = parameters[-1].device, parameters[-1].dtype
+        details: dict[str, object] = {
+            "parameters": sum(p.numel() for p in parameters),
+            "parameters_by_device": dict(Counter(str(p.device) for p in parameters)),
+            "parameters_by_dtype": dict(Counter(str(p.dtype).removeprefix("torch.") for p in parameters)),
+            **device_details(device),
+        }
+        if self._cuda is not None:
+            details |= self._cuda.details()
+        if self._canary is not None:
+            details["canary"] = self._canary
         return EngineDescription(
             kind="torch",
             version=torch.__version__,
-            precision=_precision_in_effect(parameter),
-            mode="eager",
-            device=str(parameter.device),
-            threads=torch.get_num_threads() if on_cpu else None,
+            precision=_precision_in_effect(device, dtype),
+            mode=self._mode,
+            device=str(device),
+            threads=torch.get_num_threads() if device.type == "cpu" else None,
             max_batch_size=self._settings.max_batch_size,
             weights=self._weights.label,
-            details={
-                "parameters": sum(p.numel() for p in parameters),
-                "parameters_by_device": dict(Counter(str(p.device) for p in parameters)),
-                "parameters_by_dtype": dict(Counter(str(p.dtype).removeprefix("torch.") for p in parameters)),
-                "cuda_build": torch.version.cuda,
-                "cuda_available": torch.cuda.is_available(),
-            },
+            details=details,
         )
 
     def close(self) -> None:
         """Drop the module; on CUDA also return its memory to the driver."""
-        if self._module is None:
-            return
-        on_cuda = next(self._module.parameters()).device.type == "cuda"
         self._module = None
-        if on_cuda:
-            import torch
+        if self._cuda is not None:
+            self._cuda.close()
+            self._cuda = None
 
-            torch.cuda.empty_cache()
-
-    def _resolve_device(self) -> torch.device:
-        import torch
-
-        asked_for = self._settings.device
-        if asked_for == "cpu":
-            return torch.device("cpu")
-        if asked_for == "auto":
-            return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-        index = cuda_index(asked_for)
-        if index is None:
-            raise EngineError(f"unknown device {asked_for!r}; use auto, cpu or cuda:N")
-        if not torch.cuda.is_available():
-            raise EngineError(f"device {asked_for}: torch {torch.__version__} sees no CUDA device; use device cpu")
-        if index >= torch.cuda.device_count():
-            raise EngineError(f"device {asked_for}: torch sees {torch.cuda.device_count()} CUDA device(s)")
-        return torch.device("cuda", index)
-
-    def _require_loaded(self) -> torch.nn.Module:
+    def _require_module(self) -> torch.nn.Module:
         if self._module is None:
             raise EngineError("the torch engine is not loaded")
         return self._module
@@ -166,13 +184,12 @@ def _as_tensor(array: Array) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_WritableView(array)))
 
 
-def _precision_in_effect(parameter: torch.Tensor) -> str:
+def _precision_in_effect(device: torch.device, dtype: torch.dtype) -> str:
     import torch
 
-    name = str(parameter.dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     if name == "float32":
-        on_cuda = parameter.device.type == "cuda"
-        return "tf32" if on_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
+        return "tf32" if device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
     return {value: key for key, value in PARAMETER_TYPES.items()}[name]
 
 

@@ -13,16 +13,10 @@ from servers.engines.vit.weights import UnsupportedTowerError
 
 
 class ProductWeights:
-    """One linear layer on the device: weight [N, K] and bias [N] in 16 bits, row sums [N] of that weight in FP32.
+    """One linear layer on the device: weight [N, K] and bias [N] in 16 bits, row sums [N] of that weight in FP32."""
 
-    `place`, if given, is where the weight is to lie.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, device: torch.device, place: Tensor | None = None) -> None:
-        if place is None:
-            place = torch.empty(weight.numel(), device=device, dtype=torch.float16)
-        self.weight = place.view(weight.shape)
-        self.weight.copy_(weight)
+    def __init__(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> None:
+        self.weight = weight.to(device, torch.float16).contiguous()
         self.bias = None if bias is None else bias.to(device, torch.float16).contiguous()
         # Of the rounded weight: the mean's share must cancel what the product really added.
         self.row_sums = self.weight.float().sum(1)
@@ -61,11 +55,11 @@ class FusedWeights:
         self.class_row, self.gain, self.offset = (
             t.to(device, torch.float32) for t in (tower.class_row, tower.norm_pre.weight, tower.norm_pre.bias)
         )
-        block_elements = 4 * shape.width**2 + 2 * shape.width * shape.mlp_width
-        # A block's weights lie in one row, so that one kernel can ask for all of them ahead.
-        self.block_rows = torch.empty(shape.layers, block_elements, device=device, dtype=torch.float16)
-        self.blocks = [self._block(block, row) for block, row in zip(tower.blocks, self.block_rows, strict=True)]
-        self.head = ProductWeights(tower.head.weight, tower.head.bias, device)
+        self.blocks = [
+            tuple(self._take(getattr(block, name)) for name in ("qkv", "attention_out", "mlp_in", "mlp_out"))
+            for block in tower.blocks
+        ]
+        self.head = self._take(tower.head)
 
     def patch(self, signature: Signature) -> tuple[ProductWeights, Tensor]:
         """The patch embedding's weight in the column order of that signature, and the positions to add."""
@@ -82,13 +76,15 @@ class FusedWeights:
             )
         return self._patches[signature]
 
-    def _block(self, block: nn.Module, row: Tensor) -> tuple[ProductWeights, ...]:
-        products = []
-        for name in ("qkv", "attention_out", "mlp_in", "mlp_out"):
-            linear: nn.Linear = getattr(block, name)
-            place, row = row[: linear.weight.numel()], row[linear.weight.numel() :]
-            products.append(ProductWeights(linear.weight, linear.bias, self.device, place))
-        return tuple(products)
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that is read but the patch embedding, of which each input signature has its own."""
+        products = [product for block in self.blocks for product in block] + [self.head]
+        rows = (self.class_row, self.gain, self.offset)
+        return (*rows, *(t for p in products for t in (p.weight, p.bias) if t is not None))
+
+    def _take(self, linear: nn.Linear) -> ProductWeights:
+        return ProductWeights(linear.weight, linear.bias, self.device)
 
 
 def carried_biases(weights: FusedWeights, plan: Plan) -> list[Tensor | None]:

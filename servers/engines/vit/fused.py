@@ -16,7 +16,6 @@ from servers.engines.vit.plans import Plan, Tile
 from servers.engines.vit.token_kernels import (
     first_tokens_kernel,
     patches_kernel,
-    prefetch_kernel,
     row_kernel,
 )
 from servers.engines.vit.weights import TowerShape
@@ -62,7 +61,6 @@ class FusedVisionTower:
         # carried: whoever reads the tokens adds it, and the tokens themselves need not be written again.
         self._carried: Tensor | None = None
         self._carried_after = carried_biases(weights, plan)
-        self._side = torch.cuda.Stream(weights.device) if plan.prefetch else None  # type: ignore[no-untyped-call]
         self.partial = torch.zeros(self._partial_elements(), device=weights.device)
 
     def run(self, pixels: Tensor, out: Tensor) -> None:
@@ -73,8 +71,6 @@ class FusedVisionTower:
         normalised = self._first_tokens(pixels, x)
         last = len(self.weights.blocks) - 1
         for index, (qkv, attention_out, mlp_in, mlp_out) in enumerate(self.weights.blocks):
-            if self._side is not None and index < last:
-                self._prefetch(self.weights.block_rows[index + 1], self._side)
             packed = space.packed[:tokens]
             self._product(x, qkv, packed, plan.qkv, norm=True, normalised=normalised if index == 0 else None)
             if index < last:
@@ -97,8 +93,6 @@ class FusedVisionTower:
             if names[2] is None:
                 self._carried = self._carried_after[2 * index + 1]
         self._product(x, self.weights.head, out, plan.head, norm=True)
-        if self._side is not None:
-            torch.cuda.current_stream(self.weights.device).wait_stream(self._side)
 
     def _first_tokens(self, pixels: Tensor, x: Tensor) -> Tensor | None:
         """Writes the tokens that enter the first block; returns them normalised too if its product is of cuBLAS."""
@@ -260,12 +254,6 @@ class FusedVisionTower:
         if not foreign:
             self._carried, self._chunks = None, 1
         return out
-
-    def _prefetch(self, row: Tensor, side: torch.cuda.Stream) -> None:
-        side.wait_stream(torch.cuda.current_stream(self.weights.device))
-        lines = row.numel() // 64
-        with torch.cuda.stream(side):
-            prefetch_kernel[(triton.cdiv(lines, 1024),)](row, LINES=lines, BLOCK=1024, num_warps=4)
 
     def _partial_elements(self) -> int:
         """Scratch of the largest split product, FP32 elements."""

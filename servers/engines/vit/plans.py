@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from servers.engines.vit.weights import TowerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,10 @@ class Tile:
     descriptors: bool = False  # tensor memory accelerator instead of pointer loads
     group: int = 8  # blocks of rows that run side by side over the columns, for the L2 cache
 
+    def divides(self, n: int, k: int) -> bool:
+        """Whether a product of [rows, k] with [n, k]ᵀ falls into whole tiles."""
+        return n % self.columns == 0 and k % (self.depth * self.split) == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -37,7 +43,65 @@ class Plan:
     head: Tile | None
     attention_warps: int = 4
     row_warps: int = 4
-    prefetch: bool = False  # ask for the next block's weights beside this block's kernels, in a branch of the graph
+
+    def fits(self, shape: TowerShape) -> bool:
+        """Whether every tile divides its product for a tower of that shape."""
+        width, mlp = shape.width, shape.mlp_width
+        products = (
+            (self.patch, width, shape.patch_elements),
+            (self.qkv, 3 * width, width),
+            (self.attention_out, width, width),
+            (self.mlp_in, mlp, width),
+            (self.mlp_out, width, mlp),
+            (self.class_attention_out, width, width),
+            (self.class_mlp_in, mlp, width),
+            (self.class_mlp_out, width, mlp),
+            (self.head, shape.output_width, width),
+        )
+        return all(tile is None or tile.divides(n, k) for tile, n, k in products)
+
+    @property
+    def gelu(self) -> str:
+        """Which form of GELU the blocks but the last compute."""
+        return "tanh" if self.mlp_in is None else "erf"
 
 
 CUBLAS = Plan(None, None, None, None, None, None, None, None, None)
+"""Every product by cuBLAS: needs nothing of the card but its libraries."""
+
+
+def library_plan(images: int) -> Plan:
+    """cuBLAS for the products over all tokens, our kernel for the few rows of class tokens at the end."""
+    rows, split = (16, 6) if images <= 16 else (64, 4)
+    return Plan(
+        patch=None,
+        qkv=None,
+        attention_out=None,
+        mlp_in=None,
+        mlp_out=None,
+        class_attention_out=Tile(rows, 32, 64, split=4 if images <= 16 else 2),
+        class_mlp_in=Tile(rows, 32, 128, stages=4),
+        class_mlp_out=Tile(rows, 32, 128, stages=4, split=split),
+        head=Tile(rows, 16, 128 if images <= 16 else 64, stages=4),
+        row_warps=4 if images < 32 else 1,
+    )
+
+
+SINGLE_IMAGE = replace(
+    library_plan(1),
+    qkv=Tile(64, 32, 128, stages=5, descriptors=True),
+    attention_out=Tile(64, 32, 128, stages=4, descriptors=True),
+    mlp_in=Tile(64, 32, 128, stages=5, descriptors=True),
+    mlp_out=Tile(64, 32, 128, stages=4, split=4, descriptors=True),
+)
+"""Fifty rows: small tiles keep more of the card busy than cuBLAS does, and LayerNorm needs no kernels of its own."""
+
+
+def hopper_plan(images: int) -> Plan:
+    """The fastest plan measured on an H200 for ViT-B-32 at 224 pixels (see docs/engines.md)."""
+    return SINGLE_IMAGE if images == 1 else library_plan(images)
+
+
+def portable_plans(images: int) -> tuple[Plan, ...]:
+    """Plans worth timing on a card that no table covers, the one that always works first."""
+    return (CUBLAS, library_plan(images))

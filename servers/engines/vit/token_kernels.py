@@ -153,17 +153,3 @@ def leave_statistics(rounded, valid, out_statistics, row, capacity, WIDTH: tl.co
     places = out_statistics + chunk * capacity + row
     tl.store(places, tl.zeros_like(chunk).to(tl.float32) + mean, mask=chunk < CHUNKS)
     tl.store(places + CHUNKS * capacity, tl.zeros_like(chunk).to(tl.float32) + share, mask=chunk < CHUNKS)
-
-
-@triton.jit
-def prefetch_kernel(
-    weights,  # 16-bit values, at least LINES·64 of them
-    LINES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Ask the L2 cache for LINES lines of 128 bytes; grid LINES / BLOCK."""
-    line = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    address = (weights + tl.minimum(line, LINES - 1) * 64).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )

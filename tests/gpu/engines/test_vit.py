@@ -19,7 +19,7 @@ BUCKETS = (1, 2, 5)
 PLANS = {
     "pointers": Plan(*[Tile(64, 64)] * 9),
     "descriptors": Plan(*[Tile(64, 64, descriptors=True)] * 9),
-    "split, prefetched": Plan(*[Tile(64, 32, 64, split=2)] * 9, prefetch=True),
+    "split": Plan(*[Tile(64, 32, 64, split=2)] * 9),
     "cublas": CUBLAS,
 }
 

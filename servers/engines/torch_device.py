@@ -1,0 +1,53 @@
+"""Which device torch is to use, and how it multiplies FP32 there."""
+
+from __future__ import annotations
+
+import torch
+
+from servers.engines.interface import EngineError
+from servers.engines.processors import cuda_index
+
+
+def resolve_device(asked_for: str) -> torch.device:
+    """The device for `auto`, `cpu` or `cuda:N`. Raises `EngineError` where it does not exist."""
+    if asked_for == "cpu":
+        return torch.device("cpu")
+    if asked_for == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    index = cuda_index(asked_for)
+    if index is None:
+        raise EngineError(f"unknown device {asked_for!r}; use auto, cpu or cuda:N")
+    if not torch.cuda.is_available():
+        raise EngineError(f"device {asked_for}: torch {torch.__version__} sees no CUDA device; use device cpu")
+    if index >= torch.cuda.device_count():
+        raise EngineError(f"device {asked_for}: torch sees {torch.cuda.device_count()} CUDA device(s)")
+    return torch.device("cuda", index)
+
+
+def set_fp32_products(*, tf32: bool) -> None:
+    """TF32 in every product and convolution of this process, or in none: torch's default lets cuDNN use it."""
+    precision = "tf32" if tf32 else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined,unused-ignore]
+
+
+def fp32_products() -> dict[str, str]:
+    """How FP32 is multiplied now, read back."""
+    return {
+        "matmul": torch.backends.cuda.matmul.fp32_precision,
+        "convolution": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined,unused-ignore]
+    }
+
+
+def device_details(device: torch.device) -> dict[str, object]:
+    """What the description of every engine on torch's memory tells about the card."""
+    details: dict[str, object] = {"cuda_build": torch.version.cuda, "cuda_available": torch.cuda.is_available()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        details |= {
+            "device_name": properties.name,
+            "device_uuid": str(properties.uuid),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "memory_allocated_bytes": torch.cuda.memory_allocated(device),
+        }
+    return details
