@@ -296,12 +296,12 @@ def occupied(controlled, *options):
 def test_a_cancelled_call_leaves_the_queue(controlled):
     server, first = occupied(controlled)
     with triton.InferenceServerClient(server.grpc_address) as client:
-        errors: queue.Queue = queue.Queue()
-        call = client.async_infer("rows", row(2), lambda _result, error: errors.put(error))
+        answers: queue.Queue = queue.Queue()
+        call = client.async_infer("rows", row(2), lambda result, error: answers.put((result, error)))
         server.wait_until(lambda: server.metric(PENDING) == 1, "it waits")
         call.cancel()
         server.wait_until(lambda: server.metric(PENDING) == 0, "it has left the queue")
-        assert "CANCELLED" in str(errors.get(timeout=10)).upper()
+        assert "CANCELLED" in str(answers.get(timeout=10)[1]).upper()
         server.open("infer")
         assert first.result().status == 200
     assert server.model_stats()["inference_count"] == 1
