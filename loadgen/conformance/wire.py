@@ -94,11 +94,13 @@ class RawConnection:
         if self._socket.family != socket.AF_INET or not _CONNECTIONS.exists():
             return None
         ours, theirs = (_kernel_address(*name) for name in (self._socket.getsockname(), self._socket.getpeername()))
+        waiting = {}
         for line in _CONNECTIONS.read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[1:3] == [theirs, ours]:
-                return int(fields[4].partition(":")[2], 16) == 0
-        return None
+            waiting[fields[1], fields[2]] = [int(queue, 16) for queue in fields[4].split(":")]
+        if (theirs, ours) not in waiting or (ours, theirs) not in waiting:
+            return None
+        return waiting[ours, theirs][0] == 0 == waiting[theirs, ours][1]
 
     def end_sending(self) -> None:
         """Half-close: the server reads the end of the stream, its answer can still come."""

@@ -56,7 +56,7 @@ def _terminate_at_work(subject: Subject) -> Observation:
         rows = _rows_of_a_second(fresh)
         data = fresh.infer_bytes(fresh.model.binary(rows))
         running = [Background(fresh, data) for _ in range(IN_FLIGHT)]
-        wait_for(lambda: all(request.sent.is_set() for request in running), 20.0)
+        wait_for(lambda: all(request.arrived for request in running), 20.0)
         sleep(ARRIVAL_SECONDS)
         answered_before = sum(request.done for request in running)
         since = server.terminate()
