@@ -1,0 +1,93 @@
+"""Images are decoded within the request's limits: how many may wait, until when, and for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from servers.contract.tensors import Array
+from servers.models.corpus import jpeg_paths
+from servers.models.image_decoder import DecodingSettings
+from servers.models.preprocessing import ImageError
+from servers.models.registry import get_variant
+from servers.native.decoder import RequestDecoder
+from servers.native.errors import QueueFullError, RequestExpiredError
+
+JPEG = get_variant("openclip_vit_b32", "jpeg")
+
+
+def request(*images: bytes) -> dict[str, Array]:
+    array = np.empty((len(images), 1), object)
+    array[:, 0] = images
+    return {"image": array}
+
+
+GOOD = request(jpeg_paths()[8].read_bytes())
+
+
+@pytest.fixture
+def decoder() -> Iterator[RequestDecoder]:
+    decoder = RequestDecoder(JPEG, DecodingSettings(threads=1), queue_size=2)
+    yield decoder
+    decoder.close()
+
+
+@pytest.fixture
+def gate(decoder: RequestDecoder) -> Iterator[threading.Event]:
+    """Keeps the only thread busy until it is set."""
+    gate = threading.Event()
+    decoder._decoder._threads.submit(gate.wait)
+    yield gate
+    gate.set()
+
+
+def test_files_become_what_the_engine_takes(decoder: RequestDecoder) -> None:
+    decoded = asyncio.run(decoder.decode(GOOD, None))
+    assert list(decoded) == ["pixel_values"]
+    assert (decoded["pixel_values"].shape, decoded["pixel_values"].dtype) == ((1, 224, 224, 3), np.uint8)
+    assert decoder.pending == 0
+
+
+def test_no_more_wait_than_the_queue_holds(decoder: RequestDecoder, gate: threading.Event) -> None:
+    async def run() -> None:
+        waiting = [asyncio.create_task(decoder.decode(GOOD, None)) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert decoder.pending == 2
+        with pytest.raises(QueueFullError, match="maximum queue size of 2"):
+            await decoder.decode(GOOD, None)
+        gate.set()
+        await asyncio.gather(*waiting)
+        assert decoder.pending == 0
+        await decoder.decode(GOOD, None)
+
+    asyncio.run(run())
+
+
+def test_a_deadline_ends_the_wait(decoder: RequestDecoder, gate: threading.Event) -> None:
+    with pytest.raises(RequestExpiredError, match="timeout expired"):
+        asyncio.run(decoder.decode(GOOD, time.perf_counter_ns() + 20_000_000))
+    assert decoder.pending == 0
+    assert decoder._decoder._threads._work_queue.get_nowait().future.cancelled()
+
+
+def test_a_client_that_leaves_frees_its_place(decoder: RequestDecoder, gate: threading.Event) -> None:
+    async def run() -> None:
+        task = asyncio.create_task(decoder.decode(request(*[b""] * 8), None))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert decoder.pending == 0
+
+
+def test_a_bad_image_frees_its_place(decoder: RequestDecoder) -> None:
+    with pytest.raises(ImageError, match="image 0"):
+        asyncio.run(decoder.decode(request(b"", b"no"), None))
+    assert decoder.pending == 0
