@@ -1,0 +1,49 @@
+"""The first step of an ensemble: JPEG files in, UINT8 pixels out, for a Triton whose second step is a native backend.
+
+Runs inside Triton's python backend, the only place where `triton_python_backend_utils` exists.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from servers.models.image_decoder import ImageDecoder
+from servers.models.preprocessing import ImageError
+from servers.models.registry import get_specification
+from servers.triton.engine_parameters import decoding_from_parameters
+
+
+class TritonPythonModel:
+    """What Triton creates once an instance. Triton calls its methods from one thread."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Read which model's preprocessing it is, and how to decode."""
+        config = json.loads(args["model_config"])
+        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
+        specification = get_specification(parameters["model"])
+        self._files = specification.inputs[0].name
+        self._pixels = specification.executed.inputs[0].name
+        self._decoder = ImageDecoder(specification.preprocessing, decoding_from_parameters(parameters))
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """One answer a request, all images at once on the decoder's threads; a bad one fails its own request alone."""
+        begun = [
+            self._decoder.start(pb_utils.get_input_tensor_by_name(request, self._files).as_numpy())
+            for request in requests
+        ]
+        answers = []
+        for decoding in begun:
+            try:
+                answers.append(pb_utils.InferenceResponse([pb_utils.Tensor(self._pixels, decoding.result())]))
+            except ImageError as exc:
+                error = pb_utils.TritonError(str(exc), pb_utils.TritonError.INVALID_ARG)
+                answers.append(pb_utils.InferenceResponse(error=error))
+        return answers
+
+    def finalize(self) -> None:
+        """End the threads when the server unloads the model."""
+        self._decoder.close()
