@@ -22,7 +22,7 @@ from servers.contract.tensors import DATATYPES, Array
 
 MAX_TENSORS = 1024
 """More inputs or outputs than this are refused before anything is made of them."""
-MAX_FIELDS = 4 * MAX_TENSORS
+MAX_FIELDS = 16 * MAX_TENSORS
 
 _RAW_TAG = 7 << 3 | 2  # raw_input_contents: field 7, length-delimited
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
