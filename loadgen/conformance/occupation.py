@@ -16,7 +16,7 @@ BUSY_SECONDS = 2.5
 MOST_REQUESTS = 64
 FEWEST_REQUESTS = 5
 """A server may take the next batches out of its queue before it executes them; these are to be ours."""
-SHORTEST_SECONDS = 0.02
+SHORTEST_SECONDS = 0.4
 ANSWER_SECONDS = 60.0
 
 
@@ -83,7 +83,7 @@ class Occupation:
         if answer.status != "200":
             raise NotApplicableError(f"a request of {self.rows} rows is answered {answer.status}")
         self.count = min(limit, max(FEWEST_REQUESTS, round(busy_s / self.one_s)))
-        if self.count * self.one_s < busy_s / 3:
+        if self.count * self.one_s < SHORTEST_SECONDS:
             raise NotApplicableError(
                 f"{self.rows} rows take {self.one_s * 1e3:.0f} ms, too fast to queue behind; launch a slower engine"
             )

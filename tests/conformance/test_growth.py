@@ -34,7 +34,7 @@ def test_what_grows_before_the_midpoint_is_no_leak(sessions) -> None:
 
 
 def test_the_native_server_does_not_grow(native_session) -> None:
-    plan = GrowthPlan(seconds=1, rounds=6, concurrency=8, batch=8)
+    plan = GrowthPlan(seconds=1, rounds=6, concurrency=8, batch=1)
     assert verdict(native_session, plan) is Verdict.CONFORMS
 
 
