@@ -49,6 +49,9 @@ class LoadOptions:
         add("--samples-dir", "", "Images to send, from `abserve samples --out DIR`; default: made on the fly.")
         add("--samples-out", "", "Folder for raw samples, one .npy file a user class and process; default: none.")
         add("--request-timeout", 60.0, "Seconds until a request counts as failed.", type=float)
+        hidden = {"include_in_web_ui": False}
+        add("--metrics-port", 0, "Port of the generator's Prometheus metrics; 0: none.", type=int, **hidden)
+        add("--metrics-host", "127.0.0.1", "Address that they listen on.", **hidden)
 
     @classmethod
     def parse(cls, environment: Any) -> LoadOptions:

@@ -20,6 +20,8 @@ Options beside Locust's own (its --help does not list them, its web page does), 
     --samples-dir DIR          ABSERVE_LOAD_SAMPLES_DIR       images to send, from `abserve samples --out DIR`
     --samples-out DIR          ABSERVE_LOAD_SAMPLES_OUT       raw samples in nanoseconds, one .npy a class and process
     --request-timeout SECONDS  ABSERVE_LOAD_REQUEST_TIMEOUT   until a request counts as failed
+    --metrics-port PORT        ABSERVE_LOAD_METRICS_PORT      Prometheus metrics of the generator; 0: none
+    --metrics-host HOST        ABSERVE_LOAD_METRICS_HOST      address that they listen on
 
 Locust's own percentiles are rounded to two digits; the raw samples are not.
 """
@@ -38,6 +40,7 @@ from locust.exception import StopUser
 from loadgen.clients.http import ConnectionRefused
 from loadgen.clients.requests import Address, AddressError
 from loadgen.endpoint import Endpoint, EndpointError
+from loadgen.exporters.load import export_load
 from loadgen.inputs import InputError
 from loadgen.locust_session import LoadOptions, Session
 from loadgen.users import InferenceUser
@@ -139,6 +142,7 @@ def _init(environment: Any, **_: object) -> None:
     """Defaults, and one question to the server before a headless run starts."""
     environment.host = environment.host or DEFAULT_HOST
     options = environment.parsed_options
+    _export_metrics(environment)
     if not options.user_classes and not getattr(options, "class_picker", False):
         environment.user_classes[:] = [Concurrent]
     if _headless(environment) and not options.worker and ColdStart not in environment.user_classes:
@@ -146,6 +150,19 @@ def _init(environment: Any, **_: object) -> None:
         if problem is not None:
             logger.error(problem)
             sys.exit(1)
+
+
+def _export_metrics(environment: Any) -> None:
+    """A worker always counts: whether its master shows the counts is for the master to know."""
+    options = environment.parsed_options
+    if not options.metrics_port and not options.worker:
+        return
+    try:
+        export_load(environment, options.metrics_port, options.metrics_host)
+    except OSError as exc:
+        reason = exc.strerror or exc
+        logger.error(f"no metrics at port {options.metrics_port}: {reason}; choose another --metrics-port")  # noqa: TRY400 (the sentence says it all)
+        sys.exit(1)
 
 
 @events.test_start.add_listener  # type: ignore[untyped-decorator]  # locust ships no usable types

@@ -14,8 +14,6 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-import simplejpeg
-from PIL import Image
 
 from servers.contract.errors import InvalidRequestError
 from servers.models.specification import Preprocessing
@@ -31,8 +29,6 @@ MAX_SCANS = 100
 
 _SCAN_BEGINS = b"\xff\xda"
 
-_FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
-
 
 class ImageError(InvalidRequestError):
     """The bytes are no image that can be decoded, or a larger one than is allowed."""
@@ -44,6 +40,8 @@ def decode_jpeg(data: bytes | memoryview, max_pixels: int = MAX_PIXELS) -> UInt8
     The size is read from the header first, so a false claim of 65,500 × 65,500 pixels costs no memory. Raises
     `ImageError`; see the module for the rule.
     """
+    import simplejpeg  # here, not above: a load generator's box has our command line and no image libraries
+
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError as exc:
@@ -77,7 +75,10 @@ def resize_and_crop(
     if scaled_width * scaled_height > max_pixels:
         raise ImageError(f"the image is too narrow: {width} x {height} pixels")
     if (scaled_width, scaled_height) != (width, height):
-        image = Image.fromarray(pixels).resize((scaled_width, scaled_height), _FILTERS[preprocessing.interpolation])
+        from PIL import Image  # here for the same reason
+
+        resampling = Image.Resampling[preprocessing.interpolation.upper()]
+        image = Image.fromarray(pixels).resize((scaled_width, scaled_height), resampling)
         pixels = np.asarray(image)
     top, left = round((scaled_height - size) / 2), round((scaled_width - size) / 2)
     cropped = pixels[top : top + size, left : left + size]

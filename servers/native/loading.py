@@ -19,7 +19,9 @@ def load_engine(
     started_ns = time.perf_counter_ns()
     try:
         engine = build_engine()
+        log.info("engine imported", model=model)  # with "weights loaded", the steps of a cold start
         engine.load()
+        log.info("weights loaded", model=model)
         description = engine.describe()
         _check_batch_size(description, max_batch_size)
         loaded_ns = time.perf_counter_ns()

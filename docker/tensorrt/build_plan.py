@@ -1,0 +1,119 @@
+"""build_plan.py FOLDER: builds the TensorRT plan that FOLDER/request.json asks for, or leaves it when it is up to date.
+
+Runs in NVIDIA's TensorRT image, so it needs nothing but Python's standard library and `tensorrt`. A plan serves only
+under the TensorRT build and on the GPU architecture that it was built with: FOLDER/triton-tensorrt.json says which
+TensorRT Triton has, and any other here is refused. API of TensorRT 10 and 11.
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SCHEMA = "abserve.plan/1"
+WORKSPACE_BYTES = 4 * 2**30
+
+
+class PlanError(Exception):
+    """No plan can be built; the message is one sentence with the remedy."""
+
+
+def main(folder: Path) -> int:
+    """Exit status 1 with one sentence when there is to be a plan and there is none."""
+    try:
+        sys.stdout.write(ensure_plan(folder) + "\n")
+    except PlanError as exc:
+        sys.stderr.write(f"error: {exc}\n")
+        return 1
+    return 0
+
+
+def ensure_plan(folder: Path) -> str:
+    """What was done, in a sentence. Raises `PlanError`."""
+    request_path = folder / "request.json"
+    if not request_path.exists():
+        return "no plan is asked for (TRITON_BACKENDS without tensorrt)"
+    request = json.loads(request_path.read_text(encoding="utf-8"))
+    import tensorrt
+
+    serving = json.loads((folder / "triton-tensorrt.json").read_text(encoding="utf-8"))["tensorrt"]
+    if serving != tensorrt.__version__:
+        raise PlanError(
+            f"Triton serves with TensorRT {serving} and this image builds with {tensorrt.__version__}: a plan of one "
+            "does not load in the other; use images of the same month for both services in docker-compose.yml"
+        )
+    manifest = {
+        "schema": SCHEMA,
+        "tensorrt": serving,
+        "gpu": gpu(),
+        "onnx_sha256": request["onnx_sha256"],
+        "max_batch_size": request["max_batch_size"],
+    }
+    plan = Path(request["plan"])
+    if up_to_date(folder, plan, manifest):
+        return f"{plan} is up to date"
+    content = build(tensorrt, folder / request["onnx"], request, folder / "timing.cache")
+    plan.parent.mkdir(parents=True, exist_ok=True)
+    part = plan.with_name(plan.name + ".part")
+    part.write_bytes(content)
+    part.replace(plan)
+    document = {**manifest, "plan_sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    (folder / "plan.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return f"built {plan}: {len(content) / 1e6:.0f} MB with TensorRT {serving} for {manifest['gpu']}"
+
+
+def up_to_date(folder: Path, plan: Path, wanted: dict[str, Any]) -> bool:
+    """Whether the plan is there, whole, and built from and for the same."""
+    try:
+        known = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        content = plan.read_bytes()
+    except (OSError, ValueError):
+        return False
+    return all(known.get(key) == value for key, value in wanted.items()) and (
+        known.get("plan_sha256") == hashlib.sha256(content).hexdigest()
+    )
+
+
+def gpu() -> str:
+    """Name and compute capability of the GPU that the plan is for. Raises `PlanError`."""
+    query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as exc:
+        raise PlanError(f"nvidia-smi does not answer in this container ({exc}): check the container toolkit") from exc
+    return done.stdout.strip().splitlines()[0]
+
+
+def build(trt: Any, onnx: Path, request: dict[str, Any], timing_cache: Path) -> bytes:
+    """The serialised engine: one profile from 1 to the largest batch, tuned for the largest. Raises `PlanError`."""
+    logger = trt.Logger(trt.Logger.INFO)
+    builder = trt.Builder(logger)
+    # Always strongly typed in TensorRT 11; in 10 it has to be said, so that FP16 means the file's FP16.
+    flags = 0
+    if hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):
+        flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(flags)
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(onnx)):
+        errors = "; ".join(str(parser.get_error(index)) for index in range(parser.num_errors))
+        raise PlanError(f"TensorRT does not parse {onnx.name}: {errors}")
+    config = builder.create_builder_config()
+    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, WORKSPACE_BYTES)
+    cache = config.create_timing_cache(timing_cache.read_bytes() if timing_cache.exists() else b"")
+    config.set_timing_cache(cache, ignore_mismatch=False)
+    profile = builder.create_optimization_profile()
+    largest = request["max_batch_size"]
+    shapes = [(size, *request["item_shape"]) for size in (1, largest, largest)]
+    profile.set_shape(request["input"], *shapes)
+    config.add_optimization_profile(profile)
+    serialised = builder.build_serialized_network(network, config)
+    if serialised is None:
+        raise PlanError("TensorRT built no engine; its reasons are above")
+    timing_cache.write_bytes(bytes(config.get_timing_cache().serialize()))
+    return bytes(serialised)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

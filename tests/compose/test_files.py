@@ -1,0 +1,226 @@
+"""The files of the compose stack, linted without an engine: `make lint` runs this, too."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+DASHBOARDS = {path.name: json.loads(path.read_text()) for path in (ROOT / "docker/grafana/dashboards").glob("*.json")}
+RULES = yaml.safe_load((ROOT / "docker/prometheus/rules.yml").read_text())
+SETTINGS = dict(re.findall(r"^([A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE))
+ONE_SHOT = {name for name, service in SERVICES.items() if service["restart"] == "no"}
+
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+needs_compose = pytest.mark.skipif(
+    shutil.which("docker") is None
+    or subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode != 0,
+    reason="docker compose is not installed",
+)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_services_are_hardened(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not re.match(r"(0|root)(:|$)", service["user"])
+    assert not {"privileged", "cap_add", "network_mode", "ipc", "devices"} & set(service)
+    assert "docker.sock" not in str(service.get("volumes"))
+    assert all(str(port).startswith("127.0.0.1:") for port in service.get("ports", ()))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_images_are_pinned(name: str) -> None:
+    image, _, tag = SERVICES[name]["image"].rpartition(":")
+    assert image
+    assert re.search(r"\d+\.\d+", tag), f"{tag} pins nothing"
+
+
+@pytest.mark.parametrize("name", sorted(set(SERVICES) - ONE_SHOT - {"locust-worker"}))
+def test_services_tell_their_health(name: str) -> None:
+    assert SERVICES[name]["healthcheck"]["test"][0] == "CMD"
+    assert SERVICES[name]["restart"] == "unless-stopped"
+
+
+def test_one_shots_are_waited_for() -> None:
+    waited_for = {
+        target
+        for service in SERVICES.values()
+        for target, condition in service.get("depends_on", {}).items()
+        if condition["condition"] == "service_completed_successfully"
+    }
+    assert waited_for == ONE_SHOT
+
+
+def test_both_profiles_offer_the_same_names() -> None:
+    def names(profile: str) -> set[str]:
+        found: set[str] = set()
+        for name, service in SERVICES.items():
+            if profile in service.get("profiles", [profile]):
+                aliases = (service.get("networks") or {}).get("default", {}).get("aliases", [])
+                found |= {name.removesuffix("-cpu"), *aliases}
+        return found - {"plan", "triton-tensorrt"}  # there is no plan without a GPU
+
+    assert names("cpu") == names("gpu")
+    for service in SERVICES.values():
+        for job in ("native", "triton", "gpu-exporter"):
+            assert job in names("cpu"), service
+
+
+def test_only_gpu_services_reserve_a_gpu() -> None:
+    reserving = {name for name, service in SERVICES.items() if "deploy" in service}
+    assert reserving == {"native", "triton", "plan", "gpu-exporter"}
+    for name in reserving:
+        (device,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
+        assert "count" not in device  # excludes device_ids
+
+
+def test_every_setting_is_documented_and_no_other() -> None:
+    used = dict(re.findall(r"\$\{([A-Z_]+)(?::([-?][^}]*))?\}", (ROOT / "docker-compose.yml").read_text()))
+    assert set(SETTINGS) == {*used, "COMPOSE_PROFILES"}
+    for name, default in used.items():
+        assert default.startswith("-") or name == "GRAFANA_ADMIN_PASSWORD"
+        if default.startswith("-"):
+            assert SETTINGS[name] == default[1:], f"{name}: the documented default is another"
+
+
+def test_secrets_have_no_default() -> None:
+    assert SETTINGS["GRAFANA_ADMIN_PASSWORD"] == ""
+    assert "${GRAFANA_ADMIN_PASSWORD:?" in (ROOT / "docker-compose.yml").read_text()
+
+
+def test_triton_gets_nothing_that_widens_its_door() -> None:
+    arguments = " ".join(SERVICES["triton"]["command"])
+    assert "--model-control-mode=none" in arguments
+    for word in ("allow-client-shm", "trace", "explicit", "poll", "load-model"):
+        assert word not in arguments
+
+
+def test_plan_and_triton_are_of_the_same_month() -> None:
+    tags = {SERVICES[name]["image"].rpartition(":")[2] for name in ("triton", "triton-tensorrt", "plan")}
+    assert len(tags) == 1
+
+
+def test_the_dockerfile_keeps_its_rules() -> None:
+    text = (ROOT / "docker/Dockerfile").read_text()
+    assert re.search(r"^ARG PYTHON_IMAGE=python:\d+\.\d+\.\d+-slim-\w+$", text, re.MULTILINE)
+    stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
+    final = {stage.split()[2]: stage for stage in stages if stage.split()[2] in {"load", "servers"}}
+    assert set(final) == {"load", "servers"}
+    for stage in final.values():
+        assert stage.rstrip().endswith("USER 10001:10001")
+    assert not re.search(r"^ADD |https?://\S+@|PASSWORD|TOKEN|:latest|pip\.conf|ca-certificates", text, re.MULTILINE)
+    for line in re.findall(r"apt-get install.*", text):
+        assert "--no-install-recommends" in line
+        assert "rm -rf /var/lib/apt/lists" in line
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "docker/bin").iterdir()), ids=lambda path: path.name)
+def test_scripts_can_run(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    first = script.read_text().splitlines()[0]
+    check = ["bash", "-n", str(script)] if "bash" in first else [sys.executable, "-m", "py_compile", str(script)]
+    assert subprocess.run(check, capture_output=True, check=False).returncode == 0
+
+
+def test_the_dashboards_are_those_that_the_generator_makes(tmp_path: Path) -> None:
+    generator = ROOT / "docker/grafana/build_dashboards.py"
+    subprocess.run([sys.executable, str(generator), str(tmp_path)], check=True)
+    made = {path.name: path.read_text() for path in tmp_path.glob("*.json")}
+    assert made == {name: (ROOT / "docker/grafana/dashboards" / name).read_text() for name in DASHBOARDS}
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_dashboards_are_well_formed(name: str) -> None:
+    dashboard = DASHBOARDS[name]
+    source = yaml.safe_load((ROOT / "docker/grafana/provisioning/datasources/prometheus.yml").read_text())
+    uid = source["datasources"][0]["uid"]
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        mine = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + 8)}
+        assert not mine & cells, f"{panel['title']} lies over another panel"
+        cells |= mine
+        assert panel["targets"] or panel["type"] == "alertlist"
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+        assert {panel["datasource"]["uid"], *(target["datasource"]["uid"] for target in panel["targets"])} == {uid}
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    for name, dashboard in DASHBOARDS.items():
+        for panel in dashboard["panels"]:
+            for target in panel["targets"]:
+                yield f"{name}: {panel['title']} {target['refId']}", target["expr"]
+        for annotation in dashboard["annotations"]["list"]:
+            yield f"{name}: {annotation['name']}", annotation["expr"]
+
+
+@needs_promtool
+def test_every_query_parses(tmp_path: Path) -> None:
+    rules = [{"record": f"q:{number}", "expr": query} for number, (_, query) in enumerate(queries())]
+    assert len(rules) > 40
+    file = tmp_path / "queries.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_promtool
+def test_prometheus_takes_its_configuration() -> None:
+    file = ROOT / "docker/prometheus/prometheus.yml"
+    done = subprocess.run(["promtool", "check", "config", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_promtool
+def test_the_alerts_fire_when_they_should_and_only_then() -> None:
+    file = ROOT / "docker/prometheus/tests/rules_test.yml"
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_is_explained_and_tested() -> None:
+    alerts = [rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule]
+    tested = yaml.safe_load((ROOT / "docker/prometheus/tests/rules_test.yml").read_text())["tests"]
+    fired = {case["alertname"] for test in tested for case in test.get("alert_rule_test", ()) if case["exp_alerts"]}
+    assert fired == {alert["alert"] for alert in alerts}
+    for alert in alerts:
+        assert {"summary", "description"} == set(alert["annotations"])
+        assert alert["for"]
+
+
+@needs_compose
+@pytest.mark.parametrize("profile", ["gpu", "cpu"])
+def test_compose_takes_the_file(profile: str) -> None:
+    command = ["docker", "compose", "--env-file", ".env.example", "--profile", profile, "config", "--quiet"]
+    environment = {**os.environ, "GRAFANA_ADMIN_PASSWORD": "chosen"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_compose
+def test_without_a_password_nothing_comes_up() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "GRAFANA_ADMIN_PASSWORD"}
+    command = ["docker", "compose", "--env-file", ".env.example", "config", "--quiet"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "GRAFANA_ADMIN_PASSWORD" in done.stderr
