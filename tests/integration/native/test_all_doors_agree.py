@@ -16,7 +16,7 @@ import tritonclient.http.aio
 import tritonclient.utils.shared_memory as shm
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-ROWS = 3
+ROWS = 2
 
 
 @pytest.fixture(scope="module")
