@@ -1,0 +1,75 @@
+"""What the documents name exists: links, make targets, commands and their options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from loadgen.entry import build
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)#\s]+)")
+MAKE = re.compile(r"\bmake ([a-z][a-z-]+)\b")
+COMMAND = re.compile(r"\babserve((?: [a-z][a-z0-9-]*)+)([^\n`|]*)")
+NOT_TARGETS = {"it", "sure", "the", "up", "and", "them", "compare-and"}
+
+ROOT_COMMAND = typer.main.get_command(build())
+
+
+def resolve(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that the words lead to, and the words that are left."""
+    command: Any = ROOT_COMMAND  # typer may bring a click of its own, so no isinstance
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words[0]]
+        words = words[1:]
+    return command, words
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    missing = [target for target in LINK.findall(path.read_text()) if not (path.parent / target).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_make_targets_exist(path: Path) -> None:
+    named = {word for word in MAKE.findall("\n".join(code(path)))} - NOT_TARGETS
+    assert named <= TARGETS
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_and_options_exist(path: Path) -> None:
+    wrong = []
+    for line in code(path):
+        for words, rest in (found for part in re.split(r"(?=\babserve )", line) for found in COMMAND.findall(part)):
+            command, left = resolve(words.split())
+            if command is ROOT_COMMAND:
+                wrong.append(f"abserve {left[0]}")
+                continue
+            known = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
+            wrong += [
+                option for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", rest) if option not in known | {"--help"}
+            ]
+    assert wrong == []
+
+
+def code(path: Path) -> list[str]:
+    """Lines of code blocks and inline code: what a reader would type."""
+    text = path.read_text()
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", outside)
+
+
+def test_there_is_something_to_check() -> None:
+    readme = code(ROOT / "README.md")
+    assert any(COMMAND.search(line) for line in readme)
+    assert any(MAKE.search(line) for line in readme)
+    assert resolve(["serve", "native"])[0].name == "native"
+    assert resolve(["no-such-command"])[0] is ROOT_COMMAND
