@@ -39,7 +39,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_make_targets_exist(path: Path) -> None:
-    named = {word for word in MAKE.findall("\n".join(code(path)))} - NOT_TARGETS
+    named = set(MAKE.findall("\n".join(code(path)))) - NOT_TARGETS
     assert named <= TARGETS
 
 
