@@ -6,6 +6,7 @@ from __future__ import annotations
 import typer
 
 from servers.doctor import doctor
+from servers.engines.command import engine
 from servers.export.command import export, triton_repo
 from servers.gpu.command import gpu_exporter, gpu_info
 from servers.models.command import samples
@@ -14,9 +15,10 @@ from servers.triton.command import serve_triton
 
 
 def commands(app: typer.Typer) -> None:
-    """Add `doctor`, `export`, `gpu-info`, `gpu-exporter`, `serve native`, `serve triton`, `samples` and `triton-repo`
-    to the command line."""
+    """Add `doctor`, `engine`, `export`, `gpu-info`, `gpu-exporter`, `serve native`, `serve triton`, `samples` and
+    `triton-repo` to the command line."""
     app.command("doctor")(doctor)
+    app.command("engine")(engine)
     app.command("export")(export)
     app.command("gpu-info")(gpu_info)
     app.command("gpu-exporter")(gpu_exporter)

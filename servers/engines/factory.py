@@ -9,7 +9,7 @@ from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
-KINDS = ("torch", "onnxruntime", "null")
+KINDS = ("torch", "onnxruntime", "tensorrt", "null")
 
 
 def build_engine(
@@ -21,7 +21,8 @@ def build_engine(
     """The engine, not loaded yet. Raises `EngineError` for an unknown kind or a missing artefact.
 
     `specification` is a variant that an engine executes, FP32 or UINT8 (see `ModelSpecification.executed`).
-    `artefact_path` is the ONNX file that the kind onnxruntime executes; the other kinds ignore it.
+    `artefact_path` is the ONNX file that the kind onnxruntime executes, or the plan of the kind tensorrt; the other
+    kinds ignore it.
     """
     if specification.executed is not specification:
         raise EngineError(
@@ -44,6 +45,14 @@ def build_engine(
                     f"the onnxruntime engine needs an ONNX file; run: abserve export --model {specification.name}"
                 )
             return OnnxRuntimeEngine(specification, weights, settings, artefact_path)
+        case "tensorrt":
+            from servers.engines.tensorrt import TensorRTEngine
+
+            if artefact_path is None:
+                raise EngineError(
+                    f"the tensorrt engine needs a plan; run: abserve export --to tensorrt --model {specification.name}"
+                )
+            return TensorRTEngine(specification, weights, settings, artefact_path)
         case "null":
             from servers.engines.null import NullEngine
 

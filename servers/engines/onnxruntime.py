@@ -1,35 +1,47 @@
 """ONNX Runtime executing an exported file: FP32 and FP16 on the CPU, TF32 too on CUDA, never silently elsewhere.
 
-FP16 needs a file of its own (`abserve export --precision fp16`), which says so in its metadata.
+On CUDA the mode `graph` (and `auto`) binds fixed buffers and replays one CUDA graph a batch bucket; with `session`
+every run allocates and launches anew. FP16 needs a file of its own (`abserve export --precision fp16`), which says so
+in its metadata.
 
 Importable without torch, so that the stub process of Triton's python backend can use the same engine.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from servers.contract.tensors import Array, TensorSpec
+from servers.contract.tensors import Array
+from servers.engines.buckets import bucket_sizes
 from servers.engines.interface import EngineDescription, EngineError
+from servers.engines.onnxruntime_checks import assert_one_package, assert_signature, installed_packages
+from servers.engines.onnxruntime_graphs import GraphExecution
+from servers.engines.onnxruntime_placement import (
+    CPU_PROVIDER,
+    RECORD_PLACEMENT,
+    NodePlacement,
+    assert_on_gpu,
+    measure_cpu_time_ratio,
+    read_placement,
+)
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
-PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 PRECISIONS = {"cpu": ("fp32", "fp16"), "cuda": ("fp32", "tf32", "fp16")}
 PRECISION_KEY = "abserve.precision"
 """In an ONNX file's metadata: the precision of its weights. A file without it holds FP32."""
-MODES = ("session",)
-CPU_PROVIDER = "CPUExecutionProvider"
+MODES = {"cpu": ("session",), "cuda": ("graph", "session")}
+"""The first one is what `auto` takes."""
 CUDA_PROVIDER = "CUDAExecutionProvider"
-ELEMENT_TYPES = {"FP32": "tensor(float)", "FP16": "tensor(float16)", "UINT8": "tensor(uint8)", "INT64": "tensor(int64)"}
+SPINNING = "session.intra_op.allow_spinning"
 
 
 class OnnxRuntimeEngine:
@@ -48,6 +60,9 @@ class OnnxRuntimeEngine:
         self._path = artefact_path
         self._session: Any = None
         self._file_precision = "fp32"
+        self._mode = ""
+        self._graphs: GraphExecution | None = None
+        self._placement: NodePlacement | None = None
         self._output_names = [tensor.name for tensor in specification.outputs]
 
     def load(self) -> None:
@@ -63,9 +78,11 @@ class OnnxRuntimeEngine:
         ort.set_default_logger_severity(3)  # without a GPU, device discovery warns at every start
         index = self._resolve_cuda_index()
         device = "cpu" if index is None else "cuda"
-        if self._settings.mode not in ("auto", *MODES):
+        self._mode = MODES[device][0] if self._settings.mode == "auto" else self._settings.mode
+        if self._mode not in MODES[device]:
             raise EngineError(
-                f"the onnxruntime engine does not offer mode {self._settings.mode}; use auto or {MODES[0]}"
+                f"the onnxruntime engine does not offer mode {self._mode} on {device}; "
+                f"use one of: auto, {', '.join(MODES[device])}"
             )
         if self._settings.precision not in PRECISIONS[device]:
             raise EngineError(
@@ -74,17 +91,21 @@ class OnnxRuntimeEngine:
             )
         try:
             session = ort.InferenceSession(
-                str(self._path), self._session_options(on_cuda=index is not None), providers=self._providers(index)
+                str(self._path),
+                self._session_options(on_cuda=index is not None),
+                providers=self._providers(index, graphs=self._mode == "graph"),
             )
         except Exception as exc:  # ORT's exceptions share no base but Exception
-            raise EngineError(f"ONNX Runtime cannot load {self._path.name}: {str(exc).partition(chr(10))[0]}") from exc
+            remedy = "; use mode session" if "graph capture" in str(exc) else ""
+            reason = str(exc).partition(chr(10))[0]
+            raise EngineError(f"ONNX Runtime cannot load {self._path.name}: {reason}{remedy}") from exc
         if index is not None and CUDA_PROVIDER not in session.get_providers():
             raise EngineError(
                 f"ONNX Runtime cannot use the GPU (providers in effect: {', '.join(session.get_providers())}); install "
                 "the CUDA libraries with pip install 'onnxruntime-gpu[cuda,cudnn]', or use device cpu"
             )
-        _assert_signature(session.get_inputs(), self._specification.inputs, "inputs")
-        _assert_signature(session.get_outputs(), self._specification.outputs, "outputs")
+        assert_signature(session.get_inputs(), self._specification.inputs, "inputs")
+        assert_signature(session.get_outputs(), self._specification.outputs, "outputs")
         in_file = session.get_modelmeta().custom_metadata_map.get(PRECISION_KEY, "fp32")
         if (in_file == "fp16") != (self._settings.precision == "fp16"):
             raise EngineError(
@@ -92,6 +113,10 @@ class OnnxRuntimeEngine:
                 f"run: abserve export --model {self._specification.name} --precision "
                 f"{'fp16' if self._settings.precision == 'fp16' else 'fp32'}"
             )
+        if index is not None:
+            self._placement = self._verified_placement(session, index)
+            if self._mode == "graph":
+                self._graphs = self._captured(session, index)
         self._session, self._file_precision = session, in_file
 
     def warm_up(self, batch_sizes: Sequence[int]) -> None:
@@ -104,6 +129,8 @@ class OnnxRuntimeEngine:
         if self._session is None:
             raise EngineError("the onnxruntime engine is not loaded")
         try:
+            if self._graphs is not None:
+                return self._graphs.infer(inputs)
             outputs = self._session.run(self._output_names, inputs)
         except Exception as exc:  # ORT's exceptions share no base but Exception
             raise EngineError(f"ONNX Runtime failed to execute the batch: {str(exc).partition(chr(10))[0]}") from exc
@@ -123,7 +150,7 @@ class OnnxRuntimeEngine:
             kind="onnxruntime",
             version=ort.__version__,
             precision="tf32" if cuda is not None and cuda.get("use_tf32") == "1" else self._file_precision,
-            mode="session",
+            mode=self._mode,
             device="cpu" if cuda is None else f"cuda:{cuda['device_id']}",
             threads=session_options.intra_op_num_threads if cuda is None else None,
             max_batch_size=self._settings.max_batch_size,
@@ -134,13 +161,78 @@ class OnnxRuntimeEngine:
                 "package": installed_packages()[0],
                 "graph_optimization_level": str(session_options.graph_optimization_level).rpartition(".")[2],
                 "intra_op_spinning": session_options.get_session_config_entry(SPINNING) == "1",
-                "nodes_by_provider": _nodes_by_provider(self._session) if cuda is not None else None,
+                **self._cuda_details(),
             },
         )
 
     def close(self) -> None:
-        """Drop the session, which ends its threads."""
+        """Drop the session, which ends its threads, and on CUDA its buffers."""
+        if self._graphs is not None:
+            self._graphs.close()
+            self._graphs = None
         self._session = None
+
+    def execution_ns(self, count: int, repeats: int) -> list[int] | None:
+        """Host time of `repeats` graph executions of `count` rows, each waited for, without copies; None elsewhere."""
+        if self._graphs is None:
+            return None
+        times = []
+        for _ in range(repeats):
+            started_ns = time.perf_counter_ns()
+            self._graphs.run_only(count)
+            times.append(time.perf_counter_ns() - started_ns)
+        return times
+
+    def _verified_placement(self, session: Any, index: int) -> NodePlacement:
+        placement = read_placement(session)
+        assert_on_gpu(placement)
+        if placement.cpu_operators:
+            ratio = measure_cpu_time_ratio(lambda folder: self._profile(folder, index))
+            placement = replace(placement, cpu_time_ratio=ratio)
+            assert_on_gpu(placement)
+        return replace(placement, cpu_time_ratio=placement.cpu_time_ratio or 0.0)
+
+    def _profile(self, folder: Path, index: int) -> Path:
+        """Some batches of a session like this one, without graphs, which would hide the nodes."""
+        import onnxruntime as ort
+
+        options = self._session_options(on_cuda=True)
+        options.enable_profiling = True
+        options.profile_file_prefix = str(folder / "profile")
+        session = ort.InferenceSession(str(self._path), options, providers=self._providers(index, graphs=False))
+        batch = {t.name: np.zeros((4, *t.item_shape), t.dtype) for t in self._specification.inputs}
+        for _ in range(5):
+            session.run(self._output_names, batch)
+        return Path(session.end_profiling())
+
+    def _captured(self, session: Any, index: int) -> GraphExecution:
+        try:
+            return GraphExecution(
+                session,
+                self._specification.inputs,
+                self._specification.outputs,
+                ("cuda", index),
+                bucket_sizes(self._settings.max_batch_size),
+            )
+        except EngineError:
+            raise
+        except Exception as exc:  # ORT's exceptions share no base but Exception
+            reason = str(exc).partition(chr(10))[0]
+            raise EngineError(f"ONNX Runtime cannot capture CUDA graphs: {reason}; use mode session") from exc
+
+    def _cuda_details(self) -> dict[str, object]:
+        placement = self._placement
+        if placement is None:
+            return {"nodes_by_provider": None}
+        return {
+            "nodes_by_provider": dict(placement.nodes_by_provider),
+            "cpu_operators": dict(placement.cpu_operators),
+            "cpu_non_shape_ops": list(placement.cpu_non_shape_ops),
+            "cpu_time_ratio": placement.cpu_time_ratio,
+            "cuda_graphs": self._graphs is not None,
+            "buckets": None if self._graphs is None else list(self._graphs.buckets),
+            "pinned_staging": None if self._graphs is None else self._graphs.pinned,
+        }
 
     def _resolve_cuda_index(self) -> int | None:
         """None for the CPU. `auto` takes a GPU that the kernel shows and then insists on it: no silent fallback."""
@@ -177,61 +269,15 @@ class OnnxRuntimeEngine:
             # graph: with ORT_ENABLE_ALL loading segfaults.
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         if on_cuda:
-            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+            options.add_session_config_entry(RECORD_PLACEMENT, "1")
         return options
 
-    def _providers(self, index: int | None) -> list[object]:
+    def _providers(self, index: int | None, *, graphs: bool) -> list[object]:
         if index is None:
             return [CPU_PROVIDER]
         import onnxruntime as ort
 
         ort.preload_dlls()  # finds the CUDA libraries of the nvidia-* wheels, which the loader does not search
         use_tf32 = "1" if self._settings.precision == "tf32" else "0"
-        return [(CUDA_PROVIDER, {"device_id": str(index), "use_tf32": use_tf32}), CPU_PROVIDER]
-
-
-SPINNING = "session.intra_op.allow_spinning"
-
-
-def installed_packages() -> tuple[str, ...]:
-    """Which of ONNX Runtime's two PyPI packages are installed."""
-    found = []
-    for package in PACKAGES:
-        try:
-            version(package)
-        except PackageNotFoundError:
-            continue
-        found.append(package)
-    return tuple(found)
-
-
-def assert_one_package() -> None:
-    """Raise `EngineError` unless exactly one package is installed: both write to one folder, and the last one wins."""
-    found = installed_packages()
-    if len(found) > 1:
-        raise EngineError(
-            "both onnxruntime and onnxruntime-gpu are installed and overwrite each other; "
-            "run: pip uninstall -y onnxruntime onnxruntime-gpu, then install one of them again"
-        )
-    if not found:
-        raise EngineError("ONNX Runtime is not installed; run: pip install onnxruntime-gpu")
-
-
-def _assert_signature(nodes: Sequence[Any], tensors: Sequence[TensorSpec], what: str) -> None:
-    def show(name: str, element: str, dims: Sequence[object]) -> str:
-        return f"{name} {element}[{','.join(str(d) for d in dims)}]"
-
-    found = [show(node.name, node.type, ["*", *node.shape[1:]]) for node in nodes]
-    wanted = [show(t.name, ELEMENT_TYPES.get(t.datatype, t.datatype), ["*", *t.item_shape]) for t in tensors]
-    fixed = [node.name for node in nodes if isinstance(node.shape[0], int)]
-    if found != wanted:
-        raise EngineError(f"the ONNX file's {what} are {found}, the model's are {wanted}; export it again")
-    if fixed:
-        raise EngineError(f"the ONNX file fixes the batch size of {fixed[0]}; export it again with a dynamic batch")
-
-
-def _nodes_by_provider(session: Any) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for subgraph in session.get_provider_graph_assignment_info():
-        counts[subgraph.ep_name] += len(subgraph.get_nodes())
-    return dict(counts)
+        options = {"device_id": str(index), "use_tf32": use_tf32, "enable_cuda_graph": "1" if graphs else "0"}
+        return [(CUDA_PROVIDER, options), CPU_PROVIDER]

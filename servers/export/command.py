@@ -17,12 +17,14 @@ from servers.models.weights import WeightsError, parse_weights
 
 if TYPE_CHECKING:
     from servers.export.artefacts import Artefact
+    from servers.models.specification import ModelSpecification
 
 
 class Target(StrEnum):
     """What `abserve export --to` makes."""
 
     ONNX = "onnx"
+    TENSORRT = "tensorrt"
 
 
 def export(
@@ -46,8 +48,13 @@ def export(
         ),
     ] = None,
     precision: Annotated[
-        str, typer.Option("--precision", envvar="ABSERVE_EXPORT_PRECISION", help="fp32 or fp16: what the file holds.")
-    ] = "fp32",
+        str | None,
+        typer.Option(
+            "--precision",
+            envvar="ABSERVE_EXPORT_PRECISION",
+            help="fp32 or fp16: what the file holds; when left out fp32, and fp16 for TensorRT.",
+        ),
+    ] = None,
     to: Annotated[Target, typer.Option("--to", envvar="ABSERVE_EXPORT_TO", help="What to make.")] = Target.ONNX,
     artefacts: Annotated[
         Path, typer.Option("--artefacts", envvar="ABSERVE_EXPORT_ARTEFACTS", help="Folder that holds the artefacts.")
@@ -55,8 +62,17 @@ def export(
     force: Annotated[
         bool, typer.Option("--force", envvar="ABSERVE_EXPORT_FORCE", help="Export even when it is up to date.")
     ] = False,
+    max_batch_size: Annotated[
+        int,
+        typer.Option(
+            "--max-batch-size", envvar="ABSERVE_EXPORT_MAX_BATCH_SIZE", help="Largest batch of a TensorRT plan."
+        ),
+    ] = 32,
 ) -> None:
-    """Export a model from torch to ONNX, prove that both compute the same, and write a manifest beside the file."""
+    """Export a model from torch to ONNX, prove that both compute the same, and write a manifest beside the file.
+
+    With --to tensorrt also print the container command that builds the plan, and build it where TensorRT is installed.
+    """
     from servers.export.artefacts import ensure_artefact
 
     console = Console(highlight=False, soft_wrap=True)
@@ -71,14 +87,21 @@ def export(
                     console.print(step, markup=False, emoji=False)
 
             artefact = ensure_artefact(
-                specification, source, artefacts, precision=precision, force=force, progress=progress
+                specification,
+                source,
+                artefacts,
+                precision=precision or ("fp16" if to is Target.TENSORRT else "fp32"),
+                force=force,
+                progress=progress,
             )
+        _show(console, artefact)
+        if to is Target.TENSORRT:
+            _build_plan(console, specification, artefact, max_batch_size, force=force)
     except (UnknownModelError, WeightsError, EngineError, ExportError, FolderError) as exc:
         Console(stderr=True).print(
             f"error: {exc}", style="bold red", highlight=False, soft_wrap=True, markup=False, emoji=False
         )
         raise typer.Exit(1) from exc
-    _show(console, artefact, to)
 
 
 def triton_repo(
@@ -93,11 +116,31 @@ def triton_repo(
         Console(highlight=False, soft_wrap=True).print(f"wrote {path}", markup=False, emoji=False)
 
 
-def _show(console: Console, artefact: Artefact, to: Target) -> None:
+def _build_plan(
+    console: Console, specification: ModelSpecification, artefact: Artefact, max_batch_size: int, *, force: bool
+) -> None:
+    from servers.export.tensorrt_plan import build_plan, container_command, plan_path
+
+    plan = plan_path(artefact.path)
+    plan.parent.mkdir(parents=True, exist_ok=True)
+    command = container_command(specification, artefact.path, plan, max_batch_size)
+    console.print(f"container {command}", markup=False, emoji=False)
+    if plan.is_file() and not force:
+        console.print(f"plan      {plan} (kept; --force builds it again)", markup=False, emoji=False)
+        return
+    built = build_plan(specification, artefact.path, plan, max_batch_size)
+    console.print(
+        f"plan      {built.path} ({built.bytes / 1e6:.1f} MB, TensorRT {built.tensorrt}, {built.seconds:.1f} s)",
+        markup=False,
+        emoji=False,
+    )
+
+
+def _show(console: Console, artefact: Artefact) -> None:
     manifest = artefact.manifest
     took = f"exported in {manifest.seconds:.1f} s" if artefact.made_now else f"up to date, made {manifest.created_at}"
     lines = {
-        to.value: f"{artefact.path} ({took})",
+        "onnx": f"{artefact.path} ({took})",
         "model": f"{manifest.model} version {manifest.model_version}, {manifest.precision}, opset {manifest.opset}",
         "weights": manifest.weights,
         "size": f"{manifest.bytes / 1e6:.1f} MB, SHA-256 {manifest.sha256}",

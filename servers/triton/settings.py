@@ -46,6 +46,8 @@ def resolve_engine(asked_for: EngineSettings) -> EngineSettings:
     device = asked_for.device
     if device == "auto":
         device = "cuda:0" if nvidia_device_present() else "cpu"
-    mode = "session" if asked_for.kind == "onnxruntime" and asked_for.mode == "auto" else asked_for.mode
+    mode = asked_for.mode
+    if asked_for.kind == "onnxruntime" and mode == "auto":
+        mode = "session" if device == "cpu" else "graph"
     threads = thread_count(asked_for.threads) if device == "cpu" else asked_for.threads
     return replace(asked_for, device=device, mode=mode, threads=threads)

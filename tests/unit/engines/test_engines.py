@@ -152,7 +152,7 @@ def test_an_engine_that_is_not_loaded_says_so(
 def test_the_factory_refuses_what_it_cannot_build(specification: ModelSpecification) -> None:
     for settings, message in (
         (EngineSettings(kind="onnxruntime"), "needs an ONNX file; run: abserve export"),
-        (EngineSettings(kind="jax"), "unknown engine 'jax'; use one of: torch, onnxruntime, null"),
+        (EngineSettings(kind="jax"), "unknown engine 'jax'; use one of: torch, onnxruntime, tensorrt, null"),
         (EngineSettings(max_batch_size=0), "at least 1"),
         (EngineSettings(threads=-1), "all cores"),
     ):

@@ -1,0 +1,199 @@
+"""`abserve engine`: one engine measured in process, batch by batch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from servers.engines.interface import EngineDescription, EngineError
+from servers.engines.settings import EngineSettings
+from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variant
+from servers.models.weights import WeightsError, WeightsSource, parse_weights
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from servers.contract.tensors import Array
+    from servers.engines.measurement import BatchMeasurement
+    from servers.models.specification import ModelSpecification
+
+SCHEMA = "abserve.engine/1"
+ENV = "ABSERVE_ENGINE_"
+_PICTURES = 16
+
+
+def engine(
+    kind: Annotated[
+        str, typer.Option("--engine", envvar=f"{ENV}ENGINE", help="torch, onnxruntime, tensorrt or null.")
+    ] = "torch",
+    precision: Annotated[str, typer.Option(envvar=f"{ENV}PRECISION", help="fp32, tf32, fp16 or bf16.")] = "fp32",
+    mode: Annotated[str, typer.Option(envvar=f"{ENV}MODE", help="auto, or what the engine offers.")] = "auto",
+    payload: Annotated[str, typer.Option(envvar=f"{ENV}PAYLOAD", help="fp32 or uint8: what the engine gets.")] = "fp32",
+    model: Annotated[str, typer.Option(envvar=f"{ENV}MODEL", help="A registered model.")] = DEFAULT_MODEL,
+    weights: Annotated[
+        str | None, typer.Option(envvar=f"{ENV}WEIGHTS", help="random:SEED, a pretrained tag or a checkpoint file.")
+    ] = None,
+    batches: Annotated[
+        str, typer.Option(envvar=f"{ENV}BATCHES", help="Batch sizes to measure; default: 1 to 128, on a CPU to 8.")
+    ] = "",
+    device: Annotated[str, typer.Option(envvar=f"{ENV}DEVICE", help="auto, cpu or cuda:N.")] = "auto",
+    threads: Annotated[int, typer.Option(envvar=f"{ENV}THREADS", help="CPU threads; 0: all cores.")] = 0,
+    seconds: Annotated[float, typer.Option(envvar=f"{ENV}SECONDS", help="Time spent on each batch size.")] = 1.0,
+    artefacts: Annotated[
+        Path, typer.Option(envvar=f"{ENV}ARTEFACTS", help="Folder of exported files; made when missing.")
+    ] = Path(".artefacts"),
+    json: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+) -> None:
+    """Measure an engine in process: latency, images/s, TFLOP/s, and its share of a matrix product on the same card."""
+    console = Console(highlight=False)
+    try:
+        specification = get_variant(model, payload)
+        source = parse_weights(specification.default_weights if weights is None else weights)
+        sizes = _sizes(batches, device)
+        settings = EngineSettings(kind, precision, mode, device, threads, max(sizes))
+        with console.status("loading and measuring"):
+            description, matrix, load_seconds, results = _measure(
+                specification, source, settings, sizes, seconds, artefacts
+            )
+    except (UnknownModelError, WeightsError, EngineError, OSError) as exc:
+        _fail(str(exc), exc)
+    _show(console, specification, description, matrix, load_seconds, results)
+    if json is not None:
+        import msgspec
+
+        document = {
+            "schema": SCHEMA,
+            "model": specification.name,
+            "flops_per_item": specification.flops_per_item,
+            "engine": asdict(description),
+            "matrix_product_tflops": matrix,
+            "load_seconds": load_seconds,
+            "batches": [asdict(result) for result in results],
+        }
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2) + b"\n")
+
+
+def _measure(
+    specification: ModelSpecification,
+    weights: WeightsSource,
+    settings: EngineSettings,
+    sizes: list[int],
+    seconds: float,
+    artefacts: Path,
+) -> tuple[EngineDescription, float | None, float, list[BatchMeasurement]]:
+    import time
+
+    from servers.engines.factory import build_engine
+    from servers.engines.measurement import matrix_tflops, measure_engine
+
+    path = _artefact(specification, weights, settings, artefacts)
+    pictures, reference = _reference(specification, weights)
+    built = build_engine(specification, weights, settings, path)
+    try:
+        started_ns = time.perf_counter_ns()
+        built.load()
+        load_seconds = (time.perf_counter_ns() - started_ns) / 1e9
+        matrix = matrix_tflops(built.describe().device, settings.precision)
+        results = measure_engine(built, specification, sizes, reference, pictures, seconds, matrix)
+        return built.describe(), matrix, load_seconds, results
+    finally:
+        built.close()
+
+
+def _artefact(
+    specification: ModelSpecification, weights: WeightsSource, settings: EngineSettings, root: Path
+) -> Path | None:
+    """The file that the engine executes, exported first when it is missing; a plan must be there."""
+    if settings.kind not in ("onnxruntime", "tensorrt"):
+        return None
+    from servers.export.artefacts import ensure_artefact, file_precision
+    from servers.export.errors import ExportError
+    from servers.export.tensorrt_plan import plan_path
+    from servers.models.atomic_folder import FolderError
+
+    try:
+        artefact = ensure_artefact(specification, weights, root, precision=file_precision(settings.precision))
+    except (ExportError, FolderError) as exc:
+        raise EngineError(str(exc)) from exc
+    return plan_path(artefact.path) if settings.kind == "tensorrt" else artefact.path
+
+
+def _reference(specification: ModelSpecification, weights: WeightsSource) -> tuple[Array, npt.NDArray[np.float32]]:
+    """Photographs as the engine gets them, and what the model's own module makes of them in FP32 on the CPU."""
+    import torch
+
+    from servers.export.parity import corpus_pixels
+    from servers.models.preprocessing import normalise
+
+    pixels = corpus_pixels(specification, _PICTURES)
+    images = normalise(pixels, specification.preprocessing)
+    module = specification.load_module(weights)
+    with torch.inference_mode():
+        expected = module(torch.from_numpy(images)).numpy()
+    return (images if specification.payload == "fp32" else pixels), expected
+
+
+def _sizes(text: str, device: str) -> list[int]:
+    if not text:
+        from servers.engines.processors import nvidia_device_present
+
+        on_gpu = device.startswith("cuda") or (device == "auto" and nvidia_device_present())
+        return [1, 2, 4, 8, 16, 32, 64, 128] if on_gpu else [1, 2, 4, 8]
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise EngineError(f"--batches {text}: give whole numbers from 1 up, as in 1,8,32")
+    return sizes
+
+
+def _show(
+    console: Console,
+    specification: ModelSpecification,
+    description: EngineDescription,
+    matrix: float | None,
+    load_seconds: float,
+    results: list[BatchMeasurement],
+) -> None:
+    d = description
+    console.print(f"{specification.title}, {d.weights}", markup=False)
+    console.print(
+        f"{d.kind} {d.version}, {d.precision}, mode {d.mode}, {d.details.get('device_name', d.device)}"
+        f"{'' if d.threads is None else f', {d.threads} threads'}, loaded in {load_seconds:.1f} s",
+        markup=False,
+    )
+    for key in ("kernels", "gelu", "nodes_by_provider"):
+        if d.details.get(key):
+            console.print(f"{key.replace('_', ' ')}: {d.details[key]}", markup=False)
+    if matrix is not None:
+        console.print(f"matrix product on the same device: {matrix:.3g} TFLOP/s (share: of that)", markup=False)
+    table = Table(box=SIMPLE)
+    for name in ("batch", "exec ms", "call ms", "p99 ms", "images/s", "TFLOP/s", "share", "cosine"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for result in results:
+        table.add_row(
+            str(result.batch),
+            "–" if result.execution_ns is None else f"{result.execution_ns / 1e6:.3f}",
+            f"{result.call_ns / 1e6:.3f}",
+            f"{result.call_p99_ns / 1e6:.3f}",
+            f"{result.images_per_second:,.{0 if result.images_per_second >= 100 else 2}f}",
+            f"{result.tflops:.3g}",
+            "–" if result.share_of_matrix_product is None else f"{result.share_of_matrix_product:.0%}",
+            f"{result.cosine_to_fp32:.6f}",
+        )
+    console.print(table)
+
+
+def _fail(message: str, cause: Exception) -> NoReturn:
+    Console(stderr=True).print(
+        f"error: {message}", style="bold red", highlight=False, soft_wrap=True, markup=False, emoji=False
+    )
+    raise typer.Exit(1) from cause

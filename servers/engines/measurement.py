@@ -1,0 +1,159 @@
+"""An engine measured in process, without a server around it: the ceiling that served figures are divided by.
+
+Two times a batch size. *Execution* is the engine's own: between device events on a GPU, copies to and from the host
+left out; on a CPU there is no such difference. *Call* is `Engine.infer` by the host's clock, with every copy. Both are
+medians over many runs on changing random inputs, after warm-up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+
+from servers.contract.tensors import Array
+from servers.engines.interface import Engine
+from servers.models.specification import ModelSpecification
+
+ROTATION = 4
+"""Inputs that take turns, so that no run finds its own in a cache."""
+
+MIN_REPEATS, MAX_REPEATS = 7, 200
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMeasurement:
+    """One batch size; rates and shares come from `execution_ns` where the engine tells it, else from `call_ns`."""
+
+    batch: int
+    repeats: int
+    execution_ns: int | None
+    call_ns: int
+    call_p99_ns: int
+    images_per_second: float
+    tflops: float
+    share_of_matrix_product: float | None
+    cosine_to_fp32: float
+
+
+def measure_engine(
+    engine: Engine,
+    specification: ModelSpecification,
+    batches: Sequence[int],
+    reference: npt.NDArray[np.float32],
+    pictures: Array,
+    seconds_per_batch: float,
+    matrix_tflops: float | None,
+) -> list[BatchMeasurement]:
+    """Measure a loaded engine. `reference` is what FP32 makes of `pictures`, row by row; both are repeated."""
+    results = []
+    for batch in batches:
+        engine.warm_up([batch])
+        cosine = _cosine(engine, specification, batch, reference, pictures)
+        calls_ns = _call_times_ns(engine, specification, batch, seconds_per_batch)
+        executions_ns = _execution_times_ns(engine, batch, len(calls_ns))
+        best_ns = median(executions_ns) if executions_ns else median(calls_ns)
+        tflops = batch * specification.flops_per_item / best_ns / 1e3
+        results.append(
+            BatchMeasurement(
+                batch=batch,
+                repeats=len(calls_ns),
+                execution_ns=round(median(executions_ns)) if executions_ns else None,
+                call_ns=round(median(calls_ns)),
+                call_p99_ns=round(float(np.percentile(calls_ns, 99, method="higher"))),
+                images_per_second=batch / best_ns * 1e9,
+                tflops=tflops,
+                share_of_matrix_product=None if matrix_tflops is None else tflops / matrix_tflops,
+                cosine_to_fp32=cosine,
+            )
+        )
+    return results
+
+
+def _call_times_ns(engine: Engine, specification: ModelSpecification, batch: int, seconds: float) -> list[int]:
+    inputs = [_random_inputs(specification, batch, seed) for seed in range(ROTATION)]
+    for given in inputs:
+        engine.infer(given)
+    deadline_ns = time.perf_counter_ns() + int(seconds * 1e9)
+    times: list[int] = []
+    while len(times) < MIN_REPEATS or (len(times) < MAX_REPEATS and time.perf_counter_ns() < deadline_ns):
+        given = inputs[len(times) % ROTATION]
+        started_ns = time.perf_counter_ns()
+        engine.infer(given)
+        times.append(time.perf_counter_ns() - started_ns)
+    return times
+
+
+def _execution_times_ns(engine: Engine, batch: int, repeats: int) -> list[int] | None:
+    measure = getattr(engine, "execution_ns", None)
+    if measure is None:
+        return None
+    times: list[int] | None = measure(batch, max(MIN_REPEATS, repeats))
+    return times
+
+
+def _cosine(
+    engine: Engine, specification: ModelSpecification, batch: int, reference: npt.NDArray[np.float32], pictures: Array
+) -> float:
+    rows = np.arange(batch) % len(pictures)
+    answer = engine.infer({specification.inputs[0].name: np.ascontiguousarray(pictures[rows])})
+    got = answer[specification.outputs[0].name].reshape(batch, -1).astype(np.float64)
+    want = reference[rows].reshape(batch, -1).astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        cosines = (got * want).sum(1) / (np.linalg.norm(got, axis=1) * np.linalg.norm(want, axis=1))
+    return float(cosines.min())
+
+
+def _random_inputs(specification: ModelSpecification, batch: int, seed: int) -> Mapping[str, Array]:
+    generator = np.random.default_rng(seed)
+    inputs: dict[str, Array] = {}
+    for tensor in specification.inputs:
+        shape = (batch, *tensor.item_shape)
+        if tensor.dtype == np.uint8:
+            inputs[tensor.name] = np.frombuffer(generator.bytes(prod(shape)), np.uint8).reshape(shape)
+        else:
+            inputs[tensor.name] = generator.standard_normal(shape, np.float32).astype(tensor.dtype)
+    return inputs
+
+
+def matrix_tflops(device: str, precision: str) -> float | None:
+    """The rate of one large matrix product in that precision on that device, TFLOP/s; None without torch.
+
+    8192³ on a GPU, 1024³ on a CPU, on random data (zeros draw less power and run faster). The median of several on a
+    GPU; the best on a CPU, where other processes take cores away. Sets how torch multiplies FP32 on CUDA.
+    """
+    try:
+        import torch
+    except ImportError:
+        return None
+    from servers.engines.torch_device import set_fp32_products
+
+    on_cpu = device == "cpu"
+    if not on_cpu:
+        set_fp32_products(tf32=precision == "tf32")
+    size = 1024 if on_cpu else 8192
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
+    if on_cpu:
+        dtype = torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    out = torch.empty(size, size, device=device, dtype=dtype)
+    times_ns = []
+    for _ in range(12):
+        if on_cpu:
+            started_ns = time.perf_counter_ns()
+            torch.mm(a, b, out=out)
+            times_ns.append(float(time.perf_counter_ns() - started_ns))
+        else:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            torch.mm(a, b, out=out)
+            end.record()
+            end.synchronize()
+            times_ns.append(begin.elapsed_time(end) * 1e6)
+    return 2 * size**3 / (min(times_ns) if on_cpu else median(times_ns[2:])) / 1e3

@@ -1,0 +1,87 @@
+"""The measurement on an engine whose times are known, and the command on a real one."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from loadgen.entry import build
+from servers.contract.tensors import Array
+from servers.engines.measurement import matrix_tflops, measure_engine
+from servers.engines.null import NullEngine
+from servers.engines.settings import EngineSettings
+from servers.models.specification import ModelSpecification
+
+
+class SlowEngine(NullEngine):
+    """Takes 3 ms a call, of which it says that 1 ms is execution."""
+
+    def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        end = time.perf_counter() + 0.003
+        answer = super().infer(inputs)
+        while time.perf_counter() < end:
+            pass
+        return answer
+
+    def execution_ns(self, count: int, repeats: int) -> list[int]:
+        return [500_000, *[1_000_000] * (repeats - 2), 50_000_000]
+
+
+def test_rates_come_from_the_execution_and_the_call_is_told_too(specification: ModelSpecification) -> None:
+    engine = SlowEngine(specification, EngineSettings(kind="null"))
+    pictures = np.random.default_rng(0).standard_normal((3, 3, 224, 224), np.float32)
+    reference = pictures.reshape(3, -1)[:, :512]
+    (result,) = measure_engine(engine, specification, [4], reference, pictures, 0.05, 100.0)
+    assert result.batch == 4
+    assert result.execution_ns == 1_000_000
+    assert result.call_ns >= 3_000_000
+    assert result.call_p99_ns >= result.call_ns
+    assert result.images_per_second == pytest.approx(4000)
+    assert result.tflops == pytest.approx(4 * specification.flops_per_item / 1e-3 / 1e12)
+    assert result.share_of_matrix_product == pytest.approx(result.tflops / 100)
+    assert result.cosine_to_fp32 == pytest.approx(1)
+    swapped = reference[::-1].copy()
+    (wrong,) = measure_engine(engine, specification, [4], swapped, pictures, 0.0, None)
+    assert wrong.cosine_to_fp32 < 0.9
+    assert wrong.share_of_matrix_product is None
+    assert wrong.repeats >= 7
+
+
+def test_a_matrix_product_has_a_rate() -> None:
+    rate = matrix_tflops("cpu", "fp32")
+    assert rate is not None
+    assert 1e-4 < rate < 100
+
+
+def test_the_command_measures_and_writes_everything_down(artefact_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "engine.json"
+    options = ["--engine", "onnxruntime", "--device", "cpu", "--batches", "1,2", "--seconds", "0"]
+    done = CliRunner().invoke(build(), ["engine", *options, "--artefacts", str(artefact_dir), "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "onnxruntime" in done.output
+    document = json.loads(out.read_text())
+    assert document["schema"] == "abserve.engine/1"
+    assert [row["batch"] for row in document["batches"]] == [1, 2]
+    assert all(row["cosine_to_fp32"] > 0.9999 and row["execution_ns"] is None for row in document["batches"])
+    assert document["engine"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batches", "0"], "give whole numbers from 1 up"),
+        (["--batches", "two"], "give whole numbers from 1 up"),
+        (["--payload", "bmp"], "unknown payload 'bmp'"),
+        (["--weights", "random:x"], "the seed must be a whole number"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence(options: list[str], message: str) -> None:
+    done = CliRunner().invoke(build(), ["engine", "--device", "cpu", *options])
+    assert done.exit_code == 1
+    assert message in done.output

@@ -1,0 +1,72 @@
+"""What can be said of TensorRT without it: refusals with their remedy, and the command that builds a plan elsewhere."""
+
+from __future__ import annotations
+
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from servers.engines.factory import build_engine
+from servers.engines.interface import EngineError
+from servers.engines.settings import EngineSettings
+from servers.export.tensorrt_plan import build_plan, container_command, plan_path
+from servers.models.specification import ModelSpecification
+from servers.models.weights import RandomWeights
+
+WEIGHTS = RandomWeights(0)
+without_tensorrt = pytest.mark.skipif(find_spec("tensorrt") is not None, reason="TensorRT is installed here")
+
+
+@without_tensorrt
+def test_without_tensorrt_the_remedy_is_named(specification: ModelSpecification, tmp_path: Path) -> None:
+    plan = tmp_path / "model.plan"
+    plan.write_bytes(b"plan")
+    engine = build_engine(specification, WEIGHTS, EngineSettings(kind="tensorrt", precision="fp16"), plan)
+    with pytest.raises(EngineError, match="TensorRT is not installed; run: pip install tensorrt"):
+        engine.load()
+    with pytest.raises(EngineError, match="not loaded"):
+        engine.describe()
+    with pytest.raises(EngineError, match="TensorRT is not installed"):
+        build_plan(specification, tmp_path / "model.onnx", plan, 8)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "eager"}, "knows only the mode graph"),
+        ({"precision": "bf16"}, "does not offer bf16; use one of: fp16, fp32, tf32"),
+        ({"precision": "fp16"}, "no TensorRT plan at missing.plan; run: abserve export --to tensorrt"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(
+    settings: dict[str, str], message: str, specification: ModelSpecification, tmp_path: Path
+) -> None:
+    engine = build_engine(
+        specification, WEIGHTS, EngineSettings(kind="tensorrt", **settings), tmp_path / "missing.plan"
+    )
+    with pytest.raises(EngineError, match=message):
+        engine.load()
+
+
+def test_a_plan_must_be_given(specification: ModelSpecification) -> None:
+    with pytest.raises(EngineError, match="needs a plan; run: abserve export --to tensorrt"):
+        build_engine(specification, WEIGHTS, EngineSettings(kind="tensorrt"), None)
+
+
+def test_the_container_command_builds_that_plan(specification: ModelSpecification, tmp_path: Path) -> None:
+    onnx = tmp_path / "with space" / "random-0-fp16" / "model_fp16.onnx"
+    plan = plan_path(onnx)
+    assert plan == tmp_path / "with space" / "random-0-fp16-tensorrt" / "model_fp16.plan"
+    words = shlex.split(container_command(specification, onnx, plan, 16))
+    assert words[:3] == ["docker", "run", "--rm"]
+    assert f"{onnx.parent}:/onnx:ro" in words
+    assert f"{plan.parent}:/plan" in words
+    assert "nvcr.io/nvidia/tensorrt:26.08-py3" in words
+    assert "--onnx=/onnx/model_fp16.onnx" in words
+    assert "--saveEngine=/plan/model_fp16.plan" in words
+    assert "--minShapes=pixel_values:1x3x224x224" in words
+    assert "--maxShapes=pixel_values:16x3x224x224" in words
+    assert not any("fp16" in word and word.startswith("--fp16") for word in words)
