@@ -16,7 +16,7 @@ import numpy as np
 
 from servers.contract.binary_tensors import array_from_bytes, bytes_from_array
 from servers.contract.errors import InvalidRequestError, UnsupportedError
-from servers.contract.json_tensors import array_from_json, dump_json, json_from_array, parse_json
+from servers.contract.json_tensors import array_from_json, dump_json, json_from_array, parse_request
 from servers.contract.records import InferRequest, InferResponse, InputTensor, Parameter, RequestedOutput
 from servers.contract.shared_memory import RegionReference, RegionSource, RegionWindow, parse_reference
 from servers.contract.signature import ModelSignature, shape_text
@@ -48,7 +48,7 @@ def decode_request(
     if header_length == 0:
         return _decode_raw(body, signature)
     split = body.nbytes if header_length is None else header_length
-    document = parse_json(body[:split])
+    document = parse_request(body[:split])
     if not isinstance(document, dict):
         raise InvalidRequestError("the request JSON must be an object")
     inputs = document.get("inputs")

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 
 from servers.contract.binary_tensors import element_count
 from servers.contract.errors import InvalidRequestError
+from servers.contract.long_json import LONG_BYTES, LongArray, split_request
 from servers.contract.tensors import DATATYPES, Array
 
 MAX_DEPTH = 64
 """JSON nested deeper than this is refused; a tensor has at most 32 dimensions."""
+
+MAX_SPECIAL_BYTES = 4 * 2**20
+"""Longest JSON that may hold NaN: the parser that knows it is slow, and nothing else runs meanwhile."""
 
 _PYTHON_TYPES: dict[str, set[type]] = {"BOOL": {bool}, "FP32": {int, float}, "FP64": {int, float}}
 
@@ -26,6 +31,10 @@ def parse_json(text: memoryview | bytes) -> Any:
     except orjson.JSONDecodeError as exc:
         if b"NaN" not in raw and b"Infinity" not in raw:
             raise InvalidRequestError(f"failed to parse the request JSON: {exc.msg} at character {exc.pos}") from exc
+        if len(raw) > MAX_SPECIAL_BYTES:
+            raise InvalidRequestError(
+                f"JSON with NaN or Infinity in it may have {MAX_SPECIAL_BYTES} bytes: send the tensors as binary data"
+            ) from exc
         try:
             # orjson follows RFC 8259 and refuses NaN, which the protocol's clients and Triton write and read.
             value = json.loads(raw)
@@ -34,6 +43,19 @@ def parse_json(text: memoryview | bytes) -> Any:
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:  # fewer brackets cannot nest deeper
         _check_depth(value)
     return value
+
+
+def parse_request(text: memoryview) -> Any:
+    """The same for a request, whose long tensors stay text, as `LongArray`s, until `array_from_json` reads them."""
+    if text.nbytes <= LONG_BYTES:
+        return parse_json(text)
+    try:
+        return split_request(bytes(text))
+    except (msgspec.DecodeError, orjson.JSONDecodeError) as exc:
+        raw = bytes(text)
+        if b"NaN" in raw or b"Infinity" in raw:
+            return parse_json(raw)
+        raise InvalidRequestError(f"failed to parse the request JSON: {exc}") from exc
 
 
 def _check_depth(value: object) -> None:
@@ -55,17 +77,43 @@ def _check_depth(value: object) -> None:
 def array_from_json(data: object, datatype: str, shape: tuple[int, ...], name: str) -> Array:
     """An array of its own. Raises `InvalidRequestError` when values, count or range do not fit."""
     count = element_count(shape, name)
-    if not isinstance(data, list):
+    if isinstance(data, LongArray) and datatype == "BYTES":
+        if len(data.text) > MAX_SPECIAL_BYTES:
+            raise InvalidRequestError(
+                f"'data' of input '{name}' may have {MAX_SPECIAL_BYTES} bytes as JSON text: send it as binary data"
+            )
+        data = parse_json(data.text)
+    if not isinstance(data, list | LongArray):
         raise InvalidRequestError(f"'data' of input '{name}' must be a JSON array")
     if datatype == "FP16":
         raise InvalidRequestError(f"input '{name}' is FP16, which JSON cannot carry: send it as binary data")
-    flat = _flat_bytes(data, name) if datatype == "BYTES" else _flat_numbers(data, datatype, name)
+    if isinstance(data, LongArray):
+        flat = _long_numbers(data, datatype, count, name)
+    else:
+        flat = _flat_bytes(data, name) if datatype == "BYTES" else _flat_numbers(data, datatype, name)
     if flat.size != count:
         raise InvalidRequestError(f"input '{name}' needs {count} elements for its shape, got {flat.size} in 'data'")
     try:
         return flat.reshape(shape)
     except ValueError as exc:
         raise InvalidRequestError(f"the shape of input '{name}' cannot be represented") from exc
+
+
+def _long_numbers(data: LongArray, datatype: str, count: int, name: str) -> Array:
+    """Piece by piece, so that other threads run in between."""
+    if data.depth(MAX_DEPTH) > MAX_DEPTH:
+        raise InvalidRequestError(f"the request JSON is nested more than {MAX_DEPTH} levels deep")
+    parts: list[Array] = []
+    read = 0
+    try:
+        for piece in data.pieces():
+            parts.append(_flat_numbers(piece, datatype, name))
+            read += len(piece)
+            if read > count:
+                raise InvalidRequestError(f"input '{name}' needs {count} elements for its shape, got more in 'data'")
+    except orjson.JSONDecodeError as exc:
+        raise InvalidRequestError(f"'data' of input '{name}' must hold only values of datatype {datatype}") from exc
+    return np.concatenate(parts) if parts else np.empty(0, DATATYPES[datatype])
 
 
 def _flat_numbers(data: list[Any], datatype: str, name: str) -> Array:

@@ -1,4 +1,4 @@
-"""The ASGI application: FastAPI for everything, with the inference route short-cut in front of it."""
+"""Every HTTP route but inference, which never reaches this: the HTTP door answers it itself."""
 
 from __future__ import annotations
 
@@ -8,64 +8,31 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
 
 from servers.contract.errors import ContractError, InvalidRequestError
 from servers.gpu.info import Runtime, gpu_info
 from servers.native import documents
+from servers.native.answers import error_body, error_headers, error_status
 from servers.native.control_routes import add_model_control_routes, add_shared_memory_routes, json_object
-from servers.native.http import (
-    InferRoute,
-    Receive,
-    Scope,
-    Send,
-    error_body,
-    error_headers,
-    error_status,
-    infer_target,
-)
 from servers.native.metrics import CONTENT_TYPE, Metrics
 from servers.native.model_control import ModelControl
 from servers.native.regions import RegionTable
 from servers.native.served_models import ServedModels
-from servers.native.settings import NativeSettings
 
 MODEL = "/v2/models/{model}"
 MODEL_VERSION = "/v2/models/{model}/versions/{version}"
 
 
-class NativeApp:
-    """Sends inference requests straight to their route, past FastAPI's middleware and routing, the rest to FastAPI."""
-
-    def __init__(self, infer: InferRoute, rest: FastAPI) -> None:
-        self._infer = infer
-        self._rest = rest
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI entry."""
-        if scope["type"] == "http" and scope["method"] == "POST":
-            target = infer_target(scope["path"])
-            if target is not None:
-                await self._infer.handle(scope, receive, send, *target)
-                return
-        await self._rest(scope, receive, send)
-
-
-def create_app(
-    settings: NativeSettings, models: ServedModels, regions: RegionTable, control: ModelControl
-) -> NativeApp:
-    """Everything behind the HTTP port. The models are started and stopped by whoever runs the application."""
-    infer = InferRoute(models, settings.max_body_bytes, regions)
+def create_app(models: ServedModels, regions: RegionTable, control: ModelControl) -> FastAPI:
+    """The routes behind the HTTP port. The models are started and stopped by whoever runs the application."""
     # No documentation pages: they load scripts from somebody else's host.
     app = FastAPI(title="abserve native server", docs_url=None, redoc_url=None)
-    for path in (MODEL, MODEL_VERSION):
-        app.router.routes.append(Route(f"{path}/infer", infer, methods=["POST"]))
     _add_errors(app)
     _add_server_routes(app, models, shared_memory=regions.allowed)
     _add_model_routes(app, models)
     add_shared_memory_routes(app, regions)
     add_model_control_routes(app, control)
-    return NativeApp(infer, app)
+    return app
 
 
 def _add_server_routes(app: FastAPI, models: ServedModels, *, shared_memory: bool) -> None:

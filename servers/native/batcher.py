@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import structlog
 
@@ -27,6 +27,11 @@ from servers.native.statistics import Statistics
 log = structlog.get_logger("abserve.batcher")
 
 
+def batch_key(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...]]]:
+    """What requests must have in common to share a batch: the inputs' names and the shapes of their items."""
+    return [(name, shape[1:]) for name, shape in shapes]
+
+
 class Entry:
     """One request on its way through the queue. Complete when `outputs` or `error` is set, which happens once."""
 
@@ -39,13 +44,14 @@ class Entry:
         deadline_ns: int | None,
         token: object,
         windows: Sequence[RegionWindow] = (),
+        key: Sequence[tuple[str, tuple[int, ...]]] | None = None,
     ) -> None:
         self.inputs = inputs
         self.rows = rows
         self.deadline_ns = deadline_ns
         self.token = token  # whatever the door needs to find its client again
         self.windows = windows  # shared memory that inputs lie in, to be checked right before they are read
-        self.key = [(name, array.shape[1:]) for name, array in inputs.items()]
+        self.key = key or batch_key((name, array.shape) for name, array in inputs.items())
         self.enqueued_ns = 0
         self.taken = False
         self.outputs: Mapping[str, Array] | None = None

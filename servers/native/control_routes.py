@@ -11,11 +11,9 @@ from fastapi import FastAPI, Request, Response
 from servers.contract.errors import InvalidRequestError, NotFoundError, UnsupportedError
 from servers.contract.json_tensors import parse_json
 from servers.native import documents
-from servers.native.http import read_body
 from servers.native.model_control import ModelControl
 from servers.native.regions import NO_CUDA_MEMORY, RegionTable
 
-MAX_CONTROL_BODY_BYTES = 64 * 1024
 SYSTEM = "/v2/systemsharedmemory"
 CUDA = "/v2/cudasharedmemory"
 REPOSITORY_MODEL = "/v2/repository/models/{model}"
@@ -23,8 +21,8 @@ REPOSITORY_MODEL = "/v2/repository/models/{model}"
 
 async def json_object(request: Request) -> Mapping[str, Any]:
     """The body of a control request, empty where there is none. Raises `ContractError`."""
-    body = await read_body(request.receive, MAX_CONTROL_BODY_BYTES, None)
-    document = parse_json(body) if body.nbytes else {}
+    body = await request.body()  # the door takes small ones only
+    document = parse_json(body) if body else {}
     if not isinstance(document, dict):
         raise InvalidRequestError("the request JSON must be an object")
     return document

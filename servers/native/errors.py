@@ -56,7 +56,7 @@ _REASONS: tuple[tuple[type[ContractError], str], ...] = (
     (UnsupportedError, "unsupported"),
     (InternalError, "internal"),
 )
-FAILURE_REASONS = tuple(reason for _, reason in _REASONS)
+FAILURE_REASONS = (*(reason for _, reason in _REASONS), "slow_client")  # the last by a deadline of HTTP's alone
 
 
 def failure_reason(error: ContractError) -> str:

@@ -24,6 +24,7 @@ from servers.native.decoder import RequestDecoder
 from servers.native.errors import NotReadyError, RequestExpiredError, ShuttingDownError
 from servers.native.loading import load_engine
 from servers.native.statistics import RequestTimes, Statistics
+from servers.native.waiters import FutureWaiter, answered_in_place, wake_all
 
 MAX_TIMEOUT_US = 3_600_000_000
 UNLOAD_SECONDS = 30
@@ -77,6 +78,7 @@ class InferenceService:
         self.added_delay_ms = added_delay_ms
         self.statistics = Statistics(batching.max_batch_size)
         self.description: EngineDescription | None = None  # set once, before the state becomes READY
+        self.decoding = decoding if specification.payload == "jpeg" else None
         self._decoder = (
             RequestDecoder(specification, decoding, batching.queue_size) if specification.payload == "jpeg" else None
         )
@@ -105,11 +107,6 @@ class InferenceService:
     def pending(self) -> int:
         """Requests that wait in the queue, or for their images to be decoded."""
         return self._batcher.pending + (self._decoder.pending if self._decoder is not None else 0)
-
-    @property
-    def decoding(self) -> DecodingSettings | None:
-        """How images are decoded; None for a model that takes tensors."""
-        return self._decoder.settings if self._decoder is not None else None
 
     def start(self, on_failure: Callable[[], None], doors_open: threading.Event | None = None) -> None:
         """Begin to load; returns at once. `on_failure` is called in the event loop if the model cannot be served.
@@ -173,6 +170,20 @@ class InferenceService:
             raise ShuttingDownError("the server is shutting down, send the request to another one")
         raise NotReadyError(f"model '{self.signature.name}' is not ready: {self._state.value}")
 
+    @property
+    def direct(self) -> bool:
+        """Whether a checked request needs nothing but the queue, so that `enqueue` may take the place of `infer`."""
+        return self._decoder is None and self._delays is None and not self.batching.queue_timeout_us
+
+    def enqueue(self, entry: Entry) -> None:
+        """Queue a checked request, whose token is a `Waiter`. Raises `UnavailableError`."""
+        self.check_ready()
+        self._batcher.submit(entry)
+
+    def withdraw(self, entry: Entry) -> bool:
+        """Take it back; True if the engine will not see it and its waiter will not hear of it."""
+        return self._batcher.withdraw(entry)
+
     async def infer(
         self, request: InferRequest, times: RequestTimes | None = None, caller_deadline_ns: int | None = None
     ) -> InferResponse:
@@ -195,23 +206,22 @@ class InferenceService:
             arrays = await self._decoder.decode(arrays, deadline_ns)
             if times is not None:
                 times.decode_ns += time.perf_counter_ns() - start_ns
-        future: asyncio.Future[Entry] = loop.create_future()
+        waiter = FutureWaiter()
         windows = [tensor.window for tensor in request.inputs if tensor.window is not None]
-        entry = Entry(arrays, rows, deadline_ns, future, windows)
+        entry = Entry(arrays, rows, deadline_ns, waiter, windows)
         self._batcher.submit(entry)
         timer = None
         if deadline_ns is not None:
             timer = loop.call_later((deadline_ns - time.perf_counter_ns()) / 1e9, self._expire, entry)
         try:
-            await future
+            await waiter.future
         except asyncio.CancelledError:
             self._batcher.withdraw(entry)
             raise
         finally:
             if timer is not None:
                 timer.cancel()
-        if self._delays is not None:
-            # Not asyncio.sleep: libuv's timers round to whole milliseconds, and this delay is a planted truth.
+        if self._delays is not None:  # not asyncio.sleep: libuv's timers round to whole ms, and this is a planted truth
             await loop.run_in_executor(self._delays, time.sleep, self.added_delay_ms / 1000)
         return self._answer(request, entry)
 
@@ -244,13 +254,15 @@ class InferenceService:
     def _expire(self, entry: Entry) -> None:
         if self._batcher.withdraw(entry):
             entry.error = RequestExpiredError("Request timeout expired")
-            _resolve([entry])
+            wake_all([entry])
 
     def _hand_over(self, entries: Sequence[Entry]) -> None:
-        """In the engine thread: wake the waiting requests with one call into the loop."""
+        """In the engine thread: answer there when it would sleep otherwise, else wake the loop once for all."""
+        if len(entries) == 1 and not self._batcher.pending and answered_in_place(entries[0]):
+            return
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(_resolve, entries)
+            self._loop.call_soon_threadsafe(wake_all, entries)
 
     def _prepare(self) -> Engine | None:
         """In the engine thread: load and warm up."""
@@ -282,11 +294,3 @@ class InferenceService:
             statistics=self.statistics,
             on_complete=self._hand_over,
         )
-
-
-def _resolve(entries: Sequence[Entry]) -> None:
-    for entry in entries:
-        future = entry.token
-        assert isinstance(future, asyncio.Future)
-        if not future.done():  # its task was cancelled while the engine worked
-            future.set_result(entry)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import signal
 import socket
@@ -17,7 +16,10 @@ import structlog
 import uvicorn
 
 from servers.native.app import create_app
-from servers.native.direct_body import DirectBodyProtocol
+from servers.native.http import protocol_factory
+from servers.native.http_door import HttpDoor
+from servers.native.infer_door import InferDoor
+from servers.native.limits import HttpLimits
 from servers.native.listener import ListenerError
 from servers.native.model_control import ModelControl
 from servers.native.regions import RegionTable
@@ -84,17 +86,18 @@ def serve(settings: NativeSettings, models: ServedModels, listener: socket.socke
     """
     regions = RegionTable(settings.allow_shared_memory)
     control = ModelControl(models, settings.allow_model_control)
+    limits = HttpLimits.of(settings)
+    application = create_app(models, regions, control)
+    door = HttpDoor(application, InferDoor(models, regions, limits), limits)
     config = uvicorn.Config(
-        create_app(settings, models, regions, control),
-        # uvicorn calls it as it would call a protocol class
-        http=functools.partial(DirectBodyProtocol, settings.max_body_bytes),  # type: ignore[arg-type]
+        application,
+        http=protocol_factory(door),  # type: ignore[arg-type]  # it calls it as it would call a protocol class
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=75,
         timeout_graceful_shutdown=max(1, int(settings.shutdown_timeout_s)),
     )
 

@@ -40,6 +40,21 @@ class NativeSettings(BaseSettings):
         0, ge=0, description="Longest wait in the queue where a request names no timeout of its own; 0: no limit."
     )
     max_body_bytes: int = Field(64 * 2**20, ge=1, description="Largest request body, also after decompression.")
+    max_json_bytes: int = Field(
+        32 * 2**20, ge=1024, description="Longest JSON of one request; cutting it up delays others 1 ms for each MiB."
+    )
+    max_header_bytes: int = Field(
+        16 * 1024, ge=1024, le=64 * 1024, description="Longest HTTP head: the request line and all headers."
+    )
+    max_headers: int = Field(100, ge=10, le=10_000, description="Most HTTP headers of one request.")
+    max_chunks: int = Field(65_536, ge=1, description="Most chunks of one body with Transfer-Encoding: chunked.")
+    max_held_bytes: int = Field(
+        2 * 2**30, ge=1, description="Bodies that arrive, wait and are executed, together; beyond it 503 at once."
+    )
+    read_timeout_s: float = Field(
+        30, gt=0, le=3600, description="Longest time for a head, and for a body with a second more for each MiB."
+    )
+    keep_alive_timeout_s: float = Field(75, gt=0, description="How long an idle HTTP connection stays open.")
     decode_threads: int = Field(
         0, ge=0, le=256, description="Threads that decode JPEG files; 0: one a core, at most four."
     )

@@ -1,0 +1,140 @@
+"""Requests that repeat: a checked JSON header, kept by its bytes, so that the same bytes need no parsing again.
+
+Load clients send the same header with every tensor. What a header says about plain binary tensors depends on its bytes
+and on the model alone, so a `Plan` is what decoding and validation gave the first time. A header with values in it,
+with a timeout, with BYTES, or with shared memory (whose regions come and go) is never kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import orjson
+
+from servers.contract.codec import HEADER_LENGTH
+from servers.contract.records import InferRequest
+from servers.contract.signature import ModelSignature
+from servers.contract.tensors import Array
+from servers.native.answers import STATUS_LINES
+from servers.native.batcher import batch_key
+
+_KEPT_PLANS = 256
+KEPT_HEADER_BYTES = 4096
+"""Longer JSON headers are decoded each time."""
+
+_OK_LINE = STATUS_LINES[200]
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    name: str
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    count: int
+    offset: int
+
+
+class Plan:
+    """What one JSON header asks for, in front of a body of `body_bytes`."""
+
+    __slots__ = ("_answers", "_inputs", "_names", "_request_id", "body_bytes", "key", "rows")
+
+    def __init__(
+        self, inputs: tuple[_Input, ...], names: tuple[str, ...], request_id: str, rows: int, body_bytes: int
+    ) -> None:
+        self._inputs = inputs
+        self._names = names
+        self._request_id = request_id
+        self._answers: dict[tuple[tuple[int, ...], ...], bytes] = {}
+        self.rows = rows
+        self.body_bytes = body_bytes
+        self.key = batch_key((item.name, item.shape) for item in inputs)
+
+    def arrays(self, body: memoryview) -> Mapping[str, Array]:
+        """Views over a body of `body_bytes`; nothing is copied."""
+        return {
+            item.name: np.frombuffer(body, item.dtype, item.count, item.offset).reshape(item.shape)
+            for item in self._inputs
+        }
+
+    def answer(self, outputs: Mapping[str, Array], signature: ModelSignature, common: bytes) -> bytes:
+        """The whole answer; `common` is whole header lines.
+
+        All between them and the outputs' bytes is the same for the same shapes, so it is kept.
+        """
+        arrays = [outputs[name] for name in self._names]
+        data = [array.tobytes() for array in arrays]
+        shapes = tuple([array.shape for array in arrays])
+        prefix = self._answers.get(shapes)
+        if prefix is None:
+            prefix = self._prefix(signature, arrays, data)
+            if len(self._answers) < 8:
+                self._answers[shapes] = prefix
+        return b"".join([_OK_LINE, common, prefix, *data])
+
+    def _prefix(self, signature: ModelSignature, arrays: list[Array], data: list[bytes]) -> bytes:
+        datatypes = {spec.name: spec.datatype for spec in signature.outputs}
+        document: dict[str, object] = {"id": self._request_id} if self._request_id else {}
+        document["model_name"] = signature.name
+        document["model_version"] = signature.version
+        document["outputs"] = [
+            {
+                "name": name,
+                "datatype": datatypes[name],
+                "shape": list(array.shape),
+                "parameters": {"binary_data_size": len(part)},
+            }
+            for name, array, part in zip(self._names, arrays, data, strict=True)
+        ]
+        text = orjson.dumps(document)
+        return b"".join(
+            [
+                b"content-type: application/octet-stream\r\n",
+                f"{HEADER_LENGTH.lower()}: {len(text)}\r\n".encode(),
+                b"content-length: %d\r\n\r\n" % (len(text) + sum(map(len, data))),
+                text,
+            ]
+        )
+
+
+class PlanCache:
+    """The plans of one model, the latest few."""
+
+    def __init__(self, signature: ModelSignature) -> None:
+        self._signature = signature
+        self._plans: dict[bytes, Plan] = {}
+
+    def find(self, header: bytes, body_bytes: int) -> Plan | None:
+        """The plan of a header that came before, in front of a body of the same size."""
+        plan = self._plans.get(header)
+        return plan if plan is not None and plan.body_bytes == body_bytes else None
+
+    def keep(self, header: bytes, request: InferRequest, body_bytes: int) -> Plan | None:
+        """Make a plan of a decoded request; None for one that has to be decoded each time. Raises `ContractError`."""
+        known = self._signature.outputs
+        wanted = request.outputs
+        if wanted is None:
+            names, binary = tuple(spec.name for spec in known), request.binary_output
+        else:
+            names = tuple(output.name for output in wanted)
+            binary = all(output.binary and output.window is None for output in wanted)
+        plain = binary and "timeout" not in request.parameters and all(spec.datatype != "BYTES" for spec in known)
+        if not plain or len(header) > KEPT_HEADER_BYTES:
+            return None
+        items: list[_Input] = []
+        offset = len(header)
+        for tensor in request.inputs:
+            if tensor.window is not None or tensor.datatype == "BYTES" or tensor.data.size == 0:
+                return None
+            items.append(_Input(tensor.name, tensor.data.dtype, tensor.shape, tensor.data.size, offset))
+            offset += tensor.data.nbytes
+        if offset != body_bytes:  # some tensor's values are in the JSON
+            return None
+        rows, _ = self._signature.validate(request)
+        plan = Plan(tuple(items), names, request.id, rows, body_bytes)
+        if len(self._plans) >= _KEPT_PLANS:  # headers that differ each time must not collect
+            self._plans.clear()
+        self._plans[header] = plan
+        return plan
