@@ -6,7 +6,9 @@ from pathlib import Path
 
 from loadgen.checks import in_order, reason_against
 from loadgen.comparisons import compare_all, invalidate
+from loadgen.evidence_checks import check_evidence
 from loadgen.fairness_checks import check_fairness
+from loadgen.gpu_series import gpu_series
 from loadgen.load_checks import check_load
 from loadgen.machine_checks import check_machine
 from loadgen.records import Label
@@ -43,6 +45,7 @@ def analyse_run(run: StoredRun) -> Result:
     checks = in_order(
         [
             *check_run(run),
+            *check_evidence(run),
             *check_fairness(run),
             *check_load(run, blocks, summaries, accounts),
             *check_machine(run, blocks),
@@ -67,4 +70,8 @@ def analyse_run(run: StoredRun) -> Result:
         stages=accounts,
         cold_starts=run.cold_starts,
         blocks=blocks,
+        evidence=run.evidence,
+        gpu=gpu_series(
+            run.readings, run.evidence, min((block.record.window_start_ns for block in run.blocks), default=0)
+        ),
     )

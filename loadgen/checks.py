@@ -3,7 +3,7 @@
 Each check has a value, a threshold, a scope and a remedy. A check that lacks its data is unknown (`ok` None), never
 ok. What a check that is not ok does is its severity: `invalidates` takes the verdict from what it covers, `warns` and
 `informs` are said beside it. Adding a check means adding a definition here and a function that makes it to
-`run_checks`, `load_checks` or `fairness_checks`.
+`run_checks`, `evidence_checks`, `load_checks` or `fairness_checks`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class CheckName(StrEnum):
     """All checks, in the order in which they are shown."""
 
     GPU_PRESENT = "gpu_present"
+    GPU_EVIDENCE = "gpu_evidence"
+    NEGATIVE_CONTROL = "negative_control"
     RUN_FINISHED = "run_finished"
     PARITY = "parity"
     REQUEST_ERRORS = "request_errors"
@@ -91,6 +93,18 @@ class Check(Record, frozen=True, kw_only=True):
 DEFINITIONS: dict[CheckName, CheckDefinition] = {
     CheckName.GPU_PRESENT: CheckDefinition(
         "a GPU did the work", "informs", "informs", "Run on a machine with an NVIDIA GPU to compare GPU serving."
+    ),
+    CheckName.GPU_EVIDENCE: CheckDefinition(
+        "both arms are proven to run on the same GPU",
+        "invalidates",
+        "invalidates",
+        "Read the findings below and docs/gpu-proof.md: each code has its remedy there.",
+    ),
+    CheckName.NEGATIVE_CONTROL: CheckDefinition(
+        "a deliberate CPU run is recognised as one",
+        "warns",
+        "informs",
+        "Let nothing else use the GPU: what keeps it busy while a server computes on the CPU blurs every finding.",
     ),
     CheckName.RUN_FINISHED: CheckDefinition(
         "the run finished as planned", "invalidates", "invalidates", "Run the comparison again and let it finish."

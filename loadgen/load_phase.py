@@ -11,6 +11,7 @@ from loadgen.environment import utc_now
 from loadgen.forecast import Forecast
 from loadgen.generator_messages import Open, Outcome
 from loadgen.generator_process import GeneratorError, GeneratorProcess
+from loadgen.gpu_recording import GpuRecording
 from loadgen.progress import Progress
 from loadgen.records import BlockRecord, Cell, Label, StageTotals
 from loadgen.schedule import ScheduledBlock
@@ -28,12 +29,19 @@ class LoadPhase:
     """The blocks of one run."""
 
     def __init__(
-        self, arms: Mapping[Label, Arm], generator: GeneratorProcess, store: RunStore, progress: Progress
+        self,
+        arms: Mapping[Label, Arm],
+        generator: GeneratorProcess,
+        store: RunStore,
+        progress: Progress,
+        gpu: GpuRecording | None = None,
     ) -> None:
+        """With `gpu` there is an idle gap before, between and after the rounds, and an edge beside every block."""
         self._arms = arms
         self._generator = generator
         self._store = store
         self._progress = progress
+        self._gpu = gpu
 
     def warm_up(self, cells: Sequence[Cell]) -> None:
         """Every load shape on every arm, outside any window and in no sample file. Raises `LoadError`."""
@@ -55,22 +63,40 @@ class LoadPhase:
 
     def run(self, blocks: Sequence[ScheduledBlock], forecast: Forecast) -> None:
         """All blocks in order. Raises `LoadError` after storing a block that was cut short, `StorageError`."""
+        pair = None
         for number, block in enumerate(blocks, start=1):
+            if block.pair != pair:
+                self._idle()
+                pair = block.pair
             self._progress.now(f"block {number} of {len(blocks)}: {block.label.upper()} {block.cell.name}")
             started = monotonic()
-            record, outcome = self._run_block(block)
-            self._store.block(record)
+            record, outcome = self._stored_block(block)
             forecast.block_took(block, monotonic() - started)
             self._progress.block_done(record, outcome.latency_p50_ns)
             self._progress.plan(forecast.remaining_s())
-            if outcome.storage_error is not None:
-                path = self._store.samples_path(block.index)
-                raise StorageError(storage_sentence(path, outcome.storage_error))
-            if not record.complete:
-                raise LoadError(
-                    f"{block.cell.name} on arm {block.label} was cut short: "
-                    f"{outcome.cut_reason}{self._obituary(block.label)}"
-                )
+        self._idle()
+
+    def measure(self, block: ScheduledBlock) -> BlockRecord:
+        """One block outside the schedule, stored. Raises as `run` does."""
+        return self._stored_block(block)[0]
+
+    def _idle(self) -> None:
+        if self._gpu is not None:
+            self._progress.now("nothing is sent, so that the GPU's idling is known")
+            self._gpu.gap()
+
+    def _stored_block(self, block: ScheduledBlock) -> tuple[BlockRecord, Outcome]:
+        record, outcome = self._run_block(block)
+        self._store.block(record)
+        if outcome.storage_error is not None:
+            path = self._store.samples_path(block.index)
+            raise StorageError(storage_sentence(path, outcome.storage_error))
+        if not record.complete:
+            raise LoadError(
+                f"{block.cell.name} on arm {block.label} was cut short: "
+                f"{outcome.cut_reason}{self._obituary(block.label)}"
+            )
+        return record, outcome
 
     def _run_block(self, block: ScheduledBlock) -> tuple[BlockRecord, Outcome]:
         arm, cell = self._arms[block.label], block.cell
@@ -80,6 +106,8 @@ class LoadPhase:
         )
         try:
             self._generator.open(command)
+            if self._gpu is not None:
+                self._gpu.edge(f"block {block.index} before")
             before = arm.endpoint.statistics(arm.model)
             cpu_before = arm.deployment.cpu_ns()
             started_at = utc_now()
@@ -87,6 +115,8 @@ class LoadPhase:
         except GeneratorError as exc:
             raise LoadError(f"{cell.name} on arm {block.label}: {exc}{self._obituary(block.label)}") from exc
         cpu_after = arm.deployment.cpu_ns()
+        if self._gpu is not None:
+            self._gpu.edge(f"block {block.index} after")
         stages = None if before is None else self._stages_after(arm, before, outcome)
         cpu_ns = None if cpu_before is None or cpu_after is None else cpu_after - cpu_before
         return self._record(block, started_at, outcome, cpu_ns, stages), outcome

@@ -7,6 +7,7 @@
     DIR/cold_starts.json   list[ColdStart], rewritten after each repetition
     DIR/blocks/NNNN.json   BlockRecord    written when the block is complete, after its samples
     DIR/samples/NNNN.npy   see `loadgen.samples`
+    DIR/gpu/, DIR/evidence.json   see `loadgen.evidence.records`; only where there is a GPU
     DIR/run.json           RunState       "running", then "finished", "interrupted" or "failed"
 
 `result.json`, `report.html` and `summary.md` are made from these alone, at any time, by `abserve report DIR`.
@@ -74,6 +75,8 @@ class Experiment(Record, frozen=True, kw_only=True):
     seed: int
     equivalence_margin: float
     threads: int
+    gpu_control: bool = True
+    """Whether an arm is run on the CPU too where there is a GPU: the negative control of the evidence."""
 
 
 class Environment(Record, frozen=True, kw_only=True):

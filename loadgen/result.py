@@ -15,6 +15,8 @@ import msgspec
 
 from loadgen.checks import Check
 from loadgen.comparisons import Comparison
+from loadgen.evidence.records import EvidenceFile
+from loadgen.gpu_series import GpuSeries
 from loadgen.records import ArmRecord, ColdStart, Environment, Experiment, ParityRecord, Record, RunState
 from loadgen.stages import StageAccount
 from loadgen.summaries import BlockSummary, CellSummary
@@ -41,6 +43,8 @@ class Result(Record, frozen=True, kw_only=True):
     stages: tuple[StageAccount, ...]
     cold_starts: tuple[ColdStart, ...]
     blocks: tuple[BlockSummary, ...]
+    evidence: EvidenceFile | None = None
+    gpu: tuple[GpuSeries, ...] = ()
 
 
 class ResultError(Exception):

@@ -7,61 +7,12 @@ from collections.abc import Sequence
 from loadgen.checks import PLAN, Check, CheckName, cell_scope, make_check
 from loadgen.comparisons import MIN_PAIRS, Comparison
 from loadgen.quantities import share
-from loadgen.records import ArmRecord
 from loadgen.stored_run import StoredRun
 
 
 def check_run(run: StoredRun) -> list[Check]:
     """Everything that does not need a sample."""
-    return [_gpu(run), _finished(run), _parity(run), *_cold_starts(run), _weights(run), *_native_backend(run)]
-
-
-def _gpu(run: StoredRun) -> Check:
-    devices = [arm_device(arm) for arm in run.arms]
-    status = run.environment.gpu.get("status") if run.environment else None
-    if devices and all(device is not None for device in devices):
-        on_gpu = [device for device in devices if device and not device.startswith("cpu")]
-        if len(on_gpu) == len(devices):
-            return make_check(
-                CheckName.GPU_PRESENT,
-                None,
-                value="reported",
-                threshold="every arm on a GPU, with evidence",
-                detail="both arms say that they run on a GPU; no evidence was recorded",
-            )
-        if not on_gpu:
-            where = "This machine has no GPU" if status != "ok" else "Both arms ran on the CPU"
-            return make_check(
-                CheckName.GPU_PRESENT,
-                False,
-                value="cpu",
-                threshold="every arm on a GPU",
-                detail=f"{where}: this is a CPU comparison.",
-            )
-        return make_check(
-            CheckName.GPU_PRESENT,
-            False,
-            value="one arm",
-            threshold="every arm on a GPU",
-            detail="One arm ran on a GPU and the other on the CPU.",
-        )
-    if status is not None and status != "ok" and all(arm.launched for arm in run.arms):
-        return make_check(
-            CheckName.GPU_PRESENT,
-            False,
-            value=str(status),
-            threshold="every arm on a GPU",
-            detail="This machine has no GPU: this is a CPU comparison.",
-        )
-    return make_check(
-        CheckName.GPU_PRESENT, None, threshold="every arm on a GPU", detail="the servers do not tell what they run on"
-    )
-
-
-def arm_device(arm: ArmRecord) -> str | None:
-    """cpu or cuda:N in effect; None where the server does not tell."""
-    device = arm.in_effect.get("device")
-    return str(device) if device is not None else None
+    return [_finished(run), _parity(run), *_cold_starts(run), _weights(run), *_native_backend(run)]
 
 
 def _finished(run: StoredRun) -> Check:

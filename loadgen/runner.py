@@ -7,13 +7,10 @@ During the blocks both servers are up and one of them is under load.
 
 from __future__ import annotations
 
-import signal
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Literal
 
 from loadgen.arms import Arm
@@ -28,7 +25,10 @@ from loadgen.environment import read_environment, utc_now
 from loadgen.forecast import Forecast
 from loadgen.generator_messages import Prepare
 from loadgen.generator_process import GeneratorError, GeneratorProcess
+from loadgen.gpu_recording import SAMPLER
+from loadgen.gpu_stage import GpuStage
 from loadgen.inputs import InputError, SampleInputs
+from loadgen.interruption import terminated_as_interrupted, uninterrupted
 from loadgen.load_phase import LoadError, LoadPhase
 from loadgen.parity import check_parity
 from loadgen.preparation import (
@@ -66,23 +66,30 @@ RUN_ERRORS = (
 
 
 def run_experiment(
-    experiment: Experiment, out_dir: Path, progress: Progress, *, abserve: Sequence[str] = ABSERVE
+    experiment: Experiment,
+    out_dir: Path,
+    progress: Progress,
+    *,
+    abserve: Sequence[str] = ABSERVE,
+    sampler: Sequence[str] = SAMPLER,
 ) -> RunState:
     """Run everything; returns how it ended. Nothing that it started is left behind, however it ends.
+
+    `sampler` is the command of the GPU sampler; it gets `--out FILE`.
 
     Raises `StorageError` only when not even the experiment can be stored.
     """
     store = RunStore(out_dir)
     store.experiment(experiment)
-    run = _Run(experiment, store, progress, abserve)
+    run = _Run(experiment, store, progress, abserve, sampler)
     error: str | None = None
     ended: Literal["finished", "interrupted", "failed"] = "finished"
-    with _terminated_as_interrupted():
+    with terminated_as_interrupted():
         try:
             try:
                 run.phases()
             finally:
-                with _uninterrupted():
+                with uninterrupted():
                     run.close()
         except KeyboardInterrupt:
             ended = "interrupted"
@@ -101,7 +108,14 @@ def run_experiment(
 class _Run:
     """The phases of one run and what is open in them."""
 
-    def __init__(self, experiment: Experiment, store: RunStore, progress: Progress, abserve: Sequence[str]) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        store: RunStore,
+        progress: Progress,
+        abserve: Sequence[str],
+        sampler: Sequence[str],
+    ) -> None:
         self.phase = "starting"
         self._experiment = experiment
         self._store = store
@@ -114,6 +128,8 @@ class _Run:
         self._abserve = tuple(abserve)
         self._requests = requests
         self._arms: dict[Label, Arm] = {}
+        self._gpu = GpuStage(experiment, store, self._work, progress, self._abserve, sampler)
+        self._resources.callback(self._gpu.close)
 
     def phases(self) -> None:
         """Everything in order."""
@@ -134,7 +150,7 @@ class _Run:
         self.enter("checking parity")
         self._check_parity(inputs, signature, records)
         if self._blocks:
-            self._load(samples_folder, signature)
+            self._load(samples_folder, signature, records)
         self.enter("stopping the servers")
         for arm in self._arms.values():
             arm.deployment.stop()
@@ -200,7 +216,7 @@ class _Run:
                 f"the arms do not give the same answers, so their speed is not compared: {record.error or failed}"
             )
 
-    def _load(self, samples_folder: Path, signature: Signature) -> None:
+    def _load(self, samples_folder: Path, signature: Signature, records: list[ArmRecord]) -> None:
         self.enter("warming up")
         generator = GeneratorProcess(self._store.log_path("generator"))
         self._resources.callback(generator.stop)
@@ -215,11 +231,18 @@ class _Run:
                 seed=self._experiment.seed,
             )
         )
-        phase = LoadPhase(self._arms, generator, self._store, self._progress)
-        phase.warm_up(cells)
+        LoadPhase(self._arms, generator, self._store, self._progress).warm_up(cells)
+        self._gpu.start(self._arms, records)
+
+        def make_phase(arms: Mapping[Label, Arm], store: RunStore) -> LoadPhase:
+            return LoadPhase(arms, generator, store, self._progress, self._gpu.recording)
+
         self.enter("load")
         self._forecast.load_begins()
-        phase.run(self._blocks, self._forecast)
+        make_phase(self._arms, self._store).run(self._blocks, self._forecast)
+        if self._gpu.recording is not None:
+            self.enter("proving where the model ran")
+            self._gpu.finish(make_phase)
         generator.stop()
 
     def _measure_cold_starts(self, inputs: SampleInputs, signature: Signature) -> None:
@@ -246,34 +269,3 @@ class _Run:
 def _gpu(records: list[ArmRecord]) -> dict[str, object]:
     """This machine's GPU as a server of ours reports it."""
     return next((r.gpu_info for r in records if r.launched and r.gpu_info is not None), {"status": "unknown"})
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C must not leave servers behind; stopping is bounded."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

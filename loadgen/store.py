@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from loadgen.evidence.records import EvidenceFile
 from loadgen.records import (
     ArmRecord,
     BlockRecord,
@@ -64,6 +65,10 @@ class RunStore:
     def state(self, record: RunState) -> None:
         """How the run stands."""
         self._write("run.json", record)
+
+    def evidence(self, record: EvidenceFile) -> None:
+        """Where the arms ran."""
+        self._write("evidence.json", record)
 
     def samples_path(self, index: int) -> Path:
         """Where the generator writes a block's samples."""

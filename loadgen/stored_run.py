@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
+from loadgen.evidence.readings import Readings, ReadingsError, read_readings
+from loadgen.evidence.records import EvidenceFile
 from loadgen.records import (
     ArmRecord,
     BlockRecord,
@@ -63,6 +65,9 @@ class StoredRun:
     blocks: tuple[StoredBlock, ...]
     partial_blocks: tuple[PartialBlock, ...]
     state: RunState | None
+    evidence: EvidenceFile | None = None
+    readings: Readings | None = None
+    """Of the GPU, where there is evidence."""
 
 
 def read_run(directory: Path) -> StoredRun:
@@ -77,6 +82,7 @@ def read_run(directory: Path) -> StoredRun:
     blocks = tuple(
         _read_block(directory, record, cells) for record in sorted(filter(None, records), key=lambda r: r.index)
     )
+    evidence = _read(directory / "evidence.json", EvidenceFile)
     return StoredRun(
         directory=directory,
         experiment=experiment,
@@ -87,7 +93,18 @@ def read_run(directory: Path) -> StoredRun:
         blocks=blocks,
         partial_blocks=_read_partial(directory, {block.record.samples for block in blocks}),
         state=_read(directory / "run.json", RunState),
+        evidence=evidence,
+        readings=_read_gpu(directory, evidence),
     )
+
+
+def _read_gpu(directory: Path, evidence: EvidenceFile | None) -> Readings | None:
+    if evidence is None:
+        return None
+    try:
+        return read_readings([directory / name for name in evidence.readings])
+    except ReadingsError as exc:
+        raise StoredRunError(str(exc)) from exc
 
 
 def _read(path: Path, kind: type[T]) -> T | None:

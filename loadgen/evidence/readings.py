@@ -134,6 +134,8 @@ class DeviceReadings:
     energy_joules: Values
     power_at_ns: Ns
     power_watts: Values
+    sm_active_at_ns: Ns
+    sm_active: Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,7 @@ def _series(uuid: str, lines: Sequence[Line]) -> DeviceReadings:
     )
     energy = [(line.at_ns, line.energy_joules) for line in readings if line.energy_joules is not None]
     power = [(line.at_ns, line.power_watts) for line in readings if line.power_watts is not None]
+    sm_active = [(line.at_ns, line.sm_active_ratio) for line in readings if line.sm_active_ratio is not None]
     ordered = sorted(samples.items())
     return DeviceReadings(
         uuid=uuid,
@@ -216,6 +219,8 @@ def _series(uuid: str, lines: Sequence[Line]) -> DeviceReadings:
         energy_joules=_values(energy),
         power_at_ns=_times(power),
         power_watts=_values(power),
+        sm_active_at_ns=_times(sm_active),
+        sm_active=_values(sm_active),
     )
 
 

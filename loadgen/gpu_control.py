@@ -1,0 +1,70 @@
+"""The negative control: an arm once more, on the CPU and on purpose, so that the evidence has a case to say "no" to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from loadgen.arms import Arm
+from loadgen.deployment.interface import Deployment
+from loadgen.gpu_evidence import ControlRun
+from loadgen.load_phase import LoadPhase
+from loadgen.records import ArmRecord, ArmRequest, Cell, Experiment, Label
+from loadgen.sample_files import read_samples
+from loadgen.schedule import ScheduledBlock
+from loadgen.store import RunStore
+
+CONTROL_SECONDS = 35.0
+_READY_SECONDS = 300.0
+_ON_A_GPU_ONLY = ("mode", "precision")
+
+
+def control_request(request: ArmRequest) -> ArmRequest:
+    """The arm on the CPU, in FP32, which every engine offers there, and in the mode that it chooses."""
+    kept = {name: value for name, value in request.settings.items() if name.lstrip("-") not in _ON_A_GPU_ONLY}
+    return msgspec.structs.replace(request, settings={**kept, "device": "cpu"})
+
+
+def control_cell(experiment: Experiment) -> Cell:
+    """The smallest request of the run, one after the other."""
+    batch_size = min(cell.batch_size for cell in experiment.cells if cell.scenario != "cold-start")
+    return Cell(
+        scenario="single" if batch_size == 1 else "batched",
+        batch_size=batch_size,
+        concurrency=1,
+        requests=2,
+        seconds=CONTROL_SECONDS,
+        max_seconds=2 * CONTROL_SECONDS,
+        pairs=1,
+    )
+
+
+def run_control(
+    request: ArmRequest,
+    cell: Cell,
+    model: str,
+    directory: Path,
+    deploy: Callable[[ArmRequest, RunStore], Deployment],
+    make_phase: Callable[[Mapping[Label, Arm], RunStore], LoadPhase],
+    describe: Callable[[Arm, RunStore], ArmRecord],
+) -> ControlRun:
+    """Start the server, load it, stop it. What it stores is in `directory`, which is like that of a run and is none.
+
+    Raises what starting and loading raise: `DeploymentError`, `EndpointError`, `LoadError`, `StorageError` …
+    """
+    store = RunStore(directory)
+    deployment = deploy(control_request(request), store)
+    arm = Arm(request, deployment, model)
+    try:
+        deployment.start()
+        deployment.wait_ready(model, _READY_SECONDS)
+        record = describe(arm, store)
+        phase = make_phase({request.label: arm}, store)
+        phase.warm_up([cell])
+        block = phase.measure(ScheduledBlock(0, cell, 0, request.label, 0))
+        pids = frozenset(deployment.pids())
+    finally:
+        deployment.stop()
+    return ControlRun(arm=record, block=block, samples=read_samples(store.samples_path(block.index)), pids=pids)
