@@ -7,7 +7,7 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare test test-slow benchmark lint format doctor repo clean
+.PHONY: help setup compare test test-slow test-compose benchmark lint format doctor repo clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,13 +27,17 @@ test: setup ## run the tests (under 10 minutes on 2 cores)
 test-slow: setup ## run the tests that take minutes
 	@$(BIN)/python -m pytest -m "slow and not gpu and not compose" $(ARGS)
 
+test-compose: setup ## build the images, bring the cpu profile up for real, use it, kill it, take it down (needs Docker)
+	@$(BIN)/python -m pytest -m compose -s tests/compose $(ARGS)
+
 benchmark: setup ## measure our own overheads as ratios, side by side
 	@$(BIN)/python -m pytest -m benchmark -s tests/benchmarks $(ARGS)
 
-lint: setup ## ruff and mypy --strict
+lint: setup ## ruff, mypy --strict, and the files of docker compose (with docker and promtool where they are)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/compose/test_files.py
 
 format: setup ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -39,9 +40,13 @@ def doctor(
 
 def findings() -> list[Finding]:
     """Everything that was looked at, needed things first."""
+    from servers.container_findings import container_findings
+    from servers.gpu.info import gpu_info
     from servers.triton.wheel import diagnose
 
-    return [_python(), *_packages(), *diagnose(), _gpu(), *_ports(), _disk(), _shared_memory(), _exposure()]
+    gpu = gpu_info(None)
+    machine = [_python(), *_packages(), *diagnose(), _gpu(gpu), *_ports(), _disk(), _shared_memory(), _exposure()]
+    return [*machine, *container_findings(gpu)]
 
 
 def _python() -> Finding:
@@ -61,11 +66,8 @@ def _packages() -> list[Finding]:
     return result
 
 
-def _gpu() -> Finding:
+def _gpu(document: Mapping[str, object]) -> Finding:
     """A machine without a GPU is fine for a CPU comparison, and the finding says which of the two this is."""
-    from servers.gpu.info import gpu_info
-
-    document = gpu_info(None)
     status = str(document["status"])
     devices = document["devices"]
     if status == "ok" and isinstance(devices, list) and devices:

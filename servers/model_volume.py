@@ -133,6 +133,8 @@ def write_whole(path: Path, content: bytes) -> None:
 def link_whole(source: Path, target: Path) -> None:
     """A hard link, so that hundreds of megabytes lie on the disk once; a copy where the file system has no links."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and target.samefile(source):
+        return  # renaming a link onto another one to the same file would do nothing, and leave both
     part = target.with_name(f"{target.name}.part")
     part.unlink(missing_ok=True)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -134,8 +135,10 @@ def test_the_dockerfile_keeps_its_rules() -> None:
 def test_scripts_can_run(script: Path) -> None:
     assert os.access(script, os.X_OK)
     first = script.read_text().splitlines()[0]
-    check = ["bash", "-n", str(script)] if "bash" in first else [sys.executable, "-m", "py_compile", str(script)]
-    assert subprocess.run(check, capture_output=True, check=False).returncode == 0
+    if "python" in first:
+        ast.parse(script.read_text())
+    else:
+        assert subprocess.run(["bash", "-n", str(script)], capture_output=True, check=False).returncode == 0
 
 
 def test_the_dashboards_are_those_that_the_generator_makes(tmp_path: Path) -> None:

@@ -1,0 +1,140 @@
+"""What Prometheus is shown of runs and of the load generator."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadgen.exporters.counts import BOUNDS_S, DurationCounts
+from loadgen.exporters.load import LoadCollector, LoadCounts
+from loadgen.exporters.runs import SILENT_SECONDS, RunsCollector
+
+
+def scraped(collector: Any) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def store(run: Path, /, **documents: object) -> None:
+    run.mkdir(parents=True, exist_ok=True)
+    for name, document in {"experiment": {}, **documents}.items():
+        (run / f"{name}.json").write_text(json.dumps(document))
+
+
+COMPARISON = {
+    "scenario": "single", "metric": "throughput", "verdict": "b_faster", "ratio_b_over_a": 1.2, "ci95": [1.1, 1.3],
+}  # fmt: skip
+
+
+def test_a_run_is_followed_from_its_start_to_its_verdict(tmp_path: Path) -> None:
+    run = tmp_path / "r1"
+    collector = RunsCollector(tmp_path)
+    assert scraped(collector) == {}
+    store(run, run={"state": "running", "phase": "load"})
+    assert scraped(collector)["abserve_run_running"] == {(("phase", "load"), ("run", "r1")): 1.0}
+    store(
+        run,
+        run={"state": "finished", "phase": "finished"},
+        result={"valid": True, "verdict": {"headline": "B wins"}, "comparisons": [COMPARISON], "arms": []},
+        evidence={"records": [
+            {"label": "a", "cell": None, "finding": "GPU_VERIFIED", "code": None},
+            {"label": "a", "cell": None, "finding": "CPU_FALLBACK", "code": None, "control": True},
+        ]},
+    )  # fmt: skip
+    found = scraped(collector)
+    assert list(found["abserve_run_running"].values()) == [0.0]
+    assert found["abserve_run_valid"] == {(("headline", "B wins"), ("run", "r1")): 1.0}
+    assert list(found["abserve_comparison_ratio"].values()) == [1.2]
+    assert list(found["abserve_comparison_ratio_high"].values()) == [1.3]
+    (evidence,) = found["abserve_run_gpu_evidence"]
+    assert dict(evidence)["finding"] == "GPU_VERIFIED"
+
+
+def test_a_killed_run_does_not_run_for_ever(tmp_path: Path) -> None:
+    store(tmp_path / "r1", run={"state": "running", "phase": "load"})
+    later = RunsCollector(tmp_path, wall_s=lambda: time.time() + SILENT_SECONDS + 1)
+    assert list(scraped(later)["abserve_run_running"].values()) == [0.0]
+
+
+def test_a_comparison_without_a_ratio_shows_none(tmp_path: Path) -> None:
+    store(
+        tmp_path / "r1", result={"valid": False, "comparisons": [{**COMPARISON, "ratio_b_over_a": None, "ci95": None}]}
+    )
+    found = scraped(RunsCollector(tmp_path))
+    assert list(found["abserve_run_valid"].values()) == [0.0]
+    assert "abserve_comparison_ratio" not in found
+
+
+def test_half_a_file_shows_nothing_and_breaks_nothing(tmp_path: Path) -> None:
+    store(tmp_path / "r1", run={"state": "finished", "phase": "finished"})
+    (tmp_path / "r1/result.json").write_text('{"valid": tr')
+    (tmp_path / "r1/evidence.json").write_text("[]")
+    assert "abserve_run_valid" not in scraped(RunsCollector(tmp_path))
+    assert scraped(RunsCollector(tmp_path / "absent")) == {}
+
+
+def test_a_changed_result_is_read_again(tmp_path: Path) -> None:
+    collector = RunsCollector(tmp_path)
+    store(tmp_path / "r1", result={"valid": False})
+    assert list(scraped(collector)["abserve_run_valid"].values()) == [0.0]
+    store(tmp_path / "r1", result={"valid": True})
+    os.utime(tmp_path / "r1/result.json", ns=(1, time.time_ns() + 10**9))
+    assert list(scraped(collector)["abserve_run_valid"].values()) == [1.0]
+
+
+def environment(**runner: object) -> Any:
+    state = {"user_count": 4, "state": "running", "current_cpu_usage": 50, **runner}
+    return SimpleNamespace(runner=SimpleNamespace(**state), user_classes=[], host="http://h")
+
+
+def test_a_master_shows_the_sum_of_its_workers() -> None:
+    workers = [LoadCounts(), LoadCounts()]
+    total = LoadCounts()
+    for worker in workers:
+        for _ in range(3):
+            worker.on_request(name="infer", response_time=10.0, response_length=2000, exception=None)
+        worker.on_request(name="infer", response_time=1.0, response_length=0, exception=RuntimeError())
+        worker.lag.add(0.001)
+        total.merge(json.loads(json.dumps(worker.take())))
+        total.merge(worker.take())  # nothing counts twice
+    found = scraped(LoadCollector(environment(), total))
+    name = (("name", "infer"),)
+    assert found["abserve_load_requests_total"] == {name: 8.0}
+    assert found["abserve_load_failures_total"] == {name: 2.0}
+    assert found["abserve_load_response_bytes_total"] == {name: 12000.0}
+    assert found["abserve_load_latency_seconds_count"] == {name: 6.0}
+    assert found["abserve_load_latency_seconds_sum"][name] == pytest.approx(0.06)
+    assert found["abserve_load_send_lag_seconds_count"] == {(): 2.0}
+    assert found["abserve_load_users"] == {(): 4.0}
+    assert found["abserve_load_cpu_ratio"] == {(("process", "local"),): 0.5}
+
+
+def test_buckets_hold_every_duration_once() -> None:
+    chance = random.Random(1)
+    counts = DurationCounts()
+    values = [10 ** chance.uniform(-6, 2.5) for _ in range(500)]
+    for value in values:
+        counts.add(value)
+    cumulated = list(counts.cumulated())
+    assert cumulated[-1] == ("+Inf", 500)
+    for bound_s, (_, count) in zip(BOUNDS_S, cumulated, strict=False):
+        assert count == sum(value <= bound_s for value in values)
+
+
+def test_what_is_no_count_is_refused() -> None:
+    with pytest.raises(TypeError, match="not a count"):
+        DurationCounts().merge({"counts": [1, 2], "total_s": 0.0})

@@ -1,0 +1,85 @@
+"""What the service `models` puts into the volume: launch plans, sample inputs, Triton's repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from servers import model_volume
+from servers.model_volume import VolumeError, fill, link_whole, parse_backends
+
+
+@pytest.fixture
+def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A volume whose export is two small files: how a model is exported is tested elsewhere."""
+
+    def exported(_specification: object, _weights: object, root: Path, *, precision: str = "fp32", **_: Any) -> Any:
+        path = root / precision / ("model.onnx" if precision == "fp32" else "model_fp16.onnx")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(precision.encode())
+        return SimpleNamespace(path=path)
+
+    monkeypatch.setattr(model_volume, "ensure_artefact", exported)
+    return tmp_path
+
+
+def settings(**more: str) -> dict[str, str]:
+    return {**os.environ, "ABSERVE_NATIVE_ENGINE": "null", **more}
+
+
+def ports_are_free() -> bool:
+    for port in (8100, 8101):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError:
+                return False
+    return True
+
+
+@pytest.mark.skipif(not ports_are_free(), reason="a server listens on port 8100 or 8101 here")
+def test_a_gpu_volume_has_both_backends_and_a_request_for_a_plan(volume: Path) -> None:
+    fill(volume, "gpu", settings())
+    plan = json.loads((volume / "launch/native.json").read_text())
+    assert plan["title"] == "native null fp32"
+    assert plan["argv"][plan["argv"].index("--host") + 1] == "0.0.0.0"
+    assert (volume / "samples/samples.json").exists()
+    repository = volume / "repository"
+    assert (repository / "openclip_vit_b32_onnx/1/model.onnx").read_bytes() == b"fp32"
+    assert 'backend: "onnxruntime"' in (repository / "openclip_vit_b32_onnx/config.pbtxt").read_text()
+    assert 'backend: "tensorrt"' in (repository / "openclip_vit_b32_tensorrt/config.pbtxt").read_text()
+    request = json.loads((volume / "plan/request.json").read_text())
+    assert (volume / "plan" / request["onnx"]).read_bytes() == b"fp16"
+    assert Path(request["plan"]).parent.is_dir()
+    assert (request["input"], request["item_shape"]) == ("pixel_values", [3, 224, 224])
+
+    fill(volume, "gpu", settings(ABSERVE_MODELS_TRITON_BACKENDS="onnxruntime"))
+    assert [path.name for path in repository.iterdir()] == ["openclip_vit_b32_onnx"]
+    assert not (volume / "plan/request.json").exists()
+    assert not list(volume.rglob("*.part"))
+
+
+def test_settings_that_the_server_refuses_end_it(volume: Path) -> None:
+    with pytest.raises(VolumeError, match="serve native"):
+        fill(volume, "gpu", settings(ABSERVE_NATIVE_PRECISION="fp7"))
+
+
+@pytest.mark.parametrize("text", ["", "torch", "onnxruntime,torch"])
+def test_backends_that_there_are_not(text: str) -> None:
+    with pytest.raises(VolumeError, match="TRITON_BACKENDS"):
+        parse_backends({"ABSERVE_MODELS_TRITON_BACKENDS": text})
+
+
+def test_a_link_costs_no_disk_and_replaces_what_was_there(tmp_path: Path) -> None:
+    source, target = tmp_path / "a", tmp_path / "deep/b"
+    source.write_bytes(b"1")
+    link_whole(source, target)
+    link_whole(source, target)
+    assert target.samefile(source)
