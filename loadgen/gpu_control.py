@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -42,9 +43,8 @@ def control_cell(experiment: Experiment) -> Cell:
 
 
 def run_control(
-    request: ArmRequest,
+    arm: Arm,
     cell: Cell,
-    model: str,
     directory: Path,
     deploy: Callable[[ArmRequest, RunStore], Deployment],
     make_phase: Callable[[Mapping[Label, Arm], RunStore], LoadPhase],
@@ -55,15 +55,16 @@ def run_control(
     Raises what starting and loading raise: `DeploymentError`, `EndpointError`, `LoadError`, `StorageError` …
     """
     store = RunStore(directory)
-    deployment = deploy(control_request(request), store)
-    arm = Arm(request, deployment, model)
+    deployment = deploy(control_request(arm.request), store)
+    control = replace(arm, deployment=deployment)
+    label = arm.request.label
     try:
         deployment.start()
-        deployment.wait_ready(model, _READY_SECONDS)
-        record = describe(arm, store)
-        phase = make_phase({request.label: arm}, store)
+        deployment.wait_ready(control.model, _READY_SECONDS)
+        record = describe(control, store)
+        phase = make_phase({label: control}, store)
         phase.warm_up([cell])
-        block = phase.measure(ScheduledBlock(0, cell, 0, request.label, 0))
+        block = phase.measure(ScheduledBlock(0, cell, 0, label, 0))
         pids = frozenset(deployment.pids())
     finally:
         deployment.stop()

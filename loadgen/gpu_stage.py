@@ -110,9 +110,8 @@ class GpuStage:
         self._progress.now(f"{request.label.upper()} once more on the CPU, on purpose: the negative control")
         try:
             control = run_control(
-                request,
+                self._arms[request.label],
                 control_cell(self._experiment),
-                self._experiment.model,
                 self._store.directory / "gpu" / "control",
                 self._deploy,
                 make_phase,
@@ -132,5 +131,5 @@ class GpuStage:
         if record.gpu_info is not None:
             return record
         log_path = store.log_path(f"{record.label}-{record.target}") if record.launched else Path()
-        document = ask_gpu_info(record, self._experiment.model, log_path, self._abserve)
+        document = ask_gpu_info(record, self._arms[record.label].model, log_path, self._abserve)
         return msgspec.structs.replace(record, gpu_info=document)

@@ -46,6 +46,8 @@ class EmbeddedDeployment:
         self._kind = kind
         self._options = dict(options)
         self._log_path = log_path
+        self.environment: dict[str, str] = {}
+        """Added to the server's own at the next start."""
         self._serve_command = (*abserve, "serve")
         self._plan: LaunchPlan | None = None
         self._process: ChildProcess | None = None
@@ -85,7 +87,9 @@ class EmbeddedDeployment:
         self.stop()
         self._plan = self._make_plan()
         try:
-            self._process = ChildProcess(self._plan.argv, log_path=self._log_path, env=self._plan.env)
+            self._process = ChildProcess(
+                self._plan.argv, log_path=self._log_path, env=self._plan.env | self.environment
+            )
         except ProcessError as exc:
             raise DeploymentError(str(exc)) from exc
 

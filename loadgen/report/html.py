@@ -13,7 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from loadgen.checks import CheckName
 from loadgen.quantities import sentence, share
-from loadgen.report import charts, run_charts, tables
+from loadgen.report import charts, evidence, run_charts, tables
 from loadgen.report.charts import Chart
 from loadgen.result import Result
 
@@ -37,6 +37,8 @@ def render_html(result: Result) -> str:
         check_rows=tables.check_rows(result),
         stage_tables={s.cell: rows for s in result.stages if (rows := tables.stage_rows(result, s.cell))},
         folded_note=tables.FOLDED_NOTE,
+        evidence_rows=evidence.evidence_rows(result),
+        evidence_headings=evidence.HEADINGS,
         summary_rows=tables.summary_rows(result),
         summary_headings=tables.SUMMARY_HEADINGS,
         arm_rows=tables.arm_rows(result),
@@ -59,6 +61,7 @@ def _charts(result: Result) -> dict[str, Chart]:
         run_charts.executed_batches,
         run_charts.cold_starts,
         run_charts.blocks,
+        evidence.gpu_chart,
     )
     made = [chart for make in makers if (chart := make(result)) is not None]
     return {chart.name: chart for chart in made}

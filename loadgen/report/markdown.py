@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loadgen.quantities import share
+from loadgen.report.evidence import HEADINGS, evidence_rows
 from loadgen.report.tables import (
     FOLDED,
     FOLDED_NOTE,
@@ -73,6 +74,11 @@ def render_markdown(result: Result) -> str:
             ],
         )
     )
+    if found := evidence_rows(result):
+        parts.append("## Where the arms ran")
+        parts.append(
+            _table(HEADINGS, [(r.arm, r.scenario, r.finding, *r.figures, r.why) for r in found], right=(3, 4, 5, 6, 7))
+        )
     if summaries := summary_rows(result):
         parts.append("## Measurements")
         parts.append(_table(SUMMARY_HEADINGS, summaries, right=tuple(range(2, len(SUMMARY_HEADINGS)))))

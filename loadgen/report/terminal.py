@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.quantities import share
+from loadgen.report.evidence import summary_lines
 from loadgen.report.tables import CheckState, ComparisonRow, check_rows, comparison_rows, titles
 from loadgen.result import Result
 
@@ -50,6 +51,11 @@ def print_result(result: Result, console: Console) -> None:
         )
         console.print()
     _print_reasons(result, console)
+    if lines := summary_lines(result):
+        console.print(Text("Where the arms ran", style="bold"))
+        for line in lines:
+            console.print(Text(f"  {line}"))
+        console.print()
     _print_checks(result, console)
 
 

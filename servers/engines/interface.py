@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -75,6 +76,26 @@ def pipeline_of(engine: Engine) -> Pipeline | None:
     """The engine's pipeline once it is loaded; None where batches run one after the other, as on a CPU."""
     pipeline: Pipeline | None = getattr(engine, "pipeline", None)
     return pipeline
+
+
+PROFILE_AT_START = "ABSERVE_PROFILE_AT_START"
+"""Environment variable: 0 leaves the profiled inference out, for starts that are timed."""
+
+
+def profiled(engine: Engine) -> EngineDescription | None:
+    """The description of a warm engine after one profiled inference, whose kernels it lists in `details["canary"]`.
+
+    None for an engine without a profiler, where `PROFILE_AT_START` says no and where profiling is not possible. Takes
+    about a second on a GPU, so it belongs to the start and never to a measured window.
+    """
+    canary = getattr(engine, "canary", None)
+    if canary is None or os.environ.get(PROFILE_AT_START) == "0":
+        return None
+    try:
+        canary()
+    except Exception:  # noqa: BLE001  a driver that lets nobody profile must not keep a server from starting
+        return None
+    return engine.describe()
 
 
 class EngineError(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
-from servers.engines.interface import Engine, EngineDescription, EngineError
+from servers.engines.interface import Engine, EngineDescription, EngineError, profiled
 
 log = structlog.get_logger("abserve.loading")
 
@@ -26,6 +26,7 @@ def load_engine(
         _check_batch_size(description, max_batch_size)
         loaded_ns = time.perf_counter_ns()
         engine.warm_up(warm_up_sizes(max_batch_size))
+        description = profiled(engine) or description
     except EngineError as error:
         log.error("the model cannot be served", reason=str(error))  # noqa: TRY400  the sentence says it all
         return None

@@ -19,7 +19,7 @@ import triton_python_backend_utils as pb_utils
 
 from servers.contract.tensors import Array
 from servers.engines.factory import build_engine
-from servers.engines.interface import Engine, EngineError
+from servers.engines.interface import Engine, EngineError, profiled
 from servers.export.model_config import warm_up_sizes
 from servers.models.image_decoder import ImageDecoder
 from servers.models.preprocessing import ImageError
@@ -68,6 +68,7 @@ class TritonPythonModel:
         loaded_ns = time.perf_counter_ns()
         self._engine.warm_up(warm_up_sizes(max_batch_size))
         warm_ns = time.perf_counter_ns()
+        in_effect = profiled(self._engine) or in_effect
 
         self._input_names = [tensor.name for tensor in specification.inputs]
         self._executor = BatchExecutor(self._engine, specification, max_batch_size, self._decoder)
