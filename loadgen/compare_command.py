@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loadgen.plan import BATCH_SIZES, SCENARIOS, PlanError, make_cells
+from loadgen.plan import BATCH_SIZES, SCENARIOS, PlanError, expects_gpu, make_cells
 from loadgen.records import ArmRequest, Experiment, Label
 
 EXIT_VALID, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 130
@@ -53,6 +53,14 @@ def compare(
     margin: Annotated[
         float, typer.Option(envvar=_env("MARGIN"), min=0.001, max=1.0, help="Differences within it are equivalence.")
     ] = 0.05,
+    gpu_control: Annotated[
+        bool,
+        typer.Option(
+            "--gpu-control/--no-gpu-control",
+            envvar=_env("GPU_CONTROL"),
+            help="With a GPU: run an arm on the CPU too, which must not pass for a GPU server.",
+        ),
+    ] = True,
     out: Annotated[
         Path | None, typer.Option(envvar=_env("OUT"), help="Folder for the results; default results/TIME-MODEL.")
     ] = None,
@@ -74,9 +82,10 @@ def compare(
     Exit status: 0 the comparison is valid, 1 it is not, 130 interrupted (finished blocks are kept).
     """
     try:
+        arm_a, arm_b = make_arm("a", a, a_option or []), make_arm("b", b, b_option or [])
         experiment = Experiment(
-            a=make_arm("a", a, a_option or []),
-            b=make_arm("b", b, b_option or []),
+            a=arm_a,
+            b=arm_b,
             model=model,
             weights=weights,
             payload="fp32",
@@ -88,11 +97,13 @@ def compare(
                 concurrency=concurrency,
                 requests=requests,
                 pairs=pairs,
+                gpu=expects_gpu(arm_a, arm_b),
             ),
             preset=preset,
             seed=seed,
             equivalence_margin=margin,
             threads=threads,
+            gpu_control=gpu_control,
         )
     except PlanError as exc:
         Console(stderr=True).print(f"error: {exc}", style="bold red", highlight=False, soft_wrap=True, markup=False)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from loadgen.records import Cell, Scenario
+from loadgen.records import ArmRequest, Cell, Scenario
 
 BATCH_SIZES = (1, 4, 8, 16, 32)
+GPU_WINDOW_S = 32.0
+GPU_REQUESTS = 110
+"""Of one arm in one cell, where its GPU evidence is to carry a verdict: a little over the thresholds of 30 s and 100
+requests in `loadgen.evidence.thresholds`."""
+
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second one is WSL's
 SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "concurrent")
 
 
@@ -47,9 +55,11 @@ def make_cells(
     concurrency: int = 16,
     requests: int = 200,
     pairs: int | None = None,
+    gpu: bool = False,
 ) -> tuple[Cell, ...]:
     """The cells of an experiment, in the order of the report. `requests` is of the concurrent scenario; `pairs`
-    replaces the preset's number of load pairs. Raises `PlanError`."""
+    replaces the preset's number of load pairs. `gpu` lengthens the blocks until they carry GPU evidence. Raises
+    `PlanError`."""
     if preset not in PRESETS:
         raise PlanError(f"--preset {preset}: there are {', '.join(PRESETS)}")
     unknown = [name for name in scenarios if name not in SCENARIOS]
@@ -59,15 +69,17 @@ def make_cells(
         raise PlanError("batch sizes, concurrency, requests and pairs are whole numbers from 1")
     amount = PRESETS[preset]
     load_pairs = amount.pairs if pairs is None else pairs
+    seconds = max(amount.seconds, GPU_WINDOW_S / load_pairs) if gpu else amount.seconds
+    least_requests = math.ceil(GPU_REQUESTS / load_pairs) if gpu else 1
 
     def cell(scenario: Scenario, batch_size: int, users: int, number: int) -> Cell:
         return Cell(
             scenario=scenario,
             batch_size=batch_size,
             concurrency=users,
-            requests=number,
-            seconds=amount.seconds,
-            max_seconds=max(amount.max_seconds, amount.seconds),
+            requests=max(number, least_requests),
+            seconds=seconds,
+            max_seconds=max(amount.max_seconds, 2.0 * seconds if gpu else seconds),
             pairs=load_pairs,
         )
 
@@ -92,3 +104,10 @@ def make_cells(
     if "concurrent" in scenarios:
         cells.append(cell("concurrent", 1, concurrency, requests))
     return tuple(cells)
+
+
+def expects_gpu(*arms: ArmRequest) -> bool:
+    """Whether there may be a GPU for an arm that is not told to stay on the CPU: a cheap sign, and no proof."""
+    return any(Path(path).exists() for path in _GPU_DEVICES) and any(
+        arm.settings.get("device") != "cpu" for arm in arms
+    )
