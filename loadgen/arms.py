@@ -8,7 +8,8 @@ from typing import Any
 
 from loadgen.deployment.interface import Deployment
 from loadgen.endpoint import Endpoint, EndpointError
-from loadgen.records import ArmRecord, ArmRequest
+from loadgen.records import ArmRecord, ArmRequest, Transport
+from loadgen.transports import Door
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,19 @@ class Arm:
     request: ArmRequest
     deployment: Deployment
     model: str
+    """Under the name of the payload's variant."""
+    transport: Transport = "http"
+    payload: str = "fp32"
 
     @property
     def endpoint(self) -> Endpoint:
         """For questions other than inference."""
         return Endpoint(self.deployment.url)
+
+    @property
+    def door(self) -> Door:
+        """For inference."""
+        return Door(self.transport, self.deployment.url, self.model, self.deployment.grpc_address)
 
     def record(self) -> ArmRecord:
         """What is in effect, by the server's own documents. Raises `EndpointError` when it does not answer."""

@@ -14,10 +14,10 @@ from locust.env import Environment
 from locust.exception import StopUser
 
 from loadgen.bodies import failure_message
-from loadgen.clients.http import ConnectionRefused
-from loadgen.clients.requests import Address, Request
+from loadgen.clients.exchange import ConnectionRefused
 from loadgen.generator_messages import Open, Outcome
 from loadgen.sample_files import SampleWriter, read_samples
+from loadgen.transports import Door, Sendable
 from loadgen.users import InferenceUser, Traffic
 from loadgen.window import LoadWindow
 
@@ -32,21 +32,24 @@ class BlockError(Exception):
 class Block:
     """From the command to the outcome: `gather`, then `run` once, or `discard`."""
 
-    def __init__(self, command: Open, address: Address, requests: tuple[Request, ...]) -> None:
+    def __init__(self, command: Open, door: Door, requests: tuple[Sendable, ...], *, settling: Sendable) -> None:
         self.window = LoadWindow(command.requests, command.seconds, command.max_seconds)
         self._path = None if command.samples_path is None else Path(command.samples_path)
         self._concurrency = command.concurrency
         self._writer = SampleWriter(self._path)
-        self._traffic = Traffic(address, requests, command.batch_size, self._writer, timeout_s=command.timeout_s)
+        self._settling = settling
+        self._traffic = Traffic(
+            door, requests, command.batch_size, self._writer, timeout_s=command.timeout_s, others=(settling,)
+        )
         self._go = Event()
         self._users: list[BlockUser] = []
         self._obstacle: str | None = None
         self._storage_error: str | None = None
         user_class = type("MeasuredUser", (BlockUser,), {"traffic": self._traffic, "block": self})
-        self._environment = Environment(user_classes=[user_class], host=address.url)
+        self._environment = Environment(user_classes=[user_class], host=door.url)
         self._runner: Any = self._environment.create_local_runner()
 
-    def gather(self, settling: Request) -> None:
+    def gather(self) -> None:
         """Spawn and connect every user, then send one small request on the first connection, so that the server's
         threads are awake when the window opens. Raises `BlockError`."""
         self._runner.start(self._concurrency, spawn_rate=self._concurrency)
@@ -57,11 +60,11 @@ class Block:
             gevent.sleep(0.001)
         if self._obstacle is None:
             try:
-                exchange = self._users[0].connection.send(settling)
+                exchange = self._users[0].connection.send(self._settling)
             except ConnectionRefused as refused:
                 self._obstacle = str(refused)
             else:
-                self._obstacle = None if exchange.status == 200 else failure_message(exchange)
+                self._obstacle = None if exchange.good else failure_message(exchange)
         if self._obstacle is not None:
             self.discard()
             raise BlockError(self._obstacle)
@@ -84,7 +87,7 @@ class Block:
             gc.unfreeze()
         flusher.kill()
         reconnects = sum(user.connection.reconnects for user in self._users)
-        self._runner.quit()
+        self._end_users()
         self._close_samples()
         return Outcome(
             window_start_ns=start_ns,
@@ -97,12 +100,18 @@ class Block:
             latency_p50_ns=self._median_ns(),
             cut_reason=self.window.cut_reason,
             storage_error=self._storage_error,
+            transport=self._traffic.door.transport,
+            body_payload_bytes=tuple(request.payload_bytes for request in self._traffic.requests),
         )
 
     def discard(self) -> None:
         """End the users and remove the sample file of a block that did not run."""
-        self._runner.quit()
+        self._end_users()
         self._writer.abandon()
+
+    def _end_users(self) -> None:
+        self._runner.quit()
+        self._traffic.close()
 
     def joined(self, user: BlockUser) -> None:
         """A user is connected; returns when all are to start."""

@@ -42,7 +42,12 @@ class PreparedBody:
         head = request_head(
             "POST", f"/v2/models/{model}/infer", address, content_length=len(self.body), headers=headers
         )
-        return Request(head, self.body)
+        return Request(head, self.body, self.payload_bytes)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of tensors in the body."""
+        return 0 if self.json_bytes is None else len(self.body) - self.json_bytes
 
 
 def prepare_body(inputs: SampleInputs, signature: Signature, items: Sequence[int]) -> PreparedBody:
@@ -70,19 +75,26 @@ def body_count(batch_size: int) -> int:
     return max(4, 32 // batch_size)
 
 
+def choose_items(
+    available: int, batch_size: int, seed: int, *, count: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """The items of the bodies of one batch size; inside a body, and over all of them, they repeat as late as they
+    can. The same for every transport and payload."""
+    random = np.random.default_rng((seed, batch_size))
+    count = body_count(batch_size) if count is None else count
+    order = np.concatenate([random.permutation(available) for _ in range(-(-count * batch_size // available) + 1)])
+    return tuple(
+        tuple(int(item) for item in order[start : start + batch_size])
+        for start in range(0, count * batch_size, batch_size)
+    )
+
+
 def prepare_bodies(
     inputs: SampleInputs, signature: Signature, batch_size: int, seed: int, *, count: int | None = None
 ) -> tuple[PreparedBody, ...]:
-    """Different bodies of one batch size; inside a body, and over all of them, items repeat as late as they can."""
-    random = np.random.default_rng((seed, batch_size))
-    count = body_count(batch_size) if count is None else count
-    order = np.concatenate(
-        [random.permutation(inputs.count) for _ in range(-(-count * batch_size // inputs.count) + 1)]
-    )
-    return tuple(
-        prepare_body(inputs, signature, [int(item) for item in order[start : start + batch_size]])
-        for start in range(0, count * batch_size, batch_size)
-    )
+    """Different bodies of one batch size."""
+    chosen = choose_items(inputs.count, batch_size, seed, count=count)
+    return tuple(prepare_body(inputs, signature, items) for items in chosen)
 
 
 def parse_answer(exchange: Exchange) -> Mapping[str, Array]:

@@ -36,6 +36,7 @@ class CheckName(StrEnum):
     NEGATIVE_CONTROL = "negative_control"
     RUN_FINISHED = "run_finished"
     PARITY = "parity"
+    SAME_PAYLOAD = "same_payload"
     REQUEST_ERRORS = "request_errors"
     BLOCKS_COMPLETE = "blocks_complete"
     SAMPLES_COMPLETE = "samples_complete"
@@ -115,13 +116,17 @@ DEFINITIONS: dict[CheckName, CheckDefinition] = {
         "invalidates",
         "Make both arms serve the same weights, precision and preprocessing; the parity table names the case.",
     ),
+    CheckName.SAME_PAYLOAD: CheckDefinition(
+        "both arms were sent the same payload",
+        "invalidates",
+        "invalidates",
+        "Give both arms the same --payload; different ones show what a payload costs, not which server is faster.",
+    ),
     CheckName.REQUEST_ERRORS: CheckDefinition(
         "no request failed", "invalidates", "invalidates", "Read the error messages and the log of the server named."
     ),
     CheckName.BLOCKS_COMPLETE: CheckDefinition(
-        "every planned block is complete",
-        "invalidates",
-        "invalidates",
+        "every planned block is complete", "invalidates", "invalidates",
         "Find out what cut the block short (a dead server, Ctrl-C, a full disk) and run again.",
     ),
     CheckName.SAMPLES_COMPLETE: CheckDefinition(

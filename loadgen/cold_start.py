@@ -9,12 +9,12 @@ from __future__ import annotations
 from random import Random
 
 from loadgen.arms import Arm
-from loadgen.bodies import PreparedBody, failure_message
-from loadgen.clients.http import ConnectionRefused, HttpConnection
-from loadgen.clients.requests import Address
+from loadgen.bodies import failure_message
+from loadgen.clients.exchange import ConnectionRefused
 from loadgen.deployment.interface import DeploymentError, StartTimes
 from loadgen.records import ColdStart, Label
 from loadgen.schedule import pair_orders
+from loadgen.transports import Body
 
 CONDITIONS = "page cache warm, fresh ports, the other server stopped"
 
@@ -25,8 +25,9 @@ def cold_start_order(repetitions: int, seed: int) -> list[tuple[int, Label]]:
     return [(repetition, label) for repetition, order in enumerate(orders) for label in order]
 
 
-def measure_cold_start(arm: Arm, repetition: int, first: PreparedBody, timeout_s: float) -> ColdStart:
-    """Start, wait for live and ready, send one image. A failure is in the record, not raised. The server runs on."""
+def measure_cold_start(arm: Arm, repetition: int, first: Body, timeout_s: float) -> ColdStart:
+    """Start, wait for live and ready, connect by the arm's transport, send one image. A failure is in the record, not
+    raised. The server runs on."""
     label = arm.request.label
     times: StartTimes | None = None
     error: str | None = None
@@ -34,14 +35,17 @@ def measure_cold_start(arm: Arm, repetition: int, first: PreparedBody, timeout_s
     try:
         arm.deployment.start()
         times = arm.deployment.wait_ready(arm.model, timeout_s)
-        address = Address.parse(arm.deployment.url)
-        connection = HttpConnection(address, timeout_s=timeout_s)
-        exchange = connection.send(first.request(address, arm.model))
-        if exchange.status == 200:
-            first_answer_ns = exchange.end_ns - times.started_ns
-        else:
-            error = failure_message(exchange)
-        connection.close()
+        door = arm.door
+        request = door.sendable(first)
+        connection = door.connection((request,), timeout_s=timeout_s)
+        try:
+            exchange = connection.send(request)
+            if exchange.good:
+                first_answer_ns = exchange.end_ns - times.started_ns
+            else:
+                error = failure_message(exchange)
+        finally:
+            connection.close()
     except (DeploymentError, ConnectionRefused) as exc:
         error = str(exc)
     return ColdStart(

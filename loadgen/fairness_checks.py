@@ -21,9 +21,18 @@ SAME = {
 def check_fairness(run: StoredRun) -> list[Check]:
     """Arms as in effect against each other, and against what was asked for."""
     arms = {arm.label: arm for arm in run.arms}
-    checks = [_same(run, arms.get("a"), arms.get("b"), name, key) for name, key in SAME.items()]
+    checks = [_payload(run)]
+    checks += [_same(run, arms.get("a"), arms.get("b"), name, key) for name, key in SAME.items()]
     checks += [_in_effect(arm) for arm in run.arms]
     return checks
+
+
+def _payload(run: StoredRun) -> Check:
+    experiment = run.experiment
+    a, b = experiment.payload_of(experiment.a), experiment.payload_of(experiment.b)
+    detail = f"{a} over {experiment.transport}" if a == b else f"A is sent {a}, B {b}: not a comparison of servers"
+    value = a if a == b else f"{a}, {b}"
+    return make_check(CheckName.SAME_PAYLOAD, a == b, value=value, threshold="equal", detail=detail)
 
 
 def asked_for(settings: dict[str, str], key: str) -> str | None:

@@ -18,8 +18,6 @@ from gevent.fileobject import FileObjectPosix
 from gevent.queue import Queue
 
 from loadgen.block import Block, BlockError
-from loadgen.bodies import PreparedBody, prepare_bodies
-from loadgen.clients.requests import Address
 from loadgen.generator_messages import (
     Abort,
     Command,
@@ -34,14 +32,15 @@ from loadgen.generator_messages import (
     Reply,
 )
 from loadgen.inputs import InputError, read_samples
+from loadgen.transports import Body, Door, prepare_all
 
 
 class Generator:
     """Holds the bodies and at most one block."""
 
     def __init__(self) -> None:
-        self._bodies: dict[int, tuple[PreparedBody, ...]] = {}
-        self._model = ""
+        self._prepared: dict[str, Prepare] = {}
+        self._bodies: dict[str, dict[int, tuple[Body, ...]]] = {}
         self._block: Block | None = None
 
     def answer(self, command: Command) -> Reply:
@@ -67,25 +66,32 @@ class Generator:
         return True
 
     def _prepare(self, command: Prepare) -> Prepared:
-        self._bodies = {}
+        self._bodies.pop(command.key, None)
         inputs = read_samples(Path(command.samples_directory), command.payload)
-        self._model = command.signature.model
-        for batch_size in sorted({1, *command.batch_sizes}):
-            self._bodies[batch_size] = prepare_bodies(inputs, command.signature, batch_size, command.seed)
-        return Prepared(body_bytes=sum(len(body.body) for bodies in self._bodies.values() for body in bodies))
+        bodies = {
+            batch_size: prepare_all(command.transport, inputs, command.signature, batch_size, command.seed)
+            for batch_size in sorted({1, *command.batch_sizes})
+        }
+        self._prepared[command.key], self._bodies[command.key] = command, bodies
+        return Prepared(body_bytes=sum(body.payload_bytes for several in bodies.values() for body in several))
 
     def _open(self, command: Open) -> Opened:
+        self.discard()
+        bodies = self._bodies.get(command.key, {})
+        if command.batch_size not in bodies:
+            raise BlockError(f"no bodies of batch size {command.batch_size} are prepared")
+        prepared = self._prepared[command.key]
+        door = Door(prepared.transport, command.url, prepared.signature.model, command.grpc_address)
+        requests = tuple(door.sendable(body) for body in bodies[command.batch_size])
+        self._block = Block(command, door, requests, settling=door.sendable(bodies[1][0]))
+        self._block.gather()
+        return Opened()
+
+    def discard(self) -> None:
+        """End a block that was opened and did not run, with what it holds on servers and in shared memory."""
         if self._block is not None:
             self._block.discard()
             self._block = None
-        if command.batch_size not in self._bodies:
-            raise BlockError(f"no bodies of batch size {command.batch_size} are prepared")
-        address = Address.parse(command.url)
-        requests = tuple(body.request(address, self._model) for body in self._bodies[command.batch_size])
-        settling = self._bodies[1][0].request(address, self._model)
-        self._block = Block(command, address, requests)
-        self._block.gather(settling)
-        return Opened()
 
     def _go(self) -> Outcome:
         if self._block is None:
@@ -122,8 +128,11 @@ def main() -> None:
         commands.put(None)
 
     gevent.spawn(listen)
-    while (command := commands.get()) is not None:
-        _send(replies, generator.answer(command))
+    try:
+        while (command := commands.get()) is not None:
+            _send(replies, generator.answer(command))
+    finally:
+        generator.discard()
 
 
 def _send(descriptor: int, reply: Message) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from loadgen.endpoint import Signature
+from loadgen.records import Transport
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -20,13 +21,16 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Prepare(Message, frozen=True, kw_only=True):
-    """Read the samples in a directory and make bodies for a model; replaces bodies made before."""
+    """Read the samples in a directory and make bodies for a model; replaces bodies made before under that key."""
 
     samples_directory: str
     payload: str
     signature: Signature
     batch_sizes: tuple[int, ...]
     seed: int
+    transport: Transport = "http"
+    key: str = ""
+    """Two arms that are sent different bodies have two keys."""
 
 
 class Open(Message, frozen=True, kw_only=True):
@@ -40,6 +44,10 @@ class Open(Message, frozen=True, kw_only=True):
     max_seconds: float
     timeout_s: float
     samples_path: str | None = None
+    grpc_address: str | None = None
+    """Where the server answers gRPC, needed by bodies for that transport."""
+    key: str = ""
+    """Of the bodies to send, which also decide the transport and the model."""
 
 
 class Go(Message, frozen=True, kw_only=True):
@@ -76,6 +84,9 @@ class Outcome(Message, frozen=True, kw_only=True):
     latency_p50_ns: int | None
     cut_reason: str | None
     storage_error: str | None
+    transport: Transport = "http"
+    body_payload_bytes: tuple[int, ...] = ()
+    """Bytes of tensors in each body, by its number."""
 
 
 class Refusal(Message, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from loadgen.clients.shared_memory import sweep
 from loadgen.deployment.command import OWN_MODULE
 from loadgen.deployment.process import ChildProcess
 from loadgen.generator_messages import (
@@ -62,6 +63,7 @@ class GeneratorProcess:
     def stop(self) -> None:
         """End the process. Idempotent."""
         self._process.stop(timeout_s=2.0)
+        sweep(self._process.pid)
 
     def _ask(self, command: Command, expected: type[_R], timeout_s: float) -> _R:
         assert self._process.popen.stdin is not None

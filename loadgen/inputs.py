@@ -47,7 +47,9 @@ class SampleInputs:
         digest = hashlib.sha256()
         for name in sorted(self.arrays):
             digest.update(name.encode())
-            digest.update(np.ascontiguousarray(self.arrays[name]).data)
+            array = self.arrays[name]
+            for part in array.ravel() if array.dtype.hasobject else (np.ascontiguousarray(array).data,):
+                digest.update(part)
         return {"kind": self.kind, "count": self.count, "sha256": digest.hexdigest()}
 
 
@@ -61,12 +63,28 @@ def write_samples(model: str, directory: Path, abserve: Sequence[str] = ABSERVE)
 
 
 def read_samples(directory: Path, payload: str) -> SampleInputs:
-    """Read `INPUT.PAYLOAD.npy` for every input. Raises `InputError` when there is none."""
+    """Read `INPUT.PAYLOAD.npy` for every input, or the files in `jpeg/` as an object array [items, 1] of `bytes`.
+    Raises `InputError` when there is none."""
+    if payload == "jpeg":
+        return _read_jpeg(directory)
     suffix = f".{payload}.npy"
     arrays = {path.name.removesuffix(suffix): np.load(path) for path in sorted(directory.glob(f"*{suffix}"))}
     if not arrays:
         raise InputError(f"{directory} holds no *{suffix}; write it with: abserve samples --out {directory}")
     return SampleInputs(arrays, _kind(directory))
+
+
+def _read_jpeg(directory: Path) -> SampleInputs:
+    paths = sorted((directory / "jpeg").glob("*.jpg"))
+    if not paths:
+        raise InputError(f"{directory} holds no jpeg/*.jpg; write them with: abserve samples --out {directory}")
+    files = np.empty((len(paths), 1), dtype=object)
+    files[:, 0] = [path.read_bytes() for path in paths]
+    try:
+        name = str(json.loads((directory / "samples.json").read_bytes())["variants"]["jpeg"]["tensor"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(f"{directory / 'samples.json'} does not say which input takes a JPEG file") from None
+    return SampleInputs({name: files}, _kind(directory))
 
 
 def _kind(directory: Path) -> Literal["photographs", "synthetic"]:

@@ -164,6 +164,8 @@ class LoadPhase:
             stages=stages,
             complete=outcome.cut_reason is None and outcome.storage_error is None,
             note=note,
+            transport=outcome.transport,
+            body_payload_bytes=outcome.body_payload_bytes,
         )
 
     def _stages_after(self, arm: Arm, before: Mapping[str, object], outcome: Outcome) -> StageTotals | None:
@@ -195,6 +197,8 @@ class LoadPhase:
     ) -> Open:
         return Open(
             url=arm.deployment.url,
+            grpc_address=arm.deployment.grpc_address,
+            key=arm.payload,
             batch_size=batch_size,
             concurrency=concurrency,
             requests=requests,

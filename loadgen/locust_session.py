@@ -13,11 +13,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from loadgen.bodies import prepare_bodies
-from loadgen.clients.requests import Address
+from loadgen.clients.grpc import parse_grpc_address
+from loadgen.clients.requests import Address, AddressError
 from loadgen.endpoint import Endpoint, Signature
 from loadgen.inputs import InputError, SampleInputs, read_samples, write_samples, write_synthetic
+from loadgen.payloads import PAYLOADS, base_name, variant_name
+from loadgen.records import Transport
 from loadgen.sample_files import SampleWriter
+from loadgen.transports import TRANSPORTS, Door, prepare_all
 from loadgen.users import Traffic
 
 logger = logging.getLogger("abserve")
@@ -30,6 +33,8 @@ class LoadOptions:
     model: str
     batch_size: int
     payload: str
+    transport: Transport
+    grpc: str
     samples_dir: str
     samples_out: str
     timeout_s: float
@@ -44,8 +49,9 @@ class LoadOptions:
 
         add("--model", "openclip_vit_b32", "Model to ask.")
         add("--batch-size", 8, "Images a request in the scenario Batched.", type=int)
-        add("--payload", "fp32", "How an image travels.", choices=["fp32"])
-        add("--protocol", "http", "Transport.", choices=["http"])
+        add("--payload", "fp32", "How an image travels.", choices=list(PAYLOADS))
+        add("--protocol", "http", "Transport.", choices=list(TRANSPORTS))
+        add("--grpc", "", "HOST:PORT of the gRPC door; default: the host's, on the port after its HTTP port.")
         add("--samples-dir", "", "Images to send, from `abserve samples --out DIR`; default: made on the fly.")
         add("--samples-out", "", "Folder for raw samples, one .npy file a user class and process; default: none.")
         add("--request-timeout", 60.0, "Seconds until a request counts as failed.", type=float)
@@ -58,13 +64,24 @@ class LoadOptions:
         """As they stand now: the web page may have changed them."""
         given = environment.parsed_options
         return cls(
-            model=given.model,
+            model=variant_name(given.model, given.payload),
+            transport=given.protocol,
+            grpc=given.grpc or "",
             batch_size=int(given.batch_size),
             payload=given.payload,
             samples_dir=given.samples_dir or "",
             samples_out=given.samples_out or "",
             timeout_s=float(given.request_timeout),
         )
+
+    def door(self, address: Address) -> Door:
+        """How the server is asked. Raises `AddressError`."""
+        grpc = self.grpc or f"{address.authority.rpartition(':')[0]}:{address.port + 1}"
+        if self.transport == "grpc":
+            parse_grpc_address(grpc)
+        if self.transport == "shm" and not address.is_local:
+            raise AddressError(f"--protocol shm: {address.url} is not on this machine, whose memory it cannot share")
+        return Door(self.transport, address.url, self.model, grpc)
 
 
 class Session:
@@ -84,7 +101,7 @@ class Session:
             self._inputs = read_samples(Path(options.samples_dir), options.payload)
             return
         with _temporary_folder() as folder, suppress(InputError):
-            write_samples(options.model, folder)
+            write_samples(base_name(options.model), folder)
             self._inputs = read_samples(folder, options.payload)
 
     def traffic(self, name: str, batch_size: int, *, bodies: int | None = None) -> Traffic:
@@ -100,20 +117,24 @@ class Session:
             with _temporary_folder() as folder:
                 write_synthetic(self._signature, folder, self.options.payload, seed=0)
                 self._inputs = read_samples(folder, self.options.payload)
-        prepared = prepare_bodies(self._inputs, self._signature, batch_size, seed=os.getpid(), count=bodies)
-        requests = tuple(body.request(self._address, self.options.model) for body in prepared)
+        prepared = prepare_all(
+            self.options.transport, self._inputs, self._signature, batch_size, seed=os.getpid(), count=bodies
+        )
+        door = self.options.door(self._address)
+        requests = tuple(door.sendable(body) for body in prepared)
         path: Path | None = None
         if self.options.samples_out:
             stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
             path = Path(self.options.samples_out) / f"{name}-{stamp}-{os.getpid()}.npy"
         writer = SampleWriter(path)
-        traffic = Traffic(self._address, requests, batch_size, writer, timeout_s=self.options.timeout_s)
+        traffic = Traffic(door, requests, batch_size, writer, timeout_s=self.options.timeout_s)
         self._open.append((path, traffic))
         return traffic
 
     def idle_traffic(self) -> Traffic:
         """For users that find out later what to send."""
-        return Traffic(self._address, (), 1, SampleWriter(None), timeout_s=self.options.timeout_s)
+        door = Door("http", self._address.url, self.options.model)
+        return Traffic(door, (), 1, SampleWriter(None), timeout_s=self.options.timeout_s)
 
     def flush(self) -> None:
         """Samples so far to disk. Raises `OSError`."""
@@ -124,12 +145,14 @@ class Session:
         """Finish the sample files; beside each, a JSON file says what its numbers refer to. Raises `OSError`."""
         while self._open:
             path, traffic = self._open.pop()
+            traffic.close()
             traffic.writer.close()
             if path is not None:
                 about = {
                     "url": self._address.url,
                     "model": self.options.model,
                     "payload": self.options.payload,
+                    "transport": self.options.transport,
                     "inputs": self._inputs.describe() if self._inputs else None,
                     "batch_size": traffic.batch_size,
                     "requests": traffic.writer.count,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
-from loadgen.bodies import AnswerError, parse_answer, prepare_body
-from loadgen.clients.http import ConnectionRefused, HttpConnection
-from loadgen.clients.requests import Address
+from loadgen.bodies import AnswerError
+from loadgen.clients.exchange import ConnectionRefused
 from loadgen.endpoint import Signature
-from loadgen.inputs import Array, SampleInputs
+from loadgen.inputs import Array, InputError, SampleInputs
 from loadgen.records import Label, ParityCase, ParityRecord
+from loadgen.transports import Door, prepare, read_answer
 
 THRESHOLD_COSINE = 0.999
 _MIXED_SIZES = (2, 3, 1, 5, 1, 4, 7, 1, 8)
@@ -25,35 +26,41 @@ class ParityError(Exception):
     """The arms' answers cannot be compared at all; the message says why."""
 
 
-def check_parity(
-    urls: Mapping[Label, str], inputs: SampleInputs, signature: Signature, max_batch_size: int
-) -> ParityRecord:
+@dataclass(frozen=True, slots=True)
+class Questioned:
+    """One arm as parity asks it: through the door that the load takes, with the same pictures in its own payload."""
+
+    door: Door
+    signature: Signature
+    inputs: SampleInputs
+
+
+def check_parity(arms: Mapping[Label, Questioned], max_batch_size: int) -> ParityRecord:
     """Ask both arms the same images: alone, in mixed batches sent at once (so that dynamic batching merges them), and
     in one batch of `max_batch_size`. Every item must point the same way as its reference (cosine ≥ 0.999): b's as a's,
     and an arm's in a batch as the same arm's alone."""
     try:
-        cases = _cases(urls, inputs, signature, max_batch_size)
-    except (ParityError, AnswerError, ConnectionRefused) as exc:
+        cases = _cases(arms, max_batch_size)
+    except (ParityError, AnswerError, ConnectionRefused, InputError) as exc:
         return ParityRecord(threshold_cosine=THRESHOLD_COSINE, cases=(), ok=False, error=str(exc))
     return ParityRecord(
         threshold_cosine=THRESHOLD_COSINE, cases=tuple(cases), ok=all(case.ok for case in cases), error=None
     )
 
 
-def _cases(
-    urls: Mapping[Label, str], inputs: SampleInputs, signature: Signature, max_batch_size: int
-) -> list[ParityCase]:
-    batches = mixed_batches(inputs.count, max_batch_size)
-    largest = [tuple(item % inputs.count for item in range(max_batch_size))]
+def _cases(arms: Mapping[Label, Questioned], max_batch_size: int) -> list[ParityCase]:
+    count = min(arm.inputs.count for arm in arms.values())
+    batches = mixed_batches(count, max_batch_size)
+    largest = [tuple(item % count for item in range(max_batch_size))]
     alone: dict[Label, Answer] = {}
     merged: dict[Label, Answer] = {}
     full: dict[Label, Answer] = {}
-    for label, url in urls.items():
+    for label, arm in arms.items():
         try:
-            singles = [(item,) for item in range(inputs.count)]
-            alone[label] = _ask(url, inputs, signature, singles, at_once=1)
-            merged[label] = _ask(url, inputs, signature, batches, at_once=len(batches))
-            full[label] = _ask(url, inputs, signature, largest, at_once=1)
+            singles = [(item,) for item in range(count)]
+            alone[label] = _ask(arm, singles, at_once=1)
+            merged[label] = _ask(arm, batches, at_once=len(batches))
+            full[label] = _ask(arm, largest, at_once=1)
         except (AnswerError, ConnectionRefused) as exc:
             raise ParityError(f"arm {label} does not answer the parity images: {exc}") from exc
     mixed_items = [item for batch in batches for item in batch]
@@ -61,7 +68,7 @@ def _cases(
     cases = [compare_answers("each image alone", "reference", alone["a"], alone["b"])]
     cases.append(compare_answers(f"mixed batches {sizes} at once", "reference", merged["a"], merged["b"]))
     cases.append(compare_answers(f"one batch of {max_batch_size}", "reference", full["a"], full["b"]))
-    for label in urls:
+    for label in arms:
         expected = {name: array[mixed_items] for name, array in alone[label].items()}
         cases.append(compare_answers(f"{label}: mixed batches {sizes} against alone", "alone", expected, merged[label]))
         expected = {name: array[list(largest[0])] for name, array in alone[label].items()}
@@ -112,17 +119,14 @@ def compare_answers(name: str, kind: str, expected: Answer, actual: Answer) -> P
     )
 
 
-def _ask(
-    url: str, inputs: SampleInputs, signature: Signature, batches: Sequence[tuple[int, ...]], *, at_once: int
-) -> Answer:
+def _ask(arm: Questioned, batches: Sequence[tuple[int, ...]], *, at_once: int) -> Answer:
     """Every batch's answer, joined in order."""
-    address = Address.parse(url)
 
     def ask(items: tuple[int, ...]) -> Answer:
-        connection = HttpConnection(address, timeout_s=_TIMEOUT_S)
+        request = arm.door.sendable(prepare(arm.door.transport, arm.inputs, arm.signature, items))
+        connection = arm.door.connection((request,), timeout_s=_TIMEOUT_S)
         try:
-            request = prepare_body(inputs, signature, items).request(address, signature.model)
-            answer = parse_answer(connection.send(request))
+            answer = read_answer(connection, connection.send(request))
         finally:
             connection.close()
         for name, array in answer.items():

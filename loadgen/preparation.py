@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from loadgen.deployment.command import ABSERVE
@@ -13,10 +13,14 @@ from loadgen.deployment.process import ChildProcess
 from loadgen.deployment.remote import RemoteDeployment
 from loadgen.endpoint import Signature
 from loadgen.inputs import InputError, SampleInputs, read_samples, write_samples, write_synthetic
-from loadgen.records import ArmRequest, Experiment
+from loadgen.payloads import base_name
+from loadgen.records import ArmRequest, Experiment, Label
 from loadgen.store import RunStore
 
 EMBEDDED = ("native", "triton")
+
+Inputs = Mapping[str, SampleInputs]
+"""The same pictures by payload."""
 
 
 class PreparationError(Exception):
@@ -39,8 +43,12 @@ def make_deployment(
 ) -> Deployment:
     """How this arm's server is started and found. Raises `AddressError` for a URL that cannot be used."""
     if not is_embedded(arm):
-        return RemoteDeployment(arm.target)
-    options = {"model": experiment.model, "weights": experiment.weights, "threads": str(experiment.threads)}
+        return RemoteDeployment(arm.target, arm.grpc)
+    options = {"model": base_name(experiment.model), "weights": experiment.weights, "threads": str(experiment.threads)}
+    if experiment.payload_of(arm) != "fp32":
+        options["payloads"] = experiment.payload_of(arm)
+    if experiment.transport == "shm" and arm.target == "native":  # Triton offers it unasked
+        options["allow-shared-memory"] = "true"
     if arm.target == "triton":
         options["work-dir"] = str(work / f"triton-{arm.label}")
     log_path = store.log_path(f"{arm.label}-{arm.target}")
@@ -52,9 +60,14 @@ def export_artefacts(
 ) -> None:
     """Run `abserve export` for the arms that need it (each place once), passing its lines on. Raises
     `PreparationError`."""
-    places = {arm.settings.get("artefacts", "") for arm in (experiment.a, experiment.b) if needs_artefact(arm)}
-    for place in sorted(places):
-        argv = [*abserve, "export", "--model", experiment.model, "--weights", experiment.weights]
+    wanted = {
+        (arm.settings.get("artefacts", ""), "fp32" if experiment.payload_of(arm) == "fp32" else "uint8")
+        for arm in (experiment.a, experiment.b)
+        if needs_artefact(arm)
+    }  # a JPEG variant executes the file of the UINT8 one
+    for place, payload in sorted(wanted):
+        argv = [*abserve, "export", "--model", base_name(experiment.model), "--weights", experiment.weights]
+        argv += ["--payload", payload] if payload != "fp32" else []
         argv += ["--artefacts", place] if place else []
         _run_telling(argv, store.log_path("export"), say)
 
@@ -76,18 +89,34 @@ def _run_telling(argv: Sequence[str], log_path: Path, say: Callable[[str], None]
         raise PreparationError(f"the export {process.failure()} {' | '.join(lines)}".strip())
 
 
-def prepare_inputs(experiment: Experiment, folder: Path, abserve: Sequence[str] = ABSERVE) -> SampleInputs | None:
-    """Photographs for a registered model. None for a model that only the remote servers know. Raises `InputError`."""
+def prepare_inputs(experiment: Experiment, folder: Path, abserve: Sequence[str] = ABSERVE) -> Inputs | None:
+    """The same photographs in every payload that an arm takes, for a registered model. None for a model that only the
+    remote servers know. Raises `InputError`."""
     try:
-        write_samples(experiment.model, folder, abserve)
+        write_samples(base_name(experiment.model), folder, abserve)
     except InputError:
         if is_embedded(experiment.a) or is_embedded(experiment.b):
             raise
         return None
-    return read_samples(folder, experiment.payload)
+    return {payload: read_samples(folder, payload) for payload in payloads(experiment)}
 
 
-def synthesise_inputs(experiment: Experiment, folder: Path, signature: Signature) -> SampleInputs:
-    """Seeded values by the server's own metadata."""
-    write_synthetic(signature, folder, experiment.payload, experiment.seed)
-    return read_samples(folder, experiment.payload)
+def synthesise_inputs(experiment: Experiment, folder: Path, signatures: Mapping[Label, Signature]) -> Inputs:
+    """Seeded values by the servers' own metadata. Raises `InputError`, for different payloads too: values that are
+    made up are not the same picture twice."""
+    if len(payloads(experiment)) > 1:
+        raise InputError(f"there are no pictures of {experiment.model} in two payloads; send both arms the same one")
+    write_synthetic(signatures["a"], folder, experiment.payload_of(experiment.a), experiment.seed)
+    payload = experiment.payload_of(experiment.a)
+    return {payload: read_samples(folder, payload)}
+
+
+def payloads(experiment: Experiment) -> tuple[str, ...]:
+    """What is sent, A's first."""
+    return tuple(dict.fromkeys(experiment.payload_of(arm) for arm in (experiment.a, experiment.b)))
+
+
+def describe_inputs(inputs: Inputs) -> dict[str, str | int]:
+    """For the stored record: the first payload's description, and the digests of further ones under their names."""
+    first, *rest = inputs.items()
+    return first[1].describe() | {f"sha256_{name}": more.describe()["sha256"] for name, more in rest}

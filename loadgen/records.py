@@ -21,8 +21,11 @@ from typing import Literal
 
 import msgspec
 
+from loadgen.payloads import variant_name
+
 Label = Literal["a", "b"]
 Scenario = Literal["cold-start", "single", "batched", "concurrent"]
+Transport = Literal["http", "grpc", "shm"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +39,10 @@ class ArmRequest(Record, frozen=True, kw_only=True):
     target: str
     settings: dict[str, str] = {}
     """Options for `abserve serve …` beyond those that both arms share, without the leading dashes."""
+    payload: str | None = None
+    """Where it differs from the experiment's; such a pair is not a comparison of servers."""
+    grpc: str | None = None
+    """HOST:PORT of the gRPC door of a server that somebody else started."""
 
 
 class Cell(Record, frozen=True, kw_only=True):
@@ -69,7 +76,7 @@ class Experiment(Record, frozen=True, kw_only=True):
     model: str
     weights: str
     payload: str
-    transport: str
+    transport: Transport
     cells: tuple[Cell, ...]
     preset: str
     seed: int
@@ -77,6 +84,14 @@ class Experiment(Record, frozen=True, kw_only=True):
     threads: int
     gpu_control: bool = True
     """Whether an arm is run on the CPU too where there is a GPU: the negative control of the evidence."""
+
+    def payload_of(self, arm: ArmRequest) -> str:
+        """What an arm is sent."""
+        return arm.payload or self.payload
+
+    def model_of(self, arm: ArmRequest) -> str:
+        """The name under which an arm serves the variant that takes its payload."""
+        return variant_name(self.model, self.payload_of(arm))
 
 
 class Environment(Record, frozen=True, kw_only=True):
@@ -194,6 +209,10 @@ class BlockRecord(Record, frozen=True, kw_only=True):
     complete: bool
     """False when the block was cut short: by a dead server, by Ctrl-C. Such a block takes part in no comparison."""
     note: str | None = None
+    transport: Transport = "http"
+    body_payload_bytes: tuple[int, ...] = ()
+    """Bytes of tensors in each prepared body, by the number in the samples. They are part of the samples' request
+    bytes, except with the transport shm, where they go through memory."""
 
 
 class RunState(Record, frozen=True, kw_only=True):

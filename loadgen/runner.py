@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from loadgen.arms import Arm
-from loadgen.bodies import prepare_body
 from loadgen.clients.requests import AddressError
 from loadgen.cold_start import cold_start_order, measure_cold_start
 from loadgen.deployment.command import ABSERVE
+from loadgen.deployment.embedded import EmbeddedDeployment
 from loadgen.deployment.interface import DeploymentError
 from loadgen.deployment.process import ProcessError
 from loadgen.endpoint import EndpointError, Signature
@@ -27,14 +27,17 @@ from loadgen.generator_messages import Prepare
 from loadgen.generator_process import GeneratorError, GeneratorProcess
 from loadgen.gpu_recording import SAMPLER
 from loadgen.gpu_stage import GpuStage
-from loadgen.inputs import InputError, SampleInputs
+from loadgen.inputs import InputError
 from loadgen.interruption import terminated_as_interrupted, uninterrupted
 from loadgen.load_phase import LoadError, LoadPhase
-from loadgen.parity import check_parity
+from loadgen.parity import Questioned, check_parity
 from loadgen.preparation import (
+    Inputs,
     PreparationError,
+    describe_inputs,
     export_artefacts,
     make_deployment,
+    payloads,
     prepare_inputs,
     synthesise_inputs,
 )
@@ -42,8 +45,11 @@ from loadgen.progress import Progress
 from loadgen.records import ArmRecord, ArmRequest, ColdStart, Experiment, Label, ParityRecord, RunState
 from loadgen.schedule import schedule
 from loadgen.store import RunStore, StorageError
+from loadgen.transports import prepare
 
 READY_SECONDS = 300.0
+WITHOUT_PROFILE = {"ABSERVE_PROFILE_AT_START": "0"}
+"""A start that is timed does without the profiled inference that the GPU evidence needs."""
 
 
 class ParityFailedError(Exception):
@@ -138,23 +144,23 @@ class _Run:
         self.enter("preparing inputs")
         samples_folder = self._work / "samples"
         inputs = prepare_inputs(experiment, samples_folder, self._abserve)
-        store.environment(read_environment({"status": "unknown"}, {} if inputs is None else inputs.describe()))
+        store.environment(read_environment({"status": "unknown"}, {} if inputs is None else describe_inputs(inputs)))
         self.enter("exporting the model")
         export_artefacts(experiment, store, progress.now, self._abserve)
         self.enter("starting the servers")
         records = self._start_servers()
-        signature = self._signature()
+        signatures = self._signatures()
         if inputs is None:
-            inputs = synthesise_inputs(experiment, samples_folder, signature)
-        store.environment(read_environment(_gpu(records), inputs.describe()))
+            inputs = synthesise_inputs(experiment, samples_folder, signatures)
+        store.environment(read_environment(_gpu(records), describe_inputs(inputs)))
         self.enter("checking parity")
-        self._check_parity(inputs, signature, records)
+        self._check_parity(inputs, signatures, records)
         if self._blocks:
-            self._load(samples_folder, signature, records)
+            self._load(samples_folder, signatures, records)
         self.enter("stopping the servers")
         for arm in self._arms.values():
             arm.deployment.stop()
-        self._measure_cold_starts(inputs, signature)
+        self._measure_cold_starts(inputs, signatures)
         self.phase = "finished"
 
     def enter(self, phase: str) -> None:
@@ -170,7 +176,13 @@ class _Run:
     def _start_servers(self) -> list[ArmRecord]:
         for request in self._requests:
             deployment = make_deployment(request, self._experiment, self._store, self._work, self._abserve)
-            self._arms[request.label] = Arm(request, deployment, self._experiment.model)
+            self._arms[request.label] = Arm(
+                request,
+                deployment,
+                self._experiment.model_of(request),
+                self._experiment.transport,
+                self._experiment.payload_of(request),
+            )
             self._resources.callback(deployment.stop)
             self._progress.now(f"{request.label.upper()}: {request.target}")
             deployment.start()
@@ -186,12 +198,14 @@ class _Run:
         self._store.arms(records)
         return records
 
-    def _signature(self) -> Signature:
-        """What both arms take; a difference is a failed parity with its own sentence."""
+    def _signatures(self) -> dict[Label, Signature]:
+        """What the arms take; a difference is a failed parity with its own sentence, but for the inputs of arms that
+        are sent different payloads on purpose."""
+        inputs_alike = len(payloads(self._experiment)) == 1
         signatures = {label: arm.endpoint.signature(arm.model) for label, arm in self._arms.items()}
         interfaces = {
             label: (
-                sorted((tensor.name, tensor.datatype) for tensor in signature.inputs),
+                sorted((tensor.name, tensor.datatype) for tensor in signature.inputs if inputs_alike),
                 sorted(tensor.name for tensor in signature.outputs),
             )
             for label, signature in signatures.items()
@@ -200,14 +214,16 @@ class _Run:
             message = f"the arms do not serve the same model: a takes and gives {interfaces['a']}, b {interfaces['b']}"
             self._store.parity(ParityRecord(threshold_cosine=0.999, cases=(), ok=False, error=message))
             raise ParityFailedError(message)
-        return signatures["a"]
+        return signatures
 
-    def _check_parity(self, inputs: SampleInputs, signature: Signature, records: list[ArmRecord]) -> None:
-        self._progress.now(f"{inputs.count} images to both servers, alone and in mixed batches")
+    def _check_parity(self, inputs: Inputs, signatures: Mapping[Label, Signature], records: list[ArmRecord]) -> None:
+        self._progress.now(f"{next(iter(inputs.values())).count} images to both servers, alone and in mixed batches")
         sizes = [size for record in records if isinstance(size := record.in_effect.get("max_batch_size"), int)]
         largest = max((cell.batch_size for cell in self._experiment.cells), default=1)
-        urls: dict[Label, str] = {label: arm.deployment.url for label, arm in self._arms.items()}
-        record = check_parity(urls, inputs, signature, max(1, min([*sizes, max(largest, 8)])))
+        arms = {
+            label: Questioned(arm.door, signatures[label], inputs[arm.payload]) for label, arm in self._arms.items()
+        }
+        record = check_parity(arms, max(1, min([*sizes, max(largest, 8)])))
         self._store.parity(record)
         self._progress.parity_done(record)
         if not record.ok:
@@ -216,21 +232,24 @@ class _Run:
                 f"the arms do not give the same answers, so their speed is not compared: {record.error or failed}"
             )
 
-    def _load(self, samples_folder: Path, signature: Signature, records: list[ArmRecord]) -> None:
+    def _load(self, samples_folder: Path, signatures: Mapping[Label, Signature], records: list[ArmRecord]) -> None:
         self.enter("warming up")
         generator = GeneratorProcess(self._store.log_path("generator"))
         self._resources.callback(generator.stop)
         cells = [cell for cell in self._experiment.cells if cell.scenario != "cold-start"]
         self._progress.now("preparing request bodies")
-        generator.prepare(
-            Prepare(
-                samples_directory=str(samples_folder),
-                payload=self._experiment.payload,
-                signature=signature,
-                batch_sizes=tuple(sorted({cell.batch_size for cell in cells})),
-                seed=self._experiment.seed,
+        for payload, label in {arm.payload: label for label, arm in self._arms.items()}.items():
+            generator.prepare(
+                Prepare(
+                    samples_directory=str(samples_folder),
+                    payload=payload,
+                    signature=signatures[label],
+                    batch_sizes=tuple(sorted({cell.batch_size for cell in cells})),
+                    seed=self._experiment.seed,
+                    transport=self._experiment.transport,
+                    key=payload,
+                )
             )
-        )
         LoadPhase(self._arms, generator, self._store, self._progress).warm_up(cells)
         self._gpu.start(self._arms, records)
 
@@ -245,19 +264,25 @@ class _Run:
             self._gpu.finish(make_phase)
         generator.stop()
 
-    def _measure_cold_starts(self, inputs: SampleInputs, signature: Signature) -> None:
+    def _measure_cold_starts(self, inputs: Inputs, signatures: Mapping[Label, Signature]) -> None:
         repetitions = sum(cell.pairs for cell in self._experiment.cells if cell.scenario == "cold-start")
         ours = {label for label, arm in self._arms.items() if arm.deployment.launched}
         if not repetitions or not ours:
             return
         self.enter("cold starts")
-        first = prepare_body(inputs, signature, [0])
+        for arm in self._arms.values():
+            if isinstance(arm.deployment, EmbeddedDeployment):
+                arm.deployment.environment |= WITHOUT_PROFILE
+        first = {
+            label: prepare(arm.transport, inputs[arm.payload], signatures[label], [0])
+            for label, arm in self._arms.items()
+        }
         records: list[ColdStart] = []
         order = [entry for entry in cold_start_order(repetitions, self._experiment.seed) if entry[1] in ours]
         for number, (repetition, label) in enumerate(order, start=1):
             self._progress.now(f"start {number} of {len(order)}: {label.upper()}")
             arm = self._arms[label]
-            record = measure_cold_start(arm, repetition, first, READY_SECONDS)
+            record = measure_cold_start(arm, repetition, first[label], READY_SECONDS)
             arm.deployment.stop()
             records.append(record)
             self._store.cold_starts(records)

@@ -15,8 +15,9 @@ Options beside Locust's own (its --help does not list them, its web page does), 
 
     --model NAME               ABSERVE_LOAD_MODEL             model to ask
     --batch-size N             ABSERVE_LOAD_BATCH_SIZE        images a request in Batched
-    --payload fp32             ABSERVE_LOAD_PAYLOAD           how an image travels
-    --protocol http            ABSERVE_LOAD_PROTOCOL          transport
+    --payload PAYLOAD          ABSERVE_LOAD_PAYLOAD           how an image travels: fp32, uint8, jpeg
+    --protocol TRANSPORT       ABSERVE_LOAD_PROTOCOL          http, grpc or shm (shared memory, on the server's machine)
+    --grpc HOST:PORT           ABSERVE_LOAD_GRPC              gRPC door; default: the host's, HTTP port + 1
     --samples-dir DIR          ABSERVE_LOAD_SAMPLES_DIR       images to send, from `abserve samples --out DIR`
     --samples-out DIR          ABSERVE_LOAD_SAMPLES_OUT       raw samples in nanoseconds, one .npy a class and process
     --request-timeout SECONDS  ABSERVE_LOAD_REQUEST_TIMEOUT   until a request counts as failed
@@ -107,7 +108,8 @@ class ColdStart(InferenceUser):
         self._await("model ready", lambda: endpoint.ready(options.model))
         try:
             self.traffic = self.session.traffic(type(self).__name__, 1, bodies=1)
-        except (EndpointError, InputError) as exc:
+            self.connection = self.traffic.connection()
+        except (AddressError, EndpointError, InputError) as exc:
             _give_up(self.environment, str(exc))
             raise StopUser from exc
         if self.infer():
@@ -210,9 +212,11 @@ def _storage_failed(environment: Any, exc: OSError) -> None:
 
 def _problem(environment: Any) -> str | None:
     """Why a run cannot start, in a sentence with its remedy."""
-    model = environment.parsed_options.model
+    options = LoadOptions.parse(environment)
+    model = options.model
     try:
         endpoint = Endpoint(environment.host)
+        options.door(endpoint.address)
         endpoint.signature(model)
     except AddressError as exc:
         return f"--host: {exc}"

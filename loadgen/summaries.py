@@ -101,6 +101,9 @@ class CellSummary(Record, frozen=True, kw_only=True):
     executed_batch_mean: float | None
     distribution_ms: tuple[tuple[float, float], ...]
     """Latency and the share of requests that took at most that long, for drawing."""
+    payload_bytes: float | None = None
+    """Bytes of tensors in a request: the mean over the prepared bodies, which take turns. Part of `request_bytes`,
+    except where they go through shared memory."""
 
 
 def good(samples: Samples) -> Samples:
@@ -257,9 +260,32 @@ def summarise_cell(
         p50_ci95_ms=interval_of_mean(medians),
         generator_cpu_share_max=max(cpu, default=None),
         server_cpu_cores=float(np.mean(cores)) if cores else None,
-        request_bytes=float(np.median(pooled["request_bytes"])) if len(pooled) else None,
+        request_bytes=_request_bytes(chosen),
         response_bytes=float(np.median(pooled["response_bytes"])) if len(pooled) else None,
         executed_batches=dict(sorted(batches.items())),
         executed_batch_mean=executed / executions if executions else None,
         distribution_ms=distribution(latency),
+        payload_bytes=_payload_bytes(chosen),
     )
+
+
+def _payload_bytes(chosen: Sequence[tuple[StoredBlock, BlockSummary]]) -> float | None:
+    bodies = [size for block, _ in chosen for size in block.record.body_payload_bytes]
+    return float(np.mean(bodies)) if bodies else None
+
+
+def _request_bytes(chosen: Sequence[tuple[StoredBlock, BlockSummary]]) -> float | None:
+    """The median over all requests. Where bodies differ in size (JPEG files), it depends on how often each was sent;
+    so there it is the median of what is no payload, and the payload's mean."""
+    sizes, varies = [], False
+    for block, _ in chosen:
+        answered = good(block.samples) if block.samples is not None else np.empty(0, dtype=SAMPLE_DTYPE)
+        payload = np.array(block.record.body_payload_bytes, dtype=np.float64)
+        on_wire = block.record.transport != "shm" and len(set(block.record.body_payload_bytes)) > 1
+        varies |= on_wire
+        wire = answered["request_bytes"].astype(np.float64)
+        sizes.append(wire - payload[answered["body"]] if on_wire else wire)
+    pooled = np.concatenate(sizes) if sizes else np.empty(0)
+    if not len(pooled):
+        return None
+    return float(np.median(pooled)) + ((_payload_bytes(chosen) or 0.0) if varies else 0.0)

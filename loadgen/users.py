@@ -13,9 +13,9 @@ from typing import Any
 from locust import User
 
 from loadgen.bodies import failure_message
-from loadgen.clients.http import ConnectionRefused, Exchange, HttpConnection
-from loadgen.clients.requests import Address, Request
+from loadgen.clients.exchange import Connection, ConnectionRefused, Exchange
 from loadgen.sample_files import SampleWriter
+from loadgen.transports import Door, Sendable
 
 GOOD = -1
 _MOST_MESSAGES = 200
@@ -29,10 +29,11 @@ class Traffic:
     """What the users of one block share: where they send, what, and where their samples go."""
 
     def __init__(
-        self, address: Address, requests: tuple[Request, ...], batch_size: int, writer: SampleWriter,
-        *, timeout_s: float = 60.0,
+        self, door: Door, requests: tuple[Sendable, ...], batch_size: int, writer: SampleWriter,
+        *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (),
     ) -> None:  # fmt: skip
-        self.address = address
+        """`others` are requests that a user may send besides."""
+        self.door = door
         self.requests = requests
         self.batch_size = batch_size
         self.writer = writer
@@ -42,6 +43,19 @@ class Traffic:
         self.last_end_ns = 0
         self.user_numbers = count()
         self._body_numbers = count()
+        self._sendable = (*requests, *others)
+        self._connections: list[Connection] = []
+
+    def connection(self) -> Connection:
+        """A user's own; closed at the latest by `close`."""
+        made = self.door.connection(self._sendable, timeout_s=self.timeout_s)
+        self._connections.append(made)
+        return made
+
+    def close(self) -> None:
+        """Close every connection: an open channel would keep the process from ending, an open region its memory."""
+        while self._connections:
+            self._connections.pop().close()
 
     def next_body(self) -> int:
         """The bodies take turns, over all users."""
@@ -57,9 +71,9 @@ class Traffic:
             return len(self.error_messages) - 1
         return self.error_messages.index(message)
 
-    def record(self, exchange: Exchange, request: Request, body: int, user: int) -> bool:
+    def record(self, exchange: Exchange, body: int, user: int) -> bool:
         """Keep the sample; whether the answer was good."""
-        good = exchange.status == 200
+        good = exchange.good
         if good:
             error = GOOD
         else:
@@ -67,7 +81,7 @@ class Traffic:
             self.errors += 1
         self.last_end_ns = exchange.end_ns
         self.writer.add(
-            exchange.send_ns, exchange.send_ns, exchange.first_byte_ns, exchange.end_ns, request.wire_bytes,
+            exchange.send_ns, exchange.send_ns, exchange.first_byte_ns, exchange.end_ns, exchange.request_bytes,
             exchange.response_bytes, self.batch_size, user, body, exchange.status, error,
         )  # fmt: skip
         return good
@@ -91,7 +105,7 @@ class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
         self.number = next(self.traffic.user_numbers)
-        self.connection = HttpConnection(self.traffic.address, timeout_s=self.traffic.timeout_s)
+        self.connection = self.traffic.connection()
 
     def on_stop(self) -> None:
         """Locust calls this when the user ends."""
@@ -112,7 +126,7 @@ class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
             if self.fires_events:
                 self._fire(0.0, 0, str(refused))
             raise
-        good = traffic.record(exchange, request, body, self.number)
+        good = traffic.record(exchange, body, self.number)
         if self.fires_events:
             latency_ms = (exchange.end_ns - exchange.send_ns) / 1e6
             self._fire(latency_ms, exchange.response_bytes, None if good else failure_message(exchange))

@@ -127,6 +127,9 @@ def _main_scenario(experiment: Experiment, scenarios: Sequence[ScenarioVerdict])
 def _headline(
     experiment: Experiment, titles: dict[str, str], comparisons: Sequence[Comparison], failed: Sequence[Check]
 ) -> str:
+    apart = next((check for check in failed if check.name == CheckName.SAME_PAYLOAD), None)
+    if apart is not None:
+        return f"Not a comparison of servers, so no winner is named: {apart.detail.partition(':')[0]}."
     cells = {cell.name: cell for cell in experiment.cells}
     leading = leading_comparisons(comparisons)
     if not leading:

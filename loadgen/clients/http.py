@@ -13,44 +13,18 @@ from __future__ import annotations
 import socket
 from time import perf_counter_ns
 
+from loadgen.clients.exchange import ConnectionRefused, Exchange
 from loadgen.clients.requests import Address, Request
+
+__all__ = ["ConnectionRefused", "Exchange", "HttpConnection"]
 
 _BUFFER_BYTES = 64 * 1024
 _MAX_HEAD_BYTES = 64 * 1024
 _BODILESS_STATUS = frozenset({204, 304})
 
 
-class ConnectionRefused(Exception):  # noqa: N818 (an outcome that callers branch on, named after ECONNREFUSED)
-    """No connection could be made; nothing was sent."""
-
-
 class _AnswerError(Exception):
     """The exchange failed; `str(error)` is what the sample's error message says."""
-
-
-class Exchange:
-    """What became of the last request of a connection. Reused: it and its `body` are valid until the next one.
-
-    `status` 0 and a `failure` mean that there was no whole answer. Times are `perf_counter_ns`; `first_byte_ns` is 0
-    where no byte came. `response_bytes` counts what was read, headers included.
-    """
-
-    __slots__ = ("body", "end_ns", "failure", "first_byte_ns", "head", "response_bytes", "send_ns", "status")
-
-    def __init__(self) -> None:
-        self.send_ns = 0
-        self.first_byte_ns = 0
-        self.end_ns = 0
-        self.status = 0
-        self.response_bytes = 0
-        self.failure: str | None = None
-        self.head = b""
-        self.body = memoryview(b"")
-
-    def header(self, name: str) -> str | None:
-        """A header's value, by its name in lower case."""
-        value = _header(self.head, b"\r\n" + name.encode("latin-1") + b":")
-        return None if value is None else value.decode("latin-1")
 
 
 class HttpConnection:
@@ -103,6 +77,7 @@ class HttpConnection:
         exchange.status = exchange.first_byte_ns = exchange.response_bytes = 0
         exchange.failure = None
         exchange.head = b""
+        exchange.request_bytes = len(request.head) + len(request.body)
         exchange.send_ns = perf_counter_ns()
         try:
             sent_whole = self._send(self._socket, request)

@@ -37,6 +37,11 @@ class Address:
         return f"{host}:{self.port}"
 
     @property
+    def is_local(self) -> bool:
+        """Whether it is this machine's loopback."""
+        return self.host == "localhost" or self.host == "::1" or self.host.startswith("127.")
+
+    @property
     def url(self) -> str:
         """The normalised URL, without a trailing slash."""
         return f"http://{self.authority}{self.base_path}"
@@ -44,10 +49,12 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, ready for the wire. `body` is shared between the requests that differ in their head only."""
+    """One request, ready for the wire. `body` is shared between the requests that differ in their head only;
+    `payload_bytes` of it are tensors."""
 
     head: bytes
     body: bytes = b""
+    payload_bytes: int = 0
 
     @property
     def wire_bytes(self) -> int:

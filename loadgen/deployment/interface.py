@@ -24,6 +24,17 @@ class StartTimes:
     ready_ns: int
 
 
+class Answering(Protocol):
+    """What can be waited for."""
+
+    @property
+    def url(self) -> str:
+        """Where it answers HTTP."""
+
+    def failure(self) -> str | None:
+        """Why the server is gone; None while it runs."""
+
+
 class Deployment(Protocol):
     """One server. Life: `start` → `wait_ready` → … → `stop`; it may be started again after that."""
 
@@ -33,6 +44,10 @@ class Deployment(Protocol):
     @property
     def url(self) -> str:
         """Where it answers HTTP; valid after `start`."""
+
+    @property
+    def grpc_address(self) -> str | None:
+        """Where it answers gRPC, HOST:PORT, None where it does not; valid after `start`."""
 
     @property
     def title(self) -> str | None:
@@ -65,7 +80,7 @@ class Deployment(Protocol):
         """End it if it is ours. Bounded and idempotent."""
 
 
-def poll_ready(deployment: Deployment, started_ns: int, model: str, timeout_s: float) -> StartTimes:
+def poll_ready(deployment: Answering, started_ns: int, model: str, timeout_s: float) -> StartTimes:
     """Ask `live`, then `ready`, every 5 ms. Raises `DeploymentError` when the process ends or the time is up."""
     endpoint = Endpoint(deployment.url, timeout_s=timeout_s)
     deadline_ns = perf_counter_ns() + int(timeout_s * 1e9)

@@ -16,8 +16,9 @@ class RemoteDeployment:
     argv: tuple[str, ...] | None = None
     artefact: dict[str, object] | None = None
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, grpc_address: str | None = None) -> None:
         """Raises `AddressError` for anything but plain HTTP."""
+        self.grpc_address = grpc_address
         self.url = Address.parse(url).url
 
     def start(self) -> None:

@@ -78,10 +78,18 @@ def fail_a_start(directory: Path) -> None:
     path.write_text(json.dumps(starts))
 
 
+def sent_other_payloads(directory: Path) -> None:
+    path = directory / "experiment.json"
+    experiment = json.loads(path.read_text())
+    experiment["b"]["payload"] = "jpeg"
+    path.write_text(json.dumps(experiment))
+
+
 FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
     ("gpu_present", "informs", None, Plan(**SMALL)),
     ("run_finished", "invalidates", None, Plan(state="interrupted", cut_after=50, **SMALL)),
     ("parity", "invalidates", disagree, Plan(**SMALL)),
+    ("same_payload", "invalidates", sent_other_payloads, Plan(**SMALL)),
     ("request_errors", "invalidates", None, Plan(failing_block=3, **SMALL)),
     ("blocks_complete", "invalidates", lambda d: edit_json(d / "blocks/0005.json", complete=False), Plan(**SMALL)),
     ("samples_complete", "invalidates", break_sample_file, Plan(**SMALL)),

@@ -1,0 +1,25 @@
+"""How an image may travel, and under which name a server serves the variant of a model that takes it so."""
+
+from __future__ import annotations
+
+PAYLOADS = ("fp32", "uint8", "jpeg")
+"""A float tensor, a byte tensor, a JPEG file."""
+
+
+def variant_name(model: str, payload: str) -> str:
+    """The model's name on a server: `openclip_vit_b32` for fp32, `openclip_vit_b32_uint8`, `…_jpeg`. `model` may be
+    any of them."""
+    base = base_name(model)
+    return base if payload == "fp32" else f"{base}_{payload}"
+
+
+def base_name(model: str) -> str:
+    """The FP32 model's name."""
+    for payload in PAYLOADS[1:]:
+        model = model.removesuffix(f"_{payload}")
+    return model
+
+
+def implied_payload(model: str) -> str:
+    """What a model's name says that it takes; fp32 where it says nothing."""
+    return next((payload for payload in PAYLOADS[1:] if model.endswith(f"_{payload}")), "fp32")
