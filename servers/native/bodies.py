@@ -15,6 +15,9 @@ import numpy as np
 from servers.native.limits import HttpError
 
 ALIGNMENT = 64
+SPARE_BYTES = 32 * 2**20
+"""Most memory that is kept for bodies to come."""
+SPARE_LAYOUTS = 64
 MAX_CHUNK_LINE = 256
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[^\r\n\x00]*)?\r\n")
 
@@ -34,12 +37,13 @@ class Body(Protocol):
 class FixedBody:
     """A body of known size, in memory whose first binary tensor, after `json_bytes`, begins on a 64-byte boundary."""
 
-    __slots__ = ("complete", "filled", "size", "view")
+    __slots__ = ("complete", "filled", "key", "size", "view")
 
     def __init__(self, size: int, json_bytes: int) -> None:
         memory = np.empty(size + ALIGNMENT, np.uint8)  # unlike bytearray it is not cleared first
         offset = -(memory.__array_interface__["data"][0] + json_bytes) % ALIGNMENT
         self.view = memory[offset : offset + size].data
+        self.key = (size, json_bytes)
         self.size = size
         self.filled = 0
         self.complete = size == 0
@@ -55,6 +59,37 @@ class FixedBody:
         """So many bytes have been written behind the others."""
         self.filled += count
         self.complete = self.filled == self.size
+
+
+class BodyPool:
+    """Bodies whose requests are answered, for others of the same layout: their memory is mapped and warm already."""
+
+    def __init__(self, limit_bytes: int = SPARE_BYTES) -> None:
+        self._limit = limit_bytes
+        self._spare: dict[tuple[int, int], list[FixedBody]] = {}
+        self._bytes = 0  # of the spare ones, nearly: two threads may lose an update, which the next clearing mends
+
+    def take(self, size: int, json_bytes: int) -> FixedBody:
+        """An empty body."""
+        try:
+            body = self._spare[size, json_bytes].pop()
+        except (KeyError, IndexError):
+            return FixedBody(size, json_bytes)
+        self._bytes -= size
+        body.filled = 0
+        body.complete = False
+        return body
+
+    def give(self, body: FixedBody) -> None:
+        """A body that nobody reads any more; any thread."""
+        if body.size > self._limit // 8:
+            return
+        if self._bytes + body.size > self._limit or len(self._spare) > SPARE_LAYOUTS:
+            # Of layouts that do not come any more, as likely as not.
+            self._spare = {}
+            self._bytes = 0
+        self._bytes += body.size
+        self._spare.setdefault(body.key, []).append(body)
 
 
 class DroppedBody:

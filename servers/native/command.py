@@ -42,6 +42,21 @@ def serve_native(
     queue_size: Annotated[
         int, typer.Option(envvar=f"{ENV}QUEUE_SIZE", help="Requests that may wait; the next one gets 503.")
     ] = 512,
+    queue_timeout_us: Annotated[
+        int, typer.Option(envvar=f"{ENV}QUEUE_TIMEOUT_US", help="Longest wait in the queue, then 503; 0: no limit.")
+    ] = 0,
+    max_body_bytes: Annotated[
+        int, typer.Option(envvar=f"{ENV}MAX_BODY_BYTES", help="Largest request body; a larger one gets 413.")
+    ] = 64 * 2**20,
+    max_json_bytes: Annotated[
+        int, typer.Option(envvar=f"{ENV}MAX_JSON_BYTES", help="Longest JSON of one request; a longer one gets 413.")
+    ] = 32 * 2**20,
+    max_held_bytes: Annotated[
+        int, typer.Option(envvar=f"{ENV}MAX_HELD_BYTES", help="All requests' bodies together; beyond it 503.")
+    ] = 2 * 2**30,
+    read_timeout_s: Annotated[
+        float, typer.Option(envvar=f"{ENV}READ_TIMEOUT_S", help="Longest time for a request to arrive.")
+    ] = 30,
     decode_threads: Annotated[
         int, typer.Option(envvar=f"{ENV}DECODE_THREADS", help="Threads that decode JPEGs; 0: one a core, at most 4.")
     ] = 0,
@@ -89,6 +104,11 @@ def serve_native(
         "max_batch_size": max_batch_size,
         "max_queue_delay_us": max_queue_delay_us,
         "queue_size": queue_size,
+        "queue_timeout_us": queue_timeout_us,
+        "max_body_bytes": max_body_bytes,
+        "max_json_bytes": max_json_bytes,
+        "max_held_bytes": max_held_bytes,
+        "read_timeout_s": read_timeout_s,
         "decode_threads": decode_threads,
         "max_image_pixels": max_image_pixels,
         "allow_shared_memory": allow_shared_memory,

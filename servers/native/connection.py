@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ class Connection(asyncio.BufferedProtocol):
         self._pending = bytearray()  # read, but not used yet
         self._exchange: Exchange | None = None
         self._busy = False  # a request waits for its answer
+        self._sending = threading.Lock()  # held by the engine thread between an answer's first byte and `_busy`
         self._advancing = False
         self._choked = False  # the client reads slower than it is answered
         self._paused = False  # nothing is read from the transport
@@ -73,7 +75,7 @@ class Connection(asyncio.BufferedProtocol):
             self._lingered += nbytes
             if self._lingered > LINGER_BYTES:
                 self._transport.abort()
-        elif self._busy or self._choked:
+        elif (self._busy and not self._answered()) or self._choked:
             self._pending += self._door.room[:nbytes]
             self._pause()
         elif self._pending:
@@ -82,12 +84,17 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._advance(self._door.scratch, nbytes)
 
+    def _answered(self) -> bool:
+        """Whether the engine thread, which a fast client can overtake, is just done with the answer."""
+        with self._sending:
+            return not self._busy
+
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
         """The client or the server has closed."""
         self.gone = True
         self._door.remove(self)
         self._socket = None
-        self._intake.release()
+        self._intake.release(read=False)
         if self._busy:
             if self._exchange is not None:
                 self._exchange.abandon()
@@ -133,6 +140,8 @@ class Connection(asyncio.BufferedProtocol):
     def answer(self, answer: Answer) -> None:
         """See `ExchangeOwner`."""
         head = self._intake.head
+        if answer.status >= 500:  # an engine that failed may still be reading
+            self._intake.release(read=False)
         self.send(answer.encode(self.common_headers, with_body=head is None or head.method != b"HEAD"))
 
     def send(self, data: bytes) -> None:
@@ -148,16 +157,17 @@ class Connection(asyncio.BufferedProtocol):
     def send_in_place(self, data: bytes) -> None:
         """See `ExchangeOwner`; in the engine thread. What the socket does not take at once is the event loop's."""
         own = self._socket
-        try:
-            sent = 0 if own is None else own.send(data)
-        except OSError:
-            sent = 0
-        if sent < len(data):
-            self._door.call(self.send, data[sent:])
-            return
-        self.wait_at_most(self._door.limits.keep_alive_s)
-        self._intake.release()
-        self._busy = False
+        with self._sending:
+            try:
+                sent = 0 if own is None else own.send(data)
+            except OSError:
+                sent = 0
+            if sent < len(data):
+                self._door.call(self.send, data[sent:])
+                return
+            self.wait_at_most(self._door.limits.keep_alive_s)
+            self._intake.release()
+            self._busy = False
         # The event loop sets these and looks at `_busy` afterwards, this thread the other way round: one of them sees.
         if self._paused or self._pending or self._stopping:
             self._door.call(self.go_on)

@@ -10,6 +10,7 @@ from typing import Any
 from uvicorn.server import ServerState
 
 from servers.native.asgi import Application
+from servers.native.bodies import BodyPool
 from servers.native.deadlines import Deadlines, Expiring
 from servers.native.heads import Head, HeadReader
 from servers.native.infer_door import InferDoor
@@ -28,6 +29,7 @@ class HttpDoor:
         self.limits = limits
         self.heads = HeadReader(limits)
         self.budget = ByteBudget(limits.held_bytes)
+        self.bodies = BodyPool()
         self.deadlines = Deadlines()
         self.scratch = bytearray(READ_BYTES)
         self.room = memoryview(self.scratch)

@@ -43,6 +43,7 @@ class Intake:
         self._body: FixedBody | ChunkedBody | DroppedBody | None = None
         self._refusal: ContractError | None = None
         self._held = 0
+        self._last: FixedBody | None = None  # of the request that waits for its answer
         self.head: Head | None = None
         """Of the request that is arriving, or arrived last; None when its head could not be read."""
         self.start_ns = 0
@@ -74,8 +75,11 @@ class Intake:
         if body.complete:
             self._complete()
 
-    def release(self) -> None:
-        """The last request's body is not needed any more; any thread."""
+    def release(self, *, read: bool = True) -> None:
+        """The last request is over; any thread. Unless all of its body is `read`, the engine may still be at it."""
+        body, self._last = self._last, None
+        if body is not None and read:
+            self._door.bodies.give(body)
         if self._held:
             self._door.budget.release(self._held)
             self._held = 0
@@ -134,7 +138,7 @@ class Intake:
         else:
             if self._refusal is None and not self._hold(size):
                 self._refusal = UnavailableError(_HOLDS_ENOUGH)
-            self._body = FixedBody(size, head.json_bytes) if self._refusal is None else DroppedBody(size)
+            self._body = door.bodies.take(size, head.json_bytes) if self._refusal is None else DroppedBody(size)
 
     def _complete(self) -> None:
         head, body = self.head, self._body
@@ -143,6 +147,7 @@ class Intake:
         if self._refusal is not None:
             self._receiver.refuse(head, self._refusal, self.start_ns)
         elif isinstance(body, FixedBody):
+            self._last = body
             self._receiver.take(head, body.view, self.start_ns)
         else:
             content = body.content if isinstance(body, ChunkedBody) else b""

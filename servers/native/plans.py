@@ -32,7 +32,6 @@ class _Input:
     name: str
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
-    count: int
     offset: int
 
 
@@ -54,10 +53,7 @@ class Plan:
 
     def arrays(self, body: memoryview) -> Mapping[str, Array]:
         """Views over a body of `body_bytes`; nothing is copied."""
-        return {
-            item.name: np.frombuffer(body, item.dtype, item.count, item.offset).reshape(item.shape)
-            for item in self._inputs
-        }
+        return {item.name: np.ndarray(item.shape, item.dtype, body, item.offset) for item in self._inputs}
 
     def answer(self, outputs: Mapping[str, Array], signature: ModelSignature, common: bytes) -> bytes:
         """The whole answer; `common` is whole header lines.
@@ -128,7 +124,7 @@ class PlanCache:
         for tensor in request.inputs:
             if tensor.window is not None or tensor.datatype == "BYTES" or tensor.data.size == 0:
                 return None
-            items.append(_Input(tensor.name, tensor.data.dtype, tensor.shape, tensor.data.size, offset))
+            items.append(_Input(tensor.name, tensor.data.dtype, tensor.shape, offset))
             offset += tensor.data.nbytes
         if offset != body_bytes:  # some tensor's values are in the JSON
             return None

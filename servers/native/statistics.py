@@ -47,10 +47,15 @@ class Histogram:
     def __post_init__(self) -> None:
         self.counts = [0] * (len(self.bounds) + 1)
 
-    def add(self, value: int) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def add(self, value: int, times: int = 1) -> None:
+        """Count a value so many times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    @property
+    def count(self) -> int:
+        """How many values there were."""
+        return sum(self.counts)
 
     def copy(self) -> Histogram:
         """A snapshot that later values do not change."""
@@ -62,11 +67,24 @@ class Histogram:
 
 @dataclass(slots=True)
 class BatchTimes:
-    """One executed batch size."""
+    """The three parts of executing, of one batch size or of all requests."""
 
-    compute_input: Duration = field(default_factory=Duration)
-    compute_infer: Duration = field(default_factory=Duration)
-    compute_output: Duration = field(default_factory=Duration)
+    count: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+
+    def add(self, count: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        """Charge one batch's times to each of `count` happenings."""
+        self.count += count
+        self.input_ns += input_ns * count
+        self.infer_ns += infer_ns * count
+        self.output_ns += output_ns * count
+
+    @property
+    def total(self) -> Duration:
+        """All three together."""
+        return Duration(self.count, self.input_ns + self.infer_ns + self.output_ns)
 
 
 @dataclass(slots=True)
@@ -89,18 +107,17 @@ class Statistics:
         self._lock = threading.Lock()
         self._last_inference_ms = 0
         self._inference_count = 0
-        self._execution_count = 0
-        self._success = Duration()
+        self._answered_ns = self._decode_ns = self._encode_ns = 0
+        self._received = self._receive_ns = 0
         self._fail = Duration()
         self._compute = BatchTimes()
-        self._stages = {stage: Duration() for stage in STAGES}
         self._batches: dict[int, BatchTimes] = {}
         self._failures = dict.fromkeys(FAILURE_REASONS, 0)
         self._disconnects = 0
         self._request_duration = Histogram(DURATION_BOUNDS_NS)
         self._queue_duration = Histogram(DURATION_BOUNDS_NS)
         self._compute_duration = Histogram(DURATION_BOUNDS_NS)
-        self._batch_size = Histogram(tuple(range(1, max_batch_size + 1)))
+        self._max_batch_size = max_batch_size
 
     def record_execution(
         self, rows: int, queue_ns: list[int], compute_input_ns: int, compute_infer_ns: int, compute_output_ns: int
@@ -108,34 +125,28 @@ class Statistics:
         """One executed batch; `queue_ns` holds each of its requests' time in the queue."""
         requests = len(queue_ns)
         compute_ns = compute_input_ns + compute_infer_ns + compute_output_ns
-        with self._lock:
+        with self._lock:  # plain lists and sums: this runs for every batch, and an idle engine's batches are small
             self._last_inference_ms = time.time_ns() // 1_000_000
             self._inference_count += rows
-            self._execution_count += 1
             batch = self._batches.get(rows)
             if batch is None:
                 batch = self._batches[rows] = BatchTimes()
-            for times, count in ((batch, 1), (self._compute, requests)):
-                times.compute_input.add(compute_input_ns, count)
-                times.compute_infer.add(compute_infer_ns, count)
-                times.compute_output.add(compute_output_ns, count)
-            self._stages["compute"].add(compute_ns, requests)
-            queue = self._stages["queue"]
+            batch.add(1, compute_input_ns, compute_infer_ns, compute_output_ns)
+            self._compute.add(requests, compute_input_ns, compute_infer_ns, compute_output_ns)
             for waited_ns in queue_ns:
-                queue.add(waited_ns)
                 self._queue_duration.add(waited_ns)
             self._compute_duration.add(compute_ns)
-            self._batch_size.add(rows)
 
     def record_success(self, times: RequestTimes) -> None:
         """One answered request; called just before its answer is sent, so that its sender finds it counted."""
         total_ns = time.perf_counter_ns() - times.start_ns
         with self._lock:
-            self._success.add(total_ns)
+            self._answered_ns += total_ns
             if times.receive_ns is not None:
-                self._stages["receive"].add(times.receive_ns)
-            self._stages["decode"].add(times.decode_ns)
-            self._stages["encode"].add(times.encode_ns)
+                self._received += 1
+                self._receive_ns += times.receive_ns
+            self._decode_ns += times.decode_ns
+            self._encode_ns += times.encode_ns
             self._request_duration.add(total_ns)
 
     def record_failure(self, reason: str, start_ns: int) -> None:
@@ -152,21 +163,32 @@ class Statistics:
     def snapshot(self) -> Snapshot:
         """Everything at one moment."""
         with self._lock:
+            answered = self._request_duration.count
+            stages = {
+                "receive": Duration(self._received, self._receive_ns),
+                "decode": Duration(answered, self._decode_ns),
+                "queue": Duration(self._queue_duration.count, self._queue_duration.total),
+                "compute": self._compute.total,
+                "encode": Duration(answered, self._encode_ns),
+            }
+            batch_size = Histogram(tuple(range(1, self._max_batch_size + 1)))
+            for rows, times in self._batches.items():
+                batch_size.add(rows, times.count)
             return Snapshot(
                 last_inference_ms=self._last_inference_ms,
                 inference_count=self._inference_count,
-                execution_count=self._execution_count,
-                success=self._success.as_json(),
+                execution_count=batch_size.count,
+                success=Duration(answered, self._answered_ns).as_json(),
                 fail=self._fail.as_json(),
                 compute=_times_as_json(self._compute),
-                stages={stage: duration.as_json() for stage, duration in self._stages.items()},
+                stages={stage: duration.as_json() for stage, duration in stages.items()},
                 batches={size: _times_as_json(times) for size, times in sorted(self._batches.items())},
                 failures=dict(self._failures),
                 disconnects=self._disconnects,
                 request_duration=self._request_duration.copy(),
                 queue_duration=self._queue_duration.copy(),
                 compute_duration=self._compute_duration.copy(),
-                batch_size=self._batch_size.copy(),
+                batch_size=batch_size,
             )
 
 
@@ -175,9 +197,9 @@ Times = dict[str, dict[str, int]]
 
 def _times_as_json(times: BatchTimes) -> Times:
     return {
-        "compute_input": times.compute_input.as_json(),
-        "compute_infer": times.compute_infer.as_json(),
-        "compute_output": times.compute_output.as_json(),
+        "compute_input": {"count": times.count, "ns": times.input_ns},
+        "compute_infer": {"count": times.count, "ns": times.infer_ns},
+        "compute_output": {"count": times.count, "ns": times.output_ns},
     }
 
 
