@@ -117,16 +117,15 @@ DEFINITIONS: dict[CheckName, CheckDefinition] = {
         "Make both arms serve the same weights, precision and preprocessing; the parity table names the case.",
     ),
     CheckName.SAME_PAYLOAD: CheckDefinition(
-        "both arms were sent the same payload",
-        "invalidates",
-        "invalidates",
-        "Give both arms the same --payload; different ones show what a payload costs, not which server is faster.",
+        "both arms were sent the same payload", "invalidates", "invalidates", "Give both arms the same --payload."
     ),
     CheckName.REQUEST_ERRORS: CheckDefinition(
         "no request failed", "invalidates", "invalidates", "Read the error messages and the log of the server named."
     ),
     CheckName.BLOCKS_COMPLETE: CheckDefinition(
-        "every planned block is complete", "invalidates", "invalidates",
+        "every planned block is complete",
+        "invalidates",
+        "invalidates",
         "Find out what cut the block short (a dead server, Ctrl-C, a full disk) and run again.",
     ),
     CheckName.SAMPLES_COMPLETE: CheckDefinition(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 
+from loadgen.combinations import Combination, plan_combinations
 from loadgen.plan import BATCH_SIZES, SCENARIOS, PlanError, expects_gpu, make_cells
 from loadgen.records import ArmRequest, Experiment, Label
+
+if TYPE_CHECKING:
+    from loadgen.result import Result
 
 EXIT_VALID, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 130
 
@@ -61,6 +67,26 @@ def compare(
             help="With a GPU: run an arm on the CPU too, which must not pass for a GPU server.",
         ),
     ] = True,
+    transport: Annotated[
+        str | None,
+        typer.Option(envvar=_env("TRANSPORT"), help="http (default), grpc, shm; several make a matrix."),
+    ] = None,
+    payload: Annotated[
+        str | None,
+        typer.Option(envvar=_env("PAYLOAD"), help="fp32 (default), uint8, jpeg; several make a matrix."),
+    ] = None,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", envvar=_env("MATRIX"), help="Every transport with every payload, each a run.")
+    ] = False,
+    a_payload: Annotated[
+        str | None,
+        typer.Option(envvar=_env("A_PAYLOAD"), help="For arm a alone; then no server is called the faster one."),
+    ] = None,
+    b_payload: Annotated[str | None, typer.Option(envvar=_env("B_PAYLOAD"), help="Likewise for arm b.")] = None,
+    a_grpc: Annotated[
+        str | None, typer.Option(envvar=_env("A_GRPC"), help="HOST:PORT of the gRPC door where --a is a URL.")
+    ] = None,
+    b_grpc: Annotated[str | None, typer.Option(envvar=_env("B_GRPC"), help="Likewise where --b is a URL.")] = None,
     out: Annotated[
         Path | None, typer.Option(envvar=_env("OUT"), help="Folder for the results; default results/TIME-MODEL.")
     ] = None,
@@ -82,14 +108,16 @@ def compare(
     Exit status: 0 the comparison is valid, 1 it is not, 130 interrupted (finished blocks are kept).
     """
     try:
-        arm_a, arm_b = make_arm("a", a, a_option or []), make_arm("b", b, b_option or [])
+        arm_a = make_arm("a", a, a_option or [], payload=a_payload, grpc=a_grpc)
+        arm_b = make_arm("b", b, b_option or [], payload=b_payload, grpc=b_grpc)
+        combinations = plan_combinations(arm_a, arm_b, model, _names_of(transport), _names_of(payload), matrix=matrix)
         experiment = Experiment(
             a=arm_a,
             b=arm_b,
             model=model,
             weights=weights,
-            payload="fp32",
-            transport="http",
+            payload=combinations[0].payload,
+            transport=combinations[0].transport,
             cells=make_cells(
                 preset,
                 _names(scenarios),
@@ -108,10 +136,15 @@ def compare(
     except PlanError as exc:
         Console(stderr=True).print(f"error: {exc}", style="bold red", highlight=False, soft_wrap=True, markup=False)
         raise typer.Exit(EXIT_INVALID) from exc
-    raise typer.Exit(_run(experiment, out or default_out(model)))
+    folder = out or default_out(model)
+    if len(combinations) == 1 and not matrix:
+        raise typer.Exit(run_and_report(experiment, folder)[0])
+    raise typer.Exit(_run_matrix(experiment, combinations, folder))
 
 
-def make_arm(label: Label, target: str, options: list[str]) -> ArmRequest:
+def make_arm(
+    label: Label, target: str, options: list[str], *, payload: str | None = None, grpc: str | None = None
+) -> ArmRequest:
     """One side from its options. Raises `PlanError` for an option without `=` or options of a server not ours."""
     settings: dict[str, str] = {}
     for option in options:
@@ -125,7 +158,9 @@ def make_arm(label: Label, target: str, options: list[str]) -> ArmRequest:
             raise PlanError(f"--{label} {target}: give native, triton or a URL like http://127.0.0.1:8000")
         if settings:
             raise PlanError(f"--{label}-option has no effect on {target}, which is not started by us")
-    return ArmRequest(label=label, target=target, settings=settings)
+    elif grpc is not None:
+        raise PlanError(f"--{label}-grpc has no effect on {target}, whose address we choose ourselves")
+    return ArmRequest(label=label, target=target, settings=settings, payload=payload, grpc=grpc)
 
 
 def default_out(model: str) -> Path:
@@ -134,7 +169,28 @@ def default_out(model: str) -> Path:
     return Path("results") / f"{stamp}-{model}"
 
 
-def _run(experiment: Experiment, out: Path) -> int:
+def _run_matrix(experiment: Experiment, combinations: Sequence[Combination], out: Path) -> int:
+    """Each combination in a folder of its own, then the index. The worst exit status; Ctrl-C ends it all."""
+    from loadgen.report.matrix import MatrixEntry, write_index
+
+    console = Console(highlight=False)
+    entries: list[MatrixEntry] = []
+    worst = EXIT_VALID
+    for number, combination in enumerate(combinations, start=1):
+        console.rule(f"{number} of {len(combinations)}: {combination.title}")
+        one = msgspec.structs.replace(experiment, transport=combination.transport, payload=combination.payload)
+        status, result = run_and_report(one, out / combination.folder)
+        entries.append(MatrixEntry(combination, result))
+        worst = max(worst, status)
+        write_index(out, entries)
+        if status == EXIT_INTERRUPTED:
+            break
+    console.print(f"index: {out / 'index.html'}", soft_wrap=True)
+    return worst
+
+
+def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | None]:
+    """One comparison with its reports; its exit status, and its result where there is one."""
     from loadgen.analysis import analyse
     from loadgen.report import write_reports
     from loadgen.report.progress import RichProgress
@@ -149,7 +205,7 @@ def _run(experiment: Experiment, out: Path) -> int:
             state = run_experiment(experiment, out, progress)
     except StorageError as exc:
         errors.print(f"error: {exc}", style="bold red", soft_wrap=True, markup=False)
-        return EXIT_INVALID
+        return EXIT_INVALID, None
     if state.error is not None:
         errors.print(f"error: {state.error}", style="bold red", soft_wrap=True, markup=False)
     result = analyse(out)
@@ -157,12 +213,16 @@ def _run(experiment: Experiment, out: Path) -> int:
     print_result(result, console)
     if state.state == "interrupted":
         errors.print(f"interrupted; finished blocks are in {out}", style="bold yellow", soft_wrap=True, markup=False)
-        return EXIT_INTERRUPTED
-    return EXIT_VALID if result.valid and state.state == "finished" else EXIT_INVALID
+        return EXIT_INTERRUPTED, result
+    return EXIT_VALID if result.valid and state.state == "finished" else EXIT_INVALID, result
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def _names_of(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else _names(text)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -34,16 +34,16 @@ def render_markdown(result: Result) -> str:
         parts.append("\n".join(f"> {caveat}" for caveat in caveats))
     parts += [
         f"# {'VALID' if verdict.valid else 'INVALID'}",
-        _escape(verdict.headline),
-        f"- **A**: {_escape(names['a'])}\n- **B**: {_escape(names['b'])}",
+        escape(verdict.headline),
+        f"- **A**: {escape(names['a'])}\n- **B**: {escape(names['b'])}",
     ]
     if verdict.failed:
-        parts.append("Why there is no verdict:\n\n" + "\n".join(f"- {_escape(text)}" for text in verdict.failed))
+        parts.append("Why there is no verdict:\n\n" + "\n".join(f"- {escape(text)}" for text in verdict.failed))
     rows = comparison_rows(result, measured_only=True)
     if rows:
         parts.append("## Comparisons")
         parts.append(
-            _table(
+            make_table(
                 ("scenario", "metric", "unit", "A", "B", "B/A", "95 % interval", "verdict", "pairs", "detectable"),
                 [
                     (r.scenario, r.metric, r.unit, r.a, r.b, r.ratio, r.interval, r.verdict, str(r.pairs), r.detectable)
@@ -59,14 +59,14 @@ def render_markdown(result: Result) -> str:
     reasons = [(s.scenario, s.reasons) for s in verdict.scenarios if s.reasons]
     if reasons:
         parts.append("## Why")
-        parts.append("\n".join(f"- **{name}**: {_escape(' '.join(texts))}" for name, texts in reasons))
+        parts.append("\n".join(f"- **{name}**: {escape(' '.join(texts))}" for name, texts in reasons))
     if verdict.main_scenario and (stages := stage_rows(result, verdict.main_scenario)):
         parts.append(f"Where the time of a request goes in {verdict.main_scenario}:")
-        parts.append(_table(("stage", "A", "B", "B − A", "share"), stages, right=(1, 2, 3, 4)))
+        parts.append(make_table(("stage", "A", "B", "B − A", "share"), stages, right=(1, 2, 3, 4)))
         parts += [FOLDED_NOTE] if any(FOLDED in row for row in stages) else []
     parts.append("## Checks")
     parts.append(
-        _table(
+        make_table(
             ("check", "state", "value", "covers", "remedy"),
             [
                 (row.title, MARKS[row.state], row.detail, row.scope, "" if row.state == "ok" else row.remedy)
@@ -77,25 +77,28 @@ def render_markdown(result: Result) -> str:
     if found := evidence_rows(result):
         parts.append("## Where the arms ran")
         parts.append(
-            _table(HEADINGS, [(r.arm, r.scenario, r.finding, *r.figures, r.why) for r in found], right=(3, 4, 5, 6, 7))
+            make_table(
+                HEADINGS, [(r.arm, r.scenario, r.finding, *r.figures, r.why) for r in found], right=(3, 4, 5, 6, 7)
+            )
         )
     if summaries := summary_rows(result):
         parts.append("## Measurements")
-        parts.append(_table(SUMMARY_HEADINGS, summaries, right=tuple(range(2, len(SUMMARY_HEADINGS)))))
+        parts.append(make_table(SUMMARY_HEADINGS, summaries, right=tuple(range(2, len(SUMMARY_HEADINGS)))))
     parts.append("## Conditions")
-    parts.append(_table(("", ""), [*experiment_rows(result), *environment_rows(result)]))
+    parts.append(make_table(("", ""), [*experiment_rows(result), *environment_rows(result)]))
     if result.environment:
         parts.append(f"Made by:\n\n```\n{result.environment.command}\n```")
     return "\n\n".join(parts) + "\n"
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+def make_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Rows of text, escaped; the columns numbered in `right` are aligned there."""
     rule = ["---:" if index in right else "---" for index in range(len(headings))]
-    lines = [headings, rule, *[[_escape(cell) for cell in row] for row in rows]]
+    lines = [headings, rule, *[[escape(cell) for cell in row] for row in rows]]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Text from servers may hold what Markdown would take for markup or a new cell."""
     clean = " ".join(text.split())
     for mark in ("\\", "|", "*", "_", "`", "<", "["):

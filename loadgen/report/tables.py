@@ -220,7 +220,7 @@ def arm_rows(result: Result) -> list[tuple[str, str, str, str, str]]:
     for index, arm in enumerate((a, b)):
         wanted[index] |= arm.settings if arm else {}
     asked = [{name.lstrip("-").replace("-", "_"): value for name, value in settings.items()} for settings in wanted]
-    effect = [_in_effect(arm) for arm in (a, b)]
+    effect = [_in_effect(arm) | _sent(result, arm) for arm in (a, b)]
     names = list(dict.fromkeys([*effect[0], *effect[1], *asked[0], *asked[1]]))
     return [
         (
@@ -242,6 +242,20 @@ def _in_effect(arm: ArmRecord | None) -> dict[str, str]:
     shown |= {name: str(value) for name, value in arm.in_effect.items()}
     if arm.artefact and "sha256" in arm.artefact:
         shown["artefact_sha256"] = str(arm.artefact["sha256"])[:16] + "…"
+    return shown
+
+
+def _sent(result: Result, arm: ArmRecord | None) -> dict[str, str]:
+    """What an arm was sent, with the bytes of the smallest request's tensors."""
+    if arm is None:
+        return {}
+    experiment = result.experiment
+    request = experiment.a if arm.label == "a" else experiment.b
+    shown = {"payload": experiment.payload_of(request), "transport": experiment.transport}
+    sizes = [s.payload_bytes for s in result.summaries if s.label == arm.label and s.payload_bytes is not None]
+    if sizes:
+        way = "through shared memory" if experiment.transport == "shm" else "over the wire"
+        shown["payload_bytes"] = f"{min(sizes):,.0f} a request {way}"
     return shown
 
 
@@ -269,7 +283,7 @@ def experiment_rows(result: Result) -> list[tuple[str, str]]:
     return [
         ("model", e.model),
         ("weights", e.weights),
-        ("payload", e.payload),
+        ("payload", ", ".join(dict.fromkeys(e.payload_of(arm) for arm in (e.a, e.b)))),
         ("transport", e.transport),
         ("preset", e.preset),
         ("equivalence margin δ", f"± {share(e.equivalence_margin)}"),
