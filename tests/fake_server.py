@@ -45,6 +45,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--crash", action="store_true", help="die before listening")
     parser.add_argument("--ignore-sigterm", action="store_true")
     parser.add_argument("--no-stats", action="store_true")
+    parser.add_argument("--device", default="cpu", help="what it says that it executes on")
     parser.add_argument("--children", type=int, default=0, help="child processes that just sleep")
     return parser.parse_args(argv)
 
@@ -52,6 +53,21 @@ def options(argv: list[str]) -> argparse.Namespace:
 def embed(pixels: np.ndarray) -> np.ndarray:
     coarse = pixels[:, :, ::32, ::32].reshape(len(pixels), -1)
     return np.ascontiguousarray(np.pad(coarse, ((0, 0), (0, 512 - coarse.shape[1]))), dtype="<f4")
+
+
+def gpu_info(device: str) -> dict | None:
+    """What a server that executes on `device` says of itself; this one does whatever the option says."""
+    if device == "cpu":
+        return None
+    return {
+        "status": "ok",
+        "runtime": {
+            "kind": "torch",
+            "used_device_uuid": "GPU-5c719ed0-0000-0000-0000-000000000000",
+            "placement": {"result": "gpu", "params_by_device": {device: 1}},
+            "canary": {"kernel_count": 9},
+        },
+    }
 
 
 class FakeServer:
@@ -104,8 +120,9 @@ class FakeServer:
                 "name": self.settings.model,
                 "max_batch_size": 32,
                 "dynamic_batching": {"max_queue_delay_microseconds": "2000"},
-                "parameters": {"device": {"string_value": "cpu"}, "precision": {"string_value": "fp32"}},
+                "parameters": {"device": {"string_value": self.settings.device}, "precision": {"string_value": "fp32"}},
             },
+            "/gpu-info": gpu_info(self.settings.device),
             f"{model}/stats": None if self.settings.no_stats else {"model_stats": [self.statistics()]},
         }
         if path == "/v2/health/live":

@@ -1,4 +1,4 @@
-"""Makes the generator of synthetic runs importable as `synthetic_run`."""
+"""Makes the generators of synthetic runs importable as `synthetic_run` and `gpu_run`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import importlib.util
 import sys
 from pathlib import Path
 
-if "synthetic_run" not in sys.modules:
-    spec = importlib.util.spec_from_file_location(
-        "synthetic_run", Path(__file__).parents[3] / "golden" / "synthetic_run.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules["synthetic_run"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["synthetic_run"])
+for path in (Path(__file__).parents[3] / "golden" / "synthetic_run.py", Path(__file__).parent / "gpu_run.py"):
+    if path.stem not in sys.modules:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[path.stem])

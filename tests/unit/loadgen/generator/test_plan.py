@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from loadgen.compare_command import make_arm
 from loadgen.entry import build
+from loadgen.evidence.thresholds import DEFAULT_THRESHOLDS
 from loadgen.forecast import Forecast
 from loadgen.plan import PRESETS, PlanError, make_cells
 from loadgen.records import ArmRequest, Experiment
@@ -39,6 +40,15 @@ def test_quick_leaves_room_in_five_minutes_on_two_cores() -> None:
 def test_the_concurrent_default_is_200_requests_at_16() -> None:
     (cell,) = make_cells("quick", ["concurrent"])
     assert (cell.requests, cell.concurrency, cell.batch_size) == (200, 16, 1)
+
+
+@pytest.mark.parametrize("preset", ["quick", "full"])
+@pytest.mark.parametrize("pairs", [None, 1, 3])
+def test_with_a_gpu_every_arm_and_cell_gets_enough_load_for_a_finding(preset: str, pairs: int | None) -> None:
+    for cell in make_cells(preset, ["single", "batched", "concurrent"], pairs=pairs, gpu=True):
+        assert cell.pairs * cell.seconds > DEFAULT_THRESHOLDS.min_window_s
+        assert cell.pairs * cell.requests > DEFAULT_THRESHOLDS.min_requests
+        assert cell.max_seconds >= 2 * cell.seconds
 
 
 def test_full_has_more_of_everything() -> None:

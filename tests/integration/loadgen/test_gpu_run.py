@@ -1,0 +1,88 @@
+"""Whole runs beside a scripted GPU: what is recorded, and what the findings make of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loadgen.analysis import analyse
+from loadgen.evidence.readings import read_readings
+from loadgen.evidence.records import EvidenceFile
+from loadgen.progress import SilentProgress
+from loadgen.records import ArmRequest, Cell, RunState
+from loadgen.report import write_reports
+from loadgen.runner import run_experiment
+from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
+
+pytestmark = pytest.mark.usefixtures("no_process_left")
+
+SAMPLER = (sys.executable, str(Path(__file__).parents[2] / "scripted_sampler.py"))
+
+
+def gpu_run(out: Path, *cells: Cell, busy_blocks: int, control: bool) -> RunState:
+    """Two servers that both say cuda:0."""
+    experiment = make_experiment(
+        a=ArmRequest(label="a", target="native", settings={"device": "cuda:0"}),
+        b=ArmRequest(label="b", target="triton", settings={"device": "cuda:0"}),
+        cells=cells,
+        gpu_control=control,
+    )
+    return run_experiment(
+        experiment, out, SilentProgress(), abserve=FAKE_ABSERVE, sampler=(*SAMPLER, "--blocks", str(busy_blocks))
+    )
+
+
+def single(seconds: float, pairs: int) -> Cell:
+    return Cell(
+        scenario="single", batch_size=1, concurrency=1, requests=20, seconds=seconds, max_seconds=60, pairs=pairs
+    )
+
+
+def test_what_a_gpu_run_records(tmp_path: Path) -> None:
+    """Two short pairs: the gaps lie around the rounds, the edges beside the blocks; so little load proves nothing."""
+    out = tmp_path / "run"
+    state = gpu_run(out, single(0.3, 2), busy_blocks=4, control=False)
+    assert (state.state, state.error) == ("finished", None)
+    readings = read_readings([out / "gpu/0000.jsonl"])
+    labels = [edge.label for edge in readings.edges if edge.label != "periodic"]
+    rounds = [[f"gap {n} start", f"gap {n} end"] for n in range(3)]
+    pairs = [[f"block {i} {when}" for i in pair for when in ("before", "after")] for pair in ((0, 1), (2, 3))]
+    assert labels == [*rounds[0], *pairs[0], *rounds[1], *pairs[1], *rounds[2]]
+    result = analyse(out)
+    assert result.evidence is not None
+    assert [round(gap.seconds) for gap in result.evidence.gaps] == [6, 6, 6]
+    for block in result.blocks:
+        edges = {edge.label: edge.at_ns for edge in readings.edges}
+        window = next(r for r in result.evidence.records if r.label == block.label).inputs.load.windows[0]
+        assert window.seconds >= 0.3
+        assert not any(window.start_ns < at_ns < window.end_ns for at_ns in edges.values())
+    for record in result.evidence.records:
+        assert (record.finding, record.code) == ("INCONCLUSIVE", "short_window")
+        assert record.inputs.attribution.pid_resolved, "the server is on the GPU's process list"
+        assert record.activity == "active"
+    assert not result.valid
+    assert result.verdict.caveats[0].startswith("Not proven: Arm A is INCONCLUSIVE (short_window)")
+    assert all(comparison.verdict == "invalid" for comparison in result.comparisons)
+    write_reports(out, result)
+    assert "Where the arms ran" in (out / "report.html").read_text()
+    assert msgspec.json.decode((out / "evidence.json").read_bytes(), type=EvidenceFile) == result.evidence
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("busy", [True, False])
+def test_the_same_run_is_ranked_beside_a_busy_gpu_and_not_beside_an_idle_one(tmp_path: Path, busy: bool) -> None:
+    out = tmp_path / "run"
+    state = gpu_run(out, single(31.0, 1), busy_blocks=2 if busy else 0, control=True)
+    assert (state.state, state.error) == ("finished", None)
+    result = analyse(out)
+    assert result.evidence is not None
+    found = {(r.label, r.cell, r.control): (r.finding.value, r.code) for r in result.evidence.records}
+    (control,) = [r for r in result.evidence.records if r.control]
+    assert (control.finding, control.activity) == ("CPU_FALLBACK", "idle")
+    (present,) = [c for c in result.checks if c.name == "gpu_present"]
+    assert present.ok == busy, found
+    assert (result.comparisons[0].verdict == "invalid") == (not busy), found

@@ -1,0 +1,112 @@
+"""From a recording of a real H200 to what is ranked and what is shown."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gpu_run import CAPTURE, write_gpu_run
+from rich.console import Console
+
+from loadgen.analysis import analyse
+from loadgen.checks import Check
+from loadgen.report import write_reports
+from loadgen.report.evidence import evidence_rows, gpu_chart
+from loadgen.report.terminal import print_result
+from loadgen.result import Result, read_result
+
+Show = Callable[[Result], str]
+
+
+@pytest.fixture
+def terminal() -> Show:
+    def show(result: Result) -> str:
+        stream = io.StringIO()
+        print_result(result, Console(file=stream, width=200, color_system=None))
+        return stream.getvalue()
+
+    return show
+
+
+def checks(result: Result, name: str) -> list[Check]:
+    return [check for check in result.checks if check.name == name]
+
+
+def findings(result: Result) -> dict[tuple[str, str | None, bool], str]:
+    assert result.evidence is not None
+    return {(r.label, r.cell, r.control): r.finding.value for r in result.evidence.records}
+
+
+def test_two_proven_arms_are_ranked_as_gpu_servers(tmp_path: Path, terminal: Show) -> None:
+    result = analyse(write_gpu_run(tmp_path))
+    assert findings(result) == {
+        ("a", "single", False): "GPU_VERIFIED",
+        ("a", None, False): "GPU_VERIFIED",
+        ("b", "single", False): "GPU_VERIFIED",
+        ("b", None, False): "GPU_VERIFIED",
+        ("a", "single", True): "CPU_FALLBACK",
+    }
+    (evidence,) = checks(result, "gpu_evidence")
+    assert (evidence.ok, evidence.scope) == (True, "cell single")
+    (present,) = checks(result, "gpu_present")
+    assert present.ok
+    (control,) = checks(result, "negative_control")
+    assert control.ok, control.detail
+    assert not any("CPU comparison" in caveat for caveat in result.verdict.caveats)
+    text = terminal(result)
+    assert "A all scenarios: GPU_VERIFIED" in text
+    assert "J/image" in text
+
+
+@pytest.mark.parametrize("b", ["gpu", "cpu"])
+def test_an_arm_that_says_gpu_while_the_gpu_idles_is_not_ranked(tmp_path: Path, terminal: Show, b: str) -> None:
+    result = analyse(write_gpu_run(tmp_path, b=b))
+    ranked = b == "gpu"
+    assert ("no verdict" in result.verdict.headline.lower()) == (not ranked)
+    assert all((c.verdict == "invalid") == (not ranked) for c in result.comparisons if c.ratio_b_over_a is not None)
+    if not ranked:
+        assert not result.valid
+        assert findings(result)["b", "single", False] != "GPU_VERIFIED"
+        assert result.verdict.caveats[0].startswith("Not proven: Arm B is ")
+        assert terminal(result).strip().startswith("Not proven: Arm B is ")
+
+
+def test_one_arm_on_the_cpu_is_said_plainly_and_not_ranked(tmp_path: Path) -> None:
+    result = analyse(write_gpu_run(tmp_path, b="cpu", b_says="cpu"))
+    assert not result.valid
+    assert result.verdict.caveats[0] == "Arm A ran on a GPU and arm B ran on the CPU: they are not ranked."
+    assert all(c.verdict == "invalid" for c in result.comparisons)
+
+
+def test_a_servers_word_without_evidence_is_not_enough(tmp_path: Path) -> None:
+    result = analyse(write_gpu_run(tmp_path, evidence=False))
+    assert not result.valid
+    (evidence,) = checks(result, "gpu_evidence")
+    assert (evidence.ok, evidence.severity, evidence.scope) == (None, "invalidates", "run")
+    assert result.verdict.caveats[0] == "The servers say that they run on a GPU; no evidence was recorded."
+
+
+def test_the_reports_show_the_findings_and_what_the_gpu_did(tmp_path: Path) -> None:
+    result = analyse(write_gpu_run(tmp_path))
+    write_reports(tmp_path, result)
+    assert read_result(tmp_path / "result.json") == result == analyse(tmp_path), "a stored run can be reported again"
+    page, summary = (tmp_path / "report.html").read_text(), (tmp_path / "summary.md").read_text()
+    for text in (page, summary):
+        assert "Where the arms ran" in text
+    assert "GPU\\_VERIFIED" in summary
+    assert 'id="gpu-figure"' in page
+    (row, *_) = evidence_rows(result)
+    assert (row.arm, row.scenario, row.finding) == ("A", "all scenarios", "GPU_VERIFIED")
+    (series,) = result.gpu
+    assert series.uuid == CAPTURE["uuid"]
+    load = [share for at_s, share in series.utilisation if 5 < at_s < 25]
+    assert min(load) > 0.5
+    assert max(watts for _, watts in series.power_watts) > 300
+    chart = gpu_chart(result)
+    assert chart is not None
+    assert {trace["name"] for trace in chart.data} >= {"utilisation", "power"}
+    blocks = [shape for shape in chart.layout["shapes"] if shape["fillcolor"] in ("--a", "--b")]
+    assert len(blocks) == len(result.blocks) == 2
+    assert [shape for shape in chart.layout["shapes"] if shape["fillcolor"] == "--muted"]
