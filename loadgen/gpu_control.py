@@ -49,8 +49,10 @@ def run_control(
     deploy: Callable[[ArmRequest, RunStore], Deployment],
     make_phase: Callable[[Mapping[Label, Arm], RunStore], LoadPhase],
     describe: Callable[[Arm, RunStore], ArmRecord],
+    idle: Callable[[], None],
 ) -> ControlRun:
-    """Start the server, load it, stop it. What it stores is in `directory`, which is like that of a run and is none.
+    """Start the server, load it between two calls of `idle`, stop it. What it stores is in `directory`, which is like
+    that of a run and is none.
 
     Raises what starting and loading raise: `DeploymentError`, `EndpointError`, `LoadError`, `StorageError` …
     """
@@ -64,7 +66,9 @@ def run_control(
         record = describe(control, store)
         phase = make_phase({label: control}, store)
         phase.warm_up([cell])
+        idle()  # again: after the load a GPU cools down for a while, and its idle power with it
         block = phase.measure(ScheduledBlock(0, cell, 0, label, 0))
+        idle()
         pids = frozenset(deployment.pids())
     finally:
         deployment.stop()

@@ -116,11 +116,11 @@ class GpuStage:
                 self._deploy,
                 make_phase,
                 lambda arm, store: self._described(arm.record(), store),
+                self.recording.gap,
             )
         except _CONTROL_ERRORS as exc:
             self._progress.now(f"no negative control: {exc}")
             return {}
-        self.recording.gap()
         return {request.label: control}
 
     def _deploy(self, request: ArmRequest, store: RunStore) -> Deployment:

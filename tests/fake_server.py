@@ -46,6 +46,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ignore-sigterm", action="store_true")
     parser.add_argument("--no-stats", action="store_true")
     parser.add_argument("--device", default="cpu", help="what it says that it executes on")
+    parser.add_argument("--cpu-burn-ms", type=float, default=0, help="of work in every inference on the device cpu")
     parser.add_argument("--children", type=int, default=0, help="child processes that just sleep")
     return parser.parse_args(argv)
 
@@ -140,6 +141,10 @@ class FakeServer:
         settings, number = self.settings, self.inferences
         if settings.die_after and number >= settings.die_after:
             os._exit(9)
+        if settings.cpu_burn_ms and settings.device == "cpu":
+            until = time.monotonic() + settings.cpu_burn_ms / 1000
+            while time.monotonic() < until:
+                pass
         if settings.delay_ms:
             await asyncio.sleep(settings.delay_ms / 1000)
         number = max(0, number - settings.good_first)

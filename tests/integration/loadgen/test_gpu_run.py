@@ -23,9 +23,9 @@ SAMPLER = (sys.executable, str(Path(__file__).parents[2] / "scripted_sampler.py"
 
 
 def gpu_run(out: Path, *cells: Cell, busy_blocks: int, control: bool) -> RunState:
-    """Two servers that both say cuda:0."""
+    """Two servers that both say cuda:0; on the CPU, A would need far more of it."""
     experiment = make_experiment(
-        a=ArmRequest(label="a", target="native", settings={"device": "cuda:0"}),
+        a=ArmRequest(label="a", target="native", settings={"device": "cuda:0", "cpu-burn-ms": "40"}),
         b=ArmRequest(label="b", target="triton", settings={"device": "cuda:0"}),
         cells=cells,
         gpu_control=control,

@@ -6,12 +6,14 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from gpu_run import CAPTURE, write_gpu_run
 from rich.console import Console
 
 from loadgen.analysis import analyse
 from loadgen.checks import Check
+from loadgen.evidence.records import EvidenceFile
 from loadgen.report import write_reports
 from loadgen.report.evidence import evidence_rows, gpu_chart
 from loadgen.report.terminal import print_result
@@ -71,6 +73,19 @@ def test_an_arm_that_says_gpu_while_the_gpu_idles_is_not_ranked(tmp_path: Path, 
         assert findings(result)["b", "single", False] != "GPU_VERIFIED"
         assert result.verdict.caveats[0].startswith("Not proven: Arm B is ")
         assert terminal(result).strip().startswith("Not proven: Arm B is ")
+
+
+def test_a_control_beside_a_busy_gpu_is_warned_of(tmp_path: Path) -> None:
+    path = write_gpu_run(tmp_path) / "evidence.json"
+    evidence = msgspec.json.decode(path.read_bytes(), type=EvidenceFile)
+    records = [msgspec.structs.replace(r, activity="active") if r.control else r for r in evidence.records]
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(evidence, records=tuple(records))))
+    result = analyse(tmp_path)
+    (control,) = checks(result, "negative_control")
+    assert (control.ok, control.severity) == (False, "warns")
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(evidence, records=evidence.records[:-1])))
+    (control,) = checks(analyse(tmp_path), "negative_control")
+    assert (control.ok, control.severity) == (None, "informs")
 
 
 def test_one_arm_on_the_cpu_is_said_plainly_and_not_ranked(tmp_path: Path) -> None:
