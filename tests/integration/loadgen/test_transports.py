@@ -1,0 +1,227 @@
+"""Every transport with every payload, from the generator's process to real servers that execute no model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.request import urlopen
+
+import numpy as np
+import psutil
+import pytest
+
+from loadgen.clients.exchange import ConnectionRefused
+from loadgen.clients.shared_memory import FOLDER
+from loadgen.deployment.embedded import EmbeddedDeployment
+from loadgen.endpoint import Endpoint
+from loadgen.generator_messages import Open, Outcome, Prepare
+from loadgen.generator_process import GeneratorError, GeneratorProcess
+from loadgen.inputs import SampleInputs, read_samples, write_samples
+from loadgen.parity import Questioned, check_parity
+from loadgen.payloads import PAYLOADS, variant_name
+from loadgen.records import Transport
+from loadgen.transports import TRANSPORTS, Door, prepare, read_answer
+from tests.integration.loadgen.conftest import await_true
+
+ABSERVE = (sys.executable, "-P", "-m", "loadgen.entry")
+MODEL = "openclip_vit_b32"
+DELAY_S = 0.3
+USERS = 8
+
+
+@pytest.fixture(scope="module")
+def samples() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        write_samples(MODEL, Path(folder) / "samples", ABSERVE)
+        yield Path(folder) / "samples"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedDeployment]:
+    """A native server whose answers take 300 ms without keeping it busy."""
+    options = {"engine": "null", "payloads": ",".join(PAYLOADS), "added-delay-ms": str(1000 * DELAY_S)}
+    options |= {"model": MODEL, "allow-shared-memory": "true"}
+    deployment = EmbeddedDeployment("native", options, tmp_path_factory.mktemp("server") / "log", abserve=ABSERVE)
+    deployment.start()
+    try:
+        for payload in PAYLOADS:
+            deployment.wait_ready(variant_name(MODEL, payload), 90)
+        yield deployment
+    finally:
+        deployment.stop()
+
+
+@pytest.fixture
+def generator(tmp_path: Path) -> Iterator[GeneratorProcess]:
+    process = GeneratorProcess(tmp_path / "generator.log")
+    yield process
+    process.stop()
+
+
+def question(deployment: EmbeddedDeployment, samples: Path, transport: Transport, payload: str) -> Questioned:
+    name = variant_name(MODEL, payload)
+    door = Door(transport, deployment.url, name, deployment.grpc_address)
+    return Questioned(door, Endpoint(deployment.url).signature(name), read_samples(samples, payload))
+
+
+def ask(arm: Questioned, items: list[int]) -> dict[str, np.ndarray]:
+    request = arm.door.sendable(prepare(arm.door.transport, arm.inputs, arm.signature, items))
+    connection = arm.door.connection((request,), timeout_s=30)
+    try:
+        return dict(read_answer(connection, connection.send(request)))
+    finally:
+        connection.close()
+
+
+def open_block(generator: GeneratorProcess, arm: Questioned, samples: Path, payload: str, **changes: object) -> Open:
+    transport = arm.door.transport
+    generator.prepare(
+        Prepare(
+            samples_directory=str(samples), payload=payload, signature=arm.signature, batch_sizes=(1,), seed=0,
+            transport=transport, key=payload,
+        )
+    )  # fmt: skip
+    fields: dict[str, object] = {
+        "url": arm.door.url, "grpc_address": arm.door.grpc_address, "key": payload, "batch_size": 1,
+        "concurrency": USERS, "requests": 6 * USERS, "seconds": 0.0, "max_seconds": 60.0, "timeout_s": 20.0,
+    }  # fmt: skip
+    command = Open(**{**fields, **changes})  # type: ignore[arg-type]
+    generator.open(command)
+    return command
+
+
+def regions_of_load() -> list[str]:
+    return [path.name for path in FOLDER.glob("abserve-load-*")]
+
+
+def registered(url: str) -> object:
+    """The server's list of regions, an array and so no document of `Endpoint`."""
+    with urlopen(f"{url}/v2/systemsharedmemory/status", timeout=10) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_users_do_not_wait_for_each_other(
+    server: EmbeddedDeployment, generator: GeneratorProcess, samples: Path, tmp_path: Path,
+    transport: Transport, payload: str,
+) -> None:  # fmt: skip
+    """N users of a server that takes a fixed time reach N / time. Without telling gRPC of gevent it is 1 / time."""
+    arm = question(server, samples, transport, payload)
+    path = tmp_path / "0000.npy"
+    command = open_block(generator, arm, samples, payload, samples_path=str(path))
+    outcome: Outcome = generator.go(command)
+    rate = outcome.requests / ((outcome.window_end_ns - outcome.window_start_ns) / 1e9)
+    assert (outcome.requests, outcome.errors, outcome.transport) == (6 * USERS, 0, transport)
+    assert rate > 0.5 * USERS / DELAY_S, "the users waited for each other"
+    sent = np.load(path)
+    assert set(sent["status"]) == {1000 if transport == "grpc" else 200}
+    payload_bytes = np.array(outcome.body_payload_bytes)[sent["body"]]
+    beside = sent["request_bytes"] - (0 if transport == "shm" else payload_bytes)
+    assert ((beside > 50) & (beside < 1000)).all(), "what is not the payload is small"
+    expected = {"fp32": 602_112, "uint8": 150_528}
+    assert set(payload_bytes) == {expected[payload]} if payload in expected else len(set(payload_bytes)) > 5
+    if transport == "grpc":
+        assert (sent["first_byte_ns"] == sent["end_ns"]).all()
+    assert regions_of_load() == []
+    assert registered(server.url) == []
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_the_answer_does_not_depend_on_the_transport(server: EmbeddedDeployment, samples: Path, payload: str) -> None:
+    answers = [ask(question(server, samples, transport, payload), [3, 0, 5])["embedding"] for transport in TRANSPORTS]
+    assert answers[0].shape == (3, 512)
+    assert len(np.unique(answers[0], axis=0)) == 3
+    for answer in answers[1:]:
+        assert answer.dtype == answers[0].dtype
+        assert (answer == answers[0]).all()
+
+
+def test_parity_is_asked_through_the_arms_own_doors(server: EmbeddedDeployment, samples: Path) -> None:
+    few = {name: array[:3] for name, array in read_samples(samples, "uint8").arrays.items()}
+    inputs = SampleInputs(few, "photographs")
+    arms = {
+        label: Questioned(arm.door, arm.signature, inputs)
+        for label, transport in (("a", "grpc"), ("b", "shm"))
+        for arm in [question(server, samples, transport, "uint8")]  # type: ignore[arg-type]
+    }
+    record = check_parity(arms, 4)  # type: ignore[arg-type]
+    assert record.ok, record.error
+    assert all(case.max_abs == 0 for case in record.cases)
+    assert regions_of_load() == []
+
+
+def test_a_server_that_shares_no_memory_says_what_to_do(samples: Path, tmp_path: Path) -> None:
+    options = {"engine": "null", "payloads": "uint8", "model": MODEL}
+    deployment = EmbeddedDeployment("native", options, tmp_path / "log", abserve=ABSERVE)
+    deployment.start()
+    try:
+        deployment.wait_ready(variant_name(MODEL, "uint8"), 90)
+        with pytest.raises(ConnectionRefused, match="--allow-shared-memory"):
+            ask(question(deployment, samples, "shm", "uint8"), [0])
+    finally:
+        deployment.stop()
+    assert regions_of_load() == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_server_killed_under_load_ends_the_block(
+    generator: GeneratorProcess, samples: Path, tmp_path: Path, transport: Transport
+) -> None:
+    options = {"engine": "null", "payloads": "uint8", "model": MODEL, "allow-shared-memory": "true"}
+    deployment = EmbeddedDeployment("native", {**options, "added-delay-ms": "100"}, tmp_path / "log", abserve=ABSERVE)
+    deployment.start()
+    try:
+        deployment.wait_ready(variant_name(MODEL, "uint8"), 90)
+        arm = question(deployment, samples, transport, "uint8")
+        path = tmp_path / "0000.npy"
+        command = open_block(generator, arm, samples, "uint8", requests=10**6, samples_path=str(path))
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(generator.go, command)
+            part = path.with_name(path.name + ".part")
+            await_true(lambda: part.exists() and part.stat().st_size > 2000, "samples on disk")
+            for pid in deployment.pids():
+                os.kill(pid, signal.SIGKILL)
+            outcome = running.result(60)
+    finally:
+        deployment.stop()
+    assert outcome.cut_reason is not None
+    assert "takes no connections" in outcome.cut_reason
+    assert 0 < outcome.errors <= 3 * USERS
+    assert regions_of_load() == []
+
+
+def test_a_killed_generator_leaves_no_memory(server: EmbeddedDeployment, samples: Path, tmp_path: Path) -> None:
+    generator = GeneratorProcess(tmp_path / "generator.log")
+    arm = question(server, samples, "shm", "uint8")
+    open_block(generator, arm, samples, "uint8")
+    assert len(registered(server.url)) == 2 * USERS  # type: ignore[arg-type]
+    assert regions_of_load() == [], "the names are gone as soon as the server has mapped them"
+    child = next(p for p in psutil.Process().children() if "loadgen.generator" in p.cmdline())
+    child.kill()
+    with pytest.raises(GeneratorError):
+        generator.go(Open(url="", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=1, timeout_s=1))
+    generator.stop()
+    assert regions_of_load() == []
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+def test_the_generator_ends_with_its_input_while_a_block_is_open(
+    server: EmbeddedDeployment, samples: Path, tmp_path: Path, transport: Transport
+) -> None:
+    """An open channel would keep the process; an open region would stay registered."""
+    generator = GeneratorProcess(tmp_path / "generator.log")
+    before = registered(server.url)
+    open_block(generator, question(server, samples, transport, "uint8"), samples, "uint8")
+    process = generator._process.popen
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(20) == 0
+    assert registered(server.url) == before
+    generator.stop()
