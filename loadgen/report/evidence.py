@@ -61,8 +61,8 @@ def _figures(record: EvidenceRecord) -> tuple[str, ...]:
         loaded,
         f"{busy} ({share(gpu.idle_utilisation_low)})",
         f"{watts} ({idle_watts})",
-        _joules(gpu.joules_per_item),
-        _joules(gpu.excess_joules_per_item),
+        "–" if record.control else _joules(gpu.joules_per_item),
+        "–" if record.control else _joules(gpu.excess_joules_per_item),
         ", ".join(words),
     )
 
@@ -89,7 +89,8 @@ def summary_lines(result: Result) -> list[str]:
         if record.cell is not None and not record.control and same:
             continue
         _, utilisation, power, joules, _, _ = row.figures
-        figures = f"busy {utilisation}, {power}, {joules} J/image; " if record.inputs.gpu is not None else ""
+        energy = "" if joules == "–" else f", {joules} J/image"
+        figures = f"busy {utilisation}, {power}{energy}; " if record.inputs.gpu is not None else ""
         lines.append(f"{row.arm} {row.scenario}: {row.finding}; {figures}{record.sentence}")
     return lines
 

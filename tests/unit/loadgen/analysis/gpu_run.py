@@ -42,11 +42,13 @@ def samples(kind: str) -> Samples:
 
 
 def block(index: int, label: Any, kind: str) -> BlockRecord:
+    """The recording keeps the times of some 4,000 answers at most."""
     here = phase(kind)
+    answered = len(here["completions_ns"])
     return BlockRecord(
-        index=index, cell="single", pair=0, label=label, position=index, started_at="", requests=here["completed"],
+        index=index, cell="single", pair=0, label=label, position=index, started_at="", requests=answered,
         samples=f"samples/{index:04d}.npy", window_start_ns=here["start_ns"], window_end_ns=here["end_ns"],
-        items=here["completed"], errors=0, error_messages=(), generator_cpu_ns=0, server_cpu_ns=here["cpu_ns"],
+        items=answered, errors=0, error_messages=(), generator_cpu_ns=0, server_cpu_ns=here["cpu_ns"],
         stages=None, complete=True,
     )  # fmt: skip
 
@@ -89,8 +91,10 @@ def assess_stored(directory: Path, arms: list[ArmRecord]) -> EvidenceFile:
     """As the runner does at the end of a run; the control is the recording's CPU phase, in images of a GPU request."""
     (directory / "gpu").mkdir(exist_ok=True)
     (directory / "gpu/0000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in CAPTURE["lines"]))
-    control = block(0, "a", "cpu")
-    control = msgspec.structs.replace(control, items=max(1, round(control.requests / IMAGES_OF_CPU_REQUEST)))
+    done = phase("cpu")["completed"]
+    control = msgspec.structs.replace(
+        block(0, "a", "cpu"), requests=done, items=max(1, round(done / IMAGES_OF_CPU_REQUEST))
+    )
     return assess_run(
         directory,
         ["gpu/0000.jsonl"],
