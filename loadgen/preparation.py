@@ -61,13 +61,18 @@ def export_artefacts(
     """Run `abserve export` for the arms that need it (each place once), passing its lines on. Raises
     `PreparationError`."""
     wanted = {
-        (arm.settings.get("artefacts", ""), "fp32" if experiment.payload_of(arm) == "fp32" else "uint8")
+        (
+            arm.settings.get("artefacts", ""),
+            "fp32" if experiment.payload_of(arm) == "fp32" else "uint8",
+            "fp16" if arm.settings.get("precision") == "fp16" else "fp32",
+        )
         for arm in (experiment.a, experiment.b)
         if needs_artefact(arm)
-    }  # a JPEG variant executes the file of the UINT8 one
-    for place, payload in sorted(wanted):
+    }  # a JPEG variant executes the file of the UINT8 one, TF32 that of FP32
+    for place, payload, precision in sorted(wanted):
         argv = [*abserve, "export", "--model", base_name(experiment.model), "--weights", experiment.weights]
         argv += ["--payload", payload] if payload != "fp32" else []
+        argv += ["--precision", precision] if precision != "fp32" else []
         argv += ["--artefacts", place] if place else []
         _run_telling(argv, store.log_path("export"), say)
 
