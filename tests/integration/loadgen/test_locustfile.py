@@ -120,7 +120,8 @@ def test_the_options_of_the_docstring_are_those_of_the_web_page(monkeypatch: pyt
     monkeypatch.setenv("ABSERVE_LOAD_BATCH_SIZE", "13")
     done = subprocess.run([sys.executable, "-c", SHOWN, str(LOCUSTFILE)], capture_output=True, text=True, check=True)
     shown = dict(line.split("=", 1) for line in done.stdout.splitlines())
-    assert shown.keys() == {name for name, _ in documented}
+    hidden = {"--metrics-port", "--metrics-host"}  # of the process, not of a test
+    assert shown.keys() == {name for name, _ in documented} - hidden
     assert shown["--batch-size"] == "13"
     assert all(variable == f"ABSERVE_LOAD{name[1:].replace('-', '_').upper()}" for name, variable in documented)
 
@@ -138,3 +139,24 @@ def test_against_the_native_server(images: Path, tmp_path: Path) -> None:
         assert (np.load(path)["status"] == 200).all()
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "shm"])
+def test_other_transports_and_payloads(tmp_path: Path, protocol: str) -> None:
+    """With a fixed time per answer: users that wait for each other would show."""
+    options = {"engine": "null", "model": "openclip_vit_b32", "payloads": "uint8", "added-delay-ms": "200"}
+    server = EmbeddedDeployment("native", {**options, "allow-shared-memory": "true"}, tmp_path / "server.log")
+    server.start()
+    try:
+        server.wait_ready("openclip_vit_b32_uint8", 90)
+        given = ["--protocol", protocol, "--payload", "uint8", "--grpc", server.grpc_address or "", "-u", "8"]
+        done = locust(server.url, *given, "-r", "8", "--samples-out", str(tmp_path / "raw"), seconds=4)
+    finally:
+        server.stop()
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "raw").glob("Concurrent-*.npy")
+    samples = np.load(path)
+    seconds = (samples["end_ns"].max() - samples["send_ns"].min()) / 1e9
+    assert set(samples["status"]) == {1000 if protocol == "grpc" else 200}
+    assert len(samples) / seconds > 0.5 * 8 / 0.2, "the users waited for each other"
+    assert not list(Path("/dev/shm").glob("abserve-load-*"))
