@@ -20,6 +20,7 @@ from loadgen.deployment.containers import PROJECT, LogLine, ServiceContainer, fi
 from loadgen.deployment.interface import DeploymentError, StartTimes, poll_ready
 
 PORTS = {"native": 8100, "triton": 8000}
+GRPC_PORTS = {"native": 8101, "triton": 8001}
 STOP_SECONDS = 40
 _ASK_ENGINE_EVERY_NS = 250_000_000
 _REACH_SECONDS = 1.0
@@ -37,9 +38,10 @@ class ComposeDeployment:
     def __init__(self, server: str, project: str = PROJECT) -> None:
         """`server` is native or triton. Raises `DeploymentError` where the stack is not up."""
         self.container: ServiceContainer = find_container(server, project)
-        self._port = PORTS[server]
+        self._port, self._grpc_port = PORTS[server], GRPC_PORTS[server]
         self._was_running = self.container.state().status == "running"
         self._address: str | None = None
+        self._grpc_address: str | None = None
         self.via: str | None = None
         """How its address was reached: "container network" or "published port"."""
         self._started_ns = 0
@@ -55,6 +57,11 @@ class ComposeDeployment:
         if self._address is None:
             raise DeploymentError(f"{self.container.service} was not started")
         return f"http://{self._address}"
+
+    @property
+    def grpc_address(self) -> str | None:
+        """Where it answers gRPC, by the same way; valid after `start`."""
+        return self._grpc_address
 
     @property
     def title(self) -> str | None:
@@ -86,7 +93,7 @@ class ComposeDeployment:
         self._started_wall_s, self._started_ns = time.time(), perf_counter_ns()
         if before.status != "running":
             self.container.start()
-        self._address, self.via = self._find_address()
+        self._find_addresses()
 
     def wait_ready(self, model: str, timeout_s: float) -> StartTimes:
         """Poll until the model can be asked."""
@@ -160,13 +167,15 @@ class ComposeDeployment:
             connection.close()
         return sorted(str(row["name"]) for row in rows if row.get("state", "READY") == "READY")
 
-    def _find_address(self) -> tuple[str, str]:
+    def _find_addresses(self) -> None:
         inside, published = self.container.addresses(self._port)
+        grpc_inside, grpc_published = self.container.addresses(self._grpc_port)
         if inside is not None and _reachable(inside):
-            return inside, "container network"
-        if published is not None:
-            return published, "published port"
-        raise DeploymentError(f"{self.container.name} has no port {self._port} that can be reached from here")
+            self._address, self._grpc_address, self.via = inside, grpc_inside, "container network"
+        elif published is not None:
+            self._address, self._grpc_address, self.via = published, grpc_published, "published port"
+        else:
+            raise DeploymentError(f"{self.container.name} has no port {self._port} that can be reached from here")
 
     def _read_plan(self, server: str) -> dict[str, Any]:
         if not any("exec-launch-plan" in part for part in self.container.command):

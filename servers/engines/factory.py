@@ -10,6 +10,8 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
 KINDS = ("torch", "onnxruntime", "tensorrt", "null")
+LIBRARIES = {"torch": ("torch", "open_clip"), "onnxruntime": ("onnxruntime",), "tensorrt": ("tensorrt",), "null": ()}
+"""What a kind's `load` imports first; whoever times a start may import them beforehand."""
 
 
 def build_engine(

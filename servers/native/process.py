@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
 
 import structlog
 
@@ -45,8 +47,11 @@ def _service(settings: NativeSettings, specification: ModelSpecification, weight
     )
 
     def build() -> Engine:
-        from servers.engines.factory import build_engine  # in the engine thread, after the port answers
+        from servers.engines.factory import LIBRARIES, build_engine  # in the engine thread, after the port answers
 
+        for library in LIBRARIES[settings.engine]:  # so that the account of a start tells imports from weights
+            with suppress(ImportError):  # loading the engine says what to install
+                import_module(library)
         artefact = settings.artefact if executed.payload == "fp32" else settings.artefact_uint8
         return build_engine(executed, weights, engine, artefact)
 

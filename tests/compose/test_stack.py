@@ -19,7 +19,7 @@ import pytest
 from loadgen.bodies import prepare_body
 from loadgen.container_cold_start import measure_container_cold_start
 from loadgen.deployment.compose import ComposeDeployment
-from loadgen.deployment.interface import DeploymentError
+from loadgen.deployment.interface import Deployment, DeploymentError
 from loadgen.endpoint import Endpoint
 from loadgen.inputs import read_samples, write_samples
 
@@ -106,7 +106,7 @@ def test_a_second_up_changes_nothing(stack: Any) -> None:
 
 def test_locust_drives_both_servers_from_its_workers(stack: Any) -> None:
     def locust(path: str, **form: str) -> bytes:
-        data = urllib.parse.urlencode(form).encode() if form else None
+        data = None if path.startswith("/stats") else urllib.parse.urlencode(form).encode()
         with urllib.request.urlopen(f"{stack.url('LOCUST_PORT')}{path}", data, timeout=30) as answer:
             return bytes(answer.read())
 
@@ -157,6 +157,10 @@ def test_cold_starts_of_both_containers(stack: Any, tmp_path: Path) -> None:
     for deployment in arms.values():
         assert deployment.model_name(MODEL) == MODEL
         assert deployment.title
+        assert deployment.via
+        assert deployment.grpc_address
+        checked: Deployment = deployment  # mypy: it offers what a runner wants
+        assert checked.pids() == deployment.pids()
         assert deployment.cpu_ns()
         deployment.stop()
     try:
