@@ -117,7 +117,7 @@ DEFINITIONS: dict[CheckName, CheckDefinition] = {
         "Make both arms serve the same weights, precision and preprocessing; the parity table names the case.",
     ),
     CheckName.SAME_PAYLOAD: CheckDefinition(
-        "both arms were sent the same payload", "invalidates", "invalidates", "Give both arms the same --payload."
+        "both arms were sent the same payload", "invalidates", "informs", "Give both arms the same --payload."
     ),
     CheckName.REQUEST_ERRORS: CheckDefinition(
         "no request failed", "invalidates", "invalidates", "Read the error messages and the log of the server named."
