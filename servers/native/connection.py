@@ -22,7 +22,7 @@ from servers.native.asgi import ask
 from servers.native.deadlines import NEVER
 from servers.native.heads import Head
 from servers.native.intake import Intake
-from servers.native.limits import LINGER_BYTES, LINGER_S, HttpError
+from servers.native.limits import LAST_BODY_S, LINGER_BYTES, LINGER_S, HttpError
 from servers.native.statistics import RequestTimes
 
 if TYPE_CHECKING:
@@ -93,11 +93,15 @@ class Connection(asyncio.BufferedProtocol):
         """The client or the server has closed."""
         self.gone = True
         self._door.remove(self)
-        self._socket = None
+        with self._sending:
+            own, self._socket = self._socket, None
+        if own is not None:
+            own.close()
         self._intake.release(read=False)
         if self._busy:
             if self._exchange is not None:
                 self._exchange.abandon()
+                self._exchange = None
         elif self._intake.in_body and self._lingered < 0:
             self._door.infer.count_disconnect(self._intake.head)
 
@@ -117,7 +121,9 @@ class Connection(asyncio.BufferedProtocol):
     def shutdown(self) -> None:
         """No further request: close now, or after the one that is arriving or waits for its answer."""
         self._stopping = True
-        if not self._busy and not self._intake.in_body and self._lingered < 0:
+        if self._intake.in_body:
+            self.deadline = min(self.deadline, time.monotonic() + LAST_BODY_S)
+        elif not self._busy and self._lingered < 0:
             self._transport.close()
 
     def expire(self) -> None:
@@ -156,8 +162,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def send_in_place(self, data: bytes) -> None:
         """See `ExchangeOwner`; in the engine thread. What the socket does not take at once is the event loop's."""
-        own = self._socket
         with self._sending:
+            own = self._socket
             try:
                 sent = 0 if own is None else own.send(data)
             except OSError:

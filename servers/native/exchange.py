@@ -60,9 +60,12 @@ class Exchange:
     def queue(self, plan: Plan, body: memoryview) -> None:
         """Without a task. Raises `QueueFullError` or `ShuttingDownError`."""
         self._plan = plan
-        entry = Entry(plan.arrays(body), plan.rows, None, self, (), plan.key)
-        self._service.enqueue(entry)
-        self._entry = entry
+        self._entry = entry = Entry(plan.arrays(body), plan.rows, None, self, (), plan.key)
+        try:
+            self._service.enqueue(entry)
+        except ContractError:
+            self._entry = None
+            raise
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> None:
         """As a task, cancelled when the client leaves."""
@@ -87,12 +90,14 @@ class Exchange:
         answer = self._encode(entry)
         if answer is None:
             return False
+        self._entry = None  # else the two of them, and the arrays, would have to wait for the garbage collector
         self._count()
         self._owner.send_in_place(answer)
         return True
 
     def wake(self, entry: Entry) -> None:
         """See `Waiter`."""
+        self._entry = None
         answer = None if entry.error is not None else self._encode(entry)
         if answer is None:
             self.refuse(entry.error or InternalError(_FAULT))

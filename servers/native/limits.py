@@ -13,6 +13,9 @@ CONTROL_BODY_BYTES = 64 * 1024
 LINGER_S = 5.0
 """How long a refused client may go on sending before it is cut off; closing at once could destroy its answer."""
 
+LAST_BODY_S = 5.0
+"""How long a body that is arriving when the server is told to stop may take to be complete."""
+
 LINGER_BYTES = 256 * 2**20
 """How much of it is read and dropped meanwhile."""
 

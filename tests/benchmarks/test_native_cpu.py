@@ -1,11 +1,15 @@
 """CPU time per inference request of the native server beside a bare uvicorn application that only reads the body.
 
-    python -m pytest tests/benchmarks/native_cpu.py -m benchmark -s
+    python -m pytest tests/benchmarks/test_native_cpu.py -m benchmark -s
 
-Both are processes of their own on loopback, driven in alternating rounds by the same client: one connection, one
+All are processes of their own on loopback, driven in alternating rounds by the same client: one connection, one
 prepared request, a body of one FP32 image (602 KB), one UINT8 image's size (150 KB) and a JPEG's size (30 KB). The
 figure is the server process's user and system time by the kernel's account, divided by the requests of the round; the
-ratio is the median over rounds. Run it alone: the two are interleaved, but a busy machine still widens the spread.
+ratio is the median over rounds. Run it alone: they are interleaved, but a busy machine still widens the spread.
+
+The third server shows the floor: the bare application, which hands each body to a thread and awaits it back, as any
+server must that does not execute models on its event loop. For the smallest body that hand-off alone costs more than
+the 40 % that the native server may take above the bare one, so there the bound is the floor.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +32,22 @@ import pytest
 ROUNDS = 7
 REQUESTS = 300
 LIMIT = 1.4
+PAYLOADS = (602_112, 150_528, 30_000)
+HELD_BY_ALL = (602_112, 150_528)
+"""Where the native server stays within LIMIT of bare uvicorn; everywhere it stays within LIMIT of the floor."""
+
 BARE = """
 import sys, uvicorn
 ANSWER = bytes(2048 + 130)
+HANDS_OFF = len(sys.argv) > 2
+if HANDS_OFF:
+    import asyncio, queue, threading
+    waiting = queue.SimpleQueue()
+    def engine():
+        while True:
+            loop, future = waiting.get()
+            loop.call_soon_threadsafe(future.set_result, None)
+    threading.Thread(target=engine, daemon=True).start()
 async def app(scope, receive, send):
     body = bytearray()
     while True:
@@ -37,6 +55,11 @@ async def app(scope, receive, send):
         body += message["body"]
         if not message["more_body"]:
             break
+    if HANDS_OFF:
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        waiting.put((loop, future))
+        await future
     headers = [(b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % len(ANSWER))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": ANSWER})
@@ -64,17 +87,17 @@ service = InferenceService(
     BatchingSettings(max_queue_delay_us=0))
 import structlog
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
-serve(NativeSettings(), ServedModels([service]), bind("127.0.0.1", int(sys.argv[1])))
+serve(NativeSettings(grpc_port=0), ServedModels([service]), bind("127.0.0.1", int(sys.argv[1])))
 """
 
 
 @contextmanager
-def running(source: str) -> Iterator[tuple[int, socket.socket]]:
+def running(source: str, *arguments: str) -> Iterator[tuple[int, socket.socket]]:
     """A server process's PID and a connection to it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-c", source, str(port)])
+    process = subprocess.Popen([sys.executable, "-c", source, str(port), *arguments])
     try:
         deadline = time.monotonic() + 30
         while True:
@@ -132,33 +155,47 @@ def round_cpu_us(pid: int, connection: socket.socket, request: bytes, count: int
     return (cpu_us(pid) - before) / count
 
 
-def measure() -> list[tuple[int, float, float, float]]:
-    """Payload bytes, native µs, bare µs, ratio: medians over the rounds."""
+def wait_ready(connection: socket.socket) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        if connection.recv(65536).startswith(b"HTTP/1.1 200"):
+            return
+        assert time.monotonic() < deadline
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians over the rounds: µs a request, and what the native server's are divided by the others'."""
+
+    payload: int
+    native_us: float
+    bare_us: float
+    floor_us: float
+    to_bare: float
+    to_floor: float
+
+
+def measure() -> list[Row]:
     rows = []
-    with running(NATIVE) as (native_pid, native), running(BARE) as (bare_pid, bare):
-        for payload in (602_112, 150_528, 30_000):
+    with running(NATIVE) as native, running(BARE) as bare, running(BARE, "hand off") as floor:
+        arms = (native, bare, floor)
+        wait_ready(native[1])
+        for payload in PAYLOADS:
             request = request_bytes(payload)
-            deadline = time.monotonic() + 30
-            while True:  # until the model is ready
-                native.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
-                if native.recv(65536).startswith(b"HTTP/1.1 200"):
-                    break
-                assert time.monotonic() < deadline
-            for pid, connection in ((native_pid, native), (bare_pid, bare)):
+            for pid, connection in arms:
                 round_cpu_us(pid, connection, request, 50)
-            pairs = []
+            rounds = []
             for index in range(ROUNDS):
-                arms = [(native_pid, native), (bare_pid, bare)]
-                figures = {}
-                for pid, connection in arms if index % 2 else arms[::-1]:
-                    figures[pid] = round_cpu_us(pid, connection, request, REQUESTS)
-                pairs.append((figures[native_pid], figures[bare_pid]))
+                order = arms if index % 2 else arms[::-1]
+                figures = {pid: round_cpu_us(pid, connection, request, REQUESTS) for pid, connection in order}
+                rounds.append([figures[pid] for pid, _ in arms])
+            median = statistics.median
             rows.append(
-                (
+                Row(
                     payload,
-                    statistics.median(pair[0] for pair in pairs),
-                    statistics.median(pair[1] for pair in pairs),
-                    statistics.median(pair[0] / pair[1] for pair in pairs),
+                    *(median(figures[arm] for figures in rounds) for arm in range(3)),
+                    *(median(figures[0] / figures[arm] for figures in rounds) for arm in (1, 2)),
                 )
             )
     return rows
@@ -167,9 +204,13 @@ def measure() -> list[tuple[int, float, float, float]]:
 @pytest.mark.benchmark
 def test_cpu_per_request_stays_near_bare_uvicorn() -> None:
     rows = measure()
-    for payload, native, bare, ratio in rows:
+    for row in rows:
         sys.stdout.write(
-            f"\n{payload:>8} bytes: native {native:6.0f} µs, bare uvicorn {bare:6.0f} µs, ratio {ratio:.2f}"
+            f"\n{row.payload:>8} bytes: native {row.native_us:6.0f} µs, bare uvicorn {row.bare_us:6.0f} µs, "
+            f"with a hand-off {row.floor_us:6.0f} µs; ratios {row.to_bare:.2f} and {row.to_floor:.2f}"
         )
     sys.stdout.write(f"\n{os.cpu_count()} CPUs, Python {sys.version.split()[0]}\n")
-    assert rows[0][3] <= LIMIT
+    for row in rows:
+        assert row.to_floor <= LIMIT
+        if row.payload in HELD_BY_ALL:
+            assert row.to_bare <= LIMIT

@@ -1,0 +1,43 @@
+"""docs/native-server.md names limits that exist, with their defaults."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from servers.contract.codec import MAX_ID_CHARACTERS
+from servers.contract.json_tensors import MAX_DEPTH, MAX_SPECIAL_BYTES
+from servers.native.limits import CONTROL_BODY_BYTES, HttpLimits
+from servers.native.settings import NativeSettings
+
+TEXT = (Path(__file__).resolve().parents[3] / "docs/native-server.md").read_text()
+ROWS = dict(re.findall(r"^\| `([a-z_]+)` \| ([0-9]+) \|", TEXT, re.MULTILINE))
+
+
+def test_every_row_is_a_setting_with_its_default() -> None:
+    for name, default in ROWS.items():
+        assert float(default) == NativeSettings.model_fields[name].default
+        assert NativeSettings.model_fields[name].description
+
+
+def test_every_limit_of_the_door_has_a_row() -> None:
+    assert len(ROWS) >= len(HttpLimits.__dataclass_fields__)
+    for name in NativeSettings.model_fields:
+        if name.startswith("max_") and name != "max_queue_delay_us":
+            assert name in ROWS
+    limits = HttpLimits.of(NativeSettings(max_body_bytes=7, read_timeout_s=3))
+    assert (limits.body_bytes, limits.read_timeout_s) == (7, 3)
+
+
+def test_the_fixed_limits_are_as_written() -> None:
+    assert f"JSON nests at most {MAX_DEPTH} levels" in TEXT
+    assert f"at most {MAX_ID_CHARACTERS:,} characters" in TEXT
+    assert f"at most {CONTROL_BODY_BYTES // 1024} KiB" in TEXT
+    assert f"at most {MAX_SPECIAL_BYTES // 2**20} MiB" in TEXT
+
+
+def test_modules_that_are_named_exist() -> None:
+    folder = Path(__file__).resolve().parents[3] / "servers/native"
+    named = set(re.findall(r"`(?:servers/native/)?([a-z_]+\.py)`", TEXT))
+    assert named
+    assert {name for name in named if not (folder / name).exists()} == set()
