@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import replace
+from time import monotonic, sleep
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -12,7 +13,7 @@ import psutil
 
 from loadgen.conformance.cases.pictures import is_image_model
 from loadgen.conformance.grpc_calls import GrpcDoor
-from loadgen.conformance.launching import LaunchedServer, Launcher, LaunchError
+from loadgen.conformance.launching import READY_SECONDS, LaunchedServer, Launcher, LaunchError
 from loadgen.conformance.model import Model
 from loadgen.conformance.records import Answer
 from loadgen.conformance.settings import AS_STARTED, READ_SECONDS, SHORT_READS, SMALL_BODIES, SMALL_BODY_BYTES, Setting
@@ -163,11 +164,23 @@ def complete(subject: Subject, model: str, image_model: str | None, golden: Answ
     """With the model read, the image model found, and the golden answer of the run. Raises `SubjectError`."""
     found = replace(subject, model=read_model(subject, model))
     found = replace(found, image_model=_image_model(found, image_model))
+    if found.image_model is not None and not _ready(found, found.image_model.name):
+        raise SubjectError(f"model {found.image_model.name} does not get ready; name another with --image-model")
     first = golden or found.ask_golden()
     if first.status != "200":
         body = first.body[:200].decode("utf-8", "replace")
         raise SubjectError(f"a valid inference with {model} is answered {first.status} {body}")
     return replace(found, golden=first)
+
+
+def _ready(subject: Subject, model: str) -> bool:
+    """A server may be ready for one model while it still loads the next."""
+    deadline = monotonic() + READY_SECONDS
+    while subject.http("GET", f"/v2/models/{model}/ready").status != "200":
+        if monotonic() > deadline or subject.failure() is not None:
+            return False
+        sleep(0.05)
+    return True
 
 
 def _image_model(subject: Subject, name: str | None) -> Model | None:

@@ -13,6 +13,7 @@ OPTION_NAMES: Mapping[str, Mapping[str, str | None]] = {
     "queue-size": {"native": "queue-size", "triton": "queue-size"},
     "max-body-bytes": {"native": "max-body-bytes"},
     "read-timeout-s": {"native": "read-timeout-s", "triton": None},
+    "payloads": {"native": "payloads", "triton": "payloads"},
     "allow-shared-memory": {"native": "allow-shared-memory", "triton": None},
     "allow-model-control": {"native": "allow-model-control"},
 }
@@ -47,6 +48,7 @@ AS_STARTED = Setting("its defaults")
 SMALL_QUEUES = Setting("a small queue", (("queue-size", str(SMALL_QUEUE)),), anywhere=False)
 SMALL_BODIES = Setting("a small body limit", (("max-body-bytes", str(SMALL_BODY_BYTES)),))
 SHORT_READS = Setting("a short read deadline", (("read-timeout-s", str(READ_SECONDS)),))
+WITH_IMAGES = Setting("a model of encoded images", (("payloads", "fp32,jpeg"),))
 WITH_SHARED_MEMORY = Setting("shared memory allowed", (("allow-shared-memory", "true"),))
 WITH_MODEL_CONTROL = Setting("model control allowed", (("allow-model-control", "true"),))
 OWN_SERVERS = Setting("servers of its own", anywhere=False, own_servers=True)

@@ -9,6 +9,7 @@ from loadgen.conformance.images import claiming_jpeg, flat_jpeg, flat_png
 from loadgen.conformance.model import Body, Model
 from loadgen.conformance.probes import BAD
 from loadgen.conformance.records import MIB, Answer, Expectation, MemoryBound, NotApplicableError, Observation
+from loadgen.conformance.settings import WITH_IMAGES
 from loadgen.conformance.subject import Subject
 
 CLAIMED_PIXELS, CLAIMING_BYTES = 65_500, 692
@@ -69,6 +70,7 @@ _DOCUMENTED = Expectation(statuses=("200", "400"), note="a documented result")
 CASES = (
     Case(
         number="25",
+        setting=WITH_IMAGES,
         title=f"JPEG header claiming {CLAIMED_PIXELS}×{CLAIMED_PIXELS} in {CLAIMING_BYTES} bytes",
         probe=_images(claiming_jpeg(CLAIMED_PIXELS, CLAIMED_PIXELS, CLAIMING_BYTES)),
         warm_up=_warm,
@@ -78,6 +80,7 @@ CASES = (
     ),
     Case(
         number="26",
+        setting=WITH_IMAGES,
         title=f"honest JPEG of {HUGE_WIDTH * HUGE_HEIGHT // 1_000_000} megapixels",
         probe=_huge,
         expected=Expectation(statuses=("400",), note="over the pixel limit"),
@@ -85,16 +88,42 @@ CASES = (
     ),
     Case(
         number="27a",
+        setting=WITH_IMAGES,
         title="JPEG truncated at 80 %",
         probe=lambda subject: _images((whole := flat_jpeg(448, 448))[: len(whole) * 4 // 5])(subject),
         expected=BAD,
     ),
-    Case(number="27b", title="JPEG with flipped bits", probe=_images(*_flipped()), expected=_DOCUMENTED),
-    Case(number="27c", title="no image at all; empty", probe=_images(b"not a picture", b""), expected=BAD),
-    Case(number="27d", title="a PNG named .jpg", probe=_images(flat_png(64, 64)), expected=_DOCUMENTED),
-    Case(number="27e", title="CMYK JPEG", probe=_images(flat_jpeg(224, 224, 4)), expected=_DOCUMENTED),
+    Case(
+        number="27b",
+        setting=WITH_IMAGES,
+        title="JPEG with flipped bits",
+        probe=_images(*_flipped()),
+        expected=_DOCUMENTED,
+    ),
+    Case(
+        number="27c",
+        setting=WITH_IMAGES,
+        title="no image at all; empty",
+        probe=_images(b"not a picture", b""),
+        expected=BAD,
+    ),
+    Case(
+        number="27d",
+        setting=WITH_IMAGES,
+        title="a PNG named .jpg",
+        probe=_images(flat_png(64, 64)),
+        expected=_DOCUMENTED,
+    ),
+    Case(
+        number="27e",
+        setting=WITH_IMAGES,
+        title="CMYK JPEG",
+        probe=_images(flat_jpeg(224, 224, 4)),
+        expected=_DOCUMENTED,
+    ),
     Case(
         number="27f",
+        setting=WITH_IMAGES,
         title="grey JPEG",
         probe=_images(flat_jpeg(224, 224, 1)),
         expected=Expectation(statuses=("200",)),
