@@ -82,6 +82,7 @@ class Generator:
             raise BlockError(f"no bodies of batch size {command.batch_size} are prepared")
         prepared = self._prepared[command.key]
         door = Door(prepared.transport, command.url, prepared.signature.model, command.grpc_address)
+        door.connection((), timeout_s=command.timeout_s)  # refused here and not in every user's greenlet
         requests = tuple(door.sendable(body) for body in bodies[command.batch_size])
         self._block = Block(command, door, requests, settling=door.sendable(bodies[1][0]))
         self._block.gather()
