@@ -26,7 +26,7 @@ MODEL_VERSION = "/v2/models/{model}/versions/{version}"
 def create_app(models: ServedModels, regions: RegionTable, control: ModelControl) -> FastAPI:
     """The routes behind the HTTP port. The models are started and stopped by whoever runs the application."""
     # No documentation pages: they load scripts from somebody else's host.
-    app = FastAPI(title="abserve native server", docs_url=None, redoc_url=None)
+    app = FastAPI(title="abserve native server", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_errors(app)
     _add_server_routes(app, models, shared_memory=regions.allowed)
     _add_model_routes(app, models)

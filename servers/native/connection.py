@@ -97,13 +97,13 @@ class Connection(asyncio.BufferedProtocol):
             own, self._socket = self._socket, None
         if own is not None:
             own.close()
-        self._intake.release(read=False)
         if self._busy:
             if self._exchange is not None:
                 self._exchange.abandon()
                 self._exchange = None
-        elif self._intake.in_body and self._lingered < 0:
+        elif self._intake.in_body:
             self._door.infer.count_disconnect(self._intake.head)
+        self._intake.end()
 
     def pause_writing(self) -> None:
         """The client reads slower than it is answered: its next request has to wait."""
@@ -281,8 +281,7 @@ class Connection(asyncio.BufferedProtocol):
         self._stopping = True
         self._door.infer.count_failure(self._intake.head, error, self._intake.start_ns)
         self._transport.write(refusal(error.status, str(error)).encode(self.common_headers))
-        self._intake.release()
-        self._intake.fixed = None
+        self._intake.give_up()
         self._pending = bytearray()
         self._lingered = 0
         self.wait_at_most(LINGER_S)

@@ -84,6 +84,16 @@ class Intake:
             self._door.budget.release(self._held)
             self._held = 0
 
+    def give_up(self) -> None:
+        """The request that is arriving is not wanted any more, and no other will be."""
+        self._body = self.fixed = None
+        self.release(read=False)
+
+    def end(self) -> None:
+        """The connection is lost. Nothing is left to keep it in memory until the garbage collector comes by."""
+        self.give_up()
+        del self._receiver
+
     def _use_head(self, data: bytearray, start: int, end: int) -> int:
         door = self._door
         if data.startswith(b"\r\n", start, end):
