@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter, sleep
 from typing import Any
 
 from loadgen.conformance.model import Body, Model
 from loadgen.conformance.records import Answer, NotApplicableError
 from loadgen.conformance.subject import Subject
-from loadgen.conformance.wire import RawConnection
+from loadgen.conformance.wire import RawConnection, all_read
 
 BUSY_SECONDS = 2.5
 MOST_REQUESTS = 64
@@ -18,6 +18,7 @@ FEWEST_REQUESTS = 5
 """A server may take the next batches out of its queue before it executes them; these are to be ours."""
 SHORTEST_SECONDS = 0.4
 ANSWER_SECONDS = 60.0
+ARRIVAL_SECONDS = 20.0
 
 
 class Background:
@@ -26,7 +27,7 @@ class Background:
     def __init__(self, subject: Subject, data: bytes) -> None:
         self.sent = threading.Event()
         self.answer = Answer("refused")
-        self._connection: RawConnection | None = None
+        self.connection: RawConnection | None = None
         self._subject, self._data = subject, data
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -37,16 +38,6 @@ class Background:
         return Answer("silent") if self._thread.is_alive() else self.answer
 
     @property
-    def arrived(self) -> bool:
-        """Whether the server has read all of it, as far as that can be known."""
-        if self.done:
-            return True
-        try:
-            return self.sent.is_set() and (self._connection is None or self._connection.read_by_peer() is not False)
-        except OSError:  # closed in this moment: answered
-            return True
-
-    @property
     def done(self) -> bool:
         """Whether it has been answered."""
         return not self._thread.is_alive()
@@ -55,7 +46,7 @@ class Background:
         started = perf_counter()
         try:
             with self._subject.connect() as connection:
-                self._connection = connection
+                self.connection = connection
                 answer = connection.exchange(self._pieces(), ANSWER_SECONDS)
         except OSError:
             answer = Answer("refused")
@@ -91,7 +82,7 @@ class Occupation:
 
     def __enter__(self) -> Occupation:
         self.requests = [Background(self._subject, self._data) for _ in range(self.count)]
-        wait_for(lambda: all(request.arrived for request in self.requests), 20.0)
+        wait_for(lambda: arrived(self.requests), ARRIVAL_SECONDS)
         sleep(min(0.1, self.one_s / 4))  # from the socket to the queue
         return self
 
@@ -108,6 +99,13 @@ class Occupation:
     def rows_executed(self) -> int:
         """Rows of those that were answered 200."""
         return sum(self.rows for request in self.requests if request.wait().status == "200")
+
+
+def arrived(requests: Sequence[Background]) -> bool:
+    """Whether the server has read all of these, as far as that can be known."""
+    if not all(request.sent.is_set() for request in requests):
+        return False
+    return all_read(request.connection for request in requests if request.connection is not None and not request.done)
 
 
 def single_row(model: Model, seed: int = 1) -> Body:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 
 import pytest
 from PIL import Image
@@ -13,9 +14,10 @@ from loadgen.conformance.corpus import CASES, select
 from loadgen.conformance.images import claiming_jpeg, flat_jpeg, flat_png
 from loadgen.conformance.loopback import is_loopback
 from loadgen.conformance.model import Model, Tensor
+from loadgen.conformance.occupation import wait_for
 from loadgen.conformance.records import Door
 from loadgen.conformance.settings import SMALL_BODIES, SMALL_QUEUES
-from loadgen.conformance.wire import parse_answer
+from loadgen.conformance.wire import RawConnection, all_read, parse_answer
 
 FUZZ = 16
 MODEL = Model("m", (Tensor("x", "FP32", (-1, 3)),), (Tensor("y", "FP32", (-1, 3)),), 4)
@@ -108,3 +110,14 @@ def test_half_an_answer_is_none(data: bytes) -> None:
 )
 def test_loopback(url: str, mine: bool) -> None:
     assert is_loopback(url) is mine
+
+
+def test_what_a_server_has_not_read_is_known() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, RawConnection(*listener.getsockname()) as connection:
+        assert all_read([connection])
+        connection.send(b"x" * 1000)
+        assert not all_read([connection])
+        accepted, _ = listener.accept()
+        with accepted:
+            assert len(accepted.recv(2000)) == 1000
+            assert wait_for(lambda: all_read([connection]), 5.0)

@@ -9,7 +9,7 @@ from time import perf_counter, sleep
 from loadgen.conformance.case import Case
 from loadgen.conformance.grpc_calls import finish, infer_message
 from loadgen.conformance.launching import LaunchedServer
-from loadgen.conformance.occupation import Background, single_row, wait_for
+from loadgen.conformance.occupation import Background, arrived, single_row, wait_for
 from loadgen.conformance.records import Answer, Door, Expectation, Fact, NotApplicableError, Observation
 from loadgen.conformance.settings import AS_STARTED, OWN_SERVERS
 from loadgen.conformance.subject import Subject
@@ -56,7 +56,7 @@ def _terminate_at_work(subject: Subject) -> Observation:
         rows = _rows_of_a_second(fresh)
         data = fresh.infer_bytes(fresh.model.binary(rows))
         running = [Background(fresh, data) for _ in range(IN_FLIGHT)]
-        wait_for(lambda: all(request.arrived for request in running), 20.0)
+        wait_for(lambda: arrived(running), 20.0)
         sleep(ARRIVAL_SECONDS)
         answered_before = sum(request.done for request in running)
         since = server.terminate()

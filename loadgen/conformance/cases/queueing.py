@@ -12,6 +12,7 @@ from loadgen.conformance.occupation import Background, Occupation, single_row, w
 from loadgen.conformance.records import Answer, Door, Expectation, Fact, NotApplicableError, Observation
 from loadgen.conformance.settings import SMALL_QUEUE, SMALL_QUEUES
 from loadgen.conformance.subject import Subject, output_difference
+from loadgen.conformance.wire import all_read
 
 VICTIMS = 4
 FLOOD = 12
@@ -31,7 +32,7 @@ def _leave_while_queued(subject: Subject) -> Observation:
         for connection in connections:
             connection.send(request)
         # They have to be in the queue when their clients leave, not in a socket's buffer.
-        wait_for(lambda: all(connection.read_by_peer() is not False for connection in connections), ARRIVAL_SECONDS)
+        wait_for(lambda: all_read(connections), ARRIVAL_SECONDS)
         sleep(0.2)
         for index, connection in enumerate(connections):
             connection.close(abruptly=index % 2 == 0)
