@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "ViT-B-32"
 VISUAL_PREFIX = "visual."
+
+_seeded_initialisation = threading.Lock()
+"""torch has one global generator per process: models that load in parallel would draw from each other's sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ def _build(*, quick_gelu: bool) -> torch.nn.Module:
 def _random_tower(seed: int) -> torch.nn.Module:
     import torch
 
-    with torch.random.fork_rng(devices=[]):
+    with _seeded_initialisation, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _build(quick_gelu=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import open_clip
@@ -60,6 +61,15 @@ def test_random_weights_depend_on_the_seed_alone_and_leave_the_global_generator(
     other = load_image_tower(RandomWeights(4)).state_dict()
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert not torch.equal(first["conv1.weight"], other["conv1.weight"])
+
+
+def test_random_weights_of_models_that_load_at_the_same_time_are_those_of_one_alone() -> None:
+    alone = load_image_tower(RandomWeights(3)).state_dict()
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(load_image_tower, [RandomWeights(3)] * 2))
+    for tower in both:
+        state = tower.state_dict()
+        assert all(torch.equal(alone[key], state[key]) for key in alone)
 
 
 @pytest.mark.parametrize("kind", ["whole", "tower", "nested", "data-parallel", "safetensors", "half"])
