@@ -4,7 +4,8 @@
     ├── UnavailableError
     │   ├── NotReadyError        loading, or load failed
     │   ├── QueueFullError       the bounded queue is full
-    │   ├── RequestExpiredError  its deadline passed while it was queued
+    │   ├── RequestExpiredError  its timeout passed while it was queued
+    │   │   └── CallDeadlineError    its gRPC call's own deadline did
     │   └── ShuttingDownError    accepted work is being finished, new work is not taken
     └── ClientGoneError          nobody is left to answer; never sent, counted on its own
 
@@ -34,6 +35,10 @@ class QueueFullError(UnavailableError):
 
 class RequestExpiredError(UnavailableError):
     """The request's own timeout, or the server's, ended before the engine could take it."""
+
+
+class CallDeadlineError(RequestExpiredError):
+    """The deadline that the caller set for its call ended before the engine could take it."""
 
 
 class ShuttingDownError(UnavailableError):

@@ -14,22 +14,26 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.metadata import version as package_version
 from typing import Any
 
-import grpc
 import structlog
 from google.protobuf import json_format
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from servers.contract.errors import ContractError, InternalError, NotFoundError, UnsupportedError
+from servers.contract.records import InferRequest, InferResponse
 from servers.native import documents
-from servers.native.errors import RequestExpiredError, failure_reason
+from servers.native.errors import CallDeadlineError, RequestExpiredError, failure_reason
 from servers.native.grpc_messages import decode_message, encode_message, parse_message
 from servers.native.grpc_status import details_of, status_of
+from servers.native.inference import InferenceService
 from servers.native.model_control import ModelControl
 from servers.native.regions import NO_CUDA_MEMORY, RegionTable
 from servers.native.served_models import ServedModels
 from servers.native.statistics import RequestTimes
 
 log = structlog.get_logger("abserve.grpc")
+
+TIMER_SLACK_NS = 1_000_000
+"""The loop's timers round to whole milliseconds, so that one may fire this much before the moment it was set to."""
 
 Method = Callable[[Any, Any, Any], Awaitable[Any]]
 
@@ -42,7 +46,7 @@ def _answering(method: Method) -> Method:
         try:
             return await method(self, request, context)
         except ContractError as error:
-            await context.abort(_status(error, context), details_of(error))
+            await context.abort(status_of(error), details_of(error))
 
     return answer
 
@@ -189,7 +193,7 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignor
             request = decode_message(message, raw, self._regions)
             times.decode_ns = time.perf_counter_ns() - times.start_ns
             deadline_ns = None if remaining_s is None else times.start_ns + int(remaining_s * 1e9)
-            response = await service.infer(request, times, deadline_ns)
+            response = await self._infer_until(deadline_ns, service, request, times)
             inferred_ns = time.perf_counter_ns()
             answer = encode_message(response)
             times.encode_ns = time.perf_counter_ns() - inferred_ns
@@ -206,11 +210,14 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignor
         service.statistics.record_success(times)
         return answer
 
-
-def _status(error: ContractError, context: Any) -> grpc.StatusCode:
-    """A request that waited until its caller's own deadline is told that, not that the server's limit passed."""
-    if isinstance(error, RequestExpiredError):
-        remaining_s = context.time_remaining()
-        if remaining_s is not None and remaining_s <= 0:
-            return grpc.StatusCode.DEADLINE_EXCEEDED
-    return status_of(error)
+    @staticmethod
+    async def _infer_until(
+        deadline_ns: int | None, service: InferenceService, request: InferRequest, times: RequestTimes
+    ) -> InferResponse:
+        """A request that waited until its caller's own deadline is told that, not that a timeout passed."""
+        try:
+            return await service.infer(request, times, deadline_ns)
+        except RequestExpiredError as exc:
+            if deadline_ns is None or time.perf_counter_ns() + TIMER_SLACK_NS < deadline_ns:
+                raise
+            raise CallDeadlineError("the call's deadline passed while the request waited") from exc

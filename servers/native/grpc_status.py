@@ -13,6 +13,7 @@ from servers.contract.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from servers.native.errors import CallDeadlineError
 
 MAX_DETAILS = 1000
 """Characters: a client takes 8 KiB of trailers, in which one character may need twelve bytes."""
@@ -21,6 +22,7 @@ _STATUS: tuple[tuple[type[ContractError], grpc.StatusCode], ...] = (
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (NotFoundError, grpc.StatusCode.NOT_FOUND),
     (TooLargeError, grpc.StatusCode.INVALID_ARGUMENT),
+    (CallDeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
     (UnsupportedError, grpc.StatusCode.UNIMPLEMENTED),
     (InternalError, grpc.StatusCode.INTERNAL),
