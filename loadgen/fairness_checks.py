@@ -46,9 +46,12 @@ def _same(run: StoredRun, a: ArmRecord | None, b: ArmRecord | None, name: CheckN
     """Different values are a fault, unless an arm was asked for them: then the arms differ on purpose, which the
     report says, and the comparison is one of settings and not of servers."""
     have_a, have_b = _told(a, key), _told(b, key)
+    if key == "threads" and all(str(_told(arm, "device") or "").startswith("cuda") for arm in (a, b)):
+        return make_check(name, True, threshold="equal", detail="both arms execute on a GPU: no threads to compare")
     if have_a is None or have_b is None:
         silent = " and ".join(label for label, value in (("A", have_a), ("B", have_b)) if value is None)
-        return make_check(name, None, threshold="equal", detail=f"{silent} does not tell")
+        verb = "do" if have_a is None and have_b is None else "does"
+        return make_check(name, None, threshold="equal", detail=f"{silent} {verb} not tell")
     text = f"A {have_a}, B {have_b}"
     if _equal(str(have_a), have_b):
         return make_check(name, True, value=str(have_a), threshold="equal", detail=str(have_a))
