@@ -71,6 +71,7 @@ def analyse_run(run: StoredRun) -> Result:
         cold_starts=run.cold_starts,
         blocks=blocks,
         evidence=run.evidence,
+        container_cold_starts=run.container_cold_starts,
         gpu=gpu_series(
             run.readings, run.evidence, min((block.record.window_start_ns for block in run.blocks), default=0)
         ),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import msgspec
 
@@ -21,9 +20,8 @@ from loadgen.clients.requests import Address
 from loadgen.deployment.compose import ComposeDeployment
 from loadgen.deployment.containers import LogLine, wall_to_monotonic_ns
 from loadgen.deployment.interface import DeploymentError
-from loadgen.records import Label, Record
+from loadgen.records import Caches, ContainerColdStart, Label
 
-Caches = Literal["cached", "uncached"]
 CONDITIONS: Mapping[Caches, str] = {
     "cached": "container kept and started again, page cache warm, compile caches kept",
     "uncached": "container kept and started again, page cache warm, compile caches emptied",
@@ -39,26 +37,6 @@ MILESTONES: Sequence[tuple[str, re.Pattern[str]]] = (
     ("engine_ready", re.compile(r"\bengine ready\b|\bready\b.*warm_up_s=|successfully loaded '")),
 )
 """A step's name → the first log line that says it is over, of either server."""
-
-
-class ContainerColdStart(Record, frozen=True, kw_only=True):
-    """One start of one container; all times are ns since the engine was asked to start it."""
-
-    label: Label
-    repetition: int
-    service: str
-    image: str
-    conditions: str
-    started_ns: int | None = None
-    """The engine had created the process."""
-    milestones_ns: dict[str, int] = {}  # noqa: RUF012 (msgspec copies it)
-    """By the names of MILESTONES: what was found in the log."""
-    live_ns: int | None = None
-    ready_ns: int | None = None
-    first_answer_ns: int | None = None
-    batch_answers_ns: dict[int, int] = {}  # noqa: RUF012 (likewise)
-    """Batch size → how long its own first request took, in ascending order, each after the one before."""
-    error: str | None = None
 
 
 def measure_container_cold_start(
@@ -84,6 +62,7 @@ def measure_container_cold_start(
         service=deployment.container.service,
         image=deployment.container.image,
         conditions=CONDITIONS[caches],
+        caches=caches,
     )
     found: dict[str, object] = {}
     try:

@@ -5,6 +5,7 @@
     DIR/arms.json          list[ArmRecord]
     DIR/parity.json        ParityRecord
     DIR/cold_starts.json   list[ColdStart], rewritten after each repetition
+    DIR/container_cold_starts.json   list[ContainerColdStart], likewise; only with the deployment compose
     DIR/blocks/NNNN.json   BlockRecord    written when the block is complete, after its samples
     DIR/samples/NNNN.npy   see `loadgen.samples`
     DIR/gpu/, DIR/evidence.json   see `loadgen.evidence.records`; only where there is a GPU
@@ -26,6 +27,8 @@ from loadgen.payloads import variant_name
 Label = Literal["a", "b"]
 Scenario = Literal["cold-start", "single", "batched", "concurrent"]
 Transport = Literal["http", "grpc", "shm"]
+DeploymentKind = Literal["embedded", "compose"]
+Caches = Literal["cached", "uncached"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +87,10 @@ class Experiment(Record, frozen=True, kw_only=True):
     threads: int
     gpu_control: bool = True
     """Whether an arm is run on the CPU too where there is a GPU: the negative control of the evidence."""
+    deployment: DeploymentKind = "embedded"
+    """Servers as processes of ours, or those of a running compose stack, whose settings are its own."""
+    compose_project: str | None = None
+    """Of the stack, with the deployment compose."""
 
     def payload_of(self, arm: ArmRequest) -> str:
         """What an arm is sent."""
@@ -162,6 +169,28 @@ class ColdStart(Record, frozen=True, kw_only=True):
     error: str | None = None
     conditions: str | None = None
     """What the start found: "page cache warm, fresh ports, the other server stopped"."""
+
+
+class ContainerColdStart(Record, frozen=True, kw_only=True):
+    """One start of one container; all times but those of the batches are ns since the engine was asked to start it."""
+
+    label: Label
+    repetition: int
+    service: str
+    image: str
+    conditions: str
+    caches: Caches = "cached"
+    """Whether what torch and Triton have compiled was kept."""
+    started_ns: int | None = None
+    """The engine had created the process."""
+    milestones_ns: dict[str, int] = {}
+    """By the names of `loadgen.container_cold_start.MILESTONES`: what was found in the log."""
+    live_ns: int | None = None
+    ready_ns: int | None = None
+    first_answer_ns: int | None = None
+    batch_answers_ns: dict[int, int] = {}
+    """Batch size → how long its own first request took, in ascending order, each after the one before."""
+    error: str | None = None
 
 
 class StageTotals(Record, frozen=True, kw_only=True):

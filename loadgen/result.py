@@ -17,7 +17,16 @@ from loadgen.checks import Check
 from loadgen.comparisons import Comparison
 from loadgen.evidence.records import EvidenceFile
 from loadgen.gpu_series import GpuSeries
-from loadgen.records import ArmRecord, ColdStart, Environment, Experiment, ParityRecord, Record, RunState
+from loadgen.records import (
+    ArmRecord,
+    ColdStart,
+    ContainerColdStart,
+    Environment,
+    Experiment,
+    ParityRecord,
+    Record,
+    RunState,
+)
 from loadgen.stages import StageAccount
 from loadgen.summaries import BlockSummary, CellSummary
 from loadgen.verdict import Verdict
@@ -45,6 +54,7 @@ class Result(Record, frozen=True, kw_only=True):
     blocks: tuple[BlockSummary, ...]
     evidence: EvidenceFile | None = None
     gpu: tuple[GpuSeries, ...] = ()
+    container_cold_starts: tuple[ContainerColdStart, ...] = ()
 
 
 class ResultError(Exception):

@@ -13,6 +13,7 @@ from loadgen.records import (
     ArmRecord,
     BlockRecord,
     ColdStart,
+    ContainerColdStart,
     Environment,
     Experiment,
     ParityRecord,
@@ -57,6 +58,10 @@ class RunStore:
     def cold_starts(self, records: Sequence[ColdStart]) -> None:
         """All repetitions so far."""
         self._write("cold_starts.json", list(records))
+
+    def container_cold_starts(self, records: Sequence[ContainerColdStart]) -> None:
+        """The same of containers, taken apart."""
+        self._write("container_cold_starts.json", list(records))
 
     def block(self, record: BlockRecord) -> None:
         """One block, after its samples."""

@@ -19,6 +19,7 @@ from loadgen.records import (
     BlockRecord,
     Cell,
     ColdStart,
+    ContainerColdStart,
     Environment,
     Experiment,
     ParityRecord,
@@ -68,6 +69,7 @@ class StoredRun:
     evidence: EvidenceFile | None = None
     readings: Readings | None = None
     """Of the GPU, where there is evidence."""
+    container_cold_starts: tuple[ContainerColdStart, ...] = ()
 
 
 def read_run(directory: Path) -> StoredRun:
@@ -95,6 +97,7 @@ def read_run(directory: Path) -> StoredRun:
         state=_read(directory / "run.json", RunState),
         evidence=evidence,
         readings=_read_gpu(directory, evidence),
+        container_cold_starts=_read(directory / "container_cold_starts.json", tuple[ContainerColdStart, ...]) or (),
     )
 
 
