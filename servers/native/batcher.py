@@ -20,7 +20,7 @@ from servers.contract.errors import ContractError, InternalError
 from servers.contract.shared_memory import RegionWindow
 from servers.contract.tensors import Array
 from servers.engines.interface import Engine
-from servers.native.errors import QueueFullError, RequestExpiredError, ShuttingDownError
+from servers.native.errors import SHUTTING_DOWN, QueueFullError, RequestExpiredError, ShuttingDownError
 from servers.native.staging import Staging
 from servers.native.statistics import Statistics
 
@@ -97,7 +97,7 @@ class Batcher:
         entry.enqueued_ns = time.perf_counter_ns()
         with self._lock:
             if self._closed:
-                raise ShuttingDownError("the server is shutting down, send the request to another one")
+                raise ShuttingDownError(SHUTTING_DOWN)
             if self._waiting >= self._queue_size:
                 raise QueueFullError(f"Exceeds maximum queue size of {self._queue_size} requests")
             self._waiting += 1

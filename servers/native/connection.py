@@ -20,6 +20,7 @@ from servers.contract.errors import ContractError
 from servers.native.answers import Answer, error_status, refusal
 from servers.native.asgi import ask
 from servers.native.deadlines import NEVER
+from servers.native.errors import SHUTTING_DOWN
 from servers.native.heads import Head
 from servers.native.intake import Intake
 from servers.native.limits import LAST_BODY_S, LINGER_BYTES, LINGER_S, HttpError
@@ -49,6 +50,7 @@ class Connection(asyncio.BufferedProtocol):
         self._choked = False  # the client reads slower than it is answered
         self._paused = False  # nothing is read from the transport
         self._stopping = False  # no request after this one
+        self._given_up = False  # answered already, because the server ends
         self._lingered = -1  # bytes dropped since the last answer; -1 before it
         self.in_place = False
         self.gone = False
@@ -94,14 +96,13 @@ class Connection(asyncio.BufferedProtocol):
         self.gone = True
         self._door.remove(self)
         with self._sending:
-            own, self._socket = self._socket, None
-        if own is not None:
-            own.close()
-        if self._busy:
-            if self._exchange is not None:
-                self._exchange.abandon()
-                self._exchange = None
-        elif self._intake.in_body:
+            if self._socket is not None:
+                self._socket.close()
+            self._socket = None
+        if self._busy and self._exchange is not None:
+            self._exchange.abandon()
+            self._exchange = None
+        elif not self._busy and self._intake.in_body:
             self._door.infer.count_disconnect(self._intake.head)
         self._intake.end()
 
@@ -126,6 +127,17 @@ class Connection(asyncio.BufferedProtocol):
         elif not self._busy and self._lingered < 0:
             self._transport.close()
 
+    def give_up(self) -> None:
+        """The server ends: refuse what waits for its answer, and close."""
+        with self._sending:
+            self._given_up = self._busy
+        if self._given_up:
+            if self._exchange is not None:
+                self._exchange.give_up()
+            self._exchange = None
+            self._transport.write(refusal(503, SHUTTING_DOWN).encode(self.common_headers))
+        self._transport.close()
+
     def expire(self) -> None:
         """See `Expiring`."""
         if self._busy or self._lingered >= 0 or self._transport.get_write_buffer_size():
@@ -140,8 +152,7 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def common_headers(self) -> bytes:
         """See `ExchangeOwner`."""
-        date = self._door.deadlines.date
-        return date + _CLOSE if self._stopping else date
+        return self._door.deadlines.date + (_CLOSE if self._stopping else b"")
 
     def answer(self, answer: Answer) -> None:
         """See `ExchangeOwner`."""
@@ -152,6 +163,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def send(self, data: bytes) -> None:
         """See `ExchangeOwner`."""
+        if self._given_up:
+            return
         limits, transport = self._door.limits, self._transport
         if not transport.is_closing():
             transport.write(data)
@@ -163,7 +176,7 @@ class Connection(asyncio.BufferedProtocol):
     def send_in_place(self, data: bytes) -> None:
         """See `ExchangeOwner`; in the engine thread. What the socket does not take at once is the event loop's."""
         with self._sending:
-            own = self._socket
+            own = None if self._given_up else self._socket
             try:
                 sent = 0 if own is None else own.send(data)
             except OSError:
@@ -174,7 +187,7 @@ class Connection(asyncio.BufferedProtocol):
             self.wait_at_most(self._door.limits.keep_alive_s)
             self._intake.release()
             self._busy = False
-        # The event loop sets these and looks at `_busy` afterwards, this thread the other way round: one of them sees.
+        # The event loop sets these before it looks at `_busy`, this thread looks after setting it: one of them sees.
         if self._paused or self._pending or self._stopping:
             self._door.call(self.go_on)
 
@@ -256,13 +269,11 @@ class Connection(asyncio.BufferedProtocol):
         self._exchange = None
         self._busy = True
         self.deadline = NEVER
-        if not head.keep_alive:
-            self._stopping = True
+        self._stopping = self._stopping or not head.keep_alive
 
     async def _ask(self, head: Head, body: bytes) -> None:
         """Runs on when the client leaves: what it has asked for may be half done."""
-        transport = self._transport
-        client, server = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+        client, server = map(self._transport.get_extra_info, ("peername", "sockname"))
         self.answer(await ask(self._door.application, head, body, client, server))
 
     def _may_answer_in_place(self) -> bool:
@@ -282,8 +293,7 @@ class Connection(asyncio.BufferedProtocol):
         self._door.infer.count_failure(self._intake.head, error, self._intake.start_ns)
         self._transport.write(refusal(error.status, str(error)).encode(self.common_headers))
         self._intake.give_up()
-        self._pending = bytearray()
-        self._lingered = 0
+        self._pending, self._lingered = bytearray(), 0
         self.wait_at_most(LINGER_S)
         if self._transport.can_write_eof():
             self._transport.write_eof()

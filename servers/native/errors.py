@@ -49,6 +49,8 @@ class ClientGoneError(ContractError):
     """The client closed its connection before the answer."""
 
 
+SHUTTING_DOWN = "the server is shutting down, send the request to another one"
+
 _REASONS: tuple[tuple[type[ContractError], str], ...] = (
     (NotReadyError, "not_ready"),
     (QueueFullError, "queue_full"),

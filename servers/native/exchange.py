@@ -78,6 +78,14 @@ class Exchange:
         elif self._entry is not None and self._service.withdraw(self._entry):
             self._service.statistics.record_disconnect()
 
+    def give_up(self) -> None:
+        """The server's time to finish is over and its owner has refused it: the engine need not see it any more."""
+        if self._task is not None:
+            self._task.cancel()
+        elif self._entry is not None:
+            self._service.withdraw(self._entry)
+        self._service.statistics.record_failure("shutting_down", self._times.start_ns)
+
     def refuse(self, error: ContractError) -> None:
         """Answer with an error."""
         self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)

@@ -21,7 +21,7 @@ from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
 from servers.native.batcher import Batcher, Entry
 from servers.native.decoder import RequestDecoder
-from servers.native.errors import NotReadyError, RequestExpiredError, ShuttingDownError
+from servers.native.errors import SHUTTING_DOWN, NotReadyError, RequestExpiredError, ShuttingDownError
 from servers.native.loading import load_engine
 from servers.native.statistics import RequestTimes, Statistics
 from servers.native.waiters import FutureWaiter, answered_in_place, wake_all
@@ -167,7 +167,7 @@ class InferenceService:
         if self._state is State.READY:
             return
         if self._state is State.STOPPING:
-            raise ShuttingDownError("the server is shutting down, send the request to another one")
+            raise ShuttingDownError(SHUTTING_DOWN)
         raise NotReadyError(f"model '{self.signature.name}' is not ready: {self._state.value}")
 
     @property

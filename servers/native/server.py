@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import signal
 import socket
 import threading
@@ -70,10 +71,20 @@ class NativeServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close both doors to new work and finish what was accepted."""
         self.stop_by = time.monotonic() + self._shutdown_timeout_s
+        _end_at_the_latest_in(self._shutdown_timeout_s)
+        finish_s = self._shutdown_timeout_s - _reserve_s(self._shutdown_timeout_s)
         closing = [super().shutdown(sockets)]
         if self._grpc is not None:
-            closing.append(self._grpc.stop(self._shutdown_timeout_s))
+            closing.append(self._grpc.stop(finish_s))
+        giving_up = asyncio.get_running_loop().call_later(finish_s, self._give_up)
         await asyncio.gather(*closing)
+        giving_up.cancel()
+
+    def _give_up(self) -> None:
+        connections = list(self.server_state.connections)
+        log.error("accepted work is not finished in time and is refused", connections=len(connections))
+        for connection in connections:
+            connection.give_up()  # type: ignore[union-attr]  # they are ours, not uvicorn's
 
     def _stop(self) -> None:
         self.should_exit = True
@@ -98,7 +109,8 @@ def serve(settings: NativeSettings, models: ServedModels, listener: socket.socke
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=max(1, int(settings.shutdown_timeout_s)),
+        # Later than we give up ourselves, which leaves it nothing to wait for; it takes a float as well.
+        timeout_graceful_shutdown=settings.shutdown_timeout_s - _reserve_s(settings.shutdown_timeout_s) / 2,  # type: ignore[arg-type]
     )
 
     async def open_grpc() -> GrpcDoor:
@@ -119,8 +131,26 @@ def serve(settings: NativeSettings, models: ServedModels, listener: socket.socke
         signal.signal(number, note)
     server.run(sockets=[listener])
     failed = server.failed or models.failed
-    finished = models.stop(max(0.0, min(settings.shutdown_timeout_s, server.stop_by - time.monotonic())))
+    reserve_s = _reserve_s(settings.shutdown_timeout_s) / 4
+    finished = models.stop(max(0.0, min(settings.shutdown_timeout_s, server.stop_by - time.monotonic() - reserve_s)))
     log.info("stopped", accepted_work_finished=finished)
     if failed:
         return 1
     return 130 if signal.SIGINT in received else 0
+
+
+def _reserve_s(timeout_s: float) -> float:
+    """What of the time to shut down is kept for refusing the rest and for ending."""
+    return min(2.0, timeout_s / 4)
+
+
+def _end_at_the_latest_in(seconds: float) -> None:
+    """Whatever hangs (a thread of the event loop's, a driver): who stops a server counts on its end."""
+
+    def end() -> None:
+        log.error("ended by force: the server could not stop in time", seconds=seconds)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+import tritonclient.grpc as triton
 
 
 def log_of(server) -> str:
@@ -58,6 +62,31 @@ def test_sigterm_finishes_accepted_work_and_takes_no_more(controlled):
             assert json.loads(answer.body)["outputs"][0]["data"] == [float(value)] * 4
     assert server.process.wait(10) == 0
     assert (server.folder / "closed").exists()
+
+
+def test_what_is_not_finished_in_time_is_refused_and_the_process_ends(controlled):
+    server = controlled("--max-batch-size", "1", "--shutdown-timeout-s", "3", grpc=True)
+    server.open("load")
+    server.wait_ready()
+    with ThreadPoolExecutor(4) as pool, triton.InferenceServerClient(server.grpc_address) as client:
+        futures = [pool.submit(server.infer, [float(value)] * 4) for value in range(20, 24)]
+        tensor = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.ones((1, 4), np.float32))
+        answers: queue.Queue = queue.Queue()
+        client.async_infer("rows", [tensor], lambda result, error: answers.put((result, error)))
+        # the engine has one and never ends with it, four wait
+        server.wait_until(lambda: server.metric("abserve_native_pending_requests") == 4, "five requests in flight")
+        server.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert server.process.wait(10) == 0
+        assert time.monotonic() - began < 3
+        for future in futures:
+            answer = future.result()
+            assert (answer.status, answer.headers["content-type"]) == (503, "application/json")
+            assert answer.headers["retry-after"]
+            assert "shutting down" in json.loads(answer.body)["error"]
+        error = answers.get(timeout=10)[1]
+        assert "UNAVAILABLE" in str(error) or "CANCELLED" in str(error), error
+    assert "refused" in log_of(server)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
