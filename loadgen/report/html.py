@@ -13,7 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from loadgen.checks import CheckName
 from loadgen.quantities import sentence, share
-from loadgen.report import charts, evidence, run_charts, tables
+from loadgen.report import charts, container_starts, evidence, run_charts, tables
 from loadgen.report.charts import Chart
 from loadgen.result import Result
 
@@ -41,6 +41,18 @@ def render_html(result: Result) -> str:
         evidence_headings=evidence.HEADINGS,
         summary_rows=tables.summary_rows(result),
         summary_headings=tables.SUMMARY_HEADINGS,
+        container_starts=[
+            (
+                label,
+                container_starts.service(result, label),
+                container_starts.headings(result, label),
+                starts,
+                container_starts.failures(result, label),
+            )
+            for label in container_starts.LABELS
+            if (starts := container_starts.rows(result, label))
+        ],
+        container_caption=container_starts.CAPTION,
         arm_rows=tables.arm_rows(result),
         environment_rows=tables.environment_rows(result),
         experiment_rows=tables.experiment_rows(result),

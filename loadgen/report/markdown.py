@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loadgen.quantities import share
+from loadgen.report import container_starts
 from loadgen.report.evidence import HEADINGS, evidence_rows
 from loadgen.report.tables import (
     FOLDED,
@@ -84,11 +85,23 @@ def render_markdown(result: Result) -> str:
     if summaries := summary_rows(result):
         parts.append("## Measurements")
         parts.append(make_table(SUMMARY_HEADINGS, summaries, right=tuple(range(2, len(SUMMARY_HEADINGS)))))
+    parts += _container_starts(result)
     parts.append("## Conditions")
     parts.append(make_table(("", ""), [*experiment_rows(result), *environment_rows(result)]))
     if result.environment:
         parts.append(f"Made by:\n\n```\n{result.environment.command}\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def _container_starts(result: Result) -> list[str]:
+    parts = []
+    for label in container_starts.LABELS:
+        if starts := container_starts.rows(result, label):
+            names = container_starts.headings(result, label)
+            parts.append(f"**{label.upper()}**: {escape(container_starts.service(result, label))}")
+            parts.append(make_table(names, starts, right=tuple(range(1, len(names)))))
+            parts += [f"- {escape(text)}" for text in container_starts.failures(result, label)]
+    return ["## Cold starts of the containers", *parts, container_starts.CAPTION] if parts else []
 
 
 def make_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.quantities import share
+from loadgen.report import container_starts
 from loadgen.report.evidence import summary_lines
 from loadgen.report.tables import CheckState, ComparisonRow, check_rows, comparison_rows, titles
 from loadgen.result import Result
@@ -56,6 +57,7 @@ def print_result(result: Result, console: Console) -> None:
         for line in lines:
             console.print(Text(f"  {line}"))
         console.print()
+    _print_container_starts(result, console)
     _print_checks(result, console)
 
 
@@ -114,6 +116,29 @@ def _print_reasons(result: Result, console: Console) -> None:
             for reason in scenario.reasons:
                 console.print(Text(f"  {reason}"))
             console.print()
+
+
+def _print_container_starts(result: Result, console: Console) -> None:
+    for label in container_starts.LABELS:
+        if not (rows := container_starts.rows(result, label)):
+            continue
+        console.print(
+            Text.assemble(
+                (f"Cold starts of {label.upper()}'s container", "bold"),
+                (f"  {container_starts.service(result, label)}", "dim"),
+            )
+        )
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+        for index, heading in enumerate(container_starts.headings(result, label)):
+            table.add_column(heading, justify="right" if index else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        for text in container_starts.failures(result, label):
+            console.print(Text(f"  {text}", style="red"))
+    if result.container_cold_starts:
+        console.print(Text(container_starts.CAPTION, style="dim"))
+        console.print()
 
 
 def _print_checks(result: Result, console: Console) -> None:
