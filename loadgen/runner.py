@@ -15,9 +15,8 @@ from typing import Literal
 
 from loadgen.arms import Arm
 from loadgen.clients.requests import AddressError
-from loadgen.cold_start import cold_start_order, measure_cold_start
+from loadgen.cold_start_phase import READY_SECONDS, ColdStartPhase, repetitions_of
 from loadgen.deployment.command import ABSERVE
-from loadgen.deployment.embedded import EmbeddedDeployment
 from loadgen.deployment.interface import DeploymentError
 from loadgen.deployment.process import ProcessError
 from loadgen.endpoint import EndpointError, Signature
@@ -42,14 +41,9 @@ from loadgen.preparation import (
     synthesise_inputs,
 )
 from loadgen.progress import Progress
-from loadgen.records import ArmRecord, ArmRequest, ColdStart, Experiment, Label, ParityRecord, RunState
+from loadgen.records import ArmRecord, ArmRequest, Experiment, Label, ParityRecord, RunState
 from loadgen.schedule import schedule
 from loadgen.store import RunStore, StorageError
-from loadgen.transports import prepare
-
-READY_SECONDS = 300.0
-WITHOUT_PROFILE = {"ABSERVE_PROFILE_AT_START": "0"}
-"""A start that is timed does without the profiled inference that the GPU evidence needs."""
 
 
 class ParityFailedError(Exception):
@@ -160,7 +154,7 @@ class _Run:
         self.enter("stopping the servers")
         for arm in self._arms.values():
             arm.deployment.stop()
-        self._measure_cold_starts(inputs, signatures)
+        self._measure_cold_starts(inputs, signatures, records)
         self.phase = "finished"
 
     def enter(self, phase: str) -> None:
@@ -264,31 +258,14 @@ class _Run:
             self._gpu.finish(make_phase)
         generator.stop()
 
-    def _measure_cold_starts(self, inputs: Inputs, signatures: Mapping[Label, Signature]) -> None:
-        repetitions = sum(cell.pairs for cell in self._experiment.cells if cell.scenario == "cold-start")
-        ours = {label for label, arm in self._arms.items() if arm.deployment.launched}
-        if not repetitions or not ours:
+    def _measure_cold_starts(
+        self, inputs: Inputs, signatures: Mapping[Label, Signature], records: list[ArmRecord]
+    ) -> None:
+        if not repetitions_of(self._experiment) or not any(arm.deployment.launched for arm in self._arms.values()):
             return
         self.enter("cold starts")
-        for arm in self._arms.values():
-            if isinstance(arm.deployment, EmbeddedDeployment):
-                arm.deployment.environment |= WITHOUT_PROFILE
-        first = {
-            label: prepare(arm.transport, inputs[arm.payload], signatures[label], [0])
-            for label, arm in self._arms.items()
-        }
-        records: list[ColdStart] = []
-        order = [entry for entry in cold_start_order(repetitions, self._experiment.seed) if entry[1] in ours]
-        for number, (repetition, label) in enumerate(order, start=1):
-            self._progress.now(f"start {number} of {len(order)}: {label.upper()}")
-            arm = self._arms[label]
-            record = measure_cold_start(arm, repetition, first[label], READY_SECONDS)
-            arm.deployment.stop()
-            records.append(record)
-            self._store.cold_starts(records)
-            self._forecast.start_took((record.first_answer_ns or 0) / 1e9 + 1.0)
-            self._progress.cold_start_done(record)
-            self._progress.plan(self._forecast.remaining_s())
+        phase = ColdStartPhase(self._arms, self._experiment, self._store, self._progress, self._forecast)
+        phase.run(inputs, signatures, {record.label: record for record in records})
 
 
 def _gpu(records: list[ArmRecord]) -> dict[str, object]:
