@@ -16,6 +16,10 @@ from servers.models.specification import ModelSpecification
 HEADER = "# Generated from the model specification; do not edit. Made again by: abserve triton-repo\n"
 
 
+LONGEST_WAIT_US = 600_000_000
+"""As good as never beside any latency, and still a timeout."""
+
+
 def artefact_name(specification: ModelSpecification, suffix: str) -> str:
     """The file that a version folder must hold: model.onnx, model_uint8.plan …"""
     return f"model{'' if specification.payload == 'fp32' else '_' + specification.payload}.{suffix}"
@@ -23,12 +27,15 @@ def artefact_name(specification: ModelSpecification, suffix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BatchingSettings:
-    """Triton's dynamic batcher. `queue_timeout_us` 0: a request waits until its client gives up."""
+    """Triton's dynamic batcher. A request that names no timeout of its own waits for at most `queue_timeout_us`, ≥ 1.
+
+    Never 0, which is Triton's default: with it Triton ignores a request's own timeout, whatever the override says.
+    """
 
     max_batch_size: int
     max_queue_delay_us: int = 2000
     queue_size: int = 512
-    queue_timeout_us: int = 0
+    queue_timeout_us: int = LONGEST_WAIT_US
 
 
 def onnxruntime_config(specification: ModelSpecification) -> str:
@@ -151,15 +158,24 @@ def _dims(tensor: TensorSpec) -> str:
 
 
 def _dynamic_batching(batching: BatchingSettings) -> str:
-    timeout = f" default_timeout_microseconds: {batching.queue_timeout_us}" if batching.queue_timeout_us else ""
+    policy = (
+        f"timeout_action: REJECT default_timeout_microseconds: {batching.queue_timeout_us} "
+        f"allow_timeout_override: true max_queue_size: {batching.queue_size}"
+    )
     return f"""# No preferred_batch_size: Triton advises against it unless sizes have profiles of their own.
 # REJECT: what waited too long, or finds the queue full, is answered 503 at once instead of late.
-dynamic_batching {{
+{_timeout_reason(batching.queue_timeout_us)}dynamic_batching {{
   max_queue_delay_microseconds: {batching.max_queue_delay_us}
   default_queue_policy {{
-    timeout_action: REJECT{timeout} allow_timeout_override: true max_queue_size: {batching.queue_size}
+    {policy}
   }}
 }}"""
+
+
+def _timeout_reason(queue_timeout_us: int) -> str:
+    if queue_timeout_us != LONGEST_WAIT_US:
+        return ""
+    return "# 600 s, as good as never: without any default Triton ignores the timeout that a request brings itself.\n"
 
 
 def _warmup(specification: ModelSpecification, sizes: Iterable[int], count: int) -> str:

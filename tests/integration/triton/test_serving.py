@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -151,6 +152,26 @@ def test_the_largest_batches_do_not_grow_the_shared_memory(triton: Any, client: 
     assert len(before) == 1
     infer_at_once(triton.url, [pixels(32, seed) for seed in range(2)])
     assert [(path.name, path.stat().st_size) for path in triton.regions()] == before
+
+
+def test_a_request_that_brings_its_own_timeout_waits_no_longer(triton: Any, client: Any) -> None:
+    tensor = http_client.InferInput("pixel_values", [1, 3, 224, 224], "FP32")
+    tensor.set_data_from_numpy(pixels(1))
+    with ThreadPoolExecutor(1) as pool:
+        occupied = pool.submit(infer_at_once, triton.url, [pixels(32)] * 4)
+        deadline = time.monotonic() + 30
+        while pending(triton) < 2:
+            assert time.monotonic() < deadline
+        with pytest.raises(http_client.InferenceServerException, match="Request timeout expired") as caught:
+            client.infer(MODEL, [tensor], timeout=50_000)  # in µs
+        assert caught.value.status() == "503"
+        assert len(occupied.result()) == 4, "without a timeout of its own a request waits"
+
+
+def pending(triton: Any) -> float:
+    with urllib.request.urlopen(triton.plan.metrics_url, timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return float(next(line for line in lines if line.startswith("nv_inference_pending_request_count")).split()[-1])
 
 
 def test_too_large_a_batch_is_refused(client: Any) -> None:

@@ -118,6 +118,19 @@ def test_python_backend_says_its_device_and_its_parameters(specification: ModelS
     assert policy.timeout_action == pb.ModelQueuePolicy.REJECT
 
 
+def test_a_request_may_bring_its_own_timeout_although_there_is_none_by_default(
+    specification: ModelSpecification,
+) -> None:
+    for text in (
+        python_config(specification, BatchingSettings(max_batch_size=5), "cpu", {}),
+        onnxruntime_config(specification),
+        tensorrt_config(specification),
+    ):
+        policy = parse(text).dynamic_batching.default_queue_policy
+        assert policy.allow_timeout_override
+        assert policy.default_timeout_microseconds > 0, "Triton would ignore the request's own timeout"
+
+
 @pytest.mark.parametrize(
     ("maximum", "sizes"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (20, (1, 2, 4, 8, 16, 20)), (8, (1, 2, 4, 8))]
 )
