@@ -4,7 +4,8 @@ A region is a POSIX shared-memory object, a file in /dev/shm, of which a client 
 Its owner may unlink it (the mapping stays) or truncate it, after which touching the mapping would kill this process
 with SIGBUS. So the file's size is read again before every use: by the door when a request names the region, and in the
 engine thread right before its inputs are read. Outputs are written with pwrite, which cannot fault at all. What remains
-is a client that truncates its own region within the microseconds in which its request's inputs are read.
+is a client that truncates its own region while its request's inputs are read: while they are copied into a merged
+batch, or, alone in a batch, for as long as the engine reads them in place, which is up to a whole inference on the CPU.
 
 Keys are secrets of their owners: no message and no status says one.
 """
