@@ -106,6 +106,9 @@ class GpuStage:
         requests = (self._experiment.a, self._experiment.b)
         if not self._experiment.gpu_control or not all(map(is_embedded, requests)):
             return {}
+        if self._experiment.deployment != "embedded":
+            self._progress.now("no negative control: the stack's servers stay on the device that .env gives them")
+            return {}
         request = min(requests, key=lambda request: request.target != "native")
         self._progress.now(f"{request.label.upper()} once more on the CPU, on purpose: the negative control")
         try:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from loadgen.deployment.command import ABSERVE
+from loadgen.deployment.compose import ComposeDeployment
+from loadgen.deployment.containers import PROJECT
 from loadgen.deployment.embedded import EmbeddedDeployment
 from loadgen.deployment.interface import Deployment
 from loadgen.deployment.process import ChildProcess
@@ -28,7 +30,7 @@ class PreparationError(Exception):
 
 
 def is_embedded(arm: ArmRequest) -> bool:
-    """Whether we start this arm's server."""
+    """Whether this arm's server is one of ours, and no URL."""
     return arm.target in EMBEDDED
 
 
@@ -41,9 +43,12 @@ def needs_artefact(arm: ArmRequest) -> bool:
 def make_deployment(
     arm: ArmRequest, experiment: Experiment, store: RunStore, work: Path, abserve: Sequence[str] = ABSERVE
 ) -> Deployment:
-    """How this arm's server is started and found. Raises `AddressError` for a URL that cannot be used."""
+    """How this arm's server is started and found. Raises `AddressError` for a URL that cannot be used,
+    `DeploymentError` where a compose stack is asked for and is not up."""
     if not is_embedded(arm):
         return RemoteDeployment(arm.target, arm.grpc)
+    if experiment.deployment == "compose":
+        return ComposeDeployment(arm.target, experiment.compose_project or PROJECT)
     options = {"model": base_name(experiment.model), "weights": experiment.weights, "threads": str(experiment.threads)}
     if experiment.payload_of(arm) != "fp32":
         options["payloads"] = experiment.payload_of(arm)

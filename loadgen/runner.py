@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from loadgen.arms import Arm
 from loadgen.clients.requests import AddressError
 from loadgen.cold_start_phase import READY_SECONDS, ColdStartPhase, repetitions_of
 from loadgen.deployment.command import ABSERVE
+from loadgen.deployment.compose import ComposeDeployment, require_one_way
 from loadgen.deployment.interface import DeploymentError
 from loadgen.deployment.process import ProcessError
 from loadgen.endpoint import EndpointError, Signature
@@ -139,8 +141,9 @@ class _Run:
         samples_folder = self._work / "samples"
         inputs = prepare_inputs(experiment, samples_folder, self._abserve)
         store.environment(read_environment({"status": "unknown"}, {} if inputs is None else describe_inputs(inputs)))
-        self.enter("exporting the model")
-        export_artefacts(experiment, store, progress.now, self._abserve)
+        if experiment.deployment == "embedded":
+            self.enter("exporting the model")
+            export_artefacts(experiment, store, progress.now, self._abserve)
         self.enter("starting the servers")
         records = self._start_servers()
         signatures = self._signatures()
@@ -151,9 +154,10 @@ class _Run:
         self._check_parity(inputs, signatures, records)
         if self._blocks:
             self._load(samples_folder, signatures, records)
-        self.enter("stopping the servers")
-        for arm in self._arms.values():
-            arm.deployment.stop()
+        if experiment.deployment == "embedded" or repetitions_of(experiment):  # a stack that is not ours runs on
+            self.enter("stopping the servers")
+            for arm in self._arms.values():
+                arm.deployment.stop()
         self._measure_cold_starts(inputs, signatures, records)
         self.phase = "finished"
 
@@ -177,13 +181,19 @@ class _Run:
                 self._experiment.transport,
                 self._experiment.payload_of(request),
             )
-            self._resources.callback(deployment.stop)
+            self._resources.callback(
+                deployment.restore if isinstance(deployment, ComposeDeployment) else deployment.stop
+            )
             self._progress.now(f"{request.label.upper()}: {request.target}")
             deployment.start()
+        require_one_way([arm.deployment for arm in self._arms.values()])
         records = []
         for label, arm in self._arms.items():
             self._progress.now(f"waiting until {label.upper()} ({arm.request.target}) is ready")
             try:
+                if isinstance(arm.deployment, ComposeDeployment):
+                    arm = replace(arm, model=arm.deployment.await_model(arm.model, READY_SECONDS))
+                    self._arms[label] = arm
                 arm.deployment.wait_ready(arm.model, READY_SECONDS if arm.deployment.launched else 5.0)
                 records.append(arm.record())
             except (DeploymentError, EndpointError) as exc:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import socket
 import time
-from time import perf_counter_ns
+from collections.abc import Sequence
+from time import monotonic, perf_counter_ns, sleep
 from typing import Any
 
 import msgspec
@@ -18,12 +19,16 @@ from loadgen.clients.http import ConnectionRefused, HttpConnection
 from loadgen.clients.requests import Address, Request, request_head
 from loadgen.deployment.containers import PROJECT, LogLine, ServiceContainer, find_container
 from loadgen.deployment.interface import DeploymentError, StartTimes, poll_ready
+from loadgen.endpoint import Endpoint
 
 PORTS = {"native": 8100, "triton": 8000}
 GRPC_PORTS = {"native": 8101, "triton": 8001}
 STOP_SECONDS = 40
 _ASK_ENGINE_EVERY_NS = 250_000_000
 _REACH_SECONDS = 1.0
+_POLL_SECONDS = 0.05
+VARIANTS = ("_onnx", "_tensorrt")
+"""What Triton's own backends add to a model's name."""
 
 
 class ComposeDeployment:
@@ -133,6 +138,22 @@ class ComposeDeployment:
         if self._was_running and self.container.state().status != "running":
             self.container.start()
 
+    def await_model(self, asked_for: str, timeout_s: float) -> str:
+        """Block until the server has loaded all its models, then `model_name`. Raises `DeploymentError`."""
+        endpoint = Endpoint(self.url)
+        deadline_s = monotonic() + timeout_s
+        while endpoint.status("/v2/health/ready") != 200:
+            failure = self.failure()
+            if failure is not None:
+                raise DeploymentError(f"the server {failure}")
+            if monotonic() > deadline_s:
+                raise DeploymentError(
+                    f"{self.container.service} is not ready after {timeout_s:g} s: docker compose logs "
+                    f"{self.container.service}"
+                )
+            sleep(_POLL_SECONDS)
+        return self.model_name(asked_for)
+
     def log(self) -> list[LogLine]:
         """Of this life of the container."""
         return self.container.log_since(self._started_wall_s)
@@ -145,7 +166,7 @@ class ComposeDeployment:
         names = self._served_models()
         if asked_for in names:
             return asked_for
-        variants = sorted(name for name in names if name in {f"{asked_for}_onnx", f"{asked_for}_tensorrt"})
+        variants = sorted(name for name in names if name in {asked_for + ending for ending in VARIANTS})
         if len(variants) == 1:
             return variants[0]
         found = f"it serves {', '.join(names) or 'nothing'}"
@@ -185,6 +206,18 @@ class ComposeDeployment:
             return {} if content is None else msgspec.json.decode(content, type=dict[str, Any])
         except msgspec.DecodeError as exc:
             raise DeploymentError(f"the launch plan of {server} cannot be read: {exc}") from exc
+
+
+def require_one_way(deployments: Sequence[object]) -> None:
+    """Every started container by the same way: docker's proxy process on one side alone would pass for that server's
+    slowness. Raises `DeploymentError`."""
+    found = [d for d in deployments if isinstance(d, ComposeDeployment)]
+    if len({d.via for d in found}) > 1:
+        ways = " and ".join(f"{d.container.service} by its {d.via}" for d in found)
+        raise DeploymentError(
+            f"the arms are not reached alike: {ways}; publish both ports, or run this where both containers' networks "
+            "can be reached"
+        )
 
 
 def _reachable(address: str) -> bool:
