@@ -29,6 +29,11 @@ class Arm:
         return Endpoint(self.deployment.url)
 
     @property
+    def body_key(self) -> str:
+        """Arms with the same key are sent the very same requests: a gRPC request holds the model's name."""
+        return f"{self.model} {self.payload}"
+
+    @property
     def door(self) -> Door:
         """For inference."""
         return Door(self.transport, self.deployment.url, self.model, self.deployment.grpc_address)

@@ -14,6 +14,13 @@ from rich.console import Console
 from loadgen.combinations import Combination, plan_combinations
 from loadgen.plan import BATCH_SIZES, SCENARIOS, PlanError, expects_gpu, make_cells
 from loadgen.records import ArmRequest, Experiment, Label
+from loadgen.stack_request import (
+    AS_SERVED,
+    DEFAULT_PROJECT,
+    DEFAULT_WEIGHTS,
+    check_stack_request,
+    parse_deployment,
+)
 
 if TYPE_CHECKING:
     from loadgen.result import Result
@@ -33,7 +40,7 @@ def compare(
     ] = "openclip_vit_b32",
     weights: Annotated[
         str, typer.Option(envvar=_env("WEIGHTS"), help="random:SEED, a pretrained tag or a checkpoint file.")
-    ] = "random:0",
+    ] = DEFAULT_WEIGHTS,
     scenarios: Annotated[str, typer.Option(envvar=_env("SCENARIOS"), help="Which, separated by commas.")] = ",".join(
         SCENARIOS
     ),
@@ -87,6 +94,16 @@ def compare(
         str | None, typer.Option(envvar=_env("A_GRPC"), help="HOST:PORT of the gRPC door where --a is a URL.")
     ] = None,
     b_grpc: Annotated[str | None, typer.Option(envvar=_env("B_GRPC"), help="Likewise where --b is a URL.")] = None,
+    deployment: Annotated[
+        str,
+        typer.Option(
+            envvar=_env("DEPLOYMENT"), help="embedded (we start both servers) or compose (the running stack's)."
+        ),
+    ] = "embedded",
+    compose_project: Annotated[
+        str | None,
+        typer.Option(envvar=_env("COMPOSE_PROJECT"), help=f"Name of the stack; default {DEFAULT_PROJECT}."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(envvar=_env("OUT"), help="Folder for the results; default results/TIME-MODEL.")
     ] = None,
@@ -111,11 +128,17 @@ def compare(
         arm_a = make_arm("a", a, a_option or [], payload=a_payload, grpc=a_grpc)
         arm_b = make_arm("b", b, b_option or [], payload=b_payload, grpc=b_grpc)
         combinations = plan_combinations(arm_a, arm_b, model, _names_of(transport), _names_of(payload), matrix=matrix)
+        kind = parse_deployment(deployment, compose_project)
+        if kind == "compose":
+            transports = [one.transport for one in combinations]
+            check_stack_request(
+                arm_a, arm_b, transports=transports, scenarios=_names(scenarios), weights=weights, threads=threads
+            )
         experiment = Experiment(
             a=arm_a,
             b=arm_b,
             model=model,
-            weights=weights,
+            weights=AS_SERVED if kind == "compose" else weights,
             payload=combinations[0].payload,
             transport=combinations[0].transport,
             cells=make_cells(
@@ -132,6 +155,8 @@ def compare(
             equivalence_margin=margin,
             threads=threads,
             gpu_control=gpu_control,
+            deployment=kind,
+            compose_project=(compose_project or DEFAULT_PROJECT) if kind == "compose" else None,
         )
     except PlanError as exc:
         Console(stderr=True).print(f"error: {exc}", style="bold red", highlight=False, soft_wrap=True, markup=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from loadgen.checks import RUN, Check, CheckName, make_check
+from loadgen.payloads import without_backend
 from loadgen.records import ArmRecord
 from loadgen.stored_run import StoredRun
 
@@ -46,6 +47,8 @@ def _same(run: StoredRun, a: ArmRecord | None, b: ArmRecord | None, name: CheckN
     """Different values are a fault, unless an arm was asked for them: then the arms differ on purpose, which the
     report says, and the comparison is one of settings and not of servers."""
     have_a, have_b = _told(a, key), _told(b, key)
+    if key == "model" and run.experiment.deployment == "compose":
+        have_a, have_b = (None if have is None else without_backend(str(have)) for have in (have_a, have_b))
     if key == "threads" and all(str(_told(arm, "device") or "").startswith("cuda") for arm in (a, b)):
         return make_check(name, True, threshold="equal", detail="both arms execute on a GPU: no threads to compare")
     if have_a is None or have_b is None:

@@ -198,7 +198,7 @@ class LoadPhase:
         return Open(
             url=arm.deployment.url,
             grpc_address=arm.deployment.grpc_address,
-            key=arm.payload,
+            key=arm.body_key,
             batch_size=batch_size,
             concurrency=concurrency,
             requests=requests,

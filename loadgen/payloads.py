@@ -23,3 +23,12 @@ def base_name(model: str) -> str:
 def implied_payload(model: str) -> str:
     """What a model's name says that it takes; fp32 where it says nothing."""
     return next((payload for payload in PAYLOADS[1:] if model.endswith(f"_{payload}")), "fp32")
+
+
+BACKEND_ENDINGS = ("_onnx", "_tensorrt")
+"""What Triton's own backends add to a model's name in our model repository."""
+
+
+def without_backend(name: str) -> str:
+    """The name of the model that a backend's variant of it computes."""
+    return next((name.removesuffix(ending) for ending in BACKEND_ENDINGS if name.endswith(ending)), name)

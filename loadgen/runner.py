@@ -242,16 +242,16 @@ class _Run:
         self._resources.callback(generator.stop)
         cells = [cell for cell in self._experiment.cells if cell.scenario != "cold-start"]
         self._progress.now("preparing request bodies")
-        for payload, label in {arm.payload: label for label, arm in self._arms.items()}.items():
+        for key, label in {arm.body_key: label for label, arm in self._arms.items()}.items():
             generator.prepare(
                 Prepare(
                     samples_directory=str(samples_folder),
-                    payload=payload,
+                    payload=self._arms[label].payload,
                     signature=signatures[label],
                     batch_sizes=tuple(sorted({cell.batch_size for cell in cells})),
                     seed=self._experiment.seed,
                     transport=self._experiment.transport,
-                    key=payload,
+                    key=key,
                 )
             )
         LoadPhase(self._arms, generator, self._store, self._progress).warm_up(cells)

@@ -132,6 +132,8 @@ class FakeServer:
             return (200 if self.ready else 503), {}, b""
         if method == "GET" and documents.get(path) is not None:
             return 200, {"Content-Type": "application/json"}, json.dumps(documents[path]).encode()
+        if method == "POST" and path == "/v2/repository/index":
+            return 200, {}, json.dumps([{"name": self.settings.model, "version": "1", "state": "READY"}]).encode()
         if method == "POST" and path == f"{model}/infer":
             return await self.infer(headers, body)
         return 404, {}, b'{"error": "no such route or model"}'

@@ -20,6 +20,7 @@ from loadgen.clients.requests import Address, Request, request_head
 from loadgen.deployment.containers import PROJECT, LogLine, ServiceContainer, find_container
 from loadgen.deployment.interface import DeploymentError, StartTimes, poll_ready
 from loadgen.endpoint import Endpoint
+from loadgen.payloads import BACKEND_ENDINGS
 
 PORTS = {"native": 8100, "triton": 8000}
 GRPC_PORTS = {"native": 8101, "triton": 8001}
@@ -27,8 +28,6 @@ STOP_SECONDS = 40
 _ASK_ENGINE_EVERY_NS = 250_000_000
 _REACH_SECONDS = 1.0
 _POLL_SECONDS = 0.05
-VARIANTS = ("_onnx", "_tensorrt")
-"""What Triton's own backends add to a model's name."""
 
 
 class ComposeDeployment:
@@ -166,13 +165,14 @@ class ComposeDeployment:
         names = self._served_models()
         if asked_for in names:
             return asked_for
-        variants = sorted(name for name in names if name in {asked_for + ending for ending in VARIANTS})
+        variants = sorted(name for name in names if name in {asked_for + ending for ending in BACKEND_ENDINGS})
         if len(variants) == 1:
             return variants[0]
         found = f"it serves {', '.join(names) or 'nothing'}"
+        remedy = "choose one backend with TRITON_BACKENDS" if variants else "choose the model with MODEL"
         raise DeploymentError(
             f"{self.container.service} has no single model {asked_for}: {found}; "
-            "choose one backend with TRITON_BACKENDS in .env"
+            f"{remedy} in .env, then docker compose up --detach --wait"
         )
 
     def _served_models(self) -> list[str]:

@@ -15,6 +15,8 @@ from typing import Any
 from loadgen.deployment.interface import DeploymentError
 
 PROJECT = "abserve"
+UP = "docker compose up --detach --wait"
+"""What brings the stack up."""
 _PROJECT_LABEL = "com.docker.compose.project"
 _SERVICE_LABEL = "com.docker.compose.service"
 _ENGINE_SECONDS = 60
@@ -171,8 +173,13 @@ def find_container(service: str, project: str = PROJECT) -> ServiceContainer:
         docker.from_env  # noqa: B018 (a folder called docker can be imported, too)
     except (ImportError, AttributeError) as exc:
         raise DeploymentError("the docker SDK is not installed: pip install 'abserve[compose]'") from exc
+    try:
+        with _translated():
+            client = docker.from_env(timeout=_ENGINE_SECONDS)
+            client.ping()
+    except DeploymentError as exc:
+        raise DeploymentError(f"{exc}; where Docker runs: {UP}. Without it: --deployment embedded") from exc
     with _translated():
-        client = docker.from_env(timeout=_ENGINE_SECONDS)
         found = [
             container
             for name in (service, f"{service}-cpu")
@@ -181,9 +188,7 @@ def find_container(service: str, project: str = PROJECT) -> ServiceContainer:
             )
         ]
     if not found:
-        raise DeploymentError(
-            f"no container of the service {service} in the compose project {project}: docker compose up --wait"
-        )
+        raise DeploymentError(f"no container of the service {service} in the compose project {project}: {UP}")
     found.sort(key=lambda container: container.status != "running")
     return ServiceContainer(found[0], client)
 

@@ -280,7 +280,9 @@ def environment_rows(result: Result) -> list[tuple[str, str]]:
 def experiment_rows(result: Result) -> list[tuple[str, str]]:
     """What was asked for, beside the arms."""
     e = result.experiment
+    stack = [("deployment", f"the compose stack {e.compose_project}, with its own settings")]
     return [
+        *(stack if e.deployment == "compose" else []),
         ("model", e.model),
         ("weights", e.weights),
         ("payload", ", ".join(dict.fromkeys(e.payload_of(arm) for arm in (e.a, e.b)))),
@@ -288,5 +290,5 @@ def experiment_rows(result: Result) -> list[tuple[str, str]]:
         ("preset", e.preset),
         ("equivalence margin δ", f"± {share(e.equivalence_margin)}"),
         ("order of the blocks", f"interleaved pairs, seed {e.seed}"),
-        ("threads", str(e.threads)),
+        ("threads", str(e.threads) if e.deployment == "embedded" else e.weights),
     ]

@@ -1,0 +1,175 @@
+"""A whole run on a stack whose containers are scripted: fake servers as processes, no Docker."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import loadgen.deployment.compose as compose
+from loadgen.analysis import analyse
+from loadgen.deployment.containers import LogLine, State
+from loadgen.deployment.interface import DeploymentError
+from loadgen.deployment.ports import free_ports
+from loadgen.progress import SilentProgress
+from loadgen.records import Cell, ColdStart, ContainerColdStart, RunState
+from loadgen.runner import run_experiment
+from tests.integration.loadgen.conftest import FAKE, FAKE_ABSERVE, make_experiment
+
+pytestmark = pytest.mark.usefixtures("no_process_left")
+MODEL = "openclip_vit_b32"
+COLD = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, pairs=2)
+SINGLE = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, pairs=2)
+CACHED = ("stop", "start", "stop")
+UNCACHED = ("start", "empty caches", "stop", "start", "stop")
+
+
+class ScriptedContainer:
+    """A container as `ServiceContainer` shows it, around one fake server. `said` is what was asked of the engine."""
+
+    image = "fake:1 sha256:0"
+    command = ("fake",)
+
+    def __init__(self, service: str, model: str, *, inside: bool = True) -> None:
+        self.service = self.name = service
+        self.model = model
+        self.inside = inside
+        self.said: list[str] = []
+        self.process: subprocess.Popen[bytes] | None = None
+        self.started_at_ns = 0
+        (self.port,) = free_ports(1)
+        self.start()
+        self.said.clear()
+
+    def start(self) -> None:
+        self.said.append("start")
+        self.started_at_ns = time.time_ns()
+        self.process = subprocess.Popen(
+            [sys.executable, str(FAKE), "--http-port", str(self.port), "--model", self.model], stdout=subprocess.PIPE
+        )
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+
+    def stop(self, grace_s: int) -> None:
+        self.said.append("stop")
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait(grace_s)
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+            self.process = None
+
+    def state(self) -> State:
+        running = self.process is not None and self.process.poll() is None
+        return State("running" if running else "exited", 0, 0, None, "")
+
+    def execute(self, *argv: str) -> tuple[int, str]:
+        self.said.append("empty caches" if "-delete" in argv[-1] else " ".join(argv))
+        return 0, ""
+
+    def addresses(self, port: int) -> tuple[str | None, str | None]:
+        address = f"127.0.0.1:{self.port}"
+        return (address, None) if self.inside else (None, address)
+
+    def created_process_ns(self) -> int:
+        return self.started_at_ns + 1_000
+
+    def log_since(self, wall_s: float) -> list[LogLine]:
+        texts = ("hello", "engine imported", "weights loaded", "engine ready")
+        return [LogLine(self.started_at_ns + 2_000 + 1_000 * n, text) for n, text in enumerate(texts)]
+
+    def last_words(self) -> str:
+        return "nothing"
+
+    def cpu_ns(self) -> int:
+        return time.process_time_ns()
+
+    def main_pid(self) -> int | None:
+        return None if self.process is None else self.process.pid
+
+
+Stack = dict[str, ScriptedContainer]
+
+
+@pytest.fixture
+def stack(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """Both services; Triton's model is called as its ONNX backend's is on a GPU."""
+    containers = {
+        "native": ScriptedContainer("native", MODEL),
+        "triton": ScriptedContainer("triton", f"{MODEL}_onnx", inside=getattr(request, "param", True)),
+    }
+
+    def find(service: str, project: str) -> ScriptedContainer:
+        if project != "mine":
+            raise DeploymentError(f"no container of the service {service} in the compose project {project}")
+        return containers[service]
+
+    monkeypatch.setattr(compose, "find_container", find)
+    yield containers
+    for container in containers.values():
+        container.stop(10)
+
+
+def run(out: Path, *cells: Cell, project: str = "mine") -> RunState:
+    experiment = make_experiment(cells=cells, deployment="compose", compose_project=project)
+    return run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE)
+
+
+def test_a_run_on_a_stack_takes_cold_starts_apart_and_leaves_it_running(tmp_path: Path, stack: Stack) -> None:
+    state = run(tmp_path, COLD, SINGLE)
+    assert (state.state, state.error) == ("finished", None)
+    starts = msgspec.json.decode((tmp_path / "container_cold_starts.json").read_bytes(), type=list[ContainerColdStart])
+    assert sorted((s.label, s.caches, s.repetition) for s in starts) == [
+        (label, caches, n) for label in "ab" for caches, n in (("cached", 0), ("cached", 1), ("uncached", 0))
+    ]
+    for start in starts:
+        assert start.error is None
+        assert start.started_ns is not None
+        assert start.ready_ns is not None
+        assert start.first_answer_ns is not None
+        names = ["process", "imported", "weights_loaded", "engine_ready"]
+        assert [start.milestones_ns[name] for name in names] == sorted(start.milestones_ns[name] for name in names)
+        assert start.started_ns < start.milestones_ns["process"] < start.ready_ns < start.first_answer_ns
+        assert list(start.batch_answers_ns) == [1, 8]
+    compared = msgspec.json.decode((tmp_path / "cold_starts.json").read_bytes(), type=list[ColdStart])
+    cached = [s for s in starts if s.caches == "cached"]
+    assert [(s.label, s.repetition, s.ready_ns) for s in compared] == [
+        (s.label, s.repetition, s.ready_ns) for s in cached
+    ]
+    for container in stack.values():
+        assert container.said == ["stop", *CACHED, *CACHED, *UNCACHED, "start"]
+        assert container.state().status == "running"
+
+    result = analyse(tmp_path)
+    assert {c.scenario for c in result.comparisons if c.ratio_b_over_a} == {"cold-start", "single"}
+    assert [arm.in_effect.get("precision") for arm in result.arms] == ["fp32", "fp32"]
+    same_model = next(check for check in result.checks if check.name == "same_model")
+    assert same_model.ok, same_model.detail
+    assert len(result.container_cold_starts) == 6
+
+
+def test_without_cold_starts_no_container_is_touched(tmp_path: Path, stack: Stack) -> None:
+    state = run(tmp_path, SINGLE)
+    assert (state.state, state.error) == ("finished", None)
+    assert [container.said for container in stack.values()] == [[], []]
+    assert not (tmp_path / "container_cold_starts.json").exists()
+
+
+@pytest.mark.parametrize("stack", [False], indirect=True)
+def test_arms_that_are_reached_by_different_ways_are_not_compared(tmp_path: Path, stack: Stack) -> None:
+    state = run(tmp_path, SINGLE)
+    assert state.state == "failed"
+    assert state.error is not None
+    assert "native by its container network and triton by its published port" in state.error
+    assert [container.said for container in stack.values()] == [[], []]
+
+
+def test_a_stack_that_is_not_there_is_one_sentence(tmp_path: Path, stack: Stack) -> None:
+    state = run(tmp_path, SINGLE, project="yours")
+    assert state.state == "failed"
+    assert state.error == "no container of the service native in the compose project yours"
