@@ -145,6 +145,32 @@ def test_a_comparison_by_url(stack: Any) -> None:
     wait_until(lambda: stack.query('abserve_comparison_ratio{run="by-url"}', seconds=30), "the verdict's metrics", 60)
 
 
+def test_a_comparison_of_the_running_stack(stack: Any) -> None:
+    out = stack.results / "by-deployment"
+    command = [
+        sys.executable, "-P", "-m", "loadgen.entry", "compare", "--deployment", "compose",
+        "--compose-project", stack.project, "--scenarios", "cold-start,single", "--pairs", "2", "--out", str(out),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1500)
+    sys.stdout.write(done.stdout[-6000:])
+    result = json.loads((out / "result.json").read_text())
+    assert result["state"]["state"] == "finished", done.stderr
+    assert result["parity"]["ok"]
+    assert {c["scenario"] for c in result["comparisons"] if c["ratio_b_over_a"]} == {"cold-start", "single"}
+    assert all(block["errors"] == 0 for block in result["blocks"])
+    starts = result["container_cold_starts"]
+    assert [start["error"] for start in starts if start["error"]] == []
+    for label in "ab":
+        assert [s["caches"] for s in starts if s["label"] == label] == ["cached"] * 3 + ["uncached"]
+    for start in starts:
+        assert 0 < start["started_ns"] < start["milestones_ns"]["process"] < start["ready_ns"]
+        assert start["ready_ns"] < start["first_answer_ns"]
+        assert list(start["batch_answers_ns"]) == ["1", "8"]
+        assert start["service"] in (done.stdout + (out / "summary.md").read_text())
+    for service in ("native-cpu", "triton-cpu"):
+        wait_until(lambda service=service: healthy(stack, service), f"{service} is healthy again", READY_SECONDS)
+
+
 def test_cold_starts_of_both_containers(stack: Any, tmp_path: Path) -> None:
     write_samples(MODEL, tmp_path / "samples")
     inputs = read_samples(tmp_path / "samples", "fp32")
