@@ -137,6 +137,7 @@ class _Run:
         """Everything in order."""
         experiment, store, progress = self._experiment, self._store, self._progress
         progress.plan(self._forecast.remaining_s())
+        self._make_arms()  # first: a stack that is not up is said before anything is prepared
         self.enter("preparing inputs")
         samples_folder = self._work / "samples"
         inputs = prepare_inputs(experiment, samples_folder, self._abserve)
@@ -171,7 +172,7 @@ class _Run:
         """Stop all that runs; bounded."""
         self._resources.close()
 
-    def _start_servers(self) -> list[ArmRecord]:
+    def _make_arms(self) -> None:
         for request in self._requests:
             deployment = make_deployment(request, self._experiment, self._store, self._work, self._abserve)
             self._arms[request.label] = Arm(
@@ -184,8 +185,11 @@ class _Run:
             self._resources.callback(
                 deployment.restore if isinstance(deployment, ComposeDeployment) else deployment.stop
             )
-            self._progress.now(f"{request.label.upper()}: {request.target}")
-            deployment.start()
+
+    def _start_servers(self) -> list[ArmRecord]:
+        for label, arm in self._arms.items():
+            self._progress.now(f"{label.upper()}: {arm.request.target}")
+            arm.deployment.start()
         require_one_way([arm.deployment for arm in self._arms.values()])
         records = []
         for label, arm in self._arms.items():

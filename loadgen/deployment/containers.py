@@ -178,7 +178,9 @@ def find_container(service: str, project: str = PROJECT) -> ServiceContainer:
             client = docker.from_env(timeout=_ENGINE_SECONDS)
             client.ping()
     except DeploymentError as exc:
-        raise DeploymentError(f"{exc}; where Docker runs: {UP}. Without it: --deployment embedded") from exc
+        raise DeploymentError(
+            f"no Docker engine answers ({exc}); start it, then {UP}; on a box without Docker leave --deployment out"
+        ) from exc
     with _translated():
         found = [
             container

@@ -1,0 +1,42 @@
+"""Where there is no stack to measure, one sentence says what to do."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from loadgen.deployment.compose import ComposeDeployment
+from loadgen.deployment.interface import DeploymentError
+from loadgen.entry import build
+from loadgen.records import RunState
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By TCP: on a Unix socket that is missing the SDK leaves its own socket open."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_without_an_engine_the_remedy_is_named_before_anything_is_prepared(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = CliRunner().invoke(build(), ["compare", "--deployment", "compose", "--out", str(out)])
+    assert done.exit_code == 1
+    said = " ".join(done.output.split())
+    assert "no Docker engine answers" in said
+    assert "docker compose up --detach --wait" in said
+    assert "Traceback" not in said
+    state = msgspec.json.decode((out / "run.json").read_bytes(), type=RunState)
+    assert (state.state, state.phase) == ("failed", "starting")
+
+
+def test_without_the_sdk_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "docker", None)
+    with pytest.raises(DeploymentError, match=r"pip install 'abserve\[compose\]'"):
+        ComposeDeployment("native")
