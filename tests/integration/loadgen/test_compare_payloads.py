@@ -50,6 +50,7 @@ def test_arms_with_different_payloads_are_measured_and_no_winner_is_named(tmp_pa
         assert sentence in (tmp_path / "run" / name).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 def test_a_matrix_on_both_real_servers(tmp_path: Path) -> None:
     options = ("--a-option", "engine=null", "--b-option", "engine=null", "--pairs", "1")
@@ -74,7 +75,7 @@ def test_a_matrix_on_both_real_servers(tmp_path: Path) -> None:
     assert regions() == []
 
 
-@pytest.mark.parametrize("transport", ["grpc", "shm"])
+@pytest.mark.parametrize("transport", [pytest.param("grpc", marks=pytest.mark.slow), "shm"])
 def test_ctrl_c_in_a_block_leaves_neither_memory_nor_processes(tmp_path: Path, transport: str) -> None:
     out = tmp_path / "run"
     slow = ["--a-option", "added-delay-ms=50", "--b-option", "added-delay-ms=50", "--preset", "full"]

@@ -170,7 +170,7 @@ def test_a_server_that_shares_no_memory_says_what_to_do(samples: Path, tmp_path:
     assert regions_of_load() == []
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["http", pytest.param("grpc", marks=pytest.mark.slow), "shm"])
 def test_a_server_killed_under_load_ends_the_block(
     generator: GeneratorProcess, samples: Path, tmp_path: Path, transport: Transport
 ) -> None:

@@ -273,8 +273,12 @@ def test_what_all_requests_hold_together_is_bounded_and_given_back(native) -> No
         assert server.status("/v2/health/ready") == 200
         first.sendall(data[cut:])
         assert read_answer(first)[0] == 200
-        second.sendall(data)  # its connection has survived
-        assert read_answer(second)[0] == 200
+
+        def answered() -> bool:  # the first one's bytes come back just after its answer has left
+            second.sendall(data)
+            return read_answer(second)[0] == 200
+
+        server.wait_until(answered, "the second fits, and its connection has survived")
         third.sendall(data[:cut])
     server.wait_until(
         lambda: (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "protocol.md"
+pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
 MODEL = "openclip_vit_b32"
 

@@ -42,7 +42,7 @@ def test_live_while_loading_and_inference_is_503_until_ready(controlled):
 
 
 def test_sigterm_finishes_accepted_work_and_takes_no_more(controlled):
-    server = controlled("--max-batch-size", "2", "--max-queue-delay-us", "0")
+    server = controlled("--max-batch-size", "1", "--max-queue-delay-us", "0")
     server.open("load")
     server.wait_ready()
     with ThreadPoolExecutor(6) as pool, socket.create_connection(("127.0.0.1", server.port)) as idle:

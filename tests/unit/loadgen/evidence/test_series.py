@@ -30,6 +30,8 @@ def device(
         energy_joules=np.array([joules for _, joules in energy], dtype=np.float64),
         power_at_ns=none.astype(np.int64),
         power_watts=none,
+        sm_active_at_ns=none.astype(np.int64),
+        sm_active=none,
     )
 
 
