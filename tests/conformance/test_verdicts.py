@@ -45,7 +45,7 @@ def test_start_and_end_conform_where_they_should(run_cases) -> None:
         ("traceback", "4a", "traceback"),
         ("accept-any-output", "18e", "200 instead of 400"),
         ("drift", "15a", "golden inference"),
-        ("hang-on-deep-json", "2a", "live within 2 s during the case"),
+        pytest.param("hang-on-deep-json", "2a", "live within 2 s during the case", marks=pytest.mark.slow),
         ("count-departures-as-failures", "13", "failures"),
     ],
 )
@@ -78,6 +78,7 @@ def test_a_crash_is_a_result_and_the_run_goes_on(run_cases) -> None:
     assert results["1a"].verdict is results["15a"].verdict is Verdict.CONFORMS
 
 
+@pytest.mark.slow
 def test_slow_clients(run_cases) -> None:
     assert run_cases("12b")["12b"].verdict is Verdict.CONFORMS
     assert run_cases("12a", "no-deadline")["12a"].verdict is Verdict.DEVIATES

@@ -305,6 +305,7 @@ def test_a_long_body_in_json_delays_nobody_for_long(null_server) -> None:
     assert slowest < 0.5
 
 
+@pytest.mark.slow
 def test_a_body_that_never_ends_does_not_hold_up_the_end(native) -> None:
     server = native()
     server.wait_ready()
