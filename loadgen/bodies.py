@@ -55,13 +55,10 @@ def prepare_body(inputs: SampleInputs, signature: Signature, items: Sequence[int
     has another datatype than the server wants."""
     tensors = []
     for expected in signature.inputs:
-        array = inputs.arrays.get(expected.name)
-        if array is None:
-            have = ", ".join(sorted(inputs.arrays))
-            raise InputError(f"the model wants an input {expected.name}; the samples hold {have}")
-        tensor = triton_http.InferInput(expected.name, [len(items), *array.shape[1:]], expected.datatype)
+        chosen = inputs.take(expected.name, items)
+        tensor = triton_http.InferInput(expected.name, list(chosen.shape), expected.datatype)
         try:
-            tensor.set_data_from_numpy(np.ascontiguousarray(array[list(items)]), binary_data=True)
+            tensor.set_data_from_numpy(chosen, binary_data=True)
         except triton_http.InferenceServerException as exc:
             raise InputError(f"the samples do not fit input {expected.name}: {exc}") from exc
         tensors.append(tensor)

@@ -42,6 +42,14 @@ class SampleInputs:
         """Number of different items."""
         return min(len(array) for array in self.arrays.values())
 
+    def take(self, name: str, items: Sequence[int]) -> Array:
+        """These items of one input, contiguous. Raises `InputError` where there is no such input."""
+        array = self.arrays.get(name)
+        if array is None:
+            have = ", ".join(sorted(self.arrays))
+            raise InputError(f"the model wants an input {name}; the samples hold {have}")
+        return np.ascontiguousarray(array[list(items)])
+
     def describe(self) -> dict[str, str | int]:
         """For the stored record: what was sent, and a digest that tells two runs' inputs apart."""
         digest = hashlib.sha256()

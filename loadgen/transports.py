@@ -89,11 +89,7 @@ def raw_tensors(inputs: SampleInputs, signature: Signature, items: Sequence[int]
     """The inputs as the protocol's binary data. Raises `InputError`."""
     tensors = []
     for expected in signature.inputs:
-        array = inputs.arrays.get(expected.name)
-        if array is None:
-            have = ", ".join(sorted(inputs.arrays))
-            raise InputError(f"the model wants an input {expected.name}; the samples hold {have}")
-        chosen = np.ascontiguousarray(array[list(items)])
+        chosen = inputs.take(expected.name, items)
         if np_to_triton_dtype(chosen.dtype) != expected.datatype:
             raise InputError(
                 f"the samples do not fit input {expected.name}: it is {expected.datatype}, they are {chosen.dtype}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from typing import Annotated
 import typer
 
 from servers.finding import Finding
+from servers.native.listener import ListenerError, check_free
 
 MIN_FREE_BYTES = 2 * 2**30
 """An export needs 0.4 GB and as much again while it is written; a full run's samples and logs some tens of MB."""
@@ -88,15 +88,13 @@ def _ports() -> list[Finding]:
     """Default ports; `abserve compare` picks free ones by itself, `abserve serve` uses these."""
     result = []
     for port, use in PORTS.items():
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                remedy = f"stop what listens there (ss -ltnp 'sport = :{port}'), or give another port"
-                result.append(Finding(f"port {port}", False, f"{use}: taken", remedy))
-            else:
-                result.append(Finding(f"port {port}", True, f"{use}: free"))
+        try:
+            check_free("127.0.0.1", port, use)
+        except ListenerError:
+            remedy = f"stop what listens there (ss -ltnp 'sport = :{port}'), or give another port"
+            result.append(Finding(f"port {port}", False, f"{use}: taken", remedy))
+        else:
+            result.append(Finding(f"port {port}", True, f"{use}: free"))
     return result
 
 
