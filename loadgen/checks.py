@@ -1,21 +1,18 @@
-"""The named conditions under which a comparison means something: the registry, and what a check is.
+"""The named conditions under which a comparison means something: what a check is, and what follows from it.
 
 Each check has a value, a threshold, a scope and a remedy. A check that lacks its data is unknown (`ok` None), never
 ok. What a check that is not ok does is its severity: `invalidates` takes the verdict from what it covers, `warns` and
-`informs` are said beside it. Adding a check means adding a definition here and a function that makes it to
-`run_checks`, `evidence_checks`, `load_checks` or `fairness_checks`.
+`informs` are said beside it. The registry is `check_definitions`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Literal
 
+from loadgen.check_definitions import DEFINITIONS, CheckName, Severity
 from loadgen.records import Record
 
-Severity = Literal["invalidates", "warns", "informs"]
+__all__ = ["DEFINITIONS", "CheckName"]
 
 RUN = "run"
 """Scope of a check that covers every comparison."""
@@ -26,51 +23,6 @@ PLAN = "plan"
 def cell_scope(cell: str) -> str:
     """Scope of a check that covers the comparisons of one cell."""
     return f"cell {cell}"
-
-
-class CheckName(StrEnum):
-    """All checks, in the order in which they are shown."""
-
-    GPU_PRESENT = "gpu_present"
-    GPU_EVIDENCE = "gpu_evidence"
-    NEGATIVE_CONTROL = "negative_control"
-    RUN_FINISHED = "run_finished"
-    PARITY = "parity"
-    SAME_PAYLOAD = "same_payload"
-    REQUEST_ERRORS = "request_errors"
-    BLOCKS_COMPLETE = "blocks_complete"
-    SAMPLES_COMPLETE = "samples_complete"
-    COLD_STARTS_SUCCEEDED = "cold_starts_succeeded"
-    ENOUGH_PAIRS = "enough_pairs"
-    GENERATOR_CPU = "generator_cpu"
-    SEND_LAG = "send_lag"
-    WARM_UP = "warm_up"
-    SAME_PAYLOAD_BYTES = "same_payload_bytes"
-    SAME_MODEL = "same_model"
-    SAME_WEIGHTS = "same_weights"
-    SAME_PRECISION = "same_precision"
-    SAME_DEVICE = "same_device"
-    SAME_THREADS = "same_threads"
-    SAME_MAX_BATCH_SIZE = "same_max_batch_size"
-    SETTINGS_IN_EFFECT = "settings_in_effect"
-    MACHINE_STEADY = "machine_steady"
-    SERVER_CPU = "server_cpu"
-    BATCHING_FORMED = "batching_formed"
-    QUEUE_DELAY = "queue_delay"
-    STAGE_ACCOUNT = "stage_account"
-    SENSITIVITY = "sensitivity"
-    TRAINED_WEIGHTS = "trained_weights"
-    NATIVE_BACKEND = "native_backend"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckDefinition:
-    """What a check means whatever its outcome; `unknown` is its severity when its data is missing."""
-
-    title: str
-    severity: Severity
-    unknown: Severity
-    remedy: str
 
 
 class Check(Record, frozen=True, kw_only=True):
@@ -89,152 +41,6 @@ class Check(Record, frozen=True, kw_only=True):
     detail: str
     """One sentence with the value in words."""
     remedy: str
-
-
-DEFINITIONS: dict[CheckName, CheckDefinition] = {
-    CheckName.GPU_PRESENT: CheckDefinition(
-        "a GPU did the work", "informs", "informs", "Run on a machine with an NVIDIA GPU to compare GPU serving."
-    ),
-    CheckName.GPU_EVIDENCE: CheckDefinition(
-        "both arms are proven to run on the same GPU",
-        "invalidates",
-        "invalidates",
-        "Read the findings below and docs/gpu-proof.md: each code has its remedy there.",
-    ),
-    CheckName.NEGATIVE_CONTROL: CheckDefinition(
-        "a deliberate CPU run is recognised as one",
-        "warns",
-        "informs",
-        "Let nothing else use the GPU: what keeps it busy while a server computes on the CPU blurs every finding.",
-    ),
-    CheckName.RUN_FINISHED: CheckDefinition(
-        "the run finished as planned", "invalidates", "invalidates", "Run the comparison again and let it finish."
-    ),
-    CheckName.PARITY: CheckDefinition(
-        "both arms give the same answers",
-        "invalidates",
-        "invalidates",
-        "Make both arms serve the same weights, precision and preprocessing; the parity table names the case.",
-    ),
-    CheckName.SAME_PAYLOAD: CheckDefinition(
-        "both arms were sent the same payload", "invalidates", "informs", "Give both arms the same --payload."
-    ),
-    CheckName.REQUEST_ERRORS: CheckDefinition(
-        "no request failed", "invalidates", "invalidates", "Read the error messages and the log of the server named."
-    ),
-    CheckName.BLOCKS_COMPLETE: CheckDefinition(
-        "every planned block is complete",
-        "invalidates",
-        "invalidates",
-        "Find out what cut the block short (a dead server, Ctrl-C, a full disk) and run again.",
-    ),
-    CheckName.SAMPLES_COMPLETE: CheckDefinition(
-        "no sample was lost",
-        "invalidates",
-        "invalidates",
-        "Check the disk and run again: a lost sample hides a slow one.",
-    ),
-    CheckName.COLD_STARTS_SUCCEEDED: CheckDefinition(
-        "every start came up", "invalidates", "invalidates", "Read the log of the server that did not start."
-    ),
-    CheckName.ENOUGH_PAIRS: CheckDefinition(
-        "enough pairs for an interval", "warns", "warns", "Ask for more pairs: 2 are the least, 6 or more are useful."
-    ),
-    CheckName.GENERATOR_CPU: CheckDefinition(
-        "the load generator was not the limit",
-        "invalidates",
-        "invalidates",
-        "Client-limited: lower the concurrency, choose a smaller payload, or run the generator on another machine.",
-    ),
-    CheckName.SEND_LAG: CheckDefinition(
-        "requests left when they were due",
-        "invalidates",
-        "warns",
-        "Client-limited: lower the rate or give the load generator a core of its own.",
-    ),
-    CheckName.WARM_UP: CheckDefinition(
-        "the servers were warm",
-        "invalidates",
-        "informs",
-        "Warm the batch size up for longer: the first requests of a block are slower than the rest.",
-    ),
-    CheckName.SAME_PAYLOAD_BYTES: CheckDefinition(
-        "both arms got requests of the same size",
-        "invalidates",
-        "warns",
-        "Send the same payload to both arms; with different ones this is not a comparison of servers.",
-    ),
-    CheckName.SAME_MODEL: CheckDefinition("same model", "invalidates", "warns", "Serve the same model on both arms."),
-    CheckName.SAME_WEIGHTS: CheckDefinition(
-        "same weights", "invalidates", "warns", "Serve the same weights on both arms."
-    ),
-    CheckName.SAME_PRECISION: CheckDefinition(
-        "same precision", "invalidates", "warns", "Give both arms the same precision, or compare precisions on purpose."
-    ),
-    CheckName.SAME_DEVICE: CheckDefinition(
-        "same device",
-        "invalidates",
-        "warns",
-        "Run both arms on the same device; look for an arm that fell back to the CPU.",
-    ),
-    CheckName.SAME_THREADS: CheckDefinition(
-        "same number of threads", "invalidates", "warns", "Give both arms the same number of threads."
-    ),
-    CheckName.SAME_MAX_BATCH_SIZE: CheckDefinition(
-        "same largest batch", "invalidates", "warns", "Give both arms the same maximal batch size."
-    ),
-    CheckName.SETTINGS_IN_EFFECT: CheckDefinition(
-        "settings asked for took effect", "warns", "informs", "Correct the setting, or read why the server overrode it."
-    ),
-    CheckName.MACHINE_STEADY: CheckDefinition(
-        "the machine kept its speed",
-        "warns",
-        "informs",
-        "Close other programs, watch for thermal throttling, and ask for more pairs; the pairing absorbs slow drift.",
-    ),
-    CheckName.SERVER_CPU: CheckDefinition(
-        "cores were left for the load generator",
-        "informs",
-        "informs",
-        "Give the servers fewer threads, or run the load generator on another machine.",
-    ),
-    CheckName.BATCHING_FORMED: CheckDefinition(
-        "dynamic batching formed batches",
-        "informs",
-        "informs",
-        "Raise the concurrency or the queue delay if batches are wanted.",
-    ),
-    CheckName.QUEUE_DELAY: CheckDefinition(
-        "serial load did not wait for a batch",
-        "informs",
-        "informs",
-        "Set the queue delay to 0 for serial load: nobody else's request will come.",
-    ),
-    CheckName.STAGE_ACCOUNT: CheckDefinition(
-        "the account of time adds up",
-        "informs",
-        "informs",
-        "Read the stages with care: the server's own times exceed the client's, or count other requests.",
-    ),
-    CheckName.SENSITIVITY: CheckDefinition(
-        "the run can see a difference of δ",
-        "informs",
-        "informs",
-        "Ask for more pairs or longer blocks, or quieten the machine, to see smaller differences.",
-    ),
-    CheckName.TRAINED_WEIGHTS: CheckDefinition(
-        "trained weights",
-        "informs",
-        "informs",
-        "Speed does not depend on the values of the weights; use --weights with a trained set for meaningful answers.",
-    ),
-    CheckName.NATIVE_BACKEND: CheckDefinition(
-        "Triton runs a native backend",
-        "informs",
-        "informs",
-        "Compare with a Triton container to learn about its onnxruntime and tensorrt backends.",
-    ),
-}
 
 
 def make_check(

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from loadgen.checks import Check, CheckName, cell_scope, make_check
-from loadgen.quantities import number, share, signed_ms
+from loadgen.quantities import share
 from loadgen.records import Cell
+from loadgen.stage_checks import check_stages
 from loadgen.stages import StageAccount
 from loadgen.stored_run import StoredRun
 from loadgen.summaries import BlockSummary, CellSummary
@@ -17,9 +18,6 @@ GENERATOR_CPU_LIMIT = 0.90
 SEND_LAG_LIMIT = 0.02
 WARM_UP_LIMIT = 0.02
 WARM_UP_ERRORS = 4.0
-BATCHED_LIMIT = 1.1
-QUEUE_SHARE_LIMIT = 0.05
-OVERLAP_LIMIT = -0.02
 
 
 def check_load(
@@ -47,13 +45,7 @@ def check_load(
             _warm_up(cell, own),
             _payload(cell, list(summaries.values())),
         ]
-        checks += _batching(cell, list(summaries.values()))
-        checks += [
-            check
-            for account in accounts
-            if account.cell == cell.name
-            for check in (*_queue_delay(cell, account), *_account(cell, account))
-        ]
+        checks += check_stages(cell, list(summaries.values()), accounts)
     return checks
 
 
@@ -198,81 +190,3 @@ def _payload(cell: Cell, summaries: Sequence[CellSummary]) -> Check:
         threshold=limit,
         detail=f"a request is {sizes['a']:,.0f} bytes to A and {sizes['b']:,.0f} bytes to B",
     )
-
-
-def _batching(cell: Cell, summaries: Sequence[CellSummary]) -> list[Check]:
-    if cell.concurrency <= 1:
-        return []
-    means = {s.label: s.executed_batch_mean for s in summaries}
-    known = {label: mean for label, mean in means.items() if mean is not None}
-    limit = BATCHED_LIMIT * cell.batch_size
-    if len(known) < 2:
-        ok = None
-        detail = "executed batches are unknown: " + (
-            " and ".join(label.upper() for label in ("a", "b") if label not in known) + " did not report them"
-        )
-    else:
-        idle = [label.upper() for label, mean in sorted(known.items()) if mean < limit]
-        ok = not idle
-        detail = "mean executed batch: " + ", ".join(f"{k.upper()} {number(v)}" for k, v in sorted(known.items()))
-        if idle:
-            detail += f"; batching never formed on {' and '.join(idle)}"
-    return [
-        make_check(
-            CheckName.BATCHING_FORMED,
-            ok,
-            scope=cell_scope(cell.name),
-            value=min(known.values(), default=None),
-            threshold=limit,
-            detail=detail,
-        )
-    ]
-
-
-def _queue_delay(cell: Cell, account: StageAccount) -> list[Check]:
-    if cell.concurrency > 1:
-        return []
-    waits = {arm.label: (arm.stages_ms["queue"] or 0.0, arm.client_total_ms) for arm in (account.a, account.b) if arm}
-    if not waits:
-        return []
-    worst = max(waits, key=lambda label: waits[label][0] / waits[label][1])
-    wait_ms, total_ms = waits[worst]
-    return [
-        make_check(
-            CheckName.QUEUE_DELAY,
-            wait_ms / total_ms <= QUEUE_SHARE_LIMIT,
-            scope=cell_scope(cell.name),
-            value=wait_ms / total_ms,
-            threshold=QUEUE_SHARE_LIMIT,
-            detail=f"{worst.upper()} waited {number(wait_ms)} ms in its queue, "
-            f"{share(wait_ms / total_ms)} of a request",
-        )
-    ]
-
-
-def _account(cell: Cell, account: StageAccount) -> list[Check]:
-    arms = [arm for arm in (account.a, account.b) if arm]
-    if not arms:
-        return [
-            make_check(CheckName.STAGE_ACCOUNT, None, scope=cell_scope(cell.name), detail="no server reports stages")
-        ]
-    faults = []
-    for arm in arms:
-        rest_ms = arm.stages_ms["unattributed"] or 0.0
-        if rest_ms / arm.client_total_ms < OVERLAP_LIMIT:
-            faults.append(f"the stages of {arm.label.upper()} exceed the client's time by {signed_ms(-rest_ms)}")
-        if arm.requests != arm.client_requests:
-            faults.append(
-                f"{arm.label.upper()} counted {arm.requests:,} requests, the client {arm.client_requests:,} answers"
-            )
-    rest = max((arm.stages_ms["unattributed"] or 0.0) / arm.client_total_ms for arm in arms)
-    return [
-        make_check(
-            CheckName.STAGE_ACCOUNT,
-            not faults,
-            scope=cell_scope(cell.name),
-            value=rest,
-            threshold="stages within the client's time, same requests",
-            detail=faults[0] if faults else f"{share(rest)} of a request at most is unattributed",
-        )
-    ]
