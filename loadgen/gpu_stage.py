@@ -51,23 +51,25 @@ class GpuStage:
         """None without a GPU, or where both arms say that they execute on the CPU."""
 
     def start(self, arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> None:
-        """Start the sampler where there is something for it to see, and complete the arms' records."""
-        if all(str(record.in_effect.get("device", "")).startswith("cpu") for record in records):
-            return
-        self.recording = GpuRecording(self._store.directory, self._store.log_path("gpu-sampler"), self._sampler)
-        if not self.recording.ok:
-            self.close()
-            return
+        """Start the sampler where there is something for it to see, and complete the arms' records. Called again
+        after a restart of the servers, it goes on and learns their new processes."""
+        if self.recording is None:
+            if all(str(record.in_effect.get("device", "")).startswith("cpu") for record in records):
+                return
+            self.recording = GpuRecording(self._store.directory, self._store.log_path("gpu-sampler"), self._sampler)
+            if not self.recording.ok:
+                self.close()
+                return
         self._arms = arms
         self._records = tuple(self._described(record, self._store) for record in records)
         self._store.arms(self._records)
-        self._note_processes()
+        self.note_processes()
 
     def finish(self, make_phase: MakePhase) -> None:
         """After the load: judge, run the control, judge again with it. What was judged first survives an interrupt."""
         if self.recording is None:
             return
-        self._note_processes()
+        self.note_processes()
         self._judge({})
         controls = self._run_controls(make_phase)
         self.recording.stop()
@@ -80,7 +82,8 @@ class GpuStage:
             self.recording.stop()
             self.recording = None
 
-    def _note_processes(self) -> None:
+    def note_processes(self) -> None:
+        """Which processes the arms' servers are now, for a recording that goes on."""
         assert self.recording is not None
         for label, arm in self._arms.items():
             self.recording.processes(label, arm.deployment.pids())

@@ -166,6 +166,7 @@ class LoadPhase:
             note=note,
             transport=outcome.transport,
             body_payload_bytes=outcome.body_payload_bytes,
+            restart=block.restart,
         )
 
     def _stages_after(self, arm: Arm, before: Mapping[str, object], outcome: Outcome) -> StageTotals | None:

@@ -91,6 +91,8 @@ class Experiment(Record, frozen=True, kw_only=True):
     """Servers as processes of ours, or those of a running compose stack, whose settings are its own."""
     compose_project: str | None = None
     """Of the stack, with the deployment compose."""
+    restarts: int = 1
+    """How often both servers are started afresh; each restart gets its share of the pairs."""
 
     def payload_of(self, arm: ArmRequest) -> str:
         """What an arm is sent."""
@@ -242,6 +244,8 @@ class BlockRecord(Record, frozen=True, kw_only=True):
     body_payload_bytes: tuple[int, ...] = ()
     """Bytes of tensors in each prepared body, by the number in the samples. They are part of the samples' request
     bytes, except with the transport shm, where they go through memory."""
+    restart: int = 0
+    """During which start of the servers, from 0."""
 
 
 class RunState(Record, frozen=True, kw_only=True):

@@ -7,6 +7,8 @@ with a and one with b (ABBA or BAAB), so an advantage of coming first or second 
 Pairs of different cells are interleaved in rounds: each round holds one pair of every cell that has pairs left, in a
 random order. A cell's pairs are thus spread over the whole run, their scatter includes the machine's drift and the
 interval is not narrower than the truth; and a run that is interrupted has some pairs of every cell.
+
+With several restarts of the servers each gets its share of every cell's pairs, as even as can be, in the same rounds.
 """
 
 from __future__ import annotations
@@ -27,6 +29,12 @@ class ScheduledBlock:
     pair: int
     label: Label
     position: int
+    restart: int = 0
+
+
+def load_cells(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells that blocks are made of; cold starts have their own order."""
+    return [cell for cell in cells if cell.scenario != "cold-start"]
 
 
 def pair_orders(pairs: int, random: Random) -> list[tuple[Label, Label]]:
@@ -39,16 +47,24 @@ def pair_orders(pairs: int, random: Random) -> list[tuple[Label, Label]]:
     return orders[:pairs]
 
 
-def schedule(cells: Sequence[Cell], seed: int) -> tuple[ScheduledBlock, ...]:
-    """All load blocks, in order; cold starts have their own. The same cells and seed give the same schedule."""
+def schedule(cells: Sequence[Cell], seed: int, restarts: int = 1) -> tuple[ScheduledBlock, ...]:
+    """All load blocks, in order. The same cells, seed and number of restarts give the same schedule."""
     random = Random(seed)
-    load = [cell for cell in cells if cell.scenario != "cold-start"]
+    load = load_cells(cells)
     orders = {cell.name: pair_orders(cell.pairs, random) for cell in load}
     blocks: list[ScheduledBlock] = []
-    for pair in range(max((cell.pairs for cell in load), default=0)):
-        in_round = [cell for cell in load if pair < cell.pairs]
-        random.shuffle(in_round)
-        for cell in in_round:
-            for position, label in enumerate(orders[cell.name][pair]):
-                blocks.append(ScheduledBlock(len(blocks), cell, pair, label, position))
+    for restart in range(restarts):
+        shares = {cell.name: range(*_share(cell.pairs, restart, restarts)) for cell in load}
+        for place in range(max((len(share) for share in shares.values()), default=0)):
+            in_round = [cell for cell in load if place < len(shares[cell.name])]
+            random.shuffle(in_round)
+            for cell in in_round:
+                pair = shares[cell.name][place]
+                for position, label in enumerate(orders[cell.name][pair]):
+                    blocks.append(ScheduledBlock(len(blocks), cell, pair, label, position, restart))
     return tuple(blocks)
+
+
+def _share(pairs: int, restart: int, restarts: int) -> tuple[int, int]:
+    """First and past-the-last pair of one restart."""
+    return pairs * restart // restarts, pairs * (restart + 1) // restarts

@@ -77,6 +77,8 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     response_bytes: float | None
     """Medians on the wire, a request."""
     note: str | None
+    restart: int = 0
+    """During which start of the servers, from 0."""
 
 
 class CellSummary(Record, frozen=True, kw_only=True):
@@ -223,6 +225,7 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         request_bytes=float(np.median(answered["request_bytes"])) if answered is not None and len(answered) else None,
         response_bytes=float(np.median(answered["response_bytes"])) if answered is not None and len(answered) else None,
         note=record.note or block.problem,
+        restart=record.restart,
     )
 
 

@@ -328,3 +328,18 @@ try:
 except StorageError as exc:
     print(exc)
 """
+
+
+def test_each_restart_is_a_fresh_start_with_its_share_of_the_pairs(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0, max_seconds=5, pairs=3)
+    ready: list[str] = []
+
+    class Listener(SilentProgress):
+        def arm_ready(self, record: ArmRecord) -> None:
+            ready.append(record.url)
+
+    state = run_experiment(make_experiment(cells=(cell,), restarts=2), out, Listener(), abserve=FAKE_ABSERVE)
+    assert (state.state, state.error) == ("finished", None)
+    assert len(set(ready)) == 4  # fresh ports: other processes
+    assert [(record.pair, record.restart) for record in blocks(out)[::2]] == [(0, 0), (1, 1), (2, 1)]

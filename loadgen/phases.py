@@ -1,0 +1,60 @@
+"""The phases of a run that need both servers up and warmed, in their order.
+
+A new one is a function of the bench and a line in `PHASES`. The bodies and the warm-up are of the experiment's load
+cells; a phase with other load shapes asks the bench for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loadgen.bench import Bench
+from loadgen.records import Experiment
+from loadgen.schedule import load_cells, schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Something measured under load. `run` is called in every restart for which `wanted` holds for the experiment."""
+
+    wanted: Callable[[Experiment], bool]
+    run: Callable[[Bench], None]
+
+
+def _load(bench: Bench) -> None:
+    """This restart's share of the pairs."""
+    bench.enter("load" if bench.experiment.restarts == 1 else f"load, restart {bench.restart + 1}")
+    bench.forecast.load_begins()
+    blocks = [
+        block
+        for block in schedule(bench.experiment.cells, bench.experiment.seed, bench.experiment.restarts)
+        if block.restart == bench.restart
+    ]
+    bench.load_phase().run(blocks, bench.forecast)
+
+
+def _prove_gpu(bench: Bench) -> None:
+    """Where the model ran, once all blocks are there."""
+    if bench.gpu.recording is None:
+        return
+    if not bench.last:
+        bench.gpu.note_processes()  # this restart's; they are gone when it is judged
+        return
+    bench.enter("proving where the model ran")
+    bench.gpu.finish(bench.load_phase)
+
+
+def _has_load(experiment: Experiment) -> bool:
+    return bool(load_cells(experiment.cells))
+
+
+PHASES: tuple[Phase, ...] = (
+    Phase(_has_load, _load),
+    Phase(_has_load, _prove_gpu),
+)
+
+
+def phases_of(experiment: Experiment) -> tuple[Phase, ...]:
+    """Those that this experiment asks for."""
+    return tuple(phase for phase in PHASES if phase.wanted(experiment))
