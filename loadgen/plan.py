@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen.records import ArmRequest, Cell, Scenario
+import msgspec
+
+from loadgen.arrivals import RATE_LIMIT_PER_S
+from loadgen.records import ArmRequest, Arrivals, Cell, Scenario
 
 BATCH_SIZES = (1, 4, 8, 16, 32)
 GPU_WINDOW_S = 32.0
@@ -17,6 +20,9 @@ requests in `loadgen.evidence.thresholds`."""
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second one is WSL's
 SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "concurrent")
+"""Those that run unless others are asked for; `open` needs a rate."""
+CONNECTIONS = 64
+OPEN_SECONDS = 5.0
 
 
 class PlanError(Exception):
@@ -56,15 +62,23 @@ def make_cells(
     requests: int = 200,
     pairs: int | None = None,
     gpu: bool = False,
+    rates: Sequence[float] = (),
+    arrivals: Arrivals = "poisson",
+    connections: int = CONNECTIONS,
+    open_seconds: float = OPEN_SECONDS,
 ) -> tuple[Cell, ...]:
     """The cells of an experiment, in the order of the report. `requests` is of the concurrent scenario; `pairs`
-    replaces the preset's number of load pairs. `gpu` lengthens the blocks until they carry GPU evidence. Raises
-    `PlanError`."""
+    replaces the preset's number of load pairs. `gpu` lengthens the blocks until they carry GPU evidence. `rates` adds
+    an open cell each, of blocks in which requests fall due for `open_seconds`. Raises `PlanError`."""
     if preset not in PRESETS:
         raise PlanError(f"--preset {preset}: there are {', '.join(PRESETS)}")
-    unknown = [name for name in scenarios if name not in SCENARIOS]
+    known = (*SCENARIOS, "open")
+    unknown = [name for name in scenarios if name not in known]
     if unknown or not scenarios:
-        raise PlanError(f"--scenarios {','.join(unknown) or '(empty)'}: there are {', '.join(SCENARIOS)}")
+        raise PlanError(f"--scenarios {','.join(unknown) or '(empty)'}: there are {', '.join(known)}")
+    if "open" in scenarios and not rates:
+        raise PlanError("--scenarios open: say at which rates, in requests a second, as in --rates 20,50")
+    check_open_loop(rates, arrivals, connections, open_seconds)
     if min((*batch_sizes, concurrency, requests), default=1) < 1 or (pairs is not None and pairs < 1):
         raise PlanError("batch sizes, concurrency, requests and pairs are whole numbers from 1")
     amount = PRESETS[preset]
@@ -103,7 +117,30 @@ def make_cells(
             cells.append(cell("batched", batch_size, 1, max(2, amount.batched_items // batch_size)))
     if "concurrent" in scenarios:
         cells.append(cell("concurrent", 1, concurrency, requests))
+    cells += [
+        msgspec.structs.replace(
+            cell("open", 1, connections, 1),
+            seconds=max(open_seconds, seconds),
+            max_seconds=max(open_seconds, seconds, amount.max_seconds),
+            arrivals=arrivals,
+            rate_per_s=float(rate),
+        )
+        for rate in sorted(set(rates))
+    ]
     return tuple(cells)
+
+
+def check_open_loop(rates: Sequence[float], arrivals: str, connections: int, seconds: float) -> None:
+    """Raises `PlanError` for what no open loop can be."""
+    if arrivals not in ("constant", "poisson"):
+        raise PlanError(f"--arrivals {arrivals}: there are constant, poisson; without --rates every loop is closed")
+    wrong = [rate for rate in rates if not 0.0 < rate <= RATE_LIMIT_PER_S]
+    if wrong:
+        raise PlanError(
+            f"--rates {wrong[0]:g}: give requests a second above 0 and up to {RATE_LIMIT_PER_S:,.0f}, as in 20,50"
+        )
+    if connections < 1 or seconds <= 0.0:
+        raise PlanError("--connections is a whole number from 1, and --open-seconds a number above 0")
 
 
 def expects_gpu(*arms: ArmRequest) -> bool:

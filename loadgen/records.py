@@ -25,7 +25,8 @@ import msgspec
 from loadgen.payloads import variant_name
 
 Label = Literal["a", "b"]
-Scenario = Literal["cold-start", "single", "batched", "concurrent"]
+Scenario = Literal["cold-start", "single", "batched", "concurrent", "open"]
+Arrivals = Literal["closed", "constant", "poisson"]
 Transport = Literal["http", "grpc", "shm"]
 DeploymentKind = Literal["embedded", "compose"]
 Caches = Literal["cached", "uncached"]
@@ -50,19 +51,34 @@ class ArmRequest(Record, frozen=True, kw_only=True):
 
 class Cell(Record, frozen=True, kw_only=True):
     """One scenario at one load. A block of it ends after `requests` requests or `seconds`, whichever is later,
-    and never after more than `max_seconds` (requests in flight then are finished and counted)."""
+    and never after more than `max_seconds` (requests in flight then are finished and counted). In an open loop that
+    is the time during which requests fall due; see `loadgen.arrivals` for how long overdue ones are still sent."""
 
     scenario: Scenario
     batch_size: int
     concurrency: int
+    """Users of a closed loop; in an open loop the most connections, so the most requests under way."""
     requests: int
     seconds: float
     max_seconds: float
     pairs: int
+    arrivals: Arrivals = "closed"
+    """closed: a user's next request leaves when its last one is answered. constant, poisson: requests fall due at
+    `rate_per_s` whatever becomes of the answers (open loop)."""
+    rate_per_s: float | None = None
+    """Requests a second of an open loop; None in a closed one."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests fall due by a schedule, so that latency, and not throughput, is what is measured."""
+        return self.arrivals != "closed"
 
     @property
     def name(self) -> str:
-        """As shown: cold-start, single, batched(8), concurrent(16)."""
+        """As shown: cold-start, single, batched(8), concurrent(16), open(50/s), poisson(50/s)."""
+        if self.is_open:
+            size = f", batch {self.batch_size}" if self.batch_size > 1 else ""
+            return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_per_s or 0.0:g}/s{size})"
         if self.scenario == "batched":
             return f"batched({self.batch_size})"
         if self.scenario == "concurrent":
@@ -91,6 +107,10 @@ class Experiment(Record, frozen=True, kw_only=True):
     """Servers as processes of ours, or those of a running compose stack, whose settings are its own."""
     compose_project: str | None = None
     """Of the stack, with the deployment compose."""
+    settings: dict[str, object] | None = None
+    """The settings in effect, as an experiment file holds them; None in runs of before there were such files."""
+    settings_sha256: str | None = None
+    """Of their canonical content."""
     restarts: int = 1
     """How often both servers are started afresh; each restart gets its share of the pairs."""
 
@@ -216,6 +236,20 @@ class StageTotals(Record, frozen=True, kw_only=True):
     """Executed batch size → number of executions."""
 
 
+class WorkerRecord(Record, frozen=True, kw_only=True):
+    """What one process of a distributed generator did in a block. Its times are of its own machine's clock."""
+
+    index: int
+    host: str
+    pid: int
+    requests: int
+    cpu_ns: int
+    window_start_ns: int
+    window_end_ns: int
+    lost: str | None = None
+    """How it was lost, where it was; `requests` are then those found in its file."""
+
+
 class BlockRecord(Record, frozen=True, kw_only=True):
     """One stretch of load on one arm."""
 
@@ -246,6 +280,12 @@ class BlockRecord(Record, frozen=True, kw_only=True):
     bytes, except with the transport shm, where they go through memory."""
     restart: int = 0
     """During which start of the servers, from 0."""
+    offered: int | None = None
+    """Requests that fell due in an open loop; those beyond `requests` could not be sent in time."""
+    due_span_ns: int | None = None
+    """From the first to the last moment at which one was due."""
+    workers: tuple[WorkerRecord, ...] = ()
+    """Processes of a distributed generator; empty where one process sent everything."""
 
 
 class RunState(Record, frozen=True, kw_only=True):

@@ -83,7 +83,9 @@ def _deliberate(check: Check) -> bool:
 
 
 def place(cell: Cell) -> str:
-    """Where a statement holds, in a sentence: "at concurrency 16"."""
+    """Where a statement holds, in a sentence: "at concurrency 16", "at 50 requests/s"."""
+    if cell.is_open:
+        return f"at {cell.rate_per_s or 0.0:g} requests/s"
     if cell.scenario == "batched":
         return f"at batch {cell.batch_size}"
     if cell.scenario == "concurrent":
