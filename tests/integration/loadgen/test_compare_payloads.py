@@ -99,6 +99,6 @@ def test_ctrl_c_in_a_block_leaves_neither_memory_nor_processes(tmp_path: Path, t
 )
 def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
     done = compare(tmp_path / "run", *options)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert words in " ".join(done.stderr.split())
     assert not (tmp_path / "run").exists()

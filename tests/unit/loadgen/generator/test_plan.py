@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.compare_command import make_arm
 from loadgen.entry import build
 from loadgen.evidence.thresholds import DEFAULT_THRESHOLDS
+from loadgen.experiment_file import parse_options
+from loadgen.experiment_plan import make_arm
+from loadgen.experiment_settings import ArmSettings
 from loadgen.forecast import Forecast
 from loadgen.plan import PRESETS, PlanError, make_cells
 from loadgen.records import ArmRequest, Experiment
@@ -72,21 +74,22 @@ def test_what_does_not_exist_is_refused_with_what_does(arguments: tuple, words: 
 
 
 def test_arm_options() -> None:
-    arm = make_arm("b", "native", ["added-delay-ms=20", "--engine=onnxruntime"])
+    options = parse_options("--b-option", ["added-delay-ms=20", "--engine=onnxruntime"])
+    arm = make_arm("b", ArmSettings(options=options))
     assert arm.settings == {"added-delay-ms": "20", "engine": "onnxruntime"}
-    assert make_arm("a", "http://h:1", []).target == "http://h:1"
+    assert make_arm("a", ArmSettings(target="http://h:1")).target == "http://h:1"
     for target, options, words in [
         ("native", ["nonsense"], "KEY=VALUE"),
         ("tritton", [], "native, triton or a URL"),
         ("http://h:1", ["x=1"], "not started by us"),
     ]:
         with pytest.raises(PlanError, match=words):
-            make_arm("a", target, options)
+            make_arm("a", ArmSettings(target=target, options=parse_options("--a-option", options)))
 
 
-def test_a_wrong_option_is_one_sentence_and_status_1(tmp_path: Path) -> None:
+def test_a_wrong_option_is_one_sentence_and_status_2(tmp_path: Path) -> None:
     done = CliRunner().invoke(build(), ["compare", "--preset", "fast", "--out", str(tmp_path / "x")])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "--preset fast: there are quick, full" in done.output
     assert not (tmp_path / "x").exists()
 

@@ -26,7 +26,7 @@ from loadgen.entry import build
 def test_compose_refuses(tmp_path: Path, options: list[str], said: str) -> None:
     out = tmp_path / "run"
     done = CliRunner().invoke(build(), ["compare", "--deployment", "compose", *options, "--out", str(out)])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert said in " ".join(done.output.split())
     assert not out.exists()
 
@@ -40,5 +40,5 @@ def test_compose_refuses(tmp_path: Path, options: list[str], said: str) -> None:
 )
 def test_a_wrong_deployment_is_refused(tmp_path: Path, options: list[str], said: str) -> None:
     done = CliRunner().invoke(build(), ["compare", *options, "--out", str(tmp_path / "run")])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert said in " ".join(done.output.split())

@@ -1,0 +1,91 @@
+"""From settings to what a run is given: the arms, the cells, and the combinations of transport and payload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from loadgen.combinations import Combination, plan_combinations
+from loadgen.experiment_settings import ArmSettings, ExperimentSettings
+from loadgen.plan import PlanError, expects_gpu, make_cells
+from loadgen.records import ArmRequest, Experiment, Label
+from loadgen.stack_request import AS_SERVED, DEFAULT_PROJECT, check_stack_request, parse_deployment
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentPlan:
+    """The experiment of the first combination, and all of them."""
+
+    experiment: Experiment
+    combinations: tuple[Combination, ...]
+    is_matrix: bool
+    """Whether each combination has a folder of its own."""
+
+
+def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
+    """What to run. Raises `PlanError` for what does not exist and for what contradicts itself."""
+    a, b = make_arm("a", settings.a), make_arm("b", settings.b)
+    combinations = plan_combinations(a, b, settings.model, settings.transport, settings.payload, matrix=settings.matrix)
+    kind = parse_deployment(settings.deployment, settings.compose_project)
+    if kind == "compose":
+        check_stack_request(
+            a,
+            b,
+            transports=[one.transport for one in combinations],
+            scenarios=settings.scenarios,
+            weights=settings.weights,
+            threads=settings.threads,
+        )
+    cells = make_cells(
+        settings.preset,
+        settings.scenarios,
+        batch_sizes=settings.batch_sizes,
+        concurrency=settings.concurrency,
+        requests=settings.requests,
+        pairs=settings.pairs,
+        gpu=expects_gpu(a, b),
+    )
+    experiment = Experiment(
+        a=a,
+        b=b,
+        model=settings.model,
+        weights=AS_SERVED if kind == "compose" else settings.weights,
+        payload=combinations[0].payload,
+        transport=combinations[0].transport,
+        cells=cells,
+        preset=settings.preset,
+        seed=settings.seed,
+        equivalence_margin=settings.margin,
+        threads=settings.threads,
+        gpu_control=settings.gpu_control,
+        deployment=kind,
+        compose_project=(settings.compose_project or DEFAULT_PROJECT) if kind == "compose" else None,
+        settings=settings.content(),
+        settings_sha256=settings.sha256(),
+    )
+    return ExperimentPlan(experiment, combinations, settings.matrix or len(combinations) > 1)
+
+
+def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
+    """One side. Raises `PlanError` for a target that is none and for what has no effect on it."""
+    target, options = arm.target, _without_dashes(arm.options)
+    if target not in {"native", "triton"}:
+        if "://" not in target and ":" not in target:
+            raise PlanError(f"--{label} {target}: give native, triton or a URL like http://127.0.0.1:8000")
+        if options:
+            raise PlanError(f"--{label}-option has no effect on {target}, which is not started by us")
+    elif arm.grpc is not None:
+        raise PlanError(f"--{label}-grpc has no effect on {target}, whose address we choose ourselves")
+    return ArmRequest(label=label, target=target, settings=options, payload=arm.payload, grpc=arm.grpc)
+
+
+def default_out(model: str) -> Path:
+    """results/TIME-MODEL, in UTC."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    return Path("results") / f"{stamp}-{model}"
+
+
+def _without_dashes(options: Mapping[str, str]) -> dict[str, str]:
+    return {name.strip().lstrip("-"): value for name, value in options.items()}
