@@ -8,6 +8,7 @@ flagged by the check `generator_ceiling`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 from loadgen.records import Record, Transport
@@ -73,6 +74,8 @@ class Calibration(Record, frozen=True, kw_only=True):
     seconds: float
     """Of each ceiling measurement."""
     cells: tuple[CalibrationCell, ...]
+    problems: tuple[str, ...] = ()
+    """What could not be measured, and why."""
 
 
 def ceiling_images_per_s(
@@ -99,7 +102,7 @@ def _is(cell: CalibrationCell, transport: str, payload: str) -> bool:
 def _request_seconds(own: Sequence[tuple[int, float]], batch_size: int) -> float:
     if batch_size <= own[0][0]:
         return batch_size / (own[0][0] * own[0][1])
-    for (low, low_rate), (high, high_rate) in zip(own, own[1:], strict=False):
+    for (low, low_rate), (high, high_rate) in pairwise(own):
         if low <= batch_size <= high:
             share = (batch_size - low) / (high - low)
             return (1.0 - share) / low_rate + share / high_rate

@@ -1,0 +1,70 @@
+"""Where a calibration is kept, and which one belongs to this machine as it is now."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from loadgen.calibration_records import Calibration
+from loadgen.environment import read_environment
+from loadgen.result import write_atomically
+
+PACKAGES = ("abserve", "gevent", "greenlet", "grpcio", "locust", "msgspec", "numpy", "tritonclient")
+"""Whose versions bear on the generator's speed."""
+MACHINE = ("cpu_model", "cpu_count", "kernel", "architecture", "python")
+
+
+class CalibrationError(Exception):
+    """A calibration cannot be made, stored or read; the message names the remedy."""
+
+
+def read_machine() -> tuple[dict[str, str | int | float | None], dict[str, str]]:
+    """The host, and the versions that bear on the generator."""
+    packages = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return read_environment({}, {}).host, packages
+
+
+def fingerprint(host: dict[str, str | int | float | None], packages: dict[str, str]) -> str:
+    """12 hexadecimal digits of SHA-256 over the fields MACHINE of the host and the versions of PACKAGES."""
+    known = {"host": {name: host.get(name) for name in MACHINE}, "packages": dict(sorted(packages.items()))}
+    return hashlib.sha256(msgspec.json.encode(known, order="sorted")).hexdigest()[:12]
+
+
+def default_path(digest: str) -> Path:
+    """`$XDG_CACHE_HOME/abserve/calibration-FINGERPRINT.json`, `~/.cache` where the variable is not set."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "abserve" / f"calibration-{digest}.json"
+
+
+def write_calibration(calibration: Calibration, path: Path) -> None:
+    """Raises `CalibrationError`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n")
+    except OSError as exc:
+        raise CalibrationError(f"cannot store {path}: {exc.strerror or exc}; choose another --out") from exc
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Raises `CalibrationError` for a missing or unreadable file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Calibration)
+    except (OSError, msgspec.MsgspecError) as exc:
+        raise CalibrationError(f"{path} is no calibration: {exc}; make one with: abserve calibrate") from exc
+
+
+def own_calibration() -> Calibration | None:
+    """This machine's, with the versions that are installed now; None where there is none that can be read."""
+    try:
+        return read_calibration(default_path(fingerprint(*read_machine())))
+    except CalibrationError:
+        return None
