@@ -13,7 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from loadgen.checks import CheckName
 from loadgen.quantities import sentence, share
-from loadgen.report import charts, container_starts, evidence, run_charts, tables
+from loadgen.report import charts, check_tables, container_starts, evidence, run_charts, stage_tables, tables
 from loadgen.report.charts import Chart
 from loadgen.result import Result
 
@@ -34,9 +34,9 @@ def render_html(result: Result) -> str:
         verdict_words=tables.VERDICT_WORDS,
         rows=tables.comparison_rows(result, measured_only=True),
         unmeasured=[row for row in tables.comparison_rows(result) if row.comparison.ratio_b_over_a is None],
-        check_rows=tables.check_rows(result),
-        stage_tables={s.cell: rows for s in result.stages if (rows := tables.stage_rows(result, s.cell))},
-        folded_note=tables.FOLDED_NOTE,
+        check_rows=check_tables.check_rows(result),
+        stage_tables={s.cell: rows for s in result.stages if (rows := stage_tables.stage_rows(result, s.cell))},
+        folded_note=stage_tables.FOLDED_NOTE,
         evidence_rows=evidence.evidence_rows(result),
         evidence_headings=evidence.HEADINGS,
         summary_rows=tables.summary_rows(result),

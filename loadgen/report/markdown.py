@@ -6,16 +6,14 @@ from collections.abc import Sequence
 
 from loadgen.quantities import share
 from loadgen.report import container_starts
+from loadgen.report.check_tables import check_rows
 from loadgen.report.evidence import HEADINGS, evidence_rows
+from loadgen.report.stage_tables import FOLDED, FOLDED_NOTE, stage_rows
 from loadgen.report.tables import (
-    FOLDED,
-    FOLDED_NOTE,
     SUMMARY_HEADINGS,
-    check_rows,
     comparison_rows,
     environment_rows,
     experiment_rows,
-    stage_rows,
     summary_rows,
     titles,
 )

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from loadgen.checks import Check
+from loadgen.claims import figure
 from loadgen.comparisons import METRICS, Comparison
 from loadgen.quantities import measured, ratio, ratio_interval, share
 from loadgen.records import ArmRecord
 from loadgen.result import Result
-from loadgen.stages import STAGES, TITLES
-from loadgen.verdict import figure
 
 VERDICT_WORDS = {
     "a_faster": "A faster",
@@ -22,14 +17,6 @@ VERDICT_WORDS = {
     "undecided": "undecided",
     "invalid": "invalid",
 }
-CheckState = Literal["failed", "warning", "unknown", "note", "ok"]
-FOLDED = "folded"
-FOLDED_NOTE = (
-    "folded: only one arm reports this stage, so its time is counted where the other arm keeps it: decoding under "
-    "preparing the batch, receiving and encoding under what is outside "
-    "the server's account (network, protocol, client)."
-)
-STATE_ORDER: tuple[CheckState, ...] = ("failed", "warning", "unknown", "note", "ok")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +35,6 @@ class ComparisonRow:
     pairs: int
     detectable: str
     comparison: Comparison
-
-
-@dataclass(frozen=True, slots=True)
-class CheckRow:
-    """All checks of one name that came out alike, or one of them."""
-
-    title: str
-    state: CheckState
-    detail: str
-    scope: str
-    threshold: str
-    remedy: str
-    severity: str
 
 
 def titles(result: Result) -> dict[str, str]:
@@ -88,90 +62,6 @@ def comparison_rows(result: Result, *, measured_only: bool = False) -> list[Comp
         for c in result.comparisons
         if c.ratio_b_over_a is not None or not measured_only
     ]
-
-
-def state_of(check: Check) -> CheckState:
-    """How a check is shown: failed where it takes a verdict away, also by being unknown."""
-    if check.ok:
-        return "ok"
-    if check.severity == "invalidates":
-        return "failed"
-    if check.ok is None:
-        return "unknown"
-    return "warning" if check.severity == "warns" else "note"
-
-
-def check_rows(result: Result) -> list[CheckRow]:
-    """Checks of one name and state become one row, so that eight cells do not fill a page; the worst come first."""
-    groups: dict[tuple[str, CheckState], list[Check]] = {}
-    for check in result.checks:
-        groups.setdefault((check.name, state_of(check)), []).append(check)
-    rows = [_check_row(state, checks) for (_, state), checks in groups.items()]
-    return sorted(rows, key=lambda row: STATE_ORDER.index(row.state))
-
-
-def _check_row(state: CheckState, checks: Sequence[Check]) -> CheckRow:
-    first = max(checks, key=_badness) if state == "ok" else checks[0]
-    scopes = [check.scope.removeprefix("cell ") for check in checks]
-    several = "" if len(scopes) == 1 or state == "ok" else f"{scopes[0]}: "
-    cells = {"run": "whole run", "plan": "whole run"}.get(scopes[0], scopes[0]) if len(set(scopes)) == 1 else None
-    threshold = first.threshold
-    return CheckRow(
-        title=first.title,
-        state=state,
-        detail=several + first.detail,
-        scope=cells or (", ".join(scopes) if len(scopes) <= 3 else f"{len(scopes)} scenarios"),
-        threshold="" if threshold is None else f"{threshold:.4g}" if isinstance(threshold, float) else str(threshold),
-        remedy=first.remedy,
-        severity=first.severity,
-    )
-
-
-def _badness(check: Check) -> float:
-    """For checks that are ok: the one closest to its threshold says most."""
-    if not isinstance(check.value, int | float):
-        return 0.0
-    at_least = isinstance(check.threshold, int | float) and check.value > check.threshold
-    return -float(check.value) if at_least else float(check.value)
-
-
-def stage_rows(result: Result, cell: str) -> list[tuple[str, ...]]:
-    """(stage, A, B, B − A, share of the difference) with the total last; empty where no arm reports stages."""
-    account = next((account for account in result.stages if account.cell == cell), None)
-    if account is None or (account.a is None and account.b is None):
-        return []
-    differences = {d.stage: d for d in account.differences}
-    arms = [arm for arm in (account.a, account.b) if arm]
-    decimals = max(0, 3 - math.floor(math.log10(max(arm.client_total_ms for arm in arms))))
-    rows: list[tuple[str, ...]] = []
-    for stage in STAGES:
-        values = [arm.stages_ms[stage] if arm else None for arm in (account.a, account.b)]
-        if values == [None, None]:
-            continue
-        difference = differences.get(stage)
-        rows.append(
-            (
-                f"{TITLES[stage]} ({stage})",
-                *("–" if value is None else f"{value:.{decimals}f} ms" for value in values),
-                _signed(difference.b_minus_a_ms, decimals) if difference else FOLDED if differences else "–",
-                _signed_share(difference.share) if difference else "–",
-            )
-        )
-    totals = [f"{arm.client_total_ms:.{decimals}f} ms" if arm else "–" for arm in (account.a, account.b)]
-    total = account.total_b_minus_a_ms
-    shares = ("–", "–") if total is None else (_signed(total, decimals), "100 %")
-    rows.append(("client total", *totals, *shares))
-    return rows
-
-
-def _signed(value: float, decimals: int) -> str:
-    return f"{'+' if value >= 0 else '−'}{abs(value):.{decimals}f} ms"
-
-
-def _signed_share(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return share(value) if value >= 0 else f"−{share(-value)}"
 
 
 def summary_rows(result: Result) -> list[tuple[str, ...]]:

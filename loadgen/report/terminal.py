@@ -10,8 +10,9 @@ from rich.text import Text
 
 from loadgen.quantities import share
 from loadgen.report import container_starts
+from loadgen.report.check_tables import CheckState, check_rows
 from loadgen.report.evidence import summary_lines
-from loadgen.report.tables import CheckState, ComparisonRow, check_rows, comparison_rows, titles
+from loadgen.report.tables import ComparisonRow, comparison_rows, titles
 from loadgen.result import Result
 
 STYLES = {
