@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from loadgen.calibrate_command import calibrate
 from loadgen.compare_command import compare
 from loadgen.conformance_command import conformance
 from loadgen.exporters.command import results_exporter
@@ -11,7 +12,8 @@ from loadgen.report_command import report
 
 
 def commands(app: typer.Typer) -> None:
-    """Add `compare`, `conformance`, `report` and `results-exporter` to the command line."""
+    """Add `calibrate`, `compare`, `conformance`, `report` and `results-exporter` to the command line."""
+    app.command("calibrate")(calibrate)
     app.command("compare")(compare)
     app.command("conformance")(conformance)
     app.command("report")(report)

@@ -1,0 +1,75 @@
+"""A calibration of the load generator on the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from loadgen.calibration_records import CEILING_SHARE_LIMIT, Calibration, CalibrationCell, TimingError
+from loadgen.quantities import number, share
+
+
+def print_calibration(calibration: Calibration, console: Console, stored: Path | None) -> None:
+    """One line a transport, payload and batch size, then what the columns mean."""
+    host = calibration.host
+    console.print(
+        f"The load generator on {host.get('cpu_model')}, {host.get('cpu_count')} cores, kernel {host.get('kernel')}, "
+        f"Python {host.get('python')}; {calibration.made_at}",
+        markup=False,
+        style="bold",
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("Cell", no_wrap=True)
+    for name in ("Images/s", "Users", "CPU µs", "Core", "Idle p50", "p99", "Loaded p50", "p99", "At"):
+        table.add_column(name, justify="right")
+    for cell in calibration.cells:
+        table.add_row(*_row(cell))
+    console.print(table)
+    for line in notes(calibration):
+        console.print(line, markup=False, soft_wrap=True)
+    if stored is not None:
+        console.print(f"stored in {stored}", soft_wrap=True, markup=False)
+
+
+def _row(cell: CalibrationCell) -> tuple[str, ...]:
+    idle, loaded = (*cell.timing, None, None)[:2]
+    return (
+        f"{cell.transport} {cell.payload} ×{cell.batch_size}",
+        number(cell.images_per_s) + ("" if cell.limited_by == "generator" else "*"),
+        str(cell.concurrency),
+        number(cell.cpu_us_per_request),
+        share(cell.generator_cpu_share),
+        *_errors(idle),
+        *_errors(loaded),
+        "–" if loaded is None else share(loaded.ceiling_share),
+    )
+
+
+def _errors(timing: TimingError | None) -> tuple[str, str]:
+    if timing is None:
+        return "–", "–"
+    p50, p99 = ("–" if value is None else _signed(value) for value in (timing.p50_us, timing.p99_us))
+    return p50, p99
+
+
+def _signed(value: float) -> str:
+    return ("+" if value >= 0.0 else "−") + number(abs(value))
+
+
+def notes(calibration: Calibration) -> list[str]:
+    """What a reader must know to use the figures."""
+    lines = [
+        "Images/s: the ceiling of one generator process with so many users; abserve compare flags a cell above "
+        f"{share(CEILING_SHARE_LIMIT)} of it. CPU: the generator's, a request; core: of one, at the ceiling.",
+        "Idle, loaded: timing error in µs, which is reported latency less the time for which the server kept the "
+        "request, carrying both ways included; with one user, and under load at that share of the ceiling.",
+    ]
+    if any(cell.limited_by != "generator" for cell in calibration.cells):
+        lines.append(
+            "* The generator used less than 90 % of a core: the sink or other programs gave the limit, so the true "
+            "ceiling is higher. Close other programs and calibrate again for a sharper figure."
+        )
+    return lines + [f"Not measured: {problem}" for problem in calibration.problems]
