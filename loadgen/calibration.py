@@ -21,11 +21,12 @@ import numpy as np
 
 from loadgen.calibration_records import Calibration, CalibrationCell, TimingError
 from loadgen.calibration_sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
-from loadgen.calibration_store import CalibrationError, fingerprint, read_machine
+from loadgen.calibration_store import CalibrationError, read_machine
 from loadgen.deployment.command import OWN_MODULE
 from loadgen.deployment.process import ChildProcess
 from loadgen.endpoint import Signature, TensorSignature
 from loadgen.environment import read_environment, utc_now
+from loadgen.fingerprint import fingerprint
 from loadgen.generator_messages import Open, Outcome, Prepare
 from loadgen.generator_process import GeneratorError, GeneratorProcess
 from loadgen.payloads import PAYLOADS

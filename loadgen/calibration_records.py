@@ -65,7 +65,7 @@ class Calibration(Record, frozen=True, kw_only=True):
 
     schema: Literal["abserve.calibration/1"] = SCHEMA
     fingerprint: str
-    """Of the machine and the versions that bear on the generator; see `loadgen.calibration_store.fingerprint`."""
+    """Of the machine and the versions that bear on the generator; see `loadgen.fingerprint`."""
     made_at: str
     command: str
     host: dict[str, str | int | float | None]

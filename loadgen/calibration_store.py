@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -11,11 +9,11 @@ import msgspec
 
 from loadgen.calibration_records import Calibration
 from loadgen.environment import read_environment
+from loadgen.fingerprint import cache_folder, fingerprint
 from loadgen.result import write_atomically
 
 PACKAGES = ("abserve", "gevent", "greenlet", "grpcio", "locust", "msgspec", "numpy", "tritonclient")
 """Whose versions bear on the generator's speed."""
-MACHINE = ("cpu_model", "cpu_count", "kernel", "architecture", "python")
 
 
 class CalibrationError(Exception):
@@ -33,16 +31,9 @@ def read_machine() -> tuple[dict[str, str | int | float | None], dict[str, str]]
     return read_environment({}, {}).host, packages
 
 
-def fingerprint(host: dict[str, str | int | float | None], packages: dict[str, str]) -> str:
-    """12 hexadecimal digits of SHA-256 over the fields MACHINE of the host and the versions of PACKAGES."""
-    known = {"host": {name: host.get(name) for name in MACHINE}, "packages": dict(sorted(packages.items()))}
-    return hashlib.sha256(msgspec.json.encode(known, order="sorted")).hexdigest()[:12]
-
-
 def default_path(digest: str) -> Path:
-    """`$XDG_CACHE_HOME/abserve/calibration-FINGERPRINT.json`, `~/.cache` where the variable is not set."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "abserve" / f"calibration-{digest}.json"
+    """`$XDG_CACHE_HOME/abserve/calibration-FINGERPRINT.json`."""
+    return cache_folder() / f"calibration-{digest}.json"
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:

@@ -24,7 +24,7 @@ def print_calibration(calibration: Calibration, console: Console, stored: Path |
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("Cell", no_wrap=True)
     for name in ("Images/s", "Users", "CPU µs", "Core", "Idle p50", "p99", "Loaded p50", "p99", "At"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for cell in calibration.cells:
         table.add_row(*_row(cell))
     console.print(table)
@@ -51,7 +51,7 @@ def _row(cell: CalibrationCell) -> tuple[str, ...]:
 def _errors(timing: TimingError | None) -> tuple[str, str]:
     if timing is None:
         return "–", "–"
-    p50, p99 = ("–" if value is None else _signed(value) for value in (timing.p50_us, timing.p99_us))
+    p50, p99 = ("–" if value is None else _signed(value / 1000.0) for value in (timing.p50_us, timing.p99_us))
     return p50, p99
 
 
@@ -64,7 +64,7 @@ def notes(calibration: Calibration) -> list[str]:
     lines = [
         "Images/s: the ceiling of one generator process with so many users; abserve compare flags a cell above "
         f"{share(CEILING_SHARE_LIMIT)} of it. CPU: the generator's, a request; core: of one, at the ceiling.",
-        "Idle, loaded: timing error in µs, which is reported latency less the time for which the server kept the "
+        "Idle, loaded: timing error in ms, which is reported latency less the time for which the server kept the "
         "request, carrying both ways included; with one user, and under load at that share of the ceiling.",
     ]
     if any(cell.limited_by != "generator" for cell in calibration.cells):
