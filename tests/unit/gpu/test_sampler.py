@@ -23,7 +23,7 @@ def test_both_clocks_are_clock_monotonic() -> None:
     """The sampler stamps with monotonic_ns, the generator with perf_counter_ns: on Linux one clock."""
     for name in ("monotonic", "perf_counter"):
         assert time.get_clock_info(name).implementation == "clock_gettime(CLOCK_MONOTONIC)"
-    assert abs(time.perf_counter_ns() - time.monotonic_ns()) < 10_000_000
+    assert abs(time.perf_counter_ns() - time.monotonic_ns()) < 1_000_000_000
 
 
 def test_readings_lie_on_the_generators_time_axis(start_sampler: Start, stub_library: Path) -> None:
