@@ -56,6 +56,7 @@ class Bench:
             self.store if store is None else store,
             self.progress,
             self.gpu.recording,
+            self.experiment.seed,
         )
 
     def prepare_bodies(self, batch_sizes: Sequence[int]) -> None:

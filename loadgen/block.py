@@ -13,9 +13,11 @@ from locust import task
 from locust.env import Environment
 from locust.exception import StopUser
 
+from loadgen.arrivals import arrival_count, due_offsets_ns
 from loadgen.bodies import failure_message
 from loadgen.clients.exchange import ConnectionRefused
 from loadgen.generator_messages import Open, Outcome
+from loadgen.pacer import MonotonicTimer, Pacer
 from loadgen.sample_files import SampleWriter, read_samples
 from loadgen.transports import Door, Sendable
 from loadgen.users import InferenceUser, Traffic
@@ -23,6 +25,8 @@ from loadgen.window import LoadWindow
 
 _FLUSH_SECONDS = 0.5
 _GATHER_SECONDS = 30.0
+_OPEN_LEAD_NS = 20_000_000
+"""Between the start of an open loop and its first request, which would otherwise always be late."""
 
 
 class BlockError(Exception):
@@ -39,8 +43,11 @@ class Block:
         self._writer = SampleWriter(self._path)
         self._settling = settling
         self._traffic = Traffic(
-            door, requests, command.batch_size, self._writer, timeout_s=command.timeout_s, others=(settling,)
-        )
+            door, requests, command.batch_size, self._writer,
+            timeout_s=command.timeout_s, others=(settling,), first_user=command.first_user,
+        )  # fmt: skip
+        self._offsets_ns = _schedule(command)
+        self.pacer = Pacer(self._offsets_ns, self._concurrency, self.window) if self._offsets_ns else None
         self._go = Event()
         self._users: list[BlockUser] = []
         self._obstacle: str | None = None
@@ -69,17 +76,19 @@ class Block:
             self.discard()
             raise BlockError(self._obstacle)
 
-    def run(self) -> Outcome:
-        """The window. Garbage collection is off inside it."""
+    def run(self, start_at_ns: int | None = None) -> Outcome:
+        """The window, from now or from a moment to come. Garbage collection is off inside it."""
         flusher = gevent.spawn(self._flush)
         gc.collect()
         gc.freeze()
         gc.disable()
         try:
+            start_ns = self._await(start_at_ns)
             cpu_ns = process_time_ns()
-            start_ns = perf_counter_ns()
             self.window.start(start_ns)
             self._go.set()
+            if self.pacer is not None:
+                self.pacer.run(start_ns)
             self._runner.user_greenlets.join()
             cpu_ns = process_time_ns() - cpu_ns
         finally:
@@ -102,7 +111,19 @@ class Block:
             storage_error=self._storage_error,
             transport=self._traffic.door.transport,
             body_payload_bytes=tuple(request.payload_bytes for request in self._traffic.requests),
+            offered=None if self.pacer is None else self.pacer.offered,
+            due_span_ns=self._offsets_ns[-1] - self._offsets_ns[0] if self._offsets_ns else None,
         )
+
+    def _await(self, start_at_ns: int | None) -> int:
+        """The moment at which the window opens, when it has come; an open loop's first request is due a little later
+        than this returns."""
+        lead_ns = 0 if self.pacer is None else _OPEN_LEAD_NS
+        start_ns = start_at_ns or perf_counter_ns() + lead_ns
+        timer = MonotonicTimer()
+        timer.wait_until(start_ns - lead_ns)
+        timer.close()
+        return start_ns
 
     def discard(self) -> None:
         """End the users and remove the sample file of a block that did not run."""
@@ -153,12 +174,22 @@ class Block:
         good = samples[samples["error"] < 0]
         if not len(good):
             return None
-        ordered = sorted((good["end_ns"] - good["send_ns"]).tolist())
+        ordered = sorted((good["end_ns"] - good["intended_ns"]).tolist())
         return int(ordered[len(ordered) // 2])
 
 
+def _schedule(command: Open) -> list[int]:
+    """This worker's share of an open loop's schedule; empty in a closed loop."""
+    if command.arrivals == "closed" or command.rate_per_s is None:
+        return []
+    count = arrival_count(command.rate_per_s, command.requests, command.seconds, command.max_seconds)
+    offsets = due_offsets_ns(command.arrivals, command.rate_per_s, count, command.arrivals_seed)
+    own: list[int] = offsets[command.part :: command.parts].tolist()
+    return own
+
+
 class BlockUser(InferenceUser):
-    """A user that waits for the common start and sends until the window has had enough."""
+    """A user that waits for the common start and sends until the window, or the schedule, has had enough."""
 
     abstract = True
     fires_events = False
@@ -176,11 +207,17 @@ class BlockUser(InferenceUser):
 
     @task  # type: ignore[untyped-decorator]  # locust ships no usable types
     def load(self) -> None:
-        """The closed loop, inside one Locust task: its scheduler costs more than a small request."""
-        window = self.block.window
-        while window.claim(perf_counter_ns()):
+        """The whole loop, inside one Locust task: its scheduler costs more than a small request."""
+        window, pacer = self.block.window, self.block.pacer
+        while True:
+            intended_ns = None
+            if pacer is not None:
+                if (intended_ns := pacer.take()) is None:
+                    break
+            elif not window.claim(perf_counter_ns()):
+                break
             try:
-                good = self.infer()
+                good = self.infer(intended_ns)
             except ConnectionRefused as refused:
                 window.cut(f"the server takes no connections any more ({refused})")
                 break

@@ -12,6 +12,7 @@ from loadgen.experiment_settings import ArmSettings, ExperimentSettings
 from loadgen.plan import PlanError, expects_gpu, make_cells
 from loadgen.records import ArmRequest, Experiment, Label
 from loadgen.stack_request import AS_SERVED, DEFAULT_PROJECT, check_stack_request, parse_deployment
+from loadgen.thresholds import plan_conditions
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,12 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         requests=settings.requests,
         pairs=settings.pairs,
         gpu=expects_gpu(a, b),
+        rates=settings.rates,
+        arrivals=settings.arrivals,
+        connections=settings.connections,
+        open_seconds=settings.open_seconds,
     )
+    plan_conditions(settings.fail_if, cells)
     experiment = Experiment(
         a=a,
         b=b,

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from loadgen.plan import BATCH_SIZES, SCENARIOS
+from loadgen.plan import BATCH_SIZES, CONNECTIONS, OPEN_SECONDS, SCENARIOS
 from loadgen.stack_request import DEFAULT_PROJECT, DEFAULT_WEIGHTS
 
 
@@ -52,6 +52,7 @@ def _one_or_more(value: object) -> object:
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_separated)]
 Numbers = Annotated[tuple[int, ...], BeforeValidator(_separated)]
+Rates = Annotated[tuple[float, ...], BeforeValidator(_separated)]
 Lines = Annotated[tuple[str, ...], BeforeValidator(_one_or_more), REPEATED]
 """For a setting whose option is repeatable."""
 
@@ -96,6 +97,12 @@ class ExperimentSettings(Settings):
     batch_sizes: Numbers = Field(BATCH_SIZES, description="Of the batched scenario, separated by commas.")
     concurrency: int = Field(16, ge=1, description="Users of the concurrent scenario.")
     requests: int = Field(200, ge=1, description="Requests of one block of the concurrent scenario.")
+    rates: Rates = Field(
+        (), description="Open loop: requests a second that fall due, separated by commas, each a cell."
+    )
+    arrivals: str = Field("poisson", description="At these rates: poisson (independent clients) or constant.")
+    connections: int = Field(CONNECTIONS, ge=1, description="Of an open loop, at most; a request without one waits.")
+    open_seconds: float = Field(OPEN_SECONDS, ge=0.1, description="Of a block of an open loop.")
     pairs: int | None = Field(None, ge=1, description="Pairs of blocks a cell; default: the preset's.")
     threads: int = Field(0, ge=0, description="Engine threads, the same for both; 0: all cores.")
     seed: int = Field(0, description="Decides the order of the blocks.")
@@ -108,6 +115,7 @@ class ExperimentSettings(Settings):
     matrix: bool = Field(False, description="Every transport with every payload, each a run.")
     deployment: str = Field("embedded", description="embedded (we start the servers) or compose (the running stack's).")
     compose_project: str | None = Field(None, description=f"Name of the stack; default {DEFAULT_PROJECT}.")
+    fail_if: Lines = Field((), description="A condition that fails the run, as in b.p99 > 1.05 * a.p99; repeatable.")
 
     def content(self) -> dict[str, Any]:
         """What a file would hold, with the defaults and without what is not set; plain values, in the fields' order."""

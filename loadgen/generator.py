@@ -52,7 +52,7 @@ class Generator:
                 case Open():
                     return self._open(command)
                 case Go():
-                    return self._go()
+                    return self._go(command)
                 case Abort():
                     return Refusal(reason="no block is running")
         except (BlockError, InputError, OSError, ValueError) as exc:
@@ -94,11 +94,11 @@ class Generator:
             self._block.discard()
             self._block = None
 
-    def _go(self) -> Outcome:
+    def _go(self, command: Go) -> Outcome:
         if self._block is None:
             raise BlockError("no block is open")
         try:
-            return self._block.run()
+            return self._block.run(command.start_ns)
         finally:
             self._block = None
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from loadgen.endpoint import Signature
-from loadgen.records import Transport
+from loadgen.records import Arrivals, Transport, WorkerRecord
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -48,10 +48,22 @@ class Open(Message, frozen=True, kw_only=True):
     """Where the server answers gRPC, needed by bodies for that transport."""
     key: str = ""
     """Of the bodies to send, which also decide the transport and the model."""
+    arrivals: Arrivals = "closed"
+    rate_per_s: float | None = None
+    """Of an open loop, where `concurrency` is the most connections."""
+    arrivals_seed: int = 0
+    part: int = 0
+    parts: int = 1
+    """With several workers: each takes every `parts`-th request of the same schedule, from number `part`."""
+    first_user: int = 0
+    """Number of its first user, so that no two workers' users have the same."""
 
 
 class Go(Message, frozen=True, kw_only=True):
     """Start the block that was opened."""
+
+    start_ns: int | None = None
+    """At this moment of the machine's monotonic clock; None: at once."""
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -87,6 +99,12 @@ class Outcome(Message, frozen=True, kw_only=True):
     transport: Transport = "http"
     body_payload_bytes: tuple[int, ...] = ()
     """Bytes of tensors in each body, by its number."""
+    offered: int | None = None
+    """Requests that fell due in an open loop; those beyond `requests` could not be sent in time."""
+    due_span_ns: int | None = None
+    """From the first to the last moment at which one was due."""
+    workers: tuple[WorkerRecord, ...] = ()
+    """Of a distributed generator."""
 
 
 class Refusal(Message, frozen=True, kw_only=True):

@@ -51,7 +51,7 @@ class GeneratorProcess:
 
     def go(self, command: Open) -> Outcome:
         """Run the block that `command` opened; returns when its last answer is in."""
-        return self._ask(Go(), Outcome, command.max_seconds + 2 * command.timeout_s + 30.0)
+        return self._ask(Go(), Outcome, 1.25 * command.max_seconds + 2 * command.timeout_s + 30.0)
 
     def abort(self, reason: str, *, timeout_s: float = 10.0) -> Outcome | None:
         """End the running block early; its outcome, or None when the generator does not answer in time."""

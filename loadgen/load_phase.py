@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, sleep
 
+import msgspec
+
 from loadgen.account import requests_seen, stage_totals
 from loadgen.arms import Arm
+from loadgen.arrivals import schedule_seed
 from loadgen.environment import utc_now
 from loadgen.forecast import Forecast
 from loadgen.generator_messages import Open, Outcome
@@ -18,6 +21,7 @@ from loadgen.schedule import ScheduledBlock
 from loadgen.store import RunStore, StorageError, storage_sentence
 
 REQUEST_TIMEOUT_S = 60.0
+OPEN_WARM_UP_USERS = 8
 _SETTLED_SECONDS = 0.5
 
 
@@ -35,18 +39,21 @@ class LoadPhase:
         store: RunStore,
         progress: Progress,
         gpu: GpuRecording | None = None,
+        seed: int = 0,
     ) -> None:
-        """With `gpu` there is an idle gap before, between and after the rounds, and an edge beside every block."""
+        """With `gpu` there is an idle gap before, between and after the rounds, and an edge beside every block. `seed`
+        is the experiment's; the schedules of open loops come from it."""
         self._arms = arms
         self._generator = generator
         self._store = store
         self._progress = progress
         self._gpu = gpu
+        self._seed = seed
 
     def warm_up(self, cells: Sequence[Cell]) -> None:
         """Every load shape on every arm, outside any window and in no sample file. Raises `LoadError`."""
         for label, arm in self._arms.items():
-            for batch_size, concurrency in sorted({(cell.batch_size, cell.concurrency) for cell in cells}):
+            for batch_size, concurrency in sorted({_warm_up_shape(cell) for cell in cells}):
                 self._progress.now(f"{label.upper()}: batch {batch_size}, concurrency {concurrency}")
                 requests = 2 * concurrency if batch_size > 1 or concurrency > 1 else 5
                 command = self._command(arm, batch_size, concurrency, requests, 0.0, 60.0, None)
@@ -101,8 +108,13 @@ class LoadPhase:
     def _run_block(self, block: ScheduledBlock) -> tuple[BlockRecord, Outcome]:
         arm, cell = self._arms[block.label], block.cell
         path = self._store.samples_path(block.index)
-        command = self._command(
-            arm, cell.batch_size, cell.concurrency, cell.requests, cell.seconds, cell.max_seconds, str(path)
+        command = msgspec.structs.replace(
+            self._command(
+                arm, cell.batch_size, cell.concurrency, cell.requests, cell.seconds, cell.max_seconds, str(path)
+            ),
+            arrivals=cell.arrivals,
+            rate_per_s=cell.rate_per_s,
+            arrivals_seed=schedule_seed(self._seed, cell.name, block.pair),
         )
         try:
             self._generator.open(command)
@@ -167,6 +179,9 @@ class LoadPhase:
             transport=outcome.transport,
             body_payload_bytes=outcome.body_payload_bytes,
             restart=block.restart,
+            offered=outcome.offered,
+            due_span_ns=outcome.due_span_ns,
+            workers=outcome.workers,
         )
 
     def _stages_after(self, arm: Arm, before: Mapping[str, object], outcome: Outcome) -> StageTotals | None:
@@ -208,3 +223,8 @@ class LoadPhase:
             timeout_s=REQUEST_TIMEOUT_S,
             samples_path=samples_path,
         )
+
+
+def _warm_up_shape(cell: Cell) -> tuple[int, int]:
+    """Batch size and concurrency; the connections of an open loop are a limit and no load."""
+    return cell.batch_size, min(cell.concurrency, OPEN_WARM_UP_USERS) if cell.is_open else cell.concurrency

@@ -63,7 +63,7 @@ def make_cells(
     pairs: int | None = None,
     gpu: bool = False,
     rates: Sequence[float] = (),
-    arrivals: Arrivals = "poisson",
+    arrivals: str = "poisson",
     connections: int = CONNECTIONS,
     open_seconds: float = OPEN_SECONDS,
 ) -> tuple[Cell, ...]:
@@ -78,7 +78,7 @@ def make_cells(
         raise PlanError(f"--scenarios {','.join(unknown) or '(empty)'}: there are {', '.join(known)}")
     if "open" in scenarios and not rates:
         raise PlanError("--scenarios open: say at which rates, in requests a second, as in --rates 20,50")
-    check_open_loop(rates, arrivals, connections, open_seconds)
+    kind = check_open_loop(rates, arrivals, connections, open_seconds)
     if min((*batch_sizes, concurrency, requests), default=1) < 1 or (pairs is not None and pairs < 1):
         raise PlanError("batch sizes, concurrency, requests and pairs are whole numbers from 1")
     amount = PRESETS[preset]
@@ -122,7 +122,7 @@ def make_cells(
             cell("open", 1, connections, 1),
             seconds=max(open_seconds, seconds),
             max_seconds=max(open_seconds, seconds, amount.max_seconds),
-            arrivals=arrivals,
+            arrivals=kind,
             rate_per_s=float(rate),
         )
         for rate in sorted(set(rates))
@@ -130,9 +130,10 @@ def make_cells(
     return tuple(cells)
 
 
-def check_open_loop(rates: Sequence[float], arrivals: str, connections: int, seconds: float) -> None:
-    """Raises `PlanError` for what no open loop can be."""
-    if arrivals not in ("constant", "poisson"):
+def check_open_loop(rates: Sequence[float], arrivals: str, connections: int, seconds: float) -> Arrivals:
+    """The kind of arrivals. Raises `PlanError` for what no open loop can be."""
+    kinds: dict[str, Arrivals] = {"constant": "constant", "poisson": "poisson"}
+    if arrivals not in kinds:
         raise PlanError(f"--arrivals {arrivals}: there are constant, poisson; without --rates every loop is closed")
     wrong = [rate for rate in rates if not 0.0 < rate <= RATE_LIMIT_PER_S]
     if wrong:
@@ -141,6 +142,7 @@ def check_open_loop(rates: Sequence[float], arrivals: str, connections: int, sec
         )
     if connections < 1 or seconds <= 0.0:
         raise PlanError("--connections is a whole number from 1, and --open-seconds a number above 0")
+    return kinds[arrivals]
 
 
 def expects_gpu(*arms: ArmRequest) -> bool:

@@ -30,7 +30,7 @@ class Traffic:
 
     def __init__(
         self, door: Door, requests: tuple[Sendable, ...], batch_size: int, writer: SampleWriter,
-        *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (),
+        *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (), first_user: int = 0,
     ) -> None:  # fmt: skip
         """`others` are requests that a user may send besides."""
         self.door = door
@@ -41,7 +41,7 @@ class Traffic:
         self.error_messages: list[str] = []
         self.errors = 0
         self.last_end_ns = 0
-        self.user_numbers = count()
+        self.user_numbers = count(first_user)
         self._body_numbers = count()
         self._sendable = (*requests, *others)
         self._connections: list[Connection] = []
@@ -71,8 +71,8 @@ class Traffic:
             return len(self.error_messages) - 1
         return self.error_messages.index(message)
 
-    def record(self, exchange: Exchange, body: int, user: int) -> bool:
-        """Keep the sample; whether the answer was good."""
+    def record(self, exchange: Exchange, body: int, user: int, intended_ns: int | None = None) -> bool:
+        """Keep the sample; whether the answer was good. In a closed loop a request is due when it is sent."""
         good = exchange.good
         if good:
             error = GOOD
@@ -81,21 +81,34 @@ class Traffic:
             self.errors += 1
         self.last_end_ns = exchange.end_ns
         self.writer.add(
-            exchange.send_ns, exchange.send_ns, exchange.first_byte_ns, exchange.end_ns, exchange.request_bytes,
+            exchange.send_ns if intended_ns is None else intended_ns, exchange.send_ns, exchange.first_byte_ns,
+            exchange.end_ns, exchange.request_bytes,
             exchange.response_bytes, self.batch_size, user, body, exchange.status, error,
         )  # fmt: skip
         return good
 
-    def record_refused(self, refused: ConnectionRefused, body: int, user: int) -> None:
+    def record_refused(self, refused: ConnectionRefused, body: int, user: int, intended_ns: int | None = None) -> None:
         """A request for which no connection could be made: nothing was sent, and it counts as an error."""
         now = perf_counter_ns()
         self.errors += 1
         self.last_end_ns = now
-        self.writer.add(now, now, 0, now, 0, 0, self.batch_size, user, body, 0, self.error_index(str(refused)))
+        self.writer.add(
+            now if intended_ns is None else intended_ns,
+            now,
+            0,
+            now,
+            0,
+            0,
+            self.batch_size,
+            user,
+            body,
+            0,
+            self.error_index(str(refused)),
+        )
 
 
 class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
-    """One closed-loop user with one connection. Subclasses say when `infer` is called."""
+    """One user with one connection. Subclasses say when `infer` is called."""
 
     abstract = True
     traffic: Traffic
@@ -111,8 +124,9 @@ class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
         """Locust calls this when the user ends."""
         self.connection.close()
 
-    def infer(self) -> bool:
-        """Send the next body and wait for its answer; whether it was good.
+    def infer(self, intended_ns: int | None = None) -> bool:
+        """Send the next body, which in an open loop was due at `intended_ns`, and wait for its answer; whether it was
+        good.
 
         Raises `ConnectionRefused`, after recording it, when the server no longer takes connections.
         """
@@ -122,13 +136,13 @@ class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
         try:
             exchange = self.connection.send(request)
         except ConnectionRefused as refused:
-            traffic.record_refused(refused, body, self.number)
+            traffic.record_refused(refused, body, self.number, intended_ns)
             if self.fires_events:
                 self._fire(0.0, 0, str(refused))
             raise
-        good = traffic.record(exchange, body, self.number)
+        good = traffic.record(exchange, body, self.number, intended_ns)
         if self.fires_events:
-            latency_ms = (exchange.end_ns - exchange.send_ns) / 1e6
+            latency_ms = (exchange.end_ns - (intended_ns or exchange.send_ns)) / 1e6
             self._fire(latency_ms, exchange.response_bytes, None if good else failure_message(exchange))
         return good
 

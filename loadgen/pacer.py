@@ -1,0 +1,116 @@
+"""Hands the requests of an open loop to its users when they are due, woken by the kernel's own timer.
+
+gevent's timers have a grain of a millisecond, which is most of a fast server's latency; a timer descriptor wakes the
+loop within some ten microseconds. A request that finds no user idle waits, first come first served, and its lag says
+for how long. Importing this module imports gevent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from time import perf_counter_ns
+
+import gevent
+from gevent.queue import SimpleQueue
+
+from loadgen.arrivals import drain_ns
+from loadgen.window import LoadWindow
+
+_CLOCK_MONOTONIC = 1
+_TFD_NONBLOCK, _TFD_CLOEXEC, _TFD_TIMER_ABSTIME = 0o4000, 0o2000000, 1
+_NS = 1_000_000_000
+_LEAD_NS = 100_000
+"""How much earlier than due the loop is woken: about what the way from the timer to the user takes. The user waits for
+the rest, so that nothing leaves early."""
+_LONGEST_WAIT_NS = 100_000_000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+class _Itimerspec(ctypes.Structure):
+    _fields_ = (("it_interval", _Timespec), ("it_value", _Timespec))
+
+
+class MonotonicTimer:
+    """Waits for moments of the clock of `perf_counter_ns`, which on Linux is CLOCK_MONOTONIC. Linux only."""
+
+    def __init__(self) -> None:
+        """Raises `OSError`."""
+        self._descriptor = _libc.timerfd_create(_CLOCK_MONOTONIC, _TFD_NONBLOCK | _TFD_CLOEXEC)
+        if self._descriptor < 0:
+            raise OSError(ctypes.get_errno(), "no timer descriptor")
+        self._ready = gevent.get_hub().loop.io(self._descriptor, 1)
+
+    def wait_until(self, moment_ns: int) -> None:
+        """Let other greenlets run until then; returns at once for a moment that is past."""
+        if moment_ns <= perf_counter_ns():
+            return
+        setting = _Itimerspec(_Timespec(0, 0), _Timespec(moment_ns // _NS, moment_ns % _NS))
+        if _libc.timerfd_settime(self._descriptor, _TFD_TIMER_ABSTIME, ctypes.byref(setting), None) < 0:
+            raise OSError(ctypes.get_errno(), "the timer cannot be set")
+        gevent.get_hub().wait(self._ready)
+        os.read(self._descriptor, 8)
+
+    def close(self) -> None:
+        """Give the descriptor back. Idempotent."""
+        if self._descriptor >= 0:
+            self._ready.stop()
+            self._ready.close()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class Pacer:
+    """One block's schedule and the users that wait for their next request."""
+
+    def __init__(self, offsets_ns: Sequence[int], users: int, window: LoadWindow) -> None:
+        self.offered = len(offsets_ns)
+        self.unsent = 0
+        self._offsets_ns = offsets_ns
+        self._users = users
+        self._window = window
+        self._due: SimpleQueue[int | None] = SimpleQueue()
+
+    def take(self) -> int | None:
+        """The moment at which the caller's next request is due, returned when it is; None when there is none left."""
+        intended_ns: int | None = self._due.get()
+        if intended_ns is not None:
+            while perf_counter_ns() < intended_ns:
+                pass
+        return intended_ns
+
+    def run(self, start_ns: int) -> None:
+        """Hand out everything, then wait until it is taken, at most `drain_ns`; what is left counts as unsent."""
+        timer = MonotonicTimer()
+        try:
+            handed_out = self._hand_out(timer, start_ns)
+            last_ns = start_ns + self._offsets_ns[-1]
+            deadline_ns = last_ns + drain_ns(self._offsets_ns[-1])
+            while self._due.qsize() and self._window.cut_reason is None and perf_counter_ns() < deadline_ns:
+                timer.wait_until(min(deadline_ns, perf_counter_ns() + _NS // 1000))
+        finally:
+            timer.close()
+        self.unsent = self.offered - handed_out
+        while self._due.qsize():
+            self._due.get()
+            self.unsent += 1
+        for _ in range(self._users):
+            self._due.put(None)
+
+    def _hand_out(self, timer: MonotonicTimer, start_ns: int) -> int:
+        """How many were handed out: all, unless the window was cut."""
+        for number, offset_ns in enumerate(self._offsets_ns):
+            due_ns = start_ns + offset_ns
+            while (now_ns := perf_counter_ns()) < due_ns - _LEAD_NS:
+                if self._window.cut_reason is not None:
+                    return number
+                timer.wait_until(min(due_ns - _LEAD_NS, now_ns + _LONGEST_WAIT_NS))
+            if self._window.cut_reason is not None:
+                return number
+            self._due.put(due_ns)
+        return self.offered
