@@ -17,6 +17,7 @@ from loadgen.run_checks import check_comparisons, check_run
 from loadgen.stages import account_cell
 from loadgen.stored_run import StoredRun, read_run
 from loadgen.summaries import summarise_blocks, summarise_cell
+from loadgen.thresholds import Measured, judge_thresholds
 from loadgen.verdict import reach_verdict
 
 LABELS: tuple[Label, Label] = ("a", "b")
@@ -72,6 +73,7 @@ def analyse_run(run: StoredRun) -> Result:
         blocks=blocks,
         evidence=run.evidence,
         container_cold_starts=run.container_cold_starts,
+        thresholds=judge_thresholds(run.experiment, Measured(comparisons, summaries, blocks, run.cold_starts)),
         gpu=gpu_series(
             run.readings, run.evidence, min((block.record.window_start_ns for block in run.blocks), default=0)
         ),

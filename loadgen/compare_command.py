@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
@@ -20,8 +19,8 @@ from loadgen.settings_options import given_options, takes_settings
 if TYPE_CHECKING:
     from loadgen.result import Result
 
-EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
-_SEVERITY = (EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_INTERRUPTED)
+EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_THRESHOLD, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+_SEVERITY = (EXIT_VALID, EXIT_THRESHOLD, EXIT_INVALID, EXIT_USAGE, EXIT_INTERRUPTED)
 
 
 @takes_settings
@@ -49,8 +48,8 @@ def compare(
 ) -> None:
     """Start both servers, measure them with the same requests, say which is faster, by how much, and whether it holds.
 
-    Exit status: 0 the comparison is valid, 1 it is not, 2 what was asked for cannot be run, 130 interrupted (finished
-    blocks are kept).
+    Exit status: 0 the comparison is valid, 1 it is not, 2 what was asked for cannot be run, 3 it is valid and a
+    --fail-if condition holds or could not be measured, 130 interrupted (finished blocks are kept).
     """
     try:
         settings = effective_settings(file, given_options(context, options))
@@ -63,21 +62,20 @@ def compare(
         return
     folder = out or default_out(settings.model)
     if plan.is_matrix:
-        raise typer.Exit(_run_matrix(plan.experiment, plan.combinations, folder))
-    raise typer.Exit(run_and_report(plan.experiment, folder)[0])
+        raise typer.Exit(_run_matrix(plan.runs, folder))
+    raise typer.Exit(run_and_report(plan.runs[0][1], folder)[0])
 
 
-def _run_matrix(experiment: Experiment, combinations: Sequence[Combination], out: Path) -> int:
+def _run_matrix(runs: Sequence[tuple[Combination, Experiment]], out: Path) -> int:
     """Each combination in a folder of its own, then the index. The worst exit status; Ctrl-C ends it all."""
     from loadgen.report.matrix import MatrixEntry, write_index
 
     console = Console(highlight=False)
     entries: list[MatrixEntry] = []
     worst = EXIT_VALID
-    for number, combination in enumerate(combinations, start=1):
-        console.rule(f"{number} of {len(combinations)}: {combination.title}")
-        one = msgspec.structs.replace(experiment, transport=combination.transport, payload=combination.payload)
-        status, result = run_and_report(one, out / combination.folder)
+    for number, (combination, experiment) in enumerate(runs, start=1):
+        console.rule(f"{number} of {len(runs)}: {combination.title}")
+        status, result = run_and_report(experiment, out / combination.folder)
         entries.append(MatrixEntry(combination, result))
         worst = max(worst, status, key=_SEVERITY.index)
         write_index(out, entries)
@@ -112,4 +110,11 @@ def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | Non
     if state.state == "interrupted":
         errors.print(f"interrupted; finished blocks are in {out}", style="bold yellow", soft_wrap=True, markup=False)
         return EXIT_INTERRUPTED, result
-    return EXIT_VALID if result.valid and state.state == "finished" else EXIT_INVALID, result
+    return exit_status(result), result
+
+
+def exit_status(result: Result) -> int:
+    """Of a run that ended by itself."""
+    if not result.valid or result.state is None or result.state.state != "finished":
+        return EXIT_INVALID
+    return EXIT_VALID if all(one.state == "kept" for one in result.thresholds) else EXIT_THRESHOLD

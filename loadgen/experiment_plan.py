@@ -17,12 +17,11 @@ from loadgen.thresholds import plan_conditions
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
-    """The experiment of the first combination, and all of them."""
+    """What to run, one experiment a combination."""
 
-    experiment: Experiment
-    combinations: tuple[Combination, ...]
+    runs: tuple[tuple[Combination, Experiment], ...]
     is_matrix: bool
-    """Whether each combination has a folder of its own."""
+    """Whether each has a folder of its own."""
 
 
 def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
@@ -53,25 +52,34 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         open_seconds=settings.open_seconds,
     )
     plan_conditions(settings.fail_if, cells)
-    experiment = Experiment(
-        a=a,
-        b=b,
-        model=settings.model,
-        weights=AS_SERVED if kind == "compose" else settings.weights,
-        payload=combinations[0].payload,
-        transport=combinations[0].transport,
-        cells=cells,
-        preset=settings.preset,
-        seed=settings.seed,
-        equivalence_margin=settings.margin,
-        threads=settings.threads,
-        gpu_control=settings.gpu_control,
-        deployment=kind,
-        compose_project=(settings.compose_project or DEFAULT_PROJECT) if kind == "compose" else None,
-        settings=settings.content(),
-        settings_sha256=settings.sha256(),
-    )
-    return ExperimentPlan(experiment, combinations, settings.matrix or len(combinations) > 1)
+    is_matrix = settings.matrix or len(combinations) > 1
+
+    def experiment(combination: Combination) -> Experiment:
+        transport, payload = combination.transport, combination.payload
+        alone = {"transport": (transport,), "payload": (payload,), "matrix": False}
+        own = settings.model_copy(update=alone) if is_matrix else settings
+        return Experiment(
+            a=a,
+            b=b,
+            model=own.model,
+            weights=AS_SERVED if kind == "compose" else own.weights,
+            payload=payload,
+            transport=transport,
+            cells=cells,
+            preset=own.preset,
+            seed=own.seed,
+            equivalence_margin=own.margin,
+            threads=own.threads,
+            gpu_control=own.gpu_control,
+            explain=own.preset == "full" if own.explain is None else own.explain,
+            explain_seconds=own.explain_minutes * 60.0,
+            deployment=kind,
+            compose_project=(own.compose_project or DEFAULT_PROJECT) if kind == "compose" else None,
+            settings=own.content(),
+            settings_sha256=own.sha256(),
+        )
+
+    return ExperimentPlan(tuple((one, experiment(one)) for one in combinations), is_matrix)
 
 
 def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:

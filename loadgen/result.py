@@ -29,6 +29,7 @@ from loadgen.records import (
 )
 from loadgen.stages import StageAccount
 from loadgen.summaries import BlockSummary, CellSummary
+from loadgen.thresholds import ThresholdOutcome
 from loadgen.verdict import Verdict
 
 FILE_NAME = "result.json"
@@ -55,6 +56,7 @@ class Result(Record, frozen=True, kw_only=True):
     evidence: EvidenceFile | None = None
     gpu: tuple[GpuSeries, ...] = ()
     container_cold_starts: tuple[ContainerColdStart, ...] = ()
+    thresholds: tuple[ThresholdOutcome, ...] = ()
 
 
 class ResultError(Exception):

@@ -6,19 +6,25 @@ from pathlib import Path
 
 from loadgen.result import Result
 
+EXPERIMENT_FILE = "experiment.yaml"
+
 
 def write_reports(out_dir: Path, result: Result) -> list[Path]:
-    """Write report.html, summary.md and result.json into `out_dir`, each whole or not at all; return their paths, the
-    one to look at first. Raises `OSError`."""
+    """Write report.html, summary.md, result.json and the effective experiment.yaml into `out_dir`, each whole or not at
+    all; return their paths, the one to look at first. Raises `OSError`."""
     import loadgen.report.html as page
     import loadgen.report.markdown as summary
+    from loadgen.experiment_file import write_content
     from loadgen.result import FILE_NAME, encode_result, write_atomically
 
+    settings, sha256 = result.experiment.settings, result.experiment.settings_sha256
     contents = {
         page.FILE_NAME: page.render_html(result).encode(),
         summary.FILE_NAME: summary.render_markdown(result).encode(),
         FILE_NAME: encode_result(result),
     }
+    if settings is not None and sha256 is not None:
+        contents[EXPERIMENT_FILE] = write_content(settings, sha256).encode()
     for name, content in contents.items():
         write_atomically(out_dir / name, content)
     return [out_dir / name for name in contents]

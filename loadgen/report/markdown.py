@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loadgen.quantities import share
-from loadgen.report import container_starts
+from loadgen.report import container_starts, threshold_rows
 from loadgen.report.check_tables import check_rows
 from loadgen.report.evidence import HEADINGS, evidence_rows
 from loadgen.report.stage_tables import FOLDED, FOLDED_NOTE, stage_rows
@@ -55,6 +55,9 @@ def render_markdown(result: Result) -> str:
             f"Equivalent means: the interval lies within ±{share(result.experiment.equivalence_margin)}. "
             "Detectable: the smallest true difference that 80 % of such runs would name."
         )
+    if result.thresholds:
+        parts.append("## Thresholds")
+        parts.append(make_table(threshold_rows.HEADINGS, threshold_rows.threshold_rows(result)))
     reasons = [(s.scenario, s.reasons) for s in verdict.scenarios if s.reasons]
     if reasons:
         parts.append("## Why")

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.quantities import share
-from loadgen.report import container_starts
+from loadgen.report import container_starts, threshold_rows
 from loadgen.report.check_tables import CheckState, check_rows
 from loadgen.report.evidence import summary_lines
 from loadgen.report.tables import ComparisonRow, comparison_rows, titles
@@ -52,6 +52,7 @@ def print_result(result: Result, console: Console) -> None:
             Text(f"Above 1 B is better in images/s, worse in times. Equivalent: within ±{margin}.", style="dim")
         )
         console.print()
+    _print_thresholds(result, console)
     _print_reasons(result, console)
     if lines := summary_lines(result):
         console.print(Text("Where the arms ran", style="bold"))
@@ -108,6 +109,16 @@ def _comparisons(rows: list[ComparisonRow]) -> Table:
         )
         previous = row.scenario
     return table
+
+
+def _print_thresholds(result: Result, console: Console) -> None:
+    if not result.thresholds:
+        return
+    console.print(Text("Thresholds", style="bold"))
+    for condition, scenario, outcome, found in threshold_rows.threshold_rows(result):
+        mark, style = MARKS["ok" if outcome == "kept" else "failed"]
+        console.print(Text.assemble((f"  {mark} ", style), f"fail if {condition}", (f"  {scenario}: {found}", "dim")))
+    console.print()
 
 
 def _print_reasons(result: Result, console: Console) -> None:

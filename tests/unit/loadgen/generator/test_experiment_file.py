@@ -29,11 +29,11 @@ def written(tmp_path: Path, text: str) -> str:
 
 def test_the_example_can_be_run() -> None:
     settings = effective_settings(EXAMPLE, {})
-    plan = plan_experiment(settings)
-    assert plan.experiment.a.settings == {"max-queue-delay-us": "0"}
-    assert [cell.name for cell in plan.experiment.cells][:2] == ["single", "batched(1)"]
-    assert plan.experiment.settings_sha256 == settings.sha256()
-    assert plan.experiment.settings == settings.content()
+    ((_, experiment),) = plan_experiment(settings).runs
+    assert experiment.a.settings == {"max-queue-delay-us": "0"}
+    assert [cell.name for cell in experiment.cells][:2] == ["single", "batched(1)"]
+    assert experiment.settings_sha256 == settings.sha256()
+    assert experiment.settings == settings.content()
 
 
 def test_the_command_line_overrides_the_environment_and_that_the_file_and_that_the_default(tmp_path: Path) -> None:

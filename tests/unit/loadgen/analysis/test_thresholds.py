@@ -1,0 +1,159 @@
+"""`--fail-if`: what the language takes, what it refuses, and that nothing unmeasured passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from synthetic_run import Plan, cells, write_run
+
+from loadgen.analysis import analyse
+from loadgen.compare_command import EXIT_INVALID, EXIT_THRESHOLD, EXIT_VALID, exit_status
+from loadgen.plan import PlanError
+from loadgen.report.markdown import render_markdown
+from loadgen.result import Result
+from loadgen.threshold_language import ThresholdError, UndefinedValueError, parse_condition
+from loadgen.thresholds import plan_conditions
+
+CELLS = cells(4, 200)
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("b.p50 > 1.05 * a.p50", True),
+        ("b.p50 > 2 * a.p50", False),
+        ("a.p50 < b.p50 <= 15", True),
+        ("not b.p50 <= 15", False),
+        ("b.p50 - a.p50 >= 5 and b.p50 / a.p50 == 1.5", True),
+        ("b.p50 < 1 or (a.p50 + -1) * 2 != 18", False),
+        ("concurrent(16): b.p50 > 14", True),
+    ],
+)
+def test_conditions_mean_what_they_say(text: str, holds: bool) -> None:
+    condition = parse_condition(text)
+    assert condition.holds({q: 15.0 if q.side == "b" else 10.0 for q in condition.quantities}) is holds
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("b.p98 > 1", "b has no metric p98; there are throughput, mean, p50"),
+        ("ratio.mean > 1", "ratio has no metric mean"),
+        ("c.p50 > 1", "there is no c; there are a, b and ratio"),
+        ("b > 1", r"b has no metric \(none given\)"),
+        ("b.p50.middle > 1", "b.p50 has no middle; there are low and high"),
+        ("b.errors.low > 1", "errors are counted"),
+        ("b.p50", "it compares nothing"),
+        ("1.05", "it compares nothing"),
+        ("1 > 2", "it names nothing that is measured"),
+        ("b.p50 > 1 and a.p50", "a.p50 is not a comparison"),
+        ("b.p50 > (a.p50 > 1)", "is not taken"),
+        ("b.p50 > True", "True is not a number"),
+        ("b.p50 > '1'", "'1' is not a number"),
+        ("b.p50 > 1e999", "inf is not a number"),
+        ("b.p50 > a.p50 ** 2", "is not taken"),
+        ("b.p50 in (1, 2)", "compare with <"),
+        ("b.p50 >", "it is no condition"),
+        ("__import__('os').system('true') > 1", "is not taken"),
+        ("b.p50.__class__ > 1", "there are low and high"),
+        ("[x for x in (1,)] > b.p50", "is not taken"),
+        ("(lambda: 1)() > b.p50", "is not taken"),
+        ("b.p50 > " + "(" * 300 + "1" + ")" * 300, "at most 500 characters"),
+    ],
+)
+def test_everything_else_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ThresholdError, match=said):
+        parse_condition(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("concurrent(8): b.p50 > 1", "has no cell concurrent.8.; there are cold-start, single"),
+        ("cold-start: b.p50 > 1", "cold-start does not measure that"),
+        ("single: b.time_to_ready > 1", "single does not measure that"),
+        ("b.time_to_ready > 1 and b.p50 > 1", "write two conditions"),
+        ("b.p98 > 1", "--fail-if 'b.p98 > 1': b has no metric p98"),
+    ],
+)
+def test_what_can_never_be_measured_is_refused_before_the_run(text: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        plan_conditions([text], CELLS)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("b.p50 > 1", ["concurrent(16)"]),
+        ("concurrent: b.p50 > 1", ["concurrent(16)"]),
+        ("batched(8): b.p50 > 1", ["batched(8)"]),
+        ("batched: b.p50 > 1", [f"batched({n})" for n in (1, 4, 8, 16, 32)]),
+        ("all: b.p50 > 1", ["single", *(f"batched({n})" for n in (1, 4, 8, 16, 32)), "concurrent(16)"]),
+        ("b.time_to_ready > 5", ["cold-start"]),
+    ],
+)
+def test_a_condition_is_about_named_cells(text: str, names: list[str]) -> None:
+    ((_, chosen),) = plan_conditions([text], CELLS)
+    assert [cell.name for cell in chosen] == names
+
+
+def test_division_by_zero_has_no_value() -> None:
+    condition = parse_condition("b.p50 / (a.p50 - a.p50) > 1")
+    with pytest.raises(UndefinedValueError, match="has no value"):
+        condition.holds(dict.fromkeys(condition.quantities, 1.0))
+
+
+def run_with(tmp_path: Path, plan: Plan, *conditions: str) -> Result:
+    directory = write_run(tmp_path, plan)
+    path = directory / "experiment.json"
+    document = msgspec.json.decode(path.read_bytes())
+    document["settings"] = {"fail_if": list(conditions)}
+    path.write_bytes(msgspec.json.encode(document))
+    return analyse(directory)
+
+
+def test_outcomes_come_from_the_run_and_decide_the_exit_status(tmp_path: Path) -> None:
+    """B of the synthetic run serves 1.2 to 1.5 times the images of A, and its first answer takes 5.5 s."""
+    result = run_with(
+        tmp_path,
+        Plan(pairs=4),
+        "b.throughput < a.throughput",
+        "ratio.throughput.low < 1.05",
+        "b.throughput.low < a.throughput.high",
+        "b.time_to_first_answer > 5",
+        "single: b.p99 > 1",
+        "all: b.errors > 0",
+    )
+    states = [one.state for one in result.thresholds]
+    assert states[:5] == ["kept", "kept", "kept", "broken", "not_measurable"]
+    assert states[5:] == ["kept"] * 7
+    broken, missing = result.thresholds[3:5]
+    assert broken.detail.startswith("b.time_to_first_answer = 5.")
+    assert broken.values["b.time_to_first_answer"] == pytest.approx(5.5, rel=0.1)
+    assert "b.p99 could not be measured: p99 latency needs 662 samples" in missing.detail
+    assert missing.values == {"b.p99": None}
+    assert exit_status(result) == EXIT_THRESHOLD
+    text = render_markdown(result)
+    assert "## Thresholds" in text
+    assert "not measurable" in text
+
+
+def test_a_run_that_keeps_its_thresholds_passes_and_one_that_is_invalid_does_not(tmp_path: Path) -> None:
+    condition = "b.throughput < 0.9 * a.throughput"
+    kept = run_with(tmp_path / "kept", Plan(pairs=4), condition)
+    assert [one.state for one in kept.thresholds] == ["kept"]
+    assert exit_status(kept) == EXIT_VALID
+    invalid = run_with(tmp_path / "invalid", Plan(pairs=4, parity_cosine=0.9), condition)
+    (outcome,) = invalid.thresholds
+    assert outcome.state == "not_measurable"
+    assert "is invalid" in outcome.detail
+    assert exit_status(invalid) == EXIT_INVALID
+
+
+def test_a_percentile_that_only_all_blocks_together_carry_has_a_value_and_no_interval(tmp_path: Path) -> None:
+    result = run_with(tmp_path, Plan(pairs=4), "b.p99 > 10000", "b.p99.high > 10000", "ratio.p99 > 100")
+    assert [one.state for one in result.thresholds] == ["kept", "not_measurable", "not_measurable"]
+    (summary,) = [s for s in result.summaries if (s.cell, s.label) == ("concurrent(16)", "b")]
+    assert result.thresholds[0].values["b.p99"] == summary.latency.p99_ms
