@@ -31,7 +31,7 @@ class Arm:
     @property
     def body_key(self) -> str:
         """Arms with the same key are sent the very same requests: a gRPC request holds the model's name."""
-        return f"{self.model} {self.payload}"
+        return f"{self.model} {self.payload} {self.transport}"
 
     @property
     def door(self) -> Door:

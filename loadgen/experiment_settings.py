@@ -115,6 +115,12 @@ class ExperimentSettings(Settings):
     matrix: bool = Field(False, description="Every transport with every payload, each a run.")
     deployment: str = Field("embedded", description="embedded (we start the servers) or compose (the running stack's).")
     compose_project: str | None = Field(None, description=f"Name of the stack; default {DEFAULT_PROJECT}.")
+    explain: bool | None = Field(
+        None,
+        description="Take causes away one at a time to see what each makes of the difference; default: full yes, "
+        "quick no.",
+    )
+    explain_minutes: float = Field(10.0, gt=0.0, description="The longest time for that.")
     fail_if: Lines = Field((), description="A condition that fails the run, as in b.p99 > 1.05 * a.p99; repeatable.")
 
     def content(self) -> dict[str, Any]:

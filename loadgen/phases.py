@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loadgen.bench import Bench
+from loadgen.causes.phase import explain
 from loadgen.records import Experiment
 from loadgen.schedule import load_cells, schedule
 
@@ -45,6 +46,17 @@ def _prove_gpu(bench: Bench) -> None:
     bench.gpu.finish(bench.load_phase)
 
 
+def _explain(bench: Bench) -> None:
+    """Why the arms differ, once all blocks are there."""
+    if bench.last:
+        bench.enter("explaining the differences")
+        explain(bench)
+
+
+def _is_explained(experiment: Experiment) -> bool:
+    return experiment.explain and _has_load(experiment)
+
+
 def _has_load(experiment: Experiment) -> bool:
     return bool(load_cells(experiment.cells))
 
@@ -52,6 +64,7 @@ def _has_load(experiment: Experiment) -> bool:
 PHASES: tuple[Phase, ...] = (
     Phase(_has_load, _load),
     Phase(_has_load, _prove_gpu),
+    Phase(_is_explained, _explain),
 )
 
 

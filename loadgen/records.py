@@ -8,6 +8,7 @@
     DIR/container_cold_starts.json   list[ContainerColdStart], likewise; only with the deployment compose
     DIR/blocks/NNNN.json   BlockRecord    written when the block is complete, after its samples
     DIR/samples/NNNN.npy   see `loadgen.samples`
+    DIR/causes.json, DIR/causes/   see `loadgen.causes.records`; only where differences were explained
     DIR/gpu/, DIR/evidence.json   see `loadgen.evidence.records`; only where there is a GPU
     DIR/run.json           RunState       "running", then "finished", "interrupted" or "failed"
 
@@ -113,6 +114,14 @@ class Experiment(Record, frozen=True, kw_only=True):
     """Of their canonical content."""
     restarts: int = 1
     """How often both servers are started afresh; each restart gets its share of the pairs."""
+    until_decided: bool = False
+    """Whether pairs are added until the leading comparison of every cell is decided: `Cell.pairs` are the least."""
+    time_limit_minutes: float | None = None
+    """Of load, with `until_decided`: no round begins that would end later."""
+    explain: bool = False
+    """Whether the causes of the differences are tested by counterfactual cells after the load."""
+    explain_seconds: float = 600.0
+    """The longest time for that."""
 
     def payload_of(self, arm: ArmRequest) -> str:
         """What an arm is sent."""

@@ -43,7 +43,7 @@ class SettingOption:
             if isinstance(limit, kind)
         }
         kind, default = _command_line_type(self)
-        names = [f"{self.flag}/--no-{self.flag[2:]}" if kind is bool else self.flag]
+        names = [f"{self.flag}/--no-{self.flag[2:]}" if kind in (bool, bool | None) else self.flag]
         option = typer.Option(*names, envvar=self.variable, show_envvar=False, help=self.field.description, **limits)
         return inspect.Parameter(
             self.parameter, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default

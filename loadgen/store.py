@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from loadgen.causes.records import Explanation
 from loadgen.evidence.records import EvidenceFile
 from loadgen.records import (
     ArmRecord,
@@ -74,6 +75,10 @@ class RunStore:
     def evidence(self, record: EvidenceFile) -> None:
         """Where the arms ran."""
         self._write("evidence.json", record)
+
+    def explanation(self, record: Explanation) -> None:
+        """Which causes were taken away so far."""
+        self._write("causes.json", record)
 
     def samples_path(self, index: int) -> Path:
         """Where the generator writes a block's samples."""
