@@ -33,7 +33,7 @@ def analyse(out_dir: Path) -> Result:
 
 def analyse_run(run: StoredRun) -> Result:
     """The same, of records already read."""
-    loads = [cell for cell in run.experiment.cells if cell.scenario != "cold-start"]
+    loads = [cell for cell in run.experiment.cells if cell.has_blocks]
     blocks = summarise_blocks(run.blocks)
     summaries = tuple(summarise_cell(cell.name, label, run.blocks, blocks) for cell in loads for label in LABELS)
     complete = [

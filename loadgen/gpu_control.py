@@ -30,7 +30,7 @@ def control_request(request: ArmRequest) -> ArmRequest:
 
 def control_cell(experiment: Experiment) -> Cell:
     """The smallest request of the run, one after the other."""
-    batch_size = min(cell.batch_size for cell in experiment.cells if cell.scenario != "cold-start")
+    batch_size = min(cell.batch_size for cell in experiment.cells if cell.has_blocks)
     return Cell(
         scenario="single" if batch_size == 1 else "batched",
         batch_size=batch_size,

@@ -26,7 +26,7 @@ import msgspec
 from loadgen.payloads import variant_name
 
 Label = Literal["a", "b"]
-Scenario = Literal["cold-start", "single", "batched", "concurrent", "open"]
+Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "ramp"]
 Arrivals = Literal["closed", "constant", "poisson"]
 Transport = Literal["http", "grpc", "shm"]
 DeploymentKind = Literal["embedded", "compose"]
@@ -68,6 +68,13 @@ class Cell(Record, frozen=True, kw_only=True):
     `rate_per_s` whatever becomes of the answers (open loop)."""
     rate_per_s: float | None = None
     """Requests a second of an open loop; None in a closed one."""
+    latency_bound_ms: float | None = None
+    """X of a search for the highest Poisson rate with p99 ≤ X (the scenario slo), whose rates the search chooses."""
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it is made of blocks at a load that is known beforehand; cold starts, searches and ramps are not."""
+        return self.scenario not in ("cold-start", "slo", "ramp")
 
     @property
     def is_open(self) -> bool:
@@ -76,7 +83,9 @@ class Cell(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """As shown: cold-start, single, batched(8), concurrent(16), open(50/s), poisson(50/s)."""
+        """As shown: cold-start, single, batched(8), concurrent(16), open(50/s), poisson(50/s), slo(p99≤50ms), ramp."""
+        if self.latency_bound_ms is not None:
+            return f"slo(p99≤{self.latency_bound_ms:g}ms)"
         if self.is_open:
             size = f", batch {self.batch_size}" if self.batch_size > 1 else ""
             return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_per_s or 0.0:g}/s{size})"

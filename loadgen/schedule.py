@@ -33,8 +33,8 @@ class ScheduledBlock:
 
 
 def load_cells(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells that blocks are made of; cold starts have their own order."""
-    return [cell for cell in cells if cell.scenario != "cold-start"]
+    """The cells that blocks are made of; cold starts, searches and ramps have their own order."""
+    return [cell for cell in cells if cell.has_blocks]
 
 
 def pair_orders(pairs: int, random: Random) -> list[tuple[Label, Label]]:
