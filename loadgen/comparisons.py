@@ -5,59 +5,43 @@ Verdict of a comparison, in this order:
 - undecided: no interval can be computed;
 - equivalent: the 95 % interval lies inside [1/(1+δ), 1+δ] (two one-sided tests at 2.5 %);
 - a_faster, b_faster: the interval excludes 1 and Holm's adjusted p over all comparisons of the run is below 5 %;
-- undecided: everything else.
+- undecided: everything else, and what lies within the machine's noise floor (`loadgen.noise_floor`).
+
+Which interval: Student's t over the pairs; over the restarts where there are several; with `--until decided` one that
+may be looked at after every pair (`loadgen.anytime`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 
-from loadgen.percentiles import samples_needed
-from loadgen.records import Cell, ColdStart, Experiment, Label, Record
+from loadgen.anytime import estimate_anytime
+from loadgen.metrics import METRICS, THROUGHPUT, Metric, leading_metric
+from loadgen.pairs import PairedMetric, pair_metrics
+from loadgen.records import ColdStart, Experiment, Record
 from loadgen.statistics import (
     SIGNIFICANCE,
     RatioEstimate,
     adjust_holm,
+    between_restarts,
     detectable_effect,
     estimate_ratio,
+    estimate_restarts,
     geometric_mean,
 )
-from loadgen.summaries import NS_PER_S, BlockSummary
+from loadgen.summaries import BlockSummary
+
+__all__ = ["METRICS", "THROUGHPUT", "Comparison", "Metric", "Outcome", "compare_all", "invalidate", "judge"]
 
 Outcome = Literal["a_faster", "b_faster", "equivalent", "undecided", "invalid"]
+Method = Literal["t over pairs", "t over restarts", "anytime-valid over pairs"]
 MIN_PAIRS = 2
-
-
-class Metric(Record, frozen=True, kw_only=True):
-    """What is compared, and which direction is better."""
-
-    name: str
-    title: str
-    unit: str
-    higher_is_better: bool
-    quantile: float | None = None
-    """Of the latency, where the metric is one."""
-
-
-THROUGHPUT = Metric(name="throughput", title="throughput", unit="images/s", higher_is_better=True)
-LATENCIES = tuple(
-    Metric(
-        name=f"latency_p{percent}",
-        title=f"p{percent} latency",
-        unit="ms",
-        higher_is_better=False,
-        quantile=percent / 100,
-    )
-    for percent in (50, 90, 99)
-)
-TIME_TO_READY = Metric(name="time_to_ready", title="time to ready", unit="s", higher_is_better=False)
-TIME_TO_FIRST_ANSWER = Metric(
-    name="time_to_first_answer", title="time to first answer", unit="s", higher_is_better=False
-)
-METRICS = {m.name: m for m in (THROUGHPUT, *LATENCIES, TIME_TO_READY, TIME_TO_FIRST_ANSWER)}
+LEADING_SHARE = 0.8
+"""Of the 5 % for false winners, where the leading comparisons decide when to stop: the others have what is left."""
 
 
 class Comparison(Record, frozen=True, kw_only=True):
@@ -75,7 +59,8 @@ class Comparison(Record, frozen=True, kw_only=True):
     verdict: Outcome
     pairs: int
     minimal_detectable_effect: float | None
-    """Smallest true difference that a run of this plan calls with 80 % power, as a share: 0.03 is 3 %."""
+    """Smallest true difference that a run of this plan calls with 80 % power, as a share: 0.03 is 3 %. None where
+    the number of pairs was not planned."""
     p_value: float | None
     p_adjusted: float | None
     """After Holm, over all comparisons of the run."""
@@ -85,9 +70,16 @@ class Comparison(Record, frozen=True, kw_only=True):
     """One a pair, in the order in which they ran."""
     reason: str | None
     """Why there is no ratio, no interval, or no verdict."""
-
-
-Pairs = list[tuple[float, float]]
+    leading: bool = False
+    """Whether it stands for its scenario in the verdict, and decides when to stop."""
+    method: Method = "t over pairs"
+    """What the interval is made of."""
+    restarts: int = 1
+    """Starts of the servers that the pairs come from."""
+    restart_effect: float | None = None
+    """Spread of what a restart adds to the ratio, as a share: 0.01 is 1 %. None with one restart."""
+    noise_floor: float | None = None
+    """Difference that identical arms show on this machine, as a share; None where it is not known."""
 
 
 def compare_all(
@@ -96,46 +88,67 @@ def compare_all(
     cold_starts: Sequence[ColdStart],
 ) -> tuple[Comparison, ...]:
     """Every comparison that the experiment asked for, none of them invalid yet; see `invalidate`."""
-    drafts: list[tuple[Cell, Metric, Pairs, str | None]] = []
-    for cell in experiment.cells:
-        if cell.scenario == "cold-start":
-            drafts += [
-                (cell, TIME_TO_READY, _start_pairs(cold_starts, lambda start: start.ready_ns), None),
-                (cell, TIME_TO_FIRST_ANSWER, _start_pairs(cold_starts, lambda start: start.first_answer_ns), None),
-            ]
-        else:
-            drafts += [(cell, metric, *_block_pairs(cell, metric, blocks)) for metric in (THROUGHPUT, *LATENCIES)]
-    estimates = [estimate_ratio([b / a for a, b in pairs], experiment.equivalence_margin) for _, _, pairs, _ in drafts]
-    adjusted = adjust_holm([estimate.p_value for estimate in estimates])
-    family = sum(1 for estimate in estimates if estimate.p_value is not None)
+    paired = pair_metrics(experiment.cells, blocks, cold_starts)
+    estimates = [_estimate(one, experiment) for one in paired]
+    adjusted = _adjust(paired, estimates, experiment)
+    family = sum(1 for _, estimate in estimates if estimate.p_value is not None)
     return tuple(
-        _comparison(draft, estimate, p_adjusted, family, experiment.equivalence_margin)
-        for draft, estimate, p_adjusted in zip(drafts, estimates, adjusted, strict=True)
+        _comparison(one, method, estimate, p_adjusted, family, experiment.equivalence_margin)
+        for one, (method, estimate), p_adjusted in zip(paired, estimates, adjusted, strict=True)
     )
 
 
+def _estimate(paired: PairedMetric, experiment: Experiment) -> tuple[Method, RatioEstimate]:
+    """Each cold start is a restart of its own, so there pairs and restarts are the same."""
+    margin, ratios = experiment.equivalence_margin, [pair.ratio for pair in paired.pairs]
+    if paired.cell.scenario == "cold-start":
+        return "t over pairs", estimate_ratio(ratios, margin)
+    if experiment.until_decided:
+        return "anytime-valid over pairs", estimate_anytime(ratios, margin)
+    groups = paired.by_restart()
+    return ("t over restarts" if len(groups) > 1 else "t over pairs"), estimate_restarts(groups, margin)
+
+
+def _adjust(
+    paired: Sequence[PairedMetric], estimates: Sequence[tuple[Method, RatioEstimate]], experiment: Experiment
+) -> list[float | None]:
+    """Holm over the run. Where one looks after every pair, the family is what was planned and not what has an interval
+    so far, or the thresholds of an early look would be too easy."""
+    p_values = [estimate.p_value for _, estimate in estimates]
+    if not experiment.until_decided:
+        return adjust_holm(p_values)
+    leading = [one.metric == leading_metric(one.cell) for one in paired]
+    others = len(leading) - sum(leading)
+    weights = [LEADING_SHARE / sum(leading) if leads else (1.0 - LEADING_SHARE) / others for leads in leading]
+    adjusted = adjust_holm([1.0 if p is None else p for p in p_values], weights)
+    return [None if p is None else a for p, a in zip(p_values, adjusted, strict=True)]
+
+
 def _comparison(
-    draft: tuple[Cell, Metric, Pairs, str | None],
+    paired: PairedMetric,
+    method: Method,
     estimate: RatioEstimate,
     p_adjusted: float | None,
     family: int,
     margin: float,
 ) -> Comparison:
-    cell, metric, pairs, reason = draft
+    metric, pairs = paired.metric, paired.pairs
     verdict = judge(estimate.ci95, p_adjusted, margin, metric.higher_is_better)
     sensitivity = None
-    if estimate.ci95 is not None and estimate.spread_log is not None:
-        sensitivity = detectable_effect(estimate.spread_log, estimate.pairs, family)
-    reason = reason or estimate.reason
+    if estimate.ci95 is not None and estimate.spread_log is not None and method != "anytime-valid over pairs":
+        sensitivity = detectable_effect(estimate.spread_log, estimate.units, family)
+    reason = paired.reason or estimate.reason
     if verdict == "undecided" and reason is None:
         reason = "the interval is too wide to name a winner or to call the arms equivalent"
+    groups = paired.by_restart()
+    added = between_restarts(groups) if method == "t over restarts" else None
     return Comparison(
-        scenario=cell.name,
+        scenario=paired.cell.name,
         metric=metric.name,
         unit=metric.unit,
         higher_is_better=metric.higher_is_better,
-        a=geometric_mean([a for a, _ in pairs]) if pairs else None,
-        b=geometric_mean([b for _, b in pairs]) if pairs else None,
+        a=_middle([pair.a for pair in pairs], groups),
+        b=_middle([pair.b for pair in pairs], groups),
         ratio_b_over_a=estimate.ratio,
         ci95=estimate.ci95,
         verdict=verdict,
@@ -144,9 +157,24 @@ def _comparison(
         p_value=estimate.p_value,
         p_adjusted=p_adjusted,
         p_equivalence=estimate.p_equivalence,
-        ratios=tuple(b / a for a, b in pairs),
+        ratios=tuple(pair.ratio for pair in pairs),
         reason=reason,
+        leading=metric == leading_metric(paired.cell),
+        method=method,
+        restarts=len(groups),
+        restart_effect=None if added is None else math.expm1(added),
     )
+
+
+def _middle(values: Sequence[float], groups: Sequence[Sequence[float]]) -> float | None:
+    """Geometric mean of the restarts' geometric means, as the ratio is; None without a value."""
+    if not values:
+        return None
+    means, start = [], 0
+    for group in groups:
+        means.append(geometric_mean(values[start : start + len(group)]))
+        start += len(group)
+    return geometric_mean(means)
 
 
 def judge(ci95: tuple[float, float] | None, p_adjusted: float | None, margin: float, higher_is_better: bool) -> Outcome:
@@ -172,40 +200,3 @@ def invalidate(comparisons: Sequence[Comparison], why_invalid: Callable[[str], s
         else comparison
         for comparison in comparisons
     )
-
-
-def _block_pairs(cell: Cell, metric: Metric, blocks: Sequence[BlockSummary]) -> tuple[Pairs, str | None]:
-    """Values of the metric in each complete pair, A first; with the reason where the samples do not suffice."""
-    usable = [block for block in blocks if block.cell == cell.name and block.complete]
-    by_pair = {(block.pair, block.label): block for block in usable}
-    numbers = sorted({block.pair for block in usable})
-    complete = [(by_pair.get((n, "a")), by_pair.get((n, "b"))) for n in numbers]
-    couples = [(a, b) for a, b in complete if a is not None and b is not None]
-    if metric.quantile is not None:
-        needed = samples_needed(metric.quantile)
-        fewest = min((min(a.latency.samples, b.latency.samples) for a, b in couples), default=0)
-        if couples and fewest < needed:
-            return [], f"{metric.title} needs {needed} samples a block, the smallest block has {fewest}"
-    values = [(_value(a, metric), _value(b, metric)) for a, b in couples]
-    pairs = [(a, b) for a, b in values if a is not None and b is not None]
-    if len(pairs) < len(values):
-        return [], "a block has no good answer to measure"
-    return pairs, None
-
-
-def _value(block: BlockSummary, metric: Metric) -> float | None:
-    if metric.quantile is None:
-        return block.throughput_per_s
-    value: float | None = getattr(block.latency, f"{metric.name.removeprefix('latency_')}_ms")
-    return value
-
-
-def _start_pairs(starts: Sequence[ColdStart], moment: Callable[[ColdStart], int | None]) -> Pairs:
-    """Seconds from process start in each repetition in which both arms got there."""
-    reached: dict[tuple[int, Label], float] = {}
-    for start in starts:
-        elapsed_ns = moment(start)
-        if start.error is None and elapsed_ns:
-            reached[start.repetition, start.label] = elapsed_ns / NS_PER_S
-    repetitions = sorted({repetition for repetition, _ in reached})
-    return [(reached[r, "a"], reached[r, "b"]) for r in repetitions if (r, "a") in reached and (r, "b") in reached]

@@ -145,5 +145,6 @@ def check_comparisons(comparisons: Sequence[Comparison], margin: float) -> list[
 
 
 def leading_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """One a scenario: its throughput, or the time to the first answer of a cold start."""
-    return [c for c in comparisons if c.metric in ("throughput", "time_to_first_answer")]
+    """One a scenario: its throughput, the median latency of an open loop, the time to the first answer of a cold
+    start."""
+    return [c for c in comparisons if c.leading]

@@ -1,7 +1,8 @@
 """Interval, tests and sensitivity of a ratio that was measured in pairs; pure functions of numbers.
 
-The unit of replication is the pair of adjacent blocks (Kalibera and Jones, ISMM 2013), never the request: requests
-of one block share its weather. Assumptions: the log ratios of the pairs are independent and about normal. Ratios of
+The unit of replication is the pair of adjacent blocks, and above it the restart of the servers (Kalibera and Jones,
+ISMM 2013), never the request: requests of one block share its weather, pairs of one restart share its memory layout.
+Assumptions: the log ratios of the pairs are independent and about normal. Ratios of
 positive means are closer to that on the log scale, where A over B and B over A are the same statement. A slow drift
 of the machine alternates in sign in ABBA order, so it widens the interval and does not move it.
 What cannot be computed is None with a reason ("undetermined"), never significant.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -34,7 +35,10 @@ class RatioEstimate:
     p_value: float | None
     p_equivalence: float | None
     spread_log: float | None
+    """Standard deviation of the log ratios of the units."""
     reason: str | None = None
+    units: int = 0
+    """How many independent observations the interval rests on: the pairs, or the restarts where there are several."""
 
 
 def estimate_ratio(ratios: Sequence[float], margin: float) -> RatioEstimate:
@@ -71,7 +75,41 @@ def estimate_ratio(ratios: Sequence[float], margin: float) -> RatioEstimate:
         p_value=2.0 * float(special.stdtr(degrees, -abs(centre) / error)),
         p_equivalence=max(below, above),
         spread_log=spread,
+        units=count,
     )
+
+
+def estimate_restarts(groups: Sequence[Sequence[float]], margin: float) -> RatioEstimate:
+    """`estimate_ratio` with each restart as one observation: the mean log ratio of its pairs (`groups`).
+
+    With as many pairs in each restart, the variance of these means is σ²(between) + σ²(within)/pairs, the only one that
+    a mean over all pairs has: Student's t with restarts − 1 degrees of freedom is then exact for normal effects
+    whatever the two variances are, which pooled degrees of freedom are not (Kalibera and Jones, ISMM 2013, section 6:
+    the spread at the highest level is all that enters). One group is one restart: then the pairs are the units, and
+    the interval says nothing of what a restart changes.
+    """
+    filled = [group for group in groups if group]
+    if len(filled) < 2:
+        return estimate_ratio(filled[0] if filled else (), margin)
+    pairs = sum(map(len, filled))
+    if any(value <= 0.0 or not math.isfinite(value) for group in filled for value in group):
+        return replace(estimate_ratio([0.0], margin), pairs=pairs)
+    return replace(estimate_ratio([geometric_mean(group) for group in filled], margin), pairs=pairs)
+
+
+def between_restarts(groups: Sequence[Sequence[float]]) -> float | None:
+    """Standard deviation of what a restart adds to the log ratio: √max(0, variance of the restart means − variance
+    within over pairs). None with fewer than 2 restarts or without 2 pairs in any of them."""
+    filled = [[math.log(value) for value in group] for group in groups if group]
+    degrees = sum(len(group) - 1 for group in filled)
+    if len(filled) < 2 or degrees < 1:
+        return None
+    means = [math.fsum(group) / len(group) for group in filled]
+    centre = math.fsum(means) / len(means)
+    within = math.fsum((v - m) ** 2 for group, m in zip(filled, means, strict=True) for v in group) / degrees
+    of_means = math.fsum((m - centre) ** 2 for m in means) / (len(means) - 1)
+    share = math.fsum(1.0 / len(group) for group in filled) / len(filled)
+    return math.sqrt(max(0.0, of_means - within * share))
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -95,16 +133,21 @@ def critical_t(degrees: int, significance: float) -> float:
     return float(stats.t.ppf(1.0 - significance / 2.0, degrees))
 
 
-def adjust_holm(p_values: Sequence[float | None]) -> list[float | None]:
+def adjust_holm(p_values: Sequence[float | None], weights: Sequence[float] | None = None) -> list[float | None]:
     """Holm's step-down adjustment (Scand. J. Statist. 6, 1979): the chance of one false winner among all comparisons
     of a run stays at 5 % however they depend on each other. None (no test made) stays None and counts for nothing.
+
+    `weights` divide the 5 % unevenly (the same paper, section 4); equal without them. With anytime-valid p values the
+    promise holds at all times at once: the first false winner needs a p below its own share of 5 %.
     """
-    order = sorted((value, index) for index, value in enumerate(p_values) if value is not None)
+    shares = [1.0] * len(p_values) if weights is None else list(weights)
+    order = sorted((value / shares[index], index) for index, value in enumerate(p_values) if value is not None)
     adjusted: list[float | None] = [None] * len(p_values)
-    largest = 0.0
-    for rank, (value, index) in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - rank) * value))
+    left, largest = math.fsum(shares[index] for _, index in order), 0.0
+    for weighted, index in order:
+        largest = max(largest, min(1.0, left * weighted))
         adjusted[index] = largest
+        left -= shares[index]
     return adjusted
 
 

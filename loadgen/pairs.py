@@ -1,0 +1,101 @@
+"""Values of one metric side by side: one of each arm from every complete pair of blocks or starts, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from loadgen.metrics import TIME_TO_READY, Metric, metrics_of
+from loadgen.percentiles import samples_needed
+from loadgen.records import Cell, ColdStart, Label
+from loadgen.summaries import NS_PER_S, BlockSummary
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What both arms measured side by side, and during which start of the servers."""
+
+    a: float
+    b: float
+    restart: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """B over A."""
+        return self.b / self.a
+
+
+@dataclass(frozen=True, slots=True)
+class PairedMetric:
+    """One comparison's data; without pairs `reason` may say why."""
+
+    cell: Cell
+    metric: Metric
+    pairs: tuple[Pair, ...]
+    reason: str | None = None
+
+    def by_restart(self) -> list[list[float]]:
+        """Ratios, one list for each start of the servers."""
+        groups: dict[int, list[float]] = {}
+        for pair in self.pairs:
+            groups.setdefault(pair.restart, []).append(pair.ratio)
+        return list(groups.values())
+
+
+def pair_metrics(
+    cells: Sequence[Cell], blocks: Sequence[BlockSummary], cold_starts: Sequence[ColdStart]
+) -> list[PairedMetric]:
+    """Every metric of every cell, in the order of the report."""
+    return [
+        _start_pairs(cell, metric, cold_starts) if cell.scenario == "cold-start" else _block_pairs(cell, metric, blocks)
+        for cell in cells
+        for metric in metrics_of(cell)
+    ]
+
+
+def _block_pairs(cell: Cell, metric: Metric, blocks: Sequence[BlockSummary]) -> PairedMetric:
+    """With the reason where the samples do not suffice."""
+    usable = [block for block in blocks if block.cell == cell.name and block.complete]
+    by_pair = {(block.pair, block.label): block for block in usable}
+    numbers = sorted({block.pair for block in usable})
+    complete = [(by_pair.get((n, "a")), by_pair.get((n, "b"))) for n in numbers]
+    couples = [(a, b) for a, b in complete if a is not None and b is not None]
+    if metric.quantile is not None:
+        needed = samples_needed(metric.quantile)
+        fewest = min((min(a.latency.samples, b.latency.samples) for a, b in couples), default=0)
+        if couples and fewest < needed:
+            reason = f"{metric.title} needs {needed} samples a block, the smallest block has {fewest}"
+            return PairedMetric(cell, metric, (), reason)
+    values = [(_value(a, metric), _value(b, metric), a.restart) for a, b in couples]
+    pairs = tuple(Pair(a, b, restart) for a, b, restart in values if a is not None and b is not None)
+    if len(pairs) < len(values):
+        return PairedMetric(cell, metric, (), "a block has no good answer to measure")
+    return PairedMetric(cell, metric, pairs)
+
+
+def _value(block: BlockSummary, metric: Metric) -> float | None:
+    if metric.quantile is None:
+        return block.throughput_per_s
+    value: float | None = getattr(block.latency, f"{metric.name.removeprefix('latency_')}_ms")
+    return value
+
+
+def _start_pairs(cell: Cell, metric: Metric, starts: Sequence[ColdStart]) -> PairedMetric:
+    """Seconds from process start in each repetition in which both arms got there."""
+    moment: Callable[[ColdStart], int | None] = _ready if metric == TIME_TO_READY else _first_answer
+    reached: dict[tuple[int, Label], float] = {}
+    for start in starts:
+        elapsed_ns = moment(start)
+        if start.error is None and elapsed_ns:
+            reached[start.repetition, start.label] = elapsed_ns / NS_PER_S
+    repetitions = sorted({repetition for repetition, _ in reached})
+    pairs = [Pair(reached[r, "a"], reached[r, "b"], r) for r in repetitions if {(r, "a"), (r, "b")} <= reached.keys()]
+    return PairedMetric(cell, metric, tuple(pairs))
+
+
+def _ready(start: ColdStart) -> int | None:
+    return start.ready_ns
+
+
+def _first_answer(start: ColdStart) -> int | None:
+    return start.first_answer_ns
