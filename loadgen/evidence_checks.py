@@ -78,12 +78,12 @@ def _proven(run: StoredRun) -> list[Check]:
     if run.evidence is None:
         detail = "no evidence was recorded, and what a server says about itself proves nothing"
         return [make_check(CheckName.GPU_EVIDENCE, None, threshold=VERIFIED, detail=detail)]
-    return [_cell_proven(run.evidence, cell.name, cell.scenario == "cold-start") for cell in run.experiment.cells]
+    return [_cell_proven(run.evidence, cell.name, not cell.has_blocks) for cell in run.experiment.cells]
 
 
-def _cell_proven(evidence: EvidenceFile, cell: str, cold_start: bool) -> Check:
-    """A cold start has no load to watch: it stands on the findings over the whole run."""
-    judged = None if cold_start else cell
+def _cell_proven(evidence: EvidenceFile, cell: str, without_blocks: bool) -> Check:
+    """Cold starts, searches and ramps have no block to watch: they stand on the findings over the whole run."""
+    judged = None if without_blocks else cell
     a, b = arm_evidence(evidence, "a", judged), arm_evidence(evidence, "b", judged)
     ok, sentence = may_rank(a, b)
     value = " and ".join(record.finding.value if record is not None else "nothing" for record in (a, b))
