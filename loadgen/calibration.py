@@ -27,13 +27,14 @@ from loadgen.deployment.process import ChildProcess
 from loadgen.endpoint import Signature, TensorSignature
 from loadgen.environment import read_environment, utc_now
 from loadgen.fingerprint import fingerprint
+from loadgen.full_load import throughput_per_s
 from loadgen.generator_messages import Open, Outcome, Prepare
 from loadgen.generator_process import GeneratorError, GeneratorProcess
 from loadgen.payloads import PAYLOADS
 from loadgen.percentiles import percentile
 from loadgen.records import Transport
 from loadgen.sample_files import read_samples
-from loadgen.summaries import good, latencies_ms, throughput_per_s
+from loadgen.samples import good, latencies_ms
 from loadgen.transports import TRANSPORTS
 
 JPEG_BYTES = 30_000

@@ -23,122 +23,42 @@ from typing import Literal
 
 import msgspec
 
-from loadgen.payloads import variant_name
+from loadgen.block_records import BlockRecord, StageTotals, WorkerRecord
+from loadgen.experiment_records import (
+    ArmRequest,
+    Arrivals,
+    Caches,
+    Cell,
+    DeploymentKind,
+    Experiment,
+    Label,
+    Record,
+    Scenario,
+    Transport,
+)
 
-Label = Literal["a", "b"]
-Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "ramp"]
-Arrivals = Literal["closed", "constant", "poisson"]
-Transport = Literal["http", "grpc", "shm"]
-DeploymentKind = Literal["embedded", "compose"]
-Caches = Literal["cached", "uncached"]
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything stored: immutable, named fields, unknown fields refused."""
-
-
-class ArmRequest(Record, frozen=True, kw_only=True):
-    """One side as asked for. `target` is native, triton or a URL (a server that somebody else started)."""
-
-    label: Label
-    target: str
-    settings: dict[str, str] = {}
-    """Options for `abserve serve …` beyond those that both arms share, without the leading dashes."""
-    payload: str | None = None
-    """Where it differs from the experiment's; such a pair is not a comparison of servers."""
-    grpc: str | None = None
-    """HOST:PORT of the gRPC door of a server that somebody else started."""
-
-
-class Cell(Record, frozen=True, kw_only=True):
-    """One scenario at one load. A block of it ends after `requests` requests or `seconds`, whichever is later,
-    and never after more than `max_seconds` (requests in flight then are finished and counted). In an open loop that
-    is the time during which requests fall due; see `loadgen.arrivals` for how long overdue ones are still sent."""
-
-    scenario: Scenario
-    batch_size: int
-    concurrency: int
-    """Users of a closed loop; in an open loop the most connections, so the most requests under way."""
-    requests: int
-    seconds: float
-    max_seconds: float
-    pairs: int
-    arrivals: Arrivals = "closed"
-    """closed: a user's next request leaves when its last one is answered. constant, poisson: requests fall due at
-    `rate_per_s` whatever becomes of the answers (open loop)."""
-    rate_per_s: float | None = None
-    """Requests a second of an open loop; None in a closed one."""
-    latency_bound_ms: float | None = None
-    """X of a search for the highest Poisson rate with p99 ≤ X (the scenario slo), whose rates the search chooses."""
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether it is made of blocks at a load that is known beforehand; cold starts, searches and ramps are not."""
-        return self.scenario not in ("cold-start", "slo", "ramp")
-
-    @property
-    def is_open(self) -> bool:
-        """Whether requests fall due by a schedule, so that latency, and not throughput, is what is measured."""
-        return self.arrivals != "closed"
-
-    @property
-    def name(self) -> str:
-        """As shown: cold-start, single, batched(8), concurrent(16), open(50/s), poisson(50/s), slo(p99≤50ms), ramp."""
-        if self.latency_bound_ms is not None:
-            return f"slo(p99≤{self.latency_bound_ms:g}ms)"
-        if self.is_open:
-            size = f", batch {self.batch_size}" if self.batch_size > 1 else ""
-            return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_per_s or 0.0:g}/s{size})"
-        if self.scenario == "batched":
-            return f"batched({self.batch_size})"
-        if self.scenario == "concurrent":
-            return f"concurrent({self.concurrency})"
-        return self.scenario
-
-
-class Experiment(Record, frozen=True, kw_only=True):
-    """Everything asked for. `seed` decides the order of the blocks; `equivalence_margin` is δ of the verdict."""
-
-    schema: Literal["abserve.experiment/1"] = "abserve.experiment/1"
-    a: ArmRequest
-    b: ArmRequest
-    model: str
-    weights: str
-    payload: str
-    transport: Transport
-    cells: tuple[Cell, ...]
-    preset: str
-    seed: int
-    equivalence_margin: float
-    threads: int
-    gpu_control: bool = True
-    """Whether an arm is run on the CPU too where there is a GPU: the negative control of the evidence."""
-    deployment: DeploymentKind = "embedded"
-    """Servers as processes of ours, or those of a running compose stack, whose settings are its own."""
-    compose_project: str | None = None
-    """Of the stack, with the deployment compose."""
-    settings: dict[str, object] | None = None
-    """The settings in effect, as an experiment file holds them; None in runs of before there were such files."""
-    settings_sha256: str | None = None
-    """Of their canonical content."""
-    restarts: int = 1
-    """How often both servers are started afresh; each restart gets its share of the pairs."""
-    until_decided: bool = False
-    """Whether pairs are added until the leading comparison of every cell is decided: `Cell.pairs` are the least."""
-    time_limit_minutes: float | None = None
-    """Of load, with `until_decided`: no round begins that would end later."""
-    explain: bool = False
-    """Whether the causes of the differences are tested by counterfactual cells after the load."""
-    explain_seconds: float = 600.0
-    """The longest time for that."""
-
-    def payload_of(self, arm: ArmRequest) -> str:
-        """What an arm is sent."""
-        return arm.payload or self.payload
-
-    def model_of(self, arm: ArmRequest) -> str:
-        """The name under which an arm serves the variant that takes its payload."""
-        return variant_name(self.model, self.payload_of(arm))
+__all__ = [
+    "ArmRecord",
+    "ArmRequest",
+    "Arrivals",
+    "BlockRecord",
+    "Caches",
+    "Cell",
+    "ColdStart",
+    "ContainerColdStart",
+    "DeploymentKind",
+    "Environment",
+    "Experiment",
+    "Label",
+    "ParityCase",
+    "ParityRecord",
+    "Record",
+    "RunState",
+    "Scenario",
+    "StageTotals",
+    "Transport",
+    "WorkerRecord",
+]
 
 
 class Environment(Record, frozen=True, kw_only=True):
@@ -152,7 +72,7 @@ class Environment(Record, frozen=True, kw_only=True):
     packages: dict[str, str]
     gpu: dict[str, object]
     """The /gpu-info document of this machine, without processes; `status` says whether there is a GPU."""
-    inputs: dict[str, str | int] = {}
+    inputs: dict[str, str | int] = msgspec.field(default_factory=dict)
     """What was sent: kind (photographs, or synthetic for a model that we do not know), count, sha256."""
 
 
@@ -223,87 +143,14 @@ class ContainerColdStart(Record, frozen=True, kw_only=True):
     """Whether what torch and Triton have compiled was kept."""
     started_ns: int | None = None
     """The engine had created the process."""
-    milestones_ns: dict[str, int] = {}
+    milestones_ns: dict[str, int] = msgspec.field(default_factory=dict)
     """By the names of `loadgen.container_cold_start.MILESTONES`: what was found in the log."""
     live_ns: int | None = None
     ready_ns: int | None = None
     first_answer_ns: int | None = None
-    batch_answers_ns: dict[int, int] = {}
+    batch_answers_ns: dict[int, int] = msgspec.field(default_factory=dict)
     """Batch size → how long its own first request took, in ascending order, each after the one before."""
     error: str | None = None
-
-
-class StageTotals(Record, frozen=True, kw_only=True):
-    """A server's own account of a block: differences of its statistics, summed over the block's requests.
-
-    The names are Triton's. `receive` and `encode` are the native server's HTTP stages, None where a server does not
-    report them; `decode` is part of compute_input on Triton.
-    """
-
-    requests: int
-    items: int
-    executions: int
-    queue_ns: int
-    compute_input_ns: int
-    compute_infer_ns: int
-    compute_output_ns: int
-    receive_ns: int | None = None
-    decode_ns: int | None = None
-    encode_ns: int | None = None
-    batches: dict[int, int] = {}
-    """Executed batch size → number of executions."""
-
-
-class WorkerRecord(Record, frozen=True, kw_only=True):
-    """What one process of a distributed generator did in a block. Its times are of its own machine's clock."""
-
-    index: int
-    host: str
-    pid: int
-    requests: int
-    cpu_ns: int
-    window_start_ns: int
-    window_end_ns: int
-    lost: str | None = None
-    """How it was lost, where it was; `requests` are then those found in its file."""
-
-
-class BlockRecord(Record, frozen=True, kw_only=True):
-    """One stretch of load on one arm."""
-
-    index: int
-    cell: str
-    pair: int
-    label: Label
-    position: int
-    """0 when this arm came first in its pair, else 1."""
-    started_at: str
-    window_start_ns: int
-    window_end_ns: int
-    samples: str
-    """Path of the sample file, relative to DIR."""
-    requests: int
-    items: int
-    errors: int
-    error_messages: tuple[str, ...]
-    generator_cpu_ns: int
-    server_cpu_ns: int | None
-    stages: StageTotals | None
-    complete: bool
-    """False when the block was cut short: by a dead server, by Ctrl-C. Such a block takes part in no comparison."""
-    note: str | None = None
-    transport: Transport = "http"
-    body_payload_bytes: tuple[int, ...] = ()
-    """Bytes of tensors in each prepared body, by the number in the samples. They are part of the samples' request
-    bytes, except with the transport shm, where they go through memory."""
-    restart: int = 0
-    """During which start of the servers, from 0."""
-    offered: int | None = None
-    """Requests that fell due in an open loop; those beyond `requests` could not be sent in time."""
-    due_span_ns: int | None = None
-    """From the first to the last moment at which one was due."""
-    workers: tuple[WorkerRecord, ...] = ()
-    """Processes of a distributed generator; empty where one process sent everything."""
 
 
 class RunState(Record, frozen=True, kw_only=True):

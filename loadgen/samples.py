@@ -9,6 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+NS_PER_MS = 1e6
+NS_PER_S = 1e9
+
 SAMPLE_DTYPE = np.dtype(
     [
         ("intended_ns", "<i8"),  # when the schedule wanted it sent; in a closed loop equal to send_ns
@@ -27,3 +30,13 @@ SAMPLE_DTYPE = np.dtype(
 """All times are `time.perf_counter_ns()` of the generator's process."""
 
 Samples = npt.NDArray[np.void]
+
+
+def good(samples: Samples) -> Samples:
+    """Those that were answered without an error."""
+    return samples[samples["error"] < 0]
+
+
+def latencies_ms(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """From the intended start to the last byte, of the given samples."""
+    return np.asarray((samples["end_ns"] - samples["intended_ns"]) / NS_PER_MS, dtype=np.float64)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from loadgen.records import Label, Record, StageTotals
+from loadgen.samples import NS_PER_MS, good, latencies_ms
 from loadgen.stored_run import StoredBlock
-from loadgen.summaries import NS_PER_MS, good, latencies_ms
 
 STAGES = (
     "receive",

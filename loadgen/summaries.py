@@ -1,16 +1,8 @@
 """What each block and each cell of an arm measured, from raw samples; nothing here compares arms.
 
-Throughput. A closed loop of N users that ends after a number of requests has a tail: the users stop one by one, and
-the last requests run at less than the asked-for load. Items divided by the time up to the last answer then charges
-the tail to the server, and more so to the arm with the more variable latency. The window used here is the time of
-full load: from the first intended start until the first user retires, that is the earliest of the users' last
-answers. A request that straddles its end counts by the share of its life inside the window. For constant latencies,
-for batches that finish together and for one user this is exact; for N independent users its relative bias is about
-CV²/2 · N/n (renewal theory; CV of the latencies, n requests), where items up to the last answer are off by the
-longest remaining latency: see `tests/truth` for both, side by side.
-
-Latency counts from the intended start to the last byte, of good answers only; failed requests are counted apart and
-invalidate.
+Throughput is that of the time of full load (`loadgen.full_load`), in an open loop the rate of the answers
+(`loadgen.open_loop`). Latency counts from the intended start to the last byte, of good answers only; failed requests
+are counted apart and invalidate.
 """
 
 from __future__ import annotations
@@ -19,14 +11,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from loadgen.full_load import full_load_window, throughput_per_s, warm_up_cost
+from loadgen.open_loop import OpenLoop, pool_open_loops, summarise_open_loop
 from loadgen.percentiles import distribution, percentile
-from loadgen.records import Label, Record
-from loadgen.samples import SAMPLE_DTYPE, Samples
+from loadgen.records import BlockRecord, Label, Record
+from loadgen.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, good, latencies_ms
 from loadgen.statistics import geometric_mean, interval_of_mean
 from loadgen.stored_run import StoredBlock
 
-NS_PER_MS = 1e6
-NS_PER_S = 1e9
+__all__ = ["NS_PER_S", "BlockSummary", "CellSummary", "LatencySummary", "summarise_blocks", "summarise_cell"]
 
 
 class LatencySummary(Record, frozen=True, kw_only=True):
@@ -70,7 +63,7 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     warm_up_error_share: float | None
     """Standard error of `warm_up_share` by the noise of the other requests."""
     generator_cpu_share: float | None
-    """Of one core."""
+    """Of one core; of several generator processes the busiest one's."""
     server_cpu_cores: float | None
     """Mean number of cores that the server kept busy."""
     request_bytes: float | None
@@ -79,6 +72,10 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     note: str | None
     restart: int = 0
     """During which start of the servers, from 0."""
+    send_lag_p50_ms: float | None = None
+    open_loop: OpenLoop | None = None
+    """Of an open loop, whose `throughput_per_s` is the rate of the answers."""
+    generator_processes: int = 1
 
 
 class CellSummary(Record, frozen=True, kw_only=True):
@@ -106,62 +103,7 @@ class CellSummary(Record, frozen=True, kw_only=True):
     payload_bytes: float | None = None
     """Bytes of tensors in a request: the mean over the prepared bodies, which take turns. Part of `request_bytes`,
     except where they go through shared memory."""
-
-
-def good(samples: Samples) -> Samples:
-    """Those that were answered without an error."""
-    return samples[samples["error"] < 0]
-
-
-def latencies_ms(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """From the intended start to the last byte, of the given samples."""
-    return np.asarray((samples["end_ns"] - samples["intended_ns"]) / NS_PER_MS, dtype=np.float64)
-
-
-def full_load_window(samples: Samples) -> tuple[int, int]:
-    """(start, end) in ns of the time during which every user had a request under way; see the module's text.
-
-    `samples` is not empty and includes failed requests: a user that failed and went on was still under load.
-    """
-    users, places = np.unique(samples["user"], return_inverse=True)
-    retired = np.zeros(len(users), dtype=np.int64)
-    np.maximum.at(retired, places, samples["end_ns"])
-    return int(samples["intended_ns"].min()), int(retired.min())
-
-
-def throughput_per_s(samples: Samples) -> float | None:
-    """Items a second in the full-load window, from good answers; a straddling request counts by its share inside."""
-    if len(samples) == 0:
-        return None
-    start, end = full_load_window(samples)
-    answered = good(samples)
-    if end <= start or len(answered) == 0:
-        return None
-    life = np.maximum(answered["end_ns"] - answered["intended_ns"], 1)
-    inside = np.minimum(answered["end_ns"], end) - np.maximum(answered["intended_ns"], start)
-    items = float(np.sum(answered["batch"] * np.clip(inside / life, 0.0, 1.0)))
-    return items / ((end - start) / NS_PER_S) if items > 0.0 else None
-
-
-def warm_up_cost(samples: Samples) -> tuple[float, float] | None:
-    """How much of a block's user time its first requests lost against the mean of the others, with its standard error.
-
-    Sum over the first max(users, 5) requests of (latency − mean of the rest), over users × duration. This is the
-    relative error that missing warm-up can have put into the throughput. The error is of that sum if the first
-    requests were like the rest and all independent. None with fewer than 20 good answers.
-    """
-    answered = np.sort(good(samples), order="intended_ns")
-    users = len(np.unique(answered["user"]))
-    first = max(users, 5)
-    if len(answered) < max(20, 2 * first):
-        return None
-    latency = latencies_ms(answered)
-    rest = latency[first:]
-    duration_ms = (int(answered["end_ns"].max()) - int(answered["intended_ns"].min())) / NS_PER_MS
-    if duration_ms <= 0.0:
-        return None
-    error_ms = float(np.std(rest, ddof=1)) * float(np.sqrt(first * (1.0 + first / len(rest))))
-    return float(np.sum(latency[:first] - np.mean(rest))) / (users * duration_ms), error_ms / (users * duration_ms)
+    open_loop: OpenLoop | None = None
 
 
 def summarise_latency(values_ms: np.ndarray[tuple[int], np.dtype[np.float64]]) -> LatencySummary:
@@ -187,17 +129,22 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
     record = block.record
     samples = block.samples if block.samples is not None and len(block.samples) else None
     window_ns = record.window_end_ns - record.window_start_ns
-    full_load = lag = largest_lag = warm = None
+    full_load = lag = median_lag = largest_lag = warm = throughput = open_loop = None
     start_s = max(record.window_start_ns - origin_ns, 0) / NS_PER_S
     duration_s = window_ns / NS_PER_S
     if samples is not None:
         begin, end = full_load_window(samples)
         last = int(samples["end_ns"].max())
         start_s, duration_s = (begin - origin_ns) / NS_PER_S, (last - begin) / NS_PER_S
-        full_load = (end - begin) / (last - begin) if last > begin else None
         lags_ms = (samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS
-        lag, largest_lag = percentile(lags_ms, 0.99), float(lags_ms.max())
-        warm = warm_up_cost(samples)
+        median_lag, lag, largest_lag = percentile(lags_ms, 0.5), percentile(lags_ms, 0.99), float(lags_ms.max())
+        if record.offered is not None and record.due_span_ns is not None:
+            # Requests of an open loop queue behind each other: a busy spell at the start is no missing warm-up.
+            open_loop = summarise_open_loop(samples, record.offered, record.due_span_ns)
+            throughput = None if open_loop.achieved_per_s is None else open_loop.achieved_per_s * block.cell.batch_size
+        else:
+            full_load = (end - begin) / (last - begin) if last > begin else None
+            throughput, warm = throughput_per_s(samples), warm_up_cost(samples)
     answered = good(samples) if samples is not None else None
     return BlockSummary(
         index=record.index,
@@ -211,14 +158,14 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         requests=record.requests,
         errors=record.errors,
         items=int(answered["batch"].sum()) if answered is not None else 0,
-        throughput_per_s=throughput_per_s(samples) if samples is not None else None,
+        throughput_per_s=throughput,
         full_load_share=full_load,
         latency=summarise_latency(latencies_ms(answered) if answered is not None else np.empty(0)),
         send_lag_p99_ms=lag,
         send_lag_max_ms=largest_lag,
         warm_up_share=warm[0] if warm else None,
         warm_up_error_share=warm[1] if warm else None,
-        generator_cpu_share=record.generator_cpu_ns / window_ns if window_ns > 0 else None,
+        generator_cpu_share=_generator_cpu_share(record),
         server_cpu_cores=record.server_cpu_ns / window_ns
         if record.server_cpu_ns is not None and window_ns > 0
         else None,
@@ -226,7 +173,23 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         response_bytes=float(np.median(answered["response_bytes"])) if answered is not None and len(answered) else None,
         note=record.note or block.problem,
         restart=record.restart,
+        send_lag_p50_ms=median_lag,
+        open_loop=open_loop,
+        generator_processes=max(len(record.workers), 1),
     )
+
+
+def _generator_cpu_share(record: BlockRecord) -> float | None:
+    """Of the core that a generator process can use at most; with several, of the one that was closest to it."""
+    shares = [
+        worker.cpu_ns / (worker.window_end_ns - worker.window_start_ns)
+        for worker in record.workers
+        if worker.lost is None and worker.window_end_ns > worker.window_start_ns
+    ]
+    if record.workers:
+        return max(shares, default=None)
+    window_ns = record.window_end_ns - record.window_start_ns
+    return record.generator_cpu_ns / window_ns if window_ns > 0 else None
 
 
 def summarise_cell(
@@ -269,6 +232,7 @@ def summarise_cell(
         executed_batch_mean=executed / executions if executions else None,
         distribution_ms=distribution(latency),
         payload_bytes=_payload_bytes(chosen),
+        open_loop=pool_open_loops([summary.open_loop for _, summary in chosen if summary.open_loop is not None]),
     )
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from loadgen.full_load import throughput_per_s
 from loadgen.samples import SAMPLE_DTYPE, Samples
-from loadgen.summaries import throughput_per_s
 
 Latency = Callable[[np.random.Generator], float]
 USERS, REQUESTS = 16, 200
