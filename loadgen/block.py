@@ -37,7 +37,10 @@ class Block:
     """From the command to the outcome: `gather`, then `run` once, or `discard`."""
 
     def __init__(self, command: Open, door: Door, requests: tuple[Sendable, ...], *, settling: Sendable) -> None:
-        self.window = LoadWindow(command.requests, command.seconds, command.max_seconds)
+        self.window = LoadWindow(
+            command.requests, command.seconds, command.max_seconds,
+            latency_bound_ns=command.latency_bound_ns, late_allowed=command.late_allowed,
+        )  # fmt: skip
         self._path = None if command.samples_path is None else Path(command.samples_path)
         self._concurrency = command.concurrency
         self._writer = SampleWriter(self._path)
@@ -113,6 +116,7 @@ class Block:
             body_payload_bytes=tuple(request.payload_bytes for request in self._traffic.requests),
             offered=None if self.pacer is None else self.pacer.offered,
             due_span_ns=self._offsets_ns[-1] - self._offsets_ns[0] if self._offsets_ns else None,
+            late=self.window.late,
         )
 
     def _await(self, start_at_ns: int | None) -> int:
@@ -224,5 +228,5 @@ class BlockUser(InferenceUser):
             except OSError as exc:  # only the sample writer raises it
                 self.block.storage_failed(exc)
                 break
-            window.answered(good)
+            window.answered(good, 0 if intended_ns is None else self.traffic.last_end_ns - intended_ns)
         raise StopUser

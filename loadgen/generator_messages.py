@@ -57,6 +57,9 @@ class Open(Message, frozen=True, kw_only=True):
     """With several workers: each takes every `parts`-th request of the same schedule, from number `part`."""
     first_user: int = 0
     """Number of its first user, so that no two workers' users have the same."""
+    latency_bound_ns: int | None = None
+    """A request that takes longer, from its intended start, is late; with more than `late_allowed` the block ends."""
+    late_allowed: int = 0
 
 
 class Go(Message, frozen=True, kw_only=True):
@@ -105,6 +108,8 @@ class Outcome(Message, frozen=True, kw_only=True):
     """From the first to the last moment at which one was due."""
     workers: tuple[WorkerRecord, ...] = ()
     """Of a distributed generator."""
+    late: int = 0
+    """Requests that failed or took longer than the block's latency bound."""
 
 
 class Refusal(Message, frozen=True, kw_only=True):

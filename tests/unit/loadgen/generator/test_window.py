@@ -50,3 +50,20 @@ def test_only_failures_without_a_good_answer_between_them_cut_it() -> None:
     for _ in range(FAILURES_IN_A_ROW):
         load.answered(good=False)
     assert load.cut_reason == f"{FAILURES_IN_A_ROW} requests in a row failed"
+
+
+def test_a_latency_bound_ends_it_when_too_many_were_late() -> None:
+    window = LoadWindow(100, 0.0, 60.0, latency_bound_ns=50, late_allowed=2)
+    window.start(0)
+    for good, latency_ns in ((True, 50), (True, 51), (False, 1), (True, 10)):
+        window.answered(good, latency_ns)
+    assert (window.late, window.cut_reason) == (2, None)
+    window.answered(True, 51)
+    assert (window.late, window.cut_reason) == (3, "more than 2 requests were late")
+
+
+def test_without_a_bound_nothing_is_late() -> None:
+    window = LoadWindow(100, 0.0, 60.0)
+    window.start(0)
+    window.answered(False, 10**12)
+    assert (window.late, window.cut_reason) == (0, None)
