@@ -13,7 +13,7 @@ With several restarts of the servers each gets its share of every cell's pairs, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -49,8 +49,16 @@ def pair_orders(pairs: int, random: Random) -> list[tuple[Label, Label]]:
 
 def schedule(cells: Sequence[Cell], seed: int, restarts: int = 1) -> tuple[ScheduledBlock, ...]:
     """All load blocks, in order. The same cells, seed and number of restarts give the same schedule."""
+    return _interleave(load_cells(cells), seed, restarts)
+
+
+def search_schedule(cells: Sequence[Cell], seed: int, restarts: int = 1) -> tuple[ScheduledBlock, ...]:
+    """The same for searches and ramps: each entry is one of them on one arm, with as many trials as it takes."""
+    return _interleave([cell for cell in cells if cell.scenario in ("slo", "ramp")], seed, restarts)
+
+
+def _interleave(load: Sequence[Cell], seed: int, restarts: int) -> tuple[ScheduledBlock, ...]:
     random = Random(seed)
-    load = load_cells(cells)
     orders = {cell.name: pair_orders(cell.pairs, random) for cell in load}
     blocks: list[ScheduledBlock] = []
     for restart in range(restarts):
@@ -63,6 +71,38 @@ def schedule(cells: Sequence[Cell], seed: int, restarts: int = 1) -> tuple[Sched
                 for position, label in enumerate(orders[cell.name][pair]):
                     blocks.append(ScheduledBlock(len(blocks), cell, pair, label, position, restart))
     return tuple(blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPair:
+    """One pair of a round of an open-ended schedule, its arms in their order."""
+
+    cell: Cell
+    pair: int
+    order: tuple[Label, Label]
+
+    def blocks(self, index: int) -> tuple[ScheduledBlock, ScheduledBlock]:
+        """Its blocks, numbered from `index`."""
+        first, second = self.order
+        return (
+            ScheduledBlock(index, self.cell, self.pair, first, 0),
+            ScheduledBlock(index + 1, self.cell, self.pair, second, 1),
+        )
+
+
+def endless_rounds(cells: Sequence[Cell], seed: int) -> Iterator[list[RoundPair]]:
+    """Rounds without end: one pair of every load cell in a random order, balanced as in `schedule`. Which pairs of a
+    round are run is the caller's to decide; leaving a cell out from some round on leaves it balanced."""
+    random = Random(seed)
+    load = load_cells(cells)
+    pair = 0
+    while True:
+        orders = {cell.name: pair_orders(2, random) for cell in load}
+        for place in range(2):
+            in_round = [RoundPair(cell, pair + place, orders[cell.name][place]) for cell in load]
+            random.shuffle(in_round)
+            yield in_round
+        pair += 2
 
 
 def _share(pairs: int, restart: int, restarts: int) -> tuple[int, int]:

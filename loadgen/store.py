@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from loadgen.calibration_records import Calibration
 from loadgen.causes.records import Explanation
 from loadgen.evidence.records import EvidenceFile
 from loadgen.records import (
@@ -20,6 +21,7 @@ from loadgen.records import (
     ParityRecord,
     RunState,
 )
+from loadgen.search_records import Trial
 
 
 class StorageError(Exception):
@@ -68,6 +70,20 @@ class RunStore:
         """One block, after its samples."""
         self._write(f"blocks/{record.index:04d}.json", record)
 
+    def trial(self, record: Trial) -> None:
+        """One trial of a search or a ramp, after its samples."""
+        self._write(f"trials/{record.index:04d}.json", record)
+
+    def next_trial(self) -> tuple[int, Path]:
+        """Number of the next trial, and where the generator writes its samples. Raises `StorageError`."""
+        folder = self.directory / "trials"
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as exc:
+            raise StorageError(storage_sentence(folder, exc.strerror or str(exc))) from exc
+        index = len(list(folder.glob("*.json")))
+        return index, (folder / f"{index:04d}.npy").resolve()
+
     def state(self, record: RunState) -> None:
         """How the run stands."""
         self._write("run.json", record)
@@ -79,6 +95,10 @@ class RunStore:
     def explanation(self, record: Explanation) -> None:
         """Which causes were taken away so far."""
         self._write("causes.json", record)
+
+    def calibration(self, record: Calibration) -> None:
+        """What the load generator can do on this machine."""
+        self._write("calibration.json", record)
 
     def samples_path(self, index: int) -> Path:
         """Where the generator writes a block's samples."""
