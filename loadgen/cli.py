@@ -7,14 +7,16 @@ import typer
 from loadgen.calibrate_command import calibrate
 from loadgen.compare_command import compare
 from loadgen.conformance_command import conformance
+from loadgen.diff_command import diff
 from loadgen.exporters.command import results_exporter
 from loadgen.report_command import report
 
 
 def commands(app: typer.Typer) -> None:
-    """Add `calibrate`, `compare`, `conformance`, `report` and `results-exporter` to the command line."""
+    """Add `calibrate`, `compare`, `conformance`, `diff`, `report` and `results-exporter` to the command line."""
     app.command("calibrate")(calibrate)
     app.command("compare")(compare)
     app.command("conformance")(conformance)
+    app.command("diff")(diff)
     app.command("report")(report)
     app.command("results-exporter", hidden=True)(results_exporter)
