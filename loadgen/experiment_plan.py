@@ -11,6 +11,7 @@ from loadgen.combinations import Combination, plan_combinations
 from loadgen.experiment_settings import ArmSettings, ExperimentSettings
 from loadgen.plan import PlanError, expects_gpu, make_cells
 from loadgen.records import ArmRequest, Experiment, Label
+from loadgen.repetition import check_repetition, pairs_of
 from loadgen.stack_request import AS_SERVED, DEFAULT_PROJECT, check_stack_request, parse_deployment
 from loadgen.thresholds import plan_conditions
 
@@ -44,13 +45,14 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         batch_sizes=settings.batch_sizes,
         concurrency=settings.concurrency,
         requests=settings.requests,
-        pairs=settings.pairs,
+        pairs=pairs_of(settings),
         gpu=expects_gpu(a, b),
         rates=settings.rates,
         arrivals=settings.arrivals,
         connections=settings.connections,
         open_seconds=settings.open_seconds,
     )
+    check_repetition(settings, cells)
     plan_conditions(settings.fail_if, cells)
     is_matrix = settings.matrix or len(combinations) > 1
 
@@ -71,6 +73,9 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
             equivalence_margin=own.margin,
             threads=own.threads,
             gpu_control=own.gpu_control,
+            restarts=own.restarts,
+            until_decided=own.until == "decided",
+            time_limit_minutes=own.time_limit if own.until == "decided" else None,
             explain=own.preset == "full" if own.explain is None else own.explain,
             explain_seconds=own.explain_minutes * 60.0,
             deployment=kind,

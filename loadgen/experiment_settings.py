@@ -103,7 +103,16 @@ class ExperimentSettings(Settings):
     arrivals: str = Field("poisson", description="At these rates: poisson (independent clients) or constant.")
     connections: int = Field(CONNECTIONS, ge=1, description="Of an open loop, at most; a request without one waits.")
     open_seconds: float = Field(OPEN_SECONDS, ge=0.1, description="Of a block of an open loop.")
-    pairs: int | None = Field(None, ge=1, description="Pairs of blocks a cell; default: the preset's.")
+    pairs: int | None = Field(
+        None, ge=1, description="Pairs of blocks a cell, the least with --until decided; default: the preset's."
+    )
+    restarts: int = Field(
+        1, ge=1, description="Fresh starts of both servers over which the pairs are spread; 5 or more cover them."
+    )
+    until: str = Field(
+        "planned", description="planned (as many pairs as asked for) or decided (until every scenario is, see --pairs)."
+    )
+    time_limit: float = Field(30.0, gt=0.0, description="Minutes of load after which --until decided ends undecided.")
     threads: int = Field(0, ge=0, description="Engine threads, the same for both; 0: all cores.")
     seed: int = Field(0, description="Decides the order of the blocks.")
     margin: float = Field(0.05, ge=0.001, le=1.0, description="Differences within it are equivalence.")

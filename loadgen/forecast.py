@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from time import monotonic
 
 from loadgen.plan import PRESETS
 from loadgen.records import Cell, Experiment, Label
@@ -24,6 +25,15 @@ class Forecast:
         self._seconds: dict[tuple[str, Label], list[float]] = {}
         self._preset_seconds = PRESETS[experiment.preset].minutes * 60 if experiment.preset in PRESETS else 300.0
         self._before_load = _BEFORE_LOAD_SECONDS
+        self._load_ends_at: float | None = None
+
+    def load_ends_within(self, seconds: float) -> None:
+        """How many blocks are to come is not known, only how long they may take."""
+        self._blocks, self._load_ends_at = [], monotonic() + seconds
+
+    def load_ends(self) -> None:
+        """No block is to come."""
+        self._load_ends_at = None
 
     def load_begins(self) -> None:
         """Everything before the first block is done."""
@@ -32,7 +42,12 @@ class Forecast:
     def block_took(self, block: ScheduledBlock, seconds: float) -> None:
         """One block is done."""
         self._seconds.setdefault((block.cell.name, block.label), []).append(seconds)
-        self._blocks.remove(block)
+        if block in self._blocks:
+            self._blocks.remove(block)
+
+    def pair_s(self, cell: Cell) -> float:
+        """Seconds of one pair of a cell."""
+        return self._block_seconds(cell, "a", self._seconds) + self._block_seconds(cell, "b", self._seconds)
 
     def start_took(self, seconds: float) -> None:
         """One cold start is done."""
@@ -45,6 +60,8 @@ class Forecast:
         if not self._seconds and self._before_load:
             return max(self._preset_seconds, self._before_load)
         blocks = sum(self._block_seconds(block.cell, block.label, self._seconds) for block in self._blocks)
+        if self._load_ends_at is not None:
+            blocks = max(0.0, self._load_ends_at - monotonic())
         return self._before_load + blocks + self._starts * start
 
     @staticmethod

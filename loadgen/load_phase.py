@@ -68,26 +68,35 @@ class LoadPhase:
                         f"({outcome.error_messages[0]}){self._obituary(label)}"
                     )
 
-    def run(self, blocks: Sequence[ScheduledBlock], forecast: Forecast) -> None:
-        """All blocks in order. Raises `LoadError` after storing a block that was cut short, `StorageError`."""
+    def run(
+        self, blocks: Sequence[ScheduledBlock], forecast: Forecast, *, planned: int | None = None, last: bool = True
+    ) -> list[BlockRecord]:
+        """All blocks in order. Without `planned`, the number of blocks in all, it is not known; with `last`, nothing
+        follows them. Raises `LoadError` after storing a block that was cut short, `StorageError`."""
         pair = None
-        for number, block in enumerate(blocks, start=1):
+        records = []
+        for block in blocks:
             if block.pair != pair:
-                self._idle()
+                self.idle()
                 pair = block.pair
-            self._progress.now(f"block {number} of {len(blocks)}: {block.label.upper()} {block.cell.name}")
+            of = "" if planned is None else f" of {planned}"
+            self._progress.now(f"block {block.index + 1}{of}: {block.label.upper()} {block.cell.name}")
             started = monotonic()
             record, outcome = self._stored_block(block)
+            records.append(record)
             forecast.block_took(block, monotonic() - started)
             self._progress.block_done(record, outcome.latency_p50_ns)
             self._progress.plan(forecast.remaining_s())
-        self._idle()
+        if last:
+            self.idle()
+        return records
 
     def measure(self, block: ScheduledBlock) -> BlockRecord:
         """One block outside the schedule, stored. Raises as `run` does."""
         return self._stored_block(block)[0]
 
-    def _idle(self) -> None:
+    def idle(self) -> None:
+        """Send nothing for a while, where the evidence needs to know the GPU at rest."""
         if self._gpu is not None:
             self._progress.now("nothing is sent, so that the GPU's idling is known")
             self._gpu.gap()

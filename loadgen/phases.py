@@ -13,6 +13,7 @@ from loadgen.bench import Bench
 from loadgen.causes.phase import explain
 from loadgen.records import Experiment
 from loadgen.schedule import load_cells, schedule
+from loadgen.until_decided import UntilDecided
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +25,16 @@ class Phase:
 
 
 def _load(bench: Bench) -> None:
-    """This restart's share of the pairs."""
-    bench.enter("load" if bench.experiment.restarts == 1 else f"load, restart {bench.restart + 1}")
+    """This restart's share of the pairs, or pairs until all is decided."""
+    experiment = bench.experiment
+    bench.enter("load" if experiment.restarts == 1 else f"load, restart {bench.restart + 1} of {experiment.restarts}")
     bench.forecast.load_begins()
-    blocks = [
-        block
-        for block in schedule(bench.experiment.cells, bench.experiment.seed, bench.experiment.restarts)
-        if block.restart == bench.restart
-    ]
-    bench.load_phase().run(blocks, bench.forecast)
+    if experiment.until_decided:
+        UntilDecided(bench).run()
+        return
+    planned = schedule(experiment.cells, experiment.seed, experiment.restarts)
+    blocks = [block for block in planned if block.restart == bench.restart]
+    bench.load_phase().run(blocks, bench.forecast, planned=len(planned))
 
 
 def _prove_gpu(bench: Bench) -> None:
