@@ -13,7 +13,7 @@ from time import sleep
 
 import msgspec
 
-from loadgen.arrivals import RATE_LIMIT_PER_S, arrival_count, schedule_seed
+from loadgen.arrivals import arrival_count, schedule_seed
 from loadgen.bench import Bench
 from loadgen.concurrency_ladder import ConcurrencyLadder
 from loadgen.early_stopping import late_allowed
@@ -24,12 +24,12 @@ from loadgen.generator_process import GeneratorError
 from loadgen.load_phase import REQUEST_TIMEOUT_S, LoadError
 from loadgen.percentiles import percentile
 from loadgen.quantities import number
-from loadgen.rate_search import RateSearch
 from loadgen.records import Cell, Experiment, Label
 from loadgen.sample_files import read_samples
 from loadgen.samples import NS_PER_MS, NS_PER_S, good, latencies_ms
 from loadgen.schedule import ScheduledBlock, load_cells, search_schedule
 from loadgen.search_records import Trial
+from loadgen.searches import search_from
 from loadgen.store import StorageError, storage_sentence
 
 WARM_UP_USERS = 16
@@ -45,11 +45,6 @@ def has_searches(experiment: Experiment) -> bool:
 def run_searches(bench: Bench) -> None:
     """This restart's share. Raises `LoadError`, `StorageError`."""
     SearchPhase(bench).run()
-
-
-def search_from(cell: Cell, start: float) -> RateSearch:
-    """The search of a cell: no trial takes longer than the cell's `max_seconds`, which is the lowest rate."""
-    return RateSearch(start, lowest=cell.requests / cell.max_seconds, highest=RATE_LIMIT_PER_S)
 
 
 class SearchPhase:
