@@ -28,7 +28,10 @@ class CheckName(StrEnum):
     COLD_STARTS_SUCCEEDED = "cold_starts_succeeded"
     ENOUGH_PAIRS = "enough_pairs"
     GENERATOR_CPU = "generator_cpu"
+    GENERATOR_CEILING = "generator_ceiling"
     SEND_LAG = "send_lag"
+    CONNECTIONS_FREE = "connections_free"
+    RATE_SUSTAINED = "rate_sustained"
     WARM_UP = "warm_up"
     SAME_PAYLOAD_BYTES = "same_payload_bytes"
     SAME_MODEL = "same_model"
@@ -113,11 +116,30 @@ DEFINITIONS: dict[CheckName, CheckDefinition] = {
         "invalidates",
         "Client-limited: lower the concurrency, choose a smaller payload, or run the generator on another machine.",
     ),
+    CheckName.GENERATOR_CEILING: CheckDefinition(
+        "the load generator was far from its ceiling",
+        "warns",
+        "informs",
+        "Above half of its ceiling the generator adds to what it measures: spread it with --processes, or measure the "
+        "ceiling with `abserve calibrate`.",
+    ),
     CheckName.SEND_LAG: CheckDefinition(
         "requests left when they were due",
         "invalidates",
         "warns",
         "Client-limited: lower the rate or give the load generator a core of its own.",
+    ),
+    CheckName.CONNECTIONS_FREE: CheckDefinition(
+        "a connection was free for every request",
+        "warns",
+        "informs",
+        "Allow more --connections; where the arm does not sustain the rate, every number of them is too small.",
+    ),
+    CheckName.RATE_SUSTAINED: CheckDefinition(
+        "both arms sustained the rate",
+        "informs",
+        "informs",
+        "This is a result and no fault: compare latencies at a lower rate, and capacity by the achieved rate.",
     ),
     CheckName.WARM_UP: CheckDefinition(
         "the servers were warm",

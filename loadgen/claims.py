@@ -36,7 +36,7 @@ def claim(comparison: Comparison, a: str = "A", b: str = "B", where: str = "") -
     if value is not None and winner == a:
         value, interval = 1.0 / value, inverse(interval)
     bounds = f"(95 % interval {ratio_interval(interval)})"
-    if metric.name == "throughput":
+    if metric.name in ("throughput", "achieved_rate"):
         return f"{winner} serves {ratio(value, interval)} the {metric.unit} of {loser}{where} {bounds}"
     return f"{winner}'s {metric.title} is {ratio(value, interval)} that of {loser}{where} {bounds}"
 
@@ -50,8 +50,8 @@ def _b_over_a(comparison: Comparison) -> str:
 
 
 def weight(cell: Cell) -> tuple[int, int]:
-    """The most loaded cell stands for a server's work."""
-    return (cell.concurrency, cell.batch_size)
+    """The most loaded cell stands for a server's work; one of a closed loop before any of an open one."""
+    return (0, round(cell.rate_per_s)) if cell.rate_per_s is not None else (cell.concurrency, cell.batch_size)
 
 
 def groups(comparisons: Sequence[Comparison], cells: dict[str, Cell]) -> list[str]:

@@ -104,6 +104,8 @@ class Experiment(Record, frozen=True, kw_only=True):
     """The settings in effect, as an experiment file holds them; None in runs of before there were such files."""
     settings_sha256: str | None = None
     """Of their canonical content."""
+    processes: int = 1
+    """Of the load generator, which share the users or the rate."""
     restarts: int = 1
     """How often both servers are started afresh; each restart gets its share of the pairs."""
     until_decided: bool = False

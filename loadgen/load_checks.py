@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from loadgen.checks import Check, CheckName, cell_scope, make_check
+from loadgen.generator_checks import check_generator
 from loadgen.quantities import share
 from loadgen.records import Cell
 from loadgen.stage_checks import check_stages
@@ -14,8 +15,6 @@ from loadgen.stages import StageAccount
 from loadgen.stored_run import StoredRun
 from loadgen.summaries import BlockSummary, CellSummary
 
-GENERATOR_CPU_LIMIT = 0.90
-SEND_LAG_LIMIT = 0.02
 WARM_UP_LIMIT = 0.02
 WARM_UP_ERRORS = 4.0
 
@@ -40,8 +39,7 @@ def check_load(
             _errors(run, cell, own),
             _complete(run, cell, own),
             _samples(run, cell),
-            _generator_cpu(cell, own),
-            _send_lag(cell, own),
+            *check_generator(run.experiment, run.calibration, cell, own, list(summaries.values())),
             _warm_up(cell, own),
             _payload(cell, list(summaries.values())),
         ]
@@ -93,49 +91,6 @@ def _samples(run: StoredRun, cell: Cell) -> Check:
         value=len(problems) if own else None,
         threshold=0,
         detail=problems[0] if problems else f"{len(own)} sample files agree with their records",
-    )
-
-
-def _generator_cpu(cell: Cell, blocks: Sequence[BlockSummary]) -> Check:
-    shares = [block.generator_cpu_share for block in blocks if block.generator_cpu_share is not None]
-    highest = max(shares, default=None)
-    return make_check(
-        CheckName.GENERATOR_CPU,
-        None if highest is None else highest <= GENERATOR_CPU_LIMIT,
-        scope=cell_scope(cell.name),
-        value=highest,
-        threshold=GENERATOR_CPU_LIMIT,
-        detail="its CPU time is unknown" if highest is None else f"it used {share(highest)} of a core at most",
-    )
-
-
-def _send_lag(cell: Cell, blocks: Sequence[BlockSummary]) -> Check:
-    """p99 of the lag over p99 of the latency; with too few samples for a p99 the largest lag over the mean latency,
-    which is more, so that it can clear the generator and not convict it."""
-    exact = [
-        block.send_lag_p99_ms / block.latency.p99_ms
-        for block in blocks
-        if block.send_lag_p99_ms is not None and block.latency.p99_ms
-    ]
-    bounds = [
-        block.send_lag_max_ms / block.latency.mean_ms
-        for block in blocks
-        if block.send_lag_max_ms is not None and block.latency.mean_ms and not block.latency.p99_ms
-    ]
-    worst = max(exact + bounds, default=None)
-    ok = None if worst is None else worst <= SEND_LAG_LIMIT
-    if ok is False and max(exact, default=0.0) <= SEND_LAG_LIMIT:
-        ok = None
-    return make_check(
-        CheckName.SEND_LAG,
-        ok,
-        scope=cell_scope(cell.name),
-        value=worst,
-        threshold=SEND_LAG_LIMIT,
-        detail="no sample"
-        if worst is None
-        else f"{'p99 of the lag' if exact else 'the largest lag'} is {share(worst)} of "
-        f"{'p99 of the latency' if exact else 'the mean latency'}",
     )
 
 

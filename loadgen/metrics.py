@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from loadgen.arrivals import arrival_count
+from loadgen.percentiles import samples_needed
 from loadgen.records import Cell, Record
 
 
@@ -17,6 +19,8 @@ class Metric(Record, frozen=True, kw_only=True):
 
 
 THROUGHPUT = Metric(name="throughput", title="throughput", unit="images/s", higher_is_better=True)
+ACHIEVED_RATE = Metric(name="achieved_rate", title="achieved rate", unit="images/s", higher_is_better=True)
+"""Of an open loop: below the rate asked for where an arm does not sustain it."""
 LATENCIES = tuple(
     Metric(
         name=f"latency_p{percent}",
@@ -31,19 +35,24 @@ TIME_TO_READY = Metric(name="time_to_ready", title="time to ready", unit="s", hi
 TIME_TO_FIRST_ANSWER = Metric(
     name="time_to_first_answer", title="time to first answer", unit="s", higher_is_better=False
 )
-METRICS = {m.name: m for m in (THROUGHPUT, *LATENCIES, TIME_TO_READY, TIME_TO_FIRST_ANSWER)}
+METRICS = {m.name: m for m in (THROUGHPUT, ACHIEVED_RATE, *LATENCIES, TIME_TO_READY, TIME_TO_FIRST_ANSWER)}
 
 
 def metrics_of(cell: Cell) -> tuple[Metric, ...]:
     """What is compared in a cell, in the order of the report. An open loop asks for the same throughput of both arms,
-    so there only latencies tell them apart."""
+    so there latencies tell them apart, and the achieved rate where one does not keep up."""
     if cell.scenario == "cold-start":
         return (TIME_TO_READY, TIME_TO_FIRST_ANSWER)
-    return LATENCIES if cell.is_open else (THROUGHPUT, *LATENCIES)
+    return (ACHIEVED_RATE, *LATENCIES) if cell.is_open else (THROUGHPUT, *LATENCIES)
 
 
 def leading_metric(cell: Cell) -> Metric:
-    """The one that stands for the cell in the verdict, and that decides when to stop."""
+    """The one that stands for the cell in the verdict, and that decides when to stop. In an open loop it is the
+    highest percentile that a block has requests for: an open loop is there to show the tail."""
     if cell.scenario == "cold-start":
         return TIME_TO_FIRST_ANSWER
-    return LATENCIES[0] if cell.is_open else THROUGHPUT
+    if not cell.is_open or cell.rate_per_s is None:
+        return THROUGHPUT
+    requests = arrival_count(cell.rate_per_s, cell.requests, cell.seconds, cell.max_seconds)
+    supported = [m for m in LATENCIES if m.quantile is not None and samples_needed(m.quantile) <= requests]
+    return supported[-1] if supported else LATENCIES[0]

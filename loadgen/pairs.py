@@ -60,6 +60,12 @@ def _block_pairs(cell: Cell, metric: Metric, blocks: Sequence[BlockSummary]) -> 
     numbers = sorted({block.pair for block in usable})
     complete = [(by_pair.get((n, "a")), by_pair.get((n, "b"))) for n in numbers]
     couples = [(a, b) for a, b in complete if a is not None and b is not None]
+    saturated = next(
+        (block for couple in couples for block in couple if block.open_loop and block.open_loop.saturation), None
+    )
+    if metric.quantile is not None and saturated is not None and saturated.open_loop is not None:
+        # Requests that were not answered in time are in no percentile, or in one that grows with the block's length.
+        return PairedMetric(cell, metric, (), f"{saturated.label.upper()} was {saturated.open_loop.saturation}")
     if metric.quantile is not None:
         needed = samples_needed(metric.quantile)
         fewest = min((min(a.latency.samples, b.latency.samples) for a, b in couples), default=0)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from loadgen.bench import Bench
+from loadgen.calibration_store import own_calibration
 from loadgen.clients.requests import AddressError
 from loadgen.cold_start_phase import ColdStartPhase, repetitions_of
 from loadgen.deployment.command import ABSERVE
@@ -186,6 +187,9 @@ class _Run:
         if self._generator is None:
             self._generator = GeneratorProcess(self._store.log_path("generator"))
             self._resources.callback(self._generator.stop)
+            calibration = own_calibration()
+            if calibration is not None:
+                self._store.calibration(calibration)
         bench = Bench(
             experiment=self._experiment,
             store=self._store,

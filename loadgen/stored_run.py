@@ -6,12 +6,15 @@ missing is None or empty; whatever is there and cannot be read is an error, neve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from loadgen.calibration_records import Calibration
+from loadgen.causes.records import Counterfactual, Explanation
 from loadgen.evidence.readings import Readings, ReadingsError, read_readings
 from loadgen.evidence.records import EvidenceFile
 from loadgen.records import (
@@ -70,6 +73,11 @@ class StoredRun:
     readings: Readings | None = None
     """Of the GPU, where there is evidence."""
     container_cold_starts: tuple[ContainerColdStart, ...] = ()
+    calibration: Calibration | None = None
+    """Of the load generator on the machine of the run, where there is one."""
+    explanation: Explanation | None = None
+    counterfactual_blocks: tuple[tuple[StoredBlock, ...], ...] = ()
+    """Of each counterfactual in `explanation.done`, in that order."""
 
 
 def read_run(directory: Path) -> StoredRun:
@@ -82,9 +90,10 @@ def read_run(directory: Path) -> StoredRun:
     cells = {cell.name: cell for cell in experiment.cells}
     records = [_read(path, BlockRecord) for path in sorted((directory / "blocks").glob("*.json"))]
     blocks = tuple(
-        _read_block(directory, record, cells) for record in sorted(filter(None, records), key=lambda r: r.index)
+        read_block(directory, record, cells) for record in sorted(filter(None, records), key=lambda r: r.index)
     )
     evidence = _read(directory / "evidence.json", EvidenceFile)
+    explanation = _read(directory / "causes.json", Explanation)
     return StoredRun(
         directory=directory,
         experiment=experiment,
@@ -98,7 +107,18 @@ def read_run(directory: Path) -> StoredRun:
         evidence=evidence,
         readings=_read_gpu(directory, evidence),
         container_cold_starts=_read(directory / "container_cold_starts.json", tuple[ContainerColdStart, ...]) or (),
+        calibration=_read(directory / "calibration.json", Calibration),
+        explanation=explanation,
+        counterfactual_blocks=tuple(
+            _read_counterfactual(directory / one.folder, one) for one in (explanation.done if explanation else ())
+        ),
     )
+
+
+def _read_counterfactual(directory: Path, counterfactual: Counterfactual) -> tuple[StoredBlock, ...]:
+    cells = {cell.name: cell for cell in counterfactual.cells}
+    records = (_read(path, BlockRecord) for path in sorted((directory / "blocks").glob("*.json")))
+    return tuple(read_block(directory, record, cells) for record in records if record is not None)
 
 
 def _read_gpu(directory: Path, evidence: EvidenceFile | None) -> Readings | None:
@@ -119,7 +139,8 @@ def _read(path: Path, kind: type[T]) -> T | None:
         raise StoredRunError(f"{path} cannot be read: {exc}") from exc
 
 
-def _read_block(directory: Path, record: BlockRecord, cells: dict[str, Cell]) -> StoredBlock:
+def read_block(directory: Path, record: BlockRecord, cells: Mapping[str, Cell]) -> StoredBlock:
+    """A block with its samples. Raises `StoredRunError` for one of an unknown cell."""
     if record.cell not in cells:
         raise StoredRunError(f"block {record.index} belongs to the cell {record.cell}, which the experiment lacks")
     try:

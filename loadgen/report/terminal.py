@@ -24,6 +24,7 @@ STYLES = {
 }
 SHORT = {
     "throughput": "images/s",
+    "achieved_rate": "images/s",
     "latency_p50": "p50, ms",
     "latency_p90": "p90, ms",
     "latency_p99": "p99, ms",

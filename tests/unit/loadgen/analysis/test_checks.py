@@ -131,8 +131,10 @@ def test_a_planted_fault_fails_its_check(
 
 
 def test_the_faults_above_are_the_whole_registry() -> None:
-    """send_lag, queue_delay and stage_account have their own tests below, evidence has test_gpu_evidence."""
-    elsewhere = {"send_lag", "queue_delay", "stage_account", "gpu_evidence", "negative_control"}
+    """send_lag, queue_delay and stage_account have their own tests below, evidence has test_gpu_evidence, the open loop
+    test_open_loop."""
+    open_loop = {"generator_ceiling", "connections_free", "rate_sustained"}
+    elsewhere = {"send_lag", "queue_delay", "stage_account", "gpu_evidence", "negative_control"} | open_loop
     covered = {fault[0] for fault in FAULTS} | elsewhere
     assert covered == {name.value for name in CheckName} == {name.value for name in DEFINITIONS}
 
