@@ -12,6 +12,7 @@ from loadgen.experiment_settings import ArmSettings, ExperimentSettings
 from loadgen.plan import PlanError, expects_gpu, make_cells
 from loadgen.records import ArmRequest, Experiment, Label
 from loadgen.repetition import check_repetition, pairs_of
+from loadgen.search_plan import make_search_cells
 from loadgen.stack_request import AS_SERVED, DEFAULT_PROJECT, check_stack_request, parse_deployment
 from loadgen.thresholds import plan_conditions
 
@@ -51,7 +52,17 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         arrivals=settings.arrivals,
         connections=settings.connections,
         open_seconds=settings.open_seconds,
+    ) + make_search_cells(
+        settings.preset,
+        settings.scenarios,
+        bounds_ms=settings.slo_p99_ms,
+        queries=settings.slo_queries,
+        connections=settings.connections,
+        ramp_users=settings.ramp_users,
+        pairs=settings.pairs,
     )
+    if expects_gpu(a, b) and not any(cell.has_blocks for cell in cells):
+        raise PlanError("where the model ran is proven by blocks of load: add one, as in --scenarios single,ramp")
     check_repetition(settings, cells)
     plan_conditions(settings.fail_if, cells)
     is_matrix = settings.matrix or len(combinations) > 1

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from loadgen.plan import BATCH_SIZES, CONNECTIONS, OPEN_SECONDS, SCENARIOS
+from loadgen.search_plan import RAMP_USERS
 from loadgen.stack_request import DEFAULT_PROJECT, DEFAULT_WEIGHTS
 
 
@@ -103,6 +104,13 @@ class ExperimentSettings(Settings):
     arrivals: str = Field("poisson", description="At these rates: poisson (independent clients) or constant.")
     connections: int = Field(CONNECTIONS, ge=1, description="Of an open loop, at most; a request without one waits.")
     open_seconds: float = Field(OPEN_SECONDS, ge=0.1, description="Of a block of an open loop.")
+    slo_p99_ms: Rates = Field(
+        (), description="Search the highest Poisson rate with p99 within so many ms; several, separated by commas."
+    )
+    slo_queries: int | None = Field(
+        None, ge=1, description="Requests of a trial of that search, at least; default: the preset's (459 or 2,010)."
+    )
+    ramp_users: int = Field(RAMP_USERS, ge=1, description="Of the scenario ramp, which adds users until saturation.")
     pairs: int | None = Field(
         None, ge=1, description="Pairs of blocks a cell, the least with --until decided; default: the preset's."
     )

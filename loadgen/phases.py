@@ -13,6 +13,7 @@ from loadgen.bench import Bench
 from loadgen.causes.phase import explain
 from loadgen.records import Experiment
 from loadgen.schedule import load_cells, schedule
+from loadgen.search_phase import has_searches, run_searches
 from loadgen.until_decided import UntilDecided
 
 
@@ -65,6 +66,7 @@ def _has_load(experiment: Experiment) -> bool:
 
 PHASES: tuple[Phase, ...] = (
     Phase(_has_load, _load),
+    Phase(has_searches, run_searches),
     Phase(_has_load, _prove_gpu),
     Phase(_is_explained, _explain),
 )

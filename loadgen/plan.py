@@ -20,7 +20,8 @@ requests in `loadgen.evidence.thresholds`."""
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second one is WSL's
 SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "concurrent")
-"""Those that run unless others are asked for; `open` needs a rate."""
+"""Those that run unless others are asked for; `open` needs a rate, `slo` a bound. `loadgen.search_plan` makes the cells
+of `slo` and `ramp`."""
 CONNECTIONS = 64
 OPEN_SECONDS = 5.0
 
@@ -72,7 +73,7 @@ def make_cells(
     an open cell each, of blocks in which requests fall due for `open_seconds`. Raises `PlanError`."""
     if preset not in PRESETS:
         raise PlanError(f"--preset {preset}: there are {', '.join(PRESETS)}")
-    known = (*SCENARIOS, "open")
+    known = (*SCENARIOS, "open", "slo", "ramp")
     unknown = [name for name in scenarios if name not in known]
     if unknown or not scenarios:
         raise PlanError(f"--scenarios {','.join(unknown) or '(empty)'}: there are {', '.join(known)}")
