@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +41,13 @@ def compare(
             envvar="ABSERVE_COMPARE_OUT", show_envvar=False, help="Folder for the results; default results/TIME-MODEL."
         ),
     ] = None,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="PATH", help="Write JUnit XML for CI there, too.")
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="PATH", help="Write the comparisons as CSV there; blocks go to PATH-blocks.csv."),
+    ] = None,
     print_experiment: Annotated[
         bool, typer.Option("--print-experiment", help="Write the experiment file that is in effect, and run nothing.")
     ] = False,
@@ -54,6 +61,7 @@ def compare(
     try:
         settings = effective_settings(file, given_options(context, options))
         plan = plan_experiment(settings)
+        _check_places({"--junit": junit, "--csv": csv})
     except PlanError as exc:
         Console(stderr=True).print(f"error: {exc}", style="bold red", highlight=False, soft_wrap=True, markup=False)
         raise typer.Exit(EXIT_USAGE) from exc
@@ -62,11 +70,14 @@ def compare(
         return
     folder = out or default_out(settings.model)
     if plan.is_matrix:
-        raise typer.Exit(_run_matrix(plan.runs, folder))
-    raise typer.Exit(run_and_report(plan.runs[0][1], folder)[0])
+        status, results = _run_matrix(plan.runs, folder)
+    else:
+        status, result = run_and_report(plan.runs[0][1], folder)
+        results = {"": result}
+    raise typer.Exit(_write_formats(results, junit, csv, status))
 
 
-def _run_matrix(runs: Sequence[tuple[Combination, Experiment]], out: Path) -> int:
+def _run_matrix(runs: Sequence[tuple[Combination, Experiment]], out: Path) -> tuple[int, dict[str, Result | None]]:
     """Each combination in a folder of its own, then the index. The worst exit status; Ctrl-C ends it all."""
     from loadgen.report.matrix import MatrixEntry, write_index
 
@@ -82,7 +93,29 @@ def _run_matrix(runs: Sequence[tuple[Combination, Experiment]], out: Path) -> in
         if status == EXIT_INTERRUPTED:
             break
     console.print(f"index: {out / 'index.html'}", soft_wrap=True)
-    return worst
+    return worst, {entry.combination.folder: entry.result for entry in entries}
+
+
+def _check_places(paths: Mapping[str, Path | None]) -> None:
+    """Said before the run and not after it. Raises `PlanError`."""
+    for option, path in paths.items():
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise PlanError(f"{option} {path}: give the path of a file in a folder that exists")
+
+
+def _write_formats(results: Mapping[str, Result | None], junit: Path | None, csv: Path | None, status: int) -> int:
+    """The files asked for, also of a run that failed; what cannot be written spoils the exit status."""
+    from loadgen.report.files import write_csv, write_junit
+
+    try:
+        if junit is not None:
+            write_junit(junit, results)
+        if csv is not None:
+            write_csv(csv, results)
+    except OSError as exc:
+        Console(stderr=True).print(f"error: cannot write {exc.filename}: {exc.strerror or exc}", soft_wrap=True)
+        return max(status, EXIT_INVALID, key=_SEVERITY.index)
+    return status
 
 
 def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | None]:

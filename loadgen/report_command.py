@@ -11,10 +11,16 @@ import typer
 def report(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory that `abserve compare` wrote to.")],
     open_report: Annotated[bool, typer.Option("--open", help="Show report.html in the web browser.")] = False,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="Print csv, csv-blocks, json, junit or markdown instead; then no file is written."
+        ),
+    ] = None,
 ) -> None:
     """Make result.json, report.html and summary.md again from the records in DIR, also of an interrupted run.
 
-    Exit status 0 when they were made, whatever the verdict; 1 when DIR holds no readable run.
+    Exit status 0 when they were made, whatever the verdict; 1 when DIR holds no readable run, 2 for another format.
     """
     import webbrowser
 
@@ -22,11 +28,18 @@ def report(
 
     from loadgen.analysis import analyse
     from loadgen.report import write_reports
+    from loadgen.report.files import FORMATS
     from loadgen.report.terminal import print_result
     from loadgen.stored_run import StoredRunError
 
+    if output is not None and output not in FORMATS:
+        typer.echo(f"abserve report: --format {output}: there are {', '.join(FORMATS)}", err=True)
+        raise typer.Exit(2)
     try:
         result = analyse(directory)
+        if output is not None:
+            typer.echo(FORMATS[output](result), nl=False)
+            return
         paths = write_reports(directory, result)
     except StoredRunError as exc:
         typer.echo(f"abserve report: {exc}", err=True)

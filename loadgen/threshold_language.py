@@ -17,14 +17,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from loadgen.metrics import METRICS as COMPARED_METRICS
+
 Side = Literal["a", "b", "ratio"]
 Bound = Literal["low", "high"]
 
-LOAD_METRICS = ("throughput", "mean", "p50", "p90", "p95", "p99", "p99_9", "errors")
-START_METRICS = ("time_to_ready", "time_to_first_answer")
-METRICS = (*LOAD_METRICS, *START_METRICS)
-COMPARED = ("throughput", "p50", "p90", "p99", *START_METRICS)
-"""Those with a ratio; the others are of one arm."""
+COMPARED = tuple(name.removeprefix("latency_") for name in COMPARED_METRICS)
+"""Those with a ratio: all that the arms are compared by."""
+OF_ONE_ARM = ("mean", "p95", "p99_9", "errors")
+METRICS = (*COMPARED, *OF_ONE_ARM)
 MAX_LENGTH = 500
 
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[float, float], float]] = {

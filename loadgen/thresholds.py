@@ -1,7 +1,7 @@
 """Thresholds of a run (`--fail-if`): whether each condition holds, from what was measured and nothing else.
 
 A condition holds for one cell at a time. Without a scenario it is for the most loaded cell, or for the cold starts
-where it names their times; `batched:` stands for each cell of that scenario, `all:` for every cell of load.
+where only they have what it names; `batched:` stands for each cell of that scenario, `all:` for every cell that has it.
 A condition whose quantities were not measured, or whose cell is invalid, is not kept: silence is no pass.
 
 Point estimates are those of the comparisons: geometric means over the pairs of blocks. A percentile for which single
@@ -15,14 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from loadgen.claims import weight
 from loadgen.comparisons import Comparison
+from loadgen.metrics import METRICS, TIME_TO_FIRST_ANSWER, TIME_TO_READY, metrics_of
 from loadgen.plan import PlanError
 from loadgen.quantities import number
 from loadgen.records import Cell, ColdStart, Experiment, Label, Record
 from loadgen.statistics import geometric_mean, interval_of_mean
 from loadgen.summaries import NS_PER_S, BlockSummary, CellSummary, LatencySummary
 from loadgen.threshold_language import (
-    START_METRICS,
+    OF_ONE_ARM,
     Condition,
     Quantity,
     ThresholdError,
@@ -32,7 +34,6 @@ from loadgen.threshold_language import (
 
 State = Literal["kept", "broken", "not_measurable"]
 ALL = "all"
-UNITS = {"throughput": "items/s", "time_to_ready": "s", "time_to_first_answer": "s", "errors": ""}
 
 
 class ThresholdOutcome(Record, frozen=True, kw_only=True):
@@ -81,34 +82,33 @@ def judge_thresholds(experiment: Experiment, measured: Measured) -> tuple[Thresh
     )
 
 
-def most_loaded(cells: Sequence[Cell]) -> Cell | None:
-    """The cell whose result stands for a server's work; None where there is no load."""
-    loads = [cell for cell in cells if cell.scenario != "cold-start"]
-    return max(loads, key=lambda cell: (cell.concurrency, cell.batch_size), default=None)
+def measured_in(cell: Cell) -> tuple[str, ...]:
+    """Names of the metrics that a cell can have."""
+    compared = tuple(metric.name.removeprefix("latency_") for metric in metrics_of(cell))
+    return compared if cell.scenario == "cold-start" else tuple(dict.fromkeys((*compared, "throughput", *OF_ONE_ARM)))
 
 
 def _cells_of(condition: Condition, cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    starts = {quantity.metric in START_METRICS for quantity in condition.quantities}
-    if len(starts) > 1:
-        raise ThresholdError("it mixes metrics of cold starts with those of load; write two conditions")
-    loads = [cell for cell in cells if cell.scenario != "cold-start"]
-    cold = [cell for cell in cells if cell.scenario == "cold-start"]
-    wanted = condition.scenario
-    if wanted is None:
-        main = most_loaded(cells)
-        chosen = cold if True in starts else [main] if main is not None else []
-    elif wanted == ALL:
-        chosen = cold if True in starts else loads
-    else:
-        chosen = [cell for cell in cells if wanted.replace(" ", "") in (cell.name.replace(" ", ""), cell.scenario)]
+    wanted = None if condition.scenario is None else condition.scenario.replace(" ", "")
+    if wanted in (None, ALL):
+        able = [cell for cell in cells if not _lacking(condition, cell)]
+        if not able:
+            names = "; ".join(f"{cell.name} has {', '.join(measured_in(cell))}" for cell in cells)
+            raise ThresholdError(f"no cell of the experiment measures all that it names: {names}")
+        return tuple(able) if wanted == ALL else (max(able, key=weight),)
+    chosen = [cell for cell in cells if wanted in (cell.name.replace(" ", ""), cell.scenario)]
     if not chosen:
         names = ", ".join(cell.name for cell in cells)
-        raise ThresholdError(f"the experiment has no cell {wanted or 'for it'}; there are {names}, and all")
+        raise ThresholdError(f"the experiment has no cell {condition.scenario}; there are {names}, and all")
     for cell in chosen:
-        if (cell.scenario == "cold-start") != (True in starts):
-            names = ", ".join(START_METRICS)
-            raise ThresholdError(f"{cell.name} does not measure that; {names} are of cold-start, the others of load")
+        if lacking := _lacking(condition, cell):
+            raise ThresholdError(f"{cell.name} has no {', '.join(lacking)}; it has {', '.join(measured_in(cell))}")
     return tuple(chosen)
+
+
+def _lacking(condition: Condition, cell: Cell) -> list[str]:
+    known = measured_in(cell)
+    return [str(quantity) for quantity in condition.quantities if quantity.metric not in known]
 
 
 def _judge(condition: Condition, cell: Cell, measured: Measured) -> ThresholdOutcome:
@@ -143,7 +143,8 @@ def _judge(condition: Condition, cell: Cell, measured: Measured) -> ThresholdOut
 def _shown(quantity: Quantity, value: float) -> str:
     if quantity.side == "ratio":
         return f"{value:.4g}"
-    return f"{number(value, 4)} {UNITS.get(quantity.metric, 'ms')}".rstrip()
+    unit = "" if quantity.metric == "errors" else METRICS[name].unit if (name := quantity.metric) in METRICS else "ms"
+    return f"{number(value, 4)} {unit}".rstrip()
 
 
 def _comparison(metric: str, cell: str, measured: Measured) -> Comparison | None:
@@ -191,13 +192,14 @@ def _summary(label: Label, cell: str, measured: Measured) -> CellSummary | None:
 def _singles(metric: str, label: Label, cell: str, measured: Measured) -> list[float]:
     """The metric in each block or start of an arm; empty where one of them lacks it."""
     values: list[float | None]
-    if metric in START_METRICS:
+    if metric in (TIME_TO_READY.name, TIME_TO_FIRST_ANSWER.name):
         starts = [start for start in measured.cold_starts if start.label == label]
-        moments = [start.ready_ns if metric == "time_to_ready" else start.first_answer_ns for start in starts]
+        moments = [start.ready_ns if metric == TIME_TO_READY.name else start.first_answer_ns for start in starts]
         values = [None if moment is None else moment / NS_PER_S for moment in moments]
     else:
         blocks = [b for b in measured.blocks if b.cell == cell and b.label == label and b.complete]
-        values = [b.throughput_per_s if metric == "throughput" else _latency(b.latency, metric) for b in blocks]
+        rates = ("throughput", "achieved_rate")
+        values = [b.throughput_per_s if metric in rates else _latency(b.latency, metric) for b in blocks]
     usable = [value for value in values if value]
     return usable if len(usable) == len(values) else []
 

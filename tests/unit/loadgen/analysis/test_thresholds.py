@@ -39,7 +39,7 @@ def test_conditions_mean_what_they_say(text: str, holds: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("b.p98 > 1", "b has no metric p98; there are throughput, mean, p50"),
+        ("b.p98 > 1", "b has no metric p98; there are throughput, "),
         ("ratio.mean > 1", "ratio has no metric mean"),
         ("c.p50 > 1", "there is no c; there are a, b and ratio"),
         ("b > 1", r"b has no metric \(none given\)"),
@@ -72,9 +72,9 @@ def test_everything_else_is_refused(text: str, said: str) -> None:
     ("text", "said"),
     [
         ("concurrent(8): b.p50 > 1", "has no cell concurrent.8.; there are cold-start, single"),
-        ("cold-start: b.p50 > 1", "cold-start does not measure that"),
-        ("single: b.time_to_ready > 1", "single does not measure that"),
-        ("b.time_to_ready > 1 and b.p50 > 1", "write two conditions"),
+        ("cold-start: b.p50 > 1", "cold-start has no b.p50; it has time_to_ready"),
+        ("single: b.time_to_ready > 1", "single has no b.time_to_ready; it has throughput"),
+        ("b.time_to_ready > 1 and b.p50 > 1", "no cell of the experiment measures all"),
         ("b.p98 > 1", "--fail-if 'b.p98 > 1': b has no metric p98"),
     ],
 )
