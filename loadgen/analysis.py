@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from loadgen.batching import executed_batches
+from loadgen.causes.analysis import find_causes
 from loadgen.checks import in_order, reason_against
 from loadgen.comparisons import compare_all, invalidate
 from loadgen.evidence_checks import check_evidence
@@ -15,6 +17,7 @@ from loadgen.records import Label
 from loadgen.result import Result
 from loadgen.run_checks import check_comparisons, check_run
 from loadgen.stages import account_cell
+from loadgen.stopping import describe_stopping
 from loadgen.stored_run import StoredRun, read_run
 from loadgen.summaries import summarise_blocks, summarise_cell
 from loadgen.thresholds import Measured, judge_thresholds
@@ -56,7 +59,8 @@ def analyse_run(run: StoredRun) -> Result:
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
     titles = {label: request.target for label, request in (("a", run.experiment.a), ("b", run.experiment.b))}
     titles |= {arm.label: arm.title for arm in run.arms}
-    verdict = reach_verdict(run.experiment, titles, comparisons, checks, accounts, summaries)
+    causes = find_causes(run, blocks, accounts)
+    verdict = reach_verdict(run.experiment, titles, comparisons, checks, accounts, summaries, causes)
     return Result(
         valid=verdict.valid,
         state=run.state,
@@ -73,6 +77,10 @@ def analyse_run(run: StoredRun) -> Result:
         blocks=blocks,
         evidence=run.evidence,
         container_cold_starts=run.container_cold_starts,
+        causes=causes,
+        causes_left_out=run.explanation.left_out if run.explanation else (),
+        batching=executed_batches(loads, summaries),
+        stopping=describe_stopping(run.experiment, run.state, drafts),
         thresholds=judge_thresholds(run.experiment, Measured(comparisons, summaries, blocks, run.cold_starts)),
         gpu=gpu_series(
             run.readings, run.evidence, min((block.record.window_start_ns for block in run.blocks), default=0)

@@ -13,6 +13,8 @@ from typing import Literal
 
 import msgspec
 
+from loadgen.batching import ExecutedBatches
+from loadgen.causes.ranking import CellCauses
 from loadgen.checks import Check
 from loadgen.comparisons import Comparison
 from loadgen.evidence.records import EvidenceFile
@@ -28,6 +30,7 @@ from loadgen.records import (
     RunState,
 )
 from loadgen.stages import StageAccount
+from loadgen.stopping import Stopping
 from loadgen.summaries import BlockSummary, CellSummary
 from loadgen.thresholds import ThresholdOutcome
 from loadgen.verdict import Verdict
@@ -56,6 +59,12 @@ class Result(Record, frozen=True, kw_only=True):
     evidence: EvidenceFile | None = None
     gpu: tuple[GpuSeries, ...] = ()
     container_cold_starts: tuple[ContainerColdStart, ...] = ()
+    causes: tuple[CellCauses, ...] = ()
+    causes_left_out: tuple[str, ...] = ()
+    """Cells whose difference there was no time to explain."""
+    batching: tuple[ExecutedBatches, ...] = ()
+    stopping: Stopping | None = None
+    """None in results of before there were several rules."""
     thresholds: tuple[ThresholdOutcome, ...] = ()
 
 

@@ -1,11 +1,14 @@
 """One account of time for both arms: where a request's time went, in the same stages, with what is left over.
 
-    client total = receive + decode + queue + compute_input + compute_infer + compute_output + encode + unattributed
+    client total = send_delay + receive + decode + queue + compute_input + compute_infer + compute_output + encode
+                 + read_answer + unattributed
 
-All are means a request, because means add up and medians do not. The names are Triton's. A server reports what it
-has: on Triton `decode` is part of compute_input, and `receive` and `encode` are not reported, so they stay inside
-`unattributed`, with the network, the client and whatever no one times. To compare two arms, a stage that only one of
-them reports is folded into where the other one keeps it. In a dynamic batch every request is charged the whole
+All are means a request, because means add up and medians do not. The names are Triton's; the first and the one before
+the last are the client's own. Requests are encoded before the load, so that is no stage; sending one overlaps its
+`receive`. A server reports what it has: on Triton `decode` is part of compute_input, and `receive` and `encode` are
+not reported, so they stay inside `unattributed`, with the network, the protocol and whatever no one times. gRPC tells
+of an answer only when it is whole, so there `read_answer` is not known either. To compare two arms, a stage that only
+one of them reports is folded into where the other one keeps it. In a dynamic batch every request is charged the whole
 execution that it waited for: this is an account of waiting time, not of work.
 """
 
@@ -16,10 +19,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from loadgen.records import Label, Record, StageTotals
-from loadgen.samples import NS_PER_MS, good, latencies_ms
+from loadgen.samples import NS_PER_MS, Samples, good, latencies_ms
 from loadgen.stored_run import StoredBlock
 
 STAGES = (
+    "send_delay",
     "receive",
     "decode",
     "queue",
@@ -27,9 +31,12 @@ STAGES = (
     "compute_infer",
     "compute_output",
     "encode",
+    "read_answer",
     "unattributed",
 )
+CLIENT_STAGES = ("send_delay", "read_answer")
 TITLES = {
+    "send_delay": "waiting to be sent",
     "receive": "receiving the request",
     "decode": "decoding the input",
     "queue": "waiting in the queue",
@@ -37,9 +44,15 @@ TITLES = {
     "compute_infer": "executing the model",
     "compute_output": "splitting the outputs",
     "encode": "encoding the answer",
+    "read_answer": "reading the answer",
     "unattributed": "outside the server's account",
 }
-FOLDED_INTO = {"decode": "compute_input", "receive": "unattributed", "encode": "unattributed"}
+FOLDED_INTO = {
+    "decode": "compute_input",
+    "receive": "unattributed",
+    "encode": "unattributed",
+    "read_answer": "unattributed",
+}
 
 
 class ArmStages(Record, frozen=True, kw_only=True):
@@ -82,7 +95,9 @@ def account_arm(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None
         return None
     total_ms = float(np.mean(np.concatenate([latencies_ms(samples) for samples, _ in reported])))
     totals = [stages for _, stages in reported]
-    means = {stage: _mean_ms(totals, stage) for stage in STAGES if stage != "unattributed"}
+    served = (stage for stage in STAGES if stage != "unattributed" and stage not in CLIENT_STAGES)
+    means = _client_means_ms(np.concatenate([samples for samples, _ in reported]))
+    means |= {stage: _mean_ms(totals, stage) for stage in served}
     means["unattributed"] = total_ms - sum(value for value in means.values() if value is not None)
     return ArmStages(
         label=label,
@@ -91,6 +106,15 @@ def account_arm(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None
         client_total_ms=total_ms,
         stages_ms=means,
     )
+
+
+def _client_means_ms(samples: Samples) -> dict[str, float | None]:
+    """Of good answers: from the intended start to the first byte out, and from the answer's first byte to its last."""
+    reading_ns = samples["end_ns"] - samples["first_byte_ns"]
+    return {
+        "send_delay": float(np.mean(samples["send_ns"] - samples["intended_ns"])) / NS_PER_MS,
+        "read_answer": float(np.mean(reading_ns)) / NS_PER_MS if reading_ns.any() else None,
+    }
 
 
 def _mean_ms(totals: Sequence[StageTotals], stage: str) -> float | None:

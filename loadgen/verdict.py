@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loadgen.causes.ranking import CellCauses
 from loadgen.checks import Check, CheckName, complaint, complaints, invalidating
 from loadgen.claims import claim, groups, place, weight
 from loadgen.comparisons import Comparison, Outcome
@@ -55,11 +56,13 @@ def reach_verdict(
     checks: Sequence[Check],
     accounts: Sequence[StageAccount],
     cells: Sequence[CellSummary],
+    causes: Sequence[CellCauses] = (),
 ) -> Verdict:
     """`titles` names the arms for people, by label."""
     failed = invalidating(checks)
     scenarios = tuple(
-        _scenario(experiment, leading, comparisons, accounts, cells) for leading in leading_comparisons(comparisons)
+        _scenario(experiment, leading, comparisons, accounts, cells, causes)
+        for leading in leading_comparisons(comparisons)
     )
     return Verdict(
         valid=not failed,
@@ -126,6 +129,7 @@ def _scenario(
     comparisons: Sequence[Comparison],
     accounts: Sequence[StageAccount],
     cells: Sequence[CellSummary],
+    causes: Sequence[CellCauses],
 ) -> ScenarioVerdict:
     main = claim(leading)
     others = [
@@ -133,8 +137,10 @@ def _scenario(
         for c in comparisons
         if c.scenario == leading.scenario and c is not leading and c.verdict in ("a_faster", "b_faster", "equivalent")
     ]
-    reasons: list[str] = []
-    if leading.verdict != "invalid":
+    reasons = [
+        text for found in causes if found.cell == leading.scenario for text in (found.sentence, *found.notes)
+    ]  # also without a verdict: what was taken away was seen to matter, whatever the arms were compared for
+    if leading.verdict != "invalid" or reasons:
         for account in accounts:
             if account.cell == leading.scenario:
                 reasons += explain_stages(account)

@@ -27,7 +27,7 @@ def stage_rows(result: Result, cell: str) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for stage in STAGES:
         values = [arm.stages_ms[stage] if arm else None for arm in (account.a, account.b)]
-        if values == [None, None]:
+        if values == [None, None] or (stage == "send_delay" and not any(values)):
             continue
         difference = differences.get(stage)
         rows.append(

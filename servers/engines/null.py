@@ -10,15 +10,20 @@ import numpy as np
 from servers.contract.tensors import Array
 from servers.engines.interface import EngineDescription, EngineError
 from servers.engines.settings import EngineSettings
-from servers.models.specification import ModelSpecification
+from servers.models.preprocessing import UInt8Array, normalise
+from servers.models.specification import ModelSpecification, Preprocessing
 
 
 class NullEngine:
-    """Answers each row with that row's own first values, so an answer tells which row it belongs to."""
+    """Answers each row with that row's own first values, so an answer tells which row it belongs to.
+
+    Bytes are normalised first, as the model would, so that an image has one answer whatever its payload.
+    """
 
     def __init__(self, specification: ModelSpecification, settings: EngineSettings) -> None:
         self._settings = settings
         self._input = specification.inputs[0].name
+        self._preprocessing = specification.preprocessing if specification.payload == "uint8" else None
         self._outputs = [
             (spec, tuple(1 if dimension == -1 else dimension for dimension in spec.item_shape))
             for spec in specification.outputs
@@ -37,8 +42,18 @@ class NullEngine:
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Each output's row holds the first values of the same row of the first input, zeros after its end."""
         source = inputs[self._input]
+        if self._preprocessing is not None:
+            source = self._first_pixels(source.astype(np.uint8, copy=False), self._preprocessing)
         rows = source.reshape(len(source), -1)
         return {spec.name: _first_values(rows, shape, spec.dtype) for spec, shape in self._outputs}
+
+    def _first_pixels(self, images: UInt8Array, preprocessing: Preprocessing) -> Array:
+        """uint8 (n, h, w, 3) → the normalised (n, 3, h, w), of which no more is made than the answers take."""
+        wanted = max((prod(shape) for _, shape in self._outputs), default=0)
+        lines = -(-wanted // images.shape[2])
+        if lines <= images.shape[1]:  # all of it in the first channel
+            return normalise(images[:, :lines], preprocessing)[:, 0]
+        return normalise(images, preprocessing)
 
     def describe(self) -> EngineDescription:
         """The settings that an engine without a model can be said to have."""

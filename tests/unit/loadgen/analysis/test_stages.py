@@ -33,7 +33,7 @@ def test_a_stage_that_one_arm_lacks_is_folded_into_where_the_other_keeps_it(tmp_
     assert account.b is not None
     assert account.b.stages_ms["decode"] is None
     shared = folded(account.a, account.b)
-    assert set(shared) == {"queue", "compute_input", "compute_infer", "compute_output", "unattributed"}
+    assert set(shared) == {"send_delay", "queue", "compute_input", "compute_infer", "compute_output", "unattributed"}
     assert shared["compute_input"] == pytest.approx(
         (account.a.stages_ms["compute_input"] or 0) + (account.a.stages_ms["decode"] or 0)
     )
