@@ -30,6 +30,7 @@ from loadgen.gpu_stage import GpuStage
 from loadgen.inputs import InputError
 from loadgen.interruption import terminated_as_interrupted, uninterrupted
 from loadgen.load_phase import LoadError
+from loadgen.noise_floor_store import own_floors
 from loadgen.phases import phases_of
 from loadgen.preparation import (
     Inputs,
@@ -148,7 +149,9 @@ class _Run:
             if restart == 0:
                 if inputs is None:
                     inputs = synthesise_inputs(experiment, self._samples_folder, signatures)
-                store.environment(read_environment(_gpu(records), describe_inputs(inputs)))
+                environment = read_environment(_gpu(records), describe_inputs(inputs))
+                store.environment(environment)
+                store.noise_floors(own_floors(environment, experiment))
             assert inputs is not None
             self.enter("checking parity")
             servers.check_parity(inputs, signatures, records)

@@ -11,6 +11,7 @@ import msgspec
 from loadgen.calibration_records import Calibration
 from loadgen.causes.records import Explanation
 from loadgen.evidence.records import EvidenceFile
+from loadgen.noise_floor_records import NoiseFloor
 from loadgen.records import (
     ArmRecord,
     BlockRecord,
@@ -65,6 +66,10 @@ class RunStore:
     def container_cold_starts(self, records: Sequence[ContainerColdStart]) -> None:
         """The same of containers, taken apart."""
         self._write("container_cold_starts.json", list(records))
+
+    def noise_floors(self, records: Sequence[NoiseFloor]) -> None:
+        """Of this machine, as known when the run began."""
+        self._write("noise_floors.json", list(records))
 
     def block(self, record: BlockRecord) -> None:
         """One block, after its samples."""

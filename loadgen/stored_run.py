@@ -17,6 +17,7 @@ from loadgen.calibration_records import Calibration
 from loadgen.causes.records import Counterfactual, Explanation
 from loadgen.evidence.readings import Readings, ReadingsError, read_readings
 from loadgen.evidence.records import EvidenceFile
+from loadgen.noise_floor_records import NoiseFloor
 from loadgen.records import (
     ArmRecord,
     BlockRecord,
@@ -75,6 +76,8 @@ class StoredRun:
     container_cold_starts: tuple[ContainerColdStart, ...] = ()
     calibration: Calibration | None = None
     """Of the load generator on the machine of the run, where there is one."""
+    noise_floors: tuple[NoiseFloor, ...] = ()
+    """Of the machine, as known when the run began."""
     explanation: Explanation | None = None
     counterfactual_blocks: tuple[tuple[StoredBlock, ...], ...] = ()
     """Of each counterfactual in `explanation.done`, in that order."""
@@ -108,6 +111,7 @@ def read_run(directory: Path) -> StoredRun:
         readings=_read_gpu(directory, evidence),
         container_cold_starts=_read(directory / "container_cold_starts.json", tuple[ContainerColdStart, ...]) or (),
         calibration=_read(directory / "calibration.json", Calibration),
+        noise_floors=_read(directory / "noise_floors.json", tuple[NoiseFloor, ...]) or (),
         explanation=explanation,
         counterfactual_blocks=tuple(
             _read_counterfactual(directory / one.folder, one) for one in (explanation.done if explanation else ())
