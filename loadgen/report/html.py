@@ -13,7 +13,16 @@ from plotly.offline import get_plotlyjs
 
 from loadgen.checks import CheckName
 from loadgen.quantities import sentence, share
-from loadgen.report import charts, check_tables, container_starts, evidence, run_charts, stage_tables, tables
+from loadgen.report import (
+    cause_tables,
+    charts,
+    check_tables,
+    container_starts,
+    evidence,
+    run_charts,
+    stage_tables,
+    tables,
+)
 from loadgen.report.charts import Chart
 from loadgen.result import Result
 
@@ -36,6 +45,11 @@ def render_html(result: Result) -> str:
         unmeasured=[row for row in tables.comparison_rows(result) if row.comparison.ratio_b_over_a is None],
         check_rows=check_tables.check_rows(result),
         stage_tables={s.cell: rows for s in result.stages if (rows := stage_tables.stage_rows(result, s.cell))},
+        cause_headings=cause_tables.CAUSE_HEADINGS,
+        cause_tables=[(causes, cause_tables.cause_rows(causes)) for causes in result.causes],
+        causes_note=cause_tables.causes_note(result),
+        batch_rows=cause_tables.batch_rows(result),
+        batch_headings=cause_tables.BATCH_HEADINGS,
         folded_note=stage_tables.FOLDED_NOTE,
         evidence_rows=evidence.evidence_rows(result),
         evidence_headings=evidence.HEADINGS,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from loadgen.quantities import share
 from loadgen.report import container_starts, threshold_rows
+from loadgen.report.cause_tables import BATCH_HEADINGS, CAUSE_HEADINGS, batch_rows, cause_rows, causes_note
 from loadgen.report.check_tables import check_rows
 from loadgen.report.evidence import HEADINGS, evidence_rows
 from loadgen.report.stage_tables import FOLDED, FOLDED_NOTE, stage_rows
@@ -14,6 +15,7 @@ from loadgen.report.tables import (
     comparison_rows,
     environment_rows,
     experiment_rows,
+    footing,
     summary_rows,
     titles,
 )
@@ -55,6 +57,7 @@ def render_markdown(result: Result) -> str:
             f"Equivalent means: the interval lies within ±{share(result.experiment.equivalence_margin)}. "
             "Detectable: the smallest true difference that 80 % of such runs would name."
         )
+        parts.append(escape(footing(result)))
     if result.thresholds:
         parts.append("## Thresholds")
         parts.append(make_table(threshold_rows.HEADINGS, threshold_rows.threshold_rows(result)))
@@ -62,6 +65,10 @@ def render_markdown(result: Result) -> str:
     if reasons:
         parts.append("## Why")
         parts.append("\n".join(f"- **{name}**: {escape(' '.join(texts))}" for name, texts in reasons))
+    for causes in result.causes:
+        parts.append(f"What each cause makes of the difference in {causes.cell}:")
+        parts.append(make_table(CAUSE_HEADINGS, cause_rows(causes), right=(1, 2, 3, 6, 7)))
+    parts += [note] if (note := causes_note(result)) else []
     if verdict.main_scenario and (stages := stage_rows(result, verdict.main_scenario)):
         parts.append(f"Where the time of a request goes in {verdict.main_scenario}:")
         parts.append(make_table(("stage", "A", "B", "B − A", "share"), stages, right=(1, 2, 3, 4)))
@@ -86,6 +93,9 @@ def render_markdown(result: Result) -> str:
     if summaries := summary_rows(result):
         parts.append("## Measurements")
         parts.append(make_table(SUMMARY_HEADINGS, summaries, right=tuple(range(2, len(SUMMARY_HEADINGS)))))
+    if batches := batch_rows(result):
+        parts.append("## Executed batches")
+        parts.append(make_table(BATCH_HEADINGS, batches, right=(2, 3)))
     parts += _container_starts(result)
     parts.append("## Conditions")
     parts.append(make_table(("", ""), [*experiment_rows(result), *environment_rows(result)]))

@@ -43,6 +43,12 @@ def titles(result: Result) -> dict[str, str]:
     return names | {arm.label: arm.title for arm in result.arms}
 
 
+def footing(result: Result) -> str:
+    """What the intervals stand on: how the run ended, and the noise floor of the machine."""
+    stopping = "" if result.stopping is None else result.stopping.sentence
+    return " ".join(part for part in (stopping, result.noise_floor_sentence) if part)
+
+
 def comparison_rows(result: Result, *, measured_only: bool = False) -> list[ComparisonRow]:
     """In the order of the experiment; `measured_only` leaves out what could not be measured at all."""
     return [
@@ -65,7 +71,8 @@ def comparison_rows(result: Result, *, measured_only: bool = False) -> list[Comp
 
 
 def summary_rows(result: Result) -> list[tuple[str, ...]]:
-    """(scenario, arm, requests, errors, images/s, mean, p50, p90, p99, executed batch, server cores, generator CPU)."""
+    """(scenario, arm, requests, errors, images/s, mean, p50, p90, p99, executed batch, bytes of a request and of
+    its answer on the wire, server cores, generator CPU)."""
     return [
         (
             s.cell,
@@ -78,6 +85,7 @@ def summary_rows(result: Result) -> list[tuple[str, ...]]:
                 for value in (s.latency.mean_ms, s.latency.p50_ms, s.latency.p90_ms, s.latency.p99_ms)
             ),
             measured(s.executed_batch_mean, None),
+            *("–" if size is None else f"{size:,.0f}" for size in (s.request_bytes, s.response_bytes)),
             measured(s.server_cpu_cores, None),
             share(s.generator_cpu_share_max),
         )
@@ -97,6 +105,8 @@ SUMMARY_HEADINGS = (
     "p90 ms",
     "p99 ms",
     "executed batch",
+    "bytes sent",
+    "bytes back",
     "server cores",
     "generator CPU",
 )

@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.quantities import share
-from loadgen.report import container_starts, threshold_rows
+from loadgen.report import cause_tables, container_starts, threshold_rows
 from loadgen.report.check_tables import CheckState, check_rows
 from loadgen.report.evidence import summary_lines
-from loadgen.report.tables import ComparisonRow, comparison_rows, titles
+from loadgen.report.tables import ComparisonRow, comparison_rows, footing, titles
 from loadgen.result import Result
 
 STYLES = {
@@ -30,6 +30,8 @@ SHORT = {
     "latency_p99": "p99, ms",
     "time_to_ready": "ready, s",
     "time_to_first_answer": "first answer, s",
+    "slo_rate": "requests/s",
+    "saturation": "images/s",
 }
 MARKS: dict[CheckState, tuple[str, str]] = {
     "failed": ("✗", "bold red"),
@@ -52,6 +54,7 @@ def print_result(result: Result, console: Console) -> None:
         console.print(
             Text(f"Above 1 B is better in images/s, worse in times. Equivalent: within ±{margin}.", style="dim")
         )
+        console.print(Text(footing(result), style="dim"))
         console.print()
     _print_thresholds(result, console)
     _print_reasons(result, console)
@@ -129,6 +132,12 @@ def _print_reasons(result: Result, console: Console) -> None:
             for reason in scenario.reasons:
                 console.print(Text(f"  {reason}"))
             console.print()
+    for causes in result.causes:
+        if causes.cell != result.verdict.main_scenario:
+            console.print(Text.assemble((f"{causes.cell}: ", "bold"), causes.sentence))
+    if note := cause_tables.causes_note(result):
+        console.print(Text(note, style="dim"))
+        console.print()
 
 
 def _print_container_starts(result: Result, console: Console) -> None:
