@@ -47,6 +47,8 @@ class CheckName(StrEnum):
     QUEUE_DELAY = "queue_delay"
     STAGE_ACCOUNT = "stage_account"
     SENSITIVITY = "sensitivity"
+    RESTARTS = "restarts"
+    NOISE_FLOOR = "noise_floor"
     TRAINED_WEIGHTS = "trained_weights"
     NATIVE_BACKEND = "native_backend"
 
@@ -210,6 +212,18 @@ DEFINITIONS: dict[CheckName, CheckDefinition] = {
         "informs",
         "informs",
         "Ask for more pairs or longer blocks, or quieten the machine, to see smaller differences.",
+    ),
+    CheckName.RESTARTS: CheckDefinition(
+        "the intervals cover restarts of the servers",
+        "informs",
+        "informs",
+        "Ask for --restarts 5 or more: each is a fresh start of both servers with its share of the pairs.",
+    ),
+    CheckName.NOISE_FLOOR: CheckDefinition(
+        "the noise floor of this machine is known",
+        "informs",
+        "informs",
+        "Run `abserve noise-floor` once on this machine: it compares an arm with itself.",
     ),
     CheckName.TRAINED_WEIGHTS: CheckDefinition(
         "trained weights",

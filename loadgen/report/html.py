@@ -42,6 +42,7 @@ def render_html(result: Result) -> str:
         titles=tables.titles(result),
         verdict_words=tables.VERDICT_WORDS,
         rows=tables.comparison_rows(result, measured_only=True),
+        footing=tables.footing(result),
         unmeasured=[row for row in tables.comparison_rows(result) if row.comparison.ratio_b_over_a is None],
         check_rows=check_tables.check_rows(result),
         stage_tables={s.cell: rows for s in result.stages if (rows := stage_tables.stage_rows(result, s.cell))},

@@ -134,7 +134,10 @@ def test_the_faults_above_are_the_whole_registry() -> None:
     """send_lag, queue_delay and stage_account have their own tests below, evidence has test_gpu_evidence, the open loop
     test_open_loop."""
     open_loop = {"generator_ceiling", "connections_free", "rate_sustained"}
-    elsewhere = {"send_lag", "queue_delay", "stage_account", "gpu_evidence", "negative_control"} | open_loop
+    repetition = {"restarts", "noise_floor"}  # test_repetition
+    elsewhere = (
+        repetition | {"send_lag", "queue_delay", "stage_account", "gpu_evidence", "negative_control"} | open_loop
+    )
     covered = {fault[0] for fault in FAULTS} | elsewhere
     assert covered == {name.value for name in CheckName} == {name.value for name in DEFINITIONS}
 
@@ -148,6 +151,7 @@ def test_a_sound_run_is_valid_and_fails_nothing_that_matters(tmp_path: Path) -> 
         "trained_weights",
         "native_backend",
         "sensitivity",
+        "restarts",
     }
 
 
