@@ -12,6 +12,10 @@ from loadgen.summaries import CellSummary
 
 def place(cell: Cell) -> str:
     """Where a statement holds, in a sentence: "at concurrency 16", "at 50 requests/s"."""
+    if cell.latency_bound_ms is not None:
+        return f"within p99 ≤ {cell.latency_bound_ms:g} ms"
+    if cell.scenario == "ramp":
+        return "at saturation"
     if cell.is_open:
         return f"at {cell.rate_per_s or 0.0:g} requests/s"
     if cell.scenario == "batched":
@@ -36,7 +40,7 @@ def claim(comparison: Comparison, a: str = "A", b: str = "B", where: str = "") -
     if value is not None and winner == a:
         value, interval = 1.0 / value, inverse(interval)
     bounds = f"(95 % interval {ratio_interval(interval)})"
-    if metric.name in ("throughput", "achieved_rate"):
+    if metric.name in ("throughput", "achieved_rate", "slo_rate", "saturation"):
         return f"{winner} serves {ratio(value, interval)} the {metric.unit} of {loser}{where} {bounds}"
     return f"{winner}'s {metric.title} is {ratio(value, interval)} that of {loser}{where} {bounds}"
 
@@ -50,7 +54,10 @@ def _b_over_a(comparison: Comparison) -> str:
 
 
 def weight(cell: Cell) -> tuple[int, int]:
-    """The most loaded cell stands for a server's work; one of a closed loop before any of an open one."""
+    """The most loaded cell stands for a server's work; one of a closed loop before any of an open one, and a search or
+    a ramp last: they say how much, and nothing of why."""
+    if cell.scenario in ("slo", "ramp"):
+        return (0, 0)
     return (0, round(cell.rate_per_s)) if cell.rate_per_s is not None else (cell.concurrency, cell.batch_size)
 
 

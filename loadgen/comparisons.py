@@ -23,6 +23,7 @@ from loadgen.anytime import estimate_anytime
 from loadgen.metrics import METRICS, THROUGHPUT, Metric, leading_metric
 from loadgen.pairs import PairedMetric, pair_metrics
 from loadgen.records import ColdStart, Experiment, Record
+from loadgen.search_records import RampFound, RateFound
 from loadgen.statistics import (
     SIGNIFICANCE,
     RatioEstimate,
@@ -86,9 +87,11 @@ def compare_all(
     experiment: Experiment,
     blocks: Sequence[BlockSummary],
     cold_starts: Sequence[ColdStart],
+    found: Sequence[RateFound | RampFound] = (),
 ) -> tuple[Comparison, ...]:
-    """Every comparison that the experiment asked for, none of them invalid yet; see `invalidate`."""
-    paired = pair_metrics(experiment.cells, blocks, cold_starts)
+    """Every comparison that the experiment asked for, none of them invalid yet; see `invalidate`. `found` is what
+    searches and ramps came to."""
+    paired = pair_metrics(experiment.cells, blocks, cold_starts, found)
     estimates = [_estimate(one, experiment) for one in paired]
     adjusted = _adjust(paired, estimates, experiment)
     family = sum(1 for _, estimate in estimates if estimate.p_value is not None)

@@ -35,7 +35,14 @@ TIME_TO_READY = Metric(name="time_to_ready", title="time to ready", unit="s", hi
 TIME_TO_FIRST_ANSWER = Metric(
     name="time_to_first_answer", title="time to first answer", unit="s", higher_is_better=False
 )
-METRICS = {m.name: m for m in (THROUGHPUT, ACHIEVED_RATE, *LATENCIES, TIME_TO_READY, TIME_TO_FIRST_ANSWER)}
+SLO_RATE = Metric(name="slo_rate", title="rate within the bound", unit="requests/s", higher_is_better=True)
+"""The highest Poisson rate whose p99 holds the cell's bound."""
+SATURATION = Metric(name="saturation", title="throughput at saturation", unit="images/s", higher_is_better=True)
+"""The best of a ramp, where more users bring no more."""
+METRICS = {
+    m.name: m
+    for m in (THROUGHPUT, ACHIEVED_RATE, *LATENCIES, TIME_TO_READY, TIME_TO_FIRST_ANSWER, SLO_RATE, SATURATION)
+}
 
 
 def metrics_of(cell: Cell) -> tuple[Metric, ...]:
@@ -43,6 +50,8 @@ def metrics_of(cell: Cell) -> tuple[Metric, ...]:
     so there latencies tell them apart, and the achieved rate where one does not keep up."""
     if cell.scenario == "cold-start":
         return (TIME_TO_READY, TIME_TO_FIRST_ANSWER)
+    if cell.scenario in ("slo", "ramp"):
+        return (SLO_RATE if cell.scenario == "slo" else SATURATION,)
     return (ACHIEVED_RATE, *LATENCIES) if cell.is_open else (THROUGHPUT, *LATENCIES)
 
 
@@ -51,6 +60,8 @@ def leading_metric(cell: Cell) -> Metric:
     highest percentile that a block has requests for: an open loop is there to show the tail."""
     if cell.scenario == "cold-start":
         return TIME_TO_FIRST_ANSWER
+    if cell.scenario in ("slo", "ramp"):
+        return SLO_RATE if cell.scenario == "slo" else SATURATION
     if not cell.is_open or cell.rate_per_s is None:
         return THROUGHPUT
     requests = arrival_count(cell.rate_per_s, cell.requests, cell.seconds, cell.max_seconds)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from loadgen.metrics import TIME_TO_READY, Metric, metrics_of
 from loadgen.percentiles import samples_needed
 from loadgen.records import Cell, ColdStart, Label
+from loadgen.search_records import RampFound, RateFound
 from loadgen.summaries import NS_PER_S, BlockSummary
 
 
@@ -43,14 +44,35 @@ class PairedMetric:
 
 
 def pair_metrics(
-    cells: Sequence[Cell], blocks: Sequence[BlockSummary], cold_starts: Sequence[ColdStart]
+    cells: Sequence[Cell],
+    blocks: Sequence[BlockSummary],
+    cold_starts: Sequence[ColdStart],
+    found: Sequence[RateFound | RampFound] = (),
 ) -> list[PairedMetric]:
-    """Every metric of every cell, in the order of the report."""
-    return [
-        _start_pairs(cell, metric, cold_starts) if cell.scenario == "cold-start" else _block_pairs(cell, metric, blocks)
-        for cell in cells
-        for metric in metrics_of(cell)
-    ]
+    """Every metric of every cell, in the order of the report. `found` is what searches and ramps came to."""
+
+    def pairs(cell: Cell, metric: Metric) -> PairedMetric:
+        if cell.scenario == "cold-start":
+            return _start_pairs(cell, metric, cold_starts)
+        return _block_pairs(cell, metric, blocks) if cell.has_blocks else _search_pairs(cell, metric, found)
+
+    return [pairs(cell, metric) for cell in cells for metric in metrics_of(cell)]
+
+
+def _search_pairs(cell: Cell, metric: Metric, found: Sequence[RateFound | RampFound]) -> PairedMetric:
+    """One a pair of searches or ramps that both came to a value."""
+    values = {
+        (one.pair, one.label): (one.rate_per_s if isinstance(one, RateFound) else one.saturation_per_s, one.restart)
+        for one in found
+        if one.cell == cell.name
+    }
+    pairs = []
+    for number in sorted({number for number, _ in values}):
+        a, restart = values.get((number, "a"), (None, 0))
+        b, _ = values.get((number, "b"), (None, 0))
+        if a and b:
+            pairs.append(Pair(a, b, restart))
+    return PairedMetric(cell, metric, tuple(pairs))
 
 
 def _block_pairs(cell: Cell, metric: Metric, blocks: Sequence[BlockSummary]) -> PairedMetric:

@@ -31,6 +31,7 @@ from loadgen.records import (
 )
 from loadgen.sample_files import read_samples
 from loadgen.samples import Samples
+from loadgen.search_records import Trial
 
 T = TypeVar("T")
 
@@ -74,6 +75,8 @@ class StoredRun:
     readings: Readings | None = None
     """Of the GPU, where there is evidence."""
     container_cold_starts: tuple[ContainerColdStart, ...] = ()
+    trials: tuple[Trial, ...] = ()
+    """Of searches and ramps, in the order in which they ran."""
     calibration: Calibration | None = None
     """Of the load generator on the machine of the run, where there is one."""
     noise_floors: tuple[NoiseFloor, ...] = ()
@@ -110,6 +113,7 @@ def read_run(directory: Path) -> StoredRun:
         evidence=evidence,
         readings=_read_gpu(directory, evidence),
         container_cold_starts=_read(directory / "container_cold_starts.json", tuple[ContainerColdStart, ...]) or (),
+        trials=tuple(filter(None, (_read(path, Trial) for path in sorted((directory / "trials").glob("*.json"))))),
         calibration=_read(directory / "calibration.json", Calibration),
         noise_floors=_read(directory / "noise_floors.json", tuple[NoiseFloor, ...]) or (),
         explanation=explanation,

@@ -85,7 +85,7 @@ def judge_thresholds(experiment: Experiment, measured: Measured) -> tuple[Thresh
 def measured_in(cell: Cell) -> tuple[str, ...]:
     """Names of the metrics that a cell can have."""
     compared = tuple(metric.name.removeprefix("latency_") for metric in metrics_of(cell))
-    return compared if cell.scenario == "cold-start" else tuple(dict.fromkeys((*compared, "throughput", *OF_ONE_ARM)))
+    return compared if not cell.has_blocks else tuple(dict.fromkeys((*compared, "throughput", *OF_ONE_ARM)))
 
 
 def _cells_of(condition: Condition, cells: Sequence[Cell]) -> tuple[Cell, ...]:

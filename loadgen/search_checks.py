@@ -1,0 +1,117 @@
+"""Checks on searches and ramps: did they end, did requests fail, was the generator the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loadgen.checks import Check, CheckName, cell_scope, make_check
+from loadgen.quantities import number, share
+from loadgen.records import Cell
+from loadgen.search_records import RampFound, RateFound, Trial
+from loadgen.searches import BUSY
+from loadgen.stored_run import StoredRun
+
+
+def check_searches(run: StoredRun, rates: Sequence[RateFound], ramps: Sequence[RampFound]) -> list[Check]:
+    """Of every cell that is one, the checks one after the other."""
+    checks: list[Check] = []
+    for cell in run.experiment.cells:
+        own = [trial for trial in run.trials if trial.cell == cell.name]
+        if cell.scenario == "slo":
+            found = [rate for rate in rates if rate.cell == cell.name]
+            checks += [_searched(cell, found), _search_generator(cell, found, own)]
+        elif cell.scenario == "ramp":
+            climbed = [ramp for ramp in ramps if ramp.cell == cell.name]
+            checks += [_errors(cell, own), _climbed(cell, climbed), _ramp_generator(cell, climbed, own)]
+    return checks
+
+
+def _searched(cell: Cell, found: Sequence[RateFound]) -> Check:
+    """Every search came to a rate. That none holds, or that all do, is no rate to compare."""
+    planned = 2 * cell.pairs
+    done = [one for one in found if one.ended == "found"]
+    other = [one for one in found if one.ended in ("none", "highest")]
+    detail = f"{len(done)} of {planned} searches found a rate"
+    if other:
+        one = other[0]
+        detail += f"; {one.label.upper()} " + (
+            f"is late even at {number(one.failed_rate_per_s or 0.0)}/s, the lowest rate tried"
+            if one.ended == "none"
+            else f"holds {number(one.rate_per_s or 0.0)}/s, the highest rate tried"
+        )
+    return make_check(
+        CheckName.BLOCKS_COMPLETE,
+        len(done) >= planned,
+        scope=cell_scope(cell.name),
+        value=len(done),
+        threshold=planned,
+        detail=detail,
+    )
+
+
+def _climbed(cell: Cell, ramps: Sequence[RampFound]) -> Check:
+    planned = 2 * cell.pairs
+    done = [ramp for ramp in ramps if ramp.saturated]
+    short = [ramp for ramp in ramps if not ramp.saturated and ramp.saturation_per_s is not None]
+    detail = f"{len(done)} of {planned} ramps reached saturation"
+    if short:
+        detail += f"; {short[0].label.upper()} still gained with {cell.concurrency} users: raise --ramp-users"
+    return make_check(
+        CheckName.BLOCKS_COMPLETE,
+        len(done) >= planned,
+        scope=cell_scope(cell.name),
+        value=len(done),
+        threshold=planned,
+        detail=detail,
+    )
+
+
+def _errors(cell: Cell, trials: Sequence[Trial]) -> Check:
+    """Of a ramp; a search counts a failed request as a late one."""
+    requests, errors = sum(t.requests for t in trials), sum(t.errors for t in trials)
+    messages = [message for trial in trials for message in trial.error_messages]
+    detail = f"{errors:,} of {requests:,} requests failed" + (f"; first message: {messages[0]}" if messages else "")
+    return make_check(
+        CheckName.REQUEST_ERRORS,
+        errors == 0 if requests else None,
+        scope=cell_scope(cell.name),
+        value=errors / requests if requests else None,
+        threshold=0,
+        detail=detail if requests else "no request was sent",
+    )
+
+
+def _search_generator(cell: Cell, found: Sequence[RateFound], trials: Sequence[Trial]) -> Check:
+    """A rate that failed while the generator was busy may be one that the server holds."""
+    limited = [one for one in found if one.client_limited]
+    deciding = [
+        trial.generator_cpu_share or 0.0
+        for trial in trials
+        for one in found
+        if (one.pair, one.label) == (trial.pair, trial.label) and trial.rate_per_s == one.failed_rate_per_s
+    ]
+    return _generator(cell, bool(limited), deciding, "the lowest rate that failed")
+
+
+def _ramp_generator(cell: Cell, ramps: Sequence[RampFound], trials: Sequence[Trial]) -> Check:
+    best = {
+        (ramp.pair, ramp.label): max(ramp.rungs, key=lambda rung: rung.throughput_per_s).concurrency
+        for ramp in ramps
+        if ramp.rungs
+    }
+    deciding = [
+        trial.generator_cpu_share or 0.0 for trial in trials if best.get((trial.pair, trial.label)) == trial.concurrency
+    ]
+    return _generator(cell, any(ramp.client_limited for ramp in ramps), deciding, "the best rung")
+
+
+def _generator(cell: Cell, limited: bool, deciding: Sequence[float], where: str) -> Check:
+    highest = max(deciding, default=None)
+    return make_check(
+        CheckName.GENERATOR_CPU,
+        None if highest is None else not limited,
+        scope=cell_scope(cell.name),
+        value=highest,
+        threshold=BUSY,
+        detail="its CPU time is unknown" if highest is None else f"it used {share(highest)} of a core at {where}",
+    )
