@@ -16,6 +16,8 @@ from loadgen.machine_checks import check_machine
 from loadgen.records import Label
 from loadgen.result import Result
 from loadgen.run_checks import check_comparisons, check_run
+from loadgen.search_checks import check_searches
+from loadgen.searches import find_ramps, find_rates
 from loadgen.stages import account_cell
 from loadgen.stopping import describe_stopping
 from loadgen.stored_run import StoredRun, read_run
@@ -45,13 +47,15 @@ def analyse_run(run: StoredRun) -> Result:
     accounts = tuple(
         account_cell(cell.name, [block for block in complete if block.record.cell == cell.name]) for cell in loads
     )
-    drafts = compare_all(run.experiment, blocks, run.cold_starts)
+    rates, ramps = find_rates(run.experiment.cells, run.trials), find_ramps(run.experiment.cells, run.trials)
+    drafts = compare_all(run.experiment, blocks, run.cold_starts, [*rates, *ramps])
     checks = in_order(
         [
             *check_run(run),
             *check_evidence(run),
             *check_fairness(run),
             *check_load(run, blocks, summaries, accounts),
+            *check_searches(run, rates, ramps),
             *check_machine(run, blocks),
             *check_comparisons(drafts, run.experiment.equivalence_margin),
         ]
@@ -77,6 +81,9 @@ def analyse_run(run: StoredRun) -> Result:
         blocks=blocks,
         evidence=run.evidence,
         container_cold_starts=run.container_cold_starts,
+        trials=run.trials,
+        rates=rates,
+        ramps=ramps,
         causes=causes,
         causes_left_out=run.explanation.left_out if run.explanation else (),
         batching=executed_batches(loads, summaries),

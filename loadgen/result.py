@@ -29,6 +29,7 @@ from loadgen.records import (
     Record,
     RunState,
 )
+from loadgen.search_records import RampFound, RateFound, Trial
 from loadgen.stages import StageAccount
 from loadgen.stopping import Stopping
 from loadgen.summaries import BlockSummary, CellSummary
@@ -59,6 +60,12 @@ class Result(Record, frozen=True, kw_only=True):
     evidence: EvidenceFile | None = None
     gpu: tuple[GpuSeries, ...] = ()
     container_cold_starts: tuple[ContainerColdStart, ...] = ()
+    trials: tuple[Trial, ...] = ()
+    """Of searches and ramps, in the order in which they ran."""
+    rates: tuple[RateFound, ...] = ()
+    """One a search for the highest rate within a latency bound."""
+    ramps: tuple[RampFound, ...] = ()
+    """One a climb to saturation."""
     causes: tuple[CellCauses, ...] = ()
     causes_left_out: tuple[str, ...] = ()
     """Cells whose difference there was no time to explain."""
