@@ -121,6 +121,7 @@ def _write_formats(results: Mapping[str, Result | None], junit: Path | None, csv
 def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | None]:
     """One comparison with its reports; its exit status, and its result where there is one."""
     from loadgen.analysis import analyse
+    from loadgen.live_ratios import LiveRatios
     from loadgen.report import write_reports
     from loadgen.report.progress import RichProgress
     from loadgen.report.terminal import print_result
@@ -130,7 +131,7 @@ def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | Non
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
     try:
-        with RichProgress(console) as progress:
+        with RichProgress(console, LiveRatios(experiment, out)) as progress:
             state = run_experiment(experiment, out, progress)
     except StorageError as exc:
         errors.print(f"error: {exc}", style="bold red", soft_wrap=True, markup=False)

@@ -1,6 +1,7 @@
 """The progress of a run on a terminal: what happens now, how long it still takes, what each block has shown so far.
 
-On a terminal one line is always moving; elsewhere (a log, CI) only finished things are printed, a line each.
+On a terminal one line is always moving, below the cells with their ratios so far; elsewhere (a log, CI) only finished
+things are printed, a line each.
 """
 
 from __future__ import annotations
@@ -8,19 +9,24 @@ from __future__ import annotations
 from time import monotonic
 from types import TracebackType
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
+from loadgen.live_ratios import LiveRatios
 from loadgen.records import ArmRecord, BlockRecord, ColdStart, ParityRecord
+from loadgen.report.live import FIXED, OPEN, ratio_line, ratio_table
 
 
 class RichProgress:
     """Implements `loadgen.progress.Progress`; a context manager, so that the terminal is always given back."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, ratios: LiveRatios | None = None) -> None:
         self._console = console
+        self._ratios = ratios
+        self._unprinted = False
+        self._last_block = ""
         self._started = monotonic()
         self._ends_at: float | None = None
         self._phase = ""
@@ -37,6 +43,7 @@ class RichProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
+        self._leave_ratios()
 
     def plan(self, seconds: float) -> None:
         """The estimate of what is left."""
@@ -44,7 +51,8 @@ class RichProgress:
 
     def phase(self, title: str) -> None:
         """A new phase, printed once."""
-        self._phase, self._now = title, ""
+        self._leave_ratios()
+        self._phase, self._now, self._last_block = title, "", ""
         self._console.print(Text(f"{_clock(self._elapsed())}  {title}", style="bold"))
 
     def now(self, text: str) -> None:
@@ -76,15 +84,22 @@ class RichProgress:
             self._say(f"different answers: {record.error or 'see parity.json'}", style="red")
 
     def block_done(self, record: BlockRecord, p50_ns: int | None) -> None:
-        """Throughput and median of one block."""
+        """Throughput and median of one block; after its second one the ratio of the cell."""
         seconds = (record.window_end_ns - record.window_start_ns) / 1e9
         rate = f"{record.items / seconds:9.1f} items/s" if seconds > 0 else "  no items  "
         p50 = "p50 –" if p50_ns is None else f"p50 {p50_ns / 1e6:8.2f} ms"
         problem = "" if record.complete and not record.errors else f"  {record.errors} errors {record.note or ''}"
-        self._say(
-            f"{record.label.upper()}  {record.cell:<14} pair {record.pair + 1:<3}{rate}  {p50}{problem}",
-            style="red" if problem else "",
-        )
+        line = f"{record.label.upper()}  {record.cell:<14} pair {record.pair + 1:<3}{rate}  {p50}{problem}"
+        if problem or not self._console.is_terminal or self._ratios is None:
+            self._say(line, style="red" if problem else "")
+        self._last_block = " ".join(f"{record.label.upper()} {record.cell}: {rate}, {p50}".split())
+        found = self._ratios.add(record) if self._ratios is not None else None
+        if found is not None:
+            self._unprinted = True
+            if self._console.is_terminal:
+                self._live.refresh()
+            else:
+                self._say(ratio_line(found))
 
     def _elapsed(self) -> float:
         return monotonic() - self._started
@@ -95,7 +110,18 @@ class RichProgress:
             remaining = self._ends_at - monotonic()
             left = f", about {_clock(remaining)} left" if remaining > 0 else ", almost there"
         self._spinner.update(text=Text(f"{self._phase}: {self._now}  ({_clock(self._elapsed())}{left})"))
-        return self._spinner
+        if not self._unprinted or self._ratios is None:
+            return self._spinner
+        latest = self._ratios.latest
+        note = OPEN if any(one.planned is None for one in latest) else FIXED
+        table = ratio_table(latest, self._console.width)
+        return Group(table, Text(f"last: {self._last_block}", style="dim"), Text(note, style="dim"), self._spinner)
+
+    def _leave_ratios(self) -> None:
+        """The table as it stands stays on the screen when its phase is over."""
+        if self._unprinted and self._ratios is not None and self._console.is_terminal:
+            self._console.print(ratio_table(self._ratios.latest, self._console.width))
+        self._unprinted = False
 
     def _say(self, text: str, style: str = "") -> None:
         self._console.print(Text(f"       {text}", style=style), soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich import box
 from rich.console import Console, Group
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -121,7 +122,8 @@ def _print_thresholds(result: Result, console: Console) -> None:
     console.print(Text("Thresholds", style="bold"))
     for condition, scenario, outcome, found in threshold_rows.threshold_rows(result):
         mark, style = MARKS["ok" if outcome == "kept" else "failed"]
-        console.print(Text.assemble((f"  {mark} ", style), f"fail if {condition}", (f"  {scenario}: {found}", "dim")))
+        console.print(Text.assemble((f"{mark} ", style), f"fail if {condition}"))
+        console.print(Padding(Text(f"{scenario}: {found}", style="dim"), (0, 0, 0, 2)))
     console.print()
 
 

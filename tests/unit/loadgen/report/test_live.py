@@ -1,0 +1,99 @@
+"""What a run shows while it goes on: the figures of the end, early; on a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from synthetic_run import Plan, write_run
+
+from loadgen.analysis import analyse
+from loadgen.live_ratios import LiveRatio, LiveRatios
+from loadgen.records import BlockRecord
+from loadgen.report.live import ratio_line, ratio_table, track_of
+from loadgen.report.progress import RichProgress
+from loadgen.stored_run import StoredRun, read_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
+    return read_run(write_run(tmp_path_factory.mktemp("run"), Plan(pairs=3, requests=60)))
+
+
+def records(run: StoredRun) -> list[BlockRecord]:
+    return [block.record for block in run.blocks]
+
+
+def test_after_the_last_pair_it_shows_what_the_result_says(run: StoredRun) -> None:
+    live = LiveRatios(run.experiment, run.directory)
+    found = [live.add(record) for record in records(run)]
+    assert [one is not None for one in found] == [False, True] * (len(found) // 2)
+    final = {c.scenario: c for c in analyse(run.directory).comparisons if c.leading}
+    assert [one.cell for one in live.latest] == [cell.name for cell in run.experiment.cells[1:]]
+    for one in live.latest:
+        assert (one.ratio, one.ci95) == (final[one.cell].ratio_b_over_a, final[one.cell].ci95)
+        assert (one.pairs, one.planned) == (3, 3)
+
+
+def test_one_pair_has_a_ratio_and_says_why_there_is_no_interval(run: StoredRun) -> None:
+    live = LiveRatios(run.experiment, run.directory)
+    single = [record for record in records(run) if record.cell == "single" and record.pair == 0]
+    first = [live.add(record) for record in single][-1]
+    assert first is not None
+    assert first.ratio is not None
+    assert first.ci95 is None
+    assert "one pair shows no spread" in ratio_line(first)
+
+
+def test_a_block_that_cannot_be_read_or_is_of_no_cell_is_left_out(run: StoredRun, tmp_path: Path) -> None:
+    import msgspec
+
+    live = LiveRatios(run.experiment, tmp_path)
+    one, other = (r for r in records(run) if r.cell == "single" and r.pair == 0)
+    assert live.add(msgspec.structs.replace(one, cell="ramp(1)")) is None
+    assert live.add(msgspec.structs.replace(one, complete=False)) is None
+    live.add(one)
+    standing = live.add(other)
+    assert standing is not None
+    assert standing.ratio is None
+
+
+def test_the_track_puts_one_in_the_middle_and_keeps_to_its_width() -> None:
+    def line(ratio: float | None, ci95: tuple[float, float] | None) -> str:
+        one = LiveRatio("single", "throughput", 2, 4, ratio, ci95, None)
+        return track_of(one, 21, math.log(2.0)).plain
+
+    assert line(None, None) == " " * 10 + "│" + " " * 10
+    assert line(1.0, (0.9, 1.1)).strip().strip("─") == "●"
+    assert line(1.0, (0.9, 1.1)).index("●") == 10
+    assert line(2.0, (1.5, 1000.0))[-1] == "●"
+    assert line(0.5, (0.001, 0.7))[0] == "●"
+    assert "┼" in line(1.2, (0.8, 1.8))
+    assert len(line(1e9, (1e-9, 1e9))) == 21
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_keeps_the_table_and_a_log_has_a_line_a_pair(run: StoredRun, width: int) -> None:
+    shown, logged = io.StringIO(), io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=width, color_system=None)
+    for console in (terminal, Console(file=logged, width=width)):
+        with RichProgress(console, LiveRatios(run.experiment, run.directory)) as progress:
+            progress.phase("load")
+            for record in records(run):
+                progress.block_done(record, 1_000_000)
+            progress.phase("stopping the servers")
+    assert "The plan is fixed" in shown.getvalue()
+    assert "95 % interval" in shown.getvalue()
+    table = io.StringIO()
+    live = LiveRatios(run.experiment, run.directory)
+    for record in records(run):
+        live.add(record)
+    Console(file=table, width=width).print(ratio_table(live.latest, width))
+    assert max(len(line.rstrip()) for line in table.getvalue().splitlines()) <= width
+    assert "…" not in table.getvalue()
+    lines = logged.getvalue().splitlines()
+    assert sum("after 3 of 3 pairs" in line for line in lines) == len(run.experiment.cells) - 1
+    assert sum("items/s" in line for line in lines) == len(run.blocks)
