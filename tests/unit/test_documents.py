@@ -54,7 +54,7 @@ def test_commands_and_options_exist(path: Path) -> None:
                 continue
             known = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
             wrong += [
-                option for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", rest) if option not in known | {"--help"}
+                option for option in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", rest) if option not in known | {"--help"}
             ]
     assert wrong == []
 
