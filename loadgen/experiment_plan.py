@@ -83,6 +83,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
             seed=own.seed,
             equivalence_margin=own.margin,
             threads=own.threads,
+            processes=own.processes,
             gpu_control=own.gpu_control,
             restarts=own.restarts,
             until_decided=own.until == "decided",

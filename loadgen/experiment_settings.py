@@ -102,6 +102,7 @@ class ExperimentSettings(Settings):
         (), description="Open loop: requests a second that fall due, separated by commas, each a cell."
     )
     arrivals: str = Field("poisson", description="At these rates: poisson (independent clients) or constant.")
+    processes: int = Field(1, ge=1, le=64, description="Of the load generator, which share users or rate.")
     connections: int = Field(CONNECTIONS, ge=1, description="Of an open loop, at most; a request without one waits.")
     open_seconds: float = Field(OPEN_SECONDS, ge=0.1, description="Of a block of an open loop.")
     slo_p99_ms: Rates = Field(

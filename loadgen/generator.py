@@ -1,11 +1,13 @@
 """The load generator's process: `python -m loadgen.generator` reads commands from standard input, a line each.
 
-It runs one block at a time through Locust. Only this process imports locust and is patched by gevent; what drives it
-(`loadgen.generator_process`) is not. Commands and replies are in `loadgen.generator_messages`.
+It runs one block at a time through Locust, or with `--processes N` has N workers run it. Only this process and its
+workers import locust and are patched by gevent; what drives it (`loadgen.generator_process`) is not. Commands and
+replies are in `loadgen.generator_messages`.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 from collections.abc import Iterator
@@ -17,90 +19,9 @@ import msgspec
 from gevent.fileobject import FileObjectPosix
 from gevent.queue import Queue
 
-from loadgen.block import Block, BlockError
-from loadgen.generator_messages import (
-    Abort,
-    Command,
-    Go,
-    Message,
-    Open,
-    Opened,
-    Outcome,
-    Prepare,
-    Prepared,
-    Refusal,
-    Reply,
-)
-from loadgen.inputs import InputError, read_samples
-from loadgen.transports import Body, Door, prepare_all
-
-
-class Generator:
-    """Holds the bodies and at most one block."""
-
-    def __init__(self) -> None:
-        self._prepared: dict[str, Prepare] = {}
-        self._bodies: dict[str, dict[int, tuple[Body, ...]]] = {}
-        self._block: Block | None = None
-
-    def answer(self, command: Command) -> Reply:
-        """Do what one command says."""
-        try:
-            match command:
-                case Prepare():
-                    return self._prepare(command)
-                case Open():
-                    return self._open(command)
-                case Go():
-                    return self._go(command)
-                case Abort():
-                    return Refusal(reason="no block is running")
-        except (BlockError, InputError, OSError, ValueError) as exc:
-            return Refusal(reason=str(exc))
-
-    def abort(self, reason: str) -> bool:
-        """End the running window early; False where there is none."""
-        if self._block is None:
-            return False
-        self._block.window.cut(reason)
-        return True
-
-    def _prepare(self, command: Prepare) -> Prepared:
-        self._bodies.pop(command.key, None)
-        inputs = read_samples(Path(command.samples_directory), command.payload)
-        bodies = {
-            batch_size: prepare_all(command.transport, inputs, command.signature, batch_size, command.seed)
-            for batch_size in sorted({1, *command.batch_sizes})
-        }
-        self._prepared[command.key], self._bodies[command.key] = command, bodies
-        return Prepared(body_bytes=sum(body.payload_bytes for several in bodies.values() for body in several))
-
-    def _open(self, command: Open) -> Opened:
-        self.discard()
-        bodies = self._bodies.get(command.key, {})
-        if command.batch_size not in bodies:
-            raise BlockError(f"no bodies of batch size {command.batch_size} are prepared")
-        prepared = self._prepared[command.key]
-        door = Door(prepared.transport, command.url, prepared.signature.model, command.grpc_address)
-        door.connection((), timeout_s=command.timeout_s)  # refused here and not in every user's greenlet
-        requests = tuple(door.sendable(body) for body in bodies[command.batch_size])
-        self._block = Block(command, door, requests, settling=door.sendable(bodies[1][0]))
-        self._block.gather()
-        return Opened()
-
-    def discard(self) -> None:
-        """End a block that was opened and did not run, with what it holds on servers and in shared memory."""
-        if self._block is not None:
-            self._block.discard()
-            self._block = None
-
-    def _go(self, command: Go) -> Outcome:
-        if self._block is None:
-            raise BlockError("no block is open")
-        try:
-            return self._block.run(command.start_ns)
-        finally:
-            self._block = None
+from loadgen.distributed_generator import DistributedGenerator
+from loadgen.generator_messages import Abort, Command, Message
+from loadgen.local_generator import LocalGenerator
 
 
 def _lines(descriptor: int) -> Iterator[bytes]:
@@ -111,10 +32,14 @@ def _lines(descriptor: int) -> Iterator[bytes]:
 def main() -> None:
     """Serve until standard input closes. Replies own the original standard output; stray prints go to standard
     error, where they break nothing."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--processes", type=int, default=1, help="Workers that share the load.")
+    parser.add_argument("--logs", type=Path, default=Path("generator"), help="Begin of the names of their logs.")
+    options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's to interpret
     replies = os.dup(1)
     os.dup2(2, 1)
-    generator = Generator()
+    generator = LocalGenerator() if options.processes == 1 else DistributedGenerator(options.processes, options.logs)
     commands: Queue[Command | None] = Queue()
     decoder = msgspec.json.Decoder(Command)
 
@@ -133,7 +58,7 @@ def main() -> None:
         while (command := commands.get()) is not None:
             _send(replies, generator.answer(command))
     finally:
-        generator.discard()
+        generator.close()
 
 
 def _send(descriptor: int, reply: Message) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import select
+from contextlib import suppress
 from pathlib import Path
+from subprocess import TimeoutExpired
 from time import monotonic
 from typing import TypeVar
 
@@ -37,8 +39,12 @@ class GeneratorError(Exception):
 class GeneratorProcess:
     """One long-lived generator. Not thread-safe: one command at a time."""
 
-    def __init__(self, log_path: Path) -> None:
-        self._process = ChildProcess([*OWN_MODULE, "loadgen.generator"], log_path=log_path, pipes=True)
+    def __init__(self, log_path: Path, *, processes: int = 1) -> None:
+        """With several processes each writes a log beside `log_path`."""
+        argv = [*OWN_MODULE, "loadgen.generator"]
+        if processes > 1:
+            argv += ["--processes", str(processes), "--logs", str(log_path.with_suffix(""))]
+        self._process = ChildProcess(argv, log_path=log_path, pipes=True)
         self._unread = b""
 
     def prepare(self, command: Prepare, *, timeout_s: float = 300.0) -> Prepared:
@@ -61,9 +67,15 @@ class GeneratorProcess:
             return None
 
     def stop(self) -> None:
-        """End the process. Idempotent."""
+        """End the process and its workers. Idempotent."""
+        process_ids = {self._process.pid, *(process.pid for process in self._process.tree())}
+        if len(process_ids) > 1 and self._process.popen.stdin is not None:
+            with suppress(OSError, TimeoutExpired):  # it ends its workers, whose parent it is, and then itself
+                self._process.popen.stdin.close()
+                self._process.popen.wait(2.0)
         self._process.stop(timeout_s=2.0)
-        sweep(self._process.pid)
+        for process_id in process_ids:
+            sweep(process_id)
 
     def _ask(self, command: Command, expected: type[_R], timeout_s: float) -> _R:
         assert self._process.popen.stdin is not None

@@ -188,7 +188,7 @@ class _Run:
         self.enter("warming up")
         first = self._generator is None
         if self._generator is None:
-            self._generator = GeneratorProcess(self._store.log_path("generator"))
+            self._generator = GeneratorProcess(self._store.log_path("generator"), processes=self._experiment.processes)
             self._resources.callback(self._generator.stop)
             calibration = own_calibration()
             if calibration is not None:

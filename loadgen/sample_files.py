@@ -91,6 +91,19 @@ def part_path(path: Path) -> Path:
     return path.with_name(path.name + ".part")
 
 
+def store_samples(path: Path, samples: Samples) -> None:
+    """Write a whole file at once, under a temporary name. Raises `OSError`, and then leaves none."""
+    part = part_path(path)
+    try:
+        with part.open("wb") as file:
+            file.write(_header(len(samples)))
+            file.write(samples.tobytes())
+        part.rename(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
 def read_samples(path: Path) -> Samples:
     """All whole records of NAME.npy, or of NAME.npy.part if only that exists. Raises `OSError`, `ValueError`."""
     if not path.exists() and part_path(path).exists():

@@ -1,0 +1,151 @@
+"""A generator of two workers: the same load as from one, in one sample file, and a worker that is lost is noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from loadgen.arrivals import due_offsets_ns
+from loadgen.endpoint import Endpoint
+from loadgen.generator_messages import Open, Outcome, Prepare
+from loadgen.generator_process import GeneratorError, GeneratorProcess
+from loadgen.inputs import write_synthetic
+from tests.integration.loadgen.conftest import await_true
+
+pytestmark = pytest.mark.usefixtures("no_process_left")
+
+
+@pytest.fixture
+def generator(tmp_path: Path) -> Iterator[GeneratorProcess]:
+    process = GeneratorProcess(tmp_path / "generator.log", processes=2)
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def url(generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str]) -> str:
+    url = fake_url("--delay-ms", "20", "--error-every", "50")
+    signature = Endpoint(url).signature("openclip_vit_b32")
+    write_synthetic(signature, tmp_path / "samples", "fp32", 0)
+    generator.prepare(
+        Prepare(
+            samples_directory=str(tmp_path / "samples"), payload="fp32", signature=signature, batch_sizes=(1,), seed=0
+        )
+    )
+    return url
+
+
+def workers_of(parent: int) -> list[psutil.Process]:
+    found = psutil.Process(parent).children(recursive=True)
+    return [process for process in found if "loadgen.generator_worker" in process.cmdline()]
+
+
+def command(url: str, path: Path | None, **changes: object) -> Open:
+    fields: dict[str, object] = {
+        "url": url, "batch_size": 1, "concurrency": 5, "requests": 61, "seconds": 0, "max_seconds": 20,
+        "timeout_s": 10, "samples_path": None if path is None else str(path),
+    }  # fmt: skip
+    return Open(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def run(generator: GeneratorProcess, block: Open) -> Outcome:
+    generator.open(block)
+    return generator.go(block)
+
+
+def test_two_workers_send_what_one_process_would(generator: GeneratorProcess, url: str, tmp_path: Path) -> None:
+    closed = run(generator, command(url, tmp_path / "0000.npy"))
+    samples = np.load(tmp_path / "0000.npy")
+    assert len(samples) == closed.requests == 61
+    assert set(samples["user"]) == set(range(5))
+    assert [worker.requests for worker in closed.workers] == [31, 30]
+    assert len({worker.pid for worker in closed.workers}) == 2
+    assert closed.errors == (samples["error"] >= 0).sum() == 1
+    assert closed.error_messages == ("HTTP 503: the queue is full",)
+    assert (np.diff(samples["send_ns"]) >= 0).all()
+    first = [samples["send_ns"][samples["user"] == user].min() for user in range(5)]
+    assert min(first) >= closed.window_start_ns
+    assert closed.cpu_ns == sum(worker.cpu_ns for worker in closed.workers) > 0
+
+    opened = run(
+        generator,
+        command(
+            url, tmp_path / "0001.npy", requests=1, seconds=1.0, arrivals="poisson", rate_per_s=40.0, arrivals_seed=5
+        ),
+    )
+    samples = np.load(tmp_path / "0001.npy")
+    planned = due_offsets_ns("poisson", 40.0, 40, 5)
+    assert (np.sort(samples["intended_ns"]) - opened.window_start_ns).tolist() == planned.tolist()
+    assert (samples["send_ns"] >= samples["intended_ns"]).all()
+    assert (opened.offered, opened.due_span_ns) == (40, int(planned[-1]))
+    assert [worker.requests for worker in opened.workers] == [20, 20]
+    assert not list(tmp_path.glob("*worker*.npy*")), "the workers' own files were merged"
+
+
+def test_a_worker_that_is_killed_cuts_the_block_and_nothing_measured_is_lost(
+    generator: GeneratorProcess, url: str, tmp_path: Path
+) -> None:
+    block = command(url, tmp_path / "0000.npy", seconds=20.0)
+    generator.open(block)
+    (child,) = [p for p in psutil.Process().children() if "loadgen.generator" in p.cmdline()]
+    first, second = sorted(workers_of(child.pid), key=lambda process: process.cmdline()[-1])
+    written = tmp_path / "0000.worker0.npy.part"
+
+    def kill_when_it_has_written() -> None:
+        await_true(lambda: written.stat().st_size > 3000, "samples of the first worker")
+        first.send_signal(signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_when_it_has_written)
+    killer.start()
+    outcome = generator.go(block)
+    killer.join()
+    assert outcome.cut_reason is not None
+    assert outcome.cut_reason.startswith("load worker 1 of 2 was killed by SIGKILL")
+    samples = np.load(tmp_path / "0000.npy")
+    lost, other = outcome.workers
+    assert lost.lost is not None
+    assert (other.lost, other.pid) == (None, second.pid)
+    assert 1 <= lost.requests == np.isin(samples["user"], [0, 1, 2]).sum()
+    assert len(samples) == outcome.requests == lost.requests + other.requests
+    with pytest.raises(GeneratorError, match="load worker 1 of 2 was killed"):
+        generator.open(block)
+
+
+@pytest.mark.slow
+def test_what_all_workers_refuse_is_refused_once(
+    generator: GeneratorProcess, url: str, unused_url: str, tmp_path: Path
+) -> None:
+    with pytest.raises(GeneratorError, match="no bodies of batch size 7"):
+        generator.open(command(url, None, batch_size=7))
+    with pytest.raises(GeneratorError, match="Connection refused"):
+        generator.open(command(unused_url, tmp_path / "0000.npy"))
+    assert run(generator, command(url, None, concurrency=1, requests=3)).requests == 3
+    assert not list(tmp_path.glob("*.npy*"))
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_lost_too(generator: GeneratorProcess, url: str, tmp_path: Path) -> None:
+    block = command(url, tmp_path / "0000.npy", seconds=60.0, max_seconds=60.0)
+    generator.open(block)
+    (child,) = [p for p in psutil.Process().children() if "loadgen.generator" in p.cmdline()]
+    hung = workers_of(child.pid)[0]
+    written = tmp_path / f"0000.worker{hung.cmdline()[-1]}.npy.part"
+
+    def stop_it() -> None:
+        await_true(lambda: written.stat().st_size > 3000, "samples of that worker")
+        os.kill(hung.pid, signal.SIGSTOP)
+
+    stopper = threading.Thread(target=stop_it)
+    stopper.start()
+    outcome = generator.go(block)
+    stopper.join()
+    assert outcome.cut_reason is not None
+    assert "sent no heartbeat" in outcome.cut_reason
+    assert outcome.requests == len(np.load(tmp_path / "0000.npy"))
