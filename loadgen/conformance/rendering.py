@@ -69,15 +69,15 @@ def markdown(report: ConformanceReport) -> str:
         f"{report.server_title}, model `{report.model}`, {report.created_at[:10]}, abserve {report.abserve_version}.",
         f"{summary(report)}.",
         "",
-        "| Case | Door | Expected | Got | Verdict |",
-        "|---|---|---|---|---|",
-        *(
+    ]
+    if failed:
+        lines += ["| Case | Door | Expected | Got | Verdict |", "|---|---|---|---|---|"]
+        lines += [
             f"| {result.number} {_cell(result.title)} | {result.door} | {_cell(result.expected)} | {_cell(result.got)} "
             f"| {result.verdict.value}{_cell(_because(result))} |"
             for result in failed
-        ),
-        "",
-    ]
+        ]
+        lines.append("")
     for verdict in (Verdict.CONFORMS, Verdict.NOT_APPLICABLE, Verdict.SKIPPED):
         chosen = [result for result in report.results if result.verdict is verdict]
         if not chosen:
