@@ -162,7 +162,7 @@ def _comparison(
         p_equivalence=estimate.p_equivalence,
         ratios=tuple(pair.ratio for pair in pairs),
         reason=reason,
-        leading=metric == leading_metric(paired.cell),
+        leading=paired.leads,
         method=method,
         restarts=len(groups),
         restart_effect=None if added is None else math.expm1(added),

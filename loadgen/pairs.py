@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from loadgen.metrics import TIME_TO_READY, Metric, metrics_of
+from loadgen.metrics import ACHIEVED_RATE, TIME_TO_READY, Metric, leading_metric, metrics_of
 from loadgen.percentiles import samples_needed
 from loadgen.records import Cell, ColdStart, Label
 from loadgen.search_records import RampFound, RateFound
@@ -34,6 +34,13 @@ class PairedMetric:
     metric: Metric
     pairs: tuple[Pair, ...]
     reason: str | None = None
+    saturated: bool = False
+    """Whether an arm did not sustain the rate of an open loop, so that the achieved rate is what tells them apart."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether it stands for its cell."""
+        return self.metric == (ACHIEVED_RATE if self.saturated else leading_metric(self.cell))
 
     def by_restart(self) -> list[list[float]]:
         """Ratios, one list for each start of the servers."""
@@ -87,7 +94,8 @@ def _block_pairs(cell: Cell, metric: Metric, blocks: Sequence[BlockSummary]) -> 
     )
     if metric.quantile is not None and saturated is not None and saturated.open_loop is not None:
         # Requests that were not answered in time are in no percentile, or in one that grows with the block's length.
-        return PairedMetric(cell, metric, (), f"{saturated.label.upper()} was {saturated.open_loop.saturation}")
+        reason = f"{saturated.label.upper()} was {saturated.open_loop.saturation}"
+        return PairedMetric(cell, metric, (), reason, saturated=True)
     if metric.quantile is not None:
         needed = samples_needed(metric.quantile)
         fewest = min((min(a.latency.samples, b.latency.samples) for a, b in couples), default=0)
@@ -98,7 +106,7 @@ def _block_pairs(cell: Cell, metric: Metric, blocks: Sequence[BlockSummary]) -> 
     pairs = tuple(Pair(a, b, restart) for a, b, restart in values if a is not None and b is not None)
     if len(pairs) < len(values):
         return PairedMetric(cell, metric, (), "a block has no good answer to measure")
-    return PairedMetric(cell, metric, pairs)
+    return PairedMetric(cell, metric, pairs, saturated=saturated is not None)
 
 
 def _value(block: BlockSummary, metric: Metric) -> float | None:

@@ -163,9 +163,13 @@ def test_a_saturated_arm_is_a_result_with_its_capacity_and_no_latencies(tmp_path
     result = open_run(tmp_path, {"a": noisy(20.0), "b": noisy(200.0)}, 50.0)
     rate, *latencies = result.comparisons
     assert rate.verdict == "a_faster"
+    assert rate.leading
+    assert "the images/s of B" in result.verdict.headline
+    assert "at 50 requests/s" in result.verdict.headline
     assert rate.ratio_b_over_a == pytest.approx(8 / 0.201 / 50, rel=0.05)
     for latency in latencies:
         assert latency.ratio_b_over_a is None
+        assert not latency.leading
         assert latency.reason is not None
         assert latency.reason.startswith("B was saturated at this rate: answered")
     sustained = find(result, "rate_sustained")
