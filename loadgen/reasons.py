@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loadgen.quantities import number, share, signed_ms
+from loadgen.quantities import number, sentence, share, signed_ms
 from loadgen.records import Cell
 from loadgen.stages import TITLES, StageAccount
 from loadgen.summaries import CellSummary
@@ -32,6 +32,15 @@ def explain_stages(account: StageAccount) -> list[str]:
 
 def _percent(value: float) -> str:
     return share(value) if value >= 0 else f"−{share(-value)}"
+
+
+def explain_saturation(summaries: Sequence[CellSummary]) -> list[str]:
+    """Which arm did not sustain the rate of an open loop."""
+    return [
+        sentence(f"{summary.label.upper()} was {summary.open_loop.saturation}")
+        for summary in summaries
+        if summary.open_loop is not None and summary.open_loop.saturation
+    ]
 
 
 def explain_batching(cell: Cell, summaries: Sequence[CellSummary]) -> list[str]:

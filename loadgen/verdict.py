@@ -13,7 +13,7 @@ from loadgen.checks import Check, CheckName, complaint, complaints, invalidating
 from loadgen.claims import claim, groups, place, weight
 from loadgen.comparisons import Comparison, Outcome
 from loadgen.quantities import sentence
-from loadgen.reasons import explain_batching, explain_stages
+from loadgen.reasons import explain_batching, explain_saturation, explain_stages
 from loadgen.records import Experiment, Record
 from loadgen.run_checks import leading_comparisons
 from loadgen.stages import StageAccount
@@ -144,6 +144,7 @@ def _scenario(
         for account in accounts:
             if account.cell == leading.scenario:
                 reasons += explain_stages(account)
+        reasons += explain_saturation([summary for summary in cells if summary.cell == leading.scenario])
         reasons += explain_batching(
             next(cell for cell in experiment.cells if cell.name == leading.scenario),
             [summary for summary in cells if summary.cell == leading.scenario],
