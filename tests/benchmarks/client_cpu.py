@@ -1,76 +1,66 @@
-"""CPU time per request of our Locust user beside Locust's own FastHttpUser, for the same bodies.
+"""CPU time per request of our clients beside Locust's FastHttpUser and NVIDIA's perf_analyzer, for the same 602 KB.
 
     python -m pytest tests/benchmarks/client_cpu.py -m benchmark -s
 
-Both run inside one gevent-patched process against one sink on loopback that reads the body and answers 2 KB, in
-alternating rounds: one user, one connection, a body of one FP32 image (602 KB) and one UINT8 image (150 KB). The figure
-is the process's user and system time divided by the requests of the round; the ratio is the median over rounds. Our
-user records its samples to a file as in a measured block; FastHttpUser feeds Locust's statistics, as it always does.
+Everything runs on loopback against one sink (`loadgen.calibration_sink`: reads the body, answers 2 KB) in alternating
+rounds: one user, one connection, one FP32 image a request. The Locust users live in one gevent-patched process; their
+figure is the process's user and system time over the requests of a round. perf_analyzer is started twice a round, for
+few requests and for many; its figure is the difference of its CPU times over the difference of the requests, so that
+its start-up is not charged. Ratios are medians over rounds.
+
+Our user records its samples to a file as in a measured block; FastHttpUser feeds Locust's statistics, as it always
+does. Through shared memory our client copies the image into the region for every request, as a client that has
+something new to say must; perf_analyzer writes it once and sends the same bytes again. `shm, copied once` is our client
+without that copy, which is what compares.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.benchmark
+from loadgen.calibration import SinkProcesses
 
-LIMIT = 0.5
-BODIES = {"602 KB": 602_112, "150 KB": 150_528}
+pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(900)]
 
-SINK = """
-import asyncio
-ANSWER = b"HTTP/1.1 200 OK\\r\\nContent-Length: 2048\\r\\n\\r\\n" + bytes(2048)
-class Sink(asyncio.BufferedProtocol):
-    def __init__(self):
-        self.buffer = bytearray(1 << 20); self.left = 0; self.head = b""
-    def connection_made(self, transport):
-        self.transport = transport
-    def get_buffer(self, hint):
-        return self.buffer
-    def buffer_updated(self, count):
-        if self.left == 0:
-            self.head += bytes(self.buffer[:count])
-            end = self.head.find(b"\\r\\n\\r\\n")
-            if end < 0:
-                return
-            lines = self.head[:end].lower().split(b"\\r\\n")
-            length = next(int(line[15:]) for line in lines if line.startswith(b"content-length:"))
-            self.left = length - (len(self.head) - end - 4)
-            self.head = b""
-        else:
-            self.left -= count
-        if self.left == 0:
-            self.transport.write(ANSWER)
-async def main():
-    server = await asyncio.get_running_loop().create_server(Sink, "127.0.0.1", 0)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await server.serve_forever()
-asyncio.run(main())
-"""
+ROUNDS = 7
+REQUESTS = 400
+FEW, MANY = 100, 700
+FAST_HTTP_LIMIT = 0.5
+PERF_ANALYZER_LIMIT = 0.5
+OURS = ("http", "grpc", "shm", "shm, copied once")
 
 CLIENTS = """
 import locust  # patches
 import gc, json, sys, time
 from pathlib import Path
-from statistics import median
 from locust import FastHttpUser, task
 from locust.env import Environment
 from locust.exception import StopUser
-from loadgen.clients.requests import Address, Request, request_head
+from loadgen.calibration import signature, write_images
+from loadgen.clients.requests import Address
+from loadgen.inputs import read_samples
 from loadgen.sample_files import SampleWriter
+from loadgen.transports import Door, prepare
 from loadgen.users import InferenceUser, Traffic
 
-port, folder, rounds, requests = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-address = Address("127.0.0.1", port)
+url, grpc_address, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+write_images(folder / "samples")
+inputs = read_samples(folder / "samples", "fp32")
+doors = {name: Door(name, url, "sink", grpc_address) for name in ("http", "grpc", "shm")}
+doors["shm, copied once"] = doors["shm"]
+bodies = {name: door.sendable(prepare(door.transport, inputs, signature("fp32"), (0,))) for name, door in doors.items()}
 
 def run(user_class):
-    environment = Environment(user_classes=[user_class], host=address.url)
+    environment = Environment(user_classes=[user_class], host=url)
     environment.create_local_runner()
     gc.collect()
     environment.runner.start(1, spawn_rate=1)
@@ -79,7 +69,7 @@ def run(user_class):
     environment.runner.quit()
     return user_class.cpu_us
 
-def measured(send):
+def measured(send, requests):
     for _ in range(20):
         send()
     begun = time.process_time_ns()
@@ -87,52 +77,115 @@ def measured(send):
         send()
     return (time.process_time_ns() - begun) / requests / 1000
 
-def figures(size):
-    body = bytes(size)
-    prepared = Request(request_head("POST", "/v2/models/m/infer", address, content_length=size), body)
-    found = {"ours": [], "FastHttpUser": []}
-    for number in range(rounds):
-        writer = SampleWriter(folder / f"{size}-{number}.npy")
-        class Ours(InferenceUser):
-            fires_events = False
-            traffic = Traffic(address, (prepared,), 1, writer)
-            @task
-            def load(self):
-                type(self).cpu_us = measured(self.infer)
-                raise StopUser
-        class Fast(FastHttpUser):
-            @task
-            def load(self):
-                type(self).cpu_us = measured(lambda: self.client.post("/v2/models/m/infer", data=body))
-                raise StopUser
-        order = (("ours", Ours), ("FastHttpUser", Fast))
-        for name, user_class in order if number % 2 else order[::-1]:
-            found[name].append(run(user_class))
-        writer.close()
-    ratio = median(a / b for a, b in zip(found["ours"], found["FastHttpUser"]))
-    return {"ours": median(found["ours"]), "FastHttpUser": median(found["FastHttpUser"]), "ratio": ratio}
+def ours(name, requests):
+    writer = SampleWriter(folder / "samples.npy")
+    class Ours(InferenceUser):
+        fires_events = False
+        traffic = Traffic(doors[name], (bodies[name],), 1, writer)
+        @task
+        def load(self):
+            self.infer()
+            if name == "shm, copied once":
+                prepared = self.connection._prepared
+                for request, (head, _) in list(prepared.items()):
+                    prepared[request] = (head, ())
+            type(self).cpu_us = measured(self.infer, requests)
+            raise StopUser
+    found = run(Ours)
+    assert Ours.traffic.errors == 0, Ours.traffic.error_messages
+    Ours.traffic.close()
+    writer.close()
+    return found
 
-print(json.dumps({name: figures(size) for name, size in json.loads(sys.argv[5]).items()}))
+def fast(requests):
+    request = bodies["http"]
+    lines = request.head.decode().split("\\r\\n")[1:]
+    headers = dict(line.split(": ", 1) for line in lines if line and not line.startswith(("Host", "Content-Length")))
+    class Fast(FastHttpUser):
+        @task
+        def load(self):
+            def send():
+                with self.client.post("/v2/models/sink/infer", data=request.body, headers=headers) as answer:
+                    assert answer.status_code == 200, answer.text
+            type(self).cpu_us = measured(send, requests)
+            raise StopUser
+    return run(Fast)
+
+for line in sys.stdin:
+    name, requests = json.loads(line)
+    print(json.dumps(fast(requests) if name == "FastHttpUser" else ours(name, requests)), flush=True)
 """
 
 
+class Clients:
+    """The process in which all Locust users live."""
+
+    def __init__(self, sink: SinkProcesses, folder: Path) -> None:
+        arguments = [sys.executable, "-c", CLIENTS, sink.url, sink.grpc_address, str(folder)]
+        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def cpu_us(self, name: str) -> float:
+        """CPU µs a request of one round."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([name, REQUESTS]).encode() + b"\n")
+        self.process.stdin.flush()
+        return float(json.loads(self.process.stdout.readline()))
+
+
 @pytest.fixture
-def sink_port() -> Iterator[int]:
-    with subprocess.Popen([sys.executable, "-c", SINK], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        yield int(process.stdout.readline())
+def sink(tmp_path: Path) -> Iterator[SinkProcesses]:
+    found = SinkProcesses(1, tmp_path)
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def clients(sink: SinkProcesses, tmp_path: Path) -> Iterator[Clients]:
+    found = Clients(sink, tmp_path)
+    yield found
+    with found.process as process:
         process.kill()
 
 
-def test_our_user_costs_less_than_fast_http_user(sink_port: int, tmp_path: Path) -> None:
-    arguments = [str(sink_port), str(tmp_path), "7", "400", json.dumps(BODIES)]
-    done = subprocess.run([sys.executable, "-c", CLIENTS, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)
-    for name, found in figures.items():
-        sys.stdout.write(
-            f"\n{name}: ours {found['ours']:.0f} µs, FastHttpUser {found['FastHttpUser']:.0f} µs CPU a request, "
-            f"ratio {found['ratio']:.2f}"
-        )
-    for name, found in figures.items():
-        assert found["ratio"] <= LIMIT, name
+def cpu_s_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def perf_analyzer_cpu_us(analyzer: Any, sink: SinkProcesses, transport: str) -> float:
+    """CPU µs a request, start-up excluded; the clients' process has not been waited for, so it is not in the sum."""
+    address = sink.grpc_address if transport == "grpc" else sink.url.removeprefix("http://")
+    command = ["-m", "sink", "-i", "grpc" if transport == "grpc" else "http", "-u", address, "-b", "1"]
+    if transport == "shm":
+        command += ["--shared-memory", "system", "--output-shared-memory-size", "2048"]
+    used = []
+    for requests in (FEW, MANY):
+        before = cpu_s_of_children()
+        analyzer.run(*command, "--concurrency-range", "1", "--request-count", str(requests))
+        used.append(cpu_s_of_children() - before)
+    return (used[1] - used[0]) / (MANY - FEW) * 1e6
+
+
+def test_cpu_of_a_request(sink: SinkProcesses, clients: Clients, perf_analyzer: Any) -> None:
+    names = [*OURS, "FastHttpUser", *(f"perf_analyzer {transport}" for transport in ("http", "grpc", "shm"))]
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(ROUNDS):
+        for name in names if number % 2 else names[::-1]:
+            if name.startswith("perf_analyzer"):
+                found[name].append(perf_analyzer_cpu_us(perf_analyzer, sink, name.split()[1]))
+            else:
+                found[name].append(clients.cpu_us(name))
+    for name in names:
+        spread = f"{min(found[name]):.0f} to {max(found[name]):.0f}"
+        sys.stdout.write(f"\n{name:<20} {median(found[name]):6.0f} µs CPU a request of 602 KB ({spread})")
+    pairs = [
+        ("http", "FastHttpUser"), ("http", "perf_analyzer http"), ("grpc", "perf_analyzer grpc"),
+        ("shm", "perf_analyzer shm"), ("shm, copied once", "perf_analyzer shm"),
+    ]  # fmt: skip
+    ratios = {pair: median(a / b for a, b in zip(found[pair[0]], found[pair[1]], strict=True)) for pair in pairs}
+    for (ours, theirs), ratio in ratios.items():
+        sys.stdout.write(f"\nour {ours} / {theirs}: {ratio:.2f}")
+    sys.stdout.write("\n")
+    assert ratios["http", "FastHttpUser"] <= FAST_HTTP_LIMIT
+    assert ratios["http", "perf_analyzer http"] <= PERF_ANALYZER_LIMIT
