@@ -1,0 +1,107 @@
+"""Whole runs that never happened: seeded block summaries with known truths, given to the real comparisons.
+
+The noise is what a shared machine makes: a slow drift, weather that lasts for some blocks, blocks that a neighbour
+slows down, the second block of a pair a little slower than the first, and percentiles noisier the higher they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from loadgen.comparisons import Comparison, compare_all
+from loadgen.records import ArmRequest, Cell, Experiment
+from loadgen.summaries import BlockSummary, LatencySummary
+
+Noise = Callable[[np.random.Generator, int], np.ndarray]
+
+
+def plain(rng: np.random.Generator, blocks: int) -> np.ndarray:
+    """Independent, normal on the log scale: the method's own assumption."""
+    return rng.normal(0.0, 0.02, size=blocks)
+
+
+def weather(rng: np.random.Generator, blocks: int) -> np.ndarray:
+    """What the method does not assume."""
+    drift = np.linspace(0.0, rng.normal(0.0, 0.08), blocks)
+    lasting = np.zeros(blocks)
+    for index in range(1, blocks):
+        lasting[index] = 0.8 * lasting[index - 1] + rng.normal(0.0, 0.008)
+    neighbours = (rng.random(blocks) < 0.05) * rng.exponential(0.10, size=blocks)
+    second = 0.004 * (np.arange(blocks) % 2)
+    return drift + lasting + neighbours + second + rng.normal(0.0, 0.01, size=blocks)
+
+
+def experiment(cells: int, pairs: int, margin: float, *, restarts: int = 1, until_decided: bool = False) -> Experiment:
+    """So many batched scenarios."""
+    return Experiment(
+        a=ArmRequest(label="a", target="native"), b=ArmRequest(label="b", target="native", settings={"x": "y"}),
+        model="m", weights="random:0", payload="fp32", transport="http", preset="full", seed=0,
+        equivalence_margin=margin, threads=1, cells=tuple(cell(n + 1, pairs) for n in range(cells)),
+        restarts=restarts, until_decided=until_decided,
+    )  # fmt: skip
+
+
+def cell(batch_size: int, pairs: int) -> Cell:
+    """One scenario."""
+    return Cell(
+        scenario="batched", batch_size=batch_size, concurrency=1, requests=100, seconds=0, max_seconds=1, pairs=pairs
+    )
+
+
+def simulate_blocks(
+    plan: Experiment,
+    rng: np.random.Generator,
+    noise: Noise,
+    effect: float = 1.0,
+    on: str = "",
+    restart_spread: float = 0.0,
+) -> list[BlockSummary]:
+    """One run of `plan`; B's blocks of the cell `on` (all of them where empty) are `effect` times as fast. Each
+    restart shifts each arm by a normal factor of `restart_spread`/√2, so that the ratio has that spread."""
+    pairs = plan.cells[0].pairs
+    logs = noise(rng, 2 * pairs * len(plan.cells))
+    blocks = []
+    for place, one in enumerate(plan.cells):
+        swapped = rng.random() < 0.5
+        shifts = rng.normal(0.0, restart_spread / math.sqrt(2.0), size=(plan.restarts, 2))
+        for slot in range(2 * pairs):
+            pair, position = divmod(slot, 2)
+            label = "ab"[(position + (pair % 4 in (1, 2)) + swapped) % 2]
+            restart = pair * plan.restarts // pairs
+            seconds = math.exp(logs[place * 2 * pairs + slot] + shifts[restart, "ab".index(label)])
+            if label == "b" and on in ("", one.name):
+                seconds /= effect
+            p50, p90, p99 = (seconds * math.exp(rng.normal(0.0, spread)) for spread in (0.004, 0.012, 0.05))
+            blocks.append(
+                BlockSummary(
+                    index=len(blocks), cell=one.name, pair=pair, label=label, position=position, start_s=0.0,
+                    duration_s=1.0, complete=True, requests=700, errors=0, items=700,
+                    throughput_per_s=100.0 / seconds, full_load_share=1.0,
+                    latency=LatencySummary(samples=700, mean_ms=p50, p50_ms=p50, p90_ms=p90, p95_ms=p90, p99_ms=p99,
+                                           p99_9_ms=None),
+                    send_lag_p99_ms=0.0, send_lag_max_ms=0.0, warm_up_share=0.0, warm_up_error_share=0.0,
+                    generator_cpu_share=0.1, server_cpu_cores=1.0, request_bytes=1.0, response_bytes=1.0, note=None,
+                    restart=restart,
+                )
+            )  # fmt: skip
+    return blocks
+
+
+def simulate(
+    plan: Experiment,
+    rng: np.random.Generator,
+    noise: Noise,
+    effect: float = 1.0,
+    on: str = "",
+    restart_spread: float = 0.0,
+) -> tuple[Comparison, ...]:
+    """The comparisons of `simulate_blocks`."""
+    return compare_all(plan, simulate_blocks(plan, rng, noise, effect, on, restart_spread), [])
+
+
+def names_a_winner(comparisons: Sequence[Comparison]) -> bool:
+    """Anywhere in the run."""
+    return any(c.verdict in ("a_faster", "b_faster") for c in comparisons)

@@ -1,0 +1,135 @@
+"""Prints the tables of docs/measurement.md that are simulated: `python -m tests.truth.tables`, some two minutes.
+
+They depend on seeds and on the code, not on the machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from loadgen.statistics import detectable_effect
+from tests.truth import promises
+from tests.truth.simulated_runs import plain, weather
+
+
+def percent(share: promises.Share) -> str:
+    """98.1 %."""
+    return f"{100 * share.value:.1f} %"
+
+
+def table(headings: str, rows: Iterator[str], first: int = 1) -> str:
+    """Markdown; columns after the first ones are numbers."""
+    columns = headings.count("|") + 1
+    rule = " | ".join(["---"] * first + ["---:"] * (columns - first))
+    return "\n".join([f"| {headings} |", f"| {rule} |", *(f"| {row} |" for row in rows), ""])
+
+
+def detectable() -> Iterator[str]:
+    """Smallest differences that are named."""
+    for pairs in (4, 6, 12):
+        effects = [detectable_effect(0.02, pairs, family) for family in (1, 10, 20)]
+        yield f"{pairs} | " + " | ".join(f"{100 * (effect or 0.0):.1f} %" for effect in effects)
+
+
+def fixed_plan() -> Iterator[str]:
+    """False winners and coverage."""
+    for noise in (plain, weather):
+        found = [percent(promises.false_winners(1000, noise, pairs)) for pairs in (4, 12)]
+        yield f"runs of identical arms with any winner, of 1,000 (≤ 5 %) | {noise.__name__} | {' | '.join(found)}"
+    for noise in (plain, weather):
+        found = [percent(promises.coverage(2000, noise, pairs)) for pairs in (4, 12)]
+        yield f"95 % intervals that cover a true ratio of 1.05, of 2,000 (92–98 %) | {noise.__name__} | " + (
+            " | ".join(found)
+        )
+    power = [percent(promises.power_at_the_stated_effect(2000, plain, pairs)) for pairs in (4, 12)]
+    yield f"differences of the stated detectable size that are named, of 2,000 (≥ 80 %) | plain | {' | '.join(power)}"
+
+
+def restarts() -> Iterator[str]:
+    """Coverage over restarts and over pairs."""
+    for number, pairs in ((2, 6), (5, 2), (5, 4), (10, 2)):
+        for between in (0.0, 0.01, 0.03):
+            over = [
+                percent(promises.coverage_with_restarts(2000, between, number, pairs, as_pairs=as_pairs))
+                for as_pairs in (False, True)
+            ]
+            yield f"{number} | {pairs} | {between:.0%} | {' | '.join(over)}".replace("%", " %").replace("  %", " %")
+
+
+def restarts_run() -> Iterator[str]:
+    """Whole runs with restarts."""
+    for spread in (0.0, 0.03):
+        found = promises.false_winners(1000, plain, 10, restarts=5, restart_spread=spread)
+        yield f"runs of identical arms with any winner, of 1,000 (≤ 5 %) | {100 * spread:.0f} % | {percent(found)}"
+    power = promises.power_at_the_stated_effect(2000, plain, 20, 5)
+    yield f"differences of the stated size that are named, of 2,000 (≥ 80 %), 20 pairs | 0 % | {percent(power)}"
+
+
+def until_decided() -> Iterator[str]:
+    """False winners, coverage, false equivalence."""
+    for noise in (plain, weather):
+        found = promises.false_winners_until_decided(1000, noise, 60)
+        yield f"runs of identical arms with any winner at any of 60 looks, of 1,000 (≤ 5 %) | {noise.__name__} | " + (
+            percent(found)
+        )
+    for noise in (plain, weather):
+        for effect in (1.0, 1.02, 1.05):
+            found = promises.coverage_when_stopped(500, effect, noise, 40)
+            yield (
+                f"intervals at the stop that cover a true ratio of {effect:g}, of 500 (≥ 95 %) | {noise.__name__} | "
+                f"{percent(found)}"
+            )
+    found = promises.coverage_at_all_looks(2000, 60)
+    yield f"runs whose intervals cover the truth at every one of 60 looks, of 2,000 (≥ 95 %) | plain | {percent(found)}"
+    found = promises.false_equivalence(2000, 60)
+    yield f"runs ever called equivalent where the difference is δ itself, of 2,000 (≤ 5 %) | plain | {percent(found)}"
+    found = promises.false_winners_of_repeated_t(2000, 60)
+    yield f"for contrast: one comparison, the t interval looked at 60 times | plain | {percent(found)}"
+
+
+def durations() -> Iterator[str]:
+    """Pairs until decided."""
+    for spread in (0.02, 0.05):
+        for effect in (1.0, 1.01, 1.02, 1.03, 1.05, 1.1, 1.3):
+            cells = [f"{100 * spread:.0f} %", f"{100 * (effect - 1):.0f} %"]
+            for scenarios in (1, 7):
+                found = promises.pairs_until_decided(2000, effect, scenarios, 60, spread)
+                cells += [str(found.median or "> 60"), str(found.late or "> 60"), percent(found.decided)]
+            yield " | ".join(cells)
+
+
+def noise_floor() -> Iterator[str]:
+    """What the floor stops."""
+    for between in (0.0, 0.01, 0.02, 0.04):
+        found = [
+            percent(promises.false_winners_beside_the_floor(2000, between, floor=floor)) for floor in (False, True)
+        ]
+        yield f"{100 * between:.0f} % | {' | '.join(found)}"
+
+
+TABLES = (
+    ("pairs | 1 comparison | 10 comparisons | 20 comparisons", detectable, 0),
+    ("promise of a fixed plan | noise | 4 pairs | 12 pairs", fixed_plan, 2),
+    ("restarts | pairs each | spread of a restart | interval over restarts | interval over pairs", restarts, 0),
+    ("promise with 5 restarts, 10 pairs | spread of a restart | share", restarts_run, 1),
+    ("promise of --until decided | noise | share", until_decided, 2),
+    (
+        "spread of the pairs | difference | pairs of half, 1 scenario | of nine in ten | decided by 60 "
+        "| pairs of half, 7 scenarios | of nine in ten | decided by 60",
+        durations,
+        0,
+    ),
+    ("spread of a restart | winners without the floor | with it", noise_floor, 0),
+)
+
+
+def main() -> None:
+    """All of them, each as soon as it is there."""
+    for headings, rows, first in TABLES:
+        sys.stdout.write(table(headings, rows(), first) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
