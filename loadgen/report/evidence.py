@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from loadgen.evidence.records import EvidenceRecord, Finding
 from loadgen.quantities import number, share
 from loadgen.report.charts import Chart, Figure, axis, rounded
+from loadgen.report.check_tables import CheckState
 from loadgen.result import Result
 
 HEADINGS = ("arm", "scenario", "finding", "load", "utilisation", "power", "J/image", "beyond idle", "inputs", "why")
 ALL_SCENARIOS = "all scenarios"
-STATES = {Finding.GPU_VERIFIED: "ok", Finding.CPU_FALLBACK: "failed", Finding.INCONCLUSIVE: "warning"}
+STATES: dict[Finding, CheckState] = {
+    Finding.GPU_VERIFIED: "ok",
+    Finding.CPU_FALLBACK: "failed",
+    Finding.INCONCLUSIVE: "warning",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +26,7 @@ class EvidenceRow:
     arm: str
     scenario: str
     finding: str
-    state: str
+    state: CheckState
     figures: tuple[str, ...]
     why: str
 

@@ -19,9 +19,13 @@ from loadgen.report import (
     check_tables,
     container_starts,
     evidence,
+    fairness,
+    forest,
+    glance,
     run_charts,
     stage_tables,
     tables,
+    threshold_rows,
 )
 from loadgen.report.charts import Chart
 from loadgen.result import Result
@@ -41,9 +45,17 @@ def render_html(result: Result) -> str:
         notes=[caveat for caveat in result.verdict.caveats if caveat not in gpu],
         titles=tables.titles(result),
         verdict_words=tables.VERDICT_WORDS,
+        glance_rows=glance.glance_rows(result),
+        glance_edge=glance.edge(result),
+        glance_size=(glance.WIDTH, glance.HEIGHT),
+        proof_lines=glance.proof_lines(result),
+        threshold_rows=threshold_rows.threshold_rows(result),
+        broken_thresholds=threshold_rows.broken_sentence(result),
+        threshold_headings=threshold_rows.HEADINGS,
         rows=tables.comparison_rows(result, measured_only=True),
         footing=tables.footing(result),
         unmeasured=[row for row in tables.comparison_rows(result) if row.comparison.ratio_b_over_a is None],
+        fairness=fairness.fairness_summary(result.checks),
         check_rows=check_tables.check_rows(result),
         stage_tables={s.cell: rows for s in result.stages if (rows := stage_tables.stage_rows(result, s.cell))},
         cause_headings=cause_tables.CAUSE_HEADINGS,
@@ -81,7 +93,7 @@ def render_html(result: Result) -> str:
 
 def _charts(result: Result) -> dict[str, Chart]:
     makers = (
-        charts.forest,
+        forest.forest,
         charts.stages,
         charts.latency,
         charts.batch_sizes,

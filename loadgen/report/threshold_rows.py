@@ -31,6 +31,11 @@ def threshold_sentence(result: Result) -> str | None:
     return f"{total - kept} of {total} thresholds not kept: {_first(result.thresholds)}."
 
 
+def broken_sentence(result: Result) -> str | None:
+    """The same, only where one is not kept."""
+    return None if all(one.state == "kept" for one in result.thresholds) else threshold_sentence(result)
+
+
 def _first(outcomes: tuple[ThresholdOutcome, ...]) -> str:
     one = next(outcome for outcome in outcomes if outcome.state != "kept")
     return f"{one.condition} in {one.scenario} ({one.detail})"

@@ -32,7 +32,8 @@ class Page(HTMLParser):
         self.text = " ".join(" ".join(self.seen).split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "data", "action")]
+        targets = [value or "" for name, value in attrs if name in ("src", "href", "data", "action")]
+        self.loads += [target for target in targets if not target.startswith("#")]  # a place in the page itself
         if tag in ("script", "style", "title"):
             self.stack.append(tag)
             self._script = dict(attrs)
