@@ -13,7 +13,9 @@ from loadgen.fairness_checks import check_fairness
 from loadgen.gpu_series import gpu_series
 from loadgen.load_checks import check_load
 from loadgen.machine_checks import check_machine
+from loadgen.noise_floor import apply_floor, floor_sentence, is_self_comparison
 from loadgen.records import Label
+from loadgen.repetition_checks import check_repetition
 from loadgen.result import Result
 from loadgen.run_checks import check_comparisons, check_run
 from loadgen.search_checks import check_searches
@@ -49,6 +51,9 @@ def analyse_run(run: StoredRun) -> Result:
     )
     rates, ramps = find_rates(run.experiment.cells, run.trials), find_ramps(run.experiment.cells, run.trials)
     drafts = compare_all(run.experiment, blocks, run.cold_starts, [*rates, *ramps])
+    stopping = describe_stopping(run.experiment, run.state, drafts)
+    if not is_self_comparison(run.experiment):
+        drafts = apply_floor(drafts, run.noise_floors, run.experiment.equivalence_margin)
     checks = in_order(
         [
             *check_run(run),
@@ -58,6 +63,7 @@ def analyse_run(run: StoredRun) -> Result:
             *check_searches(run, rates, ramps),
             *check_machine(run, blocks),
             *check_comparisons(drafts, run.experiment.equivalence_margin),
+            *check_repetition(run, drafts),
         ]
     )
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
@@ -87,7 +93,9 @@ def analyse_run(run: StoredRun) -> Result:
         causes=causes,
         causes_left_out=run.explanation.left_out if run.explanation else (),
         batching=executed_batches(loads, summaries),
-        stopping=describe_stopping(run.experiment, run.state, drafts),
+        stopping=stopping,
+        noise_floors=run.noise_floors,
+        noise_floor_sentence=floor_sentence(run.noise_floors, comparisons, run.experiment),
         thresholds=judge_thresholds(run.experiment, Measured(comparisons, summaries, blocks, run.cold_starts)),
         gpu=gpu_series(
             run.readings, run.evidence, min((block.record.window_start_ns for block in run.blocks), default=0)

@@ -19,6 +19,7 @@ from loadgen.checks import Check
 from loadgen.comparisons import Comparison
 from loadgen.evidence.records import EvidenceFile
 from loadgen.gpu_series import GpuSeries
+from loadgen.noise_floor_records import NoiseFloor
 from loadgen.records import (
     ArmRecord,
     ColdStart,
@@ -72,6 +73,9 @@ class Result(Record, frozen=True, kw_only=True):
     batching: tuple[ExecutedBatches, ...] = ()
     stopping: Stopping | None = None
     """None in results of before there were several rules."""
+    noise_floors: tuple[NoiseFloor, ...] = ()
+    """Of the machine, as known when the run began."""
+    noise_floor_sentence: str = ""
     thresholds: tuple[ThresholdOutcome, ...] = ()
 
 
