@@ -23,6 +23,8 @@ from loadgen.report import (
     forest,
     glance,
     run_charts,
+    search_charts,
+    searches,
     stage_tables,
     tables,
     threshold_rows,
@@ -80,6 +82,11 @@ def render_html(result: Result) -> str:
             if (starts := container_starts.rows(result, label))
         ],
         container_caption=container_starts.CAPTION,
+        searches=[
+            (title, headings, rows, caption)
+            for title, headings, rows_of, caption in searches.SECTIONS
+            if (rows := rows_of(result))
+        ],
         arm_rows=tables.arm_rows(result),
         environment_rows=tables.environment_rows(result),
         experiment_rows=tables.experiment_rows(result),
@@ -100,6 +107,8 @@ def _charts(result: Result) -> dict[str, Chart]:
         run_charts.executed_batches,
         run_charts.cold_starts,
         run_charts.blocks,
+        search_charts.slo_trials,
+        search_charts.ramp,
         evidence.gpu_chart,
     )
     made = [chart for make in makers if (chart := make(result)) is not None]

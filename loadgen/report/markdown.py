@@ -9,6 +9,7 @@ from loadgen.report import container_starts, threshold_rows
 from loadgen.report.cause_tables import BATCH_HEADINGS, CAUSE_HEADINGS, batch_rows, cause_rows, causes_note
 from loadgen.report.check_tables import check_rows
 from loadgen.report.evidence import HEADINGS, evidence_rows
+from loadgen.report.searches import SECTIONS
 from loadgen.report.stage_tables import FOLDED, FOLDED_NOTE, stage_rows
 from loadgen.report.tables import (
     SUMMARY_HEADINGS,
@@ -97,6 +98,7 @@ def render_markdown(result: Result) -> str:
         parts.append("## Executed batches")
         parts.append(make_table(BATCH_HEADINGS, batches, right=(2, 3)))
     parts += _container_starts(result)
+    parts += _searches(result)
     parts.append("## Conditions")
     parts.append(make_table(("", ""), [*experiment_rows(result), *environment_rows(result)]))
     if result.environment:
@@ -113,6 +115,15 @@ def _container_starts(result: Result) -> list[str]:
             parts.append(make_table(names, starts, right=tuple(range(1, len(names)))))
             parts += [f"- {escape(text)}" for text in container_starts.failures(result, label)]
     return ["## Cold starts of the containers", *parts, container_starts.CAPTION] if parts else []
+
+
+def _searches(result: Result) -> list[str]:
+    parts = []
+    for title, names, rows_of, caption in SECTIONS:
+        if rows := rows_of(result):
+            texts = [index for index, name in enumerate(names) if name not in ("scenario", "arm", "note")]
+            parts += [f"## {title}", make_table(names, rows, right=texts), *([caption] if caption else [])]
+    return parts
 
 
 def make_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:

@@ -13,6 +13,7 @@ from loadgen.quantities import share
 from loadgen.report import cause_tables, container_starts, threshold_rows
 from loadgen.report.check_tables import CheckState, check_rows
 from loadgen.report.evidence import summary_lines
+from loadgen.report.searches import print_searches
 from loadgen.report.tables import ComparisonRow, comparison_rows, footing, titles
 from loadgen.result import Result
 
@@ -64,6 +65,7 @@ def print_result(result: Result, console: Console) -> None:
         for line in lines:
             console.print(Text(f"  {line}"))
         console.print()
+    print_searches(result, console)
     _print_container_starts(result, console)
     _print_checks(result, console)
 
