@@ -1,67 +1,15 @@
-"""The registry of checks: the name, title, severity and remedy of each, whatever its outcome.
+"""The registry of checks: the title, severity and remedy of each, whatever its outcome.
 
-Adding a check means adding a definition here and a function that makes it to one of the modules that `loadgen.analysis`
-calls. The order of the names is the order in which checks are shown.
+Adding a check means adding its name to `check_names`, a definition here (in `fairness.definitions` for what is checked
+before the load) and a function that makes it to one of the modules that `loadgen.analysis` calls.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Literal
+from loadgen.check_names import CheckDefinition, CheckName, Severity
+from loadgen.fairness.definitions import FAIRNESS_DEFINITIONS
 
-Severity = Literal["invalidates", "warns", "informs"]
-
-
-class CheckName(StrEnum):
-    """All checks, in the order in which they are shown."""
-
-    GPU_PRESENT = "gpu_present"
-    GPU_EVIDENCE = "gpu_evidence"
-    NEGATIVE_CONTROL = "negative_control"
-    RUN_FINISHED = "run_finished"
-    PARITY = "parity"
-    SAME_PAYLOAD = "same_payload"
-    REQUEST_ERRORS = "request_errors"
-    BLOCKS_COMPLETE = "blocks_complete"
-    SAMPLES_COMPLETE = "samples_complete"
-    COLD_STARTS_SUCCEEDED = "cold_starts_succeeded"
-    ENOUGH_PAIRS = "enough_pairs"
-    GENERATOR_CPU = "generator_cpu"
-    GENERATOR_CEILING = "generator_ceiling"
-    SEND_LAG = "send_lag"
-    CONNECTIONS_FREE = "connections_free"
-    RATE_SUSTAINED = "rate_sustained"
-    WARM_UP = "warm_up"
-    SAME_PAYLOAD_BYTES = "same_payload_bytes"
-    SAME_MODEL = "same_model"
-    SAME_WEIGHTS = "same_weights"
-    SAME_PRECISION = "same_precision"
-    SAME_DEVICE = "same_device"
-    SAME_THREADS = "same_threads"
-    SAME_MAX_BATCH_SIZE = "same_max_batch_size"
-    SETTINGS_IN_EFFECT = "settings_in_effect"
-    MACHINE_STEADY = "machine_steady"
-    SERVER_CPU = "server_cpu"
-    BATCHING_FORMED = "batching_formed"
-    QUEUE_DELAY = "queue_delay"
-    STAGE_ACCOUNT = "stage_account"
-    SENSITIVITY = "sensitivity"
-    RESTARTS = "restarts"
-    NOISE_FLOOR = "noise_floor"
-    TRAINED_WEIGHTS = "trained_weights"
-    NATIVE_BACKEND = "native_backend"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckDefinition:
-    """What a check means whatever its outcome; `unknown` is its severity when its data is missing."""
-
-    title: str
-    severity: Severity
-    unknown: Severity
-    remedy: str
-
+__all__ = ["DEFINITIONS", "CheckDefinition", "CheckName", "Severity"]
 
 DEFINITIONS: dict[CheckName, CheckDefinition] = {
     CheckName.GPU_PRESENT: CheckDefinition(
@@ -237,4 +185,5 @@ DEFINITIONS: dict[CheckName, CheckDefinition] = {
         "informs",
         "Compare with a Triton container to learn about its onnxruntime and tensorrt backends.",
     ),
+    **FAIRNESS_DEFINITIONS,
 }

@@ -1,12 +1,22 @@
-"""Checks that the arms differ in what is compared and in nothing else."""
+"""Checks that the arms differ in what is compared and in nothing else; with those of their settings and the machine.
+
+`check_before_load` is what a person is shown before the load begins; the analysis makes the same checks again from
+what was stored.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
 from loadgen.checks import RUN, Check, CheckName, make_check
-from loadgen.payloads import without_backend
-from loadgen.records import ArmRecord
+from loadgen.fairness.conditions import check_conditions
+from loadgen.fairness.records import Conditions
+from loadgen.fairness.settings import check_settings
+from loadgen.payloads import base_name, without_backend
+from loadgen.records import ArmRecord, Experiment
+from loadgen.schedule import load_cells
 from loadgen.stored_run import StoredRun
 
 SAME = {
@@ -16,23 +26,36 @@ SAME = {
     CheckName.SAME_DEVICE: "device",
     CheckName.SAME_THREADS: "threads",
     CheckName.SAME_MAX_BATCH_SIZE: "max_batch_size",
+    CheckName.SAME_QUEUE_DELAY: "max_queue_delay_us",
+    CheckName.SAME_INSTANCES: "instances",
 }
 
 
 def check_fairness(run: StoredRun) -> list[Check]:
-    """Arms as in effect against each other, and against what was asked for."""
-    arms = {arm.label: arm for arm in run.arms}
-    checks = [_payload(run)]
-    checks += [_same(run, arms.get("a"), arms.get("b"), name, key) for name, key in SAME.items()]
-    checks += [_in_effect(arm) for arm in run.arms]
+    """Of a stored run."""
+    host = run.environment.host if run.environment else {}
+    cores = host.get("cpu_count")
+    checks = check_before_load(run.experiment, run.arms, run.conditions, cores if isinstance(cores, int) else None)
+    return [_payload(run.experiment, sent=bool(run.blocks or run.cold_starts)), *checks]
+
+
+def check_before_load(
+    experiment: Experiment, records: Sequence[ArmRecord], conditions: Conditions | None, cores: int | None
+) -> list[Check]:
+    """Arms as in effect against each other, against what was asked for and by themselves; the machine."""
+    arms = {arm.label: arm for arm in records}
+    checks = [_same(experiment, arms.get("a"), arms.get("b"), name, key) for name, key in SAME.items()]
+    checks += [_in_effect(arm) for arm in records]
+    checks += check_settings(experiment, records, cores)
+    if load_cells(experiment.cells):
+        checks += check_conditions(conditions, records)
     return checks
 
 
-def _payload(run: StoredRun) -> Check:
-    experiment = run.experiment
+def _payload(experiment: Experiment, *, sent: bool) -> Check:
     a, b = experiment.payload_of(experiment.a), experiment.payload_of(experiment.b)
     detail = f"{a} over {experiment.transport}" if a == b else f"A is sent {a}, B {b}: not a comparison of servers"
-    if a == b and not (run.blocks or run.cold_starts):
+    if a == b and not sent:
         return make_check(CheckName.SAME_PAYLOAD, None, value=a, threshold="equal", detail="nothing was sent")
     value = a if a == b else f"{a}, {b}"
     return make_check(CheckName.SAME_PAYLOAD, a == b, value=value, threshold="equal", detail=detail)
@@ -43,11 +66,13 @@ def asked_for(settings: dict[str, str], key: str) -> str | None:
     return next((value for name, value in settings.items() if name.lstrip("-").replace("-", "_") == key), None)
 
 
-def _same(run: StoredRun, a: ArmRecord | None, b: ArmRecord | None, name: CheckName, key: str) -> Check:
+def _same(experiment: Experiment, a: ArmRecord | None, b: ArmRecord | None, name: CheckName, key: str) -> Check:
     """Different values are a fault, unless an arm was asked for them: then the arms differ on purpose, which the
     report says, and the comparison is one of settings and not of servers."""
     have_a, have_b = _told(a, key), _told(b, key)
-    if key == "model" and run.experiment.deployment == "compose":
+    if key == "model" and experiment.payload_of(experiment.a) != experiment.payload_of(experiment.b):
+        have_a, have_b = (None if have is None else base_name(str(have)) for have in (have_a, have_b))
+    if key == "model" and experiment.deployment == "compose":
         have_a, have_b = (None if have is None else without_backend(str(have)) for have in (have_a, have_b))
     if key == "threads" and all(str(_told(arm, "device") or "").startswith("cuda") for arm in (a, b)):
         return make_check(name, True, threshold="equal", detail="both arms execute on a GPU: no threads to compare")
@@ -58,8 +83,8 @@ def _same(run: StoredRun, a: ArmRecord | None, b: ArmRecord | None, name: CheckN
     text = f"A {have_a}, B {have_b}"
     if _equal(str(have_a), have_b):
         return make_check(name, True, value=str(have_a), threshold="equal", detail=str(have_a))
-    wanted_a = asked_for(run.experiment.a.settings, key)
-    wanted_b = asked_for(run.experiment.b.settings, key)
+    wanted_a = asked_for(experiment.a.settings, key)
+    wanted_b = asked_for(experiment.b.settings, key)
     if wanted_a != wanted_b:
         detail = f"{text}, as asked for: this compares settings and not servers alone"
         check = make_check(name, False, scope=RUN, value=text, threshold="equal", detail=detail)

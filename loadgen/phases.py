@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from loadgen.bench import Bench
 from loadgen.causes.phase import explain
+from loadgen.fairness.phase import look
 from loadgen.records import Experiment
 from loadgen.schedule import load_cells, schedule
 from loadgen.search_phase import has_searches, run_searches
@@ -49,6 +50,13 @@ def _prove_gpu(bench: Bench) -> None:
     bench.gpu.finish(bench.load_phase)
 
 
+def _look(bench: Bench) -> None:
+    """Whether the arms are alike and the machine is fit, before anything is measured."""
+    if bench.restart == 0:
+        bench.enter("checking fairness")
+        look(bench)
+
+
 def _explain(bench: Bench) -> None:
     """Why the arms differ, once all blocks are there."""
     if bench.last:
@@ -65,6 +73,7 @@ def _has_load(experiment: Experiment) -> bool:
 
 
 PHASES: tuple[Phase, ...] = (
+    Phase(_has_load, _look),
     Phase(_has_load, _load),
     Phase(has_searches, run_searches),
     Phase(_has_load, _prove_gpu),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from loadgen.checks import Check
 from loadgen.records import ArmRecord, BlockRecord, ColdStart, ParityRecord
 
 
@@ -28,6 +30,9 @@ class Progress(Protocol):
     def parity_done(self, record: ParityRecord) -> None:
         """Both servers have answered the same images."""
 
+    def fairness_checked(self, checks: Sequence[Check]) -> None:
+        """Both arms and the machine were looked at, right before the load."""
+
     def block_done(self, record: BlockRecord, p50_ns: int | None) -> None:
         """One block is on disk."""
 
@@ -51,6 +56,9 @@ class SilentProgress:
         """Nothing."""
 
     def parity_done(self, record: ParityRecord) -> None:
+        """Nothing."""
+
+    def fairness_checked(self, checks: Sequence[Check]) -> None:
         """Nothing."""
 
     def block_done(self, record: BlockRecord, p50_ns: int | None) -> None:

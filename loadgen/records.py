@@ -9,6 +9,7 @@
     DIR/blocks/NNNN.json   BlockRecord    written when the block is complete, after its samples
     DIR/samples/NNNN.npy   see `loadgen.samples`
     DIR/calibration.json   Calibration    of the load generator on this machine, where there is one
+    DIR/conditions.json    see `loadgen.fairness.records`: the machine right before the load
     DIR/causes.json, DIR/causes/   see `loadgen.causes.records`; only where differences were explained
     DIR/gpu/, DIR/evidence.json   see `loadgen.evidence.records`; only where there is a GPU
     DIR/run.json           RunState       "running", then "finished", "interrupted" or "failed"

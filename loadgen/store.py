@@ -11,6 +11,7 @@ import msgspec
 from loadgen.calibration_records import Calibration
 from loadgen.causes.records import Explanation
 from loadgen.evidence.records import EvidenceFile
+from loadgen.fairness.records import Conditions
 from loadgen.noise_floor_records import NoiseFloor
 from loadgen.records import (
     ArmRecord,
@@ -96,6 +97,10 @@ class RunStore:
     def evidence(self, record: EvidenceFile) -> None:
         """Where the arms ran."""
         self._write("evidence.json", record)
+
+    def conditions(self, record: Conditions) -> None:
+        """The machine right before the load."""
+        self._write("conditions.json", record)
 
     def explanation(self, record: Explanation) -> None:
         """Which causes were taken away so far."""

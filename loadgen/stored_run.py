@@ -17,6 +17,7 @@ from loadgen.calibration_records import Calibration
 from loadgen.causes.records import Counterfactual, Explanation
 from loadgen.evidence.readings import Readings, ReadingsError, read_readings
 from loadgen.evidence.records import EvidenceFile
+from loadgen.fairness.records import Conditions
 from loadgen.noise_floor_records import NoiseFloor
 from loadgen.records import (
     ArmRecord,
@@ -81,6 +82,8 @@ class StoredRun:
     """Of the load generator on the machine of the run, where there is one."""
     noise_floors: tuple[NoiseFloor, ...] = ()
     """Of the machine, as known when the run began."""
+    conditions: Conditions | None = None
+    """Of the machine, right before the load."""
     explanation: Explanation | None = None
     counterfactual_blocks: tuple[tuple[StoredBlock, ...], ...] = ()
     """Of each counterfactual in `explanation.done`, in that order."""
@@ -116,6 +119,7 @@ def read_run(directory: Path) -> StoredRun:
         trials=tuple(filter(None, (_read(path, Trial) for path in sorted((directory / "trials").glob("*.json"))))),
         calibration=_read(directory / "calibration.json", Calibration),
         noise_floors=_read(directory / "noise_floors.json", tuple[NoiseFloor, ...]) or (),
+        conditions=_read(directory / "conditions.json", Conditions),
         explanation=explanation,
         counterfactual_blocks=tuple(
             _read_counterfactual(directory / one.folder, one) for one in (explanation.done if explanation else ())

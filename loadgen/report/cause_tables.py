@@ -87,7 +87,7 @@ def batch_rows(result: Result) -> list[tuple[str, ...]]:
 
 
 def _ms(value: float | None) -> str:
-    return "–" if value is None else signed_ms(value)
+    return "–" if value is None else signed_ms(value) if value else "0 ms"
 
 
 def _interval(bounds: tuple[float, float] | None) -> str:

@@ -9,6 +9,7 @@ from loadgen.report import container_starts, threshold_rows
 from loadgen.report.cause_tables import BATCH_HEADINGS, CAUSE_HEADINGS, batch_rows, cause_rows, causes_note
 from loadgen.report.check_tables import check_rows
 from loadgen.report.evidence import HEADINGS, evidence_rows
+from loadgen.report.fairness import fairness_summary
 from loadgen.report.searches import SECTIONS
 from loadgen.report.stage_tables import FOLDED, FOLDED_NOTE, stage_rows
 from loadgen.report.tables import (
@@ -75,6 +76,7 @@ def render_markdown(result: Result) -> str:
         parts.append(make_table(("stage", "A", "B", "B − A", "share"), stages, right=(1, 2, 3, 4)))
         parts += [FOLDED_NOTE] if any(FOLDED in row for row in stages) else []
     parts.append("## Checks")
+    parts += [f"Before the load: {fairness}."] if (fairness := fairness_summary(result.checks)) else []
     parts.append(
         make_table(
             ("check", "state", "value", "covers", "remedy"),

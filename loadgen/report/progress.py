@@ -6,6 +6,7 @@ things are printed, a line each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import monotonic
 from types import TracebackType
 
@@ -14,8 +15,10 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
+from loadgen.checks import Check
 from loadgen.live_ratios import LiveRatios
 from loadgen.records import ArmRecord, BlockRecord, ColdStart, ParityRecord
+from loadgen.report.fairness import fairness_lines, fairness_summary
 from loadgen.report.live import FIXED, OPEN, ratio_line, ratio_table
 
 
@@ -82,6 +85,13 @@ class RichProgress:
             self._say(f"same answers: {len(record.cases)} cases, lowest cosine {lowest:.6f}", style="green")
         else:
             self._say(f"different answers: {record.error or 'see parity.json'}", style="red")
+
+    def fairness_checked(self, checks: Sequence[Check]) -> None:
+        """How many passed, and what each of the others says."""
+        lines = fairness_lines(checks)
+        self._say(fairness_summary(checks) or "", style="yellow" if lines else "green")
+        for line in lines:
+            self._say(f"! {line}")
 
     def block_done(self, record: BlockRecord, p50_ns: int | None) -> None:
         """Throughput and median of one block; after its second one the ratio of the cell."""

@@ -13,6 +13,7 @@ from loadgen.quantities import share
 from loadgen.report import cause_tables, container_starts, threshold_rows
 from loadgen.report.check_tables import CheckState, check_rows
 from loadgen.report.evidence import summary_lines
+from loadgen.report.fairness import fairness_summary
 from loadgen.report.searches import print_searches
 from loadgen.report.tables import ComparisonRow, comparison_rows, footing, titles
 from loadgen.result import Result
@@ -171,6 +172,8 @@ def _print_checks(result: Result, console: Console) -> None:
     rows = check_rows(result)
     passed = sum(1 for row in rows if row.state == "ok")
     console.print(Text.assemble(("Checks", "bold"), f"  {passed} of {len(rows)} ok"))
+    if fairness := fairness_summary(result.checks):
+        console.print(Text(f"Before the load: {fairness}.", style="dim"))
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
     table.add_column(width=2)
     table.add_column(ratio=1)

@@ -13,6 +13,7 @@ from synthetic_run import Plan, SimulatedArm, write_run
 
 from loadgen.analysis import analyse
 from loadgen.checks import DEFINITIONS, Check, CheckName
+from loadgen.fairness.definitions import FAIRNESS_DEFINITIONS
 from loadgen.result import Result
 
 SMALL = {"pairs": 4, "requests": 80}
@@ -138,7 +139,8 @@ def test_the_faults_above_are_the_whole_registry() -> None:
     elsewhere = (
         repetition | {"send_lag", "queue_delay", "stage_account", "gpu_evidence", "negative_control"} | open_loop
     )
-    covered = {fault[0] for fault in FAULTS} | elsewhere
+    fairness = {name.value for name in FAIRNESS_DEFINITIONS}  # test_fairness
+    covered = {fault[0] for fault in FAULTS} | elsewhere | fairness
     assert covered == {name.value for name in CheckName} == {name.value for name in DEFINITIONS}
 
 
@@ -225,7 +227,7 @@ def test_without_its_data_no_check_is_ok(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
     arms = json.loads((tmp_path / "arms.json").read_text())
     for arm in arms:
-        arm |= {"in_effect": {}, "model_config": None, "settings": {"threads": "2"}}
+        arm |= {"in_effect": {}, "model_config": None, "argv": None, "settings": {"threads": "2"}}
     (tmp_path / "arms.json").write_text(json.dumps(arms))
     result = analyse(tmp_path)
     assert not result.valid
