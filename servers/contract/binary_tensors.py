@@ -28,6 +28,13 @@ def element_count(shape: tuple[int, ...], name: str) -> int:
     return count
 
 
+def wrong_size(name: str, datatype: str, expected_bytes: int, given_bytes: int) -> InvalidRequestError:
+    """For an input whose bytes are not what its shape needs."""
+    return InvalidRequestError(
+        f"input '{name}' needs {expected_bytes} bytes for its shape and datatype {datatype}, got {given_bytes} bytes"
+    )
+
+
 def array_from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...], name: str) -> Array:
     """A view over `data` (a copy for BYTES alone). Raises `InvalidRequestError` when the sizes disagree."""
     count = element_count(shape, name)
@@ -40,9 +47,7 @@ def array_from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...], na
     dtype = DATATYPES[datatype]
     expected = count * dtype.itemsize
     if expected != data.nbytes:
-        raise InvalidRequestError(
-            f"input '{name}' needs {expected} bytes for its shape and datatype {datatype}, got {data.nbytes} bytes"
-        )
+        raise wrong_size(name, datatype, expected, data.nbytes)
     try:
         return np.frombuffer(data, dtype=dtype).reshape(shape) if count else np.empty(shape, dtype)
     except ValueError as exc:  # dimensions around a zero that NumPy cannot hold

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from servers.contract.binary_tensors import array_from_bytes, bytes_from_array
+from servers.contract.binary_tensors import array_from_bytes, bytes_from_array, element_count, wrong_size
 from servers.contract.errors import InvalidRequestError, UnsupportedError
 from servers.contract.json_tensors import array_from_json, dump_json, json_from_array, parse_request
 from servers.contract.records import InferRequest, InferResponse, InputTensor, Parameter, RequestedOutput
@@ -143,6 +143,20 @@ def find_window(parameters: Mapping[str, Parameter], owner: str, regions: Region
     return regions.find(reference)
 
 
+def window_array(window: RegionWindow, datatype: str, shape: tuple[int, ...], name: str) -> Array:
+    """An input as a view over shared memory, see `RegionWindow.view`. Raises `ContractError`."""
+    if datatype == "BYTES" and window.on_device:  # its elements can be told apart only by reading them here and now
+        raise UnsupportedError(
+            f"input '{name}' is BYTES, which this server does not read from CUDA shared memory; use system shared "
+            "memory or send the data"
+        )
+    if datatype != "BYTES":
+        expected = element_count(shape, name) * DATATYPES[datatype].itemsize
+        if expected != window.reference.byte_size:
+            raise wrong_size(name, datatype, expected, window.reference.byte_size)
+    return array_from_bytes(window.view(), datatype, shape, name)
+
+
 def write_output(window: RegionWindow, array: Array) -> RegionReference:
     """Put an output into shared memory without a copy in between; where it then lies. Raises `ContractError`."""
     if array.dtype != object and array.flags.c_contiguous and array.size:
@@ -174,7 +188,7 @@ def _decode_input(item: object, body: memoryview, offset: int, regions: RegionSo
     if window is not None:
         if "data" in item or size is not None:
             raise InvalidRequestError(f"input '{name}' names a shared-memory region and brings data as well")
-        data = array_from_bytes(window.view(), datatype, dimensions, name)
+        data = window_array(window, datatype, dimensions, name)
         return InputTensor(name, datatype, dimensions, data, window), offset
     if size is None:
         if "data" not in item:

@@ -17,7 +17,7 @@ class InputTensor:
 
     `data` has exactly `shape` and the dtype that `datatype` names (an object array of `bytes` for BYTES). It may be
     a read-only or unaligned view over the receive buffer, so whoever holds it keeps that buffer alive. With a `window`
-    it is a view over shared memory, which its owner may truncate: reading it then needs the window's `check` before.
+    it is a view over shared memory: reading it needs the window's `fetch` before, in the thread that reads.
     """
 
     name: str

@@ -30,22 +30,38 @@ class RegionReference:
         parameters: dict[str, str | int] = {REGION: self.region, BYTE_SIZE: self.byte_size}
         return {**parameters, OFFSET: self.offset} if self.offset else parameters
 
+    def check_room(self, byte_size: int) -> None:
+        """Raises `InvalidRequestError` when an output of so many bytes does not fit."""
+        if byte_size > self.byte_size:
+            name = self.region if len(self.region) <= 64 else self.region[:61] + "..."
+            raise InvalidRequestError(
+                f"the output takes {byte_size} bytes, but the request gives it {self.byte_size} bytes of region "
+                f"{name!r}"
+            )
+
 
 class RegionWindow(Protocol):
-    """A piece of a registered region. Stays valid when the region is unregistered, though not when it is truncated."""
+    """A piece of a registered region. Inputs stay readable when the region is unregistered, unless it is truncated."""
 
     @property
     def reference(self) -> RegionReference:
         """What the request said."""
 
+    @property
+    def on_device(self) -> bool:
+        """Whether its memory is a GPU's: then `view` shows its bytes after `fetch` alone, and `write` blocks."""
+
     def view(self) -> memoryview:
-        """Its bytes, read-only and not copied; whoever uses them later calls `check` right before."""
+        """Where its bytes can be read; whoever reads them calls `fetch` right before. Raises `ContractError`."""
+
+    def fetch(self) -> None:
+        """Make `view` show the bytes of this moment; blocks while they are copied from a device.
+
+        Raises `ContractError` if the memory has been taken away.
+        """
 
     def write(self, data: bytes | memoryview) -> None:
         """Put an output at its beginning. Raises `ContractError` if there is no room for it."""
-
-    def check(self) -> None:
-        """Raises `InvalidRequestError` if its owner has taken the memory away."""
 
 
 class RegionSource(Protocol):

@@ -13,7 +13,12 @@ from servers.contract.errors import ContractError, InvalidRequestError
 from servers.gpu.info import Runtime, gpu_info
 from servers.native import documents
 from servers.native.answers import error_body, error_headers, error_status
-from servers.native.control_routes import add_model_control_routes, add_shared_memory_routes, json_object
+from servers.native.control_routes import (
+    add_cuda_memory_routes,
+    add_model_control_routes,
+    add_shared_memory_routes,
+    json_object,
+)
 from servers.native.metrics import CONTENT_TYPE, Metrics
 from servers.native.model_control import ModelControl
 from servers.native.regions import RegionTable
@@ -28,20 +33,22 @@ def create_app(models: ServedModels, regions: RegionTable, control: ModelControl
     # No documentation pages: they load scripts from somebody else's host.
     app = FastAPI(title="abserve native server", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_errors(app)
-    _add_server_routes(app, models, shared_memory=regions.allowed)
+    _add_server_routes(app, models, regions)
     _add_model_routes(app, models)
     add_shared_memory_routes(app, regions)
+    add_cuda_memory_routes(app, regions)
     add_model_control_routes(app, control)
     return app
 
 
-def _add_server_routes(app: FastAPI, models: ServedModels, *, shared_memory: bool) -> None:
+def _add_server_routes(app: FastAPI, models: ServedModels, regions: RegionTable) -> None:
     metrics = Metrics(models)
     server_version = package_version("abserve")
 
     @app.get("/v2")
     async def server_metadata() -> Response:
-        return _json(documents.server_metadata(server_version, shared_memory))
+        cuda = await regions.offers_cuda()
+        return _json(documents.server_metadata(server_version, system_memory=regions.allowed, cuda_memory=cuda))
 
     @app.get("/v2/health/live")
     async def live() -> Response:

@@ -4,7 +4,8 @@ The oldest request waits at most `max_queue_delay_ns` for others to join it; a b
 while the engine is busy the queue fills the next one. Requests keep their order, are never split, and are merged only
 when their items have the same shapes. Doors hand over references to arrays, never copies, and keep the memory under
 them unchanged until the entry is complete. The batcher knows no event loop: `on_complete` is called in the engine
-thread, once for each executed batch and once for those dropped before it.
+thread (with an engine that works on two batches at once also in a second one, see `pipelining.py`), once for each
+executed batch and once for those dropped before it.
 """
 
 from __future__ import annotations
@@ -12,50 +13,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
-from servers.contract.errors import ContractError, InternalError
-from servers.contract.shared_memory import RegionWindow
-from servers.contract.tensors import Array
+from servers.contract.errors import InternalError
 from servers.engines.interface import Engine
-from servers.native.errors import SHUTTING_DOWN, QueueFullError, RequestExpiredError, ShuttingDownError
+from servers.native.entries import Entry, EntryQueue, Signal, distribute
+from servers.native.pipelining import FAILED, PipelinedBatches, pipeline_in_use
 from servers.native.staging import Staging
 from servers.native.statistics import Statistics
 
 log = structlog.get_logger("abserve.batcher")
-
-
-def batch_key(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> list[tuple[str, tuple[int, ...]]]:
-    """What requests must have in common to share a batch: the inputs' names and the shapes of their items."""
-    return [(name, shape[1:]) for name, shape in shapes]
-
-
-class Entry:
-    """One request on its way through the queue. Complete when `outputs` or `error` is set, which happens once."""
-
-    __slots__ = ("deadline_ns", "enqueued_ns", "error", "inputs", "key", "outputs", "rows", "taken", "token", "windows")
-
-    def __init__(
-        self,
-        inputs: Mapping[str, Array],
-        rows: int,
-        deadline_ns: int | None,
-        token: object,
-        windows: Sequence[RegionWindow] = (),
-        key: Sequence[tuple[str, tuple[int, ...]]] | None = None,
-    ) -> None:
-        self.inputs = inputs
-        self.rows = rows
-        self.deadline_ns = deadline_ns
-        self.token = token  # whatever the door needs to find its client again
-        self.windows = windows  # shared memory that inputs lie in, to be checked right before they are read
-        self.key = key or batch_key((name, array.shape) for name, array in inputs.items())
-        self.enqueued_ns = 0
-        self.taken = False
-        self.outputs: Mapping[str, Array] | None = None
-        self.error: ContractError | None = None
 
 
 class Batcher:
@@ -69,23 +38,21 @@ class Batcher:
         queue_size: int,
         statistics: Statistics,
         on_complete: Callable[[Sequence[Entry]], None],
+        pipeline: bool = True,
     ) -> None:
         self._max_batch_size = max_batch_size
         self._max_queue_delay_ns = max_queue_delay_ns
-        self._queue_size = queue_size
         self._statistics = statistics
         self._on_complete = on_complete
-        self._queue: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()  # None: stop when all before it is done
-        self._lock = threading.Lock()
-        self._waiting = 0
-        self._closed = False
+        self._pipeline = pipeline  # use the engine's, where it has one
+        self._queue = EntryQueue(queue_size)
         self._held: Entry | None = None  # taken from the queue, did not fit the last batch
         self._thread: threading.Thread | None = None
 
     @property
     def pending(self) -> int:
         """Requests in the queue, not those being executed."""
-        return self._waiting
+        return self._queue.waiting
 
     def start(self, prepare: Callable[[], Engine | None]) -> None:
         """Begin: `prepare` loads the engine in the engine thread; None means that it failed and has said so."""
@@ -94,29 +61,15 @@ class Batcher:
 
     def submit(self, entry: Entry) -> None:
         """Queue a request; any thread. Raises `QueueFullError` or `ShuttingDownError` at once."""
-        entry.enqueued_ns = time.perf_counter_ns()
-        with self._lock:
-            if self._closed:
-                raise ShuttingDownError(SHUTTING_DOWN)
-            if self._waiting >= self._queue_size:
-                raise QueueFullError(f"Exceeds maximum queue size of {self._queue_size} requests")
-            self._waiting += 1
-            self._queue.put(entry)
+        self._queue.put(entry)
 
     def withdraw(self, entry: Entry) -> bool:
         """Take a request back; any thread. True if the engine will not see it and `on_complete` will not name it."""
-        with self._lock:
-            if entry.taken:
-                return False
-            entry.taken = True
-            self._waiting -= 1
-            return True
+        return self._queue.withdraw(entry)
 
     def stop(self, timeout: float) -> bool:
         """Refuse new requests, execute the queued ones and close the engine. False if that took too long."""
-        with self._lock:
-            self._closed = True
-            self._queue.put(None)
+        self._queue.close()
         if self._thread is None:
             return True
         self._thread.join(timeout)
@@ -126,8 +79,19 @@ class Batcher:
         engine = prepare()
         if engine is None:
             return
-        staging = Staging(self._max_batch_size)
         try:
+            pipeline = pipeline_in_use(engine, wanted=self._pipeline)
+            if pipeline is not None:
+                PipelinedBatches(
+                    pipeline,
+                    self._queue,
+                    self._max_batch_size,
+                    self._max_queue_delay_ns,
+                    self._statistics,
+                    self._on_complete,
+                ).run()
+                return
+            staging = Staging(self._max_batch_size)
             while batch := self._collect():
                 if entries := self._claim(batch):
                     self._execute(engine, staging, entries)
@@ -136,11 +100,11 @@ class Batcher:
 
     def _collect(self) -> list[Entry]:
         """The next batch, empty when the batcher is to stop; some entries may have been withdrawn meanwhile."""
-        first = self._held or self._queue.get()
+        first: Entry | Signal = self._held or self._queue.get()
         self._held = None
-        while first is not None and first.taken:
+        while isinstance(first, Entry) and first.taken:
             first = self._queue.get()
-        if first is None:
+        if isinstance(first, Signal):
             return []
         batch, rows = [first], first.rows
         start_by_ns = first.enqueued_ns + self._max_queue_delay_ns
@@ -152,11 +116,11 @@ class Batcher:
                 if remaining_ns <= 0:
                     break
                 try:
-                    entry = self._queue.get(timeout=remaining_ns / 1e9)
+                    entry = self._queue.get(remaining_ns / 1e9)
                 except queue.Empty:
                     break
-            if entry is None:
-                self._queue.put(None)  # nothing can come after it: finish this batch, then stop
+            if isinstance(entry, Signal):
+                self._queue.put_back(entry)  # finish this batch, then stop
                 break
             if entry.taken:
                 continue
@@ -169,39 +133,29 @@ class Batcher:
 
     def _claim(self, batch: Sequence[Entry]) -> list[Entry]:
         """Those of the batch that are still wanted; from here on they can no longer be withdrawn."""
-        now_ns = time.perf_counter_ns()
-        entries: list[Entry] = []
-        dropped: list[Entry] = []
-        with self._lock:
-            for entry in batch:
-                if entry.taken:
-                    continue
-                entry.taken = True
-                self._waiting -= 1
-                if entry.deadline_ns is not None and now_ns >= entry.deadline_ns:
-                    entry.error = RequestExpiredError("Request timeout expired")
-                elif entry.windows:
-                    entry.error = _lost_memory(entry.windows)
-                (entries if entry.error is None else dropped).append(entry)
-        if dropped:
-            self._on_complete(dropped)
+        entries, expired = self._queue.claim(batch)
+        if expired:
+            self._on_complete(expired)
         return entries
 
-    def _execute(self, engine: Engine, staging: Staging, entries: list[Entry]) -> None:
+    def _execute(self, engine: Engine, staging: Staging, claimed: Sequence[Entry]) -> None:
         start_ns = time.perf_counter_ns()
+        entries = self._fetch(claimed)
+        if not entries:
+            return
         rows = sum(entry.rows for entry in entries)
         try:
             inputs = staging.gather([entry.inputs for entry in entries])
             gathered_ns = time.perf_counter_ns()
             outputs = engine.infer(inputs)
             inferred_ns = time.perf_counter_ns()
-            _distribute(outputs, entries, rows)
+            distribute(outputs, entries, rows)
             end_ns = time.perf_counter_ns()
         except Exception:
             log.exception("inference failed", rows=rows, requests=len(entries))
             for entry in entries:
                 entry.outputs = None
-                entry.error = InternalError("inference failed on the server, its log has the cause")
+                entry.error = InternalError(FAILED)
         else:
             self._statistics.record_execution(
                 rows,
@@ -212,22 +166,15 @@ class Batcher:
             )
         self._on_complete(entries)
 
-
-def _lost_memory(windows: Sequence[RegionWindow]) -> ContractError | None:
-    try:
-        for window in windows:
-            window.check()
-    except ContractError as error:
-        return error
-    return None
-
-
-def _distribute(outputs: Mapping[str, Array], entries: Sequence[Entry], rows: int) -> None:
-    """Give each request its own rows, as views. Raises `ValueError` when the engine returned another number."""
-    for name, array in outputs.items():
-        if array.shape[:1] != (rows,):
-            raise ValueError(f"the engine returned {name!r} with shape {array.shape} for a batch of {rows}")
-    row = 0
-    for entry in entries:
-        entry.outputs = {name: array[row : row + entry.rows] for name, array in outputs.items()}
-        row += entry.rows
+    def _fetch(self, claimed: Sequence[Entry]) -> Sequence[Entry]:
+        """Those whose inputs can be read; the others are answered."""
+        if not any([entry.windows for entry in claimed]):  # noqa: C419  faster, and for every batch
+            return claimed
+        lost = []
+        for entry in claimed:
+            entry.error = entry.fetch()
+            if entry.error is not None:
+                lost.append(entry)
+        if lost:
+            self._on_complete(lost)
+        return [entry for entry in claimed if entry.error is None]

@@ -45,6 +45,10 @@ def serve_native(
     queue_timeout_us: Annotated[
         int, typer.Option(envvar=f"{ENV}QUEUE_TIMEOUT_US", help="Longest wait in the queue, then 503; 0: no limit.")
     ] = 0,
+    pipeline: Annotated[
+        bool,
+        typer.Option(envvar=f"{ENV}PIPELINE", help="Gather one batch while another is executed, where the engine can."),
+    ] = True,
     max_body_bytes: Annotated[
         int, typer.Option(envvar=f"{ENV}MAX_BODY_BYTES", help="Largest request body; a larger one gets 413.")
     ] = 64 * 2**20,
@@ -105,6 +109,7 @@ def serve_native(
         "max_queue_delay_us": max_queue_delay_us,
         "queue_size": queue_size,
         "queue_timeout_us": queue_timeout_us,
+        "pipeline": pipeline,
         "max_body_bytes": max_body_bytes,
         "max_json_bytes": max_json_bytes,
         "max_held_bytes": max_held_bytes,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 from fastapi import FastAPI, Request, Response
 
-from servers.contract.errors import InvalidRequestError, NotFoundError, UnsupportedError
+from servers.contract.errors import InvalidRequestError
 from servers.contract.json_tensors import parse_json
 from servers.native import documents
 from servers.native.model_control import ModelControl
-from servers.native.regions import NO_CUDA_MEMORY, RegionTable
+from servers.native.regions import RegionTable
 
 SYSTEM = "/v2/systemsharedmemory"
 CUDA = "/v2/cudasharedmemory"
@@ -29,7 +31,7 @@ async def json_object(request: Request) -> Mapping[str, Any]:
 
 
 def add_shared_memory_routes(app: FastAPI, regions: RegionTable) -> None:
-    """System shared memory, and the answers about CUDA shared memory that clients need."""
+    """System shared memory; see `add_cuda_memory_routes`."""
 
     @app.get(f"{SYSTEM}/status")
     async def system_status() -> Response:
@@ -59,29 +61,34 @@ def add_shared_memory_routes(app: FastAPI, regions: RegionTable) -> None:
         regions.unregister(region)
         return Response()
 
+
+def add_cuda_memory_routes(app: FastAPI, regions: RegionTable) -> None:
+    """CUDA shared memory. Without a GPU nothing can be registered; the rest answers, because clients ask it first."""
+
     @app.get(f"{CUDA}/status")
     async def cuda_status() -> Response:
-        regions.check_allowed()
-        return _json([])
+        return _json(documents.cuda_region_rows(regions.cuda_status("")))
 
     @app.get(f"{CUDA}/region/{{region}}/status")
-    async def cuda_region_status(region: str) -> Response:  # noqa: ARG001  there never is one
-        regions.check_allowed()
-        raise NotFoundError("this CUDA shared-memory region is not registered")
+    async def cuda_region_status(region: str) -> Response:
+        return _json(documents.cuda_region_rows(regions.cuda_status(region)))
 
     @app.post(f"{CUDA}/region/{{region}}/register")
-    async def cuda_register(region: str) -> Response:  # noqa: ARG001  refused whatever it is
-        regions.check_allowed()
-        raise UnsupportedError(NO_CUDA_MEMORY)
+    async def cuda_register(region: str, request: Request) -> Response:
+        await regions.check_cuda()
+        asked = await json_object(request)
+        handle, device = _handle(asked), _whole_number(asked, "device_id", None, "the number of a GPU")
+        await regions.register_cuda(region, handle, device, _whole_number(asked, "byte_size", None))
+        return Response()
 
     @app.post(f"{CUDA}/unregister")
-    async def cuda_unregister_all() -> Response:  # clients do this before they begin
-        regions.check_allowed()
+    async def cuda_unregister_all() -> Response:
+        await regions.unregister_cuda("")
         return Response()
 
     @app.post(f"{CUDA}/region/{{region}}/unregister")
-    async def cuda_unregister(region: str) -> Response:  # noqa: ARG001  there never is one
-        regions.check_allowed()
+    async def cuda_unregister(region: str) -> Response:
+        await regions.unregister_cuda(region)
         return Response()
 
 
@@ -103,10 +110,25 @@ def add_model_control_routes(app: FastAPI, control: ModelControl) -> None:
         return Response()
 
 
-def _whole_number(document: Mapping[str, Any], key: str, default: int | None) -> int:
+def _handle(document: Mapping[str, Any]) -> bytes:
+    encoded = document.get("raw_handle")
+    text = encoded.get("b64") if isinstance(encoded, dict) else None
+    try:
+        return base64.b64decode(text, validate=True) if isinstance(text, str) else _no_handle()
+    except (binascii.Error, ValueError):
+        return _no_handle()
+
+
+def _no_handle() -> NoReturn:
+    raise InvalidRequestError("'raw_handle' must be an object with 'b64', the IPC handle's bytes in base64")
+
+
+def _whole_number(
+    document: Mapping[str, Any], key: str, default: int | None, what: str = "a whole number of bytes"
+) -> int:
     value = document.get(key, default)
     if type(value) is not int:
-        raise InvalidRequestError(f"'{key}' must be a whole number of bytes")
+        raise InvalidRequestError(f"'{key}' must be {what}")
     return value
 
 

@@ -6,12 +6,14 @@ from collections.abc import Iterable
 
 from servers.contract.signature import ModelSignature
 from servers.contract.tensors import TensorSpec
+from servers.native.cuda_regions import CudaRegion
 from servers.native.inference import InferenceService, State
-from servers.native.regions import Region
+from servers.native.system_regions import Region
 
 SERVER_NAME = "abserve-native"
 EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "model_configuration", "model_repository")
-SHARED_MEMORY_EXTENSION = "system_shared_memory"
+SYSTEM_MEMORY_EXTENSION = "system_shared_memory"
+CUDA_MEMORY_EXTENSION = "cuda_shared_memory"
 
 _REPOSITORY_STATES = {
     State.LOADING: ("LOADING", ""),
@@ -24,9 +26,9 @@ _REPOSITORY_STATES = {
 Document = dict[str, object]
 
 
-def server_metadata(version: str, shared_memory: bool) -> Document:
-    """GET /v2."""
-    extensions = [*EXTENSIONS, SHARED_MEMORY_EXTENSION] if shared_memory else list(EXTENSIONS)
+def server_metadata(version: str, *, system_memory: bool, cuda_memory: bool) -> Document:
+    """GET /v2; shared memory is named where a client can register it."""
+    extensions = [*EXTENSIONS, *[SYSTEM_MEMORY_EXTENSION] * system_memory, *[CUDA_MEMORY_EXTENSION] * cuda_memory]
     return {"name": SERVER_NAME, "version": version, "extensions": extensions}
 
 
@@ -98,6 +100,8 @@ def parameters_in_effect(service: InferenceService) -> dict[str, str]:
     }
     if description.threads is not None:
         parameters["threads"] = str(description.threads)
+    if service.batch_slots is not None:
+        parameters["batch_slots"] = str(service.batch_slots)
     if service.decoding is not None:
         parameters["decode_threads"] = str(service.decoding.thread_count)
         parameters["max_image_pixels"] = str(service.decoding.max_pixels)
@@ -133,6 +137,11 @@ def region_rows(regions: Iterable[Region]) -> list[Document]:
     return [
         {"name": region.name, "key": "", "offset": region.offset, "byte_size": region.byte_size} for region in regions
     ]
+
+
+def cuda_region_rows(regions: Iterable[CudaRegion]) -> list[Document]:
+    """GET /v2/cudasharedmemory/status. A handle is never shown."""
+    return [{"name": region.name, "device_id": region.device, "byte_size": region.byte_size} for region in regions]
 
 
 def _tensor(spec: TensorSpec) -> Document:

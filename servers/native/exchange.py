@@ -11,7 +11,7 @@ import structlog
 
 from servers.contract.errors import ContractError, InternalError
 from servers.native.answers import Answer, error_status, refusal
-from servers.native.batcher import Entry
+from servers.native.entries import Entry
 from servers.native.errors import failure_reason
 from servers.native.inference import InferenceService
 from servers.native.plans import Plan

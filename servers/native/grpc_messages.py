@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from servers.contract.binary_tensors import array_from_bytes, bytes_from_array, element_count
-from servers.contract.codec import MAX_ID_CHARACTERS, find_window
+from servers.contract.codec import MAX_ID_CHARACTERS, find_window, window_array
 from servers.contract.errors import InvalidRequestError, UnsupportedError
 from servers.contract.records import InferRequest, InferResponse, InputTensor, Parameter, RequestedOutput
 from servers.contract.shared_memory import RegionSource
@@ -111,7 +111,7 @@ def _input(item: Any, parameters: dict[str, Parameter], raw: Any, regions: Regio
             f"input '{name}' has 'contents' although its data is in raw_input_contents or shared memory"
         )
     if window is not None:
-        return InputTensor(name, datatype, shape, array_from_bytes(window.view(), datatype, shape, name), window)
+        return InputTensor(name, datatype, shape, window_array(window, datatype, shape, name), window)
     if raw is not None:
         return InputTensor(name, datatype, shape, array_from_bytes(next(raw), datatype, shape, name))
     return InputTensor(name, datatype, shape, _typed(item.contents, datatype, shape, name))

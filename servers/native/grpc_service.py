@@ -18,7 +18,7 @@ import structlog
 from google.protobuf import json_format
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from servers.contract.errors import ContractError, InternalError, NotFoundError, UnsupportedError
+from servers.contract.errors import ContractError, InternalError, UnsupportedError
 from servers.contract.records import InferRequest, InferResponse
 from servers.native import documents
 from servers.native.errors import CallDeadlineError, RequestExpiredError, failure_reason
@@ -26,7 +26,7 @@ from servers.native.grpc_messages import decode_message, encode_message, parse_m
 from servers.native.grpc_status import details_of, status_of
 from servers.native.inference import InferenceService
 from servers.native.model_control import ModelControl
-from servers.native.regions import NO_CUDA_MEMORY, RegionTable
+from servers.native.regions import RegionTable
 from servers.native.served_models import ServedModels
 from servers.native.statistics import RequestTimes
 
@@ -75,7 +75,10 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignor
 
     async def ServerMetadata(self, _request: Any, _context: Any) -> Any:  # noqa: N802
         """As GET /v2."""
-        document = documents.server_metadata(package_version("abserve"), self._regions.allowed)
+        cuda = await self._regions.offers_cuda()
+        document = documents.server_metadata(
+            package_version("abserve"), system_memory=self._regions.allowed, cuda_memory=cuda
+        )
         return json_format.ParseDict(document, service_pb2.ServerMetadataResponse())
 
     @_answering
@@ -153,22 +156,21 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignor
 
     @_answering
     async def CudaSharedMemoryStatus(self, request: Any, _context: Any) -> Any:  # noqa: N802
-        """There never is one."""
-        self._regions.check_allowed()
-        if request.name:
-            raise NotFoundError("this CUDA shared-memory region is not registered")
-        return service_pb2.CudaSharedMemoryStatusResponse()
+        """One region, or all."""
+        rows = {row["name"]: row for row in documents.cuda_region_rows(self._regions.cuda_status(request.name))}
+        return json_format.ParseDict({"regions": rows}, service_pb2.CudaSharedMemoryStatusResponse())
 
     @_answering
-    async def CudaSharedMemoryRegister(self, _request: Any, _context: Any) -> Any:  # noqa: N802
-        """Not offered."""
-        self._regions.check_allowed()
-        raise UnsupportedError(NO_CUDA_MEMORY)
+    async def CudaSharedMemoryRegister(self, request: Any, _context: Any) -> Any:  # noqa: N802
+        """Map a client's device memory."""
+        await self._regions.check_cuda()
+        await self._regions.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
+        return service_pb2.CudaSharedMemoryRegisterResponse()
 
     @_answering
-    async def CudaSharedMemoryUnregister(self, _request: Any, _context: Any) -> Any:  # noqa: N802
-        """Nothing to forget; clients call it before they begin."""
-        self._regions.check_allowed()
+    async def CudaSharedMemoryUnregister(self, request: Any, _context: Any) -> Any:  # noqa: N802
+        """Forget one region, or all; answered when nothing uses them any more."""
+        await self._regions.unregister_cuda(request.name)
         return service_pb2.CudaSharedMemoryUnregisterResponse()
 
     @_answering
@@ -196,7 +198,7 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignor
             response = await self._infer_until(deadline_ns, service, request, times)
             inferred_ns = time.perf_counter_ns()
             answer = encode_message(response)
-            times.encode_ns = time.perf_counter_ns() - inferred_ns
+            times.encode_ns += time.perf_counter_ns() - inferred_ns
         except asyncio.CancelledError:  # by the client, or because its deadline has passed
             service.statistics.record_disconnect()
             raise

@@ -143,7 +143,7 @@ class InferDoor:
         response = await service.infer(request, times)
         inferred_ns = time.perf_counter_ns()
         content, header_bytes = encode_response(response)
-        times.encode_ns = time.perf_counter_ns() - inferred_ns
+        times.encode_ns += time.perf_counter_ns() - inferred_ns
         headers = [(b"content-length", b"%d" % len(content))]
         if header_bytes is None:
             headers.append((b"content-type", b"application/json"))

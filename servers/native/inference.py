@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,18 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 
-from servers.contract.codec import write_output
 from servers.contract.errors import InternalError, InvalidRequestError, NotFoundError, UnavailableError
-from servers.contract.records import InferRequest, InferResponse, OutputTensor, RequestedOutput
+from servers.contract.records import InferRequest, InferResponse
 from servers.contract.signature import ModelSignature
-from servers.contract.tensors import Array
 from servers.engines.interface import Engine, EngineDescription
 from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
-from servers.native.batcher import Batcher, Entry
+from servers.native.batcher import Batcher
 from servers.native.decoder import RequestDecoder
+from servers.native.entries import EXPIRED, Entry
 from servers.native.errors import SHUTTING_DOWN, NotReadyError, RequestExpiredError, ShuttingDownError
 from servers.native.loading import load_engine
+from servers.native.pipelining import batch_slots
+from servers.native.responses import response_of, writes_to_device
 from servers.native.statistics import RequestTimes, Statistics
 from servers.native.waiters import FutureWaiter, answered_in_place, wake_all
 
@@ -49,6 +51,8 @@ class BatchingSettings:
     max_queue_delay_us: int = 2000
     queue_size: int = 512
     queue_timeout_us: int = 0
+    pipeline: bool = True
+    """Whether to gather one batch while another is executed, where the engine can."""
 
 
 class InferenceService:
@@ -78,11 +82,11 @@ class InferenceService:
         self.added_delay_ms = added_delay_ms
         self.statistics = Statistics(batching.max_batch_size)
         self.description: EngineDescription | None = None  # set once, before the state becomes READY
+        self.batch_slots: int | None = None  # likewise; None for an engine without a pipeline
         self.decoding = decoding if specification.payload == "jpeg" else None
         self._decoder = (
             RequestDecoder(specification, decoding, batching.queue_size) if specification.payload == "jpeg" else None
         )
-        self._datatypes = {spec.name: spec.datatype for spec in specification.outputs}
         self._build_engine = build_engine
         self._state = State.LOADING
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -187,7 +191,7 @@ class InferenceService:
     async def infer(
         self, request: InferRequest, times: RequestTimes | None = None, caller_deadline_ns: int | None = None
     ) -> InferResponse:
-        """Answer one request. Raises `ContractError`. The time that its images take is added to `times`.
+        """Answer one request. Raises `ContractError`. What decoding its images and writing outputs take is in `times`.
 
         The deadline is the request's own timeout or the caller's (`perf_counter_ns`), whichever comes first.
 
@@ -223,27 +227,14 @@ class InferenceService:
                 timer.cancel()
         if self._delays is not None:  # not asyncio.sleep: libuv's timers round to whole ms, and this is a planted truth
             await loop.run_in_executor(self._delays, time.sleep, self.added_delay_ms / 1000)
-        return self._answer(request, entry)
-
-    def _answer(self, request: InferRequest, entry: Entry) -> InferResponse:
         if entry.error is not None:
             raise entry.error
-        outputs = entry.outputs or {}
-        wanted = (
-            [RequestedOutput(name, request.binary_output) for name in self._datatypes]
-            if request.outputs is None
-            else request.outputs
-        )
-        return InferResponse(
-            self.signature.name,
-            self.signature.version,
-            request.id,
-            tuple(self._output(output, outputs[output.name]) for output in wanted),
-        )
-
-    def _output(self, wanted: RequestedOutput, data: Array) -> OutputTensor:
-        reference = None if wanted.window is None else write_output(wanted.window, data)
-        return OutputTensor(wanted.name, self._datatypes[wanted.name], data, wanted.binary, reference)
+        executed_ns = time.perf_counter_ns()
+        answer = functools.partial(response_of, self.signature, request, entry.outputs or {})
+        response = await asyncio.to_thread(answer) if writes_to_device(request) else answer()
+        if times is not None:
+            times.encode_ns += time.perf_counter_ns() - executed_ns
+        return response
 
     def _timeout_us(self, request: InferRequest) -> int:
         timeout = request.parameters.get("timeout", self.batching.queue_timeout_us)
@@ -253,11 +244,11 @@ class InferenceService:
 
     def _expire(self, entry: Entry) -> None:
         if self._batcher.withdraw(entry):
-            entry.error = RequestExpiredError("Request timeout expired")
+            entry.error = RequestExpiredError(EXPIRED)
             wake_all([entry])
 
     def _hand_over(self, entries: Sequence[Entry]) -> None:
-        """In the engine thread: answer there when it would sleep otherwise, else wake the loop once for all."""
+        """In the thread that has executed them: answer there when it would sleep otherwise, else wake the loop once."""
         if len(entries) == 1 and not self._batcher.pending and answered_in_place(entries[0]):
             return
         assert self._loop is not None
@@ -272,7 +263,9 @@ class InferenceService:
             self._tell(self._on_failure)
             self._tell(self._settled.set)
             return None
-        engine, self.description = loaded
+        engine, description = loaded
+        self.batch_slots = batch_slots(engine, wanted=self.batching.pipeline)
+        self.description = description
         if self._doors_open is not None:
             self._doors_open.wait()
         if self._state is State.LOADING:
@@ -293,4 +286,5 @@ class InferenceService:
             queue_size=batching.queue_size,
             statistics=self.statistics,
             on_complete=self._hand_over,
+            pipeline=batching.pipeline,
         )

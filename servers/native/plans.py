@@ -18,7 +18,7 @@ from servers.contract.records import InferRequest
 from servers.contract.signature import ModelSignature
 from servers.contract.tensors import Array
 from servers.native.answers import STATUS_LINES
-from servers.native.batcher import batch_key
+from servers.native.entries import batch_key
 
 _KEPT_PLANS = 256
 KEPT_HEADER_BYTES = 4096

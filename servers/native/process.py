@@ -60,6 +60,7 @@ def _service(settings: NativeSettings, specification: ModelSpecification, weight
         max_queue_delay_us=settings.max_queue_delay_us,
         queue_size=settings.queue_size,
         queue_timeout_us=settings.queue_timeout_us,
+        pipeline=settings.pipeline,
     )
     decoding = DecodingSettings(settings.decode_threads, settings.max_image_pixels)
     return InferenceService(specification, build, batching, decoding=decoding, added_delay_ms=settings.added_delay_ms)

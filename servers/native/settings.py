@@ -39,6 +39,9 @@ class NativeSettings(BaseSettings):
     queue_timeout_us: int = Field(
         0, ge=0, description="Longest wait in the queue where a request names no timeout of its own; 0: no limit."
     )
+    pipeline: bool = Field(
+        True, description="Gather one batch while another is executed, with an engine that has two slots."
+    )
     max_body_bytes: int = Field(64 * 2**20, ge=1, description="Largest request body, also after decompression.")
     max_json_bytes: int = Field(
         32 * 2**20, ge=1024, description="Longest JSON of one request; cutting it up delays others 1 ms for each MiB."

@@ -120,9 +120,18 @@ class Statistics:
         self._max_batch_size = max_batch_size
 
     def record_execution(
-        self, rows: int, queue_ns: list[int], compute_input_ns: int, compute_infer_ns: int, compute_output_ns: int
+        self,
+        rows: int,
+        queue_ns: list[int],
+        compute_input_ns: int,
+        compute_infer_ns: int,
+        compute_output_ns: int,
+        request_input_ns: list[int] | None = None,
     ) -> None:
-        """One executed batch; `queue_ns` holds each of its requests' time in the queue."""
+        """One executed batch; `queue_ns` holds each of its requests' time in the queue.
+
+        `request_input_ns` holds what each is charged of `compute_input_ns`, where that is not all of it.
+        """
         requests = len(queue_ns)
         compute_ns = compute_input_ns + compute_infer_ns + compute_output_ns
         with self._lock:  # plain lists and sums: this runs for every batch, and an idle engine's batches are small
@@ -132,7 +141,11 @@ class Statistics:
             if batch is None:
                 batch = self._batches[rows] = BatchTimes()
             batch.add(1, compute_input_ns, compute_infer_ns, compute_output_ns)
-            self._compute.add(requests, compute_input_ns, compute_infer_ns, compute_output_ns)
+            if request_input_ns is None:
+                self._compute.add(requests, compute_input_ns, compute_infer_ns, compute_output_ns)
+            else:
+                self._compute.add(requests, 0, compute_infer_ns, compute_output_ns)
+                self._compute.input_ns += sum(request_input_ns)
             for waited_ns in queue_ns:
                 self._queue_duration.add(waited_ns)
             self._compute_duration.add(compute_ns)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from servers.native.batcher import Entry
+from servers.native.entries import Entry
 
 
 class Waiter(Protocol):
@@ -29,16 +29,16 @@ class FutureWaiter:
     __slots__ = ("future",)
 
     def __init__(self) -> None:
-        self.future: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def answer_in_place(self, entry: Entry) -> bool:  # noqa: ARG002  coroutines live in the event loop
         """See `Waiter`."""
         return False
 
-    def wake(self, entry: Entry) -> None:
+    def wake(self, entry: Entry) -> None:  # noqa: ARG002  whoever awaits has it
         """See `Waiter`."""
         if not self.future.done():  # its task was cancelled while the engine worked
-            self.future.set_result(entry)
+            self.future.set_result(None)  # not the entry: the two would hold each other
 
 
 def answered_in_place(entry: Entry) -> bool:

@@ -1,9 +1,6 @@
-"""The batcher's rules, with real threads and an engine that stops where a test wants it to."""
+"""The batcher's rules, plain and pipelined, with real threads and an engine that stops where a test wants it to."""
 
 from __future__ import annotations
-
-import threading
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -11,88 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servers.contract.errors import InternalError
-from servers.contract.tensors import Array
-from servers.native.batcher import Batcher, Entry
 from servers.native.errors import QueueFullError, RequestExpiredError, ShuttingDownError
-from servers.native.statistics import Statistics
 
-
-class Engine:
-    """Echoes; waits for `gate` before each batch, and notes the batches."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.reached = threading.Semaphore(0)
-        self.batches: list[Array] = []
-        self.closed = False
-
-    def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        self.reached.release()
-        assert self.gate.wait(10)
-        batch = inputs["x"].copy()
-        self.batches.append(batch)
-        if (batch == 666).any():
-            raise RuntimeError("planted")
-        return {"y": batch if (batch != 667).all() else batch[1:]}
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class Harness:
-    def __init__(self, *, max_batch_size: int = 8, delay_us: int = 0, queue_size: int = 1000) -> None:
-        self.engine = Engine()
-        self.statistics = Statistics(max_batch_size)
-        self.done: dict[int, threading.Event] = {}
-        self.calls: list[int] = []
-        self.batcher = Batcher(
-            max_batch_size=max_batch_size,
-            max_queue_delay_ns=delay_us * 1000,
-            queue_size=queue_size,
-            statistics=self.statistics,
-            on_complete=self._complete,
-        )
-        self.batcher.start(lambda: self.engine)  # type: ignore[arg-type,return-value]
-
-    def _complete(self, entries: Sequence[Entry]) -> None:
-        self.calls.append(len(entries))
-        for entry in entries:
-            assert isinstance(entry.token, threading.Event)
-            entry.token.set()
-
-    def submit(self, values: Sequence[float], deadline_ns: int | None = None, width: int = 2) -> Entry:
-        array = np.repeat(np.array(values, np.float32)[:, None], width, axis=1)
-        entry = Entry({"x": array}, len(values), deadline_ns, threading.Event())
-        self.batcher.submit(entry)
-        return entry
-
-    def answer(self, entry: Entry) -> list[float]:
-        assert isinstance(entry.token, threading.Event)
-        assert entry.token.wait(10)
-        if entry.error is not None:
-            raise entry.error
-        assert entry.outputs is not None
-        return entry.outputs["y"][:, 0].tolist()
-
-    def occupy(self) -> Entry:
-        """Send one request and wait until the engine has it and waits at the gate."""
-        entry = self.submit([0])
-        assert self.engine.reached.acquire(timeout=10)
-        return entry
-
-    def sizes(self) -> list[int]:
-        return [len(batch) for batch in self.engine.batches]
+BOTH = pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
 
 
 @pytest.fixture
-def harness(request: pytest.FixtureRequest):
-    harness = Harness(**getattr(request, "param", {}))
-    yield harness
-    harness.engine.gate.set()
-    assert harness.batcher.stop(10)
-    assert harness.engine.closed
+def harness(request, start_harness, pipelined):
+    return start_harness(**getattr(request, "param", {}), pipelined=pipelined)
 
 
+@BOTH
 def test_queued_requests_are_merged_in_order_and_never_split(harness):
     first = harness.occupy()
     entries = [harness.submit([size] * size) for size in (3, 4, 5, 3, 8, 1)]
@@ -104,6 +30,7 @@ def test_queued_requests_are_merged_in_order_and_never_split(harness):
     assert harness.calls == [1, 2, 2, 1, 1]
 
 
+@pytest.mark.parametrize("pipelined", [False])
 def test_other_item_shapes_are_not_merged(harness):
     harness.occupy()
     entries = [harness.submit([1], width=2), harness.submit([2], width=3), harness.submit([3], width=3)]
@@ -112,6 +39,7 @@ def test_other_item_shapes_are_not_merged(harness):
     assert harness.sizes() == [1, 1, 2]
 
 
+@BOTH
 @pytest.mark.parametrize("harness", [{"delay_us": 5_000_000, "max_batch_size": 4}], indirect=True)
 def test_a_batch_starts_as_soon_as_it_is_full(harness):
     harness.engine.gate.set()
@@ -120,6 +48,7 @@ def test_a_batch_starts_as_soon_as_it_is_full(harness):
     assert harness.sizes() == [4]
 
 
+@BOTH
 @pytest.mark.parametrize("harness", [{"delay_us": 200_000}], indirect=True)
 def test_the_oldest_waits_for_others_and_then_no_longer(harness):
     harness.engine.gate.set()
@@ -130,6 +59,7 @@ def test_the_oldest_waits_for_others_and_then_no_longer(harness):
     assert 150e6 < waited_ns < 5e9
 
 
+@BOTH
 @pytest.mark.parametrize("harness", [{"queue_size": 2}], indirect=True)
 def test_a_full_queue_refuses_at_once_and_recovers(harness):
     harness.occupy()
@@ -143,6 +73,7 @@ def test_a_full_queue_refuses_at_once_and_recovers(harness):
     assert harness.answer(harness.submit([4])) == [4]
 
 
+@BOTH
 def test_expired_and_withdrawn_requests_never_reach_the_engine(harness):
     harness.occupy()
     late = harness.submit([1], deadline_ns=1)
@@ -160,6 +91,7 @@ def test_expired_and_withdrawn_requests_never_reach_the_engine(harness):
     assert harness.batcher.pending == 0
 
 
+@BOTH
 @pytest.mark.parametrize("bad", [666, 667])  # raises; returns too few rows
 def test_a_failing_batch_fails_its_own_requests_only(harness, bad):
     harness.occupy()
@@ -172,6 +104,7 @@ def test_a_failing_batch_fails_its_own_requests_only(harness, bad):
     assert harness.statistics.snapshot().inference_count == 2  # the failed batch is not counted
 
 
+@BOTH
 def test_stop_executes_what_is_queued_and_refuses_the_rest(harness):
     harness.occupy()
     entries = [harness.submit([value] * 5) for value in (1, 2, 3)]
@@ -182,10 +115,11 @@ def test_stop_executes_what_is_queued_and_refuses_the_rest(harness):
     assert [harness.answer(entry) for entry in entries] == [[1] * 5, [2] * 5, [3] * 5]
 
 
+@BOTH
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 8), st.booleans()), min_size=1, max_size=40), st.sampled_from([0, 500]))
-def test_whatever_the_sizes_every_request_gets_its_own_rows(requests, delay_us):
-    harness = Harness(delay_us=delay_us)
+def test_whatever_the_sizes_every_request_gets_its_own_rows(harness_type, pipelined, requests, delay_us):
+    harness = harness_type(delay_us=delay_us, pipelined=pipelined)
     harness.engine.gate.set()
     sent = []
     value = 700.0
@@ -197,7 +131,7 @@ def test_whatever_the_sizes_every_request_gets_its_own_rows(requests, delay_us):
     for entry, values, withdrawn in sent:
         if not withdrawn:
             assert harness.answer(entry) == values
-    assert harness.batcher.stop(10)
+    harness.stop()
     executed = np.concatenate([batch[:, 0] for batch in harness.engine.batches] or [np.empty(0)]).tolist()
     assert executed == [value for _, values, withdrawn in sent if not withdrawn for value in values]
     assert max(harness.sizes(), default=0) <= 8
