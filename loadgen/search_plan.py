@@ -10,6 +10,9 @@ from loadgen.plan import CONNECTIONS, PlanError
 from loadgen.records import Cell
 
 RAMP_USERS = 256
+BOUNDS_A_TRIAL = 20.0
+"""A trial lasts at least so many times the bound: a shorter one ends before the queue of a rate that is 5 % too high
+has grown to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,10 @@ def make_search_cells(
             batch_size=1,
             concurrency=connections,
             requests=number,
-            seconds=amount.trial_seconds,
-            max_seconds=amount.longest_seconds * max(1.0, number / amount.queries),
+            seconds=max(amount.trial_seconds, BOUNDS_A_TRIAL * bound / 1000.0),
+            max_seconds=max(
+                amount.longest_seconds * max(1.0, number / amount.queries), 2.0 * BOUNDS_A_TRIAL * bound / 1000.0
+            ),
             pairs=pairs or amount.pairs,
             arrivals="poisson",
             latency_bound_ms=float(bound),

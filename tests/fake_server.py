@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -35,6 +36,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--print-launch", action="store_true")
     parser.add_argument("--startup-ms", type=float, default=0)
     parser.add_argument("--delay-ms", type=float, default=0)
+    parser.add_argument("--slots", type=int, default=0, help="requests under way at once; others wait. 0: no limit")
     parser.add_argument("--drop-every", type=int, default=0, help="close without an answer, every Nth inference")
     parser.add_argument("--error-every", type=int, default=0, help="503, every Nth inference")
     parser.add_argument("--good-first", type=int, default=0, help="inferences before any drop or error")
@@ -76,6 +78,7 @@ class FakeServer:
         self.settings = settings
         self.started = time.monotonic()
         self.inferences = 0
+        self.slots = asyncio.Semaphore(settings.slots) if settings.slots else None
         self.batches: Counter[int] = Counter()
         self.log: list[str] = []
 
@@ -148,7 +151,8 @@ class FakeServer:
             while time.monotonic() < until:
                 pass
         if settings.delay_ms:
-            await asyncio.sleep(settings.delay_ms / 1000)
+            async with self.slots or contextlib.nullcontext():
+                await asyncio.sleep(settings.delay_ms / 1000)
         number = max(0, number - settings.good_first)
         if number and settings.drop_every and number % settings.drop_every == 0:
             return None
