@@ -42,6 +42,12 @@ DEFINITIONS: dict[CheckName, CheckDefinition] = {
     CheckName.REQUEST_ERRORS: CheckDefinition(
         "no request failed", "invalidates", "invalidates", "Read the error messages and the log of the server named."
     ),
+    CheckName.REPEATED_REQUESTS: CheckDefinition(
+        "a repeated request takes as long as a new one",
+        "invalidates",
+        "informs",
+        "Turn the response cache of that server off: the load repeats its bodies, so the model is hardly asked.",
+    ),
     CheckName.BLOCKS_COMPLETE: CheckDefinition(
         "every planned block is complete",
         "invalidates",
@@ -131,6 +137,12 @@ DEFINITIONS: dict[CheckName, CheckDefinition] = {
         "informs",
         "Close other programs, watch for thermal throttling, and ask for more pairs; the pairing absorbs slow drift.",
     ),
+    CheckName.WALL_CLOCK: CheckDefinition(
+        "the wall clock ran evenly",
+        "informs",
+        "informs",
+        "The figures stand, they are of the monotonic clock; do not trust the times of day in this run.",
+    ),
     CheckName.SERVER_CPU: CheckDefinition(
         "cores were left for the load generator",
         "informs",
@@ -153,7 +165,8 @@ DEFINITIONS: dict[CheckName, CheckDefinition] = {
         "the account of time adds up",
         "informs",
         "informs",
-        "Read the stages with care: the server's own times exceed the client's, or count other requests.",
+        "Read the stages with care: the server's own times exceed the client's, count other requests, or leave much to the "
+        "network, the protocol and the client; --explain shows what the transfer takes.",
     ),
     CheckName.SENSITIVITY: CheckDefinition(
         "the run can see a difference of δ",

@@ -14,6 +14,8 @@ from loadgen.summaries import CellSummary
 BATCHED_LIMIT = 1.1
 QUEUE_SHARE_LIMIT = 0.05
 OVERLAP_LIMIT = -0.02
+UNATTRIBUTED_LIMIT = 0.25
+"""Ours: beyond it a quarter of a request, more than most causes make, is in no stage."""
 
 
 def check_stages(cell: Cell, summaries: Sequence[CellSummary], accounts: Sequence[StageAccount]) -> list[Check]:
@@ -84,20 +86,23 @@ def _account(cell: Cell, account: StageAccount) -> list[Check]:
     faults = []
     for arm in arms:
         rest_ms = arm.stages_ms["unattributed"] or 0.0
-        if rest_ms / arm.client_total_ms < OVERLAP_LIMIT:
+        rest = rest_ms / arm.client_total_ms
+        if rest < OVERLAP_LIMIT:
             faults.append(f"the stages of {arm.label.upper()} exceed the client's time by {signed_ms(-rest_ms)}")
+        if rest > UNATTRIBUTED_LIMIT:
+            faults.append(f"{share(rest)} of a request to {arm.label.upper()} ({number(rest_ms)} ms) is in no stage")
         if arm.requests != arm.client_requests:
             faults.append(
                 f"{arm.label.upper()} counted {arm.requests:,} requests, the client {arm.client_requests:,} answers"
             )
-    rest = max((arm.stages_ms["unattributed"] or 0.0) / arm.client_total_ms for arm in arms)
+    largest = max((arm.stages_ms["unattributed"] or 0.0) / arm.client_total_ms for arm in arms)
     return [
         make_check(
             CheckName.STAGE_ACCOUNT,
             not faults,
             scope=cell_scope(cell.name),
-            value=rest,
-            threshold="stages within the client's time, same requests",
-            detail=faults[0] if faults else f"{share(rest)} of a request at most is unattributed",
+            value=largest,
+            threshold=f"−{share(-OVERLAP_LIMIT)} to {share(UNATTRIBUTED_LIMIT)} unattributed, same requests",
+            detail="; ".join(faults) if faults else f"{share(largest)} of a request at most is unattributed",
         )
     ]

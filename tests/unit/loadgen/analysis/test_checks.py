@@ -107,6 +107,12 @@ FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
     ("same_max_batch_size", "invalidates", lambda d: edit_arm(d, 1, max_batch_size=8), Plan(**SMALL)),
     ("settings_in_effect", "warns", None, Plan(b_settings={"max-queue-delay-us": "500"}, **SMALL)),
     ("machine_steady", "warns", None, Plan(drift=0.6, **SMALL)),
+    (
+        "wall_clock",
+        "informs",
+        lambda d: edit_json(d / "blocks/0005.json", started_at="2026-03-02T14:00:00Z"),
+        Plan(**SMALL),
+    ),
     ("server_cpu", "informs", lambda d: edit_blocks(d, "single", server_cpu_ns=10**12), Plan(**SMALL)),
     ("batching_formed", "informs", None, Plan(b=SimulatedArm(max_batch=1), **SMALL)),
     ("sensitivity", "informs", None, Plan(block_noise=0.2, **SMALL)),
@@ -179,6 +185,15 @@ def test_a_queue_delay_under_serial_load_is_seen(tmp_path: Path) -> None:
     result = analyse(tmp_path)
     assert check(result, "queue_delay", "single").ok is False
     assert check(result, "stage_account", "single").ok is False  # 10 ms more than the client saw
+
+
+def test_a_request_that_is_in_no_stage_is_seen(tmp_path: Path) -> None:
+    result = analyse(write_run(tmp_path, Plan(b=SimulatedArm(transport_ms=60.0, reports_http=False), **SMALL)))
+    failed = check(result, "stage_account", "single")
+    assert failed.ok is False
+    assert "of a request to B" in failed.detail
+    assert "is in no stage" in failed.detail
+    assert result.valid, "it informs"
 
 
 def test_a_server_that_counts_other_requests_is_seen(tmp_path: Path) -> None:
