@@ -7,6 +7,7 @@ from pathlib import Path
 from loadgen.batching import executed_batches
 from loadgen.causes.analysis import find_causes
 from loadgen.checks import in_order, reason_against
+from loadgen.clock_checks import check_clock
 from loadgen.comparisons import compare_all, invalidate
 from loadgen.evidence_checks import check_evidence
 from loadgen.fairness_checks import check_fairness
@@ -14,6 +15,7 @@ from loadgen.gpu_series import gpu_series
 from loadgen.load_checks import check_load
 from loadgen.machine_checks import check_machine
 from loadgen.noise_floor import apply_floor, floor_sentence, is_self_comparison
+from loadgen.probe_checks import check_probes
 from loadgen.records import Label
 from loadgen.repetition_checks import check_repetition
 from loadgen.result import Result
@@ -62,8 +64,10 @@ def analyse_run(run: StoredRun) -> Result:
             *check_load(run, blocks, summaries, accounts),
             *check_searches(run, rates, ramps),
             *check_machine(run, blocks),
+            *check_clock(run.blocks),
             *check_comparisons(drafts, run.experiment.equivalence_margin),
             *check_repetition(run, drafts),
+            *check_probes(run.cache_probes),
         ]
     )
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))

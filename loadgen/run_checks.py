@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from loadgen.checks import PLAN, Check, CheckName, cell_scope, make_check
 from loadgen.comparisons import MIN_PAIRS, Comparison
 from loadgen.quantities import share
+from loadgen.run_lock import is_running
 from loadgen.stored_run import StoredRun
 
 
@@ -19,8 +20,9 @@ def _finished(run: StoredRun) -> Check:
     state = run.state
     if state is None:
         return make_check(CheckName.RUN_FINISHED, None, scope=PLAN, threshold="finished", detail="run.json is missing")
+    unfinished = "the run still runs" if is_running(run.directory) else "the run was killed during"
     detail = {
-        "running": f"the run still runs or was killed during: {state.phase}",
+        "running": f"{unfinished}: {state.phase}",
         "finished": "finished",
         "interrupted": f"interrupted during: {state.phase}",
         "failed": f"failed during {state.phase}: {state.error}",

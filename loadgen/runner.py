@@ -42,6 +42,7 @@ from loadgen.preparation import (
 )
 from loadgen.progress import Progress
 from loadgen.records import ArmRecord, Experiment, Label, RunState
+from loadgen.run_lock import running
 from loadgen.schedule import load_cells, schedule
 from loadgen.server_pair import ParityFailedError, ServerPair
 from loadgen.store import RunStore, StorageError
@@ -80,7 +81,7 @@ def run_experiment(
     run = _Run(experiment, store, progress, abserve, sampler)
     error: str | None = None
     ended: Literal["finished", "interrupted", "failed"] = "finished"
-    with terminated_as_interrupted():
+    with running(out_dir), terminated_as_interrupted():
         try:
             try:
                 run.phases()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -158,7 +159,7 @@ def _write_loads(directory: Path, plan: Plan, experiment: Experiment, rng: np.ra
                 end_ns = int(samples["end_ns"].max())
                 record = BlockRecord(
                     index=index, cell=cell.name, pair=pair, label=label, position=position,
-                    started_at=f"2026-03-02T10:{index // 60:02d}:{index % 60:02d}Z",
+                    started_at=wall_clock(clock_ns),
                     window_start_ns=clock_ns, window_end_ns=end_ns, samples=name, requests=len(samples),
                     items=int(samples["batch"].sum()), errors=errors,
                     error_messages=("HTTP 503: queue is full",) if errors else (),
@@ -168,6 +169,12 @@ def _write_loads(directory: Path, plan: Plan, experiment: Experiment, rng: np.ra
                 _write(directory / "blocks" / f"{index:04d}.json", record)
                 clock_ns = end_ns + 500_000_000
                 index += 1
+
+
+def wall_clock(at_ns: int) -> str:
+    """The label of a moment of the monotonic clock."""
+    at = datetime(2026, 3, 2, 10, tzinfo=UTC) + timedelta(microseconds=(at_ns - ORIGIN_NS) / 1000)
+    return at.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def simulate(
