@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ RATE_LIMIT_PER_S = 100_000.0
 """Beyond it a schedule is no longer one of single requests for this generator."""
 _DRAIN_SHARE = 0.25
 _LEAST_DRAIN_SECONDS = 1.0
+_CHUNK = 4096
 
 Offsets = npt.NDArray[np.int64]
 
@@ -43,6 +46,19 @@ def due_offsets_ns(arrivals: Arrivals, rate_per_s: float, count: int, seed: int)
     gaps = np.random.default_rng(seed).exponential(gap_ns, count)
     gaps[0] = 0.0
     return np.asarray(np.round(np.cumsum(gaps)), dtype=np.int64)
+
+
+def endless_offsets_ns(arrivals: Arrivals, rate_per_s: float, seed: int) -> Iterator[int]:
+    """The same without an end, for a test that somebody stops; not the numbers that `due_offsets_ns` draws."""
+    random = np.random.default_rng(seed)
+    gap_ns, last = 1e9 / rate_per_s, 0.0
+    for first in count(0, _CHUNK):
+        if arrivals == "constant":
+            yield from np.round(np.arange(first, first + _CHUNK) * gap_ns).astype(np.int64).tolist()
+            continue
+        moments = last + np.cumsum(random.exponential(gap_ns, _CHUNK))
+        last = float(moments[-1])
+        yield from np.round(moments).astype(np.int64).tolist()
 
 
 def drain_ns(span_ns: int) -> int:

@@ -50,7 +50,7 @@ class Block:
             timeout_s=command.timeout_s, others=(settling,), first_user=command.first_user,
         )  # fmt: skip
         self._offsets_ns = _schedule(command)
-        self.pacer = Pacer(self._offsets_ns, self._concurrency, self.window) if self._offsets_ns else None
+        self.pacer = Pacer(self._offsets_ns, self.window) if self._offsets_ns else None
         self._go = Event()
         self._users: list[BlockUser] = []
         self._obstacle: str | None = None
@@ -91,7 +91,7 @@ class Block:
             self.window.start(start_ns)
             self._go.set()
             if self.pacer is not None:
-                self.pacer.run(start_ns)
+                self.pacer.run(start_ns, self._concurrency)
             self._runner.user_greenlets.join()
             cpu_ns = process_time_ns() - cpu_ns
         finally:
@@ -114,7 +114,7 @@ class Block:
             storage_error=self._storage_error,
             transport=self._traffic.door.transport,
             body_payload_bytes=tuple(request.payload_bytes for request in self._traffic.requests),
-            offered=None if self.pacer is None else self.pacer.offered,
+            offered=len(self._offsets_ns) if self._offsets_ns else None,
             due_span_ns=self._offsets_ns[-1] - self._offsets_ns[0] if self._offsets_ns else None,
             late=self.window.late,
         )

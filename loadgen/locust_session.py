@@ -17,8 +17,9 @@ from loadgen.clients.grpc import parse_grpc_address
 from loadgen.clients.requests import Address, AddressError
 from loadgen.endpoint import Endpoint, Signature
 from loadgen.inputs import InputError, SampleInputs, read_samples, write_samples, write_synthetic
+from loadgen.merged_samples import WorkerFile
 from loadgen.payloads import PAYLOADS, base_name, variant_name
-from loadgen.records import Transport
+from loadgen.records import Arrivals, Transport
 from loadgen.sample_files import SampleWriter
 from loadgen.transports import TRANSPORTS, Door, prepare_all
 from loadgen.users import Traffic
@@ -38,6 +39,8 @@ class LoadOptions:
     samples_dir: str
     samples_out: str
     timeout_s: float
+    rate_per_s: float
+    arrivals: Arrivals
 
     @staticmethod
     def add_to(parser: Any) -> None:
@@ -54,6 +57,8 @@ class LoadOptions:
         add("--grpc", "", "HOST:PORT of the gRPC door; default: the host's, on the port after its HTTP port.")
         add("--samples-dir", "", "Images to send, from `abserve samples --out DIR`; default: made on the fly.")
         add("--samples-out", "", "Folder for raw samples, one .npy file a user class and process; default: none.")
+        add("--rate", 0.0, "Requests a second of the scenario OpenLoop, over all workers.", type=float)
+        add("--arrivals", "poisson", "How they fall due.", choices=["poisson", "constant"])
         add("--request-timeout", 60.0, "Seconds until a request counts as failed.", type=float)
         hidden = {"include_in_web_ui": False}
         add("--metrics-port", 0, "Port of the generator's Prometheus metrics; 0: none.", type=int, **hidden)
@@ -72,6 +77,8 @@ class LoadOptions:
             samples_dir=given.samples_dir or "",
             samples_out=given.samples_out or "",
             timeout_s=float(given.request_timeout),
+            rate_per_s=float(given.rate),
+            arrivals=given.arrivals,
         )
 
     def door(self, address: Address) -> Door:
@@ -90,7 +97,7 @@ class Session:
     def __init__(self, environment: Any, options: LoadOptions) -> None:
         self.options = options
         self._address = Address.parse(environment.host)
-        self._open: list[tuple[Path | None, Traffic]] = []
+        self._open: list[tuple[str, Path | None, Traffic]] = []
         self._signature: Signature | None = None
         self._inputs: SampleInputs | None = None
 
@@ -128,7 +135,7 @@ class Session:
             path = Path(self.options.samples_out) / f"{name}-{stamp}-{os.getpid()}.npy"
         writer = SampleWriter(path)
         traffic = Traffic(door, requests, batch_size, writer, timeout_s=self.options.timeout_s)
-        self._open.append((path, traffic))
+        self._open.append((name, path, traffic))
         return traffic
 
     def idle_traffic(self) -> Traffic:
@@ -138,15 +145,25 @@ class Session:
 
     def flush(self) -> None:
         """Samples so far to disk. Raises `OSError`."""
-        for _, traffic in self._open:
+        for _, _, traffic in self._open:
             traffic.writer.flush()
 
-    def close(self) -> None:
+    def files(self) -> dict[str, Path]:
+        """Where the samples of each user class go, where they are stored."""
+        return {name: path for name, path, _ in self._open if path is not None}
+
+    def close(self) -> list[WorkerFile]:
         """Finish the sample files; beside each, a JSON file says what its numbers refer to. Raises `OSError`."""
+        finished = []
         while self._open:
-            path, traffic = self._open.pop()
+            name, path, traffic = self._open.pop()
             traffic.close()
             traffic.writer.close()
+            finished.append(
+                WorkerFile(
+                    name, path, traffic.writer.count, traffic.errors, tuple(traffic.error_messages), traffic.batch_size
+                )
+            )
             if path is not None:
                 about = {
                     "url": self._address.url,
@@ -160,6 +177,7 @@ class Session:
                     "error_messages": traffic.error_messages,
                 }
                 path.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        return finished
 
 
 @contextmanager

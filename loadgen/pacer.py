@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from time import perf_counter_ns
 
 import gevent
@@ -68,11 +68,9 @@ class MonotonicTimer:
 class Pacer:
     """One block's schedule and the users that wait for their next request."""
 
-    def __init__(self, offsets_ns: Sequence[int], users: int, window: LoadWindow) -> None:
-        self.offered = len(offsets_ns)
-        self.unsent = 0
+    def __init__(self, offsets_ns: Iterable[int], window: LoadWindow) -> None:
+        """`offsets_ns` ascend and may have no end; then only a cut of the window ends them."""
         self._offsets_ns = offsets_ns
-        self._users = users
         self._window = window
         self._due: SimpleQueue[int | None] = SimpleQueue()
 
@@ -84,33 +82,33 @@ class Pacer:
                 pass
         return intended_ns
 
-    def run(self, start_ns: int) -> None:
-        """Hand out everything, then wait until it is taken, at most `drain_ns`; what is left counts as unsent."""
+    def run(self, start_ns: int, users: int) -> None:
+        """Hand out everything, then wait until it is taken, at most `drain_ns`, and tell the users that there is no
+        more; what is not taken by then is never sent."""
         timer = MonotonicTimer()
         try:
-            handed_out = self._hand_out(timer, start_ns)
-            last_ns = start_ns + self._offsets_ns[-1]
-            deadline_ns = last_ns + drain_ns(self._offsets_ns[-1])
+            span_ns = self._hand_out(timer, start_ns)
+            deadline_ns = start_ns + span_ns + drain_ns(span_ns)
             while self._due.qsize() and self._window.cut_reason is None and perf_counter_ns() < deadline_ns:
                 timer.wait_until(min(deadline_ns, perf_counter_ns() + _NS // 1000))
         finally:
             timer.close()
-        self.unsent = self.offered - handed_out
         while self._due.qsize():
             self._due.get()
-            self.unsent += 1
-        for _ in range(self._users):
+        for _ in range(users):
             self._due.put(None)
 
     def _hand_out(self, timer: MonotonicTimer, start_ns: int) -> int:
-        """How many were handed out: all, unless the window was cut."""
-        for number, offset_ns in enumerate(self._offsets_ns):
+        """The offset of the last one that was handed out, which is the schedule's unless the window was cut."""
+        last_ns = 0
+        for offset_ns in self._offsets_ns:
             due_ns = start_ns + offset_ns
             while (now_ns := perf_counter_ns()) < due_ns - _LEAD_NS:
                 if self._window.cut_reason is not None:
-                    return number
+                    return last_ns
                 timer.wait_until(min(due_ns - _LEAD_NS, now_ns + _LONGEST_WAIT_NS))
             if self._window.cut_reason is not None:
-                return number
+                return last_ns
+            last_ns = offset_ns
             self._due.put(due_ns)
-        return self.offered
+        return last_ns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from struct import Struct
+from typing import BinaryIO
 
 import numpy as np
 
@@ -109,11 +110,16 @@ def read_samples(path: Path) -> Samples:
     if not path.exists() and part_path(path).exists():
         path = part_path(path)
     with path.open("rb") as file:
-        np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]  # numpy leaves it untyped
-        _, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]  # the same
-        if dtype != SAMPLE_DTYPE:
-            raise ValueError(f"{path.name} holds no samples but {dtype}")
-        content = file.read()
+        return load_samples(file, path.name)
+
+
+def load_samples(file: BinaryIO, name: str) -> Samples:
+    """The same of an open file, whose `name` is for messages."""
+    np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]  # numpy leaves it untyped
+    _, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]  # the same
+    if dtype != SAMPLE_DTYPE:
+        raise ValueError(f"{name} holds no samples but {dtype}")
+    content = file.read()
     whole = len(content) - len(content) % SAMPLE_DTYPE.itemsize
     return np.frombuffer(content[:whole], dtype=SAMPLE_DTYPE)
 

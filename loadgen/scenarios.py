@@ -6,10 +6,14 @@ Name one of the user classes to choose a scenario; without a name it is Concurre
     Single       one user, one image a request
     Batched      --batch-size images a request, from each of the -u users
     Concurrent   one image a request, from each of the -u users at once: what dynamic batching is for
+    OpenLoop     one image a request, --rate of them a second whatever becomes of the answers, on at most -u connections
     ColdStart    a stopwatch: start it, then start the server; it reports when the server was live, when it was ready
                  and when it had answered one image, all from Locust's own start, and ends
 
     locust -f loadgen/scenarios.py --host http://127.0.0.1:8000 --headless -u 16 -t 30s Concurrent
+
+On several processes of this machine (`--processes 4`) or on several machines (`--master` on one, `--worker
+--master-host HOST` on the others) they share the users and the rate; see docs/load.md.
 
 Options beside Locust's own (its --help does not list them, its web page does), each also as an environment variable:
 
@@ -20,6 +24,8 @@ Options beside Locust's own (its --help does not list them, its web page does), 
     --grpc HOST:PORT           ABSERVE_LOAD_GRPC              gRPC door; default: the host's, HTTP port + 1
     --samples-dir DIR          ABSERVE_LOAD_SAMPLES_DIR       images to send, from `abserve samples --out DIR`
     --samples-out DIR          ABSERVE_LOAD_SAMPLES_OUT       raw samples in nanoseconds, one .npy a class and process
+    --rate RATE                ABSERVE_LOAD_RATE              requests a second in OpenLoop, over all workers
+    --arrivals KIND            ABSERVE_LOAD_ARRIVALS          how they fall due: poisson or constant
     --request-timeout SECONDS  ABSERVE_LOAD_REQUEST_TIMEOUT   until a request counts as failed
     --metrics-port PORT        ABSERVE_LOAD_METRICS_PORT      Prometheus metrics of the generator; 0: none
     --metrics-host HOST        ABSERVE_LOAD_METRICS_HOST      address that they listen on
@@ -43,7 +49,9 @@ from loadgen.clients.requests import Address, AddressError
 from loadgen.endpoint import Endpoint, EndpointError
 from loadgen.exporters.load import export_load
 from loadgen.inputs import InputError
+from loadgen.locust_open_loop import OpenLoop, start_open_loop
 from loadgen.locust_session import LoadOptions, Session
+from loadgen.locust_workers import MasterSide, WorkerSide
 from loadgen.users import InferenceUser
 
 DEFAULT_HOST = "http://127.0.0.1:8100"
@@ -58,7 +66,6 @@ class _ClosedLoopUser(InferenceUser):
     """Sends the next request when the last one is answered."""
 
     abstract = True
-    batched = False
 
     @task  # type: ignore[untyped-decorator]  # locust ships no usable types
     def load(self) -> None:
@@ -79,8 +86,6 @@ class Single(_ClosedLoopUser):
 
 class Batched(_ClosedLoopUser):
     """--batch-size images in every request."""
-
-    batched = True
 
 
 class Concurrent(_ClosedLoopUser):
@@ -145,6 +150,9 @@ def _init(environment: Any, **_: object) -> None:
     environment.host = environment.host or DEFAULT_HOST
     options = environment.parsed_options
     _export_metrics(environment)
+    if _is(environment, "MasterRunner"):
+        MasterSide(environment)
+    environment.abserve_worker = WorkerSide(environment) if _is(environment, "WorkerRunner") else None
     if not options.user_classes and not getattr(options, "class_picker", False):
         environment.user_classes[:] = [Concurrent]
     if _headless(environment) and not options.worker and ColdStart not in environment.user_classes:
@@ -170,7 +178,7 @@ def _export_metrics(environment: Any) -> None:
 @events.test_start.add_listener  # type: ignore[untyped-decorator]  # locust ships no usable types
 def _test_start(environment: Any, **_: object) -> None:
     """Prepare the bodies where the users run: here or in a worker, not in a master."""
-    if type(environment.runner).__name__ == "MasterRunner":
+    if _is(environment, "MasterRunner"):
         return
     session = Session(environment, LoadOptions.parse(environment))
     for user_class in environment.user_classes:
@@ -178,18 +186,25 @@ def _test_start(environment: Any, **_: object) -> None:
     try:
         for user_class in environment.user_classes:
             if user_class is not ColdStart:
-                size = session.options.batch_size if user_class.batched else 1
+                size = session.options.batch_size if user_class is Batched else 1
                 user_class.traffic = session.traffic(user_class.__name__, size)
     except (AddressError, EndpointError, InputError, OSError) as exc:
         _give_up(environment, str(exc))
         return
+    if OpenLoop in environment.user_classes:
+        start_open_loop(environment, session.options)
+    worker = environment.abserve_worker
+    if worker is not None:
+        worker.started(session.files())
     flusher = gevent.spawn(_flush, environment, session)
 
     def finish(**_: object) -> None:
         environment.events.test_stop.remove_listener(finish)
         flusher.kill()
         try:
-            session.close()
+            finished = session.close()
+            if worker is not None:
+                worker.hand_in(finished)
         except OSError as exc:
             _storage_failed(environment, exc)
 
@@ -213,6 +228,8 @@ def _storage_failed(environment: Any, exc: OSError) -> None:
 def _problem(environment: Any) -> str | None:
     """Why a run cannot start, in a sentence with its remedy."""
     options = LoadOptions.parse(environment)
+    if OpenLoop in environment.user_classes and options.rate_per_s <= 0.0:
+        return "OpenLoop: say how many requests a second fall due, as in --rate 50"
     model = options.model
     try:
         endpoint = Endpoint(environment.host)
@@ -232,6 +249,10 @@ def _give_up(environment: Any, problem: str) -> None:
     environment.process_exit_code = 1
     # Locust is still in the middle of starting: stop it from outside of its own call.
     gevent.spawn_later(0.1, environment.runner.quit if _headless(environment) else environment.runner.stop)
+
+
+def _is(environment: Any, runner: str) -> bool:
+    return type(environment.runner).__name__ == runner
 
 
 def _headless(environment: Any) -> bool:

@@ -59,6 +59,9 @@ def test_batches_single_users_and_processes(fake_url: Callable[..., str], images
     assert len(paths) == 2, "one file a worker"
     for path in paths:
         assert set(np.load(path)["batch"]) == {3}
+    (merged,) = out.glob("merged-Batched-*.npy")
+    assert len(np.load(merged)) == sum(len(np.load(path)) for path in paths)
+    assert json.loads(merged.with_suffix(".json").read_bytes())["complete"]
     done = locust(fake_url(), "-u", "5", "-r", "5", *common, "Single", seconds=1)
     assert done.returncode == 0, done.stderr
     (path,) = out.glob("Single-*.npy")

@@ -1,0 +1,65 @@
+"""The open loop of the locustfile: a Locust user that sends when a schedule says so, not when it is answered."""
+
+from __future__ import annotations
+
+from itertools import islice
+from time import perf_counter_ns
+from typing import Any, ClassVar
+
+import gevent
+from gevent.event import Event
+from locust import task
+from locust.exception import StopUser
+
+from loadgen.arrivals import endless_offsets_ns
+from loadgen.clients.exchange import ConnectionRefused
+from loadgen.locust_session import LoadOptions
+from loadgen.locust_workers import share_of
+from loadgen.pacer import Pacer
+from loadgen.users import InferenceUser
+from loadgen.window import LoadWindow
+
+_LEAD_NS = 20_000_000
+
+
+class OpenLoop(InferenceUser):
+    """One image a request, --rate requests a second over all workers, from at most -u connections."""
+
+    pacer: ClassVar[Pacer | None] = None
+
+    @task  # type: ignore[untyped-decorator]  # locust ships no usable types
+    def load(self) -> None:
+        """The next request that is due; a server that is gone counts as a failure for each."""
+        if self.pacer is None or not self.traffic.requests:
+            raise StopUser  # the test could not be prepared
+        intended_ns = self.pacer.take()
+        if intended_ns is None:
+            raise StopUser
+        try:
+            self.infer(intended_ns)
+        except ConnectionRefused:
+            return
+
+
+def start_open_loop(environment: Any, options: LoadOptions) -> None:
+    """Draw this process's share of the schedule; requests fall due from when all users are there."""
+    part, parts, seed = share_of(environment)
+    offsets = islice(endless_offsets_ns(options.arrivals, options.rate_per_s, seed), part, None, parts)
+    window = LoadWindow(0, 0.0, 0.0)
+    OpenLoop.pacer = pacer = Pacer(offsets, window)
+
+    begun = Event()
+
+    def begin(user_count: int, **_: object) -> None:
+        begun.set()
+        environment.events.spawning_complete.remove_listener(begin)
+        gevent.spawn(pacer.run, perf_counter_ns() + _LEAD_NS, user_count)
+
+    def end(**_: object) -> None:
+        window.cut("the test was stopped")
+        environment.events.test_stop.remove_listener(end)
+        if not begun.is_set():
+            environment.events.spawning_complete.remove_listener(begin)
+
+    environment.events.spawning_complete.add_listener(begin)
+    environment.events.test_stop.add_listener(end)

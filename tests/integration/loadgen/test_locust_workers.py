@@ -1,0 +1,91 @@
+"""`locust -f loadgen/scenarios.py` on several processes: one schedule, one sample file, no worker lost unnoticed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from loadgen.sample_files import read_samples
+from tests.integration.loadgen.conftest import FAKE, await_true
+from tests.integration.loadgen.test_locustfile import LOCUSTFILE
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    subprocess.run([sys.executable, str(FAKE), "samples", "--out", str(tmp_path / "images")], check=True)
+    return tmp_path / "images"
+
+
+def start(url: str, out: Path, images: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", url, "--headless", "--only-summary"]
+    stored = ["--samples-dir", str(images), "--samples-out", str(out)]
+    return subprocess.Popen([*command, *stored, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def merged(out: Path) -> tuple[np.ndarray, dict]:
+    (path,) = out.glob("merged-*.npy")
+    return read_samples(path), json.loads(path.with_suffix(".json").read_bytes())
+
+
+def test_workers_share_a_rate_and_their_samples_are_merged(
+    fake_url: Callable[..., str], images: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "raw"
+    url = fake_url("--delay-ms", "5")
+    options = ["--processes", "2", "-u", "6", "-r", "6", "-t", "4s", "--arrivals", "constant", "--rate", "50"]
+    process = start(url, out, images, *options, "OpenLoop")
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    samples, about = merged(out)
+    assert about["complete"]
+    assert about["clock"] == "one"
+    assert len(samples) == about["requests"] == sum(worker["requests"] for worker in about["workers"])
+    assert set(samples["user"]) == set(range(6)), "users are numbered through over the workers"
+    for worker in about["workers"]:
+        first = worker["first_user"]
+        own = np.sort(samples["intended_ns"][(samples["user"] >= first) & (samples["user"] < first + 3)])
+        assert np.diff(own) == pytest.approx(2e9 / 50), "each takes every second arrival"
+    assert about["requests_per_s"] == pytest.approx(50.0, rel=0.1)
+    assert (samples["send_ns"] >= samples["intended_ns"]).all()
+
+
+def test_a_killed_worker_ends_the_test_as_invalid_and_keeps_what_it_measured(
+    fake_url: Callable[..., str], images: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "raw"
+    url = fake_url("--delay-ms", "5")
+    process = start(url, out, images, "--processes", "2", "-u", "4", "-r", "4", "-t", "120s", "Concurrent")
+    await_true(
+        lambda: len(list(out.glob("*.part"))) == 2 and all(p.stat().st_size > 10_000 for p in out.glob("*.part")),
+        "samples of both workers",
+    )
+    killed = psutil.Process(process.pid).children()[0]
+    killed.send_signal(signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)  # of the 120 s that were asked for
+    assert process.returncode != 0
+    assert "INVALID: load worker" in errors
+    assert f"process {killed.pid}) lost during the test" in errors
+    samples, about = merged(out)
+    assert not about["complete"]
+    (lost,) = [worker for worker in about["workers"] if worker["lost"]]
+    (other,) = [worker for worker in about["workers"] if not worker["lost"]]
+    assert (lost["pid"], lost["requests"] > 50) == (killed.pid, True)
+    assert len(samples) == lost["requests"] + other["requests"]
+
+
+def test_an_open_loop_without_a_rate_is_refused(fake_url: Callable[..., str], images: Path, tmp_path: Path) -> None:
+    process = start(fake_url(), tmp_path / "raw", images, "-u", "1", "-t", "20s", "OpenLoop")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "--rate 50" in errors
+    assert "Traceback" not in errors
