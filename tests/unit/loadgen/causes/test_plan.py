@@ -1,0 +1,179 @@
+"""Which counterfactual cells a run gets, from what was asked for, what is in effect and what was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from loadgen.causes.phase import varied_experiment, varied_request
+from loadgen.causes.plan import cells_worth_explaining, changed_settings, fit_into, pairs_of, plan_counterfactuals
+from loadgen.causes.records import Counterfactual, Untested, Variant
+from loadgen.plan import make_cells
+from loadgen.records import ArmRecord, ArmRequest, Experiment, Label
+from loadgen.summaries import BlockSummary, summarise_latency
+
+CELLS = make_cells("quick", ("single", "batched", "concurrent"), batch_sizes=(4, 32))
+BYTES: dict[Label, float] = {"a": 602_112.0, "b": 602_112.0}
+
+
+def experiment(a: dict[str, Any] | None = None, b: dict[str, Any] | None = None, **changes: Any) -> Experiment:
+    return Experiment(
+        a=ArmRequest(**{"label": "a", "target": "native", **(a or {})}),
+        b=ArmRequest(**{"label": "b", "target": "triton", **(b or {})}),
+        **{
+            "model": "m", "weights": "random:0", "payload": "fp32", "transport": "http", "cells": CELLS,
+            "preset": "full", "seed": 0, "equivalence_margin": 0.05, "threads": 2, **changes,
+        },
+    )  # fmt: skip
+
+
+def arms(**in_effect: object) -> dict[Label, ArmRecord]:
+    told = {"engine": "torch", "max_queue_delay_us": 2000, "dynamic_batching": True, **in_effect}
+    return {
+        label: ArmRecord(
+            label=label, title="t", target="native", url="http://127.0.0.1:1", server_name=None, server_version=None,
+            launched=True, argv=None, settings={}, in_effect=told, model_config=None, gpu_info=None, artefact=None,
+        )
+        for label in ("a", "b")
+    }  # fmt: skip
+
+
+Planned = tuple[list[tuple[str, str]], dict[tuple[str, str], Untested]]
+
+
+def planned(run: Experiment, records: dict[Label, ArmRecord] | None = None) -> Planned:
+    plan, untested = plan_counterfactuals(run, records or arms(), BYTES)
+    assert [one.number for one in plan] == list(range(len(plan)))
+    return [(one.cause, one.label) for one in plan], {(one.cause, one.label): one for one in untested}
+
+
+BOTH = [(cause, label) for cause in ("queue_delay", "transfer", "compute") for label in ("a", "b")]
+
+
+def test_every_cause_of_both_arms() -> None:
+    done, untested = planned(experiment())
+    assert done == BOTH
+    assert untested == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "records", "cause", "words"),
+    [
+        ({}, arms(max_queue_delay_us=0), "queue_delay", "0 already"),
+        ({}, arms(max_queue_delay_us=None, dynamic_batching=False), "queue_delay", "no dynamic batcher"),
+        ({"transport": "shm"}, arms(), "transfer", "shared memory already"),
+        ({}, arms(engine="null"), "compute", "engine null"),
+    ],
+)
+def test_what_is_not_there_needs_no_cell(
+    changes: dict[str, Any], records: dict[Label, ArmRecord], cause: str, words: str
+) -> None:
+    done, untested = planned(experiment(**changes), records)
+    assert done == [one for one in BOTH if one[0] != cause]
+    assert all(one.moot and words in one.reason for one in untested.values())
+    assert set(untested) == {(cause, "a"), (cause, "b")}
+
+
+def test_an_ensemble_hides_the_delay_of_its_steps_so_it_is_taken_away() -> None:
+    done, _ = planned(experiment(), arms(max_queue_delay_us=None, dynamic_batching=False, platform="ensemble"))
+    assert ("queue_delay", "b") in done
+
+
+def test_the_settings_of_a_server_that_is_not_ours_stay_as_they_are() -> None:
+    done, untested = planned(experiment(b={"target": "http://127.0.0.1:8000"}))
+    assert done == [("queue_delay", "a"), ("transfer", "a"), ("transfer", "b"), ("compute", "a")]
+    assert not any(one.moot for one in untested.values())
+    assert "not started by us" in untested["compute", "b"].reason
+    far = planned(experiment(b={"target": "http://192.0.2.1:8000"}))[1]
+    assert "cannot share" in far["transfer", "b"].reason
+
+
+def test_containers_are_not_touched() -> None:
+    done, untested = planned(experiment(deployment="compose"))
+    assert done == []
+    assert len(untested) == 6
+
+
+def test_different_payloads_are_made_alike_first_and_the_transfer_goes_on_from_there() -> None:
+    run = experiment(b={"payload": "uint8"})
+    plan, _ = plan_counterfactuals(run, arms(), {"a": 602_112.0, "b": 150_528.0})
+    first = plan[0]
+    assert (first.cause, first.label, first.without.payload) == ("payload", "a", "uint8")
+    transfers = [one for one in plan if one.cause == "transfer"]
+    assert {(one.label, one.as_is.payload, one.without.payload) for one in transfers} == {
+        ("a", "uint8", "uint8"),
+        ("b", "uint8", "uint8"),
+    }
+    assert {one.as_is.payload for one in plan if one.label == "a" and one.cause != "transfer"} == {"fp32"}
+
+
+def test_the_arm_that_was_sent_more_gets_what_the_other_was_sent() -> None:
+    plan, _ = plan_counterfactuals(experiment(b={"payload": "jpeg"}), arms(), {"a": 20_000.0, "b": 90_000.0})
+    assert (plan[0].label, plan[0].without.payload) == ("b", "fp32")
+
+
+def test_a_variant_changes_its_options_however_they_are_spelt() -> None:
+    variant = Variant(payload="fp32", transport="http", settings={"max-queue-delay-us": "0", "device": ""})
+    asked = {"max_queue_delay_us": "10000", "--device": "cuda:0", "engine": "torch"}
+    assert changed_settings(asked, variant) == {"engine": "torch", "max-queue-delay-us": "0"}
+    run = experiment(b={"settings": asked})
+    request = varied_request(run.b, variant)
+    varied = varied_experiment(run, request, variant)
+    assert (varied.a, varied.b.settings["max-queue-delay-us"]) == (run.a, "0")
+
+
+def block(cell: str, label: Label, pair: int, mean_ms: float) -> BlockSummary:
+    empty: dict[str, Any] = dict.fromkeys(BlockSummary.__struct_fields__)
+    return BlockSummary(
+        **{
+            **empty, "index": 0, "cell": cell, "pair": pair, "label": label, "position": 0, "start_s": 0.0,
+            "duration_s": 1.0, "complete": True, "requests": 10, "errors": 0, "items": 10, "restart": 0,
+            "latency": summarise_latency(np.full(20, mean_ms)),
+        }
+    )  # fmt: skip
+
+
+LABELS: tuple[Label, Label] = ("a", "b")
+
+
+def blocks(cell: str, a_ms: float, b_ms: float, noise: float = 0.01) -> list[BlockSummary]:
+    return [
+        block(cell, label, pair, mean * (1 + noise * (-1) ** (pair + (label == "b"))))
+        for pair in range(6)
+        for label, mean in zip(LABELS, (a_ms, b_ms), strict=True)
+    ]  # fmt: skip
+
+
+def test_only_cells_that_differ_beyond_noise_and_margin_are_explained() -> None:
+    run = experiment()
+    measured = [
+        *blocks("single", 10.0, 20.0),
+        *blocks("batched(4)", 10.0, 10.2, noise=0.0001),  # real, and within ±5 %
+        *blocks("batched(32)", 10.0, 12.0, noise=0.4),  # within the noise
+        *blocks("concurrent(16)", 30.0, 20.0),
+    ]
+    assert [cell.name for cell in cells_worth_explaining(run, measured)] == ["concurrent(16)", "single"]
+    assert cells_worth_explaining(run, []) == []
+
+
+def test_the_budget_holds_the_most_loaded_cell_then_the_lightest() -> None:
+    run = experiment()
+    measured = [one for cell in CELLS for one in blocks(cell.name, 10.0, 20.0)]
+    cells = cells_worth_explaining(run, measured)
+    assert [cell.name for cell in cells] == ["concurrent(16)", "single", "batched(32)", "batched(4)"]
+    plan, _ = plan_counterfactuals(run, arms(), BYTES)
+    seconds = {cell.name: 2.0 for cell in cells}
+    a_cell = 2 * pairs_of(cells[0]) * len(plan) * 2.5
+    chosen, left = fit_into(len(plan) * 15.0 + 2 * a_cell, plan, cells, seconds)
+    assert [cell.name for cell in chosen] == ["concurrent(16)", "single"]
+    assert [cell.name for cell in left] == ["batched(32)", "batched(4)"]
+    assert [cell.name for cell in fit_into(1.0, plan, cells, seconds)[0]] == ["concurrent(16)"]
+
+
+def test_a_record_keeps_its_folder() -> None:
+    plan, _ = plan_counterfactuals(experiment(), arms(), BYTES)
+    assert plan[1].folder == "causes/01-queue_delay-b"
+    assert msgspec.json.decode(msgspec.json.encode(plan[1]), type=Counterfactual) == plan[1]

@@ -1,0 +1,161 @@
+"""Causes are ranked by what taking each away changes: planted effects come back with their arm, share and interval."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from loadgen.causes.differences import Difference, combine, difference
+from loadgen.causes.effects import CauseEffect, MeasuredEffect
+from loadgen.causes.ranking import CellCauses, rank_causes
+from loadgen.causes.records import CauseName, Untested
+from loadgen.records import Cell, Label
+from loadgen.stages import ArmStages, StageAccount, StageDifference
+
+CELL = Cell(scenario="batched", batch_size=32, concurrency=1, requests=9, seconds=1.0, max_seconds=9.0, pairs=4)
+
+
+def pairs_of(first: float, second: float, count: int = 4, noise: float = 0.02) -> list[tuple[float, float]]:
+    """Pairs with exactly these means, and some spread."""
+    assert count % 4 == 0
+    signs = [((-1) ** i, 1 if i % 4 < 2 else -1) for i in range(count)]
+    return [(first + noise * one, second + noise * other) for one, other in signs]
+
+
+def gap(a: float, b: float) -> list[tuple[float, float]]:
+    return pairs_of(a, b, 8)
+
+
+def effect(cause: CauseName, label: Label, as_is: float, without: float, noise: float = 0.02) -> MeasuredEffect:
+    saved = difference(pairs_of(without, as_is, noise=noise))
+    assert saved is not None
+    record = CauseEffect(
+        label=label, changed=f"{cause} taken away", as_is_ms=as_is, without_ms=without, saved_ms=saved.mean_ms,
+        ci95_ms=saved.ci95_ms, ratio=as_is / without, ratio_ci95=None, pairs=4, folder=f"causes/00-{cause}-{label}",
+    )  # fmt: skip
+    return MeasuredEffect(cause, record, saved)
+
+
+def ranked(
+    pairs: list[tuple[float, float]],
+    effects: list[MeasuredEffect],
+    untested: tuple[Untested, ...] = (),
+    account: StageAccount | None = None,
+    comparable: bool = True,
+) -> CellCauses:
+    found = rank_causes(CELL, pairs, effects, untested, account, comparable=comparable)
+    assert found is not None
+    return found
+
+
+def test_the_sentence_of_a_difference_with_three_causes() -> None:
+    """A takes 10 ms, B 20: of B's 10 more, 7.1 are its transfer, 1.8 its queue delay, 0.6 its compute."""
+    effects = [
+        effect("queue_delay", "a", 10.0, 9.0),
+        effect("queue_delay", "b", 20.0, 17.2),
+        effect("transfer", "a", 10.0, 7.0),
+        effect("transfer", "b", 20.0, 9.9),
+        effect("compute", "a", 10.0, 4.0),
+        effect("compute", "b", 20.0, 13.4),
+    ]
+    found = ranked(gap(10.0, 20.0), effects)
+    assert [cause.name for cause in found.causes] == ["transfer", "queue_delay", "compute"]
+    assert found.sentence == (
+        "B is 2.00× slower at batch 32 (+10.0 ms a request): 71 % payload transfer, 18 % queue delay, 6 % compute, "
+        "5 % unattributed."
+    )
+    assert found.slower == "b"
+    shares = sum(cause.share or 0.0 for cause in found.causes) + (found.unattributed_share or 0.0)
+    assert shares == pytest.approx(1.0)
+
+
+def test_the_slower_arm_is_the_subject_and_its_causes_are_positive() -> None:
+    found = ranked(gap(20.0, 10.0), [effect("queue_delay", "a", 20.0, 10.0)])
+    assert found.sentence.startswith("A is 2.00× slower at batch 32 (+10.0 ms a request): 100 % queue delay of A")
+    assert found.causes[0].b_minus_a_ms == pytest.approx(-10.0, abs=0.2)
+
+
+def test_a_cause_of_the_faster_arm_works_against_the_difference() -> None:
+    effects = [effect("queue_delay", "b", 20.0, 9.0), effect("payload", "a", 10.0, 9.0)]
+    found = ranked(gap(10.0, 20.0), effects, comparable=False)
+    assert found.sentence.startswith("Requests to B take 2.00× as long as to A at batch 32 (+10.0 ms): 110 %")
+    assert "−10 % the payload of A" in found.sentence
+    assert any("hides a part of the difference" in note for note in found.notes)
+
+
+def test_what_is_within_the_noise_counts_for_nothing() -> None:
+    found = ranked(gap(10.0, 20.0), [effect("compute", "b", 20.0, 20.0, noise=0.5)])
+    assert [cause.found for cause in found.causes] == [False]
+    assert found.sentence.endswith("no cause that was tested explains it.")
+    assert found.unattributed_ms == pytest.approx(found.b_minus_a_ms)
+    assert found.notes == ("Within the noise: compute.",)
+
+
+def test_a_difference_within_the_noise_is_shared_by_no_cause() -> None:
+    found = ranked([(10.0, 12.0), (12.0, 10.5)], [effect("queue_delay", "b", 11.0, 1.0)])
+    assert "within the noise" in found.sentence
+    assert found.causes[0].share is None
+    assert found.causes[0].found
+
+
+ACCOUNT = StageAccount(
+    cell="batched(32)",
+    a=ArmStages(label="a", requests=1, client_requests=1, client_total_ms=10.0, stages_ms={}),
+    b=ArmStages(label="b", requests=1, client_requests=1, client_total_ms=20.0, stages_ms={}),
+    total_b_minus_a_ms=10.0,
+    differences=(StageDifference(stage="queue", b_minus_a_ms=8.3, share=0.83),),
+)
+
+
+def test_what_was_not_tested_is_named_with_what_the_account_suggests() -> None:
+    away = Untested(cause="queue_delay", label="b", reason="B is at http://b, which is not started by us")
+    found = ranked(gap(10.0, 20.0), [], (away,), ACCOUNT)
+    (cause,) = found.causes
+    assert (cause.b_minus_a_ms, cause.found, cause.inferred_ms) == (None, False, 8.3)
+    assert found.notes == (
+        "Not tested: queue delay (B: B is at http://b, which is not started by us). The account of time suggests "
+        "+8.30 ms on B; no cell has shown that.",
+    )
+
+
+def test_one_arm_tested_and_one_not_is_half_known() -> None:
+    away = Untested(cause="queue_delay", label="b", reason="not ours")
+    found = ranked(gap(10.0, 20.0), [effect("queue_delay", "a", 10.0, 8.0)], (away,), ACCOUNT)
+    assert found.causes[0].b_minus_a_ms == pytest.approx(-2.0, abs=0.1)
+    assert found.causes[0].inferred_ms == 8.3
+    assert any("Not tested: queue delay (B: not ours)" in note for note in found.notes)
+
+
+def test_nothing_to_take_away_is_a_known_zero() -> None:
+    moot = tuple(Untested(cause="compute", label=label, reason="null", moot=True) for label in ("a", "b"))
+    found = ranked(gap(10.0, 20.0), [effect("queue_delay", "b", 20.0, 10.0)], moot)
+    compute = next(cause for cause in found.causes if cause.name == "compute")
+    assert (compute.b_minus_a_ms, compute.found, compute.inferred_ms) == (0.0, False, None)
+    assert found.notes == ()
+
+
+def test_without_pairs_there_is_nothing_to_explain() -> None:
+    assert rank_causes(CELL, [], [], [], None, comparable=True) is None
+
+
+def test_one_pair_has_no_interval_and_sees_nothing() -> None:
+    alone = difference([(1.0, 9.0)])
+    assert alone is not None
+    assert (alone.mean_ms, alone.ci95_ms, alone.seen) == (8.0, None, False)
+    assert combine([(1.0, alone), (1.0, Difference(1.0, 0.1, 3.0, 4))]).ci95_ms is None
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
+    """Effects of both arms with unequal noise, 4 pairs each: Welch's interval of B − A, 2,000 seeded trials."""
+    rng = np.random.default_rng(11)
+    covered = 0
+    trials = 2000
+    for _ in range(trials):
+        parts = []
+        for weight, true, noise in ((1.0, 3.0, 0.5), (-1.0, 1.0, 0.2)):
+            saved = difference([(0.0, float(value)) for value in true + noise * rng.standard_normal(4)])
+            assert saved is not None
+            parts.append((weight, saved))
+        low, high = combine(parts).ci95_ms or (0.0, 0.0)
+        covered += low <= 2.0 <= high
+    assert 0.94 <= covered / trials <= 0.98
