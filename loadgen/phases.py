@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loadgen.bench import Bench
+from loadgen.cache_probe import probe_cache
 from loadgen.causes.phase import explain
 from loadgen.fairness.phase import look
 from loadgen.records import Experiment
@@ -57,6 +58,16 @@ def _look(bench: Bench) -> None:
         look(bench)
 
 
+def _probe(bench: Bench) -> None:
+    """Whether an arm answers from memory what the load will repeat."""
+    if bench.restart == 0:
+        bench.progress.now("a few new requests to both servers, each sent twice")
+        probes = [
+            probe_cache(arm, bench.inputs[arm.payload], bench.signatures[label]) for label, arm in bench.arms.items()
+        ]
+        bench.store.cache_probes(probes)
+
+
 def _explain(bench: Bench) -> None:
     """Why the arms differ, once all blocks are there."""
     if bench.last:
@@ -74,6 +85,7 @@ def _has_load(experiment: Experiment) -> bool:
 
 PHASES: tuple[Phase, ...] = (
     Phase(_has_load, _look),
+    Phase(_has_load, _probe),
     Phase(_has_load, _load),
     Phase(has_searches, run_searches),
     Phase(_has_load, _prove_gpu),

@@ -13,6 +13,7 @@ from loadgen.causes.records import Explanation
 from loadgen.evidence.records import EvidenceFile
 from loadgen.fairness.records import Conditions
 from loadgen.noise_floor_records import NoiseFloor
+from loadgen.probe_records import CacheProbe
 from loadgen.records import (
     ArmRecord,
     BlockRecord,
@@ -71,6 +72,10 @@ class RunStore:
     def noise_floors(self, records: Sequence[NoiseFloor]) -> None:
         """Of this machine, as known when the run began."""
         self._write("noise_floors.json", list(records))
+
+    def cache_probes(self, records: Sequence[CacheProbe]) -> None:
+        """How long new and repeated requests took."""
+        self._write("cache_probes.json", list(records))
 
     def block(self, record: BlockRecord) -> None:
         """One block, after its samples."""

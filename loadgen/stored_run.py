@@ -19,6 +19,7 @@ from loadgen.evidence.readings import Readings, ReadingsError, read_readings
 from loadgen.evidence.records import EvidenceFile
 from loadgen.fairness.records import Conditions
 from loadgen.noise_floor_records import NoiseFloor
+from loadgen.probe_records import CacheProbe
 from loadgen.records import (
     ArmRecord,
     BlockRecord,
@@ -80,6 +81,8 @@ class StoredRun:
     """Of searches and ramps, in the order in which they ran."""
     calibration: Calibration | None = None
     """Of the load generator on the machine of the run, where there is one."""
+    cache_probes: tuple[CacheProbe, ...] = ()
+    """One an arm, where there was load."""
     noise_floors: tuple[NoiseFloor, ...] = ()
     """Of the machine, as known when the run began."""
     conditions: Conditions | None = None
@@ -118,6 +121,7 @@ def read_run(directory: Path) -> StoredRun:
         container_cold_starts=_read(directory / "container_cold_starts.json", tuple[ContainerColdStart, ...]) or (),
         trials=tuple(filter(None, (_read(path, Trial) for path in sorted((directory / "trials").glob("*.json"))))),
         calibration=_read(directory / "calibration.json", Calibration),
+        cache_probes=_read(directory / "cache_probes.json", tuple[CacheProbe, ...]) or (),
         noise_floors=_read(directory / "noise_floors.json", tuple[NoiseFloor, ...]) or (),
         conditions=_read(directory / "conditions.json", Conditions),
         explanation=explanation,

@@ -141,7 +141,7 @@ def test_the_faults_above_are_the_whole_registry() -> None:
     """send_lag, queue_delay and stage_account have their own tests below, evidence has test_gpu_evidence, the open loop
     test_open_loop."""
     open_loop = {"generator_ceiling", "connections_free", "rate_sustained"}
-    repetition = {"restarts", "noise_floor"}  # test_repetition
+    repetition = {"restarts", "noise_floor", "repeated_requests"}  # test_repetition
     elsewhere = (
         repetition | {"send_lag", "queue_delay", "stage_account", "gpu_evidence", "negative_control"} | open_loop
     )

@@ -15,6 +15,9 @@ from loadgen.analysis import analyse
 from loadgen.noise_floor import apply_floor, find_floor, floor_of
 from loadgen.noise_floor_records import FloorEntry, NoiseFloor
 from loadgen.noise_floor_store import NoiseFloorError, make_floor, own_floors, read_floors, store_floor
+from loadgen.probe_checks import check_probes
+from loadgen.probe_records import CacheProbe
+from loadgen.records import Label
 from loadgen.statistics import adjust_holm, between_restarts, critical_t, estimate_ratio, estimate_restarts
 
 
@@ -162,3 +165,26 @@ def test_a_floor_is_kept_for_its_machine_and_place(tmp_path: Path, monkeypatch: 
     assert own_floors(environment, msgspec.structs.replace(result.experiment, a=remote, b=remote)) == ()
     path.write_text("{}")
     assert own_floors(environment, result.experiment) == ()
+
+
+def probe(label: Label, share: float, *, slower: int = 0, error: str | None = None) -> CacheProbe:
+    fresh = tuple(1_000_000 + 1000 * n for n in range(16)) if error is None else ()
+    repeated = tuple(int(t * (1.1 if n < slower else share)) for n, t in enumerate(fresh))
+    return CacheProbe(label=label, fresh_ns=fresh, repeated_ns=repeated, error=error)
+
+
+@pytest.mark.parametrize(
+    ("b", "ok", "detail"),
+    [
+        (probe("b", 0.98), True, "98 % on A and 98 % on B"),
+        (probe("b", 0.30), False, "30 % on B"),
+        (probe("b", 0.30, slower=1), False, "30 % on B"),
+        (probe("b", 0.30, slower=4), True, "on B"),
+        (probe("b", 1.0, error="HTTP 500"), None, "B did not answer it: HTTP 500"),
+    ],
+)
+def test_an_arm_that_repeats_itself_from_memory_is_found(b: CacheProbe, ok: bool | None, detail: str) -> None:
+    (check,) = check_probes([probe("a", 0.98), b])
+    assert check.ok is ok
+    assert detail in check.detail
+    assert check_probes([]) == []

@@ -1,0 +1,233 @@
+"""A real HTTP and gRPC server of the Open Inference Protocol with no model, whose time is planted.
+
+Run as a program it prints one line, `HTTP_PORT GRPC_PORT`, and serves until it is told to end. Every fault is an option
+of its own; all of them together make the time of a request. Times are kept to some hundredths of a millisecond: a
+coroutine sleeps until shortly before the moment and spins for the rest, unless `--no-spin` says that many requests are
+under way at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import signal
+import sys
+import time
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2
+
+MODEL, FEATURES, OUTPUTS = "planted", 64, 8
+SPIN_NS = 2_500_000
+MATRIX = np.random.default_rng(0).standard_normal((FEATURES, OUTPUTS)).astype("<f4")
+METADATA = {
+    "name": MODEL,
+    "versions": ["1"],
+    "platform": "planted",
+    "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, FEATURES]}],
+    "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1, OUTPUTS]}],
+}
+
+
+def options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="of every request")
+    parser.add_argument("--cv", type=float, default=0.0, help="of a gamma distributed delay with that mean; 0: fixed")
+    parser.add_argument("--tail-share", type=float, default=0.0, help="of requests that take --tail-factor as long")
+    parser.add_argument("--tail-factor", type=float, default=1.0)
+    parser.add_argument("--stall-ms", type=float, default=0.0, help="nothing is answered for so long …")
+    parser.add_argument("--stall-every-s", type=float, default=10.0, help="… once in so many seconds")
+    parser.add_argument("--rate", type=float, default=0.0, help="requests a second at most, one after the other")
+    parser.add_argument("--slow-body-ms", type=float, default=0.0, help="from the first byte of an answer to the last")
+    parser.add_argument("--drift", type=float, default=0.0, help="share by which delays grow in a minute since …")
+    parser.add_argument("--drift-from-ns", type=int, default=0, help="… this moment of the monotonic clock")
+    parser.add_argument("--wrong-batches", action="store_true", help="rows of a batch are mixed up")
+    parser.add_argument("--good-first", type=int, default=0, help="requests before any error")
+    parser.add_argument("--error-every", type=int, default=0, help="503, every Nth request")
+    parser.add_argument("--cache", action="store_true", help="a repeated body is answered at once")
+    parser.add_argument("--no-spin", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+class PlantedError(Exception):
+    """The planted failure of a request."""
+
+
+class Planted:
+    """What both doors share: when a request is done, and its answer."""
+
+    def __init__(self, settings: argparse.Namespace) -> None:
+        self.settings = settings
+        self.random = random.Random(settings.seed)
+        self.requests = 0
+        self.free_ns = 0
+        self.known: set[bytes] = set()
+
+    async def infer(self, tensor: bytes) -> bytes:
+        """The outputs' bytes, not before the planted time is over. Raises `PlantedError`."""
+        now_ns = time.monotonic_ns()
+        self.requests += 1
+        counted = self.requests - self.settings.good_first
+        known = self.settings.cache and tensor in self.known
+        self.known |= {tensor} if self.settings.cache else set()
+        if not known:
+            await self.until(self.done_ns(now_ns))
+        if self.settings.error_every and counted > 0 and counted % self.settings.error_every == 0:
+            raise PlantedError("the queue is full")
+        answer = np.frombuffer(tensor, dtype="<f4").reshape(-1, FEATURES) @ MATRIX
+        if self.settings.wrong_batches and len(answer) > 1:
+            answer = answer[::-1]
+        return np.ascontiguousarray(answer).tobytes()
+
+    def done_ns(self, now_ns: int) -> int:
+        """When a request that arrives now is done."""
+        settings = self.settings
+        delay_ms = settings.delay_ms
+        if settings.cv:
+            delay_ms = self.random.gammavariate(1 / settings.cv**2, delay_ms * settings.cv**2)
+        if settings.tail_share and self.random.random() < settings.tail_share:
+            delay_ms *= settings.tail_factor
+        if settings.drift:
+            delay_ms *= 1.0 + settings.drift * (now_ns - settings.drift_from_ns) / 60e9
+        done_ns = now_ns + int(delay_ms * 1e6)
+        if settings.rate:
+            self.free_ns = max(self.free_ns, now_ns) + int(1e9 / settings.rate)
+            done_ns = max(done_ns, self.free_ns)
+        if settings.stall_ms:
+            every_ns, stall_ns = int(settings.stall_every_s * 1e9), int(settings.stall_ms * 1e6)
+            into_ns = done_ns % every_ns
+            if into_ns < stall_ns:
+                done_ns += stall_ns - into_ns
+        return done_ns
+
+    async def until(self, moment_ns: int) -> None:
+        """Return at the moment, not before."""
+        spin_ns = 0 if self.settings.no_spin else SPIN_NS
+        left_ns = moment_ns - time.monotonic_ns()
+        if left_ns > spin_ns:
+            await asyncio.sleep((left_ns - spin_ns) / 1e9)
+        while not self.settings.no_spin and time.monotonic_ns() < moment_ns:
+            pass
+
+
+class HttpDoor(asyncio.Protocol):
+    """HTTP/1.1, keep-alive, one request at a time on a connection."""
+
+    def __init__(self, planted: Planted) -> None:
+        self.planted = planted
+        self.received = b""
+        self.transport: asyncio.Transport | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+        end = self.received.find(b"\r\n\r\n")
+        if end < 0:
+            return
+        head = self.received[:end].decode("latin-1").lower()
+        request_line, *lines = head.split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines)
+        length = int(headers.get("content-length", "0"))
+        if len(self.received) < end + 4 + length:
+            return
+        body, self.received = self.received[end + 4 : end + 4 + length], self.received[end + 4 + length :]
+        method, path, _ = request_line.split(" ")
+        task = asyncio.ensure_future(self.answer(method, path, headers, body))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
+        documents = {
+            "/v2": {"name": "planted", "version": "1.0", "extensions": ["binary_tensor_data"]},
+            f"/v2/models/{MODEL}": METADATA,
+            f"/v2/models/{MODEL}/config": {"name": MODEL, "max_batch_size": 32},
+        }
+        if method == "post" and path == f"/v2/models/{MODEL}/infer":
+            json_bytes = int(headers["inference-header-content-length"])
+            try:
+                data = await self.planted.infer(body[json_bytes:])
+            except PlantedError as exc:
+                self.send(503, json.dumps({"error": str(exc)}).encode())
+                return
+            rows = len(data) // (4 * OUTPUTS)
+            output = {"name": "y", "datatype": "FP32", "shape": [rows, OUTPUTS],
+                      "parameters": {"binary_data_size": len(data)}}  # fmt: skip
+            text = json.dumps({"model_name": MODEL, "model_version": "1", "outputs": [output]}).encode()
+            await self.send_slowly(text + data, f"Inference-Header-Content-Length: {len(text)}\r\n")
+        elif path in ("/v2/health/live", "/v2/health/ready", f"/v2/models/{MODEL}/ready"):
+            self.send(200, b"")
+        elif path in documents:
+            self.send(200, json.dumps(documents[path]).encode())
+        else:
+            self.send(404, b'{"error": "no such route"}')
+
+    def send(self, status: int, content: bytes, extra: str = "") -> None:
+        assert self.transport is not None
+        head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n{extra}\r\n".encode()
+        self.transport.write(head + content)
+
+    async def send_slowly(self, content: bytes, extra: str) -> None:
+        if not self.planted.settings.slow_body_ms:
+            self.send(200, content, extra)
+            return
+        assert self.transport is not None
+        start_ns, pieces = time.monotonic_ns(), 4
+        head = f"HTTP/1.1 200 X\r\nContent-Length: {len(content)}\r\n{extra}\r\n".encode()
+        size = math.ceil(len(content) / pieces)
+        self.transport.write(head + content[:size])
+        for piece in range(1, pieces):
+            share = piece / (pieces - 1)
+            await self.planted.until(start_ns + int(share * self.planted.settings.slow_body_ms * 1e6))
+            self.transport.write(content[piece * size : (piece + 1) * size])
+
+
+class GrpcDoor(grpc.GenericRpcHandler):
+    """ModelInfer alone: everything else is asked over HTTP."""
+
+    def __init__(self, planted: Planted) -> None:
+        self.planted = planted
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        if details.method != "/inference.GRPCInferenceService/ModelInfer":
+            return None
+        return grpc.unary_unary_rpc_method_handler(
+            self.infer,
+            request_deserializer=service_pb2.ModelInferRequest.FromString,
+            response_serializer=service_pb2.ModelInferResponse.SerializeToString,
+        )
+
+    async def infer(self, request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerContext):
+        try:
+            data = await self.planted.infer(request.raw_input_contents[0])
+        except PlantedError as exc:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(exc))
+        answer = service_pb2.ModelInferResponse(model_name=MODEL, model_version="1", raw_output_contents=[data])
+        answer.outputs.add(name="y", datatype="FP32", shape=[len(data) // (4 * OUTPUTS), OUTPUTS])
+        return answer
+
+
+async def serve(settings: argparse.Namespace) -> None:
+    planted, loop, stop = Planted(settings), asyncio.get_running_loop(), asyncio.Event()
+    listener = await loop.create_server(lambda: HttpDoor(planted), "127.0.0.1", 0)
+    door = grpc.aio.server(handlers=(GrpcDoor(planted),))
+    grpc_port = door.add_insecure_port("127.0.0.1:0")
+    await door.start()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    sys.stdout.write(f"{listener.sockets[0].getsockname()[1]} {grpc_port}\n")
+    sys.stdout.flush()
+    await stop.wait()
+    await door.stop(None)
+    listener.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(options(sys.argv[1:])))

@@ -1,0 +1,232 @@
+"""Real servers with a planted truth, the real load generator between them, and the verdict that must come out.
+
+Each case is one comparison of two processes over sockets. `pytest -s -m slow tests/truth/test_planted_truths.py` prints
+a line for each, as a row of the table in docs/measurement.md; run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from loadgen.analysis import analyse
+from loadgen.comparisons import Comparison
+from loadgen.progress import SilentProgress
+from loadgen.quantities import ratio, ratio_interval
+from loadgen.records import ArmRequest, Cell, Experiment
+from loadgen.result import Result
+from loadgen.runner import run_experiment
+
+SERVER = Path(__file__).with_name("planted_server.py")
+Compare = Callable[..., Result]
+NO_SAMPLES = (sys.executable, "-c", "raise SystemExit(1)")
+"""In place of `abserve`: the model is not one of ours, so its inputs are made up."""
+
+
+def closed(requests: int, pairs: int, *, batch_size: int = 1) -> Cell:
+    return Cell(
+        scenario="batched", batch_size=batch_size, concurrency=1, requests=requests, seconds=0.0, max_seconds=30.0,
+        pairs=pairs,
+    )  # fmt: skip
+
+
+def open_loop(rate: float, seconds: float, pairs: int) -> Cell:
+    return Cell(
+        scenario="open", batch_size=1, concurrency=256, requests=1, seconds=seconds, max_seconds=seconds, pairs=pairs,
+        arrivals="constant", rate_per_s=rate,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def compare(tmp_path: Path) -> Iterator[Compare]:
+    """Starts both servers with their options and runs one comparison."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(label: str, options: str) -> ArmRequest:
+        argv = [sys.executable, str(SERVER), "--seed", str(len(running)), *options.split()]
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        running.append(process)
+        assert process.stdout is not None
+        http, grpc = process.stdout.readline().split()
+        return ArmRequest(label=label, target=f"http://127.0.0.1:{http}", grpc=f"127.0.0.1:{grpc}")  # type: ignore[arg-type]
+
+    def run(a: str, b: str, *cells: Cell, margin: float = 0.05, **changes: object) -> Result:
+        fields: dict[str, object] = {
+            "a": start("a", a), "b": start("b", b), "model": "planted", "weights": "none", "payload": "fp32",
+            "transport": "http", "cells": cells, "preset": "quick", "seed": 3, "equivalence_margin": margin,
+            "threads": 0,
+        }  # fmt: skip
+        out = tmp_path / "run"
+        run_experiment(Experiment(**(fields | changes)), out, SilentProgress(), abserve=NO_SAMPLES)  # type: ignore[arg-type]
+        return analyse(out)
+
+    yield run
+    for process in running:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def metric(result: Result, name: str, scenario: str | None = None) -> Comparison:
+    return next(c for c in result.comparisons if c.metric == name and scenario in (None, c.scenario))
+
+
+def tell(planted: str, found: Comparison) -> None:
+    """One row of the table."""
+    interval = "–" if found.ci95 is None else ratio_interval(found.ci95)
+    value = "–" if found.ratio_b_over_a is None else ratio(found.ratio_b_over_a, found.ci95)
+    verdict = found.verdict.replace("_", " ")
+    print(f"| {planted} | {found.metric} | {value} | {interval} | {found.pairs} | {verdict} |")  # noqa: T201
+
+
+def state(result: Result, check: str) -> bool | None:
+    found = [c.ok for c in result.checks if c.name == check]
+    return False if False in found else None if None in found or not found else True
+
+
+# Short ones, in every run of the tests.
+
+
+def test_rows_mixed_up_in_a_batch_are_refused(compare: Compare) -> None:
+    result = compare("", "--wrong-batches", closed(10, 1, batch_size=4))
+    assert state(result, "parity") is False
+    assert not result.valid
+    assert result.blocks == ()
+
+
+def test_a_response_cache_takes_the_verdict(compare: Compare) -> None:
+    """B computes each answer once in 8 ms and then has it in memory: what the load would call eight times faster."""
+    result = compare("--delay-ms 8", "--delay-ms 8 --cache", closed(20, 2))
+    assert state(result, "repeated_requests") is False
+    assert {c.verdict for c in result.comparisons} == {"invalid"}
+    assert "on B" in next(c.detail for c in result.checks if c.name == "repeated_requests")
+
+
+def test_errors_under_load_take_the_verdict(compare: Compare) -> None:
+    """The server is sound until parity and warm-up are over."""
+    result = compare("--delay-ms 1", "--delay-ms 1 --good-first 120 --error-every 7", closed(100, 2))
+    assert state(result, "request_errors") is False
+    assert {c.verdict for c in result.comparisons} == {"invalid"}
+    assert state(result, "repeated_requests") is True
+
+
+# The rest needs an idle machine and minutes.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_identical_arms_are_equivalent(compare: Compare, transport: str) -> None:
+    result = compare("--delay-ms 5", "--delay-ms 5", closed(150, 6), transport=transport)
+    found = metric(result, "throughput")
+    tell(f"identical, {transport}", found)
+    assert found.verdict == "equivalent"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("percent", "pairs"), [(1, 10), (2, 6), (5, 6)])
+def test_a_small_difference_is_named_and_measured(compare: Compare, percent: int, pairs: int) -> None:
+    """Beside the planted 8 ms a request takes some tenths of a millisecond on the way."""
+    result = compare("--delay-ms 8", f"--delay-ms {8 * (1 + percent / 100)}", closed(120, pairs), margin=0.001)
+    for name in ("throughput", "latency_p50"):
+        tell(f"+{percent} % of 8 ms", metric(result, name))
+    found = metric(result, "latency_p50")
+    assert found.verdict == "a_faster"
+    assert found.ratio_b_over_a is not None
+    assert 0.7 * percent < 100 * (found.ratio_b_over_a - 1) < 1.3 * percent
+
+
+@pytest.mark.slow
+def test_a_difference_over_grpc(compare: Compare) -> None:
+    result = compare("--delay-ms 8", "--delay-ms 8.4", closed(120, 6), margin=0.001, transport="grpc")
+    found = metric(result, "latency_p50")
+    tell("+5 % of 8 ms, grpc", found)
+    assert found.verdict == "a_faster"
+
+
+@pytest.mark.slow
+def test_random_delays_are_seen_through(compare: Compare) -> None:
+    """Gamma distributed with CV 0.3: the mean over a block is known to 3 %, the difference is 20 %."""
+    result = compare("--delay-ms 6 --cv 0.3", "--delay-ms 7.2 --cv 0.3", closed(150, 6))
+    found = metric(result, "throughput")
+    tell("+20 % of a random 6 ms", found)
+    assert found.verdict == "a_faster"
+
+
+@pytest.mark.slow
+def test_a_heavier_tail_alone_is_found_in_the_tail_alone(compare: Compare) -> None:
+    result = compare("--delay-ms 2.6", "--delay-ms 2.6 --tail-share 0.02 --tail-factor 4", closed(700, 5))
+    middle, tail = metric(result, "latency_p50"), metric(result, "latency_p99")
+    tell("2 % of requests take 4×", middle)
+    tell("2 % of requests take 4×", tail)
+    assert middle.verdict == "equivalent"
+    assert tail.verdict == "a_faster"
+    assert tail.ratio_b_over_a is not None
+    assert tail.ratio_b_over_a > 2.0
+
+
+@pytest.mark.slow
+def test_a_stall_is_seen_by_those_who_would_have_come(compare: Compare) -> None:
+    """200 ms in 10 s is 2 % of the time: an open loop meets it with 2 % of its requests, a closed loop with one."""
+    cells = (open_loop(70.0, 10.0, 3), closed(700, 3))
+    result = compare("--delay-ms 5 --no-spin", "--delay-ms 5 --no-spin --stall-ms 200", *cells)
+    opened = metric(result, "latency_p99", cells[0].name)
+    closed_loop = metric(result, "latency_p99", cells[1].name)
+    tell("200 ms stall every 10 s, open loop", opened)
+    tell("200 ms stall every 10 s, closed loop", closed_loop)
+    assert opened.ratio_b_over_a is not None
+    assert opened.ratio_b_over_a > 5.0
+    assert opened.verdict == "a_faster"
+    assert closed_loop.ratio_b_over_a is not None
+    assert closed_loop.ratio_b_over_a < 2.0
+
+
+@pytest.mark.slow
+def test_saturation_is_found_where_it_was_planted(compare: Compare) -> None:
+    """B serves 150 requests a second at most and is asked for 200."""
+    cell = open_loop(200.0, 4.0, 4)
+    result = compare("--delay-ms 2 --no-spin", "--delay-ms 2 --no-spin --rate 150", cell)
+    achieved = metric(result, "achieved_rate", cell.name)
+    tell("saturated at 150/s, asked for 200/s", achieved)
+    assert achieved.verdict == "a_faster"
+    assert achieved.ratio_b_over_a == pytest.approx(0.75, rel=0.08)
+    assert metric(result, "latency_p99", cell.name).ratio_b_over_a is None
+    assert state(result, "rate_sustained") is False
+
+
+@pytest.mark.slow
+def test_latency_counts_to_the_last_byte_of_a_slow_body(compare: Compare) -> None:
+    result = compare("--delay-ms 5", "--delay-ms 5 --slow-body-ms 5", closed(120, 4))
+    found = metric(result, "latency_p50")
+    tell("5 ms from first byte to last, after 5 ms", found)
+    assert found.verdict == "a_faster"
+    assert found.ratio_b_over_a == pytest.approx(1.9, abs=0.15)
+
+
+@pytest.mark.slow
+def test_a_machine_that_slows_down_favours_nobody(compare: Compare) -> None:
+    """Both arms take 60 % longer for every minute that passes."""
+    drift = f"--delay-ms 5 --drift 0.6 --drift-from-ns {time.monotonic_ns()}"
+    result = compare(drift, drift, closed(120, 12))
+    found = metric(result, "throughput")
+    tell("both slow down by 60 % a minute", found)
+    assert found.verdict in ("equivalent", "undecided")
+    first, *_, last = [block.throughput_per_s or 0.0 for block in result.blocks]
+    assert last < 0.95 * first
+
+
+@pytest.mark.slow
+def test_the_same_through_the_command_until_decided(tmp_path: Path, compare: Compare) -> None:
+    """Two remote servers, the command's own options."""
+    found = metric(
+        compare("--delay-ms 5", "--delay-ms 5.5", closed(60, 2), until_decided=True, time_limit_minutes=1.0),
+        "throughput",
+    )
+    tell("+10 % of 5 ms, until decided", found)
+    assert found.verdict == "a_faster"
+    assert found.pairs < 30
