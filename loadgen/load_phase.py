@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from time import monotonic, sleep
+from time import monotonic, perf_counter_ns, sleep, time_ns
 
 import msgspec
 
@@ -22,6 +22,8 @@ from loadgen.store import RunStore, StorageError, storage_sentence
 
 REQUEST_TIMEOUT_S = 60.0
 OPEN_WARM_UP_USERS = 8
+CLOCK_STEP_SECONDS = 1.0
+"""NTP slews by far less within a block."""
 _SETTLED_SECONDS = 0.5
 
 
@@ -132,15 +134,21 @@ class LoadPhase:
             before = arm.endpoint.statistics(arm.model)
             cpu_before = arm.deployment.cpu_ns()
             started_at = utc_now()
+            clock_apart_ns = _wall_clock_ahead_ns()
             outcome = self._go(command, lambda outcome: self._interrupted(block, started_at, outcome))
         except GeneratorError as exc:
             raise LoadError(f"{cell.name} on arm {block.label}: {exc}{self._obituary(block.label)}") from exc
+        step_s = (_wall_clock_ahead_ns() - clock_apart_ns) / 1e9
         cpu_after = arm.deployment.cpu_ns()
         if self._gpu is not None:
             self._gpu.edge(f"block {block.index} after")
         stages = None if before is None else self._stages_after(arm, before, outcome)
         cpu_ns = None if cpu_before is None or cpu_after is None else cpu_after - cpu_before
-        return self._record(block, started_at, outcome, cpu_ns, stages), outcome
+        record = self._record(block, started_at, outcome, cpu_ns, stages)
+        if record.note is None and abs(step_s) > CLOCK_STEP_SECONDS:
+            note = f"the wall clock was set by {step_s:+,.0f} s meanwhile; what is measured does not depend on it"
+            record = msgspec.structs.replace(record, note=note)
+        return record, outcome
 
     def _go(self, command: Open, interrupted: Callable[[Outcome], None]) -> Outcome:
         """On Ctrl-C the requests in flight finish, what was measured is stored, and the interrupt goes on."""
@@ -232,6 +240,11 @@ class LoadPhase:
             timeout_s=REQUEST_TIMEOUT_S,
             samples_path=samples_path,
         )
+
+
+def _wall_clock_ahead_ns() -> int:
+    """Of the monotonic clock; it changes only where somebody sets the wall clock."""
+    return time_ns() - perf_counter_ns()
 
 
 def _warm_up_shape(cell: Cell) -> tuple[int, int]:

@@ -127,7 +127,8 @@ def open_run(directory: Path, play_arm: dict[str, Callable[[int], tuple[Samples,
         np.save(directory / record.samples, samples)
         changed = msgspec.structs.replace(
             record, requests=len(samples), offered=len(samples), due_span_ns=span_ns,
-            window_start_ns=ORIGIN_NS, window_end_ns=int(samples["end_ns"].max()), stages=None,
+            window_start_ns=ORIGIN_NS, window_end_ns=int(samples["end_ns"].max(initial=ORIGIN_NS)), stages=None,
+            errors=int((samples["error"] >= 0).sum()), error_messages=("connection closed",),
             generator_cpu_ns=10**8,
         )  # fmt: skip
         path.write_bytes(msgspec.json.encode(changed))
@@ -208,3 +209,18 @@ def test_beyond_half_of_the_calibrated_ceiling_a_cell_is_flagged(
     assert (ceiling.ok, ceiling.severity) == (ok, "warns")
     assert ceiling.value == pytest.approx(50.0 / requests_per_s, rel=0.01)
     assert result.valid
+
+
+@pytest.mark.parametrize("sent", [0, 700])
+def test_blocks_without_a_single_answer_are_no_measurement(tmp_path: Path, sent: int) -> None:
+    def unanswered(pair: int) -> tuple[Samples, int]:
+        samples, span_ns = noisy(20.0)(pair)
+        samples["error"], samples["status"] = 0, 0
+        return samples[:sent], span_ns
+
+    result = open_run(tmp_path, {"a": noisy(20.0), "b": unanswered}, 50.0)
+    assert not result.valid
+    assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
+    assert {comparison.ratio_b_over_a for comparison in result.comparisons} == {None}
+    assert find(result, "request_errors").ok is (False if sent else None)
+    assert result.verdict.headline.startswith("No verdict")
