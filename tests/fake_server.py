@@ -37,6 +37,9 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--startup-ms", type=float, default=0)
     parser.add_argument("--delay-ms", type=float, default=0)
     parser.add_argument("--slots", type=int, default=0, help="requests under way at once; others wait. 0: no limit")
+    parser.add_argument("--max-queue-delay-us", type=float, help="waited by every request; it says 2000 without it")
+    parser.add_argument("--engine", default="fake", help="null: no --delay-ms")
+    parser.add_argument("--allow-shared-memory", action="store_true", help="taken, and not offered")
     parser.add_argument("--drop-every", type=int, default=0, help="close without an answer, every Nth inference")
     parser.add_argument("--error-every", type=int, default=0, help="503, every Nth inference")
     parser.add_argument("--good-first", type=int, default=0, help="inferences before any drop or error")
@@ -123,7 +126,7 @@ class FakeServer:
             f"{model}/config": {
                 "name": self.settings.model,
                 "max_batch_size": 32,
-                "dynamic_batching": {"max_queue_delay_microseconds": "2000"},
+                "dynamic_batching": {"max_queue_delay_microseconds": self.queue_delay()},
                 "parameters": {"device": {"string_value": self.settings.device}, "precision": {"string_value": "fp32"}},
             },
             "/gpu-info": gpu_info(self.settings.device),
@@ -150,7 +153,9 @@ class FakeServer:
             until = time.monotonic() + settings.cpu_burn_ms / 1000
             while time.monotonic() < until:
                 pass
-        if settings.delay_ms:
+        if settings.max_queue_delay_us:
+            await asyncio.sleep(settings.max_queue_delay_us / 1e6)
+        if settings.delay_ms and settings.engine != "null":
             async with self.slots or contextlib.nullcontext():
                 await asyncio.sleep(settings.delay_ms / 1000)
         number = max(0, number - settings.good_first)
@@ -178,6 +183,10 @@ class FakeServer:
         }
         text = json.dumps({"model_name": settings.model, "model_version": "1", "outputs": [output]}).encode()
         return 200, {"Inference-Header-Content-Length": str(len(text))}, text + data
+
+    def queue_delay(self) -> str:
+        told = self.settings.max_queue_delay_us
+        return "2000" if told is None else f"{told:.0f}"
 
     def statistics(self) -> dict:
         count = sum(self.batches.values())

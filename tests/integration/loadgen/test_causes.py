@@ -1,0 +1,97 @@
+"""Counterfactual cells on running servers: what is taken away is seen, what cannot be is said, and both are stored."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loadgen.analysis import analyse
+from loadgen.causes.records import Explanation
+from loadgen.progress import SilentProgress
+from loadgen.records import ArmRequest, Cell
+from loadgen.runner import run_experiment
+from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
+
+pytestmark = pytest.mark.usefixtures("no_process_left")
+
+
+def test_a_cause_is_taken_away_and_what_cannot_be_is_said(tmp_path: Path, fake_url: Callable[..., str]) -> None:
+    """B waits 40 ms in its queue and A does not; A is somebody else's, and neither server offers shared memory."""
+    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=8, seconds=0.0, max_seconds=9.0, pairs=3)
+    a = ArmRequest(label="a", target=fake_url("--max-queue-delay-us", "0"))
+    b = ArmRequest(label="b", target="triton", settings={"max-queue-delay-us": "40000"})
+    experiment = make_experiment(cells=(cell,), a=a, b=b, explain=True, equivalence_margin=0.001)
+    state = run_experiment(experiment, tmp_path / "run", SilentProgress(), abserve=FAKE_ABSERVE)
+    assert (state.state, state.error) == ("finished", None)
+    stored = msgspec.json.decode((tmp_path / "run" / "causes.json").read_bytes(), type=Explanation)
+    assert stored.cells == ("single",)
+    assert [(one.cause, one.label) for one in stored.done] == [
+        ("queue_delay", "b"),
+        ("compute", "b"),
+    ]
+    untested = {(one.cause, one.label): one for one in stored.untested}
+    assert untested["queue_delay", "a"].moot
+    assert "404" in untested["transfer", "a"].reason
+    assert "404" in untested["transfer", "b"].reason
+    assert "not started by us" in untested["compute", "a"].reason
+    for one in stored.done:
+        assert len(list((tmp_path / "run" / one.folder / "blocks").glob("*.json"))) == 6
+    result = analyse(tmp_path / "run")
+    (causes,) = result.causes
+    queue = next(cause for cause in causes.causes if cause.name == "queue_delay")
+    (effect,) = queue.effects
+    assert (effect.label, effect.changed, effect.pairs) == ("b", "max-queue-delay-us 40000 → 0", 3)
+    assert effect.saved_ms > 20.0
+    assert causes.slower == "b"
+    assert any("Not tested: payload transfer" in note for note in causes.notes)
+    (scenario,) = result.verdict.scenarios
+    assert scenario.reasons[0] == causes.sentence
+    assert (tmp_path / "run" / "conditions.json").exists()
+
+
+def compare(out: Path, *options: str) -> str:
+    command = [sys.executable, "-P", "-m", "loadgen.entry", "compare", "--out", str(out), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=560, check=False).stdout
+
+
+PLANTED = (
+    "--a", "native", "--b", "native", "--a-option", "engine=null", "--b-option", "engine=null",
+    "--a-option", "max-queue-delay-us=0", "--b-option", "max-queue-delay-us=10000",
+    "--a-payload", "fp32", "--b-payload", "uint8",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_planted_queue_delay_and_a_planted_payload_are_found_on_their_arms(tmp_path: Path) -> None:
+    """10 ms of queue delay on B, four times the bytes on A: opposite causes of one difference."""
+    out = tmp_path / "run"
+    said = compare(out, *PLANTED, "--scenarios", "batched", "--batch-sizes", "16", "--pairs", "6", "--explain")
+    result = json.loads((out / "result.json").read_bytes())
+    assert result["verdict"]["headline"].startswith("Not a comparison of servers"), said
+    (causes,) = result["causes"]
+    found = {cause["name"]: cause for cause in causes["causes"] if cause["found"]}
+    (queue,) = found["queue_delay"]["effects"]
+    assert queue["label"] == "b"
+    low, high = queue["ci95_ms"]
+    assert low < 12.0  # the delay, and a server that wakes up after each
+    assert high > 9.5
+    assert 9.0 < queue["saved_ms"] < 14.0
+    (payload,) = found["payload"]["effects"]
+    assert payload["label"] == "a"
+    assert payload["saved_ms"] > 0.0
+    assert found["payload"]["share"] < 0.0 < found["queue_delay"]["share"]
+    assert causes["causes"][0]["name"] == "queue_delay"
+    assert "queue delay of B" in causes["sentence"]
+    assert "the payload of A (fp32 → uint8)" in causes["sentence"]
+    assert causes["sentence"] in " ".join(said.split())
+    for name in ("summary.md", "report.html"):
+        text = (out / name).read_text()
+        assert "What each cause makes of the difference in batched(16)" in text
+        assert "max-queue-delay-us 10000 → 0" in text
