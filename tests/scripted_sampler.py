@@ -17,7 +17,7 @@ import psutil
 from servers.gpu.reader import GpuProcess
 from servers.gpu.recording import Intervals, Line, Recording
 from servers.gpu.sampler import SamplerProcess
-from servers.gpu.scripted import Phase, ScriptedReader
+from servers.gpu.scripted import Fault, Phase, ScriptedReader
 from servers.gpu.series import EdgeReading
 
 END_OF_TIME = 2**62
@@ -28,7 +28,8 @@ class ObedientReader(ScriptedReader):
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []
-        super().__init__(monotonic_ns, time_ns, self.phases)
+        self.faults: list[Fault] = []
+        super().__init__(monotonic_ns, time_ns, self.phases, self.faults)
 
     def edge(self, index: int) -> EdgeReading:
         found = super().edge(index)
@@ -45,13 +46,16 @@ class ObedientReader(ScriptedReader):
 class ObedientRecording(Recording):
     """Reads the runner's own labels."""
 
-    def __init__(self, reader: ObedientReader, blocks: int) -> None:
+    def __init__(self, reader: ObedientReader, blocks: int, lose_in_block: int | None) -> None:
         super().__init__(reader, Intervals(), monotonic_ns, time_ns)
+        self._lose_in = lose_in_block
         self._gpu = reader
         self._left = blocks
 
     def edge(self, label: str) -> list[Line]:
         now_ns = monotonic_ns()
+        if label == f"block {self._lose_in} before":
+            self._gpu.faults.append(Fault(now_ns, END_OF_TIME, "*", "GPU_IS_LOST"))
         if label.startswith("block") and label.endswith("before"):
             if self._left > 0:
                 self._gpu.phases.append(Phase(now_ns, END_OF_TIME, 0.9, 600.0))
@@ -66,9 +70,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--blocks", type=int, default=0)
+    parser.add_argument("--lose-in-block", type=int, help="the driver loses the GPU when that block begins")
     options = parser.parse_args()
     with options.out.open("w") as file:
-        SamplerProcess(ObedientRecording(ObedientReader(), options.blocks), file, sys.stdout).run(0)
+        SamplerProcess(
+            ObedientRecording(ObedientReader(), options.blocks, options.lose_in_block), file, sys.stdout
+        ).run(0)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
+from loadgen.analysis import analyse
+from loadgen.checks import Check
 from loadgen.progress import SilentProgress
 from loadgen.records import (
     ArmRecord,
@@ -25,6 +27,7 @@ from loadgen.records import (
     ParityRecord,
     RunState,
 )
+from loadgen.report import write_reports
 from loadgen.runner import run_experiment
 from loadgen.sample_files import read_samples
 from loadgen.schedule import schedule
@@ -136,7 +139,13 @@ def test_a_server_that_dies_mid_block_cuts_the_block_and_fails_the_run(tmp_path:
     out = tmp_path / "run"
     # parity asks 16 times and warm-up 13; a block of one user asks thousands of times
     long = Cell(scenario="single", batch_size=1, concurrency=1, requests=10, seconds=20.0, max_seconds=20.0, pairs=1)
-    state = run(make_experiment(cells=(long,), b_settings={"die-after": "200"}, seed=seed_with_b_first(long)), out)
+    conditions = {"fail_if": ["b.p50 > 1e9"]}
+    state = run(
+        make_experiment(
+            cells=(long,), b_settings={"die-after": "200"}, seed=seed_with_b_first(long), settings=conditions
+        ),
+        out,
+    )
     assert state.state == "failed"
     assert state.error is not None
     assert "ended with exit status 9" in state.error
@@ -149,6 +158,11 @@ def test_a_server_that_dies_mid_block_cuts_the_block_and_fails_the_run(tmp_path:
     assert len(samples) == dead.requests > 100
     assert (samples["error"] >= 0).sum() == dead.errors
     assert len(dead.error_messages) == 2
+    result = analyse(out)
+    assert not result.valid
+    assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
+    (threshold,) = result.thresholds
+    assert threshold.state == "not_measurable"
 
 
 def test_requests_that_fail_are_counted_with_their_messages_and_not_sent_again(tmp_path: Path) -> None:
@@ -250,6 +264,16 @@ def long_experiment() -> Experiment:
     raise AssertionError
 
 
+def finished(out: Path) -> Check:
+    """What the report says of the run's end; it can be made whatever that was."""
+    result = analyse(out)
+    write_reports(out, result)
+    assert not result.valid
+    (check,) = [check for check in result.checks if check.name == "run_finished"]
+    assert check.ok is False
+    return check
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_finished_blocks_and_leaves_nobody_behind(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "run"
@@ -265,6 +289,7 @@ def test_an_interrupt_keeps_finished_blocks_and_leaves_nobody_behind(tmp_path: P
     assert [record.complete for record in records] == [True, True, False]
     assert records[2].note == "interrupted"
     assert len(np.load(out / records[2].samples)) == records[2].requests > 0
+    assert finished(out).detail == "interrupted during: load"
 
 
 def test_a_killed_runner_leaves_no_process_and_loses_at_most_a_second(tmp_path: Path) -> None:
@@ -275,6 +300,7 @@ def test_a_killed_runner_leaves_no_process_and_loses_at_most_a_second(tmp_path: 
     await_true(lambda: part.stat().st_size > 2000, "its samples reach the disk")
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) == 3  # two servers and the generator
+    assert finished(out).detail == "the run still runs: load"
     process.kill()
     process.wait()
     gone, alive = psutil.wait_procs(children, timeout=20)
@@ -285,6 +311,7 @@ def test_a_killed_runner_leaves_no_process_and_loses_at_most_a_second(tmp_path: 
     samples = read_samples(out / "samples" / "0002.npy")
     assert len(samples) > 10
     assert (samples["status"] == 200).all()
+    assert finished(out).detail == "the run was killed during: load"
 
 
 def test_a_full_disk_ends_the_run_with_a_sentence_and_no_half_file(tmp_path: Path) -> None:
