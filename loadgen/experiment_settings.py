@@ -94,7 +94,9 @@ class ExperimentSettings(Settings):
     model: str = Field("openclip_vit_b32", description="A registered model, or one that both URLs serve.")
     weights: str = Field(DEFAULT_WEIGHTS, description="random:SEED, a pretrained tag or a checkpoint file.")
     scenarios: Names = Field(SCENARIOS, description="Which, separated by commas.")
-    preset: str = Field("quick", description="quick (5 minutes) or full (about 25, narrower intervals).")
+    preset: str = Field(
+        "quick", description="quick (5 minutes) or full (about 25, narrower intervals; then up to 10 for the causes)."
+    )
     batch_sizes: Numbers = Field(BATCH_SIZES, description="Of the batched scenario, separated by commas.")
     concurrency: int = Field(16, ge=1, description="Users of the concurrent scenario.")
     requests: int = Field(200, ge=1, description="Requests of one block of the concurrent scenario.")
