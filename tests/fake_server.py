@@ -40,6 +40,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-queue-delay-us", type=float, help="waited by every request; it says 2000 without it")
     parser.add_argument("--engine", default="fake", help="null: no --delay-ms")
     parser.add_argument("--allow-shared-memory", action="store_true", help="taken, and not offered")
+    parser.add_argument("--stall-ms", type=float, default=0, help="at the start of every second nothing is answered")
     parser.add_argument("--drop-every", type=int, default=0, help="close without an answer, every Nth inference")
     parser.add_argument("--error-every", type=int, default=0, help="503, every Nth inference")
     parser.add_argument("--good-first", type=int, default=0, help="inferences before any drop or error")
@@ -153,6 +154,9 @@ class FakeServer:
             until = time.monotonic() + settings.cpu_burn_ms / 1000
             while time.monotonic() < until:
                 pass
+        into_second = (time.monotonic() - self.started) % 1.0
+        if into_second < settings.stall_ms / 1000:
+            await asyncio.sleep(settings.stall_ms / 1000 - into_second)
         if settings.max_queue_delay_us:
             await asyncio.sleep(settings.max_queue_delay_us / 1e6)
         if settings.delay_ms and settings.engine != "null":

@@ -1,0 +1,59 @@
+"""A server that stalls for 200 ms of every second: what a closed loop hides, an open loop shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loadgen.endpoint import Endpoint
+from loadgen.generator_messages import Open, Prepare
+from loadgen.generator_process import GeneratorProcess
+from loadgen.inputs import write_synthetic
+
+pytestmark = pytest.mark.slow
+
+STALL_MS = 200.0
+
+
+def test_the_open_loop_sees_the_stall_that_the_closed_loop_waits_out(
+    fake_url: Callable[..., str], tmp_path: Path
+) -> None:
+    url = fake_url("--delay-ms", "4", "--stall-ms", str(STALL_MS))
+    signature = Endpoint(url).signature("openclip_vit_b32")
+    write_synthetic(signature, tmp_path / "samples", "fp32", 0)
+    generator = GeneratorProcess(tmp_path / "generator.log")
+    stalled_shares = {}
+    try:
+        generator.prepare(
+            Prepare(
+                samples_directory=str(tmp_path / "samples"),
+                payload="fp32",
+                signature=signature,
+                batch_sizes=(1,),
+                seed=0,
+            )
+        )
+        for name, load in (
+            ("closed", {"concurrency": 1}),
+            ("open", {"concurrency": 32, "arrivals": "poisson", "rate_per_s": 60.0, "arrivals_seed": 1}),
+        ):
+            path = tmp_path / f"{name}.npy"
+            command = Open(
+                url=url, batch_size=1, requests=1, seconds=4.0, max_seconds=10.0, timeout_s=10.0,
+                samples_path=str(path), **load,
+            )  # fmt: skip
+            generator.open(command)
+            outcome = generator.go(command)
+            assert (outcome.errors, outcome.cut_reason) == (0, None)
+            samples = np.load(path)
+            latency_ms = (samples["end_ns"] - samples["intended_ns"]) / 1e6
+            assert latency_ms.max() > STALL_MS / 2, "both meet the stall"
+            stalled_shares[name] = float((latency_ms > STALL_MS / 2).mean())
+    finally:
+        generator.stop()
+    # Of every second 100 ms are more than 100 ms before a stall's end: a tenth of the requests of independent clients.
+    assert 0.05 < stalled_shares["open"] < 0.2
+    assert stalled_shares["closed"] < 0.4 * stalled_shares["open"]
