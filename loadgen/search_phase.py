@@ -18,7 +18,6 @@ from loadgen.bench import Bench
 from loadgen.concurrency_ladder import ConcurrencyLadder
 from loadgen.early_stopping import late_allowed
 from loadgen.environment import utc_now
-from loadgen.full_load import throughput_per_s
 from loadgen.generator_messages import Open, Outcome
 from loadgen.generator_process import GeneratorError
 from loadgen.load_phase import REQUEST_TIMEOUT_S, LoadError
@@ -30,6 +29,7 @@ from loadgen.samples import NS_PER_MS, NS_PER_S, good, latencies_ms
 from loadgen.schedule import ScheduledBlock, load_cells, search_schedule
 from loadgen.search_records import Trial
 from loadgen.searches import search_from
+from loadgen.steady_state import steady_throughput_per_s
 from loadgen.store import StorageError, storage_sentence
 
 WARM_UP_USERS = 16
@@ -195,7 +195,7 @@ class SearchPhase:
         answered = good(samples)
         waited_ms = latencies_ms(answered)
         if outcome.offered is None:
-            speed = throughput_per_s(samples)
+            speed = steady_throughput_per_s(samples)
         else:
             speed = len(answered) / max((outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S, 1e-9)
         return Trial(

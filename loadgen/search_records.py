@@ -38,7 +38,7 @@ class Trial(Record, frozen=True, kw_only=True):
     error_messages: tuple[str, ...] = ()
     generator_cpu_ns: int
     throughput_per_s: float | None
-    """Images a second: of full load in a rung; good answers over the time that they took at a rate."""
+    """Images a second: of the loop in its stride in a rung; good answers over the time that they took at a rate."""
     p50_ms: float | None
     p99_ms: float | None
     """None where the trial has too few samples for them. From the intended start, of good answers."""

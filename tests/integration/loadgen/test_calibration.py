@@ -1,0 +1,100 @@
+"""`abserve calibrate` measures a real generator against a real sink, and a run finds what it stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from loadgen.calibration import CalibrationRequest, SinkProcesses, calibrate
+from loadgen.calibration_records import Calibration, ceiling_images_per_s
+from loadgen.calibration_store import default_path, own_calibration, read_calibration, write_calibration
+from loadgen.clients.grpc import GrpcConnection
+from loadgen.endpoint import Endpoint
+from loadgen.entry import build
+
+
+def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert own_calibration() is None
+    options = ["--quick", "--transports", "http", "--payloads", "jpeg", "--json", str(tmp_path / "copy.json")]
+    done = CliRunner().invoke(build(), ["calibrate", *options])
+    assert done.exit_code == 0, done.output
+    assert "http jpeg ×1" in done.output
+    calibration = own_calibration()
+    assert calibration is not None
+    assert read_calibration(tmp_path / "copy.json") == calibration
+    assert read_calibration(default_path(calibration.fingerprint)) == calibration
+    (cell,) = calibration.cells
+    assert (cell.transport, cell.payload, cell.batch_size, cell.payload_bytes) == ("http", "jpeg", 1, 30_004)
+    assert cell.requests_per_s > 0.0
+    assert cell.cpu_us_per_request > 0.0
+    idle, loaded = cell.timing
+    assert idle.p50_us is not None
+    assert idle.p50_us > 0.0, "an answer cannot arrive before the server gave it"
+    assert (idle.concurrency, loaded.concurrency) == (1, 16)
+    assert ceiling_images_per_s(calibration, "http", "jpeg", 1) == pytest.approx(cell.images_per_s)
+    assert ceiling_images_per_s(calibration, "grpc", "jpeg", 1) is None
+
+
+@pytest.mark.slow
+def test_every_transport_and_payload() -> None:
+    calibration = calibrate(CalibrationRequest(seconds=0.2), lambda _: None)
+    assert not calibration.problems
+    assert len(calibration.cells) == 3 * 3 * 2
+    heavy = {(c.transport, c.batch_size): c.cpu_us_per_request for c in calibration.cells if c.payload == "fp32"}
+    assert all(heavy[transport, 32] > 3.0 * heavy[transport, 1] for transport in ("http", "grpc", "shm"))
+
+
+def test_the_sink_keeps_requests_as_long_as_it_is_told(tmp_path: Path) -> None:
+    sink = SinkProcesses(2, tmp_path)
+    try:
+        endpoint = Endpoint(sink.url)
+        assert endpoint.live()
+        assert endpoint.signature("sink").inputs[0].shape == (-1, 3, 224, 224)
+        connection = GrpcConnection(sink.grpc_address)
+        connection.connect()
+        connection.close()
+        sink.delay(3.0)
+        assert sink.held_ns() == []
+        assert sink.cpu_ns() is not None
+    finally:
+        sink.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--transports", "carrier-pigeon"], "--transports carrier-pigeon: there are http, grpc, shm"),
+        (["--payloads", "png"], "--payloads png: there are fp32, uint8, jpeg"),
+        (["--batch-sizes", "0"], "--batch-sizes 0: give whole numbers from 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options: list[str], sentence: str) -> None:
+    done = CliRunner().invoke(build(), ["calibrate", *options])
+    assert done.exit_code == 2
+    assert sentence in done.output.replace("\n", " ")
+
+
+def test_other_batch_sizes_are_interpolated(tmp_path: Path) -> None:
+    """Times of a request add up: 1 ms for one image and 32 ms for 32 leave 16.5 ms or so for 16."""
+    document = {
+        "fingerprint": "0" * 12, "made_at": "", "command": "", "host": {}, "packages": {}, "sink_processes": 1,
+        "seconds": 1.0,
+        "cells": [
+            {
+                "transport": "http", "payload": "fp32", "batch_size": size, "payload_bytes": 602_112 * size,
+                "concurrency": 4, "requests_per_s": 1000.0 / size, "images_per_s": 1000.0, "generator_cpu_share": 1.0,
+                "sink_cpu_cores": 0.5, "cpu_us_per_request": 1000.0 * size, "limited_by": "generator",
+            }
+            for size in (1, 32)
+        ],
+    }  # fmt: skip
+    calibration = msgspec.convert(document, Calibration)
+    for size in (1, 2, 16, 32, 64):
+        assert ceiling_images_per_s(calibration, "http", "fp32", size) == pytest.approx(1000.0)
+    assert ceiling_images_per_s(calibration, "http", "fp32", 8, processes=3) == pytest.approx(3000.0)
+    write_calibration(calibration, tmp_path / "deep" / "c.json")
+    assert read_calibration(tmp_path / "deep" / "c.json") == calibration
