@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
+from loadgen.arrivals import due_offsets_ns
 from loadgen.clients.exchange import ConnectionRefused
 from loadgen.clients.shared_memory import FOLDER
 from loadgen.deployment.embedded import EmbeddedDeployment
@@ -104,6 +105,33 @@ def registered(url: str) -> object:
     """The server's list of regions, an array and so no document of `Endpoint`."""
     with urlopen(f"{url}/v2/systemsharedmemory/status", timeout=10) as answer:
         return json.load(answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_open_loop_keeps_its_schedule_over_every_transport(
+    server: EmbeddedDeployment, samples: Path, tmp_path: Path, transport: Transport, processes: int
+) -> None:
+    """The server takes 300 ms: users who waited for answers could send 27 a second and not 40."""
+    arm = question(server, samples, transport, "uint8")
+    path = tmp_path / "0000.npy"
+    generator = GeneratorProcess(tmp_path / "generator.log", processes=processes)
+    try:
+        command = open_block(
+            generator, arm, samples, "uint8", samples_path=str(path), concurrency=32, requests=1, seconds=2.0,
+            arrivals="poisson", rate_per_s=40.0, arrivals_seed=4,
+        )  # fmt: skip
+        outcome = generator.go(command)
+    finally:
+        generator.stop()
+    rows = np.load(path)
+    due = due_offsets_ns("poisson", 40.0, 80, 4)
+    assert (np.sort(rows["intended_ns"]) - rows["intended_ns"].min()).tolist() == due.tolist()
+    assert (outcome.errors, outcome.offered, outcome.cut_reason) == (0, 80, None)
+    late_ms = (rows["send_ns"] - rows["intended_ns"]) / 1e6
+    assert np.median(late_ms) < 100 < 1000 * DELAY_S <= np.median((rows["end_ns"] - rows["intended_ns"]) / 1e6)
+    assert not regions_of_load()
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
