@@ -177,7 +177,7 @@ def test_each_moment_of_a_request_is_charged_to_one_stage(harness):
     assert 0 < inputs_ns <= snapshot.compute["compute_input"]["ns"]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 8), st.sampled_from(["keep", "keep", "withdraw", "fail"])), max_size=40),
     st.sampled_from([0, 300]),
