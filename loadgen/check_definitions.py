@@ -54,6 +54,13 @@ DEFINITIONS: dict[CheckName, CheckDefinition] = {
         "invalidates",
         "Find out what cut the block short (a dead server, Ctrl-C, a full disk) and run again.",
     ),
+    CheckName.SEARCHES_ENDED: CheckDefinition(
+        "every search and ramp came to a value",
+        "invalidates",
+        "invalidates",
+        "Choose a bound within both servers' reach (--slo-p99-ms), let a ramp go further (--ramp-users), or find out "
+        "what cut it short.",
+    ),
     CheckName.SAMPLES_COMPLETE: CheckDefinition(
         "no sample was lost",
         "invalidates",

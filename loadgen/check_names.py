@@ -21,6 +21,7 @@ class CheckName(StrEnum):
     REQUEST_ERRORS = "request_errors"
     REPEATED_REQUESTS = "repeated_requests"
     BLOCKS_COMPLETE = "blocks_complete"
+    SEARCHES_ENDED = "searches_ended"
     SAMPLES_COMPLETE = "samples_complete"
     COLD_STARTS_SUCCEEDED = "cold_starts_succeeded"
     ENOUGH_PAIRS = "enough_pairs"

@@ -40,7 +40,7 @@ def _searched(cell: Cell, found: Sequence[RateFound]) -> Check:
             else f"holds {number(one.rate_per_s or 0.0)}/s, the highest rate tried"
         )
     return make_check(
-        CheckName.BLOCKS_COMPLETE,
+        CheckName.SEARCHES_ENDED,
         len(done) >= planned,
         scope=cell_scope(cell.name),
         value=len(done),
@@ -57,7 +57,7 @@ def _climbed(cell: Cell, ramps: Sequence[RampFound]) -> Check:
     if short:
         detail += f"; {short[0].label.upper()} still gained with {cell.concurrency} users: raise --ramp-users"
     return make_check(
-        CheckName.BLOCKS_COMPLETE,
+        CheckName.SEARCHES_ENDED,
         len(done) >= planned,
         scope=cell_scope(cell.name),
         value=len(done),

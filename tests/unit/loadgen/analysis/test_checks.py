@@ -146,7 +146,8 @@ def test_the_faults_above_are_the_whole_registry() -> None:
         repetition | {"send_lag", "queue_delay", "stage_account", "gpu_evidence", "negative_control"} | open_loop
     )
     fairness = {name.value for name in FAIRNESS_DEFINITIONS}  # test_fairness
-    covered = {fault[0] for fault in FAULTS} | elsewhere | fairness
+    searches = {"searches_ended"}  # tests/unit/loadgen/search/test_search_checks.py
+    covered = {fault[0] for fault in FAULTS} | elsewhere | fairness | searches
     assert covered == {name.value for name in CheckName} == {name.value for name in DEFINITIONS}
 
 
