@@ -17,7 +17,13 @@ import numpy as np
 
 from loadgen.arms import Arm
 from loadgen.bench import Bench
-from loadgen.causes.plan import cells_worth_explaining, changed_settings, fit_into, plan_counterfactuals
+from loadgen.causes.plan import (
+    cells_worth_explaining,
+    changed_settings,
+    fit_into,
+    plan_counterfactuals,
+    seconds_needed,
+)
 from loadgen.causes.records import AS_IS, WITHOUT, Counterfactual, Explanation, Untested, Variant
 from loadgen.clients.requests import AddressError
 from loadgen.cold_start_phase import READY_SECONDS
@@ -49,21 +55,28 @@ def explain(bench: Bench) -> None:
     blocks = summarise_blocks(run.blocks)
     arms = {record.label: record for record in bench.records}
     plan, untested = plan_counterfactuals(experiment, arms, _payload_bytes(run.blocks))
-    cells, left_out = fit_into(
-        experiment.explain_seconds, plan, cells_worth_explaining(experiment, blocks), _block_seconds(run.blocks)
-    )
-    _Explanation(bench, cells, left_out, untested).run(plan)
+    seconds = _block_seconds(run.blocks)
+    cells, left_out = fit_into(experiment.explain_seconds, plan, cells_worth_explaining(experiment, blocks), seconds)
+    _Explanation(bench, cells, left_out, untested, seconds).run(plan)
 
 
 class _Explanation:
     """What is done so far."""
 
-    def __init__(self, bench: Bench, cells: Sequence[Cell], left_out: Sequence[Cell], untested: list[Untested]) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        cells: Sequence[Cell],
+        left_out: Sequence[Cell],
+        untested: list[Untested],
+        block_seconds: Mapping[str, float],
+    ) -> None:
         self._bench = bench
         self._cells = tuple(cells)
         self._left_out = tuple(cell.name for cell in left_out)
         self._done: list[Counterfactual] = []
         self._untested = untested
+        self._block_seconds = block_seconds
         self._prepared = {arm.body_key for arm in bench.arms.values()}
 
     def run(self, plan: Sequence[Counterfactual]) -> None:
@@ -73,12 +86,14 @@ class _Explanation:
             self._bench.progress.now("no difference of the arms' request times to explain")
             return
         deadline = monotonic() + self._bench.experiment.explain_seconds
+        needed = seconds_needed(plan, self._cells, self._block_seconds)
         for number, wanted in enumerate(plan, start=1):
             counterfactual = msgspec.structs.replace(wanted, cells=self._cells)
             if monotonic() > deadline:
                 minutes = f"{self._bench.experiment.explain_seconds / 60:g} minutes"
                 self._leave(counterfactual, f"the {minutes} for it were used up; raise --explain-minutes")
                 continue
+            self._bench.progress.plan(self._bench.forecast.remaining_s() + needed * (1 - (number - 1) / len(plan)))
             self._bench.progress.now(
                 f"cause {number} of {len(plan)}: {counterfactual.label.upper()} with {counterfactual.changed}"
             )

@@ -86,14 +86,22 @@ def fit_into(
     chosen: list[Cell] = []
     left_out: list[Cell] = []
     for cell in cells:
-        pairs = pairs_of(cell)
-        needed_s = 2 * pairs * len(plan) * (block_seconds.get(cell.name, cell.seconds) + BETWEEN_BLOCKS_SECONDS)
+        shortened = msgspec.structs.replace(cell, pairs=pairs_of(cell))
+        needed_s = seconds_needed(plan, [shortened], block_seconds) - SERVER_SECONDS * len(plan)
         if chosen and needed_s > left_s:
             left_out.append(cell)
             continue
-        chosen.append(msgspec.structs.replace(cell, pairs=pairs))
+        chosen.append(shortened)
         left_s -= needed_s
     return chosen, left_out
+
+
+def seconds_needed(plan: Sequence[Counterfactual], cells: Sequence[Cell], block_seconds: Mapping[str, float]) -> float:
+    """How long the plan takes in these cells, by their pairs."""
+    blocks_s = sum(
+        2 * cell.pairs * (block_seconds.get(cell.name, cell.seconds) + BETWEEN_BLOCKS_SECONDS) for cell in cells
+    )
+    return len(plan) * (SERVER_SECONDS + blocks_s)
 
 
 def pairs_of(cell: Cell) -> int:

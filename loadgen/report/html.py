@@ -14,6 +14,7 @@ from plotly.offline import get_plotlyjs
 from loadgen.checks import CheckName
 from loadgen.quantities import sentence, share
 from loadgen.report import (
+    cause_chart,
     cause_tables,
     charts,
     check_tables,
@@ -101,6 +102,7 @@ def render_html(result: Result) -> str:
 def _charts(result: Result) -> dict[str, Chart]:
     makers = (
         forest.forest,
+        cause_chart.causes,
         charts.stages,
         charts.latency,
         charts.batch_sizes,

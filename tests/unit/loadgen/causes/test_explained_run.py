@@ -1,0 +1,125 @@
+"""Stored counterfactual cells become causes in the result and in every report; broken ones are said to be untested."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+from synthetic_run import Plan, SimulatedArm, write_run
+
+from loadgen.analysis import analyse
+from loadgen.causes.records import CauseName, Counterfactual, Explanation, Untested, Variant
+from loadgen.records import Cell, Experiment, Label
+from loadgen.report.html import render_html
+from loadgen.report.markdown import render_markdown
+from loadgen.report.terminal import print_result
+from loadgen.result import Result, encode_result, read_result
+
+PLAN = Plan(a=SimulatedArm(transport_ms=1.0), b=SimulatedArm(transport_ms=11.0), pairs=4, requests=80)
+VARIANT = Variant(payload="fp32", transport="http", settings={})
+
+
+def explain(directory: Path, cause: CauseName, label: Label, as_is: Label, without: Label) -> Counterfactual:
+    """A counterfactual of `single` whose blocks are the run's own: those of one arm, and the other's in the place of
+    the same arm without the cause."""
+    experiment = msgspec.json.decode((directory / "experiment.json").read_bytes(), type=Experiment)
+    cell: Cell = next(cell for cell in experiment.cells if cell.name == "single")
+    counterfactual = Counterfactual(
+        number=0, cause=cause, label=label, changed="taken away", as_is=VARIANT, without=VARIANT, cells=(cell,)
+    )  # fmt: skip
+    folder = directory / counterfactual.folder
+    (folder / "blocks").mkdir(parents=True)
+    (folder / "samples").mkdir()
+    for path in sorted((directory / "blocks").glob("*.json")):
+        block = json.loads(path.read_text())
+        roles = [role for role, own in (("a", as_is), ("b", without)) if own == block["label"]]
+        for role in roles if block["cell"] == "single" else []:
+            name = f"{block['index']:04d}{role}"
+            (folder / "blocks" / f"{name}.json").write_text(
+                json.dumps({**block, "label": role, "samples": f"samples/{name}.npy"})
+            )
+            shutil.copy(directory / block["samples"], folder / "samples" / f"{name}.npy")
+    return counterfactual
+
+
+def write_explained(
+    directory: Path, *, as_is: Label = "b", without: Label = "a", untested: tuple[Untested, ...] = ()
+) -> Path:
+    """B without its transfer is as fast as A."""
+    write_run(directory, PLAN)
+    done = explain(directory, "transfer", "b", as_is, without)
+    record = Explanation(cells=("single",), left_out=("batched(4)",), done=(done,), untested=untested)
+    (directory / "causes.json").write_bytes(msgspec.json.encode(record))
+    path = directory / "experiment.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"explain": True}))
+    return directory
+
+
+def shown(result: Result) -> str:
+    stream = io.StringIO()
+    print_result(result, Console(file=stream, width=100, color_system=None))
+    return " ".join(stream.getvalue().split())
+
+
+def test_the_whole_difference_is_the_cause_that_takes_it_away(tmp_path: Path) -> None:
+    result = analyse(write_explained(tmp_path))
+    (causes,) = result.causes
+    assert causes.slower == "b"
+    assert causes.b_minus_a_ms == pytest.approx(10.0, abs=1.5)
+    (cause,) = causes.causes
+    assert (cause.name, cause.found) == ("transfer", True)
+    assert cause.share == pytest.approx(1.0)
+    assert cause.effects[0].folder == "causes/00-transfer-b"
+    assert causes.unattributed_ms == pytest.approx(0.0, abs=1e-9)
+    assert "100 % payload transfer of B, 0 % unattributed." in causes.sentence
+    (scenario,) = [one for one in result.verdict.scenarios if one.scenario == "single"]
+    assert scenario.reasons[0] == causes.sentence
+
+
+def test_every_report_shows_it(tmp_path: Path) -> None:
+    result = analyse(write_explained(tmp_path))
+    page, text = render_html(result), render_markdown(result)
+    for document in (page, text, shown(result)):
+        assert "100 % payload transfer of B" in document
+        assert "No time was left for batched(4): raise --explain-minutes." in document
+    assert "What each cause makes of the difference in single" in page
+    assert 'data-figure="causes-figure"' in page
+    assert "causes/00-transfer-b" in text
+    (tmp_path / "result.json").write_bytes(encode_result(result))
+    assert read_result(tmp_path / "result.json") == result
+
+
+def test_a_run_without_counterfactuals_says_that_its_account_is_an_inference(tmp_path: Path) -> None:
+    result = analyse(write_run(tmp_path, PLAN))
+    assert result.causes == ()
+    assert "no cause was taken away" in shown(result)
+    assert "an inference" in render_markdown(result)
+
+
+def test_a_cell_with_failed_requests_shows_nothing(tmp_path: Path) -> None:
+    write_explained(tmp_path)
+    path = sorted((tmp_path / "causes" / "00-transfer-b" / "blocks").glob("*.json"))[0]
+    block = json.loads(path.read_text())
+    path.with_suffix(".json").write_text(json.dumps(block | {"errors": 2, "error_messages": ["HTTP 503: full"]}))
+    (causes,) = analyse(tmp_path).causes
+    (cause,) = causes.causes
+    assert (cause.effects, cause.found, cause.b_minus_a_ms) == ((), False, None)
+    assert "2 of" in cause.untested[0].reason
+    assert any(note.startswith("Not tested: payload transfer") for note in causes.notes)
+
+
+def test_blocks_that_are_gone_are_untested_and_not_a_crash(tmp_path: Path) -> None:
+    write_explained(tmp_path)
+    shutil.rmtree(tmp_path / "causes")
+    (causes,) = analyse(tmp_path).causes
+    assert causes.causes[0].untested[0].reason == "its cell holds no complete pair of blocks"
+
+
+def test_an_arm_that_is_no_faster_without_it_has_no_such_cause(tmp_path: Path) -> None:
+    result = analyse(write_explained(tmp_path, as_is="b", without="b"))
+    assert [cause.found for cause in result.causes[0].causes] == [False]
