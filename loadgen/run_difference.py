@@ -179,6 +179,6 @@ def _caveats(old: Result, new: Result, binding: Sequence[Difference]) -> tuple[s
     if min(old.experiment.restarts, new.experiment.restarts) < 2:
         caveats.append(
             "What a fresh start of the servers changes by itself is in no interval, because not both runs have "
-            "restarts; make both with --restarts 3 or more before small changes are believed."
+            "restarts; make both with --restarts 5 or more before small changes are believed."
         )
     return tuple(caveats)

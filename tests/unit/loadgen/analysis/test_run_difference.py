@@ -63,7 +63,7 @@ def test_the_same_plan_on_another_day_shows_no_change(runs: dict[str, Path]) -> 
     status, output = diff(runs["old"], runs["again"])
     assert status == 0, output
     assert "No change shown in any of" in output
-    assert "with --restarts 3 or more" in output
+    assert "with --restarts 5 or more" in output
     status, markdown = diff(runs["old"], runs["again"], "--markdown")
     assert status == 0
     assert "| concurrent(16) | throughput |" in markdown

@@ -11,6 +11,7 @@ from synthetic_run import Plan, cells, write_run
 from loadgen.analysis import analyse
 from loadgen.compare_command import EXIT_INVALID, EXIT_THRESHOLD, EXIT_VALID, exit_status
 from loadgen.plan import PlanError
+from loadgen.records import Cell
 from loadgen.report.markdown import render_markdown
 from loadgen.result import Result
 from loadgen.threshold_language import ThresholdError, UndefinedValueError, parse_condition
@@ -97,6 +98,24 @@ def test_what_can_never_be_measured_is_refused_before_the_run(text: str, said: s
 def test_a_condition_is_about_named_cells(text: str, names: list[str]) -> None:
     ((_, chosen),) = plan_conditions([text], CELLS)
     assert [cell.name for cell in chosen] == names
+
+
+def test_a_search_has_its_own_metric_and_no_latency() -> None:
+    search = Cell(
+        scenario="slo",
+        batch_size=1,
+        concurrency=64,
+        requests=1,
+        seconds=1.0,
+        max_seconds=9.0,
+        pairs=2,
+        latency_bound_ms=20.0,
+    )
+    ((_, chosen),) = plan_conditions(["b.p50 > 1"], (*CELLS, search))
+    assert [cell.name for cell in chosen] == ["concurrent(16)"]
+    for text in ("ratio.slo_rate.low < 0.95", "slo: b.slo_rate < 50", "slo(p99≤20ms): b.slo_rate < a.slo_rate"):
+        ((_, chosen),) = plan_conditions([text], (*CELLS, search))
+        assert chosen == (search,)
 
 
 def test_division_by_zero_has_no_value() -> None:
