@@ -95,6 +95,7 @@ def analyse_run(run: StoredRun) -> Result:
         rates=rates,
         ramps=ramps,
         causes=causes,
+        explained_cells=run.explanation.cells if run.explanation else None,
         causes_left_out=run.explanation.left_out if run.explanation else (),
         batching=executed_batches(loads, summaries),
         stopping=stopping,

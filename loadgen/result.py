@@ -68,6 +68,8 @@ class Result(Record, frozen=True, kw_only=True):
     ramps: tuple[RampFound, ...] = ()
     """One a climb to saturation."""
     causes: tuple[CellCauses, ...] = ()
+    explained_cells: tuple[str, ...] | None = None
+    """Those whose difference was to be explained; None where the run did not get there, or was not to."""
     causes_left_out: tuple[str, ...] = ()
     """Cells whose difference there was no time to explain."""
     batching: tuple[ExecutedBatches, ...] = ()

@@ -61,11 +61,12 @@ def causes_note(result: Result) -> str | None:
     if result.causes:
         left = ", ".join(result.causes_left_out)
         return NOTE + (f" No time was left for {left}: raise --explain-minutes." if left else "")
-    if result.experiment.explain:
+    if result.explained_cells == ():
         return "No mean request times differ by more than the noise and ±δ, so no cause was looked for."
     if not result.stages:
         return None
-    return (
+    ended = "The run ended before causes were taken away. " if result.experiment.explain else ""
+    return ended + (
         "These are the servers' own accounts of where time went, an inference: no cause was taken away to see what it "
         "makes of the difference. --explain does that (in the preset full it is on)."
     )

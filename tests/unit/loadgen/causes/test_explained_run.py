@@ -101,6 +101,19 @@ def test_a_run_without_counterfactuals_says_that_its_account_is_an_inference(tmp
     assert "an inference" in render_markdown(result)
 
 
+def test_a_run_that_ended_before_its_counterfactuals_says_so(tmp_path: Path) -> None:
+    write_explained(tmp_path)
+    (tmp_path / "causes.json").unlink()
+    assert "The run ended before causes were taken away." in shown(analyse(tmp_path))
+
+
+def test_arms_that_take_the_same_time_have_nothing_to_explain(tmp_path: Path) -> None:
+    write_explained(tmp_path)
+    nothing = Explanation(cells=(), left_out=(), done=(), untested=())
+    (tmp_path / "causes.json").write_bytes(msgspec.json.encode(nothing))
+    assert "so no cause was looked for." in shown(analyse(tmp_path))
+
+
 def test_a_cell_with_failed_requests_shows_nothing(tmp_path: Path) -> None:
     write_explained(tmp_path)
     path = sorted((tmp_path / "causes" / "00-transfer-b" / "blocks").glob("*.json"))[0]
