@@ -43,7 +43,11 @@ class OpenLoop(InferenceUser):
 
 def start_open_loop(environment: Any, options: LoadOptions) -> None:
     """Draw this process's share of the schedule; requests fall due from when all users are there."""
-    part, parts, seed = share_of(environment)
+    share = share_of(environment)
+    if share is None:
+        OpenLoop.pacer = None
+        return
+    part, parts, seed = share
     offsets = islice(endless_offsets_ns(options.arrivals, options.rate_per_s, seed), part, None, parts)
     window = LoadWindow(0, 0.0, 0.0)
     OpenLoop.pacer = pacer = Pacer(offsets, window)

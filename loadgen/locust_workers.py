@@ -40,9 +40,12 @@ def machine() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-def share_of(environment: Any) -> tuple[int, int, int]:
-    """(part, parts, seed): this process takes every `parts`-th request of the schedule with that seed."""
-    share: tuple[int, int, int] = getattr(environment, "abserve_share", (0, 1, os.getpid()))
+def share_of(environment: Any) -> tuple[int, int, int] | None:
+    """(part, parts, seed): this process takes every `parts`-th request of the schedule with that seed. None for a
+    worker that joined when the shares were given out already."""
+    if environment.abserve_worker is None:
+        return 0, 1, os.getpid()
+    share: tuple[int, int, int] | None = environment.abserve_worker.share
     return share
 
 
@@ -50,8 +53,8 @@ class WorkerSide:
     """A worker's part: take the share, hand in the samples."""
 
     def __init__(self, environment: Any) -> None:
-        self._environment = environment
         self._runner: Any = environment.runner
+        self.share: tuple[int, int, int] | None = None
         self._runner.register_message(SHARE, self._share)
         self._runner.register_message(FINISH, self._finish, concurrent=True)
 
@@ -71,12 +74,13 @@ class WorkerSide:
                     self._send(SAMPLES, {"name": file.name, "data": piece})
                     gevent.sleep(0)
         self._send(REPORT, {"files": None})
+        self.share = None
 
     def _send(self, kind: str, data: dict[str, Any]) -> None:
         self._runner.send_message(kind, data)
 
     def _share(self, msg: Any, **_: object) -> None:
-        self._environment.abserve_share = (msg.data["part"], msg.data["parts"], msg.data["seed"])
+        self.share = (msg.data["part"], msg.data["parts"], msg.data["seed"])
 
     def _finish(self, **_: object) -> None:
         self._runner.stop()  # fires test_stop, which hands in; nothing happens where it has stopped already
@@ -169,6 +173,8 @@ class MasterSide:
         logger.error(f"INVALID: {problem}")
 
     def _on_started(self, msg: Any, **_: object) -> None:
+        if self._running and msg.node_id not in self._reports:  # it joined during the test and was given users
+            self._reports[msg.node_id] = WorkerReport(msg.node_id, len(self._reports))
         if msg.node_id in self._reports:
             self._reports[msg.node_id].introduce(msg.data)
 

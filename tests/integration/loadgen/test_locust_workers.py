@@ -83,6 +83,26 @@ def test_a_killed_worker_ends_the_test_as_invalid_and_keeps_what_it_measured(
     assert len(samples) == lost["requests"] + other["requests"]
 
 
+def test_a_master_and_workers_started_apart_work_the_same(
+    fake_url: Callable[..., str], images: Path, tmp_path: Path, unused_url: str
+) -> None:
+    """As on several machines, but for the network between them."""
+    port = unused_url.rpartition(":")[2]
+    url = fake_url("--delay-ms", "5")
+    out = tmp_path / "raw"
+    expected = ["--master", "--expect-workers", "2", "--master-bind-host", "127.0.0.1", "--master-bind-port", port]
+    master = start(url, out, images, *expected, "-u", "4", "-r", "4", "-t", "3s", "Concurrent")
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--worker", "--master-port", port]
+    workers = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(2)]
+    _, errors = master.communicate(timeout=90)
+    assert master.returncode == 0, errors
+    assert [worker.wait(20) for worker in workers] == [0, 0]
+    samples, about = merged(out)
+    assert about["complete"]
+    assert {worker["pid"] for worker in about["workers"]} == {worker.pid for worker in workers}
+    assert len(samples) == sum(worker["requests"] for worker in about["workers"]) > 100
+
+
 def test_an_open_loop_without_a_rate_is_refused(fake_url: Callable[..., str], images: Path, tmp_path: Path) -> None:
     process = start(fake_url(), tmp_path / "raw", images, "-u", "1", "-t", "20s", "OpenLoop")
     _, errors = process.communicate(timeout=60)
