@@ -92,7 +92,7 @@ def compare_all(
     """Every comparison that the experiment asked for, none of them invalid yet; see `invalidate`. `found` is what
     searches and ramps came to."""
     paired = pair_metrics(experiment.cells, blocks, cold_starts, found)
-    estimates = [_estimate(one, experiment) for one in paired]
+    estimates = [estimate_pairs(one, experiment) for one in paired]
     adjusted = _adjust(paired, estimates, experiment)
     family = sum(1 for _, estimate in estimates if estimate.p_value is not None)
     return tuple(
@@ -101,7 +101,7 @@ def compare_all(
     )
 
 
-def _estimate(paired: PairedMetric, experiment: Experiment) -> tuple[Method, RatioEstimate]:
+def estimate_pairs(paired: PairedMetric, experiment: Experiment) -> tuple[Method, RatioEstimate]:
     """Each cold start is a restart of its own, so there pairs and restarts are the same."""
     margin, ratios = experiment.equivalence_margin, [pair.ratio for pair in paired.pairs]
     if paired.cell.scenario == "cold-start":

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from loadgen.comparisons import METRICS, compare_all
+from loadgen.comparisons import estimate_pairs
+from loadgen.metrics import leading_metric
+from loadgen.pairs import pair_metrics
 from loadgen.records import BlockRecord, Cell, Experiment
 from loadgen.schedule import load_cells
 from loadgen.stored_run import StoredRunError, read_block
@@ -66,14 +66,15 @@ class LiveRatios:
         return self._latest[cell.name]
 
     def _estimate(self, cell: Cell, blocks: list[BlockSummary]) -> LiveRatio:
-        alone = msgspec.structs.replace(self._experiment, cells=(cell,))
-        leading = next(one for one in compare_all(alone, blocks, ()) if one.leading)
+        metric = leading_metric(cell)
+        paired = next(one for one in pair_metrics([cell], blocks, ()) if one.metric == metric)
+        _, estimate = estimate_pairs(paired, self._experiment)
         return LiveRatio(
             cell=cell.name,
-            metric=METRICS[leading.metric].title,
-            pairs=leading.pairs,
+            metric=metric.title,
+            pairs=estimate.pairs,
             planned=None if self._experiment.until_decided else cell.pairs,
-            ratio=leading.ratio_b_over_a,
-            ci95=leading.ci95,
-            reason=leading.reason if leading.ci95 is None else None,
+            ratio=estimate.ratio,
+            ci95=estimate.ci95,
+            reason=paired.reason or estimate.reason,
         )
