@@ -85,9 +85,11 @@ def write_settings(settings: ExperimentSettings) -> str:
 
 
 def write_content(content: Mapping[str, object], sha256: str) -> str:
-    """The same from the stored content."""
+    """The same from the stored content. What is not set is named in a comment."""
     body = yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
-    return f"# abserve compare experiment.yaml\n# sha256 of the content: {sha256}\n{body}"
+    unset = [name for name in ExperimentSettings.model_fields if name not in content]
+    note = f"# not set: {', '.join(unset)}\n" if unset else ""
+    return f"# abserve compare experiment.yaml\n# sha256 of the content: {sha256}\n{body}{note}"
 
 
 def parse_options(flag: str, options: list[str]) -> dict[str, str]:
