@@ -1,4 +1,4 @@
-"""Searches for a rate and ramps on the terminal and in Markdown."""
+"""Open loops, searches for a rate and ramps on the terminal and in documents."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from loadgen.report import open_loop_tables
 from loadgen.report import search_tables as tables
 from loadgen.result import Result
 
 
 def print_searches(result: Result, console: Console) -> None:
-    """A table for the searches and two for the ramps; nothing without any."""
+    """A table for open loops, one for the searches and two for the ramps; nothing without any."""
+    if rows := open_loop_tables.rows(result):
+        _print("Open loops", open_loop_tables.HEADINGS, rows, console)
     if rows := tables.rate_rows(result):
         _print("The highest rate within the bound", tables.RATE_HEADINGS, rows, console)
     if rows := tables.ramp_rows(result):
@@ -33,6 +36,7 @@ def _print(title: str, headings: tuple[str, ...], rows: list[tuple[str, ...]], c
 
 
 SECTIONS = (
+    ("Open loops", open_loop_tables.HEADINGS, open_loop_tables.rows, open_loop_tables.CAPTION),
     ("The highest rate within the bound", tables.RATE_HEADINGS, tables.rate_rows, tables.RATE_CAPTION),
     ("Ramp to saturation", tables.RAMP_HEADINGS, tables.ramp_rows, tables.RAMP_CAPTION),
     ("The first ramp of each arm", tables.RUNG_HEADINGS, tables.rung_rows, ""),

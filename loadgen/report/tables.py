@@ -191,4 +191,5 @@ def experiment_rows(result: Result) -> list[tuple[str, str]]:
         ("equivalence margin δ", f"± {share(e.equivalence_margin)}"),
         ("order of the blocks", f"interleaved pairs, seed {e.seed}"),
         ("threads", str(e.threads) if e.deployment == "embedded" else e.weights),
+        *([("load generator", f"{e.processes} processes")] if e.processes > 1 else []),
     ]

@@ -17,6 +17,8 @@ from loadgen.calibration_records import Calibration, CalibrationCell
 from loadgen.checks import Check
 from loadgen.open_loop import OpenLoop, backlog_grew, split_lag_ms, summarise_open_loop
 from loadgen.records import BlockRecord, Cell
+from loadgen.report.html import render_html
+from loadgen.report.markdown import render_markdown
 from loadgen.result import Result
 from loadgen.samples import SAMPLE_DTYPE, Samples
 
@@ -177,6 +179,9 @@ def test_a_saturated_arm_is_a_result_with_its_capacity_and_no_latencies(tmp_path
     assert (sustained.ok, sustained.severity) == (False, "informs")
     assert any("B was saturated at this rate" in reason for reason in result.verdict.scenarios[0].reasons)
     assert find(result, "connections_free").ok is False
+    for document in (render_markdown(result), render_html(result)):
+        assert "Open loops" in document
+        assert "39.8" in document, "the achieved rate"
     assert find(result, "send_lag").ok, "the lag is the server's doing"
 
 
