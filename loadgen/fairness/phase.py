@@ -12,7 +12,7 @@ from loadgen.fairness_checks import check_before_load
 def look(bench: Bench) -> None:
     """Stores the readings and tells the progress what the checks say. It stops nothing: what makes a run worthless
     is judged by the analysis. Raises `StorageError`."""
-    bench.progress.now("a second in which nothing is sent")
+    bench.progress.now("nothing is sent while the machine is looked at")
     conditions = read_conditions(bench.arms, bench.records)
     bench.store.conditions(conditions)
     cores = len(os.sched_getaffinity(0))

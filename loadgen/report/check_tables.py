@@ -10,6 +10,7 @@ from loadgen.checks import Check
 from loadgen.result import Result
 
 CheckState = Literal["failed", "warning", "unknown", "note", "ok"]
+ARMS = 2
 STATE_ORDER: tuple[CheckState, ...] = ("failed", "warning", "unknown", "note", "ok")
 
 
@@ -49,13 +50,15 @@ def check_rows(result: Result) -> list[CheckRow]:
 def _check_row(state: CheckState, checks: Sequence[Check]) -> CheckRow:
     first = max(checks, key=_badness) if state == "ok" else checks[0]
     scopes = [check.scope.removeprefix("cell ") for check in checks]
-    several = "" if len(scopes) == 1 or state == "ok" else f"{scopes[0]}: "
+    several = "" if len(set(scopes)) == 1 or state == "ok" else f"{scopes[0]}: "
+    by_arm = len(set(scopes)) == 1 and len(checks) == ARMS
+    detail = "; ".join(dict.fromkeys(check.detail for check in checks)) if by_arm else first.detail
     cells = {"run": "whole run", "plan": "whole run"}.get(scopes[0], scopes[0]) if len(set(scopes)) == 1 else None
     threshold = first.threshold
     return CheckRow(
         title=first.title,
         state=state,
-        detail=several + first.detail,
+        detail=several + detail,
         scope=cells or (", ".join(scopes) if len(scopes) <= 3 else f"{len(scopes)} scenarios"),
         threshold="" if threshold is None else f"{threshold:.4g}" if isinstance(threshold, float) else str(threshold),
         remedy=first.remedy,
