@@ -1,4 +1,4 @@
-"""Prints the tables of docs/measurement.md that are simulated: `python -m tests.truth.tables`, some two minutes.
+"""Prints the tables of docs/measurement.md that are simulated: `python -m tests.truth.tables`, some minutes.
 
 They depend on seeds and on the code, not on the machine.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from loadgen.statistics import detectable_effect
 from tests.truth import promises
+from tests.truth.planted_runs import TRUTHS, try_truth
 from tests.truth.simulated_runs import plain, weather
 
 
@@ -108,6 +109,15 @@ def noise_floor() -> Iterator[str]:
         yield f"{100 * between:.0f} % | {' | '.join(found)}"
 
 
+def planted() -> Iterator[str]:
+    """Truths planted request by request."""
+    for truth in TRUTHS:
+        found = try_truth(truth, 200)
+        verdicts = ", ".join(f"{verdict.replace('_', ' ')} {count}" for verdict, count in found.verdicts.most_common())
+        covered = percent(promises.Share(found.covered, found.trials))
+        yield f"{truth.name} | {truth.metric} | {verdicts} | {truth.ratio:.3g} | {truth.pairs} | {covered}"
+
+
 TABLES = (
     ("pairs | 1 comparison | 10 comparisons | 20 comparisons", detectable, 0),
     ("promise of a fixed plan | noise | 4 pairs | 12 pairs", fixed_plan, 2),
@@ -121,6 +131,7 @@ TABLES = (
         0,
     ),
     ("spread of a restart | winners without the floor | with it", noise_floor, 0),
+    ("planted | metric | verdicts of 200 runs | true B/A | pairs | intervals that cover it", planted, 3),
 )
 
 

