@@ -5,13 +5,14 @@ arrivals, beyond it the arm's capacity, and neither depends on how long a single
 
 A request leaves late for one of two reasons. All connections were busy: then it waited for the server, and its latency,
 which counts from when it was due, rightly includes that. Or the generator was late by itself: then the latency is
-partly the generator's, and a run with much of it is client-limited. The moment when its connection became free (the
-end of that user's last request) separates the two.
+partly the generator's, and a run with much of it is client-limited. The moment at which a connection was free for it,
+had the generator lost no time, separates the two; see `split_lag_ms`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapreplace
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +55,8 @@ class OpenLoop(Record, frozen=True, kw_only=True):
     connection_wait_max_ms: float | None
 
 
-def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int) -> OpenLoop:
-    """One block from its samples, of which there is at least one, and from its schedule."""
+def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connections: int) -> OpenLoop:
+    """One block from its samples, of which there is at least one, from its schedule and its most connections."""
     start_ns = int(samples["intended_ns"].min())
     answered = good(samples)
     ends_ns = answered["end_ns"]
@@ -63,7 +64,7 @@ def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int) -> Ope
     achieved = None
     if len(answered) > 1 and int(ends_ns.max()) > int(ends_ns.min()):
         achieved = (len(answered) - 1) * NS_PER_S / (int(ends_ns.max()) - int(ends_ns.min()))
-    own_ms, waits_ms = split_lag_ms(samples)
+    own_ms, waits_ms = split_lag_ms(samples, connections)
     in_window = int((ends_ns <= last_due_ns).sum())
     unsent = max(offered - len(samples), 0)
     offered_per_s = (offered - 1) * NS_PER_S / max(due_span_ns, 1)
@@ -84,16 +85,27 @@ def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int) -> Ope
     )
 
 
-def split_lag_ms(samples: Samples) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Of each sample, how much of its send lag was the generator's, and how much the wait for a connection."""
-    ordered = samples[np.lexsort((samples["send_ns"], samples["user"]))]
-    free_ns = np.full(len(ordered), np.iinfo(np.int64).min)
-    same_user = ordered["user"][1:] == ordered["user"][:-1]
-    free_ns[1:][same_user] = ordered["end_ns"][:-1][same_user]
-    able_ns = np.maximum(ordered["intended_ns"], free_ns)
+def split_lag_ms(samples: Samples, connections: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Of each sample, in the order in which they were due, how much of its send lag was the generator's, and how much
+    the wait for a connection.
+
+    Requests are played through once more, first come first served: each takes the connection that is free first, and
+    gives it back when it was really answered. It could have left when it was due and had one; what it left later than
+    that is the generator's. Whichever connection a request really went over does not matter: a generator that was
+    held up hands an overdue request to one that has just become free, though others were idle.
+    """
+    ordered = samples[np.argsort(samples["intended_ns"], kind="stable")]
+    free_ns = [int(np.iinfo(np.int64).min)] * connections
+    waits_ns = np.zeros(len(ordered), dtype=np.int64)
+    for place, (due_ns, end_ns) in enumerate(
+        zip(ordered["intended_ns"].tolist(), ordered["end_ns"].tolist(), strict=True)
+    ):
+        waits_ns[place] = max(heapreplace(free_ns, end_ns) - due_ns, 0)
+    lags_ns = ordered["send_ns"] - ordered["intended_ns"]
+    waits_ns = np.minimum(waits_ns, lags_ns)
     return (
-        np.asarray((ordered["send_ns"] - able_ns) / NS_PER_MS, dtype=np.float64),
-        np.asarray((able_ns - ordered["intended_ns"]) / NS_PER_MS, dtype=np.float64),
+        np.asarray((lags_ns - waits_ns) / NS_PER_MS, dtype=np.float64),
+        np.asarray(waits_ns / NS_PER_MS, dtype=np.float64),
     )
 
 

@@ -140,7 +140,7 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         median_lag, lag, largest_lag = percentile(lags_ms, 0.5), percentile(lags_ms, 0.99), float(lags_ms.max())
         if record.offered is not None and record.due_span_ns is not None:
             # Requests of an open loop queue behind each other: a busy spell at the start is no missing warm-up.
-            open_loop = summarise_open_loop(samples, record.offered, record.due_span_ns)
+            open_loop = summarise_open_loop(samples, record.offered, record.due_span_ns, block.cell.concurrency)
             throughput = None if open_loop.achieved_per_s is None else open_loop.achieved_per_s * block.cell.batch_size
         else:
             full_load = (end - begin) / (last - begin) if last > begin else None

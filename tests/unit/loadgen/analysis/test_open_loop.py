@@ -56,7 +56,7 @@ def play(
 
 
 def summary(samples: Samples, span_ns: int, offered: int | None = None) -> OpenLoop:
-    return summarise_open_loop(samples, offered or len(samples), span_ns)
+    return summarise_open_loop(samples, offered or len(samples), span_ns, 8)
 
 
 def test_a_rate_below_capacity_is_sustained_and_measured_exactly() -> None:
@@ -108,11 +108,28 @@ def test_saturation_is_seen_at_a_fifth_too_much() -> None:
 
 def test_lag_is_split_between_the_generator_and_the_wait_for_a_connection() -> None:
     samples, _ = play(50.0, 100, lambda _: 60.0, users=2, late_ms=1.5)
-    own_ms, wait_ms = split_lag_ms(samples)
+    own_ms, wait_ms = split_lag_ms(samples, 2)
     assert own_ms == pytest.approx(1.5)
     assert wait_ms.max() > 500
+    own_ms, wait_ms = split_lag_ms(samples, 100)
+    assert wait_ms.max() == 0.0, "with a hundred connections one was always free"
     total_ms = np.sort((samples["send_ns"] - samples["intended_ns"]) / 1e6)
     assert np.sort(own_ms + wait_ms) == pytest.approx(total_ms)
+
+
+def test_a_generator_that_is_held_up_does_not_blame_the_connections() -> None:
+    """For 70 ms it does nothing: answers are seen late, and overdue requests leave on connections just given back."""
+    samples, _ = play(50.0, 100, lambda _: 60.0, users=8)
+    held = (samples["intended_ns"] - ORIGIN_NS > 900 * MS) & (samples["intended_ns"] - ORIGIN_NS <= 970 * MS)
+    samples["send_ns"][held] = ORIGIN_NS + 970 * MS
+    samples["end_ns"] = np.maximum(samples["end_ns"], samples["send_ns"] + 60 * MS)
+    under_way = (samples["send_ns"] < ORIGIN_NS + 900 * MS) & (samples["end_ns"] > ORIGIN_NS + 900 * MS)
+    samples["end_ns"][under_way] = ORIGIN_NS + 970 * MS
+    samples["user"][np.flatnonzero(held)[: under_way.sum()]] = samples["user"][under_way]
+    own_ms, wait_ms = split_lag_ms(samples, 8)
+    assert held.sum() == 3
+    assert wait_ms.max() == 0.0
+    assert own_ms.max() == pytest.approx(50.0)
 
 
 def open_run(directory: Path, play_arm: dict[str, Callable[[int], tuple[Samples, int]]], rate: float) -> Result:
