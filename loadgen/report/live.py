@@ -21,8 +21,9 @@ def ratio_line(one: LiveRatio) -> str:
     """For a log: "concurrent(16) throughput B/A 1.31× (1.22–1.40) after 3 of 8 pairs"."""
     of = "" if one.planned is None else f" of {one.planned}"
     standing = "B/A –" if one.ratio is None else f"B/A {ratio(one.ratio, one.ci95)}"
-    interval = f" ({ratio_interval(one.ci95)})" if one.ci95 is not None else f", no interval: {one.reason}"
-    return f"{one.cell}  {one.metric} {standing}{interval} after {one.pairs}{of} pairs"
+    interval = f" ({ratio_interval(one.ci95)})" if one.ci95 is not None else ""
+    why = "" if one.ci95 is not None else f"; no interval: {one.reason}"
+    return f"{one.cell}  {one.metric} {standing}{interval} after {one.pairs}{of} pairs{why}"
 
 
 def ratio_table(ratios: Sequence[LiveRatio], width: int) -> Table:
