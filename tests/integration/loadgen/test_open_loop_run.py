@@ -1,0 +1,70 @@
+"""Whole runs of open loops on fake servers: the same moments for both arms, and an end whatever an arm can do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loadgen.analysis import analyse
+from loadgen.arrivals import due_offsets_ns, schedule_seed
+from loadgen.progress import SilentProgress
+from loadgen.records import Arrivals, BlockRecord, Cell
+from loadgen.runner import run_experiment
+from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
+from tests.integration.loadgen.test_run import blocks
+
+pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]
+
+
+def open_cell(rate: float, *, seconds: float, connections: int, pairs: int, arrivals: Arrivals = "poisson") -> Cell:
+    return Cell(
+        scenario="open", batch_size=1, concurrency=connections, requests=1, seconds=seconds, max_seconds=seconds,
+        pairs=pairs, arrivals=arrivals, rate_per_s=rate,
+    )  # fmt: skip
+
+
+def offsets(out: Path, record: BlockRecord) -> list[int]:
+    due = np.sort(np.load(out / record.samples)["intended_ns"])
+    return (due - due[0]).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_both_arms_of_a_pair_get_the_same_moments_and_every_pair_others(tmp_path: Path, processes: int) -> None:
+    out = tmp_path / "run"
+    cell = open_cell(40.0, seconds=1.0, connections=16, pairs=2)
+    experiment = make_experiment(cells=(cell,), seed=6, processes=processes)
+    assert run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE).state == "finished"
+    records = {(record.pair, record.label): record for record in blocks(out)}
+    for pair in (0, 1):
+        planned = due_offsets_ns("poisson", 40.0, 40, schedule_seed(6, cell.name, pair)).tolist()
+        assert offsets(out, records[pair, "a"]) == offsets(out, records[pair, "b"]) == planned
+        assert records[pair, "a"].offered == 40
+        assert len(records[pair, "b"].workers) == (0 if processes == 1 else 2)
+    assert offsets(out, records[0, "a"]) != offsets(out, records[1, "a"])
+
+
+def test_an_arm_that_cannot_keep_up_ends_in_time_with_its_capacity(tmp_path: Path) -> None:
+    """Four connections and 200 ms give 20 a second where 80 are asked for, so most is never sent."""
+    out = tmp_path / "run"
+    cell = open_cell(80.0, seconds=2.0, connections=4, pairs=1, arrivals="constant")
+    started = time.monotonic()
+    state = run_experiment(
+        make_experiment(cells=(cell,), b_settings={"delay-ms": "200"}), out, SilentProgress(), abserve=FAKE_ABSERVE
+    )
+    assert state.state == "finished"
+    assert time.monotonic() - started < 60
+    (slow,) = [record for record in blocks(out) if record.label == "b"]
+    assert slow.complete
+    assert slow.offered == 160
+    assert slow.requests < 100
+    result = analyse(out)
+    loops = {summary.label: summary.open_loop for summary in result.summaries}
+    assert loops["b"] is not None
+    assert loops["b"].unsent == 160 - slow.requests
+    assert loops["b"].achieved_per_s == pytest.approx(20.0, rel=0.2)
+    assert "saturated at this rate: answered" in str(loops["b"].saturation)
+    assert result.comparisons[0].metric == "achieved_rate"
+    assert result.comparisons[0].leading
