@@ -172,8 +172,8 @@ DEFINITIONS: dict[CheckName, CheckDefinition] = {
         "the account of time adds up",
         "informs",
         "informs",
-        "Read the stages with care: the server's own times exceed the client's, count other requests, or leave much to the "
-        "network, the protocol and the client; --explain shows what the transfer takes.",
+        "Read the stages with care: the server's own times exceed the client's, count other requests, or leave much to "
+        "the network, the protocol and the client; --explain shows what the transfer takes.",
     ),
     CheckName.SENSITIVITY: CheckDefinition(
         "the run can see a difference of δ",
