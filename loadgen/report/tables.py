@@ -192,4 +192,5 @@ def experiment_rows(result: Result) -> list[tuple[str, str]]:
         ("order of the blocks", f"interleaved pairs, seed {e.seed}"),
         ("threads", str(e.threads) if e.deployment == "embedded" else e.weights),
         *([("load generator", f"{e.processes} processes")] if e.processes > 1 else []),
+        *([("settings", f"experiment.yaml, sha256 {e.settings_sha256}")] if e.settings_sha256 else []),
     ]
