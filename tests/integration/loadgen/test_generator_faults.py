@@ -41,16 +41,19 @@ def run_until_samples(experiment: Experiment, out: Path, name: str) -> subproces
     return process
 
 
-def test_a_killed_generator_fails_the_run_and_its_samples_are_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_generator_fails_the_run_and_its_samples_are_counted(tmp_path: Path, processes: int) -> None:
+    """Its workers end with it."""
     out = tmp_path / "run"
-    process = run_until_samples(make_experiment(cells=(LONG,)), out, "0000.npy.part")
+    part = "0000.npy.part" if processes == 1 else "0000.worker0.npy.part"
+    process = run_until_samples(make_experiment(cells=(LONG,), processes=processes), out, part)
     (generator,) = children_of(process, "loadgen.generator")
     generator.send_signal(signal.SIGKILL)
     assert process.wait(30) == 1
     state = stored(out / "run.json", RunState)
     assert state.error is not None
     assert "the load generator was killed by SIGKILL" in state.error
-    written = len(read_samples(out / "samples" / "0000.npy"))
+    written = sum(len(read_samples(path)) for path in (out / "samples").iterdir())
     assert written > 10
     result = analyse(out)
     assert not result.valid
