@@ -102,11 +102,12 @@ def compare_all(
 
 
 def estimate_pairs(paired: PairedMetric, experiment: Experiment) -> tuple[Method, RatioEstimate]:
-    """Each cold start is a restart of its own, so there pairs and restarts are the same."""
+    """Each cold start is a restart of its own, so there pairs and restarts are the same. What has no blocks has as many
+    pairs as planned, also where blocks go on until decided."""
     margin, ratios = experiment.equivalence_margin, [pair.ratio for pair in paired.pairs]
     if paired.cell.scenario == "cold-start":
         return "t over pairs", estimate_ratio(ratios, margin)
-    if experiment.until_decided:
+    if experiment.until_decided and paired.cell.has_blocks:
         return "anytime-valid over pairs", estimate_anytime(ratios, margin)
     groups = paired.by_restart()
     return ("t over restarts" if len(groups) > 1 else "t over pairs"), estimate_restarts(groups, margin)
