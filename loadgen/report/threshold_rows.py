@@ -28,7 +28,8 @@ def threshold_sentence(result: Result) -> str | None:
     total = len(result.thresholds)
     if kept == total:
         return f"All {total} thresholds are kept." if total > 1 else "The threshold is kept."
-    return f"{total - kept} of {total} thresholds not kept: {_first(result.thresholds)}."
+    how_many = "Threshold" if total == 1 else f"{total - kept} of {total} thresholds"
+    return f"{how_many} not kept: {_first(result.thresholds)}."
 
 
 def broken_sentence(result: Result) -> str | None:
