@@ -21,8 +21,8 @@ from loadgen.records import ArmRecord, ArmRequest, Cell, Experiment, Label
 from loadgen.schedule import load_cells
 from loadgen.summaries import BlockSummary
 
-MAX_PAIRS = 4
-"""Of a counterfactual in a cell; never more than the cell itself has."""
+MIN_PAIRS, MAX_PAIRS = 3, 6
+"""Of a counterfactual in a cell: as many as the cell itself has, within these."""
 SERVER_SECONDS = 15.0
 """Allowed for starting a server and warming it."""
 BETWEEN_BLOCKS_SECONDS = 0.5
@@ -106,7 +106,7 @@ def seconds_needed(plan: Sequence[Counterfactual], cells: Sequence[Cell], block_
 
 def pairs_of(cell: Cell) -> int:
     """How many pairs of blocks a counterfactual gets in a cell."""
-    return max(2, min(MAX_PAIRS, cell.pairs))
+    return max(MIN_PAIRS, min(MAX_PAIRS, cell.pairs))
 
 
 def out_of_reach(experiment: Experiment, request: ArmRequest) -> str | None:

@@ -37,6 +37,8 @@ STAGES_OF: dict[CauseName, tuple[str, ...]] = {
 }
 """Where the account of time keeps what a cause costs, for causes that no cell has shown."""
 LABELS: tuple[Label, Label] = ("a", "b")
+DRIFT_LIMIT = 1.15
+"""An arm as it is may take so many times the time of its own blocks, or the inverse, before that is said."""
 
 
 class Cause(Record, frozen=True, kw_only=True):
@@ -122,7 +124,7 @@ def rank_causes(
         unattributed_ci95_ms=rest.ci95_ms,
         unattributed_share=rest.mean_ms / gap.mean_ms if gap.seen else None,
         sentence="",
-        notes=_notes(causes),
+        notes=(*_notes(causes), *_drifts(causes, {"a": a_ms, "b": b_ms})),
     )
     return _with_sentence(found, place(cell), comparable)
 
@@ -210,6 +212,23 @@ def _notes(causes: Sequence[Cause]) -> tuple[str, ...]:
             note += f" The account of time suggests {signed_ms(cause.inferred_ms)} on B; no cell has shown that."
         notes.append(note)
     return tuple(notes)
+
+
+def _drifts(causes: Sequence[Cause], own_ms: Mapping[Label, float]) -> list[str]:
+    """Where an arm as it is was another speed than in its own blocks; not for an arm that had left its payload."""
+    changed = {effect.label for cause in causes if cause.name == "payload" for effect in cause.effects}
+    notes = []
+    for cause in causes:
+        for effect in cause.effects:
+            if cause.name == "transfer" and effect.label in changed:
+                continue
+            drift = effect.as_is_ms / own_ms[effect.label]
+            if not 1.0 / DRIFT_LIMIT <= drift <= DRIFT_LIMIT:
+                notes.append(
+                    f"{effect.label.upper()} took {drift:.2f}× the time of its own blocks while {cause.title} was "
+                    "tested: the machine changed its speed, so read the shares as rough."
+                )
+    return notes
 
 
 def _percent(value: float | None) -> str:

@@ -96,10 +96,12 @@ def _preferred_sizes(arm: ArmRecord) -> Check:
     limit = arm.in_effect.get("max_batch_size")
     beyond = [size for size in sizes if isinstance(limit, int) and int(size) > limit]
     meant = backend_of(arm) == "tensorrt" and profiles > 1
-    ok = not sizes or (meant and not beyond)
+    filled_in = sizes == [limit]  # what Triton itself writes into a configuration that prefers none
+    ok = not sizes or filled_in or (meant and not beyond)
     text = some([str(size) for size in sizes])
     if ok:
-        detail = f"{letter(arm)} prefers {text}, each with a profile" if sizes else f"{letter(arm)} prefers none"
+        profiled = sizes and not filled_in
+        detail = f"{letter(arm)} prefers {text}, each with a profile" if profiled else f"{letter(arm)} prefers none"
     elif beyond:
         detail = f"{letter(arm)} prefers batches of {text} and takes {limit} at most: they never form"
     else:

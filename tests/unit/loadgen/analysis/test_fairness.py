@@ -81,6 +81,12 @@ def test_sound_settings_need_no_look(record: ArmRecord) -> None:
     assert [check for check in check_settings(EXPERIMENT, [record], 2) if check.ok is False] == []
 
 
+def test_the_preferred_size_that_triton_fills_in_itself_is_none() -> None:
+    """Its configuration route names the largest batch where nothing is preferred."""
+    check = found(arm(batching(ONNX, preferred_batch_size=[32])), "preferred_sizes")
+    assert (check.ok, check.detail) == (True, "B prefers none")
+
+
 def with_parameter(name: str, value: str) -> dict[str, Any]:
     return {**NATIVE, "parameters": {**NATIVE["parameters"], name: {"string_value": value}}}
 
