@@ -143,7 +143,7 @@ def _comparison(
         sensitivity = detectable_effect(estimate.spread_log, estimate.units, family)
     reason = paired.reason or estimate.reason
     if verdict == "undecided" and reason is None:
-        reason = "the interval is too wide to name a winner or to call the arms equivalent"
+        reason = _too_little(estimate.ci95)
     groups = paired.by_restart()
     added = between_restarts(groups) if method == "t over restarts" else None
     return Comparison(
@@ -168,6 +168,13 @@ def _comparison(
         restarts=len(groups),
         restart_effect=None if added is None else math.expm1(added),
     )
+
+
+def _too_little(ci95: tuple[float, float] | None) -> str:
+    """Why an interval decides nothing."""
+    if ci95 is not None and not ci95[0] <= 1.0 <= ci95[1]:
+        return "the interval excludes 1, but among so many comparisons that is not enough to name a winner"
+    return "the interval is too wide to name a winner or to call the arms equivalent"
 
 
 def _middle(values: Sequence[float], groups: Sequence[Sequence[float]]) -> float | None:
