@@ -6,10 +6,9 @@
 All are means a request, because means add up and medians do not. The names are Triton's; the first and the one before
 the last are the client's own. Requests are encoded before the load, so that is no stage; sending one overlaps its
 `receive`. A server reports what it has: on Triton `decode` is part of compute_input, and `receive` and `encode` are
-not reported, so they stay inside `unattributed`, with the network, the protocol and whatever no one times. gRPC tells
-of an answer only when it is whole, so there `read_answer` is not known either. To compare two arms, a stage that only
-one of them reports is folded into where the other one keeps it. In a dynamic batch every request is charged the whole
-execution that it waited for: this is an account of waiting time, not of work.
+not reported, so they stay inside `unattributed`, with the network, the protocol and whatever no one times. To compare
+two arms, a stage that only one of them reports is folded into where the other one keeps it. In a dynamic batch every
+request is charged the whole execution that it waited for: this is an account of waiting time, not of work.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ class Exchange:
     """What became of the last request of a connection. Reused: it and its `body` are valid until the next one.
 
     `status` is HTTP's, or gRPC's + 1000; 0 and a `failure` mean that there was no whole answer. Times are
-    `perf_counter_ns`; `first_byte_ns` is 0 where no byte came, and `end_ns` over gRPC, which tells of nothing before
-    the whole message. `request_bytes` and `response_bytes` count what went over the wire: with HTTP headers included,
-    with gRPC the message and its 5 bytes of length, without HTTP/2's compressed headers and frames.
+    `perf_counter_ns`; `first_byte_ns` is 0 where no byte came. `request_bytes` and `response_bytes` count what went
+    over the wire: with HTTP headers included, with gRPC the message and its 5 bytes of length, without HTTP/2's
+    compressed headers and frames.
     """
 
     __slots__ = ("body", "end_ns", "failure", "first_byte_ns", "head", "request_bytes", "response_bytes", "send_ns",

@@ -1,38 +1,39 @@
 """The gRPC client of the measured path: messages serialised beforehand go out as bytes, answers stay bytes.
 
-One channel and one TCP connection a user, and nothing sent twice: channels share no subchannels and never retry. A
-unary call tells of nothing before the whole answer is there, so its first byte is its end.
-
-In a process that gevent has patched, gRPC's own event loop must be told, before the first channel: without it one
-call blocks all other users, and throughput falls to less than half while the latency looks better. With it, a channel
-that is left open keeps the process from ending, so whoever makes a connection closes it.
+One TCP connection a user, one call after the other, and nothing sent twice. A call's deadline goes to the server
+(`grpc-timeout`) and is kept here too; a call that misses it ends with its connection, which is made again for the next.
 """
 
 from __future__ import annotations
 
 import socket
-import sys
 from dataclasses import dataclass
+from struct import Struct
 from time import perf_counter_ns
-from typing import Any
+from urllib.parse import unquote
 
-import grpc
-
+from loadgen.clients import hpack
 from loadgen.clients.exchange import GRPC_STATUS, ConnectionRefused, Exchange
+from loadgen.clients.http2 import Http2Connection, Http2Error
 from loadgen.clients.requests import AddressError
 
 SERVICE = "/inference.GRPCInferenceService/"
 FRAME_BYTES = 5
 """gRPC's compression flag and length before every message."""
 
-_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-)
-_gevent_knows = False
+STATUS_NAMES = (
+    "OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS",
+    "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED",
+    "INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED",
+)  # fmt: skip
+UNKNOWN, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE = 2, 4, 8, 13, 14
+_OF_RESET = {0x7: UNAVAILABLE, 0x8: 1, 0xB: RESOURCE_EXHAUSTED}
+"""HTTP/2's error code → gRPC's status (gRPC over HTTP2, "Errors"): REFUSED_STREAM, CANCEL, ENHANCE_YOUR_CALM; any
+other is INTERNAL."""
+_OF_HTTP = {b"400": INTERNAL, b"401": 16, b"403": 7, b"404": 12, b"429": UNAVAILABLE, b"502": UNAVAILABLE,
+            b"503": UNAVAILABLE, b"504": UNAVAILABLE}  # fmt: skip
+"""HTTP's status → gRPC's where an answer has none; any other is UNKNOWN."""
+_PREFIX = Struct(">BI")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,90 +59,135 @@ def parse_grpc_address(address: str) -> tuple[str, int]:
 
 
 class GrpcConnection:
-    """One channel. `timeout_s` bounds connecting and, as the call's deadline, a whole exchange."""
+    """One connection. `timeout_s` bounds connecting and, as the call's deadline, a whole exchange (a stalled peer may
+    add one more `timeout_s` at most)."""
 
     def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
         """Raises `AddressError`."""
         self.address = address
         self.timeout_s = timeout_s
         self.reconnects = 0
-        """Always 0: a channel renews its connection without telling."""
+        """Connections that the server had closed while idle and that were made again before a request was sent."""
         self._peer = parse_grpc_address(address)
-        self._channel: Any = None
-        self._infer: Any = None
-        self._doubtful = False
+        self._connection: Http2Connection | None = None
+        self._heads: dict[float, bytes] = {}
         self._exchange = Exchange()
 
     def connect(self) -> None:
-        """Open the channel and have the server answer on it. Raises `ConnectionRefused`."""
-        if self._channel is None:
-            self._reach()
-            _tell_gevent()
-            self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
-            self._infer = self._channel.unary_unary(SERVICE + "ModelInfer")
-            self._doubtful = True
-        if self._doubtful:
-            self._greet()
-            self._doubtful = False
-
-    def close(self) -> None:
-        """Close the channel. Idempotent."""
-        channel, self._channel, self._infer = self._channel, None, None
-        if channel is not None:
-            channel.close()
-
-    def send(self, request: GrpcRequest) -> Exchange:
-        """Call `ModelInfer` once. Raises `ConnectionRefused` when the server takes no connection any more."""
-        if self._channel is None or self._doubtful:
-            self.connect()
-        exchange = self._exchange
-        exchange.failure = None
-        exchange.request_bytes = len(request.message) + FRAME_BYTES
-        exchange.send_ns = perf_counter_ns()
+        """Connect unless connected. Raises `ConnectionRefused`, also where something else than gRPC answers."""
+        if self._connection is not None:
+            return
         try:
-            answer = self._infer(request.message, timeout=self.timeout_s)
-        except grpc.RpcError as error:
-            exchange.end_ns = perf_counter_ns()
-            self._fail(exchange, error)
-        else:
-            exchange.first_byte_ns = exchange.end_ns = perf_counter_ns()
-            exchange.status = GRPC_STATUS
-            exchange.response_bytes = len(answer) + FRAME_BYTES
-            exchange.body = memoryview(answer)
-        return exchange
-
-    def _fail(self, exchange: Exchange, error: Any) -> None:
-        code = error.code()
-        exchange.status = GRPC_STATUS + code.value[0]
-        exchange.first_byte_ns = exchange.response_bytes = 0
-        exchange.body = memoryview(b"")
-        exchange.failure = f"gRPC {code.name}: {' '.join(str(error.details()).split())[:300]}"
-        # A server that sheds load and one that is gone answer alike: find out before the next request.
-        self._doubtful = code is grpc.StatusCode.UNAVAILABLE
-
-    def _reach(self) -> None:
-        """gRPC connects when it likes and says little; a socket says at once whether and why not."""
-        try:
-            socket.create_connection(self._peer, timeout=self.timeout_s).close()
+            opened = socket.create_connection(self._peer, timeout=self.timeout_s)
         except TimeoutError:
             raise ConnectionRefused(f"no connection to {self.address} within {self.timeout_s:g} s") from None
         except OSError as exc:
             raise ConnectionRefused(f"no connection to {self.address}: {exc.strerror or exc}") from None
-
-    def _greet(self) -> None:
-        self._reach()
         try:
-            self._channel.unary_unary(SERVICE + "ServerLive")(b"", timeout=self.timeout_s, wait_for_ready=True)
-        except grpc.RpcError as error:
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise ConnectionRefused(f"nothing speaks gRPC at {self.address}: {error.details()}") from None
+            self._connection = Http2Connection(opened)
+        except TimeoutError:
+            opened.close()
+            raise ConnectionRefused(
+                f"nothing speaks gRPC at {self.address}: no answer within {self.timeout_s:g} s"
+            ) from None
+        except (Http2Error, OSError) as exc:
+            opened.close()
+            raise ConnectionRefused(f"nothing speaks gRPC at {self.address}: {exc}") from None
 
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
-def _tell_gevent() -> None:
-    global _gevent_knows  # gRPC's loop is one for the process
-    monkey = sys.modules.get("gevent.monkey")
-    if not _gevent_knows and monkey is not None and monkey.is_module_patched("socket"):
-        import grpc.experimental.gevent
+    def send(self, request: GrpcRequest) -> Exchange:
+        """Call `ModelInfer` once. Raises `ConnectionRefused` when the server takes no connection any more."""
+        if self._connection is not None and not self._connection.usable():
+            self.close()
+            self.reconnects += 1
+        if self._connection is None:
+            self.connect()
+        connection = self._connection
+        assert connection is not None
+        timeout_s = self.timeout_s
+        connection.settimeout(timeout_s)
+        exchange = self._exchange
+        exchange.failure = None
+        exchange.first_byte_ns = exchange.response_bytes = 0
+        exchange.body = memoryview(b"")
+        message = request.message
+        exchange.request_bytes = len(message) + FRAME_BYTES
+        head, prefix = self._head(timeout_s), _PREFIX.pack(0, len(message))
+        exchange.send_ns = perf_counter_ns()
+        deadline_ns = exchange.send_ns + int(timeout_s * 1e9)
+        try:
+            connection.request(head, prefix, message)
+            while not connection.ended:
+                connection.receive()
+                if exchange.first_byte_ns == 0 and connection.answered:
+                    exchange.first_byte_ns = perf_counter_ns()
+                if perf_counter_ns() > deadline_ns:
+                    raise TimeoutError  # noqa: TRY301 (told as the socket's own is)
+            exchange.end_ns = perf_counter_ns()
+            exchange.first_byte_ns = exchange.first_byte_ns or exchange.end_ns
+            self._finish(exchange, connection)
+        except TimeoutError:
+            self._break(exchange, DEADLINE_EXCEEDED, f"no whole answer within {timeout_s:g} s")
+        except Http2Error as exc:
+            self._break(exchange, UNAVAILABLE, str(exc))
+        except OSError as exc:
+            self._break(exchange, UNAVAILABLE, exc.strerror or str(exc))
+        return exchange
 
-        grpc.experimental.gevent.init_gevent()
-        _gevent_knows = True
+    def _head(self, timeout_s: float) -> bytes:
+        head = self._heads.get(timeout_s)
+        if head is None:
+            self._heads[timeout_s] = head = hpack.encode(
+                [
+                    (b":method", b"POST"),
+                    (b":scheme", b"http"),
+                    (b":path", f"{SERVICE}ModelInfer".encode()),
+                    (b":authority", self.address.encode()),
+                    (b"te", b"trailers"),
+                    (b"content-type", b"application/grpc"),
+                    (b"user-agent", b"abserve"),
+                    (b"grpc-timeout", f"{max(1, round(timeout_s * 1000))}m".encode()),
+                ]
+            )
+        return head
+
+    def _finish(self, exchange: Exchange, connection: Http2Connection) -> None:
+        """The outcome of a stream that has ended."""
+        fields, http_status = connection.fields, connection.fields.get(hpack.STATUS)
+        if connection.reset is not None and b"grpc-status" not in fields:
+            code = _OF_RESET.get(connection.reset, INTERNAL)
+            self._fail(exchange, code, f"the server broke the call off (HTTP/2 error {connection.reset})")
+            return
+        status = fields.get(b"grpc-status", b"")
+        if not status.isdigit():
+            told = (http_status or b"none").decode()
+            self._fail(exchange, _OF_HTTP.get(http_status or b"", UNKNOWN), f"HTTP status {told} and no gRPC status")
+        elif status != b"0":
+            self._fail(exchange, int(status), unquote(fields.get(b"grpc-message", b"").decode("latin-1")))
+        else:
+            body = connection.body[0] if len(connection.body) == 1 else b"".join(connection.body)
+            if len(body) < FRAME_BYTES or _PREFIX.unpack_from(body) != (0, len(body) - FRAME_BYTES):
+                self._fail(exchange, INTERNAL, "the answer is not one uncompressed message")
+                return
+            exchange.status = GRPC_STATUS
+            exchange.response_bytes = len(body)
+            exchange.body = memoryview(body)[FRAME_BYTES:]
+
+    def _break(self, exchange: Exchange, code: int, words: str) -> None:
+        """The call has failed in the middle: whatever the server still sends belongs to it, so the connection goes."""
+        exchange.end_ns = perf_counter_ns()
+        self.close()
+        self._fail(exchange, code, words)
+
+    @staticmethod
+    def _fail(exchange: Exchange, code: int, words: str) -> None:
+        name = STATUS_NAMES[code] if code < len(STATUS_NAMES) else f"status {code}"
+        exchange.status = GRPC_STATUS + code
+        exchange.first_byte_ns = exchange.response_bytes = 0
+        exchange.body = memoryview(b"")
+        exchange.failure = f"gRPC {name}: {' '.join(words.split())[:300]}"
