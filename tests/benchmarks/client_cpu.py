@@ -189,3 +189,4 @@ def test_cpu_of_a_request(sink: SinkProcesses, clients: Clients, perf_analyzer: 
     sys.stdout.write("\n")
     assert ratios["http", "FastHttpUser"] <= FAST_HTTP_LIMIT
     assert ratios["http", "perf_analyzer http"] <= PERF_ANALYZER_LIMIT
+    assert ratios["grpc", "perf_analyzer grpc"] <= PERF_ANALYZER_LIMIT
