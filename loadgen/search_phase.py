@@ -215,6 +215,7 @@ class SearchPhase:
             errors=outcome.errors,
             error_messages=outcome.error_messages,
             generator_cpu_ns=outcome.cpu_ns,
+            generator_processes=max(1, len(outcome.workers)),
             throughput_per_s=speed,
             p50_ms=percentile(waited_ms, 0.5),
             p99_ms=percentile(waited_ms, 0.99),

@@ -37,6 +37,8 @@ class Trial(Record, frozen=True, kw_only=True):
     errors: int
     error_messages: tuple[str, ...] = ()
     generator_cpu_ns: int
+    """Of all its processes."""
+    generator_processes: int = 1
     throughput_per_s: float | None
     """Images a second: of the loop in its stride in a rung; good answers over the time that they took at a rate."""
     p50_ms: float | None
@@ -55,9 +57,9 @@ class Trial(Record, frozen=True, kw_only=True):
 
     @property
     def generator_cpu_share(self) -> float | None:
-        """Of one core."""
+        """Of one core, the mean of its processes."""
         window_ns = self.window_end_ns - self.window_start_ns
-        return self.generator_cpu_ns / window_ns if window_ns > 0 else None
+        return self.generator_cpu_ns / window_ns / self.generator_processes if window_ns > 0 else None
 
 
 class RateFound(Record, frozen=True, kw_only=True):

@@ -81,6 +81,11 @@ def test_a_busy_generator_is_told() -> None:
     assert [one.client_limited for one in find_ramps([RAMP], climb("a", 800.0, 32, cpu=0.95))] == [True]
 
 
+def test_several_generator_processes_share_the_load() -> None:
+    trials = [msgspec.structs.replace(one, generator_processes=4) for one in search("a", 300.0, cpu=2.0)]
+    assert [one.client_limited for one in find_rates([SLO], trials)] == [False]
+
+
 def test_ramps_and_their_pairs() -> None:
     found = find_ramps([SLO, RAMP], [*climb("a", 800.0, 32), *climb("b", 400.0, 16)])
     assert [(one.label, one.saturation_per_s, one.knee_concurrency, one.saturated) for one in found] == [
