@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loadgen.calibration_records import CEILING_SHARE_LIMIT, ceiling_images_per_s
 from loadgen.checks import Check, CheckName, cell_scope, make_check
 from loadgen.quantities import number, share
-from loadgen.records import Cell
+from loadgen.records import Cell, Label
 from loadgen.search_records import RampFound, RateFound, Trial
 from loadgen.searches import BUSY
 from loadgen.stored_run import StoredRun
@@ -19,10 +20,13 @@ def check_searches(run: StoredRun, rates: Sequence[RateFound], ramps: Sequence[R
         own = [trial for trial in run.trials if trial.cell == cell.name]
         if cell.scenario == "slo":
             found = [rate for rate in rates if rate.cell == cell.name]
-            checks += [_searched(cell, found), _search_generator(cell, found, own)]
+            reached = [(one.label, one.rate_per_s) for one in found if one.rate_per_s is not None]
+            checks += [_searched(cell, found), _search_generator(cell, found, own), _ceiling(run, cell, reached)]
         elif cell.scenario == "ramp":
             climbed = [ramp for ramp in ramps if ramp.cell == cell.name]
+            reached = [(one.label, one.saturation_per_s) for one in climbed if one.saturation_per_s is not None]
             checks += [_errors(cell, own), _climbed(cell, climbed), _ramp_generator(cell, climbed, own)]
+            checks += [_ceiling(run, cell, reached)]
     return checks
 
 
@@ -114,4 +118,34 @@ def _generator(cell: Cell, limited: bool, deciding: Sequence[float], where: str)
         value=highest,
         threshold=BUSY,
         detail="its CPU time is unknown" if highest is None else f"it used {share(highest)} of a core at {where}",
+    )
+
+
+def _ceiling(run: StoredRun, cell: Cell, reached: Sequence[tuple[Label, float]]) -> Check:
+    """What the arms reached against the most that this generator can ask for here, by `abserve calibrate`."""
+    experiment, worst = run.experiment, None
+    for label, speed in reached:
+        payload = experiment.payload_of(experiment.a if label == "a" else experiment.b)
+        ceiling = None
+        if run.calibration is not None:
+            ceiling = ceiling_images_per_s(
+                run.calibration, experiment.transport, payload, cell.batch_size, experiment.processes
+            )
+        if ceiling:
+            worst = max(worst or (0.0, label, speed, ceiling), (speed / ceiling, label, speed, ceiling))
+    if worst is None:
+        detail = "no calibration of this machine" if run.calibration is None else "the calibration has no such cell"
+    else:
+        used, label, speed, ceiling = worst
+        detail = (
+            f"{label.upper()} reached {number(speed)} images/s, {share(used)} of the {number(ceiling)} that the "
+            "generator was calibrated for"
+        )
+    return make_check(
+        CheckName.GENERATOR_CEILING,
+        None if worst is None else worst[0] <= CEILING_SHARE_LIMIT,
+        scope=cell_scope(cell.name),
+        value=None if worst is None else worst[0],
+        threshold=CEILING_SHARE_LIMIT,
+        detail=detail,
     )

@@ -9,6 +9,7 @@ import pytest
 from synthetic_run import Plan, write_run
 
 from loadgen.analysis import analyse
+from loadgen.calibration_records import Calibration, CalibrationCell
 from loadgen.records import Cell
 from loadgen.result import Result
 from loadgen.search_records import Trial
@@ -75,3 +76,24 @@ def test_failed_requests_of_a_ramp(tmp_path: Path) -> None:
     trials[2] = msgspec.structs.replace(trials[2], errors=3, error_messages=("HTTP 503: full",))
     result = analysed(tmp_path, RAMP, trials)
     assert "3 of 5,049 requests failed; first message: HTTP 503: full" in failed(result, "request_errors")[-1]
+
+
+@pytest.mark.parametrize(("ceiling", "ok"), [(1000.0, True), (400.0, False), (None, None)])
+def test_a_rate_near_the_generators_ceiling(tmp_path: Path, ceiling: float | None, ok: bool | None) -> None:
+    if ceiling is not None:
+        cell = CalibrationCell(
+            transport="http", payload="fp32", batch_size=1, payload_bytes=602_112, concurrency=16,
+            requests_per_s=ceiling, images_per_s=ceiling, generator_cpu_share=1.0, sink_cpu_cores=0.5,
+            cpu_us_per_request=100.0, limited_by="generator",
+        )  # fmt: skip
+        calibration = Calibration(
+            fingerprint="", made_at="", command="", host={}, packages={}, sink_processes=1, seconds=1.0, cells=(cell,)
+        )
+        (tmp_path / "calibration.json").write_bytes(msgspec.json.encode(calibration))
+    result = analysed(tmp_path, SLO, both_pairs(300.0, 150.0))
+    (found,) = [one for one in result.checks if one.name == "generator_ceiling" and "slo" in one.scope]
+    assert found.ok is ok
+    if ceiling is not None:
+        assert found.detail.startswith("A reached 29")
+        assert isinstance(found.value, float)
+        assert found.value == pytest.approx(300.0 / ceiling, rel=0.05)
