@@ -85,7 +85,7 @@ def render_html(result: Result) -> str:
         container_caption=container_starts.CAPTION,
         searches=[
             (title, headings, rows, caption)
-            for title, headings, rows_of, caption in searches.SECTIONS
+            for title, headings, rows_of, caption in searches.LONG_SECTIONS
             if (rows := rows_of(result))
         ],
         arm_rows=tables.arm_rows(result),

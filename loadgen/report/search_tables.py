@@ -11,6 +11,8 @@ RATE_CAPTION = (
     "The highest Poisson rate whose p99 held the bound at 99 % confidence (MLPerf's early-stopping bound: 0 late of "
     "459 requests, 10 of 2,010, 100 of 12,571), and the lowest that did not; every trial is in result.json."
 )
+TRIAL_HEADINGS = ("scenario", "pair", "arm", "trial", "requests/s", "sent", "late", "p99, ms", "note")
+TRIAL_CAPTION = "Late: of how many that may be. A trial ends as soon as it cannot hold any more."
 RAMP_HEADINGS = ("scenario", "pair", "arm", "best, images/s", "users at the knee", "rungs", "note")
 RAMP_CAPTION = (
     "Users are doubled until two rungs in a row gain less than 5 % throughput while the median latency grows. The knee "
@@ -33,6 +35,25 @@ def rate_rows(result: Result) -> list[tuple[str, ...]]:
             _rate_note(found),
         )
         for found in result.rates
+    ]
+
+
+def trial_rows(result: Result) -> list[tuple[str, ...]]:
+    """Every trial of every search, as TRIAL_HEADINGS; for documents that have room for them."""
+    return [
+        (
+            trial.cell,
+            str(trial.pair + 1),
+            trial.label.upper(),
+            str(trial.step + 1),
+            _number(trial.rate_per_s),
+            f"{trial.requests:,} of {trial.planned or 0:,}",
+            f"{trial.late or 0:,} of {trial.late_allowed or 0:,}",
+            _number(trial.p99_ms),
+            "held" if trial.held else "failed",
+        )
+        for trial in result.trials
+        if trial.rate_per_s is not None
     ]
 
 

@@ -42,3 +42,8 @@ SECTIONS = (
     ("The first ramp of each arm", tables.RUNG_HEADINGS, tables.rung_rows, ""),
 )
 """(title, headings, rows of a result, caption) for documents."""
+LONG_SECTIONS = (
+    *SECTIONS,
+    ("Every trial of the searches", tables.TRIAL_HEADINGS, tables.trial_rows, tables.TRIAL_CAPTION),
+)
+"""The same for a page on which one scrolls."""
