@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loadgen.checks import Check, CheckName, make_check
+from loadgen.fairness.model_config import kind_of
 from loadgen.fairness.records import ArmConditions, Conditions, GpuCondition
 from loadgen.quantities import number, share
 from loadgen.records import ArmRecord
@@ -22,7 +23,9 @@ def check_conditions(conditions: Conditions | None, arms: Sequence[ArmRecord]) -
     if conditions is None:
         names = (CheckName.CLIENT_DISTANCE, CheckName.MACHINE_IDLE, CheckName.CPU_GOVERNOR)
         return [make_check(name, None, detail="no readings were taken before the load") for name in names]
-    on_gpu = any(str(arm.in_effect.get("device", "")).startswith("cuda") for arm in arms) or bool(conditions.gpus)
+    on_gpu = bool(conditions.gpus) or any(
+        str(arm.in_effect.get("device", "")).startswith("cuda") or kind_of(arm) == "KIND_GPU" for arm in arms
+    )
     return [
         _distance(conditions.arms),
         _idle(conditions.cpu_busy_share),

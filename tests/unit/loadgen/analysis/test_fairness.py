@@ -177,6 +177,12 @@ def conditions(gpu: dict[str, Any] | None = None, **changes: Any) -> Conditions:
     return msgspec.structs.replace(calm, **changes)
 
 
+def test_a_gpu_that_nobody_tells_of_is_unknown_and_not_left_out() -> None:
+    checks = {check.name: check.ok for check in check_conditions(conditions(gpus=()), [arm(ONNX)])}
+    assert {checks[name] for name in ("gpu_exclusive", "gpu_idle", "gpu_clocks")} == {None}
+    assert "gpu_idle" not in {check.name for check in check_conditions(conditions(gpus=()), [native()])}
+
+
 def away(label: Label, connect_ms: float | None) -> ArmConditions:
     return ArmConditions(label=label, loopback=False, connect_ms=connect_ms, pids=())
 
