@@ -111,7 +111,7 @@ class ExperimentSettings(Settings):
         (), description="Search the highest Poisson rate with p99 within so many ms; several, separated by commas."
     )
     slo_queries: int | None = Field(
-        None, ge=1, description="Requests of a trial of that search, at least; default: the preset's (459 or 2,010)."
+        None, ge=1, description="Requests of a trial of that search, at least; default: the preset's (838 or 2,010)."
     )
     ramp_users: int = Field(RAMP_USERS, ge=1, description="Of the scenario ramp, which adds users until saturation.")
     pairs: int | None = Field(

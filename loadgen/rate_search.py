@@ -2,6 +2,10 @@
 
 As MLPerf's Server scenario finds its score. The search knows nothing of servers: it names a rate, is told whether it
 held, and names the next, until the highest rate that held and the lowest that did not lie within the resolution.
+
+A trial may fail for a moment's reason, a stall of the machine, and one such trial would cap the whole search far below
+the truth. So the lowest rate that failed is tried once more at the end; where it holds then, the search goes on upwards
+from there. That happens at most `RETRIES` times.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import math
 from typing import Literal
 
 RESOLUTION = 0.05
+RETRIES = 6
 Ended = Literal["found", "highest", "none"]
 
 
@@ -30,6 +35,8 @@ class RateSearch:
         self._lowest = lowest
         self._highest = highest
         self._resolution = resolution
+        self._retries = 0
+        self._confirming = False
 
     @property
     def next_rate(self) -> float | None:
@@ -52,9 +59,15 @@ class RateSearch:
             raise ValueError("the search has ended")
         if held:
             self.held = rate if self.held is None else max(rate, self.held)
+            if self._confirming:
+                self.failed = None
         else:
             self.failed = rate if self.failed is None else min(rate, self.failed)
+        confirmed, self._confirming = self._confirming and not held, False
         self._next = self._choose()
+        if self._next is None and self.failed is not None and not confirmed and self._retries < RETRIES:
+            self._next, self._confirming = self.failed, True
+            self._retries += 1
 
     def _choose(self) -> float | None:
         if self.failed is None:

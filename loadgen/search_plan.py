@@ -29,7 +29,7 @@ class SearchAmount:
 
 
 AMOUNTS = {
-    "quick": SearchAmount(3, queries_needed(0), 2.0, 60.0, 20, 1.2, 12.0),
+    "quick": SearchAmount(3, queries_needed(2), 4.0, 90.0, 20, 1.2, 12.0),
     "full": SearchAmount(6, queries_needed(10), 10.0, 300.0, 60, 3.0, 20.0),
 }
 

@@ -26,12 +26,35 @@ def test_a_sharp_capacity_is_bracketed(capacity: float, start: float) -> None:
     assert search.held is not None
     assert search.failed is not None
     assert search.held <= capacity < search.failed <= search.held * 1.05
-    assert len(tried) <= abs(np.log2(capacity / start)) + 6
-    assert len(set(tried)) == len(tried)
+    assert len(tried) <= abs(np.log2(capacity / start)) + 8
+    assert tried[-1] == search.failed
+    assert len(set(tried)) == len(tried) - 1, "only the lowest rate that failed is tried twice"
 
 
 def test_it_doubles_then_bisects() -> None:
     assert run(RateSearch(10.0), 70.0)[:5] == [10.0, 20.0, 40.0, 80.0, pytest.approx(56.57, abs=0.01)]
+
+
+@pytest.mark.parametrize("stalls", [{0}, {2}, {0, 3, 5}, set(range(1, 60, 4))])
+def test_a_moment_that_fails_a_trial_does_not_cap_the_search(stalls: set[int]) -> None:
+    """Some trials fail whatever the rate."""
+    search, number = RateSearch(10.0), 0
+    while (rate := search.next_rate) is not None:
+        search.record(rate <= 1000.0 and number not in stalls)
+        number += 1
+    assert search.held is not None
+    assert 900.0 < search.held <= 1000.0
+    assert number < 60
+
+
+def test_it_ends_whatever_the_trials_say() -> None:
+    random = np.random.default_rng(5)
+    for _ in range(200):
+        search, number = RateSearch(10.0, lowest=1.0, highest=1e5), 0
+        while search.next_rate is not None:
+            search.record(bool(random.random() < 0.5))
+            number += 1
+        assert number < 150
 
 
 def test_the_limits_end_it() -> None:
