@@ -34,6 +34,7 @@ class CudaAccess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._driver: CudaDriver | None = None
+        self._told = False
 
     def driver(self) -> CudaDriver:
         """Blocks for up to a second the first time. Raises `UnsupportedError` where no device answers."""
@@ -42,7 +43,9 @@ class CudaAccess:
                 try:
                     self._driver = CudaDriver()
                 except CudaError as exc:
-                    log.info("CUDA shared memory is not offered", reason=str(exc))
+                    if not self._told:
+                        log.info("CUDA shared memory is not offered", reason=str(exc))
+                        self._told = True
                     raise UnsupportedError(NO_CUDA_MEMORY) from exc
             return self._driver
 

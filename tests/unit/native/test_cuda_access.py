@@ -1,0 +1,106 @@
+"""CUDA shared memory where there is no driver, and the accounting of its users, on a driver of our own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from servers.contract.codec import window_array
+from servers.contract.errors import InternalError, InvalidRequestError, UnsupportedError
+from servers.contract.shared_memory import RegionReference
+from servers.native import cuda_driver
+from servers.native.cuda_driver import CudaError
+from servers.native.cuda_regions import NO_CUDA_MEMORY, CudaAccess, CudaRegion, DeviceMemory
+
+
+@pytest.mark.parametrize("library", ["libabserve_absent.so.1", "libc.so.6"])  # no such file; none of its functions
+def test_without_a_driver_it_is_refused_in_one_sentence(monkeypatch, library):
+    monkeypatch.setattr(cuda_driver, "LIBRARY", library)
+    access = CudaAccess()
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="does not offer CUDA shared memory") as caught:
+            access.driver()
+        assert str(caught.value) == NO_CUDA_MEMORY
+        assert library in str(caught.value.__cause__)
+
+
+class Driver:
+    """Copies that take as long as a test wants; notes when a handle is closed."""
+
+    def __init__(self):
+        self.copying = threading.Event()
+        self.proceed = threading.Event()
+        self.closed = 0
+        self.users = 0
+
+    def read(self, device, address, destination, size):
+        self.users += 1
+        self.copying.set()
+        assert self.proceed.wait(10)
+        assert not self.closed
+        self.users -= 1
+
+    def write(self, device, address, source, size):
+        raise CudaError("CUDA_ERROR_OUT_OF_MEMORY from a test")
+
+    def close(self, device, address):
+        assert not self.users
+        self.closed += 1
+        raise CudaError("whatever it is, nobody can do anything about it")
+
+
+@pytest.fixture
+def driver():
+    return Driver()
+
+
+@pytest.fixture
+def region(driver):
+    return CudaRegion("r", 0, 64, DeviceMemory("r", driver, 0, 4096))
+
+
+def window(region, size=8):
+    return region.window(RegionReference("r", size, 0))
+
+
+def test_a_handle_is_closed_once_and_after_its_last_use(driver, region):
+    with ThreadPoolExecutor(4) as pool:
+        reading = pool.submit(window(region).fetch)
+        assert driver.copying.wait(10)
+        closing = [pool.submit(region.close) for _ in range(2)]
+        deadline = time.monotonic() + 10
+        while not region._memory._is_closing():
+            assert time.monotonic() < deadline
+        with pytest.raises(InvalidRequestError, match="unregistered before its input was read"):
+            window(region).fetch()
+        assert not driver.closed
+        driver.proceed.set()
+        reading.result(10)
+        for one in closing:
+            one.result(10)
+    region.close()
+    assert driver.closed == 1
+
+
+def test_outputs_that_cannot_be_written_are_errors(driver, region):
+    with pytest.raises(InternalError, match="OUT_OF_MEMORY"):
+        window(region).write(b"12345678")
+    with pytest.raises(InvalidRequestError, match="takes 9 bytes"):
+        window(region).write(b"123456789")
+    window(region).write(b"")
+    region.close()
+    with pytest.raises(InvalidRequestError, match="unregistered before its output was written"):
+        window(region).write(b"12345678")
+
+
+def test_an_input_is_a_view_over_host_memory_of_its_size(region):
+    array = window_array(window(region), "FP32", (1, 2), "x")
+    assert (array.shape, array.dtype) == ((1, 2), np.float32)
+    with pytest.raises(InvalidRequestError, match="needs 12 bytes"):
+        window_array(window(region), "FP32", (1, 3), "x")
+    with pytest.raises(UnsupportedError, match="BYTES, which this server does not read from CUDA"):
+        window_array(window(region), "BYTES", (1,), "x")
