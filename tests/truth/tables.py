@@ -112,7 +112,7 @@ def noise_floor() -> Iterator[str]:
 def planted() -> Iterator[str]:
     """Truths planted request by request."""
     for truth in TRUTHS:
-        found = try_truth(truth, 200)
+        found = try_truth(truth, 400)
         verdicts = ", ".join(f"{verdict.replace('_', ' ')} {count}" for verdict, count in found.verdicts.most_common())
         covered = percent(promises.Share(found.covered, found.trials))
         yield f"{truth.name} | {truth.metric} | {verdicts} | {truth.ratio:.3g} | {truth.pairs} | {covered}"
@@ -131,7 +131,7 @@ TABLES = (
         0,
     ),
     ("spread of a restart | winners without the floor | with it", noise_floor, 0),
-    ("planted | metric | verdicts of 200 runs | true B/A | pairs | intervals that cover it", planted, 3),
+    ("planted | metric | verdicts of 400 runs | true B/A | pairs | intervals that cover it", planted, 3),
 )
 
 

@@ -34,7 +34,7 @@ def assert_at_most(share: promises.Share, promised: float = 0.05) -> None:
 
 def assert_covers(share: promises.Share, *, may_exceed: bool = False) -> None:
     """92 to 98 %, a little wider where there are few trials."""
-    room = 2.5 * math.sqrt(0.05 * 0.95 / share.trials) if share.trials < 200 else 0.0
+    room = 2.5 * math.sqrt(0.05 * 0.95 / share.trials) if share.trials < 400 else 0.0
     assert share.value >= 0.92 - room
     assert may_exceed or share.value <= 0.98 + room
 
@@ -125,13 +125,13 @@ def test_the_noise_floor_stops_what_a_restart_would_make_a_winner_of() -> None:
     assert_at_most(promises.false_winners_beside_the_floor(1000, 0.02, floor=True))
 
 
-@trials(8, 200)
+@trials(8, 400)
 @pytest.mark.parametrize("truth", TRUTHS, ids=lambda truth: truth.name)
 def test_a_planted_truth_is_covered_and_gets_its_verdict(truth: Truth, trials: int) -> None:
-    """Request by request, through the summaries too. A drift of both arms may only widen the interval."""
+    """Request by request, through the summaries too. What all blocks meet alike may only widen the interval."""
     found = try_truth(truth, trials)
-    assert_covers(promises.Share(found.covered, trials), may_exceed="slow down" in truth.name)
-    assert found.right(truth) >= (0.9 if trials >= 200 else 0.5)
+    assert_covers(promises.Share(found.covered, trials), may_exceed="slow down" in truth.name or "stall" in truth.name)
+    assert found.right(truth) >= (0.9 if trials >= 400 else 0.5)
 
 
 def test_pairing_absorbs_a_drift_that_would_fool_one_arm_after_the_other() -> None:
