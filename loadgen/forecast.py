@@ -13,6 +13,8 @@ from loadgen.schedule import ScheduledBlock
 _START_SECONDS = 10.0
 _BEFORE_LOAD_SECONDS = 45.0
 _BETWEEN_BLOCKS_SECONDS = 0.3
+_TRIALS = 8
+"""Of a search, or rungs of a ramp, before any has run."""
 
 
 class Forecast:
@@ -26,6 +28,13 @@ class Forecast:
         self._preset_seconds = PRESETS[experiment.preset].minutes * 60 if experiment.preset in PRESETS else 300.0
         self._before_load = _BEFORE_LOAD_SECONDS
         self._load_ends_at: float | None = None
+        self._search_seconds = sum(
+            2 * cell.pairs * _TRIALS * 2 * cell.seconds for cell in experiment.cells if cell.scenario in ("slo", "ramp")
+        )
+
+    def searches_take(self, seconds: float) -> None:
+        """Searches and ramps that are still to come, as far as those that have run tell."""
+        self._search_seconds = seconds
 
     def load_ends_within(self, seconds: float) -> None:
         """How many blocks are to come is not known, only how long they may take."""
@@ -62,7 +71,7 @@ class Forecast:
         blocks = sum(self._block_seconds(block.cell, block.label, self._seconds) for block in self._blocks)
         if self._load_ends_at is not None:
             blocks = max(0.0, self._load_ends_at - monotonic())
-        return self._before_load + blocks + self._starts * start
+        return self._before_load + blocks + self._starts * start + self._search_seconds
 
     @staticmethod
     def _block_seconds(cell: Cell, label: Label, seen: Mapping[tuple[str, Label], list[float]]) -> float:

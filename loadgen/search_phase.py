@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from itertools import groupby
 from random import Random
-from time import sleep
+from statistics import fmean
+from time import monotonic, sleep
 
 import msgspec
 
@@ -62,8 +63,11 @@ class SearchPhase:
         own = [entry for entry in whole if entry.restart == bench.restart]
         if own and not load_cells(experiment.cells):
             bench.prepare_bodies([1])
+        bench.forecast.load_begins()
+        to_come = [entry.cell for entry in whole if entry.restart >= bench.restart and entry.position == 0]
+        took: dict[str, list[float]] = {}
         for (cell, _), pair in groupby(own, key=lambda entry: (entry.cell, entry.pair)):
-            entries = list(pair)
+            entries, began = list(pair), monotonic()
             if cell.scenario == "slo":
                 bench.enter(f"searching for the highest rate with p99 ≤ {cell.latency_bound_ms:g} ms")
                 bench.warm_up([_closed(cell, min(cell.concurrency, WARM_UP_USERS))])
@@ -72,6 +76,11 @@ class SearchPhase:
             else:
                 bench.enter("adding users until the servers are saturated")
                 self._climb(entries)
+            to_come.remove(cell)
+            took.setdefault(cell.name, []).append(monotonic() - began)
+            seen = [seconds for many in took.values() for seconds in many]
+            bench.forecast.searches_take(sum(fmean(took.get(left.name, seen)) for left in to_come))
+            bench.progress.plan(bench.forecast.remaining_s())
 
     def _search(self, entry: ScheduledBlock) -> None:
         cell, label = entry.cell, entry.label
