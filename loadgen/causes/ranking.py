@@ -176,6 +176,8 @@ def _with_sentence(causes: CellCauses, where: str, comparable: bool) -> CellCaus
     found = sorted((cause for cause in causes.causes if cause.found), key=lambda cause: -(cause.share or 0.0))
     if causes.unattributed_share is None:
         text += ", which is within the noise: no share of it can be named."
+    elif not any(cause.effects for cause in causes.causes):
+        text += ": no cause was tested."
     elif not found:
         text += ": no cause that was tested explains it."
     else:

@@ -51,16 +51,15 @@ def cause_rows(causes: CellCauses) -> list[tuple[str, ...]]:
     return rows
 
 
-def causes_of(result: Result, cell: str | None) -> CellCauses | None:
-    """Of one cell."""
-    return next((causes for causes in result.causes if causes.cell == cell), None)
-
-
 def causes_note(result: Result) -> str | None:
     """What a reader must know of how the causes were found, or that none were looked for."""
     if result.causes:
-        left = ", ".join(result.causes_left_out)
-        return NOTE + (f" No time was left for {left}: raise --explain-minutes." if left else "")
+        note = NOTE
+        if result.state is None or result.state.state != "finished":
+            note += " The run ended before all causes were taken away."
+        if result.causes_left_out:
+            note += f" No time was left for {', '.join(result.causes_left_out)}: raise --explain-minutes."
+        return note
     if result.explained_cells == ():
         return "No mean request times differ by more than the noise and ±δ, so no cause was looked for."
     if not result.stages:

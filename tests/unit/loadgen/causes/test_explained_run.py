@@ -107,6 +107,13 @@ def test_a_run_that_ended_before_its_counterfactuals_says_so(tmp_path: Path) -> 
     assert "The run ended before causes were taken away." in shown(analyse(tmp_path))
 
 
+def test_a_run_that_was_interrupted_between_counterfactuals_says_so(tmp_path: Path) -> None:
+    write_explained(tmp_path)
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "interrupted"}))
+    assert "The run ended before all causes were taken away." in shown(analyse(tmp_path))
+
+
 def test_arms_that_take_the_same_time_have_nothing_to_explain(tmp_path: Path) -> None:
     write_explained(tmp_path)
     nothing = Explanation(cells=(), left_out=(), done=(), untested=())

@@ -145,6 +145,13 @@ def test_nothing_to_take_away_is_a_known_zero() -> None:
     assert found.notes == ()
 
 
+def test_a_difference_of_which_nothing_was_tested_yet() -> None:
+    assert (
+        ranked(gap(10.0, 20.0), []).sentence
+        == "B is 2.00× slower at batch 32 (+10.0 ms a request): no cause was tested."
+    )
+
+
 def test_without_pairs_there_is_nothing_to_explain() -> None:
     assert rank_causes(CELL, [], [], [], None, comparable=True) is None
 
