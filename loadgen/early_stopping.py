@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from scipy import stats
+from scipy import special
 
 QUANTILE = 0.99
 CONFIDENCE = 0.99
@@ -49,4 +49,4 @@ def late_allowed(queries: int, quantile: float = QUANTILE, confidence: float = C
 
 
 def _carries(late: int, queries: int, quantile: float, confidence: float) -> bool:
-    return queries > late and float(stats.binom.cdf(late, queries, 1.0 - quantile)) <= 1.0 - confidence
+    return queries > late and float(special.bdtr(late, queries, 1.0 - quantile)) <= 1.0 - confidence

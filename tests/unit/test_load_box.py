@@ -16,8 +16,15 @@ ABSENT = (
 )  # fmt: skip
 PROGRAM = """
 import sys
-for name in {absent!r}:
-    sys.modules[name] = None
+
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+
+sys.meta_path.insert(0, Absent())
 from loadgen.entry import main
 sys.argv = ["abserve", *{arguments!r}]
 main()
