@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from servers.contract.shared_memory import RegionReference
 from servers.native import cuda_driver
 from servers.native.cuda_driver import CudaError
 from servers.native.cuda_regions import NO_CUDA_MEMORY, CudaAccess, CudaRegion, DeviceMemory
+from servers.native.regions import RegionTable
 
 
 @pytest.mark.parametrize("library", ["libabserve_absent.so.1", "libc.so.6"])  # no such file; none of its functions
@@ -104,3 +106,38 @@ def test_an_input_is_a_view_over_host_memory_of_its_size(region):
         window_array(window(region), "FP32", (1, 3), "x")
     with pytest.raises(UnsupportedError, match="BYTES, which this server does not read from CUDA"):
         window_array(window(region), "BYTES", (1,), "x")
+
+
+def test_a_client_that_leaves_while_its_region_is_opened_leaves_nothing_open(driver, region, monkeypatch):
+    """Until then the name is taken, so that two registrations at once cannot both succeed."""
+    opening, proceed = threading.Event(), threading.Event()
+
+    def open_slowly(_access, _name, _handle, _device, _byte_size):
+        opening.set()
+        assert proceed.wait(10)
+        return region
+
+    monkeypatch.setattr(CudaAccess, "open", open_slowly)
+
+    async def register_and_leave() -> RegionTable:
+        table = RegionTable(True)
+        task = asyncio.ensure_future(table.register_cuda("r", b"", 0, 64))
+        await asyncio.to_thread(opening.wait, 10)
+        with pytest.raises(InvalidRequestError, match="registered already"):
+            await table.register_cuda("r", b"", 0, 64)
+        with pytest.raises(InvalidRequestError, match="registered already"):
+            table.register("r", "/r", 0, 64)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        proceed.set()
+        deadline = time.monotonic() + 10
+        while not driver.closed:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0)
+        return table
+
+    table = asyncio.run(register_and_leave())
+    assert list(table.cuda_status("")) == []
+    with pytest.raises(InvalidRequestError, match="size ≥ 1"):
+        table.register("r", "/r", 0, 0)  # the name is free again
