@@ -21,8 +21,8 @@ import numpy as np
 from loadgen.statistics import MIN_LOG_SPREAD, SIGNIFICANCE, RatioEstimate, estimate_ratio
 
 MIXTURE = 0.5
-"""c². The smaller, the sooner a large effect is seen and the later a small one; between 0.2 and 2 little depends on it
-(see the table in docs/measurement.md)."""
+"""c². The smaller, the sooner a large effect is seen and the later a small one; anywhere between 0.2 and 2 a decision
+takes about as many pairs."""
 
 Logs = np.ndarray[tuple[int], np.dtype[np.float64]]
 

@@ -188,3 +188,15 @@ def test_an_arm_that_repeats_itself_from_memory_is_found(b: CacheProbe, ok: bool
     assert check.ok is ok
     assert detail in check.detail
     assert check_probes([]) == []
+
+
+def test_the_family_of_a_run_until_decided_is_what_was_planned(tmp_path: Path) -> None:
+    """p99 has too few samples everywhere; its share of the 5 % is not given to the others, or early looks were easy."""
+    directory = write_run(tmp_path, Plan(requests=60))
+    edit_json(directory / "experiment.json", until_decided=True, time_limit_minutes=1.0)
+    found = [c for c in analyse(directory).comparisons if c.p_value is not None]
+    assert not any(c.metric == "latency_p99" for c in found)
+    leading = [c for c in found if c.leading]
+    first = min(leading, key=lambda c: c.p_value or 1.0)
+    assert first.p_adjusted == pytest.approx(min(1.0, (first.p_value or 1.0) * len(leading) / 0.8))
+    assert first.minimal_detectable_effect is None or first.method == "t over pairs"
