@@ -199,8 +199,8 @@ def _notes(causes: Sequence[Cause]) -> tuple[str, ...]:
     notes = []
     against = [cause.title for cause in causes if cause.found and (cause.share or 0.0) < 0.0]
     if against:
-        named = " and ".join(against)
-        notes.append(f"A minus: {named} costs the faster arm more, and hides a part of the difference.")
+        named = ", ".join(against)
+        notes.append(f"With a minus ({named}): it costs the faster arm more, and hides a part of the difference.")
     noise = [cause.title for cause in causes if cause.effects and not cause.found]
     if noise:
         notes.append(f"Within the noise: {', '.join(noise)}.")
