@@ -12,6 +12,9 @@ from loadgen.search_records import RampFound, RateFound, Trial
 from loadgen.searches import BUSY
 from loadgen.stored_run import StoredRun
 
+WAIT_LIMIT = 0.1
+"""Of the latency bound, for p99 of the wait to be sent at the rate found."""
+
 
 def check_searches(run: StoredRun, rates: Sequence[RateFound], ramps: Sequence[RampFound]) -> list[Check]:
     """Of every cell that is one, the checks one after the other."""
@@ -22,6 +25,7 @@ def check_searches(run: StoredRun, rates: Sequence[RateFound], ramps: Sequence[R
             found = [rate for rate in rates if rate.cell == cell.name]
             reached = [(one.label, one.rate_per_s) for one in found if one.rate_per_s is not None]
             checks += [_searched(cell, found), _search_generator(cell, found, own), _ceiling(run, cell, reached)]
+            checks.append(_connections(cell, found, own))
         elif cell.scenario == "ramp":
             climbed = [ramp for ramp in ramps if ramp.cell == cell.name]
             reached = [(one.label, one.saturation_per_s) for one in climbed if one.saturation_per_s is not None]
@@ -95,6 +99,35 @@ def _search_generator(cell: Cell, found: Sequence[RateFound], trials: Sequence[T
         if (one.pair, one.label) == (trial.pair, trial.label) and trial.rate_per_s == one.failed_rate_per_s
     ]
     return _generator(cell, bool(limited), deciding, "the lowest rate that failed")
+
+
+def _connections(cell: Cell, found: Sequence[RateFound], trials: Sequence[Trial]) -> Check:
+    """At the rates found: a request that waits for a free connection waits here and not in the server's queue, as one
+    of independent clients would. Its wait counts as latency all the same."""
+    bound_ms = cell.latency_bound_ms or 1.0
+    lags = [
+        trial.send_lag_p99_ms
+        for trial in trials
+        for one in found
+        if (one.pair, one.label, one.rate_per_s) == (trial.pair, trial.label, trial.rate_per_s)
+        and trial.held
+        and trial.send_lag_p99_ms is not None
+    ]
+    longest = max(lags, default=None)
+    detail = "no trial has requests enough for a p99"
+    if longest is not None:
+        detail = (
+            f"at the rates found, p99 of the wait to be sent was {number(longest)} ms at most, "
+            f"{share(longest / bound_ms)} of the bound, with {cell.concurrency} connections"
+        )
+    return make_check(
+        CheckName.CONNECTIONS_FREE,
+        None if longest is None else longest / bound_ms <= WAIT_LIMIT,
+        scope=cell_scope(cell.name),
+        value=None if longest is None else longest / bound_ms,
+        threshold=WAIT_LIMIT,
+        detail=detail,
+    )
 
 
 def _ramp_generator(cell: Cell, ramps: Sequence[RampFound], trials: Sequence[Trial]) -> Check:

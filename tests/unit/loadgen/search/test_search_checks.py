@@ -97,3 +97,13 @@ def test_a_rate_near_the_generators_ceiling(tmp_path: Path, ceiling: float | Non
         assert found.detail.startswith("A reached 29")
         assert isinstance(found.value, float)
         assert found.value == pytest.approx(300.0 / ceiling, rel=0.05)
+
+
+@pytest.mark.parametrize(("lag_ms", "ok"), [(1.0, True), (20.0, False), (None, None)])
+def test_requests_that_wait_for_a_connection(tmp_path: Path, lag_ms: float | None, ok: bool | None) -> None:
+    trials = [msgspec.structs.replace(trial, send_lag_p99_ms=lag_ms) for trial in both_pairs(300.0, 150.0)]
+    result = analysed(tmp_path, SLO, trials)
+    (found,) = [one for one in result.checks if one.name == "connections_free"]
+    assert found.ok is ok
+    if lag_ms is not None:
+        assert found.value == pytest.approx(lag_ms / 50.0)
