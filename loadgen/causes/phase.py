@@ -100,7 +100,7 @@ class _Explanation:
             try:
                 self._measure(counterfactual)
             except OBSTACLES as exc:
-                self._leave(counterfactual, str(exc))
+                self._leave(counterfactual, reason_of(exc))
                 continue
             self._done.append(counterfactual)
             self._store()
@@ -186,6 +186,11 @@ class _Explanation:
             )
         )
         self._prepared.add(arm.body_key)
+
+
+def reason_of(obstacle: Exception) -> str:
+    """Its message; where that speaks of the labels in a counterfactual's folder, of what they mean there."""
+    return str(obstacle).replace(f"arm {AS_IS}", "the arm as it is").replace(f"arm {WITHOUT}", "the arm without it")
 
 
 def varied_request(request: ArmRequest, variant: Variant) -> ArmRequest:

@@ -38,6 +38,7 @@ def test_a_cause_is_taken_away_and_what_cannot_be_is_said(tmp_path: Path, fake_u
     untested = {(one.cause, one.label): one for one in stored.untested}
     assert untested["queue_delay", "a"].moot
     assert "404" in untested["transfer", "a"].reason
+    assert "the arm without it" in untested["transfer", "a"].reason
     assert "404" in untested["transfer", "b"].reason
     assert "not started by us" in untested["compute", "a"].reason
     for one in stored.done:
