@@ -147,9 +147,9 @@ def folded(arm: ArmStages, other: ArmStages) -> dict[str, float]:
     """The stages of `arm` at the granularity that both arms share; they still add up to the client total."""
     result = {stage: value for stage, value in arm.stages_ms.items() if value is not None}
     for stage, target in FOLDED_INTO.items():
-        if stage in result and other.stages_ms[stage] is None:
+        if stage in result and other.stages_ms.get(stage) is None:
             result[target] = result.get(target, 0.0) + result.pop(stage)
     for stage in STAGES:
-        if stage not in result and other.stages_ms[stage] is not None and stage not in FOLDED_INTO:
+        if stage not in result and other.stages_ms.get(stage) is not None and stage not in FOLDED_INTO:
             result[stage] = 0.0
     return {stage: result[stage] for stage in STAGES if stage in result}

@@ -91,7 +91,7 @@ def _ms(value: float | None) -> str:
 
 
 def _interval(bounds: tuple[float, float] | None) -> str:
-    return "–" if bounds is None else f"{signed_ms(bounds[0])} to {signed_ms(bounds[1])}"
+    return "–" if bounds is None else f"{signed_ms(bounds[0]).removesuffix(' ms')} to {signed_ms(bounds[1])}"
 
 
 def _share(value: float | None) -> str:

@@ -167,7 +167,7 @@ def stages(result: Result) -> Chart | None:
         arms = [arm for arm in (account.a, account.b) if arm]
         traces = []
         for place, stage in enumerate(STAGES):
-            if all(arm.stages_ms[stage] is None for arm in arms):
+            if not any(arm.stages_ms.get(stage) for arm in arms):
                 continue
             traces.append(len(data))
             data.append(
@@ -176,7 +176,7 @@ def stages(result: Result) -> Chart | None:
                     "orientation": "h",
                     "name": stage,
                     "y": [arm_name(result, arm.label) for arm in arms],
-                    "x": [rounded(arm.stages_ms[stage] or 0.0) for arm in arms],
+                    "x": [rounded(arm.stages_ms.get(stage) or 0.0) for arm in arms],
                     "marker": {"color": f"--stage{place}", "line": {"color": "--card", "width": 1}},
                     "hovertemplate": TITLES[stage] + ": %{x:.3~g} ms<extra></extra>",
                 }

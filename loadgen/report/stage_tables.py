@@ -26,7 +26,7 @@ def stage_rows(result: Result, cell: str) -> list[tuple[str, ...]]:
     decimals = max(0, 3 - math.floor(math.log10(max(arm.client_total_ms for arm in arms))))
     rows: list[tuple[str, ...]] = []
     for stage in STAGES:
-        values = [arm.stages_ms[stage] if arm else None for arm in (account.a, account.b)]
+        values = [arm.stages_ms.get(stage) if arm else None for arm in (account.a, account.b)]
         if values == [None, None] or (stage == "send_delay" and not any(values)):
             continue
         difference = differences.get(stage)
