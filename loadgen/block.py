@@ -50,7 +50,7 @@ class Block:
             timeout_s=command.timeout_s, others=(settling,), first_user=command.first_user,
         )  # fmt: skip
         self._offsets_ns = _schedule(command)
-        self.pacer = Pacer(self._offsets_ns, self.window) if self._offsets_ns else None
+        self.pacer = Pacer(self.window) if self._offsets_ns else None
         self._go = Event()
         self._users: list[BlockUser] = []
         self._obstacle: str | None = None
@@ -91,7 +91,7 @@ class Block:
             self.window.start(start_ns)
             self._go.set()
             if self.pacer is not None:
-                self.pacer.run(start_ns, self._concurrency)
+                self.pacer.run(self._offsets_ns, start_ns, self._concurrency)
             self._runner.user_greenlets.join()
             cpu_ns = process_time_ns() - cpu_ns
         finally:

@@ -42,22 +42,19 @@ class OpenLoop(InferenceUser):
 
 
 def start_open_loop(environment: Any, options: LoadOptions) -> None:
-    """Draw this process's share of the schedule; requests fall due from when all users are there."""
-    share = share_of(environment)
-    if share is None:
-        OpenLoop.pacer = None
-        return
-    part, parts, seed = share
-    offsets = islice(endless_offsets_ns(options.arrivals, options.rate_per_s, seed), part, None, parts)
+    """Requests fall due from when all users are there, by this process's share of the schedule."""
     window = LoadWindow(0, 0.0, 0.0)
-    OpenLoop.pacer = pacer = Pacer(offsets, window)
-
+    OpenLoop.pacer = pacer = Pacer(window)
     begun = Event()
 
     def begin(user_count: int, **_: object) -> None:
         begun.set()
         environment.events.spawning_complete.remove_listener(begin)
-        gevent.spawn(pacer.run, perf_counter_ns() + _LEAD_NS, user_count)
+        share = share_of(environment)
+        if share is not None:  # else all of the rate is given out to others, and the users here only wait
+            part, parts, seed = share
+            offsets = islice(endless_offsets_ns(options.arrivals, options.rate_per_s, seed), part, None, parts)
+            gevent.spawn(pacer.run, offsets, perf_counter_ns() + _LEAD_NS, user_count)
 
     def end(**_: object) -> None:
         window.cut("the test was stopped")

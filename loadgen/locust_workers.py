@@ -1,8 +1,9 @@
 """The locustfile on several processes and machines: shares of a rate, lost workers, samples put together.
 
-Over Locust's own channel the master tells each worker its share when a test starts, and each worker hands in its
-samples when it ends. A worker that disappears during a test ends the test, and so does one that does not hand in: the
-test is INVALID then, the exit status is not 0, and what was measured is kept.
+Over Locust's own channel the master tells each worker its share of a rate once all users are spawned (Locust decides
+which worker has users of which class), and each worker hands in its samples when the test ends. A worker that
+disappears during a test ends it. Then, and where one does not hand in, the test is INVALID, the exit status is not 0,
+and what was measured is kept.
 
 Latencies are differences of one machine's clock, so they merge. Moments do not: each machine has its own clock, so the
 merged file says which worker sent what and when by its own clock, and the rate is the sum of the workers' own rates.
@@ -26,7 +27,8 @@ from loadgen.sample_files import part_path
 SHARE, STARTED, REPORT, SAMPLES, FINISH = (
     "abserve_share", "abserve_started", "abserve_report", "abserve_samples", "abserve_finish",
 )  # fmt: skip
-RUNNING = frozenset({"spawning", "running"})
+PACED_CLASS = "OpenLoop"
+"""The user class among whose holders a rate is divided."""
 _CHUNK_BYTES = 1 << 20
 _WATCH_SECONDS = 0.25
 _SILENCE_SECONDS = 20.0
@@ -42,7 +44,7 @@ def machine() -> str:
 
 def share_of(environment: Any) -> tuple[int, int, int] | None:
     """(part, parts, seed): this process takes every `parts`-th request of the schedule with that seed. None for a
-    worker that joined when the shares were given out already."""
+    worker without users that send by a schedule, or that joined when the shares were given out already."""
     if environment.abserve_worker is None:
         return 0, 1, os.getpid()
     share: tuple[int, int, int] | None = environment.abserve_worker.share
@@ -98,17 +100,21 @@ class MasterSide:
         for kind, listener in ((STARTED, self._on_started), (REPORT, self._on_report), (SAMPLES, self._on_samples)):
             self._runner.register_message(kind, listener)
         environment.events.test_start.add_listener(self._test_start)
+        environment.events.spawning_complete.add_listener(self._spawned)
         environment.events.test_stop.add_listener(self._test_stop)
 
     def _test_start(self, **_: object) -> None:
         clients = [client for client in self._runner.clients.all if client.state not in ("missing", "stopped")]
         self._reports = {client.id: WorkerReport(client.id, number) for number, client in enumerate(clients)}
-        seed = os.getpid()
-        for number, client in enumerate(clients):
-            share = {"part": number, "parts": len(clients), "seed": seed}
-            self._runner.send_message(SHARE, share, client_id=client.id)
         self._running = True
         gevent.spawn(self._watch)
+
+    def _spawned(self, **_: object) -> None:
+        """Before the workers are told that all users are there: the rate is divided over those that have some."""
+        holders = [client for client in self._runner.clients.all if client.user_classes_count.get(PACED_CLASS)]
+        for part, client in enumerate(holders):
+            share = {"part": part, "parts": len(holders), "seed": os.getpid()}
+            self._runner.send_message(SHARE, share, client_id=client.id)
 
     def _watch(self) -> None:
         """Until the test stops or a worker is lost; the first loss stops it, since what goes on is another load."""

@@ -66,11 +66,9 @@ class MonotonicTimer:
 
 
 class Pacer:
-    """One block's schedule and the users that wait for their next request."""
+    """The users that wait for their next request, and what is due and not taken yet."""
 
-    def __init__(self, offsets_ns: Iterable[int], window: LoadWindow) -> None:
-        """`offsets_ns` ascend and may have no end; then only a cut of the window ends them."""
-        self._offsets_ns = offsets_ns
+    def __init__(self, window: LoadWindow) -> None:
         self._window = window
         self._due: SimpleQueue[int | None] = SimpleQueue()
 
@@ -82,12 +80,13 @@ class Pacer:
                 pass
         return intended_ns
 
-    def run(self, start_ns: int, users: int) -> None:
-        """Hand out everything, then wait until it is taken, at most `drain_ns`, and tell the users that there is no
+    def run(self, offsets_ns: Iterable[int], start_ns: int, users: int) -> None:
+        """Hand out a request at each of the offsets, which ascend and may have no end (then only a cut of the window
+        ends them), then wait until it is taken, at most `drain_ns`, and tell the users that there is no
         more; what is not taken by then is never sent."""
         timer = MonotonicTimer()
         try:
-            span_ns = self._hand_out(timer, start_ns)
+            span_ns = self._hand_out(timer, offsets_ns, start_ns)
             deadline_ns = start_ns + span_ns + drain_ns(span_ns)
             while self._due.qsize() and self._window.cut_reason is None and perf_counter_ns() < deadline_ns:
                 timer.wait_until(min(deadline_ns, perf_counter_ns() + _NS // 1000))
@@ -98,10 +97,10 @@ class Pacer:
         for _ in range(users):
             self._due.put(None)
 
-    def _hand_out(self, timer: MonotonicTimer, start_ns: int) -> int:
+    def _hand_out(self, timer: MonotonicTimer, offsets_ns: Iterable[int], start_ns: int) -> int:
         """The offset of the last one that was handed out, which is the schedule's unless the window was cut."""
         last_ns = 0
-        for offset_ns in self._offsets_ns:
+        for offset_ns in offsets_ns:
             due_ns = start_ns + offset_ns
             while (now_ns := perf_counter_ns()) < due_ns - _LEAD_NS:
                 if self._window.cut_reason is not None:

@@ -37,12 +37,27 @@ def merged(out: Path) -> tuple[np.ndarray, dict]:
     return read_samples(path), json.loads(path.with_suffix(".json").read_bytes())
 
 
+@pytest.mark.parametrize(("users", "holders"), [(6, 2), (1, 1)])
 def test_workers_share_a_rate_and_their_samples_are_merged(
-    fake_url: Callable[..., str], images: Path, tmp_path: Path
+    fake_url: Callable[..., str], images: Path, tmp_path: Path, users: int, holders: int
 ) -> None:
+    """A worker without users has no share: the rate is what was asked for all the same."""
     out = tmp_path / "raw"
     url = fake_url("--delay-ms", "5")
-    options = ["--processes", "2", "-u", "6", "-r", "6", "-t", "4s", "--arrivals", "constant", "--rate", "50"]
+    options = [
+        "--processes",
+        "2",
+        "-u",
+        str(users),
+        "-r",
+        str(users),
+        "-t",
+        "4s",
+        "--arrivals",
+        "constant",
+        "--rate",
+        "50",
+    ]
     process = start(url, out, images, *options, "OpenLoop")
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors
@@ -50,11 +65,14 @@ def test_workers_share_a_rate_and_their_samples_are_merged(
     assert about["complete"]
     assert about["clock"] == "one"
     assert len(samples) == about["requests"] == sum(worker["requests"] for worker in about["workers"])
-    assert set(samples["user"]) == set(range(6)), "users are numbered through over the workers"
-    for worker in about["workers"]:
+    assert set(samples["user"]) == set(range(users)), "users are numbered through over the workers"
+    senders = [worker for worker in about["workers"] if worker["requests"]]
+    assert len(senders) == holders
+    for worker in senders:
         first = worker["first_user"]
-        own = np.sort(samples["intended_ns"][(samples["user"] >= first) & (samples["user"] < first + 3)])
-        assert np.diff(own) == pytest.approx(2e9 / 50), "each takes every second arrival"
+        mine = (samples["user"] >= first) & (samples["user"] < first + users // holders)
+        gaps = np.diff(np.sort(samples["intended_ns"][mine]))
+        assert gaps == pytest.approx(holders * 1e9 / 50), "each takes every n-th arrival"
     assert about["requests_per_s"] == pytest.approx(50.0, rel=0.1)
     assert (samples["send_ns"] >= samples["intended_ns"]).all()
 
