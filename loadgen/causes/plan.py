@@ -1,9 +1,9 @@
 """Which counterfactual cells to run: a pure function of what was asked for, what is in effect and what was measured.
 
 The causes of an arm are taken away one at a time. Payload and transfer depend on each other, so they are taken away one
-after the other: first the arm that was sent more gets what the other one was sent, and from there both arms get their
-tensors through shared memory. Their effects add up by construction; those of the others need not where causes
-interact, and what is left over says by how much.
+after the other: first the arm that was sent more gets what the other one was sent (or both, where they were sent JPEG
+files, decoded pictures), and from there both arms get their tensors through shared memory. Their effects add up by
+construction; those of the others need not where causes interact, and what is left over says by how much.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ def plan_counterfactuals(
     if own["a"] != own["b"]:
         larger, smaller = sorted(requests, key=lambda request: -payload_bytes.get(request.label, 0.0))
         common[larger.label] = own[smaller.label]
-        add(_payload(experiment, larger, own[larger.label], own[smaller.label]))
+        add(_payload(experiment, larger, own[smaller.label], "as the other arm is sent"))
+    elif own["a"] == "jpeg":  # what decoding costs each arm
+        for request in requests:
+            common[request.label] = "uint8"
+            add(_payload(experiment, request, "uint8", "decoded beforehand"))
     for request in requests:
         add(_queue_delay(experiment, request, arms[request.label]))
     for request in requests:
@@ -126,12 +130,13 @@ def _make(experiment: Experiment, request: ArmRequest, cause: CauseName, changed
     )
 
 
-def _payload(experiment: Experiment, request: ArmRequest, own: str, other: str) -> Counterfactual | Untested:
+def _payload(experiment: Experiment, request: ArmRequest, other: str, why: str) -> Counterfactual | Untested:
     if experiment.deployment == "compose" and is_embedded(request):
         reason = f"{out_of_reach(experiment, request)}; bring it up with {other} among its payloads"
         return Untested(cause="payload", label=request.label, reason=reason)
     without = Variant(payload=other, transport=experiment.transport, settings={})
-    return _make(experiment, request, "payload", f"{own} → {other}, as the other arm is sent", without=without)
+    own = experiment.payload_of(request)
+    return _make(experiment, request, "payload", f"{own} → {other}, {why}", without=without)
 
 
 def _queue_delay(experiment: Experiment, request: ArmRequest, arm: ArmRecord) -> Counterfactual | Untested:

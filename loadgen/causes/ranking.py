@@ -190,7 +190,8 @@ def _described(cause: Cause) -> str:
     """With the arms that pay for it: a cause of the faster arm works against the difference."""
     if cause.name == "payload" and cause.effects:
         effect = cause.effects[0]
-        return f"{cause.title} of {effect.label.upper()} ({effect.changed.partition(',')[0]})"
+        whose = f" of {effect.label.upper()}" if len(cause.effects) == 1 else ""
+        return f"{cause.title}{whose} ({effect.changed.partition(',')[0]})"
     labels = [effect.label.upper() for effect in cause.effects]
     return cause.title + (f" of {labels[0]}" if len(labels) == 1 else "")
 

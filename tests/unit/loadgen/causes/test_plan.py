@@ -110,6 +110,16 @@ def test_different_payloads_are_made_alike_first_and_the_transfer_goes_on_from_t
     assert {one.as_is.payload for one in plan if one.label == "a" and one.cause != "transfer"} == {"fp32"}
 
 
+def test_jpeg_files_are_decoded_beforehand_on_both_arms() -> None:
+    plan, _ = plan_counterfactuals(experiment(payload="jpeg"), arms(), BYTES)
+    assert [(one.cause, one.label, one.without.payload) for one in plan[:2]] == [
+        ("payload", "a", "uint8"),
+        ("payload", "b", "uint8"),
+    ]
+    assert {one.as_is.payload for one in plan if one.cause == "transfer"} == {"uint8"}
+    assert {one.as_is.payload for one in plan if one.cause != "transfer"} == {"jpeg"}
+
+
 def test_the_arm_that_was_sent_more_gets_what_the_other_was_sent() -> None:
     plan, _ = plan_counterfactuals(experiment(b={"payload": "jpeg"}), arms(), {"a": 20_000.0, "b": 90_000.0})
     assert (plan[0].label, plan[0].without.payload) == ("b", "fp32")

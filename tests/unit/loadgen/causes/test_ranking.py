@@ -83,6 +83,11 @@ def test_a_cause_of_the_faster_arm_works_against_the_difference() -> None:
     assert any("hides a part of the difference" in note for note in found.notes)
 
 
+def test_a_payload_of_both_arms_is_named_once() -> None:
+    found = ranked(gap(10.0, 20.0), [effect("payload", "a", 10.0, 8.0), effect("payload", "b", 20.0, 13.0)])
+    assert "50 % the payload (payload taken away), 50 % unattributed." in found.sentence
+
+
 def test_what_is_within_the_noise_counts_for_nothing() -> None:
     found = ranked(gap(10.0, 20.0), [effect("compute", "b", 20.0, 20.0, noise=0.5)])
     assert [cause.found for cause in found.causes] == [False]
