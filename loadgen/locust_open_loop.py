@@ -49,7 +49,8 @@ def start_open_loop(environment: Any, options: LoadOptions) -> None:
 
     def begin(user_count: int, **_: object) -> None:
         begun.set()
-        environment.events.spawning_complete.remove_listener(begin)
+        # Removed while the event is being fired, a listener takes the next one's turn in older versions of Locust.
+        gevent.spawn(environment.events.spawning_complete.remove_listener, begin)
         share = share_of(environment)
         if share is not None:  # else all of the rate is given out to others, and the users here only wait
             part, parts, seed = share
@@ -58,7 +59,7 @@ def start_open_loop(environment: Any, options: LoadOptions) -> None:
 
     def end(**_: object) -> None:
         window.cut("the test was stopped")
-        environment.events.test_stop.remove_listener(end)
+        gevent.spawn(environment.events.test_stop.remove_listener, end)
         if not begun.is_set():
             environment.events.spawning_complete.remove_listener(begin)
 
