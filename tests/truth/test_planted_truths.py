@@ -152,8 +152,10 @@ def test_a_small_difference_is_named_and_measured(compare: Compare, percent: int
     found = metric(result, "latency_p50")
     require_quiet(result, found, percent / 100)
     assert found.verdict == "a_faster"
-    assert found.ratio_b_over_a is not None
-    assert 0.7 * percent < 100 * (found.ratio_b_over_a - 1) < 1.3 * percent
+    assert found.a is not None
+    assert found.ci95 is not None
+    planted = 0.08 * percent / found.a
+    assert found.ci95[0] - 0.3 * planted < 1.0 + planted < found.ci95[1] + 0.3 * planted
 
 
 @pytest.mark.slow
