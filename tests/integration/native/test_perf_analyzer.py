@@ -7,6 +7,7 @@ import re
 import pytest
 
 MODEL = "openclip_vit_b32"
+USERS = 2
 OUTPUT_BYTES = 32 * 512 * 4
 BREAKDOWN = re.compile(
     r"Avg request latency: (\d+) usec \(overhead (\d+) usec \+ queue (\d+) usec \+ compute input (\d+) usec \+ "
@@ -28,7 +29,7 @@ def number(pattern: str, output: str) -> float:
 def test_it_measures_and_prints_a_full_server_breakdown(open_server, perf_analyzer, protocol, batch, memory):
     before = open_server.model_stats()
     output = perf_analyzer.run(
-        *("-m", MODEL, "-i", protocol, "-b", str(batch), "--concurrency-range", "2"),
+        *("-m", MODEL, "-i", protocol, "-b", str(batch), "--concurrency-range", str(USERS)),
         *("-u", open_server.address if protocol == "http" else open_server.grpc_address),
         *("--shared-memory", memory, "--output-shared-memory-size", str(OUTPUT_BYTES)),
         # Whether this machine is quiet is not the question: take the first three windows whatever they are.
@@ -38,7 +39,9 @@ def test_it_measures_and_prints_a_full_server_breakdown(open_server, perf_analyz
     assert requests >= 50
     assert number(r"throughput: ([\d.]+) infer/sec", output) > 0
     assert number(r"Successful request count: (\d+)", output) >= requests
-    assert number(r"Inference count: (\d+)", output) == batch * number(r"Successful request count: (\d+)", output)
+    # It reads the statistics while both users' requests are under way: executed, but not yet answered.
+    executed, answered = number(r"Inference count: (\d+)", output), number(r"Successful request count: (\d+)", output)
+    assert abs(executed - batch * answered) <= USERS * batch
     parts = BREAKDOWN.search(output)
     assert parts is not None, output
     total, *stages = map(int, parts.groups())
