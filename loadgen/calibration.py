@@ -65,11 +65,12 @@ class SinkProcesses:
 
     def __init__(self, count: int, folder: Path) -> None:
         self._processes: list[ChildProcess] = []
-        ports = {"port": 0, "grpc_port": 0}
+        ports = {"port": 0, "grpc_port": 0, "library_grpc_port": 0}
         try:
             for number in range(count):
                 argv = [*OWN_MODULE, "loadgen.calibration_sink"]
-                argv += ["--port", str(ports["port"]), "--grpc-port", str(ports["grpc_port"])]
+                for name, port in ports.items():
+                    argv += [f"--{name.replace('_', '-')}", str(port)]
                 process = ChildProcess(argv, log_path=folder / f"sink-{number}.log", pipes=True)
                 self._processes.append(process)
                 ports = self._read(process)
@@ -78,6 +79,9 @@ class SinkProcesses:
             raise
         self.url = f"http://127.0.0.1:{ports['port']}"
         self.grpc_address = f"127.0.0.1:{ports['grpc_port']}"
+        """For our own client alone."""
+        self.library_grpc_address = f"127.0.0.1:{ports['library_grpc_port']}"
+        """For any gRPC client."""
 
     def delay(self, milliseconds: float) -> None:
         """Plant a delay in all of them."""

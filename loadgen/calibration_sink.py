@@ -1,12 +1,13 @@
 """The null server of a calibration: `python -m loadgen.calibration_sink` takes requests whole and answers 2 KB.
 
 It speaks as much of the protocol as a load generator needs, over HTTP and gRPC, and does nothing with what it gets:
-there is no model, no decoding and no queue, so it costs less than any server and the generator is the limit. Requests
-that refer to shared memory are answered without looking at the memory. A delay can be planted; how long each request
-was really kept, from its last byte read to just before its answer is written, is what the sink reports.
+there is no model, no decoding and no queue, so it costs less than any server. gRPC has two doors: a lean one for our
+own client (`loadgen.calibration_http2_sink`), and the library's for any other. Requests that refer to shared memory
+are answered without looking at the memory. A delay can be planted; how long each request was really kept, from its
+last byte read to just before its answer is written, is what the sink reports.
 
-    --port P --grpc-port Q   0: free ones. Several processes may share both (SO_REUSEPORT)
-    first line of output     {"port": …, "grpc_port": …}
+    --port P --grpc-port Q --library-grpc-port R   0: free ones. Several processes may share them (SO_REUSEPORT)
+    first line of output     {"port": …, "grpc_port": …, "library_grpc_port": …}
     delay MS  on input       plants a delay from now on            → {}
     held      on input       ns for which it kept each request since the last `held`  → {"held_ns": […]}
     count     on input       inference requests answered so far    → {"count": …}
@@ -25,6 +26,8 @@ from typing import Any
 import grpc.aio
 from tritonclient.grpc import service_pb2
 
+from loadgen.calibration_http2_sink import Http2Sink
+
 MODEL = "sink"
 INPUT, OUTPUT = "pixel_values", "embedding"
 ITEM_SHAPE = (3, 224, 224)
@@ -42,6 +45,17 @@ class Sink:
         self.delay_s = 0.0
         self.count = 0
         self.held_ns: list[int] = []
+
+    def whole(self, since_ns: int, send: Callable[[], None]) -> None:
+        """A request is whole since `since_ns`: send its answer, after the delay where there is one."""
+        if self.delay_s:
+            asyncio.get_running_loop().call_later(self.delay_s, self._answer, since_ns, send)
+        else:
+            self._answer(since_ns, send)
+
+    def _answer(self, since_ns: int, send: Callable[[], None]) -> None:
+        self.answered(since_ns)
+        send()
 
     def answered(self, since_ns: int) -> None:
         """A request that was whole at `since_ns` is about to be answered."""
@@ -151,15 +165,12 @@ class HttpSink(asyncio.BufferedProtocol):
         self._left = length - body_bytes
 
     def _whole(self) -> None:
-        since_ns = perf_counter_ns()
-        if self._counts and self._sink.delay_s:
-            asyncio.get_running_loop().call_later(self._sink.delay_s, self._send, since_ns)
-        else:
-            self._send(since_ns)
-
-    def _send(self, since_ns: int) -> None:
         if self._counts:
-            self._sink.answered(since_ns)
+            self._sink.whole(perf_counter_ns(), self._send)
+        else:
+            self._send()
+
+    def _send(self) -> None:
         if not self._transport.is_closing():
             self._transport.write(self._answer)
 
@@ -169,10 +180,7 @@ class GrpcSink(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ships no t
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        answer = service_pb2.ModelInferResponse(model_name=MODEL, model_version="1")
-        answer.outputs.add(name=OUTPUT, datatype="FP32", shape=(1, ANSWER_BYTES // 4))
-        answer.raw_output_contents.append(bytes(ANSWER_BYTES))
-        self._infer_answer: bytes = answer.SerializeToString()
+        self._infer_answer = infer_answer()
         self._methods: dict[str, Callable[[bytes, Any], Awaitable[bytes]]] = {"ModelInfer": self._infer}
         for name, message in _grpc_documents().items():
             self._methods[name] = self._document(message)
@@ -199,6 +207,15 @@ class GrpcSink(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ships no t
         return answer
 
 
+def infer_answer() -> bytes:
+    """The serialised `ModelInferResponse` of every request."""
+    answer = service_pb2.ModelInferResponse(model_name=MODEL, model_version="1")
+    answer.outputs.add(name=OUTPUT, datatype="FP32", shape=(1, ANSWER_BYTES // 4))
+    answer.raw_output_contents.append(bytes(ANSWER_BYTES))
+    content: bytes = answer.SerializeToString()
+    return content
+
+
 def _grpc_documents() -> dict[str, Any]:
     metadata = service_pb2.ModelMetadataResponse(name=MODEL, versions=["1"], platform="sink")
     metadata.inputs.add(name=INPUT, datatype="FP32", shape=(-1, *ITEM_SHAPE))
@@ -221,22 +238,27 @@ def _grpc_documents() -> dict[str, Any]:
     }
 
 
-async def _serve(port: int, grpc_port: int) -> None:
+async def _serve(port: int, grpc_port: int, library_grpc_port: int) -> None:
     loop = asyncio.get_running_loop()
-    sink = Sink()
+    sink, message = Sink(), infer_answer()
     server = await loop.create_server(lambda: HttpSink(sink), "127.0.0.1", port, reuse_port=True, backlog=1024)
+    lean = await loop.create_server(
+        lambda: Http2Sink(message, sink.whole), "127.0.0.1", grpc_port, reuse_port=True, backlog=1024
+    )
     grpc_server = grpc.aio.server(
         handlers=(GrpcSink(sink),), options=(("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 1))
     )
-    grpc_port = grpc_server.add_insecure_port(f"127.0.0.1:{grpc_port}")
+    library_grpc_port = grpc_server.add_insecure_port(f"127.0.0.1:{library_grpc_port}")
     await grpc_server.start()
-    _say({"port": server.sockets[0].getsockname()[1], "grpc_port": grpc_port})
+    ports = {name: listener.sockets[0].getsockname()[1] for name, listener in (("port", server), ("grpc_port", lean))}
+    _say({**ports, "library_grpc_port": library_grpc_port})
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
         _say(sink.command(line.decode()))
     await grpc_server.stop(None)
     server.close()
+    lean.close()
 
 
 def _say(document: object) -> None:
@@ -249,8 +271,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--grpc-port", type=int, default=0)
+    parser.add_argument("--library-grpc-port", type=int, default=0)
     options = parser.parse_args()
-    asyncio.run(_serve(options.port, options.grpc_port))
+    asyncio.run(_serve(options.port, options.grpc_port, options.library_grpc_port))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python -m pytest tests/benchmarks/client_cpu.py -m benchmark -s
 
-Everything runs on loopback against one sink (`loadgen.calibration_sink`: reads the body, answers 2 KB) in alternating
-rounds: one user, one connection, one FP32 image a request. The Locust users live in one gevent-patched process; their
-figure is the process's user and system time over the requests of a round. perf_analyzer is started twice a round, for
-few requests and for many; its figure is the difference of its CPU times over the difference of the requests, so that
-its start-up is not charged. Ratios are medians over rounds.
+Everything runs on loopback against one sink (`loadgen.calibration_sink`: reads the body, answers 2 KB; over gRPC its
+door that any client may use) in alternating rounds: one user, one connection, one FP32 image a request. The Locust
+users live in one gevent-patched process; their figure is the process's user and system time over the requests of a
+round. perf_analyzer is started twice a round, for few requests and for many; its figure is the difference of its CPU
+times over the difference of the requests, so that its start-up is not charged. Ratios are medians over rounds.
 
 Our user records its samples to a file as in a measured block; FastHttpUser feeds Locust's statistics, as it always
 does. Through shared memory our client copies the image into the region for every request, as a client that has
@@ -121,7 +121,7 @@ class Clients:
     """The process in which all Locust users live."""
 
     def __init__(self, sink: SinkProcesses, folder: Path) -> None:
-        arguments = [sys.executable, "-c", CLIENTS, sink.url, sink.grpc_address, str(folder)]
+        arguments = [sys.executable, "-c", CLIENTS, sink.url, sink.library_grpc_address, str(folder)]
         self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def cpu_us(self, name: str) -> float:
@@ -155,7 +155,7 @@ def cpu_s_of_children() -> float:
 
 def perf_analyzer_cpu_us(analyzer: Any, sink: SinkProcesses, transport: str) -> float:
     """CPU µs a request, start-up excluded; the clients' process has not been waited for, so it is not in the sum."""
-    address = sink.grpc_address if transport == "grpc" else sink.url.removeprefix("http://")
+    address = sink.library_grpc_address if transport == "grpc" else sink.url.removeprefix("http://")
     command = ["-m", "sink", "-i", "grpc" if transport == "grpc" else "http", "-u", address, "-b", "1"]
     if transport == "shm":
         command += ["--shared-memory", "system", "--output-shared-memory-size", "2048"]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from loadgen.calibration import CalibrationRequest, SinkProcesses, calibrate
 from loadgen.calibration_records import Calibration, ceiling_images_per_s
 from loadgen.calibration_store import default_path, own_calibration, read_calibration, write_calibration
-from loadgen.clients.grpc import GrpcConnection
+from loadgen.clients.grpc import GrpcConnection, GrpcRequest
 from loadgen.endpoint import Endpoint
 from loadgen.entry import build
 
@@ -54,11 +54,19 @@ def test_the_sink_keeps_requests_as_long_as_it_is_told(tmp_path: Path) -> None:
         endpoint = Endpoint(sink.url)
         assert endpoint.live()
         assert endpoint.signature("sink").inputs[0].shape == (-1, 3, 224, 224)
-        connection = GrpcConnection(sink.grpc_address)
-        connection.connect()
-        connection.close()
         sink.delay(3.0)
         assert sink.held_ns() == []
+        for address in (sink.grpc_address, sink.library_grpc_address):
+            connection = GrpcConnection(address)
+            for size in (1, 602_112, 20_000_000):
+                exchange = connection.send(GrpcRequest(bytes(size), size, 1))
+                assert exchange.failure is None
+                assert len(exchange.body) > 2048
+                assert exchange.end_ns - exchange.send_ns > 2_900_000
+            connection.close()
+        held_ns = sink.held_ns()
+        assert len(held_ns) == 6
+        assert min(held_ns) > 2_900_000
         assert sink.cpu_ns() is not None
     finally:
         sink.stop()
