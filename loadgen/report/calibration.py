@@ -56,7 +56,7 @@ def _errors(timing: TimingError | None) -> tuple[str, str]:
 
 
 def _signed(value: float) -> str:
-    return ("+" if value >= 0.0 else "−") + number(abs(value))
+    return ("+" if value >= 0.0 else "−") + number(abs(value), 2)
 
 
 def notes(calibration: Calibration) -> list[str]:
