@@ -23,7 +23,7 @@ def print_calibration(calibration: Calibration, console: Console, stored: Path |
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("Cell", no_wrap=True)
-    for name in ("Images\n/s", "Users", "CPU\nµs", "Core", "Idle\np50", "\np99", "Loaded\np50", "\np99", "\nat"):
+    for name in ("Images\n/s", "Users", "CPU\nµs", "Core", "Idle\np50", "\np99", "Load\np50", "\np99", "\nat"):
         table.add_column(name, justify="right", no_wrap=True)
     for cell in calibration.cells:
         table.add_row(*_row(cell))
