@@ -48,7 +48,7 @@ def serve_native(
     pipeline: Annotated[
         bool,
         typer.Option(envvar=f"{ENV}PIPELINE", help="Gather one batch while another is executed, where the engine can."),
-    ] = True,
+    ] = False,
     max_body_bytes: Annotated[
         int, typer.Option(envvar=f"{ENV}MAX_BODY_BYTES", help="Largest request body; a larger one gets 413.")
     ] = 64 * 2**20,

@@ -51,7 +51,7 @@ class BatchingSettings:
     max_queue_delay_us: int = 2000
     queue_size: int = 512
     queue_timeout_us: int = 0
-    pipeline: bool = True
+    pipeline: bool = False
     """Whether to gather one batch while another is executed, where the engine can."""
 
 

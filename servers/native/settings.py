@@ -40,7 +40,7 @@ class NativeSettings(BaseSettings):
         0, ge=0, description="Longest wait in the queue where a request names no timeout of its own; 0: no limit."
     )
     pipeline: bool = Field(
-        True, description="Gather one batch while another is executed, with an engine that has two slots."
+        False, description="Gather one batch while another is executed, with an engine that has two slots."
     )
     max_body_bytes: int = Field(64 * 2**20, ge=1, description="Largest request body, also after decompression.")
     max_json_bytes: int = Field(

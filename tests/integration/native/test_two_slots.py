@@ -29,7 +29,7 @@ def config(server) -> dict:
 
 
 def test_clients_of_both_doors_each_get_their_own_rows(start):
-    server = start("--max-batch-size", "8", "--max-queue-delay-us", "500", grpc=True)
+    server = start("--pipeline", "true", "--max-batch-size", "8", "--max-queue-delay-us", "500", grpc=True)
     server.open("load", "infer")
     server.wait_ready()
 
@@ -70,7 +70,7 @@ def test_clients_of_both_doors_each_get_their_own_rows(start):
 
 
 def test_sigterm_finishes_both_slots_and_what_waits(start):
-    server = start("--max-batch-size", "2", "--max-queue-delay-us", "0")
+    server = start("--pipeline", "true", "--max-batch-size", "2", "--max-queue-delay-us", "0")
     server.open("load")
     server.wait_ready()
     before = len(events(server))
@@ -93,8 +93,8 @@ def test_sigterm_finishes_both_slots_and_what_waits(start):
     assert (server.folder / "closed").exists()
 
 
-def test_it_can_be_switched_off(start):
-    server = start("--pipeline", "false")
+def test_it_is_off_unless_switched_on(start):
+    server = start()
     server.open("load", "infer")
     server.wait_ready()
     assert server.infer([20.0] * 4).status == 200
