@@ -1,8 +1,9 @@
 """HTTP/2 (RFC 9113) as a gRPC client speaks it to one server: one stream after the other, bodies that are not copied.
 
 The gRPC library costs this side two to three times as much for the same request (compare
-`tests/benchmarks/client_cpu.py`): its own threads, queues and events around every call. Here a request is one `sendmsg` of the head and slices of the body as
-far as the server's flow control lets it, and an answer is one `recv_into` a reused buffer.
+`tests/benchmarks/client_cpu.py`): its own threads, queues and events around every call. Here a request is one
+`sendmsg` of the head and slices of the body as far as the server's flow control lets it, and an answer is one
+`recv_into` a reused buffer.
 
 It uses the `socket` module of the process it runs in, so it blocks in a plain process and yields to other users in one
 that gevent has patched. Not for several streams at once, nor for the internet: plain text, no upgrade, no push.
