@@ -18,6 +18,8 @@ from loadgen.clients.http2 import Http2Connection, Http2Error
 from loadgen.clients.requests import AddressError
 
 SERVICE = "/inference.GRPCInferenceService/"
+MOST_ADDRESS_BYTES = 126
+"""As one header of HTTP/2 in its short form."""
 FRAME_BYTES = 5
 """gRPC's compression flag and length before every message."""
 
@@ -53,7 +55,7 @@ class GrpcRequest:
 def parse_grpc_address(address: str) -> tuple[str, int]:
     """Host and port. Raises `AddressError`."""
     host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or "/" in address:
+    if not separator or not host or not port.isdigit() or "/" in address or len(address) > MOST_ADDRESS_BYTES:
         raise AddressError(f"{address} is no gRPC address; give one like 127.0.0.1:8101")
     return host.strip("[]"), int(port)
 

@@ -137,7 +137,7 @@ def test_nobody_there_and_nobody_who_speaks_grpc() -> None:
     gone.close()
 
 
-@pytest.mark.parametrize("text", ["", "localhost", "http://127.0.0.1:8001", ":8001", "host:port"])
+@pytest.mark.parametrize("text", ["", "localhost", "http://127.0.0.1:8001", ":8001", "host:port", "h" * 200 + ":1"])
 def test_bad_addresses(text: str) -> None:
     with pytest.raises(AddressError, match="no gRPC address"):
         parse_grpc_address(text)
