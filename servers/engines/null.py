@@ -52,7 +52,7 @@ class NullEngine:
         wanted = max((prod(shape) for _, shape in self._outputs), default=0)
         lines = -(-wanted // images.shape[2])
         if lines <= images.shape[1]:  # all of it in the first channel
-            return normalise(images[:, :lines], preprocessing)[:, 0]
+            return normalise(images[:, :lines, :, :1], preprocessing)
         return normalise(images, preprocessing)
 
     def describe(self) -> EngineDescription:
