@@ -28,6 +28,8 @@ class UntilDecided:
         self._cells = {cell.name: cell for cell in load_cells(bench.experiment.cells)}
         self._blocks: list[BlockSummary] = []
         self._open = dict(self._cells)
+        self._beside = 0.0
+        """Seconds of a round that are in no block: idle gaps, above all."""
         self._deadline = monotonic() + 60.0 * (bench.experiment.time_limit_minutes or 0.0)
 
     def run(self) -> None:
@@ -40,7 +42,9 @@ class UntilDecided:
                 break
             start = len(self._blocks)
             blocks = [block for place, one in enumerate(pairs) for block in one.blocks(start + 2 * place)]
+            began = monotonic()
             records = phase.run(blocks, bench.forecast, last=False)
+            self._beside = max(0.0, monotonic() - began - sum(bench.forecast.pair_s(one.cell) for one in pairs))
             stored = [read_block(bench.store.directory, record, self._cells) for record in records]
             self._blocks += summarise_blocks(stored)
             self._look()
@@ -53,7 +57,7 @@ class UntilDecided:
             return False
         due = any(pair < cell.pairs for cell in self._open.values())
         seconds = sum(self._bench.forecast.pair_s(cell) for cell in self._open.values())
-        return due or monotonic() + seconds <= self._deadline
+        return due or monotonic() + self._beside + seconds <= self._deadline
 
     def _look(self) -> None:
         leading = [c for c in compare_all(self._bench.experiment, self._blocks, ()) if c.leading]

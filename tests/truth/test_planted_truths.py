@@ -192,25 +192,32 @@ def test_a_heavier_tail_alone_is_found_in_the_tail_alone(compare: Compare) -> No
 
 @pytest.mark.slow
 def test_a_stall_is_seen_by_those_who_would_have_come(compare: Compare) -> None:
-    """200 ms in 10 s is 2 % of the time: an open loop meets it with 2 % of its requests, a closed loop with one."""
-    cells = (open_loop(70.0, 10.0, 3), closed(700, 3))
-    result = compare("--delay-ms 2 --no-spin", "--delay-ms 2 --no-spin --stall-ms 200", *cells)
-    opened = metric(result, "latency_p99", cells[0].name)
-    closed_loop = metric(result, "latency_p99", cells[1].name)
-    tell("200 ms stall every 10 s, open loop", opened)
-    tell("200 ms stall every 10 s, closed loop", closed_loop)
-    require_quiet(result, opened, 1.0)
-    assert opened.verdict == "a_faster"
-    assert opened.ratio_b_over_a is not None
-    assert closed_loop.ratio_b_over_a is not None
-    assert opened.ratio_b_over_a > 2.0 * closed_loop.ratio_b_over_a
+    """200 ms in 10 s is 2 % of the time, so an open loop meets it with 2 % of its requests: p99 is half a stall."""
+    result = compare("--delay-ms 20 --no-spin", "--delay-ms 20 --no-spin --stall-ms 200", open_loop(70.0, 10.0, 3))
+    found = metric(result, "latency_p99")
+    tell("200 ms stall every 10 s, open loop", found)
+    require_quiet(result, found, 1.0)
+    assert found.verdict == "a_faster"
+    assert found.ratio_b_over_a is not None
+    assert found.ratio_b_over_a > 2.5
+
+
+@pytest.mark.slow
+def test_a_closed_loop_omits_it(compare: Compare) -> None:
+    """One request in a block waits, and the others do not come meanwhile: why the open loop is there."""
+    result = compare("--delay-ms 3 --no-spin", "--delay-ms 3 --no-spin --stall-ms 200", closed(700, 3))
+    found = metric(result, "latency_p99")
+    tell("200 ms stall every 10 s, closed loop", found)
+    assert found.verdict in ("undecided", "equivalent")
+    assert found.ratio_b_over_a is not None
+    assert found.ratio_b_over_a < 2.5
 
 
 @pytest.mark.slow
 def test_saturation_is_found_where_it_was_planted(compare: Compare) -> None:
     """B serves 150 requests a second at most and is asked for 200."""
     cell = open_loop(200.0, 3.0, 3)
-    result = compare("--delay-ms 2 --no-spin", "--delay-ms 2 --no-spin --rate 150", cell)
+    result = compare("--delay-ms 20 --no-spin", "--delay-ms 20 --no-spin --rate 150", cell)
     achieved = metric(result, "achieved_rate", cell.name)
     tell("saturated at 150/s, asked for 200/s", achieved)
     require_quiet(result, achieved, 0.25)
@@ -228,7 +235,7 @@ def test_latency_counts_to_the_last_byte_of_a_slow_body(compare: Compare) -> Non
     require_quiet(result, found, 0.5)
     assert found.verdict == "a_faster"
     assert found.ratio_b_over_a is not None
-    assert 1.4 < found.ratio_b_over_a < 2.0
+    assert 1.4 < found.ratio_b_over_a < 2.2
 
 
 @pytest.mark.slow
