@@ -8,8 +8,9 @@ of at most 1 − c:
 
 That is MLPerf's early-stopping bound for the Server scenario (MLCommons inference, `loadgen/early_stopping.cc`; Reddi
 et al., "MLPerf Inference Benchmark", ISCA 2020), with the tolerance 0. For p99 at 99 % confidence it gives 459 queries
-with 0 late, 2,010 with 10, 12,571 with 100. It takes answers as independent. Those of one batch, and those that queue together, are late together, so
-a claim from a short trial is weaker than it says: see `tests/truth/test_searches_keep_their_promises.py` for how much.
+with 0 late, 2,010 with 10, 12,571 with 100. It takes answers as independent. Those of one batch, and those that queue
+together, are late together, so a claim from a short trial is weaker than it says: see
+`tests/truth/test_searches_keep_their_promises.py` for how much.
 """
 
 from __future__ import annotations
