@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from loadgen.batching import executed_batches
 from loadgen.causes.analysis import find_causes
 from loadgen.checks import in_order, reason_against
@@ -75,6 +77,8 @@ def analyse_run(run: StoredRun) -> Result:
     titles |= {arm.label: arm.title for arm in run.arms}
     causes = find_causes(run, blocks, accounts)
     verdict = reach_verdict(run.experiment, titles, comparisons, checks, accounts, summaries, causes)
+    if run.experiment.until_decided:
+        verdict = msgspec.structs.replace(verdict, caveats=(*verdict.caveats, stopping.sentence))
     return Result(
         valid=verdict.valid,
         state=run.state,

@@ -44,6 +44,7 @@ class ServerPair:
         self._store = store
         self._progress = progress
         self._resources = ExitStack()
+        self._starts = 0
         self.arms: dict[Label, Arm] = {}
         for request in (experiment.a, experiment.b):
             deployment = make_deployment(request, experiment, store, work, abserve)
@@ -54,9 +55,11 @@ class ServerPair:
             )
 
     def start(self) -> list[ArmRecord]:
-        """Both at once, each on fresh ports; returns what is in effect, which is stored too. Raises
-        `DeploymentError`."""
-        for label, arm in self.arms.items():
+        """Both at once, each on fresh ports, a first and b first by turns; returns what is in effect, which is stored
+        too. Raises `DeploymentError`."""
+        order = list(self.arms.items())
+        self._starts += 1
+        for label, arm in order if self._starts % 2 else reversed(order):
             self._progress.now(f"{label.upper()}: {arm.request.target}")
             arm.deployment.start()
         require_one_way([arm.deployment for arm in self.arms.values()])

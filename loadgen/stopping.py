@@ -26,6 +26,9 @@ class Stopping(Record, frozen=True, kw_only=True):
     undecided: tuple[str, ...]
     """Scenarios whose leading comparison names neither a winner nor equivalence."""
     sentence: str
+    """How it ended."""
+    coverage: str
+    """What the intervals cover and what not."""
 
 
 def describe_stopping(experiment: Experiment, state: RunState | None, comparisons: Sequence[Comparison]) -> Stopping:
@@ -45,6 +48,7 @@ def describe_stopping(experiment: Experiment, state: RunState | None, comparison
         pairs=pairs,
         undecided=undecided,
         sentence=_sentence(experiment, ended, pairs, undecided),
+        coverage=_coverage(experiment) if pairs else "",
     )
 
 
@@ -64,10 +68,18 @@ def _sentence(
             "time limit": f"Stopped by the time limit of {number(experiment.time_limit_minutes or 0.0)} minutes of "
             f"load, after {count} each; undecided: {', '.join(undecided)}",
         }.get(ended or "", f"Ended before it was decided, after {count} each")
-        return f"{how}. The intervals hold however often one looks. {ONE_START}"
+        return f"{how}."
+    starts = f" over {experiment.restarts} starts of both servers" if experiment.restarts > 1 else ""
+    if ended is None:
+        return f"Ended before the plan did, after {count} of each scenario{starts}."
+    return f"As planned: {count} of each scenario{starts}."
+
+
+def _coverage(experiment: Experiment) -> str:
+    looks = "The intervals hold however often one looks. " if experiment.until_decided else ""
     if experiment.restarts > 1:
-        return f"As planned: {count} of each scenario over {experiment.restarts} starts of both servers."
-    return f"As planned: {count} of each scenario. {ONE_START}"
+        return "The intervals cover what a restart changes."
+    return looks + ONE_START
 
 
 ONE_START = "Both servers were started once, so the intervals do not cover what a restart changes."

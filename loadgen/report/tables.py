@@ -45,8 +45,11 @@ def titles(result: Result) -> dict[str, str]:
 
 def footing(result: Result) -> str:
     """What the intervals stand on: how the run ended, and the noise floor of the machine."""
-    stopping = "" if result.stopping is None else result.stopping.sentence
-    return " ".join(part for part in (stopping, result.noise_floor_sentence) if part)
+    parts = [result.noise_floor_sentence]
+    if result.stopping is not None:
+        told_before = result.stopping.sentence in result.verdict.caveats
+        parts = ["" if told_before else result.stopping.sentence, result.stopping.coverage, *parts]
+    return " ".join(part for part in parts if part)
 
 
 def comparison_rows(result: Result, *, measured_only: bool = False) -> list[ComparisonRow]:

@@ -37,6 +37,7 @@ def test_a_large_difference_ends_the_run_before_the_limit(tmp_path: Path) -> Non
     assert (result.stopping.rule, result.stopping.ended_by) == ("until decided", "decided")
     assert result.stopping.pairs == {c.scenario: c.pairs for c in leading}
     assert "when every scenario was decided" in result.stopping.sentence
+    assert result.stopping.sentence in result.verdict.caveats
 
 
 def test_the_least_pairs_are_run_and_then_the_limit_ends_what_is_open(tmp_path: Path) -> None:

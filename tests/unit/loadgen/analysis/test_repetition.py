@@ -70,7 +70,7 @@ def test_equal_weights_are_holm_and_unequal_ones_divide_the_five_per_cent() -> N
 def test_a_run_over_restarts_says_so(tmp_path: Path) -> None:
     directory = write_run(tmp_path, Plan(pairs=6))
     once = analyse(directory)
-    assert "started once" in (once.stopping.sentence if once.stopping else "")
+    assert "started once" in (once.stopping.coverage if once.stopping else "")
     assert next(c for c in once.checks if c.name == "restarts").ok is False
     spread_over_restarts(directory, 6, 6)
     result = analyse(directory)
