@@ -181,8 +181,8 @@ def _with_sentence(causes: CellCauses, where: str, comparable: bool) -> CellCaus
     elif not found:
         text += ": no cause that was tested explains it."
     else:
-        parts = [f"{_percent(cause.share)} {_described(cause)}" for cause in found]
-        text += f": {', '.join(parts)}, {_percent(causes.unattributed_share)} unattributed."
+        parts = [f"{percent(cause.share)} {_described(cause)}" for cause in found]
+        text += f": {', '.join(parts)}, {percent(causes.unattributed_share)} unattributed."
     return msgspec.structs.replace(causes, sentence=text)
 
 
@@ -234,7 +234,8 @@ def _drifts(causes: Sequence[Cause], own_ms: Mapping[Label, float]) -> list[str]
     return notes
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """A share of 1 in whole per cent: "−34 %"; a share of a difference carries no more digits."""
     if value is None:
         return "–"
     rounded = round(abs(value) * 100)

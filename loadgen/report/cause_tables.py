@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadgen.causes.ranking import CellCauses
+from loadgen.causes.ranking import CellCauses, percent
 from loadgen.quantities import number, share, signed_ms
 from loadgen.result import Result
 
@@ -34,7 +34,7 @@ def cause_rows(causes: CellCauses) -> list[tuple[str, ...]]:
             cause.title + ("" if cause.found or not cause.effects else " (within the noise)"),
             _ms(cause.b_minus_a_ms),
             _interval(cause.ci95_ms if cause.effects else None),
-            _share(cause.share if cause.found else None),
+            percent(cause.share if cause.found else None),
         )
         for effect in cause.effects:
             times = (f"{number(effect.as_is_ms)} ms", f"{number(effect.without_ms)} ms")
@@ -45,7 +45,7 @@ def cause_rows(causes: CellCauses) -> list[tuple[str, ...]]:
             rows.append((*head, untested.label.upper(), f"{words}: {untested.reason}", "–", "–", "–"))
             head = ("", "", "", "")
     rest = ("unattributed", _ms(causes.unattributed_ms), _interval(causes.unattributed_ci95_ms))
-    rows.append((*rest, _share(causes.unattributed_share), "", "", "", "", ""))
+    rows.append((*rest, percent(causes.unattributed_share), "", "", "", "", ""))
     whole = ("the difference", _ms(causes.b_minus_a_ms), _interval(causes.ci95_ms), "100 %")
     rows.append((*whole, "", "", f"A {number(causes.a_ms)} ms", f"B {number(causes.b_ms)} ms", "blocks"))
     return rows
@@ -92,9 +92,3 @@ def _ms(value: float | None) -> str:
 
 def _interval(bounds: tuple[float, float] | None) -> str:
     return "–" if bounds is None else f"{signed_ms(bounds[0]).removesuffix(' ms')} to {signed_ms(bounds[1])}"
-
-
-def _share(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return share(value) if value >= 0 else f"−{share(-value)}"
