@@ -103,7 +103,7 @@ def state(result: Result, check: str) -> bool | None:
     return False if False in found else None if None in found or not found else True
 
 
-# Short ones, in every run of the tests.
+# Two short ones, in every run of the tests; no speed decides them.
 
 
 def test_rows_mixed_up_in_a_batch_are_refused(compare: Compare) -> None:
@@ -121,6 +121,7 @@ def test_a_response_cache_takes_the_verdict(compare: Compare) -> None:
     assert "on B" in next(c.detail for c in result.checks if c.name == "repeated_requests")
 
 
+@pytest.mark.slow
 def test_errors_under_load_take_the_verdict(compare: Compare) -> None:
     """The server is sound until parity and warm-up are over."""
     result = compare("--delay-ms 1", "--delay-ms 1 --good-first 120 --error-every 7", closed(100, 2))
@@ -193,13 +194,13 @@ def test_a_heavier_tail_alone_is_found_in_the_tail_alone(compare: Compare) -> No
 @pytest.mark.slow
 def test_a_stall_is_seen_by_those_who_would_have_come(compare: Compare) -> None:
     """200 ms in 10 s is 2 % of the time, so an open loop meets it with 2 % of its requests: p99 is half a stall."""
-    result = compare("--delay-ms 20 --no-spin", "--delay-ms 20 --no-spin --stall-ms 200", open_loop(70.0, 10.0, 3))
+    result = compare("--delay-ms 40 --no-spin", "--delay-ms 40 --no-spin --stall-ms 200", open_loop(70.0, 10.0, 3))
     found = metric(result, "latency_p99")
     tell("200 ms stall every 10 s, open loop", found)
     require_quiet(result, found, 1.0)
     assert found.verdict == "a_faster"
     assert found.ratio_b_over_a is not None
-    assert found.ratio_b_over_a > 2.5
+    assert found.ratio_b_over_a > 2.0
 
 
 @pytest.mark.slow

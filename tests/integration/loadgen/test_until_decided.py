@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_process_left")
 
 def cell(batch_size: int, pairs: int = 2) -> Cell:
     return Cell(
-        scenario="batched", batch_size=batch_size, concurrency=1, requests=12, seconds=0, max_seconds=9, pairs=pairs
+        scenario="batched", batch_size=batch_size, concurrency=1, requests=6, seconds=0, max_seconds=9, pairs=pairs
     )
 
 
@@ -27,7 +27,7 @@ def until_decided(*cells: Cell, minutes: float, b_settings: dict[str, str]) -> E
 
 def test_a_large_difference_ends_the_run_before_the_limit(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    experiment = until_decided(cell(1), cell(2), minutes=5.0, b_settings={"delay-ms": "25"})
+    experiment = until_decided(cell(1), cell(2), minutes=5.0, b_settings={"delay-ms": "15"})
     assert run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE).error is None
     result = analyse(out)
     leading = [c for c in result.comparisons if c.leading]
