@@ -220,18 +220,24 @@ def _notes(causes: Sequence[Cause]) -> tuple[str, ...]:
 def _drifts(causes: Sequence[Cause], own_ms: Mapping[Label, float]) -> list[str]:
     """Where an arm as it is was another speed than in its own blocks; not for an arm that had left its payload."""
     changed = {effect.label for cause in causes if cause.name == "payload" for effect in cause.effects}
-    notes = []
+    drifts: dict[Label, list[float]] = {}
     for cause in causes:
         for effect in cause.effects:
-            if cause.name == "transfer" and effect.label in changed:
-                continue
-            drift = effect.as_is_ms / own_ms[effect.label]
-            if not 1.0 / DRIFT_LIMIT <= drift <= DRIFT_LIMIT:
-                notes.append(
-                    f"{effect.label.upper()} took {drift:.2f}× the time of its own blocks while {cause.title} was "
-                    "tested: the machine changed its speed, so read the shares as rough."
-                )
-    return notes
+            if cause.name != "transfer" or effect.label not in changed:
+                drifts.setdefault(effect.label, []).append(effect.as_is_ms / own_ms[effect.label])
+    told = [
+        f"{label.upper()} took {_span(found)}× the time of its own blocks"
+        for label, found in sorted(drifts.items())
+        if min(found) < 1.0 / DRIFT_LIMIT or max(found) > DRIFT_LIMIT
+    ]
+    if not told:
+        return []
+    return [f"The machine changed its speed: as it is, {', '.join(told)} while causes were tested. Shares are rough."]
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low}–{high}"
 
 
 def percent(value: float | None) -> str:
