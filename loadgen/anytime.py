@@ -33,6 +33,7 @@ def log_bayes_factors(logs: Sequence[float], mean: float) -> Logs:
     counts = np.arange(1, len(deviations) + 1, dtype=np.float64)
     sums, squares = np.cumsum(deviations), np.cumsum(deviations**2)
     share = np.divide(sums**2, (counts + MIXTURE) * squares, out=np.zeros_like(sums), where=squares > 0.0)
+    share[:1] = 1.0 / (1.0 + MIXTURE)  # one observation says nothing, also where it is the mean itself
     return np.asarray(0.5 * np.log(MIXTURE / (counts + MIXTURE)) - counts / 2.0 * np.log1p(-share))
 
 
