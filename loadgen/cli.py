@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from loadgen.calibrate_command import calibrate
-from loadgen.compare_command import compare
-from loadgen.conformance_command import conformance
-from loadgen.diff_command import diff
+from loadgen.commands.calibrate import calibrate
+from loadgen.commands.compare import compare
+from loadgen.commands.conformance import conformance
+from loadgen.commands.diff import diff
+from loadgen.commands.noise_floor import noise_floor
+from loadgen.commands.report import report
 from loadgen.exporters.command import results_exporter
-from loadgen.noise_floor_command import noise_floor
-from loadgen.report_command import report
 
 
 def commands(app: typer.Typer) -> None:

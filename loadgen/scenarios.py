@@ -44,15 +44,15 @@ import gevent
 from locust import events, task
 from locust.exception import StopUser
 
+from loadgen.clients.endpoint import Endpoint, EndpointError
 from loadgen.clients.http import ConnectionRefused
+from loadgen.clients.inputs import InputError
 from loadgen.clients.requests import Address, AddressError
-from loadgen.endpoint import Endpoint, EndpointError
 from loadgen.exporters.load import export_load
-from loadgen.inputs import InputError
-from loadgen.locust_open_loop import OpenLoop, start_open_loop
-from loadgen.locust_session import LoadOptions, Session
-from loadgen.locust_workers import MasterSide, WorkerSide
-from loadgen.users import InferenceUser
+from loadgen.generator.users import InferenceUser
+from loadgen.locustfile.open_loop import OpenLoop, start_open_loop
+from loadgen.locustfile.session import LoadOptions, Session
+from loadgen.locustfile.workers import MasterSide, WorkerSide
 
 DEFAULT_HOST = "http://127.0.0.1:8100"
 _POLL_SECONDS = 0.005

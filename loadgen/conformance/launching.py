@@ -9,9 +9,9 @@ from pathlib import Path
 from time import monotonic, perf_counter, sleep
 
 from loadgen.conformance.settings import Setting
-from loadgen.deployment.command import ABSERVE
 from loadgen.deployment.embedded import EmbeddedDeployment
 from loadgen.deployment.interface import DeploymentError
+from loadgen.invocation import ABSERVE
 
 READY_SECONDS = 330.0
 

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import psutil
 
+from loadgen.clients.endpoint import Endpoint
 from loadgen.clients.http import ConnectionRefused, HttpConnection
 from loadgen.clients.requests import Address, Request, request_head
 from loadgen.deployment.containers import PROJECT, LogLine, ServiceContainer, find_container
 from loadgen.deployment.interface import DeploymentError, StartTimes, poll_ready
-from loadgen.endpoint import Endpoint
-from loadgen.payloads import BACKEND_ENDINGS
+from loadgen.records.payloads import BACKEND_ENDINGS
 
 PORTS = {"native": 8100, "triton": 8000}
 GRPC_PORTS = {"native": 8101, "triton": 8001}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.deployment.command import ABSERVE
 from loadgen.deployment.interface import DeploymentError, StartTimes, poll_ready
 from loadgen.deployment.ports import free_ports
 from loadgen.deployment.process import ChildProcess, ProcessError
+from loadgen.invocation import ABSERVE
 
 _PLAN_SECONDS = 300.0
 _STOP_SECONDS = 15.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import perf_counter_ns, sleep
 from typing import Protocol
 
-from loadgen.endpoint import Endpoint
+from loadgen.clients.endpoint import Endpoint
 
 _POLL_SECONDS = 0.005
 

@@ -28,7 +28,7 @@ from loadgen.evidence.records import (
     Witness,
 )
 from loadgen.evidence.thresholds import DEFAULT_THRESHOLDS, Thresholds
-from loadgen.records import BlockRecord, Label
+from loadgen.records.run import BlockRecord, Label
 
 LOST = "gpu_lost"
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Literal
 
 from loadgen.evidence.thresholds import Thresholds
-from loadgen.records import Label, Record
+from loadgen.records.run import Label, Record
 
 SCHEMA: Literal["abserve.evidence/1"] = "abserve.evidence/1"
 

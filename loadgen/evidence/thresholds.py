@@ -5,7 +5,7 @@ They are stored with each verdict, so that an old verdict can be judged by the n
 
 from __future__ import annotations
 
-from loadgen.records import Record
+from loadgen.records.run import Record
 
 
 class Thresholds(Record, frozen=True, kw_only=True):

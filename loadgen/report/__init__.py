@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loadgen.result import Result
+from loadgen.analysis.result import Result
 
 EXPERIMENT_FILE = "experiment.yaml"
 
@@ -14,8 +14,8 @@ def write_reports(out_dir: Path, result: Result) -> list[Path]:
     all; return their paths, the one to look at first. Raises `OSError`."""
     import loadgen.report.html as page
     import loadgen.report.markdown as summary
-    from loadgen.experiment_file import write_content
-    from loadgen.result import FILE_NAME, encode_result, write_atomically
+    from loadgen.analysis.result import FILE_NAME, encode_result, write_atomically
+    from loadgen.experiment.file import write_content
 
     settings, sha256 = result.experiment.settings, result.experiment.settings_sha256
     contents = {

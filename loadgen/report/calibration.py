@@ -8,8 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from loadgen.calibration_records import CEILING_SHARE_LIMIT, Calibration, CalibrationCell, TimingError
 from loadgen.quantities import number, share
+from loadgen.records.calibration import CEILING_SHARE_LIMIT, Calibration, CalibrationCell, TimingError
 
 
 def print_calibration(calibration: Calibration, console: Console, stored: Path | None) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from loadgen.causes.ranking import CellCauses
+from loadgen.analysis.causes.ranking import CellCauses
+from loadgen.analysis.result import Result
 from loadgen.quantities import signed_ms
 from loadgen.report.charts import Chart, Figure, View, axis, main_view_first
-from loadgen.result import Result
 
 
 def causes(result: Result) -> Chart | None:

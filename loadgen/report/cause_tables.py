@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from loadgen.causes.ranking import CellCauses, percent
+from loadgen.analysis.causes.ranking import CellCauses, percent
+from loadgen.analysis.result import Result
 from loadgen.quantities import number, share, signed_ms
-from loadgen.result import Result
 
 CAUSE_HEADINGS = (
     "cause",

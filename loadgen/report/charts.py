@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from loadgen.analysis.result import Result
+from loadgen.analysis.stages import STAGES, TITLES
 from loadgen.report.tables import titles
-from loadgen.result import Result
-from loadgen.stages import STAGES, TITLES
 
 Figure = dict[str, Any]
 MARKERS = {"a": "circle", "b": "diamond"}

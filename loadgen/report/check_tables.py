@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from loadgen.checks import Check
-from loadgen.result import Result
+from loadgen.analysis.checks.outcome import Check
+from loadgen.analysis.result import Result
 
 CheckState = Literal["failed", "warning", "unknown", "note", "ok"]
 ARMS = 2

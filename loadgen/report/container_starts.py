@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from loadgen.analysis.result import Result
 from loadgen.quantities import number
-from loadgen.records import ContainerColdStart, Label
-from loadgen.result import Result
+from loadgen.records.run import ContainerColdStart, Label
 
 LABELS: tuple[Label, Label] = ("a", "b")
 STEPS = (

@@ -9,7 +9,7 @@ import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
 
-from loadgen.result import Result
+from loadgen.analysis.result import Result
 
 COMPARISONS = (
     "run", "scenario", "metric", "unit", "higher_is_better", "a", "b", "ratio_b_over_a", "ci95_low", "ci95_high",

@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.comparisons import METRICS
+from loadgen.analysis.comparisons import METRICS
+from loadgen.analysis.run_difference import ComparisonChange, RunDifference
 from loadgen.quantities import ratio, ratio_interval
 from loadgen.report.markdown import escape, make_table
 from loadgen.report.tables import VERDICT_WORDS
 from loadgen.report.terminal import SHORT
-from loadgen.run_difference import ComparisonChange, RunDifference
 
 HEADINGS = ("scenario", "metric", "old B/A", "new B/A", "change", "95 % interval", "outcome", "verdict")
 RIGHT = (2, 3, 4, 5)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loadgen.analysis.result import Result
 from loadgen.evidence.records import EvidenceRecord, Finding
 from loadgen.quantities import number, share
 from loadgen.report.charts import Chart, Figure, axis, rounded
 from loadgen.report.check_tables import CheckState
-from loadgen.result import Result
 
 HEADINGS = ("arm", "scenario", "finding", "load", "utilisation", "power", "J/image", "beyond idle", "inputs", "why")
 ALL_SCENARIOS = "all scenarios"

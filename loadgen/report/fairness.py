@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loadgen.check_names import CheckName
-from loadgen.checks import Check
-from loadgen.fairness.definitions import FAIRNESS_DEFINITIONS
-from loadgen.fairness_checks import SAME
+from loadgen.analysis.checks.fairness.arms import SAME
+from loadgen.analysis.checks.fairness.definitions import FAIRNESS_DEFINITIONS
+from loadgen.analysis.checks.names import CheckName
+from loadgen.analysis.checks.outcome import Check
 
 NAMES = {name.value for name in (*FAIRNESS_DEFINITIONS, *SAME, CheckName.SETTINGS_IN_EFFECT)}
 

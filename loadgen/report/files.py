@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from loadgen.analysis.result import Result, encode_result, write_atomically
 from loadgen.report.csv import blocks_csv, comparisons_csv
 from loadgen.report.junit import render_junit
 from loadgen.report.markdown import render_markdown
-from loadgen.result import Result, encode_result, write_atomically
 
 FORMATS: Mapping[str, Callable[[Result], str]] = {
     "csv": lambda result: comparisons_csv({"": result}),

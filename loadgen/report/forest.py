@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from loadgen.comparisons import METRICS
+from loadgen.analysis.comparisons import METRICS
+from loadgen.analysis.result import Result
 from loadgen.quantities import ratio, ratio_interval, share
 from loadgen.report.charts import Chart, Figure, axis
 from loadgen.report.tables import VERDICT_WORDS
-from loadgen.result import Result
 
 
 def forest(result: Result) -> Chart | None:

@@ -9,16 +9,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loadgen.checks import CheckName
-from loadgen.claims import figure
-from loadgen.comparisons import METRICS, Comparison
+from loadgen.analysis.checks.outcome import CheckName
+from loadgen.analysis.checks.run import leading_comparisons
+from loadgen.analysis.claims import figure
+from loadgen.analysis.comparisons import METRICS, Comparison
+from loadgen.analysis.result import Result
 from loadgen.quantities import inverse, ratio, ratio_interval, sentence
 from loadgen.report import evidence
 from loadgen.report.check_tables import CheckRow, CheckState, check_rows
 from loadgen.report.tables import VERDICT_WORDS
 from loadgen.report.threshold_rows import threshold_sentence
-from loadgen.result import Result
-from loadgen.run_checks import leading_comparisons
 
 WIDTH, HEIGHT = 240.0, 22.0
 """Of a strip, in its own units."""

@@ -11,7 +11,8 @@ import jinja2
 import msgspec
 from plotly.offline import get_plotlyjs
 
-from loadgen.checks import CheckName
+from loadgen.analysis.checks.outcome import CheckName
+from loadgen.analysis.result import Result
 from loadgen.quantities import sentence, share
 from loadgen.report import (
     cause_chart,
@@ -31,7 +32,6 @@ from loadgen.report import (
     threshold_rows,
 )
 from loadgen.report.charts import Chart
-from loadgen.result import Result
 
 FILE_NAME = "report.html"
 HERE = Path(__file__).parent / "templates"

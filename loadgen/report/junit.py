@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from loadgen.checks import Check
-from loadgen.claims import claim
-from loadgen.comparisons import METRICS
-from loadgen.result import Result
+from loadgen.analysis.checks.outcome import Check
+from loadgen.analysis.claims import claim
+from loadgen.analysis.comparisons import METRICS
+from loadgen.analysis.result import Result
 
 _FORBIDDEN = re.compile(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]")
 """Characters that XML 1.0 cannot hold, escaped or not (section 2.2)."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.live_ratios import LiveRatio
 from loadgen.quantities import ratio, ratio_interval
+from loadgen.run.live_ratios import LiveRatio
 
 FIXED = "The plan is fixed: nothing is stopped by what shows here, and the verdict comes after the checks."
 OPEN = "Pairs are added until every scenario is decided; these intervals may be looked at after each."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loadgen.analysis.result import Result
 from loadgen.quantities import share
 from loadgen.report import container_starts, threshold_rows
 from loadgen.report.cause_tables import BATCH_HEADINGS, CAUSE_HEADINGS, batch_rows, cause_rows, causes_note
@@ -21,7 +22,6 @@ from loadgen.report.tables import (
     summary_rows,
     titles,
 )
-from loadgen.result import Result
 
 FILE_NAME = "summary.md"
 MARKS = {"failed": "**failed**", "warning": "warning", "unknown": "unknown", "note": "note", "ok": "ok"}

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import jinja2
 
-from loadgen.combinations import Combination
+from loadgen.analysis.checks.run import leading_comparisons
+from loadgen.analysis.result import Result, write_atomically
+from loadgen.experiment.combinations import Combination
 from loadgen.report import tables
 from loadgen.report.markdown import escape, make_table
-from loadgen.result import Result, write_atomically
-from loadgen.run_checks import leading_comparisons
 
 HERE = Path(__file__).parent / "templates"
 HEADINGS = ("scenario", "metric", "unit", "A", "B", "B/A", "95 % interval", "verdict", "bytes of tensors a request")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from loadgen.analysis.result import Result
 from loadgen.quantities import measured, number, share
-from loadgen.result import Result
 
 HEADINGS = (
     "scenario", "arm", "due", "due a second", "answered a second", "answered in time", "unsent", "lag p50, ms",

@@ -15,15 +15,15 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from loadgen.checks import Check
-from loadgen.live_ratios import LiveRatios
-from loadgen.records import ArmRecord, BlockRecord, ColdStart, ParityRecord
+from loadgen.analysis.checks.outcome import Check
+from loadgen.records.run import ArmRecord, BlockRecord, ColdStart, ParityRecord
 from loadgen.report.fairness import fairness_lines, fairness_summary
 from loadgen.report.live import FIXED, OPEN, ratio_line, ratio_table
+from loadgen.run.live_ratios import LiveRatios
 
 
 class RichProgress:
-    """Implements `loadgen.progress.Progress`; a context manager, so that the terminal is always given back."""
+    """Implements `loadgen.run.progress.Progress`; a context manager, so that the terminal is always given back."""
 
     def __init__(self, console: Console, ratios: LiveRatios | None = None) -> None:
         self._console = console

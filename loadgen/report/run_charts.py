@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from loadgen.analysis.result import Result
 from loadgen.report.charts import DASHES, MARKERS, Chart, Figure, View, arm_name, axis, main_view_first, rounded
-from loadgen.result import Result
 
 PHASES = (
     ("live", "live_ns", "process start to live"),

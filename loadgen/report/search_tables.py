@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from loadgen.analysis.result import Result
 from loadgen.quantities import number
-from loadgen.result import Result
-from loadgen.search_records import RampFound, RampRung, RateFound
+from loadgen.records.searches import RampFound, RampRung, RateFound
 
 RATE_HEADINGS = ("scenario", "pair", "arm", "holds, requests/s", "fails at", "trials", "under load, s", "note")
 RATE_CAPTION = (

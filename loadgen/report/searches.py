@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from loadgen.analysis.result import Result
 from loadgen.report import open_loop_tables
 from loadgen.report import search_tables as tables
-from loadgen.result import Result
 
 
 def print_searches(result: Result, console: Console) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from loadgen.analysis.result import Result
+from loadgen.analysis.stages import STAGES, TITLES
 from loadgen.quantities import share
-from loadgen.result import Result
-from loadgen.stages import STAGES, TITLES
 
 FOLDED = "folded"
 FOLDED_NOTE = (

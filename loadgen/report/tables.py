@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loadgen.claims import figure
-from loadgen.comparisons import METRICS, Comparison
+from loadgen.analysis.claims import figure
+from loadgen.analysis.comparisons import METRICS, Comparison
+from loadgen.analysis.result import Result
 from loadgen.quantities import measured, ratio, ratio_interval, share
-from loadgen.records import ArmRecord
-from loadgen.result import Result
+from loadgen.records.run import ArmRecord
 
 VERDICT_WORDS = {
     "a_faster": "A faster",

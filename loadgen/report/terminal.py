@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from loadgen.analysis.result import Result
 from loadgen.quantities import share
 from loadgen.report import cause_tables, container_starts, threshold_rows
 from loadgen.report.check_tables import CheckState, check_rows
@@ -16,7 +17,6 @@ from loadgen.report.evidence import summary_lines
 from loadgen.report.fairness import fairness_summary
 from loadgen.report.searches import print_searches
 from loadgen.report.tables import ComparisonRow, comparison_rows, footing, titles
-from loadgen.result import Result
 
 STYLES = {
     "a_faster": "bold blue",

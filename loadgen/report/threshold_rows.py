@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from loadgen.analysis.result import Result
+from loadgen.analysis.thresholds import ThresholdOutcome
 from loadgen.report.check_tables import CheckState
-from loadgen.result import Result
-from loadgen.thresholds import ThresholdOutcome
 
 WORDS: dict[str, tuple[str, CheckState]] = {
     "kept": ("kept", "ok"),

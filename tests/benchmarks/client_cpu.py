@@ -2,7 +2,7 @@
 
     python -m pytest tests/benchmarks/client_cpu.py -m benchmark -s
 
-Everything runs on loopback against one sink (`loadgen.calibration_sink`: reads the body, answers 2 KB; over gRPC its
+Everything runs on loopback against one sink (`loadgen.calibration.sink`: reads the body, answers 2 KB; over gRPC its
 door that any client may use) in alternating rounds: one user, one connection, one FP32 image a request. The Locust
 users live in one gevent-patched process; their figure is the process's user and system time over the requests of a
 round. perf_analyzer is started twice a round, for few requests and for many; its figure is the difference of its CPU
@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from loadgen.calibration import SinkProcesses
+from loadgen.calibration.measurement import SinkProcesses
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(900)]
 
@@ -45,12 +45,12 @@ from pathlib import Path
 from locust import FastHttpUser, task
 from locust.env import Environment
 from locust.exception import StopUser
-from loadgen.calibration import signature, write_images
+from loadgen.calibration.measurement import signature, write_images
 from loadgen.clients.requests import Address
-from loadgen.inputs import read_samples
-from loadgen.sample_files import SampleWriter
-from loadgen.transports import Door, prepare
-from loadgen.users import InferenceUser, Traffic
+from loadgen.clients.inputs import read_samples
+from loadgen.records.sample_files import SampleWriter
+from loadgen.clients.transports import Door, prepare
+from loadgen.generator.users import InferenceUser, Traffic
 
 url, grpc_address, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 write_images(folder / "samples")

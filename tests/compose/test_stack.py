@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from loadgen.bodies import prepare_body
-from loadgen.container_cold_start import measure_container_cold_start
+from loadgen.clients.bodies import prepare_body
+from loadgen.clients.endpoint import Endpoint
+from loadgen.clients.inputs import read_samples, write_samples
 from loadgen.deployment.compose import ComposeDeployment
 from loadgen.deployment.interface import Deployment, DeploymentError
-from loadgen.endpoint import Endpoint
-from loadgen.inputs import read_samples, write_samples
+from loadgen.run.container_cold_start import measure_container_cold_start
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
 

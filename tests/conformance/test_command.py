@@ -11,13 +11,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from loadgen.commands.conformance import conformance
 from loadgen.conformance.corpus import CASES, select
 from loadgen.conformance.records import CaseResult, ConformanceReport, Verdict
 from loadgen.conformance.rendering import DocumentError, write_section
 from loadgen.conformance.runner import CaseRun
 from loadgen.conformance.sessions import LaunchedSession, RemoteSession
 from loadgen.conformance.settings import AS_STARTED
-from loadgen.conformance_command import conformance
 
 APP = typer.Typer()
 APP.command()(conformance)

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from loadgen.records import (
+from loadgen.records.run import (
     ArmRecord,
     ArmRequest,
     BlockRecord,
@@ -27,7 +27,7 @@ from loadgen.records import (
     RunState,
     StageTotals,
 )
-from loadgen.samples import SAMPLE_DTYPE
+from loadgen.records.samples import SAMPLE_DTYPE
 
 ORIGIN_NS = 1_000_000_000_000
 

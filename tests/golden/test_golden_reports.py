@@ -10,7 +10,7 @@ from rich.console import Console
 from synthetic_run import Plan, SimulatedArm, write_run
 from syrupy.assertion import SnapshotAssertion
 
-from loadgen.analysis import analyse
+from loadgen.analysis.analysis import analyse
 from loadgen.report.markdown import render_markdown
 from loadgen.report.terminal import print_result
 

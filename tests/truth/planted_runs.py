@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from loadgen.block_records import BlockRecord
-from loadgen.comparisons import compare_all
-from loadgen.records import ArmRequest, Cell, Experiment
-from loadgen.samples import SAMPLE_DTYPE, Samples
-from loadgen.stored_run import StoredBlock
-from loadgen.summaries import BlockSummary, summarise_blocks
+from loadgen.analysis.comparisons import compare_all
+from loadgen.analysis.summaries import BlockSummary, summarise_blocks
+from loadgen.records.blocks import BlockRecord
+from loadgen.records.run import ArmRequest, Cell, Experiment
+from loadgen.records.samples import SAMPLE_DTYPE, Samples
+from loadgen.storage.stored_run import StoredBlock
 
 BLOCK_NOISE = 0.01
 NS = 1e9

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from loadgen.anytime import half_width, log_bayes_factors
-from loadgen.comparisons import LEADING_SHARE, compare_all
-from loadgen.noise_floor import floor_of
-from loadgen.statistics import SIGNIFICANCE, critical_t, estimate_ratio, estimate_restarts
+from loadgen.analysis.comparisons import LEADING_SHARE, compare_all
+from loadgen.analysis.noise_floor import floor_of
+from loadgen.statistics.anytime import half_width, log_bayes_factors
+from loadgen.statistics.ratios import SIGNIFICANCE, critical_t, estimate_ratio, estimate_restarts
 from tests.truth.simulated_runs import Noise, experiment, names_a_winner, simulate, simulate_blocks
 
 WITHIN = 0.02

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from loadgen.comparisons import Comparison, compare_all
-from loadgen.records import ArmRequest, Cell, Experiment
-from loadgen.summaries import BlockSummary, LatencySummary
+from loadgen.analysis.comparisons import Comparison, compare_all
+from loadgen.analysis.summaries import BlockSummary, LatencySummary
+from loadgen.records.run import ArmRequest, Cell, Experiment
 
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from loadgen.statistics import detectable_effect
+from loadgen.statistics.ratios import detectable_effect
 from tests.truth import promises
 from tests.truth.planted_runs import TRUTHS, try_truth
 from tests.truth.simulated_runs import plain, weather

@@ -11,11 +11,11 @@ import sys
 import numpy as np
 import pytest
 
-from loadgen.causes.differences import combine, difference
-from loadgen.causes.effects import CauseEffect, MeasuredEffect
-from loadgen.causes.ranking import rank_causes
-from loadgen.causes.records import CauseName
-from loadgen.records import Cell, Label
+from loadgen.analysis.causes.differences import combine, difference
+from loadgen.analysis.causes.effects import CauseEffect, MeasuredEffect
+from loadgen.analysis.causes.ranking import rank_causes
+from loadgen.records.causes import CauseName
+from loadgen.records.run import Cell, Label
 
 TRIALS = 2000
 WEATHER, NOISE = 0.03, 0.01

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.analysis import analyse
-from loadgen.comparisons import Comparison
-from loadgen.progress import SilentProgress
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.comparisons import Comparison
+from loadgen.analysis.result import Result
 from loadgen.quantities import ratio, ratio_interval
-from loadgen.records import ArmRequest, Cell, Experiment
-from loadgen.result import Result
-from loadgen.runner import run_experiment
+from loadgen.records.run import ArmRequest, Cell, Experiment
+from loadgen.run.progress import SilentProgress
+from loadgen.run.runner import run_experiment
 
 SERVER = Path(__file__).with_name("planted_server.py")
 Compare = Callable[..., Result]

@@ -3,9 +3,9 @@
     pytest -s -m slow tests/truth/test_searches_keep_their_promises.py     prints the table
 
 Each arm is a server of a fixed service time and one queue (M/D/1), simulated query by query; a trial is what
-`loadgen.search_phase` runs, with the bound of `loadgen.early_stopping`. In *stalls* the machine stops for 150 ms about
-every 100 s, longer than the bound, which fails trials at any rate. The true rate is the one at which 1 % of the answers
-is late, found in simulations of two million queries.
+`loadgen.run.search_phase` runs, with the bound of `loadgen.statistics.early_stopping`. In *stalls* the machine stops
+for 150 ms about every 100 s, longer than the bound, which fails trials at any rate. The true rate is the one at which
+1 % of the answers is late, found in simulations of two million queries.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from loadgen.early_stopping import late_allowed
-from loadgen.records import Cell
-from loadgen.search_plan import make_search_cells
-from loadgen.searches import search_from
-from loadgen.statistics import estimate_ratio
+from loadgen.analysis.searches import search_from
+from loadgen.experiment.search_plan import make_search_cells
+from loadgen.records.run import Cell
+from loadgen.statistics.early_stopping import late_allowed
+from loadgen.statistics.ratios import estimate_ratio
 
 pytestmark = pytest.mark.slow
 

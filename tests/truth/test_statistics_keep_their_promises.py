@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 
-from loadgen.statistics import SIGNIFICANCE, detectable_effect
+from loadgen.statistics.ratios import SIGNIFICANCE, detectable_effect
 from tests.truth import promises
 from tests.truth.planted_runs import TRUTHS, Truth, try_truth
 from tests.truth.simulated_runs import Noise, experiment, plain, simulate, weather

@@ -1,7 +1,7 @@
 """Which window tells the truth about a closed loop that ends after a number of requests.
 
 The truth is the rate of the same users over a very long run. Two windows are compared: up to the last answer, and
-the full-load window of `loadgen.summaries`.
+the full-load window of `loadgen.analysis.summaries`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from loadgen.full_load import throughput_per_s
-from loadgen.samples import SAMPLE_DTYPE, Samples
+from loadgen.analysis.full_load import throughput_per_s
+from loadgen.records.samples import SAMPLE_DTYPE, Samples
 
 Latency = Callable[[np.random.Generator], float]
 USERS, REQUESTS = 16, 200

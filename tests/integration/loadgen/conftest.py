@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadgen.records import ArmRequest, Cell, Experiment
+from loadgen.records.run import ArmRequest, Cell, Experiment
 
 FAKE = Path(__file__).parents[2] / "fake_server.py"
 FAKE_ABSERVE = (sys.executable, str(FAKE))

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.calibration import CalibrationRequest, SinkProcesses, calibrate
-from loadgen.calibration_records import Calibration, ceiling_images_per_s
-from loadgen.calibration_store import default_path, own_calibration, read_calibration, write_calibration
+from loadgen.calibration.measurement import CalibrationRequest, SinkProcesses, calibrate
+from loadgen.clients.endpoint import Endpoint
 from loadgen.clients.grpc import GrpcConnection, GrpcRequest
-from loadgen.endpoint import Endpoint
 from loadgen.entry import build
+from loadgen.machine.calibration import default_path, own_calibration, read_calibration, write_calibration
+from loadgen.records.calibration import Calibration, ceiling_images_per_s
 
 
 def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

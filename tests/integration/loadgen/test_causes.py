@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.analysis import analyse
-from loadgen.causes.records import Explanation
-from loadgen.progress import SilentProgress
-from loadgen.records import ArmRequest, Cell
-from loadgen.runner import run_experiment
+from loadgen.analysis.analysis import analyse
+from loadgen.records.causes import Explanation
+from loadgen.records.run import ArmRequest, Cell
+from loadgen.run.progress import SilentProgress
+from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

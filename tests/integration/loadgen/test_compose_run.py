@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 import loadgen.deployment.compose as compose
-from loadgen.analysis import analyse
+from loadgen.analysis.analysis import analyse
 from loadgen.deployment.containers import LogLine, State
 from loadgen.deployment.interface import DeploymentError
 from loadgen.deployment.ports import free_ports
-from loadgen.progress import SilentProgress
-from loadgen.records import Cell, ColdStart, ContainerColdStart, RunState
-from loadgen.runner import run_experiment
+from loadgen.records.run import Cell, ColdStart, ContainerColdStart, RunState
+from loadgen.run.progress import SilentProgress
+from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE, FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.endpoint import Endpoint
-from loadgen.generator_messages import Open, Prepare
-from loadgen.generator_process import GeneratorProcess
-from loadgen.inputs import write_synthetic
+from loadgen.clients.endpoint import Endpoint
+from loadgen.clients.inputs import write_synthetic
+from loadgen.generator.messages import Open, Prepare
+from loadgen.generator.process import GeneratorProcess
 
 pytestmark = pytest.mark.slow
 

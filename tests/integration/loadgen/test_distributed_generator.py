@@ -12,11 +12,11 @@ import numpy as np
 import psutil
 import pytest
 
-from loadgen.arrivals import due_offsets_ns
-from loadgen.endpoint import Endpoint
-from loadgen.generator_messages import Open, Outcome, Prepare
-from loadgen.generator_process import GeneratorError, GeneratorProcess
-from loadgen.inputs import write_synthetic
+from loadgen.clients.endpoint import Endpoint
+from loadgen.clients.inputs import write_synthetic
+from loadgen.experiment.arrivals import due_offsets_ns
+from loadgen.generator.messages import Open, Outcome, Prepare
+from loadgen.generator.process import GeneratorError, GeneratorProcess
 from tests.integration.loadgen.conftest import await_true
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -44,7 +44,7 @@ def url(generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str
 
 def workers_of(parent: int) -> list[psutil.Process]:
     found = psutil.Process(parent).children(recursive=True)
-    return [process for process in found if "loadgen.generator_worker" in process.cmdline()]
+    return [process for process in found if "loadgen.generator.worker" in process.cmdline()]
 
 
 def command(url: str, path: Path | None, **changes: object) -> Open:

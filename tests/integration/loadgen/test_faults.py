@@ -18,12 +18,12 @@ import msgspec
 import psutil
 import pytest
 
-from loadgen.analysis import analyse
-from loadgen.progress import SilentProgress
-from loadgen.records import ArmRequest, Cell, Experiment, RunState
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.result import Result
+from loadgen.records.run import ArmRequest, Cell, Experiment, RunState
 from loadgen.report import write_reports
-from loadgen.result import Result
-from loadgen.runner import run_experiment
+from loadgen.run.progress import SilentProgress
+from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment
 
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]
@@ -32,10 +32,10 @@ RUNNER = """
 import sys
 from pathlib import Path
 import msgspec
-import loadgen.load_phase
-from loadgen.progress import SilentProgress
-from loadgen.records import Experiment
-from loadgen.runner import run_experiment
+import loadgen.run.load_phase
+from loadgen.run.progress import SilentProgress
+from loadgen.records.run import Experiment
+from loadgen.run.runner import run_experiment
 {patch}
 experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
 state = run_experiment(experiment, Path(sys.argv[1]), SilentProgress(), abserve=(sys.executable, sys.argv[2]))
@@ -47,7 +47,7 @@ calls = []
 def stepped():
     calls.append(1)
     return (datetime.now(UTC) + timedelta(hours=3 if len(calls) > 2 else 0)).isoformat(timespec="seconds")
-loadgen.load_phase.utc_now = stepped
+loadgen.run.load_phase.utc_now = stepped
 """
 SAMPLER = (sys.executable, str(Path(__file__).parents[2] / "scripted_sampler.py"))
 

@@ -9,10 +9,10 @@ import numpy as np
 import psutil
 import pytest
 
-from loadgen.endpoint import Endpoint
-from loadgen.generator_messages import Open, Outcome, Prepare
-from loadgen.generator_process import GeneratorError, GeneratorProcess
-from loadgen.inputs import write_synthetic
+from loadgen.clients.endpoint import Endpoint
+from loadgen.clients.inputs import write_synthetic
+from loadgen.generator.messages import Open, Outcome, Prepare
+from loadgen.generator.process import GeneratorError, GeneratorProcess
 
 
 @pytest.fixture

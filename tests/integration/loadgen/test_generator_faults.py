@@ -11,16 +11,16 @@ import numpy as np
 import psutil
 import pytest
 
-import loadgen.load_phase
-from loadgen.analysis import analyse
-from loadgen.endpoint import Endpoint
-from loadgen.generator_messages import Open, Prepare
-from loadgen.generator_process import GeneratorProcess
-from loadgen.inputs import write_synthetic
-from loadgen.progress import SilentProgress
-from loadgen.records import BlockRecord, Cell, Experiment, RunState
-from loadgen.runner import run_experiment
-from loadgen.sample_files import read_samples
+import loadgen.run.load_phase
+from loadgen.analysis.analysis import analyse
+from loadgen.clients.endpoint import Endpoint
+from loadgen.clients.inputs import write_synthetic
+from loadgen.generator.messages import Open, Prepare
+from loadgen.generator.process import GeneratorProcess
+from loadgen.records.run import BlockRecord, Cell, Experiment, RunState
+from loadgen.records.sample_files import read_samples
+from loadgen.run.progress import SilentProgress
+from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment
 from tests.integration.loadgen.test_run import blocks, start_runner, stored
 
@@ -65,7 +65,7 @@ def test_a_killed_generator_fails_the_run_and_its_samples_are_counted(tmp_path: 
 def test_a_lost_worker_fails_the_run_and_everything_measured_is_in_one_file(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = run_until_samples(make_experiment(cells=(LONG,), processes=2), out, "0000.worker1.npy.part")
-    worker = next(one for one in children_of(process, "loadgen.generator_worker") if one.cmdline()[-1] == "1")
+    worker = next(one for one in children_of(process, "loadgen.generator.worker") if one.cmdline()[-1] == "1")
     worker.send_signal(signal.SIGKILL)
     assert process.wait(30) == 1
     (record,) = blocks(out)
@@ -84,7 +84,7 @@ def test_a_worker_with_a_full_disk_ends_the_run_with_a_sentence(tmp_path: Path) 
     out = tmp_path / "run"
     process = start_runner(make_experiment(cells=(LONG,), processes=2), out)
     await_true((out / "samples" / "0000.worker1.npy.part").exists, "the block begins")
-    for worker in children_of(process, "loadgen.generator_worker"):
+    for worker in children_of(process, "loadgen.generator.worker"):
         worker.rlimit(psutil.RLIMIT_FSIZE, (8192, 8192))
     assert process.wait(60) == 1
     state = stored(out / "run.json", RunState)
@@ -151,13 +151,13 @@ def test_the_wall_clock_does_not_matter_to_the_generator(
 
 def test_a_step_of_the_wall_clock_is_noted_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
-    real, calls = loadgen.load_phase.time_ns, []
+    real, calls = loadgen.run.load_phase.time_ns, []
 
     def stepping() -> int:
         calls.append(None)
         return real() + (0 if len(calls) == 1 else 3_600_000_000_000)
 
-    monkeypatch.setattr(loadgen.load_phase, "time_ns", stepping)
+    monkeypatch.setattr(loadgen.run.load_phase, "time_ns", stepping)
     cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0, max_seconds=5, pairs=1)
     state = run_experiment(make_experiment(cells=(cell,)), out, SilentProgress(), abserve=FAKE_ABSERVE)
     assert state.state == "finished"

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.analysis import analyse
+from loadgen.analysis.analysis import analyse
 from loadgen.evidence.readings import read_readings
 from loadgen.evidence.records import EvidenceFile
-from loadgen.progress import SilentProgress
-from loadgen.records import ArmRequest, Cell, RunState
+from loadgen.records.run import ArmRequest, Cell, RunState
 from loadgen.report import write_reports
-from loadgen.runner import run_experiment
+from loadgen.run.progress import SilentProgress
+from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

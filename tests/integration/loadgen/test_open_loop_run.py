@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.analysis import analyse
-from loadgen.arrivals import due_offsets_ns, schedule_seed
-from loadgen.progress import SilentProgress
-from loadgen.records import Arrivals, BlockRecord, Cell
-from loadgen.runner import run_experiment
+from loadgen.analysis.analysis import analyse
+from loadgen.experiment.arrivals import due_offsets_ns, schedule_seed
+from loadgen.records.run import Arrivals, BlockRecord, Cell
+from loadgen.run.progress import SilentProgress
+from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 from tests.integration.loadgen.test_run import blocks
 

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loadgen.clients.endpoint import Endpoint
+from loadgen.clients.inputs import write_synthetic
 from loadgen.deployment.embedded import EmbeddedDeployment
-from loadgen.endpoint import Endpoint
-from loadgen.generator_messages import Open, Prepare
-from loadgen.generator_process import GeneratorProcess
-from loadgen.inputs import write_synthetic
-from loadgen.records import Transport
+from loadgen.generator.messages import Open, Prepare
+from loadgen.generator.process import GeneratorProcess
+from loadgen.records.run import Transport
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -13,10 +13,10 @@ import numpy as np
 import psutil
 import pytest
 
-from loadgen.analysis import analyse
-from loadgen.checks import Check
-from loadgen.progress import SilentProgress
-from loadgen.records import (
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.checks.outcome import Check
+from loadgen.experiment.schedule import schedule
+from loadgen.records.run import (
     ArmRecord,
     ArmRequest,
     BlockRecord,
@@ -27,11 +27,11 @@ from loadgen.records import (
     ParityRecord,
     RunState,
 )
+from loadgen.records.sample_files import read_samples
 from loadgen.report import write_reports
-from loadgen.runner import run_experiment
-from loadgen.sample_files import read_samples
-from loadgen.schedule import schedule
-from loadgen.store import StorageError
+from loadgen.run.progress import SilentProgress
+from loadgen.run.runner import run_experiment
+from loadgen.storage.store import StorageError
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -237,9 +237,9 @@ RUNNER = """
 import sys
 from pathlib import Path
 import msgspec
-from loadgen.progress import SilentProgress
-from loadgen.records import Experiment
-from loadgen.runner import run_experiment
+from loadgen.run.progress import SilentProgress
+from loadgen.records.run import Experiment
+from loadgen.run.runner import run_experiment
 experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
 state = run_experiment(experiment, Path(sys.argv[1]), SilentProgress(), abserve=(sys.executable, sys.argv[2]))
 sys.exit({"finished": 0, "failed": 1, "interrupted": 130}[state.state])
@@ -345,8 +345,8 @@ def test_records_on_a_full_disk_are_never_half_there(tmp_path: Path) -> None:
 FULL_STORE = """
 import resource, sys
 from pathlib import Path
-from loadgen.records import RunState
-from loadgen.store import RunStore, StorageError
+from loadgen.records.run import RunState
+from loadgen.storage.store import RunStore, StorageError
 store = RunStore(Path(sys.argv[1]))
 store.state(RunState(state="running", phase="first"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.analysis import analyse
-from loadgen.progress import SilentProgress
-from loadgen.records import ArmRequest, Cell
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.result import Result
+from loadgen.records.run import ArmRequest, Cell
 from loadgen.report import write_reports
-from loadgen.result import Result
-from loadgen.runner import run_experiment
+from loadgen.run.progress import SilentProgress
+from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("no_process_left")]

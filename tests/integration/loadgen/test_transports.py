@@ -16,18 +16,18 @@ import numpy as np
 import psutil
 import pytest
 
-from loadgen.arrivals import due_offsets_ns
+from loadgen.clients.endpoint import Endpoint
 from loadgen.clients.exchange import ConnectionRefused
+from loadgen.clients.inputs import SampleInputs, read_samples, write_samples
 from loadgen.clients.shared_memory import FOLDER
+from loadgen.clients.transports import TRANSPORTS, Door, prepare, read_answer
 from loadgen.deployment.embedded import EmbeddedDeployment
-from loadgen.endpoint import Endpoint
-from loadgen.generator_messages import Open, Outcome, Prepare
-from loadgen.generator_process import GeneratorError, GeneratorProcess
-from loadgen.inputs import SampleInputs, read_samples, write_samples
-from loadgen.parity import Questioned, check_parity
-from loadgen.payloads import PAYLOADS, variant_name
-from loadgen.records import Transport
-from loadgen.transports import TRANSPORTS, Door, prepare, read_answer
+from loadgen.experiment.arrivals import due_offsets_ns
+from loadgen.generator.messages import Open, Outcome, Prepare
+from loadgen.generator.process import GeneratorError, GeneratorProcess
+from loadgen.records.payloads import PAYLOADS, variant_name
+from loadgen.records.run import Transport
+from loadgen.run.parity import Questioned, check_parity
 from tests.integration.loadgen.conftest import await_true
 
 ABSERVE = (sys.executable, "-P", "-m", "loadgen.entry")

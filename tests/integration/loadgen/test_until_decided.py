@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.analysis import analyse
-from loadgen.progress import SilentProgress
-from loadgen.records import Cell, Experiment
-from loadgen.runner import run_experiment
+from loadgen.analysis.analysis import analyse
+from loadgen.records.run import Cell, Experiment
+from loadgen.run.progress import SilentProgress
+from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

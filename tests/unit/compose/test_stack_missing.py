@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from loadgen.deployment.compose import ComposeDeployment
 from loadgen.deployment.interface import DeploymentError
 from loadgen.entry import build
-from loadgen.records import RunState
+from loadgen.records.run import RunState
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate
 
-from loadgen.anytime import MIXTURE, estimate_anytime, half_width, log_bayes_factors
-from loadgen.statistics import estimate_ratio
+from loadgen.statistics.anytime import MIXTURE, estimate_anytime, half_width, log_bayes_factors
+from loadgen.statistics.ratios import estimate_ratio
 
 LOGS = st.lists(st.floats(-0.5, 0.5), min_size=2, max_size=25).filter(lambda v: np.std(v) > 1e-4)
 

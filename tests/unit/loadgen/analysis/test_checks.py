@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from synthetic_run import Plan, SimulatedArm, write_run
 
-from loadgen.analysis import analyse
-from loadgen.checks import DEFINITIONS, Check, CheckName
-from loadgen.fairness.definitions import FAIRNESS_DEFINITIONS
-from loadgen.result import Result
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.checks.fairness.definitions import FAIRNESS_DEFINITIONS
+from loadgen.analysis.checks.outcome import DEFINITIONS, Check, CheckName
+from loadgen.analysis.result import Result
 
 SMALL = {"pairs": 4, "requests": 80}
 Edit = Callable[[Path], None]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from synthetic_run import Plan, SimulatedArm, write_run
 
-from loadgen.analysis import analyse
-from loadgen.comparisons import judge
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.comparisons import judge
 
 
 @pytest.mark.parametrize(

@@ -10,20 +10,20 @@ import msgspec
 import pytest
 from synthetic_run import Plan, write_run
 
-from loadgen.analysis import analyse
-from loadgen.arms import effective_settings
-from loadgen.checks import Check
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.checks.fairness.arms import check_before_load
+from loadgen.analysis.checks.fairness.conditions import check_conditions
+from loadgen.analysis.checks.fairness.definitions import FAIRNESS_DEFINITIONS
+from loadgen.analysis.checks.fairness.graphs import captured_sizes
+from loadgen.analysis.checks.fairness.settings import check_settings
+from loadgen.analysis.checks.outcome import Check
 from loadgen.clients.requests import Address
-from loadgen.fairness.conditions import check_conditions
-from loadgen.fairness.definitions import FAIRNESS_DEFINITIONS
-from loadgen.fairness.graphs import captured_sizes
-from loadgen.fairness.readings import as_condition, connect_ms, read_governors
-from loadgen.fairness.records import ArmConditions, Conditions
-from loadgen.fairness.settings import check_settings
-from loadgen.fairness_checks import check_before_load
-from loadgen.plan import make_cells
-from loadgen.records import ArmRecord, ArmRequest, Experiment, Label
+from loadgen.experiment.plan import make_cells
+from loadgen.records.conditions import ArmConditions, Conditions
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
 from loadgen.report.fairness import fairness_lines, fairness_summary
+from loadgen.run.arms import effective_settings
+from loadgen.run.fairness_readings import as_condition, connect_ms, read_governors
 
 EXPERIMENT = Experiment(
     a=ArmRequest(label="a", target="native"),

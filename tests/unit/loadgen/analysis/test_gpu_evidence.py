@@ -11,13 +11,13 @@ import pytest
 from gpu_run import CAPTURE, write_gpu_run
 from rich.console import Console
 
-from loadgen.analysis import analyse
-from loadgen.checks import Check
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.checks.outcome import Check
+from loadgen.analysis.result import Result, read_result
 from loadgen.evidence.records import EvidenceFile
 from loadgen.report import write_reports
 from loadgen.report.evidence import evidence_rows, gpu_chart
 from loadgen.report.terminal import print_result
-from loadgen.result import Result, read_result
 
 Show = Callable[[Result], str]
 

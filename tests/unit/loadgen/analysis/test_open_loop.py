@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from synthetic_run import ORIGIN_NS, Plan, write_run
 
-from loadgen.analysis import analyse
-from loadgen.arrivals import due_offsets_ns
-from loadgen.calibration_records import Calibration, CalibrationCell
-from loadgen.checks import Check
-from loadgen.open_loop import OpenLoop, backlog_grew, split_lag_ms, summarise_open_loop
-from loadgen.records import BlockRecord, Cell
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.checks.outcome import Check
+from loadgen.analysis.open_loop import OpenLoop, backlog_grew, split_lag_ms, summarise_open_loop
+from loadgen.analysis.result import Result
+from loadgen.experiment.arrivals import due_offsets_ns
+from loadgen.records.calibration import Calibration, CalibrationCell
+from loadgen.records.run import BlockRecord, Cell
+from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.report.html import render_html
 from loadgen.report.markdown import render_markdown
-from loadgen.result import Result
-from loadgen.samples import SAMPLE_DTYPE, Samples
 
 MS = 1_000_000
 

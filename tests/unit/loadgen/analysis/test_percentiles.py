@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.percentiles import distribution, percentile, samples_needed
+from loadgen.statistics.percentiles import distribution, percentile, samples_needed
 
 VALUES = st.lists(st.floats(0.001, 1e6), min_size=11, max_size=400)
 

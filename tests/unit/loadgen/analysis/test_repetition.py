@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from synthetic_run import Plan, SimulatedArm, write_run
 
-from loadgen.analysis import analyse
-from loadgen.noise_floor import apply_floor, find_floor, floor_of
-from loadgen.noise_floor_records import FloorEntry, NoiseFloor
-from loadgen.noise_floor_store import NoiseFloorError, make_floor, own_floors, read_floors, store_floor
-from loadgen.probe_checks import check_probes
-from loadgen.probe_records import CacheProbe
-from loadgen.records import Label
-from loadgen.statistics import adjust_holm, between_restarts, critical_t, estimate_ratio, estimate_restarts
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.checks.probes import check_probes
+from loadgen.analysis.noise_floor import apply_floor, find_floor, floor_of
+from loadgen.machine.noise_floor import NoiseFloorError, make_floor, own_floors, read_floors, store_floor
+from loadgen.records.noise_floor import FloorEntry, NoiseFloor
+from loadgen.records.probes import CacheProbe
+from loadgen.records.run import Label
+from loadgen.statistics.ratios import adjust_holm, between_restarts, critical_t, estimate_ratio, estimate_restarts
 
 
 def floor(difference: float, scenario: str = "single", metric: str = "throughput", title: str = "x") -> NoiseFloor:

@@ -12,10 +12,10 @@ from scipy import stats
 from synthetic_run import Plan, SimulatedArm, write_run
 from typer.testing import CliRunner
 
-from loadgen.analysis import analyse
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.result import Result, encode_result
+from loadgen.analysis.run_difference import compare_runs
 from loadgen.entry import build
-from loadgen.result import Result, encode_result
-from loadgen.run_difference import compare_runs
 
 PLAN = Plan(pairs=4, requests=60)
 SLOWER_B = Plan(pairs=4, requests=60, seed=8, b=SimulatedArm(6.5, 7.8, 2.5, reports_http=False, ready_s=5.5))

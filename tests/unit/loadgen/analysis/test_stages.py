@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from synthetic_run import Plan, SimulatedArm, write_run
 
-from loadgen.analysis import analyse
-from loadgen.reasons import explain_stages
-from loadgen.stages import STAGES, folded
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.reasons import explain_stages
+from loadgen.analysis.stages import STAGES, folded
 
 
 def test_every_account_adds_up(tmp_path: Path) -> None:

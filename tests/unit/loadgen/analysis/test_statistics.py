@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from loadgen.statistics import adjust_holm, detectable_effect, estimate_ratio, geometric_mean, interval_of_mean
+from loadgen.statistics.ratios import adjust_holm, detectable_effect, estimate_ratio, geometric_mean, interval_of_mean
 
 RATIOS = st.lists(st.floats(0.2, 5.0), min_size=2, max_size=20).filter(lambda v: np.std(np.log(v)) > 1e-6)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.full_load import full_load_window, throughput_per_s, warm_up_cost
-from loadgen.samples import SAMPLE_DTYPE, Samples, good, latencies_ms
+from loadgen.analysis.full_load import full_load_window, throughput_per_s, warm_up_cost
+from loadgen.records.samples import SAMPLE_DTYPE, Samples, good, latencies_ms
 
 
 def samples(rows: list[tuple[float, float, int]], batch: int = 1) -> Samples:

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 from synthetic_run import Plan, cells, write_run
 
-from loadgen.analysis import analyse
-from loadgen.compare_command import EXIT_INVALID, EXIT_THRESHOLD, EXIT_VALID, exit_status
-from loadgen.plan import PlanError
-from loadgen.records import Cell
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.result import Result
+from loadgen.analysis.threshold_language import ThresholdError, UndefinedValueError, parse_condition
+from loadgen.analysis.thresholds import plan_conditions
+from loadgen.commands.compare import EXIT_INVALID, EXIT_THRESHOLD, EXIT_VALID, exit_status
+from loadgen.experiment.plan import PlanError
+from loadgen.records.run import Cell
 from loadgen.report.markdown import render_markdown
-from loadgen.result import Result
-from loadgen.threshold_language import ThresholdError, UndefinedValueError, parse_condition
-from loadgen.thresholds import plan_conditions
 
 CELLS = cells(4, 200)
 

@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 from synthetic_run import Plan, SimulatedArm, write_run
 
-from loadgen.analysis import analyse
-from loadgen.causes.records import CauseName, Counterfactual, Explanation, Untested, Variant
-from loadgen.records import Cell, Experiment, Label
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.result import Result, encode_result, read_result
+from loadgen.records.causes import CauseName, Counterfactual, Explanation, Untested, Variant
+from loadgen.records.run import Cell, Experiment, Label
 from loadgen.report.html import render_html
 from loadgen.report.markdown import render_markdown
 from loadgen.report.terminal import print_result
-from loadgen.result import Result, encode_result, read_result
 
 PLAN = Plan(a=SimulatedArm(transport_ms=1.0), b=SimulatedArm(transport_ms=11.0), pairs=4, requests=80)
 VARIANT = Variant(payload="fp32", transport="http", settings={})

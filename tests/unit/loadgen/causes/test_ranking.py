@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.causes.differences import Difference, combine, difference
-from loadgen.causes.effects import CauseEffect, MeasuredEffect
-from loadgen.causes.ranking import CellCauses, rank_causes
-from loadgen.causes.records import CauseName, Untested
-from loadgen.records import Cell, Label
-from loadgen.stages import ArmStages, StageAccount, StageDifference
+from loadgen.analysis.causes.differences import Difference, combine, difference
+from loadgen.analysis.causes.effects import CauseEffect, MeasuredEffect
+from loadgen.analysis.causes.ranking import CellCauses, rank_causes
+from loadgen.analysis.stages import ArmStages, StageAccount, StageDifference
+from loadgen.records.causes import CauseName, Untested
+from loadgen.records.run import Cell, Label
 
 CELL = Cell(scenario="batched", batch_size=32, concurrency=1, requests=9, seconds=1.0, max_seconds=9.0, pairs=4)
 

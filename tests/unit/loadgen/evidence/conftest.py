@@ -15,7 +15,7 @@ import pytest
 from loadgen.evidence.assessment import ArmLoad, assess
 from loadgen.evidence.readings import read_readings
 from loadgen.evidence.records import EvidenceRecord, Window
-from loadgen.records import BlockRecord
+from loadgen.records.run import BlockRecord
 from servers.gpu.recording import Intervals, Recording
 from servers.gpu.scripted import Fault, Phase, ScriptedReader
 from servers.gpu.series import SeriesReader

@@ -16,7 +16,7 @@ from loadgen.evidence.assessment import ArmLoad, assess
 from loadgen.evidence.decision import may_rank
 from loadgen.evidence.readings import read_readings
 from loadgen.evidence.records import EvidenceRecord, Window
-from loadgen.records import BlockRecord
+from loadgen.records.run import BlockRecord
 
 ROOT = Path(__file__).resolve().parents[4]
 CAPTURES = sorted((ROOT / "tests/captures").glob("*.json"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadgen.account import requests_seen, stage_totals
+from loadgen.run.account import requests_seen, stage_totals
 
 
 def statistics(requests: int, **extra: object) -> dict:

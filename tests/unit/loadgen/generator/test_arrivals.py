@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.arrivals import arrival_count, drain_ns, due_offsets_ns, schedule_seed
-from loadgen.plan import PlanError, make_cells
-from loadgen.records import Arrivals, Cell
+from loadgen.experiment.arrivals import arrival_count, drain_ns, due_offsets_ns, schedule_seed
+from loadgen.experiment.plan import PlanError, make_cells
+from loadgen.records.run import Arrivals, Cell
 
 
 def test_constant_arrivals_are_equally_far_apart() -> None:

@@ -8,11 +8,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from loadgen.bodies import AnswerError, body_count, failure_message, parse_answer, prepare_bodies, prepare_body
+from loadgen.clients.bodies import AnswerError, body_count, failure_message, parse_answer, prepare_bodies, prepare_body
+from loadgen.clients.endpoint import Signature, TensorSignature
 from loadgen.clients.http import Exchange
+from loadgen.clients.inputs import InputError, SampleInputs
 from loadgen.clients.requests import Address
-from loadgen.endpoint import Signature, TensorSignature
-from loadgen.inputs import InputError, SampleInputs
 
 SIGNATURE = Signature(
     "m",

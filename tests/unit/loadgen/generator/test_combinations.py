@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.combinations import plan_combinations
-from loadgen.payloads import base_name, implied_payload, variant_name
-from loadgen.plan import PlanError
-from loadgen.records import ArmRequest
+from loadgen.experiment.combinations import plan_combinations
+from loadgen.experiment.plan import PlanError
+from loadgen.records.payloads import base_name, implied_payload, variant_name
+from loadgen.records.run import ArmRequest
 
 MODEL = "openclip_vit_b32"
 

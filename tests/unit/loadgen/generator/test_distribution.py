@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import loadgen.distribution
-from loadgen.arrivals import arrival_count, due_offsets_ns, endless_offsets_ns
-from loadgen.distribution import LOST_MESSAGE, Contribution, merge, shares, worker_path
-from loadgen.generator_messages import Open, Outcome
-from loadgen.merged_samples import WorkerReport, merge_reports
-from loadgen.records import Arrivals
-from loadgen.sample_files import SampleWriter, part_path, read_samples
+import loadgen.generator.distribution
+from loadgen.experiment.arrivals import arrival_count, due_offsets_ns, endless_offsets_ns
+from loadgen.generator.distribution import LOST_MESSAGE, Contribution, merge, shares, worker_path
+from loadgen.generator.messages import Open, Outcome
+from loadgen.locustfile.merged_samples import WorkerReport, merge_reports
+from loadgen.records.run import Arrivals
+from loadgen.records.sample_files import SampleWriter, part_path, read_samples
 
 
 def command(path: Path | None = None, **changes: object) -> Open:
@@ -119,7 +119,7 @@ def test_where_the_merged_file_has_no_room_the_workers_files_stay(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(loadgen.distribution, "store_samples", full)
+    monkeypatch.setattr(loadgen.generator.distribution, "store_samples", full)
     merged = merge(command(path), contributions(path, outcome(1), outcome(1)))
     assert merged.storage_error == "No space left on device"
     assert merged.requests == 2

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from loadgen.commands.assembly import plan_experiment
 from loadgen.entry import build
-from loadgen.experiment_file import effective_settings, write_settings
-from loadgen.experiment_plan import plan_experiment
-from loadgen.experiment_settings import ExperimentSettings
-from loadgen.settings_options import setting_options
+from loadgen.experiment.file import effective_settings, write_settings
+from loadgen.experiment.options import setting_options
+from loadgen.experiment.settings import ExperimentSettings
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "docs" / "examples" / "experiment.yaml"
 

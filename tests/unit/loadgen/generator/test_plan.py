@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from loadgen.commands.assembly import make_arm
 from loadgen.entry import build
 from loadgen.evidence.thresholds import DEFAULT_THRESHOLDS
-from loadgen.experiment_file import parse_options
-from loadgen.experiment_plan import make_arm
-from loadgen.experiment_settings import ArmSettings
-from loadgen.forecast import Forecast
-from loadgen.plan import PRESETS, PlanError, make_cells
-from loadgen.records import ArmRequest, Experiment
-from loadgen.schedule import schedule
+from loadgen.experiment.file import parse_options
+from loadgen.experiment.forecast import Forecast
+from loadgen.experiment.plan import PRESETS, PlanError, make_cells
+from loadgen.experiment.schedule import schedule
+from loadgen.experiment.settings import ArmSettings
+from loadgen.records.run import ArmRequest, Experiment
 
 # Measured on two cores without a GPU, per request: torch (a) and ONNX Runtime (b), FP32.
 SECONDS_ON_TWO_CORES = {

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from loadgen.commands.assembly import plan_experiment
+from loadgen.commands.noise_floor import self_comparison
 from loadgen.entry import build
-from loadgen.experiment_plan import plan_experiment
-from loadgen.experiment_settings import ExperimentSettings
-from loadgen.noise_floor_command import self_comparison
-from loadgen.plan import PlanError
-from loadgen.records import Cell, Experiment
-from loadgen.schedule import endless_rounds, load_cells, schedule
+from loadgen.experiment.plan import PlanError
+from loadgen.experiment.schedule import endless_rounds, load_cells, schedule
+from loadgen.experiment.settings import ExperimentSettings
+from loadgen.records.run import Cell, Experiment
 
 
 def experiment(**settings: object) -> Experiment:

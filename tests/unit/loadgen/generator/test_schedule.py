@@ -7,10 +7,10 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.cold_start import cold_start_order
-from loadgen.plan import make_cells
-from loadgen.records import Cell
-from loadgen.schedule import schedule
+from loadgen.experiment.plan import make_cells
+from loadgen.experiment.schedule import schedule
+from loadgen.records.run import Cell
+from loadgen.run.cold_start import cold_start_order
 
 CELLS = st.lists(st.integers(1, 12), min_size=0, max_size=8).map(
     lambda pairs: tuple(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadgen.window import FAILURES_IN_A_ROW, LoadWindow
+from loadgen.generator.window import FAILURES_IN_A_ROW, LoadWindow
 
 SECOND = 1_000_000_000
 

@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 from synthetic_run import Plan, write_run
 
-from loadgen.analysis import analyse
-from loadgen.records import ContainerColdStart
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.result import Result, encode_result, read_result
+from loadgen.records.run import ContainerColdStart
 from loadgen.report.container_starts import headings, rows
 from loadgen.report.html import render_html
 from loadgen.report.markdown import render_markdown
 from loadgen.report.terminal import print_result
-from loadgen.result import Result, encode_result, read_result
-from loadgen.store import RunStore
+from loadgen.storage.store import RunStore
 
 NATIVE = ContainerColdStart(
     label="a", repetition=0, service="native-cpu", image="abserve/servers:0.1.0 sha256:1", conditions="warm",

@@ -12,12 +12,12 @@ import pytest
 from synthetic_run import Plan, write_run
 from typer.testing import CliRunner
 
-from loadgen.analysis import analyse
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.result import Result
 from loadgen.entry import build
 from loadgen.report.csv import blocks_csv, comparisons_csv
 from loadgen.report.files import write_csv, write_junit
 from loadgen.report.junit import clean, render_junit
-from loadgen.result import Result
 
 ATTRIBUTES = {
     "testsuites": {"name", "tests", "failures", "errors", "skipped", "time"},

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from synthetic_run import Plan, SimulatedArm, write_run
 
-from loadgen.analysis import analyse
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.result import Result
 from loadgen.report.glance import WIDTH, edge, glance_rows, proof_lines
 from loadgen.report.html import render_html
-from loadgen.result import Result
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 import pytest
 from synthetic_run import Plan, write_run
 
-from loadgen.analysis import analyse
+from loadgen.analysis.analysis import analyse
 from loadgen.report.html import render_html
 
 TOKEN = re.compile(r"--[a-z][a-z0-9-]*")

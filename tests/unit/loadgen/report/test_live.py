@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console
 from synthetic_run import Plan, write_run
 
-from loadgen.analysis import analyse
-from loadgen.live_ratios import LiveRatio, LiveRatios
-from loadgen.records import BlockRecord
+from loadgen.analysis.analysis import analyse
+from loadgen.records.run import BlockRecord
 from loadgen.report.live import ratio_line, ratio_table, track_of
 from loadgen.report.progress import RichProgress
-from loadgen.stored_run import StoredRun, read_run
+from loadgen.run.live_ratios import LiveRatio, LiveRatios
+from loadgen.storage.stored_run import StoredRun, read_run
 
 
 @pytest.fixture(scope="module")

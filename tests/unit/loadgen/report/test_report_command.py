@@ -8,8 +8,8 @@ import typer
 from synthetic_run import Plan, write_run
 from typer.testing import CliRunner
 
-from loadgen.report_command import report
-from loadgen.result import read_result
+from loadgen.analysis.result import read_result
+from loadgen.commands.report import report
 
 app = typer.Typer()
 app.command()(report)

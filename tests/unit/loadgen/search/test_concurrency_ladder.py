@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.concurrency_ladder import ConcurrencyLadder, Rung, knee
+from loadgen.search.concurrency_ladder import ConcurrencyLadder, Rung, knee
 
 
 def climb(capacity_per_s: float, service_ms: float, most: int = 256, wobble: float = 0.0) -> ConcurrencyLadder:

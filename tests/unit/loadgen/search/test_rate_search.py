@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.early_stopping import late_allowed
-from loadgen.rate_search import RateSearch
+from loadgen.search.rate_search import RateSearch
+from loadgen.statistics.early_stopping import late_allowed
 
 
 def run(search: RateSearch, capacity: float) -> list[float]:

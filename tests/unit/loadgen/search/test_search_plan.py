@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.early_stopping import late_allowed
-from loadgen.plan import PlanError
-from loadgen.search_plan import make_search_cells
+from loadgen.experiment.plan import PlanError
+from loadgen.experiment.search_plan import make_search_cells
+from loadgen.statistics.early_stopping import late_allowed
 
 
 def test_a_search_for_every_bound() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from loadgen.metrics import SATURATION, SLO_RATE
-from loadgen.pairs import pair_metrics
-from loadgen.rate_search import RateSearch
-from loadgen.records import Cell, Label
-from loadgen.search_records import Trial
-from loadgen.searches import find_ramps, find_rates
+from loadgen.analysis.metrics import SATURATION, SLO_RATE
+from loadgen.analysis.pairs import pair_metrics
+from loadgen.analysis.searches import find_ramps, find_rates
+from loadgen.records.run import Cell, Label
+from loadgen.records.searches import Trial
+from loadgen.search.rate_search import RateSearch
 
 SLO = Cell(
     scenario="slo", batch_size=1, concurrency=8, requests=459, seconds=1.0, max_seconds=60.0, pairs=2,

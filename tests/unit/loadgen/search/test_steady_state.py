@@ -7,9 +7,9 @@ import heapq
 import numpy as np
 import pytest
 
-from loadgen.full_load import throughput_per_s
-from loadgen.samples import SAMPLE_DTYPE, Samples
-from loadgen.steady_state import steady_throughput_per_s
+from loadgen.analysis.full_load import throughput_per_s
+from loadgen.analysis.steady_state import steady_throughput_per_s
+from loadgen.records.samples import SAMPLE_DTYPE, Samples
 
 SERVICE_NS = 50_000_000
 

@@ -1,0 +1,1 @@
+"""Why the arms differ: what taking one thing away at a time has saved, ranked."""

@@ -1,0 +1,1 @@
+"""The named conditions under which a comparison means something."""

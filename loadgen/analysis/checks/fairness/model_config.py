@@ -1,0 +1,62 @@
+"""Reads Triton's configuration of a model, as JSON; whatever is not there is empty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loadgen.analysis.checks.outcome import Check, CheckName, make_check
+from loadgen.records.run import ArmRecord
+
+
+def graphs_asked(arm: ArmRecord) -> bool:
+    """Whether `optimization.cuda.graphs` is set."""
+    return mapping(mapping((arm.model_config or {}).get("optimization")).get("cuda")).get("graphs") is True
+
+
+def accelerators(arm: ArmRecord) -> list[tuple[str, Mapping[str, Any]]]:
+    """Name and parameters of each execution accelerator for a GPU."""
+    optimization = mapping((arm.model_config or {}).get("optimization"))
+    entries = listed(mapping(optimization.get("execution_accelerators")).get("gpu_execution_accelerator"))
+    return [(str(entry.get("name")), mapping(entry.get("parameters"))) for entry in entries]
+
+
+def groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The instance groups."""
+    return [group for group in listed(config.get("instance_group")) if isinstance(group, Mapping)]
+
+
+def kind_of(arm: ArmRecord) -> str:
+    """KIND_CPU, KIND_GPU or empty."""
+    return next((str(group.get("kind", "")) for group in groups(arm.model_config or {})), "")
+
+
+def backend_of(arm: ArmRecord) -> str:
+    """As the configuration names it; `platform` in older ones (onnxruntime_onnx, tensorrt_plan)."""
+    config = arm.model_config or {}
+    return str(config.get("backend") or str(config.get("platform") or "").partition("_")[0])
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """Empty where there is none."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def listed(value: object) -> list[Any]:
+    """Empty where there is none."""
+    return value if isinstance(value, list) else []
+
+
+def letter(arm: ArmRecord) -> str:
+    """A or B."""
+    return arm.label.upper()
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of a list."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def untold(name: CheckName, arm: ArmRecord, threshold: str) -> Check:
+    """Unknown: the server offers no configuration of its model."""
+    return make_check(name, None, threshold=threshold, detail=f"{letter(arm)} does not tell its configuration")

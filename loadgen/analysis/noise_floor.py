@@ -1,0 +1,117 @@
+"""How much identical arms differ on one machine, and that no comparison claims less.
+
+A run of the same arm twice (A/A) in which both servers are started R times gives R mean log ratios d whose true mean is
+0. The floor of a metric is t(R; 97.5 %) · √(Σd²/R): 95 % of single starts of identical arms lie within it (a prediction
+interval with a known mean). It holds what the interval over the pairs of one start cannot see: where memory, threads
+and ports happened to fall. With fewer than 3 starts it is the far end of the 95 % interval of the A/A run instead,
+which knows nothing of other starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from loadgen.analysis.comparisons import Comparison
+from loadgen.analysis.pairs import PairedMetric
+from loadgen.quantities import share
+from loadgen.records.noise_floor import FloorEntry, NoiseFloor
+from loadgen.records.run import ArmRequest, Experiment
+from loadgen.statistics.ratios import SIGNIFICANCE, critical_t, estimate_ratio
+
+LEAST_RESTARTS = 3
+COMMAND = "abserve noise-floor"
+_LOCAL = {"localhost", "127.0.0.1", "::1", ""}
+
+
+def is_self_comparison(experiment: Experiment) -> bool:
+    """Whether both arms were asked for in the same words."""
+    a, b = (msgspec.structs.replace(arm, label="a") for arm in (experiment.a, experiment.b))
+    return a == b
+
+
+def servers_of(experiment: Experiment) -> str:
+    """Hosts of servers that somebody else runs on other machines; empty where all is on this one."""
+    return ", ".join(sorted({_host(arm) for arm in (experiment.a, experiment.b)} - _LOCAL))
+
+
+def floor_entries(paired: Sequence[PairedMetric]) -> tuple[FloorEntry, ...]:
+    """The floor of every metric that an A/A run measured."""
+    entries = []
+    for one in paired:
+        floor = floor_of(one.by_restart())
+        if floor is not None:
+            entries.append(
+                FloorEntry(
+                    scenario=one.cell.name, metric=one.metric.name, difference=math.expm1(floor), pairs=len(one.pairs)
+                )
+            )
+    return tuple(entries)
+
+
+def floor_of(groups: Sequence[Sequence[float]]) -> float | None:
+    """Of ratios by restart, on the log scale; None where not even an interval can be had."""
+    if any(value <= 0.0 for group in groups for value in group):
+        return None
+    if len(groups) >= LEAST_RESTARTS:
+        means = [math.fsum(map(math.log, group)) / len(group) for group in groups]
+        root = math.sqrt(math.fsum(mean**2 for mean in means) / len(means))
+        return critical_t(len(means), SIGNIFICANCE) * root
+    interval = estimate_ratio([value for group in groups for value in group], margin=1.0).ci95
+    return None if interval is None else max(abs(math.log(bound)) for bound in interval)
+
+
+def find_floor(floors: Sequence[NoiseFloor], scenario: str, metric: str) -> float | None:
+    """As a share: the largest of this scenario, else the largest of the metric in any scenario; None for neither."""
+    entries = [entry for floor in floors for entry in floor.entries if entry.metric == metric]
+    own = [entry.difference for entry in entries if entry.scenario == scenario]
+    return max(own or [entry.difference for entry in entries], default=None)
+
+
+def apply_floor(
+    comparisons: Sequence[Comparison], floors: Sequence[NoiseFloor], margin: float
+) -> tuple[Comparison, ...]:
+    """Take the verdict from every comparison that claims less than the floor: a winner by a difference within it, and
+    equivalence within a margin below it."""
+    return tuple(_applied(c, find_floor(floors, c.scenario, c.metric), margin) for c in comparisons)
+
+
+def _applied(comparison: Comparison, floor: float | None, margin: float) -> Comparison:
+    ratio = comparison.ratio_b_over_a
+    if floor is None or ratio is None:
+        return comparison
+    comparison = msgspec.structs.replace(comparison, noise_floor=floor)
+    reason = None
+    if comparison.verdict in ("a_faster", "b_faster") and abs(math.log(ratio)) <= math.log1p(floor):
+        reason = f"within this machine's noise floor: identical arms differ by up to {share(floor)} here"
+    elif comparison.verdict == "equivalent" and floor > margin:
+        reason = f"the margin of {share(margin)} is below this machine's noise floor of {share(floor)}"
+    return comparison if reason is None else msgspec.structs.replace(comparison, verdict="undecided", reason=reason)
+
+
+def floor_sentence(floors: Sequence[NoiseFloor], comparisons: Sequence[Comparison], experiment: Experiment) -> str:
+    """For every report: the floor of what was compared, or how to get one."""
+    if is_self_comparison(experiment):
+        return "The arm is compared with itself: what it shows is this machine's noise."
+    known = [c.noise_floor for c in comparisons if c.leading and c.noise_floor is not None]
+    if not known:
+        return f"The noise floor of this machine is not known; measure it with: {COMMAND}"
+    low, high = share(min(known)), share(max(known))
+    made = ", ".join(dict.fromkeys(f"{floor.title}, {floor.made_at}" for floor in floors))
+    span = low if low == high else f"{low} to {high}"
+    return f"Noise floor of this machine (identical arms: {made}): {span}; no smaller difference is claimed."
+
+
+def _host(arm: ArmRequest) -> str:
+    if "://" not in arm.target and ":" not in arm.target:
+        return ""
+    return urlsplit(arm.target if "://" in arm.target else f"//{arm.target}").hostname or ""
+
+
+def gpu_of(environment_gpu: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The `/gpu-info` document, where it tells of a GPU that works."""
+    return environment_gpu if environment_gpu.get("status") == "ok" else None

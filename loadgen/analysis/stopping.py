@@ -1,0 +1,85 @@
+"""When the load of a run ended and why, and what its intervals therefore cover, in a sentence for every report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from loadgen.analysis.comparisons import Comparison
+from loadgen.experiment.schedule import load_cells
+from loadgen.quantities import number
+from loadgen.records.run import Experiment, Record, RunState
+
+
+class Stopping(Record, frozen=True, kw_only=True):
+    """The rule that was laid down before the run, and how it ended."""
+
+    rule: Literal["planned", "until decided"]
+    ended_by: Literal["plan", "decided", "time limit"] | None
+    """None where the run did not end by itself."""
+    time_limit_minutes: float | None
+    """Of load, where pairs were added until decided."""
+    restarts: int
+    """Fresh starts of both servers."""
+    pairs: dict[str, int]
+    """Complete pairs of blocks by scenario."""
+    undecided: tuple[str, ...]
+    """Scenarios whose leading comparison names neither a winner nor equivalence."""
+    sentence: str
+    """How it ended."""
+    coverage: str
+    """What the intervals cover and what not."""
+
+
+def describe_stopping(experiment: Experiment, state: RunState | None, comparisons: Sequence[Comparison]) -> Stopping:
+    """Of the comparisons before any check takes a verdict away: when to stop was decided without the checks."""
+    names = [cell.name for cell in load_cells(experiment.cells)]
+    leading = {c.scenario: c for c in comparisons if c.leading and c.scenario in names}
+    undecided = tuple(name for name, c in leading.items() if c.verdict == "undecided")
+    ended: Literal["plan", "decided", "time limit"] | None = None
+    if state is not None and state.state == "finished":
+        ended = "plan" if not experiment.until_decided else "time limit" if undecided else "decided"
+    pairs = {name: c.pairs for name, c in leading.items()}
+    return Stopping(
+        rule="until decided" if experiment.until_decided else "planned",
+        ended_by=ended,
+        time_limit_minutes=experiment.time_limit_minutes,
+        restarts=experiment.restarts,
+        pairs=pairs,
+        undecided=undecided,
+        sentence=_sentence(experiment, ended, pairs, undecided),
+        coverage=_coverage(experiment) if pairs else "",
+    )
+
+
+def _sentence(
+    experiment: Experiment,
+    ended: Literal["plan", "decided", "time limit"] | None,
+    pairs: dict[str, int],
+    undecided: Sequence[str],
+) -> str:
+    if not pairs:
+        return "No pair of blocks was planned."
+    fewest, most = min(pairs.values()), max(pairs.values())
+    count = f"{fewest} pairs" if fewest == most else f"{fewest} to {most} pairs"
+    if experiment.until_decided:
+        how = {
+            "decided": f"Stopped when every scenario was decided, after {count} each",
+            "time limit": f"Stopped by the time limit of {number(experiment.time_limit_minutes or 0.0)} minutes of "
+            f"load, after {count} each; undecided: {', '.join(undecided)}",
+        }.get(ended or "", f"Ended before it was decided, after {count} each")
+        return f"{how}."
+    starts = f" over {experiment.restarts} starts of both servers" if experiment.restarts > 1 else ""
+    if ended is None:
+        return f"Ended before the plan did, after {count} of each scenario{starts}."
+    return f"As planned: {count} of each scenario{starts}."
+
+
+def _coverage(experiment: Experiment) -> str:
+    looks = "The intervals hold however often one looks. " if experiment.until_decided else ""
+    if experiment.restarts > 1:
+        return "The intervals cover what a restart changes."
+    return looks + ONE_START
+
+
+ONE_START = "Both servers were started once, so the intervals do not cover what a restart changes."

@@ -1,0 +1,1 @@
+"""Measures the load generator itself against a server that does nothing."""

@@ -1,0 +1,292 @@
+"""Measures the load generator itself, on this machine: how much it can ask for, what it costs, how well it times.
+
+The other side is the sink (`loadgen.calibration.sink`), in processes of its own. It is used rather than the native
+server with a null engine because it does less: no parsing of tensors, no batcher, no hand-off between threads. What
+limits the rate is then the generator wherever there is a core for each side, and the record says whether it was.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from loadgen.analysis.full_load import throughput_per_s
+from loadgen.calibration.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
+from loadgen.clients.endpoint import Signature, TensorSignature
+from loadgen.clients.transports import TRANSPORTS
+from loadgen.deployment.process import ChildProcess
+from loadgen.generator.messages import Open, Outcome, Prepare
+from loadgen.generator.process import GeneratorError, GeneratorProcess
+from loadgen.invocation import OWN_MODULE
+from loadgen.machine.calibration import CalibrationError, read_machine
+from loadgen.machine.environment import read_environment, utc_now
+from loadgen.machine.fingerprint import fingerprint
+from loadgen.records.calibration import Calibration, CalibrationCell, TimingError
+from loadgen.records.payloads import PAYLOADS
+from loadgen.records.run import Transport
+from loadgen.records.sample_files import read_samples
+from loadgen.records.samples import good, latencies_ms
+from loadgen.statistics.percentiles import percentile
+
+JPEG_BYTES = 30_000
+GENERATOR_IS_BUSY = 0.9
+"""Of a core: with less, the generator was not what gave the ceiling."""
+_ITEMS = 32
+_BATCHED_USERS = 4
+_TIMEOUT_S = 30.0
+_IDLE_DELAY_MS = 2.0
+_TIMING_REQUESTS = 700
+_LOADED_DELAY = 1.2
+"""Of the time that a request takes at the ceiling; with what carrying it takes, that is about half the rate."""
+_DATATYPES = {"fp32": "FP32", "uint8": "UINT8", "jpeg": "BYTES"}
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRequest:
+    """What to measure. `seconds` is of each ceiling; batched cells get fewer users, for the memory's sake."""
+
+    transports: Sequence[Transport] = TRANSPORTS
+    payloads: Sequence[str] = PAYLOADS
+    batch_sizes: Sequence[int] = (1, 32)
+    concurrency: int = 16
+    seconds: float = 2.0
+    timing: bool = True
+
+
+class SinkProcesses:
+    """Sinks that share their ports. Raises `CalibrationError` when one does not come up or answer."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self._processes: list[ChildProcess] = []
+        ports = {"port": 0, "grpc_port": 0, "library_grpc_port": 0}
+        try:
+            for number in range(count):
+                argv = [*OWN_MODULE, "loadgen.calibration.sink"]
+                for name, port in ports.items():
+                    argv += [f"--{name.replace('_', '-')}", str(port)]
+                process = ChildProcess(argv, log_path=folder / f"sink-{number}.log", pipes=True)
+                self._processes.append(process)
+                ports = self._read(process)
+        except CalibrationError:
+            self.stop()
+            raise
+        self.url = f"http://127.0.0.1:{ports['port']}"
+        self.grpc_address = f"127.0.0.1:{ports['grpc_port']}"
+        """For our own client alone."""
+        self.library_grpc_address = f"127.0.0.1:{ports['library_grpc_port']}"
+        """For any gRPC client."""
+
+    def delay(self, milliseconds: float) -> None:
+        """Plant a delay in all of them."""
+        self._tell(f"delay {milliseconds}")
+
+    def held_ns(self) -> list[int]:
+        """How long each request was kept, since the last call."""
+        return [ns for answer in self._tell("held") for ns in answer["held_ns"]]
+
+    def cpu_ns(self) -> int | None:
+        """CPU time so far, of all."""
+        times = [process.cpu_ns() for process in self._processes]
+        return None if None in times else sum(time for time in times if time is not None)
+
+    def stop(self) -> None:
+        """Idempotent."""
+        for process in self._processes:
+            process.stop(timeout_s=2.0)
+
+    def _tell(self, command: str) -> list[Any]:
+        answers = []
+        for process in self._processes:
+            assert process.popen.stdin is not None
+            try:
+                process.popen.stdin.write(command.encode() + b"\n")
+                process.popen.stdin.flush()
+            except OSError:
+                raise CalibrationError(f"the sink {process.failure()}") from None
+            answers.append(self._read(process))
+        return answers
+
+    @staticmethod
+    def _read(process: ChildProcess) -> Any:
+        assert process.popen.stdout is not None
+        line = process.popen.stdout.readline()
+        if not line:
+            process.popen.wait(5.0)
+            raise CalibrationError(f"the sink {process.failure()}")
+        return msgspec.json.decode(line)
+
+
+def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibration:
+    """Measure every combination. Raises `CalibrationError` when nothing could be measured at all."""
+    cells: list[CalibrationCell] = []
+    problems: list[str] = []
+    host, packages = read_machine()
+    count = max(1, min(4, len(os.sched_getaffinity(0)) - 1))
+    with ExitStack() as resources:
+        folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="abserve-calibration-")))
+        samples = folder / "samples"
+        write_images(samples)
+        sinks = SinkProcesses(count, folder)
+        resources.callback(sinks.stop)
+        generator = GeneratorProcess(folder / "generator.log")
+        resources.callback(generator.stop)
+        for transport in request.transports:
+            for payload in request.payloads:
+                bench = _Bench(generator, sinks, folder, transport, payload)
+                try:
+                    bench.prepare(samples, request.batch_sizes)
+                    for batch_size in request.batch_sizes:
+                        say(f"{transport}, {payload}, batch {batch_size}")
+                        cells.append(bench.measure(request, batch_size))
+                except GeneratorError as exc:
+                    problems.append(f"{transport}, {payload}: {exc}")
+    if not cells:
+        raise CalibrationError(f"nothing could be measured: {'; '.join(problems) or 'nothing was asked for'}")
+    return Calibration(
+        fingerprint=fingerprint(host, packages),
+        made_at=utc_now(),
+        command=read_environment({}, {}).command,
+        host=host,
+        packages=packages,
+        sink_processes=count,
+        seconds=request.seconds,
+        cells=tuple(cells),
+        problems=tuple(problems),
+    )
+
+
+class _Bench:
+    """One transport and payload on the generator and the sinks."""
+
+    def __init__(
+        self, generator: GeneratorProcess, sinks: SinkProcesses, folder: Path, transport: Transport, payload: str
+    ) -> None:
+        self._generator = generator
+        self._sinks = sinks
+        self._samples = folder / "block.npy"
+        self._transport: Transport = transport
+        self._payload = payload
+
+    def prepare(self, samples: Path, batch_sizes: Sequence[int]) -> None:
+        """Make the bodies, in place of those of the combination before. Raises `GeneratorError`."""
+        self._generator.prepare(
+            Prepare(
+                samples_directory=str(samples),
+                payload=self._payload,
+                signature=signature(self._payload),
+                batch_sizes=tuple(batch_sizes),
+                seed=0,
+                transport=self._transport,
+            )
+        )
+
+    def measure(self, request: CalibrationRequest, batch_size: int) -> CalibrationCell:
+        """Raises `GeneratorError`."""
+        users = request.concurrency if batch_size == 1 else min(request.concurrency, _BATCHED_USERS)
+        self._sinks.delay(0.0)
+        self._run(batch_size, users, 2 * users, request.seconds / 10)
+        before_ns, began_ns = self._sinks.cpu_ns(), perf_counter_ns()
+        outcome = self._run(batch_size, users, 1, request.seconds)
+        after_ns, ended_ns = self._sinks.cpu_ns(), perf_counter_ns()
+        rate = (throughput_per_s(read_samples(self._samples)) or 0.0) / batch_size
+        share = outcome.cpu_ns / (outcome.window_end_ns - outcome.window_start_ns)
+        sink_cores = None
+        if before_ns is not None and after_ns is not None:
+            sink_cores = (after_ns - before_ns) / (ended_ns - began_ns)
+        timing: tuple[TimingError, ...] = ()
+        if request.timing and batch_size == 1:
+            timing = (
+                self._time(1, _IDLE_DELAY_MS, rate, request.seconds),
+                self._time(users, _LOADED_DELAY * 1000.0 * users / rate, rate, request.seconds),
+            )
+        return CalibrationCell(
+            transport=self._transport,
+            payload=self._payload,
+            batch_size=batch_size,
+            payload_bytes=round(float(np.mean(outcome.body_payload_bytes))),
+            concurrency=users,
+            requests_per_s=rate,
+            images_per_s=rate * batch_size,
+            generator_cpu_share=share,
+            sink_cpu_cores=sink_cores,
+            cpu_us_per_request=outcome.cpu_ns / outcome.requests / 1000.0,
+            limited_by="generator" if share >= GENERATOR_IS_BUSY else "sink or machine",
+            timing=timing,
+        )
+
+    def _time(self, users: int, delay_ms: float, ceiling: float, seconds: float) -> TimingError:
+        """Reported against kept, at one load. The delay decides the rate: a closed loop of `users` asks at most
+        users / delay times a second."""
+        self._sinks.delay(delay_ms)
+        self._run(1, users, _TIMING_REQUESTS, seconds / 2)
+        reported_us = latencies_ms(good(read_samples(self._samples))) * 1000.0
+        kept_us = np.array(self._sinks.held_ns()) / 1000.0
+        rate = throughput_per_s(read_samples(self._samples)) or 0.0
+        return TimingError(
+            concurrency=users,
+            delay_ms=delay_ms,
+            requests_per_s=rate,
+            ceiling_share=rate / ceiling,
+            samples=len(reported_us),
+            p50_us=_difference(reported_us, kept_us, 0.5),
+            p99_us=_difference(reported_us, kept_us, 0.99),
+        )
+
+    def _run(self, batch_size: int, users: int, requests: int, seconds: float) -> Outcome:
+        """One block; afterwards the sinks hold the times of its requests alone. Raises `GeneratorError`."""
+        self._samples.unlink(missing_ok=True)
+        command = Open(
+            url=self._sinks.url,
+            grpc_address=self._sinks.grpc_address,
+            batch_size=batch_size,
+            concurrency=users,
+            requests=requests,
+            seconds=seconds,
+            max_seconds=max(10.0, seconds),
+            timeout_s=_TIMEOUT_S,
+            samples_path=str(self._samples),
+        )
+        self._generator.open(command)
+        self._sinks.held_ns()  # the settling request of this block, and everything before
+        outcome = self._generator.go(command)
+        if outcome.errors or outcome.storage_error is not None:
+            message = outcome.storage_error or outcome.error_messages[0]
+            raise GeneratorError(f"{outcome.errors} of {outcome.requests} requests failed ({message})")
+        return outcome
+
+
+def _difference(reported: np.ndarray[Any, Any], kept: np.ndarray[Any, Any], quantile: float) -> float | None:
+    high, low = percentile(reported, quantile), percentile(kept, quantile)
+    return None if high is None or low is None else high - low
+
+
+def signature(payload: str) -> Signature:
+    """What the sink is asked: one image in, 2 KB out."""
+    shape = (-1, 1) if payload == "jpeg" else (-1, *ITEM_SHAPE)
+    return Signature(
+        MODEL,
+        (TensorSignature(INPUT, _DATATYPES[payload], shape),),
+        (TensorSignature(OUTPUT, "FP32", (-1, ANSWER_BYTES // 4)),),
+    )
+
+
+def write_images(folder: Path) -> None:
+    """Seeded noise in the sizes of real images, in every payload; a JPEG here is 30 KB that nobody decodes."""
+    random = np.random.default_rng(0)
+    (folder / "jpeg").mkdir(parents=True)
+    pixels = random.integers(0, 256, (_ITEMS, *ITEM_SHAPE), dtype=np.uint8)
+    np.save(folder / f"{INPUT}.uint8.npy", pixels)
+    np.save(folder / f"{INPUT}.fp32.npy", pixels.astype("<f4"))
+    for number in range(_ITEMS):
+        (folder / "jpeg" / f"{number:02d}.jpg").write_bytes(random.bytes(JPEG_BYTES))
+    manifest: Mapping[str, object] = {"kind": "synthetic", "variants": {"jpeg": {"tensor": INPUT}}}
+    (folder / "samples.json").write_bytes(msgspec.json.encode(manifest))

@@ -1,0 +1,1 @@
+"""The commands of `abserve` on the client's side: options in, work done elsewhere, tables out."""

@@ -1,0 +1,122 @@
+"""From settings to what a run is given: the arms, the cells, and the combinations of transport and payload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from loadgen.analysis.thresholds import plan_conditions
+from loadgen.experiment.combinations import Combination, plan_combinations
+from loadgen.experiment.plan import PlanError, expects_gpu, make_cells
+from loadgen.experiment.repetition import check_repetition, pairs_of
+from loadgen.experiment.search_plan import make_search_cells
+from loadgen.experiment.settings import ArmSettings, ExperimentSettings
+from loadgen.experiment.stack_request import AS_SERVED, DEFAULT_PROJECT, check_stack_request, parse_deployment
+from loadgen.records.run import ArmRequest, Experiment, Label
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentPlan:
+    """What to run, one experiment a combination."""
+
+    runs: tuple[tuple[Combination, Experiment], ...]
+    is_matrix: bool
+    """Whether each has a folder of its own."""
+
+
+def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
+    """What to run. Raises `PlanError` for what does not exist and for what contradicts itself."""
+    a, b = make_arm("a", settings.a), make_arm("b", settings.b)
+    combinations = plan_combinations(a, b, settings.model, settings.transport, settings.payload, matrix=settings.matrix)
+    kind = parse_deployment(settings.deployment, settings.compose_project)
+    if kind == "compose":
+        check_stack_request(
+            a,
+            b,
+            transports=[one.transport for one in combinations],
+            scenarios=settings.scenarios,
+            weights=settings.weights,
+            threads=settings.threads,
+        )
+    cells = make_cells(
+        settings.preset,
+        settings.scenarios,
+        batch_sizes=settings.batch_sizes,
+        concurrency=settings.concurrency,
+        requests=settings.requests,
+        pairs=pairs_of(settings),
+        gpu=expects_gpu(a, b),
+        rates=settings.rates,
+        arrivals=settings.arrivals,
+        connections=settings.connections,
+        open_seconds=settings.open_seconds,
+    ) + make_search_cells(
+        settings.preset,
+        settings.scenarios,
+        bounds_ms=settings.slo_p99_ms,
+        queries=settings.slo_queries,
+        connections=settings.connections,
+        ramp_users=settings.ramp_users,
+        pairs=settings.pairs,
+    )
+    if expects_gpu(a, b) and not any(cell.has_blocks for cell in cells):
+        raise PlanError("where the model ran is proven by blocks of load: add one, as in --scenarios single,ramp")
+    check_repetition(settings, cells)
+    plan_conditions(settings.fail_if, cells)
+    is_matrix = settings.matrix or len(combinations) > 1
+
+    def experiment(combination: Combination) -> Experiment:
+        transport, payload = combination.transport, combination.payload
+        alone = {"transport": (transport,), "payload": (payload,), "matrix": False}
+        own = settings.model_copy(update=alone) if is_matrix else settings
+        return Experiment(
+            a=a,
+            b=b,
+            model=own.model,
+            weights=AS_SERVED if kind == "compose" else own.weights,
+            payload=payload,
+            transport=transport,
+            cells=cells,
+            preset=own.preset,
+            seed=own.seed,
+            equivalence_margin=own.margin,
+            threads=own.threads,
+            processes=own.processes,
+            gpu_control=own.gpu_control,
+            restarts=own.restarts,
+            until_decided=own.until == "decided",
+            time_limit_minutes=own.time_limit if own.until == "decided" else None,
+            explain=own.preset == "full" if own.explain is None else own.explain,
+            explain_seconds=own.explain_minutes * 60.0,
+            deployment=kind,
+            compose_project=(own.compose_project or DEFAULT_PROJECT) if kind == "compose" else None,
+            settings=own.content(),
+            settings_sha256=own.sha256(),
+        )
+
+    return ExperimentPlan(tuple((one, experiment(one)) for one in combinations), is_matrix)
+
+
+def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
+    """One side. Raises `PlanError` for a target that is none and for what has no effect on it."""
+    target, options = arm.target, _without_dashes(arm.options)
+    if target not in {"native", "triton"}:
+        if "://" not in target and ":" not in target:
+            raise PlanError(f"--{label} {target}: give native, triton or a URL like http://127.0.0.1:8000")
+        if options:
+            raise PlanError(f"--{label}-option has no effect on {target}, which is not started by us")
+    elif arm.grpc is not None:
+        raise PlanError(f"--{label}-grpc has no effect on {target}, whose address we choose ourselves")
+    return ArmRequest(label=label, target=target, settings=options, payload=arm.payload, grpc=arm.grpc)
+
+
+def default_out(model: str) -> Path:
+    """results/TIME-MODEL, in UTC."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    return Path("results") / f"{stamp}-{model}"
+
+
+def _without_dashes(options: Mapping[str, str]) -> dict[str, str]:
+    return {name.strip().lstrip("-"): value for name, value in options.items()}

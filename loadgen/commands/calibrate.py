@@ -1,0 +1,92 @@
+"""`abserve calibrate`: options in, generator measured, table and file out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, cast
+
+import msgspec
+import typer
+from rich.console import Console
+
+from loadgen.records.payloads import PAYLOADS
+from loadgen.records.run import Transport
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+_TRANSPORTS = ("http", "grpc", "shm")
+
+
+def calibrate(
+    transports: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(_TRANSPORTS),
+    payloads: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(PAYLOADS),
+    batch_sizes: Annotated[str, typer.Option(help="Separated by commas; others are interpolated.")] = "1,32",
+    concurrency: Annotated[int, typer.Option(min=1, max=1000, help="Users at batch size 1.")] = 16,
+    seconds: Annotated[float, typer.Option(min=0.05, max=600.0, help="Of each measurement of the ceiling.")] = 2.0,
+    quick: Annotated[bool, typer.Option("--quick", help="A tenth of the time and no larger batches: a look.")] = False,
+    out: Annotated[Path | None, typer.Option(help="File to store it in, in place of the cache.")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write it as JSON there too; - is standard output.")
+    ] = None,
+) -> None:
+    """Measure the load generator itself against a server that does nothing: ceiling, timing error, CPU a request.
+
+    Stored in $XDG_CACHE_HOME/abserve for this machine and these versions, where `abserve compare` finds it.
+    """
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        chosen = _known(transports, _TRANSPORTS, "transports")
+        kinds = _known(payloads, PAYLOADS, "payloads")
+        sizes = _sizes(batch_sizes)
+    except ValueError as exc:
+        errors.print(f"error: {exc}", style="bold red", markup=False)
+        raise typer.Exit(EXIT_USAGE) from exc
+    # Behind the argument checks: grpc takes half a second to import.
+    from loadgen.calibration.measurement import CalibrationRequest
+    from loadgen.calibration.measurement import calibrate as measure
+    from loadgen.machine.calibration import CalibrationError, default_path, write_calibration
+    from loadgen.report.calibration import print_calibration
+
+    request = CalibrationRequest(
+        transports=tuple(cast("Transport", name) for name in chosen),
+        payloads=kinds,
+        batch_sizes=sizes[:1] if quick else sizes,
+        concurrency=concurrency,
+        seconds=seconds / 10 if quick else seconds,
+    )
+    try:
+        calibration = measure(request, lambda text: errors.print(text, style="dim", markup=False))
+        stored = out or default_path(calibration.fingerprint)
+        write_calibration(calibration, stored)
+    except CalibrationError as exc:
+        errors.print(f"error: {exc}", style="bold red", markup=False)
+        raise typer.Exit(EXIT_FAILED) from exc
+    print_calibration(calibration, Console(stderr=json_file == "-", highlight=False), stored)
+    if json_file is not None:
+        _write(msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n", json_file)
+
+
+def _write(text: bytes, target: str) -> None:
+    if target == "-":
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+    else:
+        Path(target).write_bytes(text)
+
+
+def _known(given: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in given.split(",") if part.strip()))
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        raise ValueError(f"--{option} {','.join(wrong) or '(empty)'}: there are {', '.join(known)}")
+    return names
+
+
+def _sizes(given: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(sorted({int(part) for part in given.split(",") if part.strip()}))
+    except ValueError:
+        sizes = ()
+    if not sizes or sizes[0] < 1:
+        raise ValueError(f"--batch-sizes {given}: give whole numbers from 1 separated by commas, as in 1,32")
+    return sizes

@@ -1,0 +1,70 @@
+"""`abserve diff OLD NEW`: has the ratio between the arms changed from one run to the other?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from loadgen.analysis.result import Result
+
+EXIT_UNCHANGED, EXIT_NOT_COMPARABLE, EXIT_USAGE, EXIT_CHANGED = 0, 1, 2, 3
+_RUN = "A folder that `abserve compare` wrote to, or a result.json."
+
+
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="OLD", show_default=False, help=_RUN)],
+    new: Annotated[Path, typer.Argument(metavar="NEW", show_default=False, help=_RUN)],
+    allow: Annotated[
+        bool,
+        typer.Option(
+            "--allow-different-environments",
+            help="Compare what both runs have, although machine, software or load differ.",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, schema abserve.diff/1.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+) -> None:
+    """Compare two finished runs: old ratio, new ratio, the change with its interval, and whether verdicts changed.
+
+    Exit status: 0 no change is shown, 1 the runs cannot be compared (each difference is named), 2 a run cannot be read,
+    3 at least one comparison changed, for better or worse.
+    """
+    import msgspec
+    from rich.console import Console
+
+    from loadgen.analysis.run_difference import compare_runs
+    from loadgen.report.difference import print_difference, render_difference
+
+    if as_json and as_markdown:
+        typer.echo("abserve diff: give --json or --markdown, not both", err=True)
+        raise typer.Exit(EXIT_USAGE)
+    runs = [_read(path) for path in (old, new)]
+    found = compare_runs(runs[0], runs[1], names=(str(old), str(new)), allow_different=allow)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    elif as_markdown:
+        typer.echo(render_difference(found), nl=False)
+    else:
+        print_difference(found, Console(highlight=False))
+    if not found.comparable:
+        raise typer.Exit(EXIT_NOT_COMPARABLE)
+    changed = any(one.outcome == "changed" for one in found.comparisons)
+    raise typer.Exit(EXIT_CHANGED if changed else EXIT_UNCHANGED)
+
+
+def _read(path: Path) -> Result:
+    """Of a folder what its records say today, so that both runs are analysed alike; else its result.json."""
+    from loadgen.analysis.analysis import analyse
+    from loadgen.analysis.result import FILE_NAME, ResultError, read_result
+    from loadgen.storage.stored_run import StoredRunError
+
+    try:
+        if path.is_dir() and (path / "run.json").exists() and (path / "samples").is_dir():
+            return analyse(path)
+        return read_result(path / FILE_NAME if path.is_dir() else path)
+    except (StoredRunError, ResultError) as exc:
+        typer.echo(f"abserve diff: {exc}", err=True)
+        raise typer.Exit(EXIT_USAGE) from exc

@@ -1,0 +1,153 @@
+"""From options to cells: what a preset runs, and about how long that takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
+from loadgen.records.run import ArmRequest, Arrivals, Cell, Scenario
+
+BATCH_SIZES = (1, 4, 8, 16, 32)
+GPU_WINDOW_S = 32.0
+GPU_REQUESTS = 110
+"""Of one arm in one cell, where its GPU evidence is to carry a verdict: a little over the thresholds of 30 s and 100
+requests in `loadgen.evidence.thresholds`."""
+
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second one is WSL's
+SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "concurrent")
+"""Those that run unless others are asked for; `open` needs a rate, `slo` a bound. `loadgen.experiment.search_plan`
+makes the cells of `slo` and `ramp`."""
+CONNECTIONS = 64
+OPEN_SECONDS = 5.0
+
+
+class PlanError(Exception):
+    """The options contradict each other or name nothing that exists; the message says what would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """How much of everything. Requests and seconds are of one block; it runs until both are reached, or `most`."""
+
+    pairs: int
+    cold_starts: int
+    single_requests: int
+    batched_items: int
+    seconds: float
+    max_seconds: float
+    minutes: float
+
+
+# quick: under five minutes on two cores, where one image takes 30–70 ms; a fast machine is bound by `seconds`.
+PRESETS = {
+    "quick": Preset(
+        pairs=4, cold_starts=3, single_requests=20, batched_items=20, seconds=1.2, max_seconds=12.0, minutes=5.0
+    ),
+    "full": Preset(
+        pairs=12, cold_starts=5, single_requests=60, batched_items=64, seconds=3.0, max_seconds=20.0, minutes=25.0
+    ),
+}
+
+
+def make_cells(
+    preset: str,
+    scenarios: Sequence[str],
+    *,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    concurrency: int = 16,
+    requests: int = 200,
+    pairs: int | None = None,
+    gpu: bool = False,
+    rates: Sequence[float] = (),
+    arrivals: str = "poisson",
+    connections: int = CONNECTIONS,
+    open_seconds: float = OPEN_SECONDS,
+) -> tuple[Cell, ...]:
+    """The cells of an experiment, in the order of the report. `requests` is of the concurrent scenario; `pairs`
+    replaces the preset's number of load pairs. `gpu` lengthens the blocks until they carry GPU evidence. `rates` adds
+    an open cell each, of blocks in which requests fall due for `open_seconds`. Raises `PlanError`."""
+    if preset not in PRESETS:
+        raise PlanError(f"--preset {preset}: there are {', '.join(PRESETS)}")
+    known = (*SCENARIOS, "open", "slo", "ramp")
+    unknown = [name for name in scenarios if name not in known]
+    if unknown or not scenarios:
+        raise PlanError(f"--scenarios {','.join(unknown) or '(empty)'}: there are {', '.join(known)}")
+    if "open" in scenarios and not rates:
+        raise PlanError("--scenarios open: say at which rates, in requests a second, as in --rates 20,50")
+    kind = check_open_loop(rates, arrivals, connections, open_seconds)
+    if min((*batch_sizes, concurrency, requests), default=1) < 1 or (pairs is not None and pairs < 1):
+        raise PlanError("batch sizes, concurrency, requests and pairs are whole numbers from 1")
+    amount = PRESETS[preset]
+    load_pairs = amount.pairs if pairs is None else pairs
+    seconds = max(amount.seconds, GPU_WINDOW_S / load_pairs) if gpu else amount.seconds
+    least_requests = math.ceil(GPU_REQUESTS / load_pairs) if gpu else 1
+
+    def cell(scenario: Scenario, batch_size: int, users: int, number: int) -> Cell:
+        return Cell(
+            scenario=scenario,
+            batch_size=batch_size,
+            concurrency=users,
+            requests=max(number, least_requests),
+            seconds=seconds,
+            max_seconds=max(amount.max_seconds, 2.0 * seconds if gpu else seconds),
+            pairs=load_pairs,
+        )
+
+    cells: list[Cell] = []
+    if "cold-start" in scenarios:
+        cells.append(
+            Cell(
+                scenario="cold-start",
+                batch_size=1,
+                concurrency=1,
+                requests=1,
+                seconds=0.0,
+                max_seconds=300.0,
+                pairs=amount.cold_starts,
+            )
+        )
+    if "single" in scenarios:
+        cells.append(cell("single", 1, 1, amount.single_requests))
+    if "batched" in scenarios:
+        for batch_size in sorted(set(batch_sizes)):
+            cells.append(cell("batched", batch_size, 1, max(2, amount.batched_items // batch_size)))
+    if "concurrent" in scenarios:
+        cells.append(cell("concurrent", 1, concurrency, requests))
+    cells += [
+        msgspec.structs.replace(
+            cell("open", 1, connections, 1),
+            seconds=max(open_seconds, seconds),
+            max_seconds=max(open_seconds, seconds, amount.max_seconds),
+            arrivals=kind,
+            rate_per_s=float(rate),
+        )
+        for rate in sorted(set(rates))
+    ]
+    return tuple(cells)
+
+
+def check_open_loop(rates: Sequence[float], arrivals: str, connections: int, seconds: float) -> Arrivals:
+    """The kind of arrivals. Raises `PlanError` for what no open loop can be."""
+    kinds: dict[str, Arrivals] = {"constant": "constant", "poisson": "poisson"}
+    if arrivals not in kinds:
+        raise PlanError(f"--arrivals {arrivals}: there are constant, poisson; without --rates every loop is closed")
+    wrong = [rate for rate in rates if not 0.0 < rate <= RATE_LIMIT_PER_S]
+    if wrong:
+        raise PlanError(
+            f"--rates {wrong[0]:g}: give requests a second above 0 and up to {RATE_LIMIT_PER_S:,.0f}, as in 20,50"
+        )
+    if connections < 1 or seconds <= 0.0:
+        raise PlanError("--connections is a whole number from 1, and --open-seconds a number above 0")
+    return kinds[arrivals]
+
+
+def expects_gpu(*arms: ArmRequest) -> bool:
+    """Whether there may be a GPU for an arm that is not told to stay on the CPU: a cheap sign, and no proof."""
+    return any(Path(path).exists() for path in _GPU_DEVICES) and any(
+        arm.settings.get("device") != "cpu" for arm in arms
+    )

@@ -1,0 +1,122 @@
+"""What the runner says to the generator and what it answers: one line of JSON each, the type in the field `type`.
+
+    Prepare → Prepared      make the bodies of these batch sizes
+    Open    → Opened        users spawned and connected, one settling request answered
+    Go      → Outcome       the window, from the moment when all users start together
+    Abort                   ends a window early; its Outcome comes as usual, not complete
+
+Any command may be answered by `Refusal`; the generator stays usable after it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from loadgen.clients.endpoint import Signature
+from loadgen.records.run import Arrivals, Transport, WorkerRecord
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class Prepare(Message, frozen=True, kw_only=True):
+    """Read the samples in a directory and make bodies for a model; replaces bodies made before under that key."""
+
+    samples_directory: str
+    payload: str
+    signature: Signature
+    batch_sizes: tuple[int, ...]
+    seed: int
+    transport: Transport = "http"
+    key: str = ""
+    """Two arms that are sent different bodies have two keys."""
+
+
+class Open(Message, frozen=True, kw_only=True):
+    """Get ready for one block. Without `samples_path` nothing is stored: a warm-up."""
+
+    url: str
+    batch_size: int
+    concurrency: int
+    requests: int
+    seconds: float
+    max_seconds: float
+    timeout_s: float
+    samples_path: str | None = None
+    grpc_address: str | None = None
+    """Where the server answers gRPC, needed by bodies for that transport."""
+    key: str = ""
+    """Of the bodies to send, which also decide the transport and the model."""
+    arrivals: Arrivals = "closed"
+    rate_per_s: float | None = None
+    """Of an open loop, where `concurrency` is the most connections."""
+    arrivals_seed: int = 0
+    part: int = 0
+    parts: int = 1
+    """With several workers: each takes every `parts`-th request of the same schedule, from number `part`."""
+    first_user: int = 0
+    """Number of its first user, so that no two workers' users have the same."""
+    latency_bound_ns: int | None = None
+    """A request that takes longer, from its intended start, is late; with more than `late_allowed` the block ends."""
+    late_allowed: int = 0
+
+
+class Go(Message, frozen=True, kw_only=True):
+    """Start the block that was opened."""
+
+    start_ns: int | None = None
+    """At this moment of the machine's monotonic clock; None: at once."""
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """End the running window: no new request, those in flight finish."""
+
+    reason: str
+
+
+class Prepared(Message, frozen=True, kw_only=True):
+    """The bodies are in memory."""
+
+    body_bytes: int
+
+
+class Opened(Message, frozen=True, kw_only=True):
+    """All users wait for Go."""
+
+
+class Outcome(Message, frozen=True, kw_only=True):
+    """What a block did. `cut_reason` says why it ended early, `storage_error` that its samples are not on disk.
+    `cpu_ns` is the generator's own; `latency_p50_ns` is for the progress display only."""
+
+    window_start_ns: int
+    window_end_ns: int
+    requests: int
+    errors: int
+    error_messages: tuple[str, ...]
+    cpu_ns: int
+    reconnects: int
+    latency_p50_ns: int | None
+    cut_reason: str | None
+    storage_error: str | None
+    transport: Transport = "http"
+    body_payload_bytes: tuple[int, ...] = ()
+    """Bytes of tensors in each body, by its number."""
+    offered: int | None = None
+    """Requests that fell due in an open loop; those beyond `requests` could not be sent in time."""
+    due_span_ns: int | None = None
+    """From the first to the last moment at which one was due."""
+    workers: tuple[WorkerRecord, ...] = ()
+    """Of a distributed generator."""
+    late: int = 0
+    """Requests that failed or took longer than the block's latency bound."""
+
+
+class Refusal(Message, frozen=True, kw_only=True):
+    """The command could not be honoured; one sentence says why."""
+
+    reason: str
+
+
+Command = Prepare | Open | Go | Abort
+Reply = Prepared | Opened | Outcome | Refusal

@@ -1,0 +1,186 @@
+"""One test of the locustfile: its options, the bodies that its users send, the files that their samples go to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from loadgen.clients.endpoint import Endpoint, Signature
+from loadgen.clients.grpc import parse_grpc_address
+from loadgen.clients.inputs import InputError, SampleInputs, read_samples, write_samples, write_synthetic
+from loadgen.clients.requests import Address, AddressError
+from loadgen.clients.transports import TRANSPORTS, Door, prepare_all
+from loadgen.generator.users import Traffic
+from loadgen.locustfile.merged_samples import WorkerFile
+from loadgen.records.payloads import PAYLOADS, base_name, variant_name
+from loadgen.records.run import Arrivals, Transport
+from loadgen.records.sample_files import SampleWriter
+
+logger = logging.getLogger("abserve")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What the locustfile adds to Locust's own options."""
+
+    model: str
+    batch_size: int
+    payload: str
+    transport: Transport
+    grpc: str
+    samples_dir: str
+    samples_out: str
+    timeout_s: float
+    rate_per_s: float
+    arrivals: Arrivals
+
+    @staticmethod
+    def add_to(parser: Any) -> None:
+        """Register them on Locust's command line; its web page shows them too (not those of a group, though)."""
+
+        def add(name: str, default: object, text: str, **extra: object) -> None:
+            variable = "ABSERVE_LOAD_" + name.lstrip("-").replace("-", "_").upper()
+            parser.add_argument(name, default=default, env_var=variable, help=text, **extra)
+
+        add("--model", "openclip_vit_b32", "Model to ask.")
+        add("--batch-size", 8, "Images a request in the scenario Batched.", type=int)
+        add("--payload", "fp32", "How an image travels.", choices=list(PAYLOADS))
+        add("--protocol", "http", "Transport.", choices=list(TRANSPORTS))
+        add("--grpc", "", "HOST:PORT of the gRPC door; default: the host's, on the port after its HTTP port.")
+        add("--samples-dir", "", "Images to send, from `abserve samples --out DIR`; default: made on the fly.")
+        add("--samples-out", "", "Folder for raw samples, one .npy file a user class and process; default: none.")
+        add("--rate", 0.0, "Requests a second of the scenario OpenLoop, over all workers.", type=float)
+        add("--arrivals", "poisson", "How they fall due.", choices=["poisson", "constant"])
+        add("--request-timeout", 60.0, "Seconds until a request counts as failed.", type=float)
+        hidden = {"include_in_web_ui": False}
+        add("--metrics-port", 0, "Port of the generator's Prometheus metrics; 0: none.", type=int, **hidden)
+        add("--metrics-host", "127.0.0.1", "Address that they listen on.", **hidden)
+
+    @classmethod
+    def parse(cls, environment: Any) -> LoadOptions:
+        """As they stand now: the web page may have changed them."""
+        given = environment.parsed_options
+        return cls(
+            model=variant_name(given.model, given.payload),
+            transport=given.protocol,
+            grpc=given.grpc or "",
+            batch_size=int(given.batch_size),
+            payload=given.payload,
+            samples_dir=given.samples_dir or "",
+            samples_out=given.samples_out or "",
+            timeout_s=float(given.request_timeout),
+            rate_per_s=float(given.rate),
+            arrivals=given.arrivals,
+        )
+
+    def door(self, address: Address) -> Door:
+        """How the server is asked. Raises `AddressError`."""
+        grpc = self.grpc or f"{address.authority.rpartition(':')[0]}:{address.port + 1}"
+        if self.transport == "grpc":
+            parse_grpc_address(grpc)
+        if self.transport == "shm" and not address.is_local:
+            raise AddressError(f"--protocol shm: {address.url} is not on this machine, whose memory it cannot share")
+        return Door(self.transport, address.url, self.model, grpc)
+
+
+class Session:
+    """From test start to test stop, in one process."""
+
+    def __init__(self, environment: Any, options: LoadOptions) -> None:
+        self.options = options
+        self._address = Address.parse(environment.host)
+        self._open: list[tuple[str, Path | None, Traffic]] = []
+        self._signature: Signature | None = None
+        self._inputs: SampleInputs | None = None
+
+    def load_inputs(self) -> None:
+        """The images, where they can be had without a server. Raises `InputError` for a folder without any."""
+        options = self.options
+        if options.samples_dir:
+            self._inputs = read_samples(Path(options.samples_dir), options.payload)
+            return
+        with _temporary_folder() as folder, suppress(InputError):
+            write_samples(base_name(options.model), folder)
+            self._inputs = read_samples(folder, options.payload)
+
+    def traffic(self, name: str, batch_size: int, *, bodies: int | None = None) -> Traffic:
+        """What users of one class send. Raises `EndpointError`, `InputError`, `OSError`."""
+        if self._signature is None:
+            self._signature = Endpoint(self._address.url, timeout_s=self.options.timeout_s).signature(
+                self.options.model
+            )
+        if self._inputs is None:
+            self.load_inputs()
+        if self._inputs is None:
+            logger.warning(f"no sample images for the model {self.options.model}: sending synthetic values")
+            with _temporary_folder() as folder:
+                write_synthetic(self._signature, folder, self.options.payload, seed=0)
+                self._inputs = read_samples(folder, self.options.payload)
+        prepared = prepare_all(
+            self.options.transport, self._inputs, self._signature, batch_size, seed=os.getpid(), count=bodies
+        )
+        door = self.options.door(self._address)
+        requests = tuple(door.sendable(body) for body in prepared)
+        path: Path | None = None
+        if self.options.samples_out:
+            stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+            path = Path(self.options.samples_out) / f"{name}-{stamp}-{os.getpid()}.npy"
+        writer = SampleWriter(path)
+        traffic = Traffic(door, requests, batch_size, writer, timeout_s=self.options.timeout_s)
+        self._open.append((name, path, traffic))
+        return traffic
+
+    def idle_traffic(self) -> Traffic:
+        """For users that find out later what to send."""
+        door = Door("http", self._address.url, self.options.model)
+        return Traffic(door, (), 1, SampleWriter(None), timeout_s=self.options.timeout_s)
+
+    def flush(self) -> None:
+        """Samples so far to disk. Raises `OSError`."""
+        for _, _, traffic in self._open:
+            traffic.writer.flush()
+
+    def files(self) -> dict[str, Path]:
+        """Where the samples of each user class go, where they are stored."""
+        return {name: path for name, path, _ in self._open if path is not None}
+
+    def close(self) -> list[WorkerFile]:
+        """Finish the sample files; beside each, a JSON file says what its numbers refer to. Raises `OSError`."""
+        finished = []
+        while self._open:
+            name, path, traffic = self._open.pop()
+            traffic.close()
+            traffic.writer.close()
+            finished.append(
+                WorkerFile(
+                    name, path, traffic.writer.count, traffic.errors, tuple(traffic.error_messages), traffic.batch_size
+                )
+            )
+            if path is not None:
+                about = {
+                    "url": self._address.url,
+                    "model": self.options.model,
+                    "payload": self.options.payload,
+                    "transport": self.options.transport,
+                    "inputs": self._inputs.describe() if self._inputs else None,
+                    "batch_size": traffic.batch_size,
+                    "requests": traffic.writer.count,
+                    "errors": traffic.errors,
+                    "error_messages": traffic.error_messages,
+                }
+                path.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        return finished
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="abserve-samples-") as name:
+        yield Path(name) / "samples"

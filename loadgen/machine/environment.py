@@ -1,0 +1,108 @@
+"""The machine and the software that a run happened on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from loadgen.records.run import Environment
+
+PACKAGES = (
+    "abserve", "fastapi", "gevent", "locust", "numpy", "nvidia-pytriton", "onnx", "onnxruntime", "onnxruntime-gpu",
+    "open_clip_torch", "torch", "tritonclient", "uvicorn",
+)  # fmt: skip
+"""Whose versions bear on a result."""
+
+
+def utc_now() -> str:
+    """UTC, ISO 8601, to the second: a label, never a duration's end."""
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def read_environment(gpu: dict[str, object], inputs: dict[str, str | int]) -> Environment:
+    """What can be read from here; None where it cannot."""
+    return Environment(
+        started_at=utc_now(),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        git_commit=_git_commit(),
+        host=_host(),
+        packages=_packages(),
+        gpu={name: value for name, value in gpu.items() if name != "processes"},
+        inputs=inputs,
+    )
+
+
+def _host() -> dict[str, str | int | float | None]:
+    return {
+        "cpu_model": _cpu_model(),
+        "cpu_count": len(os.sched_getaffinity(0)),
+        "cpu_count_machine": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+        "glibc": platform.libc_ver()[1] or None,
+        "os": _os_name(),
+        "virtualisation": _virtualisation(),
+        "python": platform.python_version(),
+        "load_average_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu_model() -> str | None:
+    text = _read("/proc/cpuinfo")
+    found = re.search(r"^(?:model name|Model|Hardware)\s*:\s*(.+)$", text or "", re.MULTILINE)
+    return found.group(1).strip() if found else None
+
+
+def _os_name() -> str | None:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME")
+    except OSError:
+        return None
+
+
+def _virtualisation() -> str | None:
+    if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
+        return "container"
+    if any(word in (_read("/proc/1/cgroup") or "") for word in ("docker", "kubepods", "containerd", "lxc")):
+        return "container"
+    if "hypervisor" in (_read("/proc/cpuinfo") or ""):
+        return "virtual machine"
+    return None
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_commit() -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+            capture_output=True, text=True, check=True, timeout=5,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None

@@ -1,0 +1,59 @@
+"""From no process to the first answer, several times, the arms taking turns.
+
+The page cache is warm: the files of both arms have been read before (by the export, by earlier repetitions), and nobody
+drops it. Ports are fresh for every start. The other arm is not running meanwhile.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from loadgen.clients.bodies import failure_message
+from loadgen.clients.exchange import ConnectionRefused
+from loadgen.clients.transports import Body
+from loadgen.deployment.interface import DeploymentError, StartTimes
+from loadgen.experiment.schedule import pair_orders
+from loadgen.records.run import ColdStart, Label
+from loadgen.run.arms import Arm
+
+CONDITIONS = "page cache warm, fresh ports, the other server stopped"
+
+
+def cold_start_order(repetitions: int, seed: int) -> list[tuple[int, Label]]:
+    """(repetition, arm) in order: pairs of starts, the order inside them balanced as for blocks."""
+    orders = pair_orders(repetitions, Random(seed))
+    return [(repetition, label) for repetition, order in enumerate(orders) for label in order]
+
+
+def measure_cold_start(arm: Arm, repetition: int, first: Body, timeout_s: float) -> ColdStart:
+    """Start, wait for live and ready, connect by the arm's transport, send one image. A failure is in the record, not
+    raised. The server runs on."""
+    label = arm.request.label
+    times: StartTimes | None = None
+    error: str | None = None
+    first_answer_ns: int | None = None
+    try:
+        arm.deployment.start()
+        times = arm.deployment.wait_ready(arm.model, timeout_s)
+        door = arm.door
+        request = door.sendable(first)
+        connection = door.connection((request,), timeout_s=timeout_s)
+        try:
+            exchange = connection.send(request)
+            if exchange.good:
+                first_answer_ns = exchange.end_ns - times.started_ns
+            else:
+                error = failure_message(exchange)
+        finally:
+            connection.close()
+    except (DeploymentError, ConnectionRefused) as exc:
+        error = str(exc)
+    return ColdStart(
+        label=label,
+        repetition=repetition,
+        live_ns=None if times is None else times.live_ns - times.started_ns,
+        ready_ns=None if times is None else times.ready_ns - times.started_ns,
+        first_answer_ns=first_answer_ns,
+        error=error,
+        conditions=CONDITIONS,
+    )

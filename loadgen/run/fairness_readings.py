@@ -1,0 +1,95 @@
+"""Takes the readings of `loadgen.records.conditions`; less than a second, in which nothing is sent."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
+from typing import Any
+
+import psutil
+
+from loadgen.clients.endpoint import EndpointError
+from loadgen.clients.requests import Address
+from loadgen.machine.environment import utc_now
+from loadgen.records.conditions import ArmConditions, Conditions, GpuCondition
+from loadgen.records.run import ArmRecord, Label
+from loadgen.run.arms import Arm
+
+CONNECTIONS = 9
+CONNECT_SECONDS = 2.0
+IDLE_SECONDS = 0.3
+"""A hundred ticks a second and core: enough to see a tenth of a core."""
+CPU_FOLDER = Path("/sys/devices/system/cpu")
+
+
+def read_conditions(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> Conditions:
+    """Everything now. What cannot be read is None."""
+    return Conditions(
+        taken_at=utc_now(),
+        arms=tuple(_arm(label, arm) for label, arm in arms.items()),
+        cpu_busy_share=psutil.cpu_percent(IDLE_SECONDS) / 100.0,
+        cpu_governors=read_governors(),
+        gpus=_gpus(arms, records),
+    )
+
+
+def _arm(label: Label, arm: Arm) -> ArmConditions:
+    address = Address.parse(arm.deployment.url)
+    return ArmConditions(
+        label=label, loopback=address.is_local, connect_ms=connect_ms(address), pids=tuple(arm.deployment.pids())
+    )
+
+
+def connect_ms(address: Address) -> float | None:
+    """Median time of a TCP connection, which is one round trip; None where one fails."""
+    times = []
+    for _ in range(CONNECTIONS):
+        started = perf_counter_ns()
+        try:
+            with socket.create_connection((address.host, address.port), CONNECT_SECONDS):
+                times.append((perf_counter_ns() - started) / 1e6)
+        except OSError:
+            return None
+    return median(times)
+
+
+def read_governors(folder: Path = CPU_FOLDER) -> tuple[str, ...] | None:
+    """Of all cores, each named once; None where the kernel does not tell."""
+    try:
+        found = {path.read_text().strip() for path in folder.glob("cpu[0-9]*/cpufreq/scaling_governor")}
+    except OSError:
+        return None
+    return tuple(sorted(found)) or None
+
+
+def _gpus(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> tuple[GpuCondition, ...]:
+    """A server's own `/gpu-info`, read again; else what the arms' records hold."""
+    documents: list[Mapping[str, Any] | None] = []
+    for arm in arms.values():
+        try:
+            documents.append(arm.endpoint.document("/gpu-info"))
+        except EndpointError:
+            continue
+    documents += [record.gpu_info for record in records]
+    for document in documents:
+        devices = document.get("devices") if document else None
+        if isinstance(devices, list) and devices:
+            return tuple(as_condition(device) for device in devices if isinstance(device, Mapping))
+    return ()
+
+
+def as_condition(device: Mapping[str, Any]) -> GpuCondition:
+    """One device of a `/gpu-info` document."""
+    reasons, processes = device.get("clock_event_reasons"), device.get("processes")
+    return GpuCondition(
+        uuid=device.get("uuid"),
+        name=device.get("name"),
+        utilisation=device.get("utilization_ratio"),
+        sm_clock_hertz=device.get("sm_clock_hertz"),
+        temperature_celsius=device.get("temperature_celsius"),
+        clock_event_reasons=None if reasons is None else tuple(map(str, reasons)),
+        pids=None if processes is None else tuple(int(process["pid"]) for process in processes),
+    )

@@ -1,0 +1,141 @@
+"""The GPU evidence of one run: when the sampler starts and ends, the control run, and what is stored of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from loadgen.analysis.gpu_evidence import ControlRun, Evidence, ask_gpu_info, assess_run
+from loadgen.clients.endpoint import EndpointError
+from loadgen.deployment.interface import Deployment, DeploymentError
+from loadgen.deployment.process import ProcessError
+from loadgen.evidence.readings import ReadingsError
+from loadgen.generator.process import GeneratorError
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
+from loadgen.run.arms import Arm
+from loadgen.run.gpu_control import control_cell, run_control
+from loadgen.run.gpu_recording import GpuRecording
+from loadgen.run.load_phase import LoadError, LoadPhase
+from loadgen.run.preparation import make_deployment
+from loadgen.run.progress import Progress
+from loadgen.storage.store import RunStore
+from loadgen.storage.stored_run import read_run
+
+MakePhase = Callable[[Mapping[Label, Arm], RunStore], LoadPhase]
+_CONTROL_ERRORS = (DeploymentError, EndpointError, GeneratorError, LoadError, ProcessError, OSError, ValueError)
+
+
+class GpuStage:
+    """Life: `start` when the servers are warm → load with `recording` → `finish`; `close` at any time."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        store: RunStore,
+        work: Path,
+        progress: Progress,
+        abserve: Sequence[str],
+        sampler: Sequence[str],
+    ) -> None:
+        self._experiment = experiment
+        self._store = store
+        self._work = work
+        self._progress = progress
+        self._abserve = tuple(abserve)
+        self._sampler = tuple(sampler)
+        self._arms: Mapping[Label, Arm] = {}
+        self._records: tuple[ArmRecord, ...] = ()
+        self.recording: GpuRecording | None = None
+        """None without a GPU, or where both arms say that they execute on the CPU."""
+
+    def start(self, arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> None:
+        """Start the sampler where there is something for it to see, and complete the arms' records. Called again
+        after a restart of the servers, it goes on and learns their new processes."""
+        if self.recording is None:
+            if all(str(record.in_effect.get("device", "")).startswith("cpu") for record in records):
+                return
+            self.recording = GpuRecording(self._store.directory, self._store.log_path("gpu-sampler"), self._sampler)
+            if not self.recording.ok:
+                self.close()
+                return
+        self._arms = arms
+        self._records = tuple(self._described(record, self._store) for record in records)
+        self._store.arms(self._records)
+        self.note_processes()
+
+    def finish(self, make_phase: MakePhase) -> None:
+        """After the load: judge, run the control, judge again with it. What was judged first survives an interrupt."""
+        if self.recording is None:
+            return
+        self.note_processes()
+        self._judge({})
+        controls = self._run_controls(make_phase)
+        self.recording.stop()
+        self._judge(controls)
+        self.close()
+
+    def close(self) -> None:
+        """End the sampler."""
+        if self.recording is not None:
+            self.recording.stop()
+            self.recording = None
+
+    def note_processes(self) -> None:
+        """Which processes the arms' servers are now, for a recording that goes on."""
+        assert self.recording is not None
+        for label, arm in self._arms.items():
+            self.recording.processes(label, arm.deployment.pids())
+
+    def _judge(self, controls: Mapping[Label, ControlRun]) -> None:
+        assert self.recording is not None
+        run = read_run(self._store.directory)
+        evidence = Evidence(
+            arms=self._records,
+            blocks=run.blocks,
+            gaps=tuple(self.recording.gaps),
+            pids=self.recording.pids,
+            controls=controls,
+        )
+        try:
+            self._store.evidence(assess_run(self._store.directory, [self.recording.file], evidence))
+        except ReadingsError as exc:
+            self._progress.now(f"no evidence: {exc}")
+
+    def _run_controls(self, make_phase: MakePhase) -> dict[Label, ControlRun]:
+        """Of one arm: it tells whether the detector can say no, which does not depend on the arm."""
+        assert self.recording is not None
+        requests = (self._experiment.a, self._experiment.b)
+        if not self._experiment.gpu_control or not all(request.embedded for request in requests):
+            return {}
+        if self._experiment.deployment != "embedded":
+            self._progress.now("no negative control: the stack's servers stay on the device that .env gives them")
+            return {}
+        request = min(requests, key=lambda request: request.target != "native")
+        self._progress.now(f"{request.label.upper()} once more on the CPU, on purpose: the negative control")
+        try:
+            control = run_control(
+                self._arms[request.label],
+                control_cell(self._experiment),
+                self._store.directory / "gpu" / "control",
+                self._deploy,
+                make_phase,
+                lambda arm, store: self._described(arm.record(), store),
+                self.recording.gap,
+            )
+        except _CONTROL_ERRORS as exc:
+            self._progress.now(f"no negative control: {exc}")
+            return {}
+        return {request.label: control}
+
+    def _deploy(self, request: ArmRequest, store: RunStore) -> Deployment:
+        return make_deployment(request, self._experiment, store, self._work / "control", self._abserve)
+
+    def _described(self, record: ArmRecord, store: RunStore) -> ArmRecord:
+        """With the `/gpu-info` document that a Triton does not offer itself."""
+        if record.gpu_info is not None:
+            return record
+        log_path = store.log_path(f"{record.label}-{record.target}") if record.launched else Path()
+        document = ask_gpu_info(record, self._arms[record.label].model, log_path, self._abserve)
+        return msgspec.structs.replace(record, gpu_info=document)

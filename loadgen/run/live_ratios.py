@@ -1,0 +1,80 @@
+"""The ratio of every cell while the run goes on: by the same formulas as in the end, from what is on disk so far.
+
+Nothing is decided by it. With a fixed number of pairs its intervals are no tests: whoever stopped a run when one looks
+good would find differences that are not there (`--until decided` has intervals that may be looked at).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadgen.analysis.comparisons import estimate_pairs
+from loadgen.analysis.metrics import leading_metric
+from loadgen.analysis.pairs import pair_metrics
+from loadgen.analysis.summaries import BlockSummary, summarise_blocks
+from loadgen.experiment.schedule import load_cells
+from loadgen.records.run import BlockRecord, Cell, Experiment
+from loadgen.storage.stored_run import StoredRunError, read_block
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRatio:
+    """How one cell stands, in the metric that will stand for it."""
+
+    cell: str
+    metric: str
+    """For people."""
+    pairs: int
+    planned: int | None
+    """None where pairs are added until the cell is decided."""
+    ratio: float | None
+    ci95: tuple[float, float] | None
+    reason: str | None
+    """Why there is no ratio or no interval yet."""
+
+
+class LiveRatios:
+    """Of one run. Not for more than one thread."""
+
+    def __init__(self, experiment: Experiment, directory: Path) -> None:
+        self._experiment = experiment
+        self._directory = directory
+        self._cells: dict[str, Cell] = {cell.name: cell for cell in load_cells(experiment.cells)}
+        self._blocks: dict[str, list[BlockSummary]] = {name: [] for name in self._cells}
+        self._latest: dict[str, LiveRatio] = {}
+
+    @property
+    def latest(self) -> tuple[LiveRatio, ...]:
+        """Every cell that has a complete pair, in the order of the experiment."""
+        return tuple(self._latest[name] for name in self._cells if name in self._latest)
+
+    def add(self, record: BlockRecord) -> LiveRatio | None:
+        """Take in a block that has been stored; the cell's ratio where the block completes a pair, else None."""
+        cell = self._cells.get(record.cell)
+        if cell is None or not record.complete:
+            return None
+        try:
+            summary = summarise_blocks([read_block(self._directory, record, self._cells)])[0]
+        except StoredRunError:
+            return None
+        blocks = self._blocks[cell.name]
+        blocks.append(summary)
+        if not any(block.pair == record.pair and block.label != record.label for block in blocks):
+            return None
+        self._latest[cell.name] = self._estimate(cell, blocks)
+        return self._latest[cell.name]
+
+    def _estimate(self, cell: Cell, blocks: list[BlockSummary]) -> LiveRatio:
+        metric = leading_metric(cell)
+        paired = next(one for one in pair_metrics([cell], blocks, ()) if one.metric == metric)
+        _, estimate = estimate_pairs(paired, self._experiment)
+        return LiveRatio(
+            cell=cell.name,
+            metric=metric.title,
+            pairs=estimate.pairs,
+            planned=None if self._experiment.until_decided else cell.pairs,
+            ratio=estimate.ratio,
+            ci95=estimate.ci95,
+            reason=paired.reason or estimate.reason,
+        )

@@ -1,0 +1,98 @@
+"""The phases of a run that need both servers up and warmed, in their order.
+
+A new one is a function of the bench and a line in `PHASES`. The bodies and the warm-up are of the experiment's load
+cells; a phase with other load shapes asks the bench for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loadgen.experiment.schedule import load_cells, schedule
+from loadgen.records.run import Experiment
+from loadgen.run.bench import Bench
+from loadgen.run.cache_probe import probe_cache
+from loadgen.run.explanation_phase import explain
+from loadgen.run.fairness_phase import look
+from loadgen.run.search_phase import has_searches, run_searches
+from loadgen.run.until_decided import UntilDecided
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Something measured under load. `run` is called in every restart for which `wanted` holds for the experiment."""
+
+    wanted: Callable[[Experiment], bool]
+    run: Callable[[Bench], None]
+
+
+def _load(bench: Bench) -> None:
+    """This restart's share of the pairs, or pairs until all is decided."""
+    experiment = bench.experiment
+    bench.enter("load" if experiment.restarts == 1 else f"load, restart {bench.restart + 1} of {experiment.restarts}")
+    bench.forecast.load_begins()
+    if experiment.until_decided:
+        UntilDecided(bench).run()
+        return
+    planned = schedule(experiment.cells, experiment.seed, experiment.restarts)
+    blocks = [block for block in planned if block.restart == bench.restart]
+    bench.load_phase().run(blocks, bench.forecast, planned=len(planned))
+
+
+def _prove_gpu(bench: Bench) -> None:
+    """Where the model ran, once all blocks are there."""
+    if bench.gpu.recording is None:
+        return
+    if not bench.last:
+        bench.gpu.note_processes()  # this restart's; they are gone when it is judged
+        return
+    bench.enter("proving where the model ran")
+    bench.gpu.finish(bench.load_phase)
+
+
+def _look(bench: Bench) -> None:
+    """Whether the arms are alike and the machine is fit, before anything is measured."""
+    if bench.restart == 0:
+        bench.enter("checking fairness")
+        look(bench)
+
+
+def _probe(bench: Bench) -> None:
+    """Whether an arm answers from memory what the load will repeat."""
+    if bench.restart == 0:
+        bench.progress.now("a few new requests to both servers, each sent twice")
+        probes = [
+            probe_cache(arm, bench.inputs[arm.payload], bench.signatures[label]) for label, arm in bench.arms.items()
+        ]
+        bench.store.cache_probes(probes)
+
+
+def _explain(bench: Bench) -> None:
+    """Why the arms differ, once all blocks are there."""
+    if bench.last:
+        bench.enter("explaining the differences")
+        explain(bench)
+
+
+def _is_explained(experiment: Experiment) -> bool:
+    return experiment.explain and _has_load(experiment)
+
+
+def _has_load(experiment: Experiment) -> bool:
+    return bool(load_cells(experiment.cells))
+
+
+PHASES: tuple[Phase, ...] = (
+    Phase(_has_load, _look),
+    Phase(_has_load, _probe),
+    Phase(_has_load, _load),
+    Phase(has_searches, run_searches),
+    Phase(_has_load, _prove_gpu),
+    Phase(_is_explained, _explain),
+)
+
+
+def phases_of(experiment: Experiment) -> tuple[Phase, ...]:
+    """Those that this experiment asks for."""
+    return tuple(phase for phase in PHASES if phase.wanted(experiment))

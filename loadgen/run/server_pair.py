@@ -1,0 +1,122 @@
+"""Both servers of a comparison: brought up side by side, asked what they are and whether they agree, taken down.
+
+They can be started again: each restart is a fresh start of both, described and asked anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from loadgen.clients.endpoint import EndpointError, Signature
+from loadgen.deployment.compose import ComposeDeployment, require_one_way
+from loadgen.deployment.interface import DeploymentError
+from loadgen.invocation import ABSERVE
+from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord
+from loadgen.run.arms import Arm
+from loadgen.run.cold_start_phase import READY_SECONDS
+from loadgen.run.parity import Questioned, check_parity
+from loadgen.run.preparation import Inputs, make_deployment
+from loadgen.run.progress import Progress
+from loadgen.storage.store import RunStore
+
+
+class ParityFailedError(Exception):
+    """The arms do not compute the same function, so their speed is not compared."""
+
+
+class ServerPair:
+    """The arms of one run. Life: (`start` → `signatures` → `check_parity` → … → `stop`), repeated; `close` at any
+    time leaves nothing of ours running and a stack as it was found."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        store: RunStore,
+        progress: Progress,
+        work: Path,
+        abserve: Sequence[str] = ABSERVE,
+    ) -> None:
+        """Starts nothing. Raises `AddressError`, and `DeploymentError` for a stack that is not up."""
+        self._experiment = experiment
+        self._store = store
+        self._progress = progress
+        self._resources = ExitStack()
+        self._starts = 0
+        self.arms: dict[Label, Arm] = {}
+        for request in (experiment.a, experiment.b):
+            deployment = make_deployment(request, experiment, store, work, abserve)
+            model, payload = experiment.model_of(request), experiment.payload_of(request)
+            self.arms[request.label] = Arm(request, deployment, model, experiment.transport, payload)
+            self._resources.callback(
+                deployment.restore if isinstance(deployment, ComposeDeployment) else deployment.stop
+            )
+
+    def start(self) -> list[ArmRecord]:
+        """Both at once, each on fresh ports, a first and b first by turns; returns what is in effect, which is stored
+        too. Raises `DeploymentError`."""
+        order = list(self.arms.items())
+        self._starts += 1
+        for label, arm in order if self._starts % 2 else reversed(order):
+            self._progress.now(f"{label.upper()}: {arm.request.target}")
+            arm.deployment.start()
+        require_one_way([arm.deployment for arm in self.arms.values()])
+        records = []
+        for label, arm in self.arms.items():
+            self._progress.now(f"waiting until {label.upper()} ({arm.request.target}) is ready")
+            try:
+                if isinstance(arm.deployment, ComposeDeployment):
+                    asked_for = self._experiment.model_of(arm.request)
+                    arm = replace(arm, model=arm.deployment.await_model(asked_for, READY_SECONDS))
+                    self.arms[label] = arm
+                arm.deployment.wait_ready(arm.model, READY_SECONDS if arm.deployment.launched else 5.0)
+                records.append(arm.record())
+            except (DeploymentError, EndpointError) as exc:
+                raise DeploymentError(f"arm {label} ({arm.request.target}): {exc}") from exc
+            self._progress.arm_ready(records[-1])
+        self._store.arms(records)
+        return records
+
+    def signatures(self) -> dict[Label, Signature]:
+        """What the arms take; a difference is a failed parity with its own sentence, but for the inputs of arms that
+        are sent different payloads on purpose."""
+        inputs_alike = len(self._experiment.payloads) == 1
+        signatures = {label: arm.endpoint.signature(arm.model) for label, arm in self.arms.items()}
+        interfaces = {
+            label: (
+                sorted((tensor.name, tensor.datatype) for tensor in signature.inputs if inputs_alike),
+                sorted(tensor.name for tensor in signature.outputs),
+            )
+            for label, signature in signatures.items()
+        }
+        if interfaces["a"] != interfaces["b"]:
+            message = f"the arms do not serve the same model: a takes and gives {interfaces['a']}, b {interfaces['b']}"
+            self._store.parity(ParityRecord(threshold_cosine=0.999, cases=(), ok=False, error=message))
+            raise ParityFailedError(message)
+        return signatures
+
+    def check_parity(self, inputs: Inputs, signatures: Mapping[Label, Signature], records: Sequence[ArmRecord]) -> None:
+        """Ask both for the same images. Raises `ParityFailedError` after storing what they answered."""
+        self._progress.now(f"{next(iter(inputs.values())).count} images to both servers, alone and in mixed batches")
+        sizes = [size for record in records if isinstance(size := record.in_effect.get("max_batch_size"), int)]
+        largest = max((cell.batch_size for cell in self._experiment.cells), default=1)
+        arms = {label: Questioned(arm.door, signatures[label], inputs[arm.payload]) for label, arm in self.arms.items()}
+        record = check_parity(arms, max(1, min([*sizes, max(largest, 8)])))
+        self._store.parity(record)
+        self._progress.parity_done(record)
+        if not record.ok:
+            failed = ", ".join(f"{case.name} (cosine {case.cosine_min:.6f})" for case in record.cases if not case.ok)
+            raise ParityFailedError(
+                f"the arms do not give the same answers, so their speed is not compared: {record.error or failed}"
+            )
+
+    def stop(self) -> None:
+        """End what is ours; a stack's containers stop too and can be started again."""
+        for arm in self.arms.values():
+            arm.deployment.stop()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._resources.close()

@@ -1,0 +1,1 @@
+"""Percentiles, ratios of pairs, intervals and tests: pure functions of numbers."""

@@ -1,0 +1,139 @@
+"""Writes the stored records of one run, each as soon as it is known."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from loadgen.evidence.records import EvidenceFile
+from loadgen.records.calibration import Calibration
+from loadgen.records.causes import Explanation
+from loadgen.records.conditions import Conditions
+from loadgen.records.noise_floor import NoiseFloor
+from loadgen.records.probes import CacheProbe
+from loadgen.records.run import (
+    ArmRecord,
+    BlockRecord,
+    ColdStart,
+    ContainerColdStart,
+    Environment,
+    Experiment,
+    ParityRecord,
+    RunState,
+)
+from loadgen.records.searches import Trial
+
+
+class StorageError(Exception):
+    """A record cannot be stored; the message names the place and the reason."""
+
+
+class RunStore:
+    """The folder of one run. Every file is written under a temporary name and renamed, so none is ever half there."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `StorageError` when the folder holds a run already or cannot be made."""
+        self.directory = directory
+        if (directory / "experiment.json").exists():
+            raise StorageError(f"{directory} already holds a run; choose another folder with --out")
+        try:
+            for folder in (directory, directory / "blocks", directory / "samples", directory / "logs"):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise StorageError(f"cannot write to {directory}: {exc.strerror or exc}; choose another --out") from exc
+
+    def experiment(self, record: Experiment) -> None:
+        """What was asked for."""
+        self._write("experiment.json", record)
+
+    def environment(self, record: Environment) -> None:
+        """Machine and software."""
+        self._write("environment.json", record)
+
+    def arms(self, records: Sequence[ArmRecord]) -> None:
+        """Both sides as in effect."""
+        self._write("arms.json", list(records))
+
+    def parity(self, record: ParityRecord) -> None:
+        """Whether both compute the same."""
+        self._write("parity.json", record)
+
+    def cold_starts(self, records: Sequence[ColdStart]) -> None:
+        """All repetitions so far."""
+        self._write("cold_starts.json", list(records))
+
+    def container_cold_starts(self, records: Sequence[ContainerColdStart]) -> None:
+        """The same of containers, taken apart."""
+        self._write("container_cold_starts.json", list(records))
+
+    def noise_floors(self, records: Sequence[NoiseFloor]) -> None:
+        """Of this machine, as known when the run began."""
+        self._write("noise_floors.json", list(records))
+
+    def cache_probes(self, records: Sequence[CacheProbe]) -> None:
+        """How long new and repeated requests took."""
+        self._write("cache_probes.json", list(records))
+
+    def block(self, record: BlockRecord) -> None:
+        """One block, after its samples."""
+        self._write(f"blocks/{record.index:04d}.json", record)
+
+    def trial(self, record: Trial) -> None:
+        """One trial of a search or a ramp, after its samples."""
+        self._write(f"trials/{record.index:04d}.json", record)
+
+    def next_trial(self) -> tuple[int, Path]:
+        """Number of the next trial, and where the generator writes its samples. Raises `StorageError`."""
+        folder = self.directory / "trials"
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as exc:
+            raise StorageError(storage_sentence(folder, exc.strerror or str(exc))) from exc
+        index = len(list(folder.glob("*.json")))
+        return index, (folder / f"{index:04d}.npy").resolve()
+
+    def state(self, record: RunState) -> None:
+        """How the run stands."""
+        self._write("run.json", record)
+
+    def evidence(self, record: EvidenceFile) -> None:
+        """Where the arms ran."""
+        self._write("evidence.json", record)
+
+    def conditions(self, record: Conditions) -> None:
+        """The machine right before the load."""
+        self._write("conditions.json", record)
+
+    def explanation(self, record: Explanation) -> None:
+        """Which causes were taken away so far."""
+        self._write("causes.json", record)
+
+    def calibration(self, record: Calibration) -> None:
+        """What the load generator can do on this machine."""
+        self._write("calibration.json", record)
+
+    def samples_path(self, index: int) -> Path:
+        """Where the generator writes a block's samples."""
+        return (self.directory / "samples" / f"{index:04d}.npy").resolve()
+
+    def log_path(self, name: str) -> Path:
+        """Where a process's output goes."""
+        return self.directory / "logs" / f"{name}.log"
+
+    def _write(self, name: str, record: object) -> None:
+        path = self.directory / name
+        part = path.with_name(path.name + ".part")
+        try:
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+            os.replace(part, path)  # noqa: PTH105 (the rename is the point)
+        except OSError as exc:
+            part.unlink(missing_ok=True)
+            raise StorageError(storage_sentence(path, exc.strerror or str(exc))) from exc
+
+
+def storage_sentence(path: Path, reason: str) -> str:
+    """What a person is told when a file cannot be written."""
+    return f"cannot store {path}: {reason}; free some space or choose another folder with --out"
