@@ -197,10 +197,10 @@ def test_a_stall_is_seen_by_those_who_would_have_come(compare: Compare) -> None:
     result = compare("--delay-ms 40 --no-spin", "--delay-ms 40 --no-spin --stall-ms 200", open_loop(70.0, 10.0, 3))
     found = metric(result, "latency_p99")
     tell("200 ms stall every 10 s, open loop", found)
-    require_quiet(result, found, 1.0)
-    assert found.verdict == "a_faster"
     assert found.ratio_b_over_a is not None
     assert found.ratio_b_over_a > 2.0
+    require_quiet(result, found, 1.0)  # a generator that is late by 1 ms takes the verdict, and not the figures
+    assert found.verdict == "a_faster"
 
 
 @pytest.mark.slow
