@@ -136,7 +136,7 @@ def test_errors_under_load_take_the_verdict(compare: Compare) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["http", "grpc"])
 def test_identical_arms_are_equivalent(compare: Compare, transport: str) -> None:
-    result = compare("--delay-ms 5", "--delay-ms 5", closed(100, 6), transport=transport)
+    result = compare("--delay-ms 5", "--delay-ms 5", closed(100, 8), transport=transport)
     found = metric(result, "throughput")
     tell(f"identical, {transport}", found)
     require_quiet(result, found, 0.05)
@@ -144,7 +144,7 @@ def test_identical_arms_are_equivalent(compare: Compare, transport: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("percent", "pairs"), [(1, 10), (2, 6), (5, 4)])
+@pytest.mark.parametrize(("percent", "pairs"), [(1, 10), (2, 8), (5, 5)])
 def test_a_small_difference_is_named_and_measured(compare: Compare, percent: int, pairs: int) -> None:
     """Beside the planted 8 ms a request takes some tenths of a millisecond on the way."""
     result = compare("--delay-ms 8", f"--delay-ms {8 * (1 + percent / 100)}", closed(100, pairs), margin=0.001)
@@ -197,10 +197,10 @@ def test_a_stall_is_seen_by_those_who_would_have_come(compare: Compare) -> None:
     result = compare("--delay-ms 40 --no-spin", "--delay-ms 40 --no-spin --stall-ms 200", open_loop(70.0, 10.0, 3))
     found = metric(result, "latency_p99")
     tell("200 ms stall every 10 s, open loop", found)
-    require_quiet(result, found, 1.0)
-    assert found.verdict == "a_faster"
     assert found.ratio_b_over_a is not None
     assert found.ratio_b_over_a > 2.0
+    require_quiet(result, found, 1.0)  # a generator that is late by 1 ms takes the verdict, and not the figures
+    assert found.verdict == "a_faster"
 
 
 @pytest.mark.slow
