@@ -43,6 +43,7 @@ def native(native_session):
     return native_session.subject(AS_STARTED)
 
 
+@pytest.mark.slow
 def test_the_native_server_stands_a_short_run(native) -> None:
     observation = fuzz(native, SHORT, seed=0)
     assert [fact for fact in observation.facts if not fact.ok] == []

@@ -17,14 +17,17 @@ def verdict(session, plan: GrowthPlan) -> Verdict:
     return result.verdict
 
 
+@pytest.mark.slow
 def test_a_sound_server_passes(sessions) -> None:
     assert verdict(sessions(), SHORT) is Verdict.CONFORMS
 
 
+@pytest.mark.slow
 def test_a_planted_leak_is_caught(sessions) -> None:
     assert verdict(sessions("leak"), SHORT) is Verdict.DEVIATES
 
 
+@pytest.mark.slow
 def test_what_grows_before_the_midpoint_is_no_leak(sessions) -> None:
     reading = measure_growth(sessions().subject(AS_STARTED), SHORT)
     assert len(reading.resident) == SHORT.rounds + 1
@@ -33,6 +36,7 @@ def test_what_grows_before_the_midpoint_is_no_leak(sessions) -> None:
     assert reading.failed == 0
 
 
+@pytest.mark.slow
 def test_the_native_server_does_not_grow(native_session) -> None:
     plan = GrowthPlan(seconds=1, rounds=6, concurrency=8, batch=1)
     assert verdict(native_session, plan) is Verdict.CONFORMS

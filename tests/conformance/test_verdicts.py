@@ -25,12 +25,14 @@ def test_a_server_that_does_as_it_should_conforms(run_cases) -> None:
     assert all(result.verdict is Verdict.NOT_APPLICABLE for result in grpc)
 
 
+@pytest.mark.slow
 def test_queueing_conforms_where_it_should(run_cases) -> None:
     results = run_cases("14,28a,29a", row_ms="40")
     assert failures(results) == {}
     assert all(result.verdict is Verdict.CONFORMS for result in results.values())
 
 
+@pytest.mark.slow
 def test_start_and_end_conform_where_they_should(run_cases) -> None:
     results = run_cases("31a,31c,31d,32a", row_ms="40", startup_ms="1200")
     assert failures(results) == {}

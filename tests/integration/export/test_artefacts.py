@@ -177,6 +177,7 @@ def test_the_command_prints_the_essentials_and_nothing_of_the_exporter(artefact:
         assert text in done.stdout
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_gives_one_sentence_and_no_half_artefact(tmp_path: Path) -> None:
     """A limit on the size of a file stands for the disk; the failure comes while the 352 MB are written."""
     done = run_export(["--artefacts", str(tmp_path)], file_limit_bytes=100_000_000)

@@ -21,6 +21,7 @@ from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
 
+@pytest.mark.slow
 def test_a_cause_is_taken_away_and_what_cannot_be_is_said(tmp_path: Path, fake_url: Callable[..., str]) -> None:
     """B waits 40 ms in its queue and A does not; A is somebody else's, and neither server offers shared memory."""
     cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=8, seconds=0.0, max_seconds=9.0, pairs=3)

@@ -24,6 +24,7 @@ def result(out: Path) -> dict:
     return json.loads((out / "result.json").read_bytes())
 
 
+@pytest.mark.slow
 def test_20_ms_added_to_every_answer_is_found_with_an_interval_that_holds_it(tmp_path: Path) -> None:
     """Both arms are native servers without a model, so the added delay is all the difference there is."""
     out = tmp_path / "run"

@@ -75,6 +75,7 @@ def test_a_matrix_on_both_real_servers(tmp_path: Path) -> None:
     assert regions() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", [pytest.param("grpc", marks=pytest.mark.slow), "shm"])
 def test_ctrl_c_in_a_block_leaves_neither_memory_nor_processes(tmp_path: Path, transport: str) -> None:
     out = tmp_path / "run"

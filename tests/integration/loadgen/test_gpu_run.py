@@ -41,6 +41,7 @@ def single(seconds: float, pairs: int) -> Cell:
     )
 
 
+@pytest.mark.slow
 def test_what_a_gpu_run_records(tmp_path: Path) -> None:
     """Two short pairs: the gaps lie around the rounds, the edges beside the blocks; so little load proves nothing."""
     out = tmp_path / "run"

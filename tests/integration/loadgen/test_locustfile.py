@@ -144,6 +144,7 @@ def test_against_the_native_server(images: Path, tmp_path: Path) -> None:
         server.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["grpc", "shm"])
 def test_other_transports_and_payloads(tmp_path: Path, protocol: str) -> None:
     """With a fixed time per answer: users that wait for each other would show."""

@@ -25,6 +25,7 @@ def until_decided(*cells: Cell, minutes: float, b_settings: dict[str, str]) -> E
     return make_experiment(cells=cells, until_decided=True, time_limit_minutes=minutes, b_settings=b_settings)
 
 
+@pytest.mark.slow
 def test_a_large_difference_ends_the_run_before_the_limit(tmp_path: Path) -> None:
     out = tmp_path / "run"
     experiment = until_decided(cell(1), cell(2), minutes=5.0, b_settings={"delay-ms": "15"})
