@@ -21,8 +21,19 @@ $(VENV)/.ready: pyproject.toml docker/constraints.txt .ci/setup
 compare: setup ## the main job: start both servers, measure, print the verdict, write the report
 	@$(BIN)/abserve compare $(ARGS)
 
+# Tests that start no servers run two at a time; those that do run alone, since some of them watch time pass.
+SIDE_BY_SIDE := tests/unit tests/golden tests/compose
+ALONE        := tests/conformance tests/integration tests/truth
+
 test: setup ## run the tests (under 10 minutes on 2 cores)
+ifeq ($(strip $(ARGS)),)
+	@status=0; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(SIDE_BY_SIDE) || status=$$?; \
+	$(BIN)/python -m pytest $(ALONE) || status=$$?; \
+	exit $$status
+else
 	@$(BIN)/python -m pytest $(ARGS)
+endif
 
 test-slow: setup ## run the tests that take minutes
 	@$(BIN)/python -m pytest -m "slow and not gpu and not compose" $(ARGS)
