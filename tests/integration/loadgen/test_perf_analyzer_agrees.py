@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loadgen.analysis.full_load import throughput_per_s
 from loadgen.clients.endpoint import Endpoint
 from loadgen.clients.inputs import write_synthetic
 from loadgen.deployment.embedded import EmbeddedDeployment
 from loadgen.generator.messages import Open, Prepare
 from loadgen.generator.process import GeneratorProcess
 from loadgen.records.run import Transport
+from loadgen.records.samples import latencies_ms
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -93,7 +95,7 @@ def compare(
             pair = {}
             for who in ("ours", "theirs") if number % 2 else ("theirs", "ours"):
                 if who == "ours":
-                    pair[who] = ours(generator, server, batch)
+                    pair[who] = ours(generator, server, batch, tmp_path / f"{number}.npy")
                 else:
                     pair[who] = theirs(perf_analyzer, server, transport, batch)
             rounds.append((pair["ours"], pair["theirs"]))
@@ -102,17 +104,19 @@ def compare(
     return rounds[1:]
 
 
-def ours(generator: GeneratorProcess, server: EmbeddedDeployment, batch: int) -> Finding:
+def ours(generator: GeneratorProcess, server: EmbeddedDeployment, batch: int, samples_path: Path) -> Finding:
     command = Open(
         url=server.url, grpc_address=server.grpc_address, batch_size=batch, concurrency=USERS, requests=20,
         seconds=3.0 if batch == 1 else 6.0, max_seconds=20.0, timeout_s=20.0,
+        samples_path=str(samples_path),
     )  # fmt: skip
     generator.open(command)
     outcome = generator.go(command)
     assert outcome.errors == 0
-    assert outcome.latency_p50_ns is not None
-    seconds = (outcome.window_end_ns - outcome.window_start_ns) / 1e9
-    return Finding(batch * outcome.requests / seconds, outcome.latency_p50_ns / 1e6)
+    samples = np.load(samples_path)
+    throughput = throughput_per_s(samples)
+    assert throughput is not None
+    return Finding(throughput, float(np.median(latencies_ms(samples))))
 
 
 def theirs(perf_analyzer: Any, server: EmbeddedDeployment, transport: Transport, batch: int) -> Finding:
