@@ -86,10 +86,12 @@ def _same(experiment: Experiment, a: ArmRecord | None, b: ArmRecord | None, name
     wanted_a = asked_for(experiment.a.settings, key)
     wanted_b = asked_for(experiment.b.settings, key)
     if wanted_a != wanted_b:
-        detail = f"{text}, as asked for: this compares settings and not servers alone"
+        detail = f"{key} differs ({text}), as asked for: this compares settings and not servers alone"
         check = make_check(name, False, scope=RUN, value=text, threshold="equal", detail=detail)
         return _deliberate(check)
-    return make_check(name, False, value=text, threshold="equal", detail=f"{text}, and nobody asked for that")
+    return make_check(
+        name, False, value=text, threshold="equal", detail=f"{key} differs ({text}), and nobody asked for that"
+    )
 
 
 def _told(arm: ArmRecord | None, key: str) -> object:
