@@ -24,6 +24,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of everything stored: immutable, named fields, unknown fields refused."""
 
 
+def setting_key(option: str) -> str:
+    """A setting whatever its spelling: --max-batch-size, max-batch-size and max_batch_size are one."""
+    return option.lstrip("-").replace("-", "_")
+
+
 class ArmRequest(Record, frozen=True, kw_only=True):
     """One side as asked for. `target` is native, triton or a URL (a server that somebody else started)."""
 

@@ -48,6 +48,18 @@ def axis(title: str, **more: object) -> Figure:
     return {"title": {"text": title}, "automargin": True, "zeroline": False, **more}
 
 
+def two_panels(height: int, across: str, left: Figure, right: Figure, ticks: Figure) -> Figure:
+    """The layout of two plots side by side over the same quantity, with their y axes."""
+    return {
+        "height": height,
+        "xaxis": axis(across, domain=[0, 0.45], anchor="y", **ticks),
+        "yaxis": {**left, "anchor": "x"},
+        "xaxis2": axis(across, domain=[0.55, 1], anchor="y2", **ticks),
+        "yaxis2": {**right, "anchor": "x2"},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+    }
+
+
 def arm_name(result: Result, label: str) -> str:
     return f"{label.upper()} {titles(result)[label]}"
 
@@ -147,14 +159,13 @@ def batch_sizes(result: Result) -> Chart | None:
         "One request at a time with so many images in it; bars are 95 % intervals over the blocks of one arm and carry "
         "the machine's drift, which the paired ratios do not.",
         data,
-        {
-            "height": 380,
-            "xaxis": axis("images a request", domain=[0, 0.45], anchor="y", **ticks),
-            "yaxis": axis("images/s", rangemode="tozero", anchor="x"),
-            "xaxis2": axis("images a request", domain=[0.55, 1], anchor="y2", **ticks),
-            "yaxis2": axis("p50 latency, ms", rangemode="tozero", anchor="x2"),
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        },
+        two_panels(
+            380,
+            "images a request",
+            axis("images/s", rangemode="tozero"),
+            axis("p50 latency, ms", rangemode="tozero"),
+            ticks,
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadgen.analysis.result import Result
-from loadgen.report.charts import DASHES, MARKERS, Chart, Figure, View, arm_name, axis, rounded
+from loadgen.report.charts import DASHES, MARKERS, Chart, Figure, View, arm_name, axis, rounded, two_panels
 
 
 def slo_trials(result: Result) -> Chart | None:
@@ -115,12 +115,5 @@ def ramp(result: Result) -> Chart | None:
         "Users are doubled until more of them bring no more throughput; a star marks the knee, the first rung from "
         "which no later one is 5 % better.",
         data,
-        {
-            "height": 400,
-            "xaxis": axis("users", domain=[0, 0.45], anchor="y", **ticks),
-            "yaxis": axis("images/s", rangemode="tozero", anchor="x"),
-            "xaxis2": axis("users", domain=[0.55, 1], anchor="y2", **ticks),
-            "yaxis2": axis("latency, ms", type="log", anchor="x2"),
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        },
+        two_panels(400, "users", axis("images/s", rangemode="tozero"), axis("latency, ms", type="log"), ticks),
     )

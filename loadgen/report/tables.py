@@ -8,6 +8,7 @@ from loadgen.analysis.claims import figure
 from loadgen.analysis.comparisons import METRICS, Comparison
 from loadgen.analysis.result import Result
 from loadgen.quantities import measured, ratio, ratio_interval, share
+from loadgen.records.experiment import setting_key
 from loadgen.records.run import ArmRecord
 
 VERDICT_WORDS = {
@@ -122,7 +123,7 @@ def arm_rows(result: Result) -> list[tuple[str, str, str, str, str]]:
     wanted = [dict(result.experiment.a.settings), dict(result.experiment.b.settings)]
     for index, arm in enumerate((a, b)):
         wanted[index] |= arm.settings if arm else {}
-    asked = [{name.lstrip("-").replace("-", "_"): value for name, value in settings.items()} for settings in wanted]
+    asked = [{setting_key(name): value for name, value in settings.items()} for settings in wanted]
     effect = [_in_effect(arm) | _sent(result, arm) for arm in (a, b)]
     names = list(dict.fromkeys([*effect[0], *effect[1], *asked[0], *asked[1]]))
     return [

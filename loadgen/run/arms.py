@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from time import sleep
 from typing import Any
 
-from loadgen.clients.endpoint import Endpoint, EndpointError
+from loadgen.clients.endpoint import Endpoint, EndpointError, Signature
 from loadgen.clients.transports import Door
 from loadgen.deployment.interface import Deployment
+from loadgen.generator.messages import Open, Prepare
 from loadgen.records.run import ArmRecord, ArmRequest, Transport
+
+REQUEST_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,48 @@ class Arm:
     def door(self) -> Door:
         """For inference."""
         return Door(self.transport, self.deployment.url, self.model, self.deployment.grpc_address)
+
+    def bodies(self, samples: Path, signature: Signature, batch_sizes: Sequence[int], seed: int) -> Prepare:
+        """What has the generator make this arm's request bodies."""
+        return Prepare(
+            samples_directory=str(samples),
+            payload=self.payload,
+            signature=signature,
+            batch_sizes=tuple(sorted(set(batch_sizes))),
+            seed=seed,
+            transport=self.transport,
+            key=self.body_key,
+        )
+
+    def load(
+        self,
+        *,
+        batch_size: int,
+        concurrency: int,
+        requests: int,
+        seconds: float,
+        max_seconds: float,
+        samples_path: str | None,
+    ) -> Open:
+        """What has the generator load this arm in a closed loop, with the bodies that it has made."""
+        return Open(
+            url=self.deployment.url,
+            grpc_address=self.deployment.grpc_address,
+            key=self.body_key,
+            batch_size=batch_size,
+            concurrency=concurrency,
+            requests=requests,
+            seconds=seconds,
+            max_seconds=max_seconds,
+            timeout_s=REQUEST_TIMEOUT_S,
+            samples_path=samples_path,
+        )
+
+    def obituary(self) -> str:
+        """What is known about a dead server, to end a sentence with; else nothing."""
+        sleep(0.05)  # a process that has just closed its sockets may take a moment to become a corpse
+        failure = self.deployment.failure()
+        return "" if failure is None else f"; the server {failure}"
 
     def record(self) -> ArmRecord:
         """What is in effect, by the server's own documents. Raises `EndpointError` when it does not answer."""

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from loadgen.clients.endpoint import Signature
 from loadgen.experiment.forecast import Forecast
-from loadgen.generator.messages import Prepare
 from loadgen.generator.process import GeneratorProcess
 from loadgen.records.run import ArmRecord, Cell, Experiment, Label
 from loadgen.run.arms import Arm
@@ -63,17 +62,10 @@ class Bench:
         """Make the generator's bodies of these batch sizes, in place of those that it has. Raises
         `GeneratorError`."""
         self.progress.now("preparing request bodies")
-        for key, label in {arm.body_key: label for label, arm in self.arms.items()}.items():
+        for label in {arm.body_key: label for label, arm in self.arms.items()}.values():
+            arm = self.arms[label]
             self.generator.prepare(
-                Prepare(
-                    samples_directory=str(self.samples_folder),
-                    payload=self.arms[label].payload,
-                    signature=self.signatures[label],
-                    batch_sizes=tuple(sorted(set(batch_sizes))),
-                    seed=self.experiment.seed,
-                    transport=self.experiment.transport,
-                    key=key,
-                )
+                arm.bodies(self.samples_folder, self.signatures[label], batch_sizes, self.experiment.seed)
             )
 
     def warm_up(self, cells: Sequence[Cell]) -> None:

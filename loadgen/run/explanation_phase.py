@@ -29,7 +29,6 @@ from loadgen.clients.requests import AddressError
 from loadgen.deployment.interface import DeploymentError
 from loadgen.deployment.process import ProcessError
 from loadgen.experiment.schedule import schedule
-from loadgen.generator.messages import Prepare
 from loadgen.generator.process import GeneratorError
 from loadgen.records.causes import AS_IS, WITHOUT, Counterfactual, Explanation, Untested, Variant
 from loadgen.records.run import ArmRequest, Cell, Experiment, Label
@@ -174,17 +173,10 @@ class _Explanation:
     def _prepare_bodies(self, arm: Arm) -> None:
         if arm.body_key in self._prepared:
             return
-        self._bench.generator.prepare(
-            Prepare(
-                samples_directory=str(self._bench.samples_folder),
-                payload=arm.payload,
-                signature=arm.endpoint.signature(arm.model),
-                batch_sizes=tuple(sorted({cell.batch_size for cell in self._cells})),
-                seed=self._bench.experiment.seed,
-                transport=arm.transport,
-                key=arm.body_key,
-            )
-        )
+        signature = arm.endpoint.signature(arm.model)
+        sizes = [cell.batch_size for cell in self._cells]
+        bench = self._bench
+        bench.generator.prepare(arm.bodies(bench.samples_folder, signature, sizes, bench.experiment.seed))
         self._prepared.add(arm.body_key)
 
 

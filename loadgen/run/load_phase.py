@@ -20,7 +20,6 @@ from loadgen.run.gpu_recording import GpuRecording
 from loadgen.run.progress import Progress
 from loadgen.storage.store import RunStore, StorageError, storage_sentence
 
-REQUEST_TIMEOUT_S = 60.0
 OPEN_WARM_UP_USERS = 8
 CLOCK_STEP_SECONDS = 1.0
 """NTP slews by far less within a block."""
@@ -58,16 +57,23 @@ class LoadPhase:
             for batch_size, concurrency in sorted({_warm_up_shape(cell) for cell in cells}):
                 self._progress.now(f"{label.upper()}: batch {batch_size}, concurrency {concurrency}")
                 requests = 2 * concurrency if batch_size > 1 or concurrency > 1 else 5
-                command = self._command(arm, batch_size, concurrency, requests, 0.0, 60.0, None)
+                command = arm.load(
+                    batch_size=batch_size,
+                    concurrency=concurrency,
+                    requests=requests,
+                    seconds=0.0,
+                    max_seconds=60.0,
+                    samples_path=None,
+                )
                 try:
                     self._generator.open(command)
                     outcome = self._generator.go(command)
                 except GeneratorError as exc:
-                    raise LoadError(f"warm-up of arm {label} failed: {exc}{self._obituary(label)}") from exc
+                    raise LoadError(f"warm-up of arm {label} failed: {exc}{arm.obituary()}") from exc
                 if outcome.errors:
                     raise LoadError(
                         f"warm-up of arm {label}: {outcome.errors} of {outcome.requests} requests failed "
-                        f"({outcome.error_messages[0]}){self._obituary(label)}"
+                        f"({outcome.error_messages[0]}){arm.obituary()}"
                     )
 
     def run(
@@ -112,7 +118,7 @@ class LoadPhase:
         if not record.complete:
             raise LoadError(
                 f"{block.cell.name} on arm {block.label} was cut short: "
-                f"{outcome.cut_reason}{self._obituary(block.label)}"
+                f"{outcome.cut_reason}{self._arms[block.label].obituary()}"
             )
         return record, outcome
 
@@ -120,8 +126,13 @@ class LoadPhase:
         arm, cell = self._arms[block.label], block.cell
         path = self._store.samples_path(block.index)
         command = msgspec.structs.replace(
-            self._command(
-                arm, cell.batch_size, cell.concurrency, cell.requests, cell.seconds, cell.max_seconds, str(path)
+            arm.load(
+                batch_size=cell.batch_size,
+                concurrency=cell.concurrency,
+                requests=cell.requests,
+                seconds=cell.seconds,
+                max_seconds=cell.max_seconds,
+                samples_path=str(path),
             ),
             arrivals=cell.arrivals,
             rate_per_s=cell.rate_per_s,
@@ -137,7 +148,7 @@ class LoadPhase:
             clock_apart_ns = _wall_clock_ahead_ns()
             outcome = self._go(command, lambda outcome: self._interrupted(block, started_at, outcome))
         except GeneratorError as exc:
-            raise LoadError(f"{cell.name} on arm {block.label}: {exc}{self._obituary(block.label)}") from exc
+            raise LoadError(f"{cell.name} on arm {block.label}: {exc}{arm.obituary()}") from exc
         step_s = (_wall_clock_ahead_ns() - clock_apart_ns) / 1e9
         cpu_after = arm.deployment.cpu_ns()
         if self._gpu is not None:
@@ -211,35 +222,6 @@ class LoadPhase:
             if requests_seen(after) - requests_seen(before) >= outcome.requests or monotonic() > deadline:
                 return stage_totals(before, after)
             sleep(0.005)
-
-    def _obituary(self, label: Label) -> str:
-        """What is known about a dead server, else nothing."""
-        sleep(0.05)  # a process that has just closed its sockets may take a moment to become a corpse
-        failure = self._arms[label].deployment.failure()
-        return "" if failure is None else f"; the server {failure}"
-
-    @staticmethod
-    def _command(
-        arm: Arm,
-        batch_size: int,
-        concurrency: int,
-        requests: int,
-        seconds: float,
-        max_seconds: float,
-        samples_path: str | None,
-    ) -> Open:
-        return Open(
-            url=arm.deployment.url,
-            grpc_address=arm.deployment.grpc_address,
-            key=arm.body_key,
-            batch_size=batch_size,
-            concurrency=concurrency,
-            requests=requests,
-            seconds=seconds,
-            max_seconds=max_seconds,
-            timeout_s=REQUEST_TIMEOUT_S,
-            samples_path=samples_path,
-        )
 
 
 def _wall_clock_ahead_ns() -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import groupby
 from random import Random
 from statistics import fmean
-from time import monotonic, sleep
+from time import monotonic
 
 import msgspec
 
@@ -27,7 +27,7 @@ from loadgen.records.sample_files import read_samples
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, good, latencies_ms
 from loadgen.records.searches import Trial
 from loadgen.run.bench import Bench
-from loadgen.run.load_phase import REQUEST_TIMEOUT_S, LoadError
+from loadgen.run.load_phase import LoadError
 from loadgen.search.concurrency_ladder import ConcurrencyLadder
 from loadgen.statistics.early_stopping import late_allowed
 from loadgen.statistics.percentiles import percentile
@@ -100,13 +100,20 @@ class SearchPhase:
 
     def _pilot(self, entry: ScheduledBlock) -> float:
         """Requests a second of one user, to begin from; measured, not stored."""
-        command = self._command(entry, 1, _PILOT_REQUESTS, _PILOT_SECONDS, 30.0, None)
+        command = self._bench.arms[entry.label].load(
+            batch_size=1,
+            concurrency=1,
+            requests=_PILOT_REQUESTS,
+            seconds=_PILOT_SECONDS,
+            max_seconds=30.0,
+            samples_path=None,
+        )
         outcome = self._load(entry, command)
         seconds = (outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S
         if outcome.cut_reason is not None or outcome.errors or seconds <= 0.0:
             raise LoadError(
                 f"{entry.cell.name} on arm {entry.label}: a single user gets no answers "
-                f"({outcome.cut_reason or outcome.error_messages[0]}){self._obituary(entry.label)}"
+                f"({outcome.cut_reason or outcome.error_messages[0]}){self._bench.arms[entry.label].obituary()}"
             )
         return outcome.requests / seconds
 
@@ -124,7 +131,14 @@ class SearchPhase:
         )
         index, path = self._bench.store.next_trial()
         command = msgspec.structs.replace(
-            self._command(entry, cell.concurrency, cell.requests, cell.seconds, 2.0 * seconds, str(path)),
+            self._bench.arms[entry.label].load(
+                batch_size=1,
+                concurrency=cell.concurrency,
+                requests=cell.requests,
+                seconds=cell.seconds,
+                max_seconds=2.0 * seconds,
+                samples_path=str(path),
+            ),
             arrivals="poisson",
             rate_per_s=rate,
             arrivals_seed=schedule_seed(self._bench.experiment.seed, cell.name, 1000 * entry.pair + step),
@@ -167,7 +181,14 @@ class SearchPhase:
         cell = entry.cell
         self._bench.progress.now(f"{entry.label.upper()} with {users} users")
         index, path = self._bench.store.next_trial()
-        command = self._command(entry, users, max(cell.requests, 4 * users), cell.seconds, cell.max_seconds, str(path))
+        command = self._bench.arms[entry.label].load(
+            batch_size=1,
+            concurrency=users,
+            requests=max(cell.requests, 4 * users),
+            seconds=cell.seconds,
+            max_seconds=cell.max_seconds,
+            samples_path=str(path),
+        )
         started_at = utc_now()
         outcome = self._load(entry, command)
         trial = self._record(entry, step, index, started_at, outcome, users)
@@ -180,7 +201,9 @@ class SearchPhase:
             generator.open(command)
             return generator.go(command)
         except GeneratorError as exc:
-            raise LoadError(f"{entry.cell.name} on arm {entry.label}: {exc}{self._obituary(entry.label)}") from exc
+            raise LoadError(
+                f"{entry.cell.name} on arm {entry.label}: {exc}{self._bench.arms[entry.label].obituary()}"
+            ) from exc
         except KeyboardInterrupt:
             generator.abort("interrupted")
             raise
@@ -191,9 +214,8 @@ class SearchPhase:
         if outcome.storage_error is not None:
             raise StorageError(storage_sentence(self._bench.store.directory / trial.samples, outcome.storage_error))
         if trial.note is not None:
-            raise LoadError(
-                f"{entry.cell.name} on arm {entry.label} was cut short: {trial.note}{self._obituary(entry.label)}"
-            )
+            obituary = self._bench.arms[entry.label].obituary()
+            raise LoadError(f"{entry.cell.name} on arm {entry.label} was cut short: {trial.note}{obituary}")
         return trial
 
     def _record(
@@ -230,35 +252,6 @@ class SearchPhase:
             p99_ms=percentile(waited_ms, 0.99),
             send_lag_p99_ms=percentile((samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS, 0.99),
         )
-
-    def _command(
-        self,
-        entry: ScheduledBlock,
-        users: int,
-        requests: int,
-        seconds: float,
-        max_seconds: float,
-        samples_path: str | None,
-    ) -> Open:
-        arm = self._bench.arms[entry.label]
-        return Open(
-            url=arm.deployment.url,
-            grpc_address=arm.deployment.grpc_address,
-            key=arm.body_key,
-            batch_size=1,
-            concurrency=users,
-            requests=requests,
-            seconds=seconds,
-            max_seconds=max_seconds,
-            timeout_s=REQUEST_TIMEOUT_S,
-            samples_path=samples_path,
-        )
-
-    def _obituary(self, label: Label) -> str:
-        """What is known about a dead server, else nothing."""
-        sleep(0.05)  # a process that has just closed its sockets may take a moment to become a corpse
-        failure = self._bench.arms[label].deployment.failure()
-        return "" if failure is None else f"; the server {failure}"
 
 
 def _closed(cell: Cell, users: int) -> Cell:

@@ -18,6 +18,7 @@ from loadgen.analysis.summaries import BlockSummary
 from loadgen.clients.requests import Address
 from loadgen.experiment.schedule import load_cells
 from loadgen.records.causes import CauseName, Counterfactual, Untested, Variant
+from loadgen.records.experiment import setting_key
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, Label
 
 MIN_PAIRS, MAX_PAIRS = 3, 6
@@ -184,6 +185,6 @@ def _compute(experiment: Experiment, request: ArmRequest, arm: ArmRecord) -> Cou
 
 def changed_settings(settings: Mapping[str, str], variant: Variant) -> dict[str, str]:
     """An arm's options with those of a variant; one whose value there is empty is left out."""
-    changed = {name.replace("_", "-") for name in variant.settings}
-    kept = {name: value for name, value in settings.items() if name.lstrip("-").replace("_", "-") not in changed}
+    changed = {setting_key(name) for name in variant.settings}
+    kept = {name: value for name, value in settings.items() if setting_key(name) not in changed}
     return kept | {name: value for name, value in variant.settings.items() if value}

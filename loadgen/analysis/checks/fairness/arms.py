@@ -15,6 +15,7 @@ from loadgen.analysis.checks.fairness.settings import check_settings
 from loadgen.analysis.checks.outcome import RUN, Check, CheckName, make_check
 from loadgen.experiment.schedule import load_cells
 from loadgen.records.conditions import Conditions
+from loadgen.records.experiment import setting_key
 from loadgen.records.payloads import base_name, without_backend
 from loadgen.records.run import ArmRecord, Experiment
 from loadgen.storage.stored_run import StoredRun
@@ -62,8 +63,8 @@ def _payload(experiment: Experiment, *, sent: bool) -> Check:
 
 
 def asked_for(settings: dict[str, str], key: str) -> str | None:
-    """A setting whatever its spelling on the command line: max-batch-size and max_batch_size are one."""
-    return next((value for name, value in settings.items() if name.lstrip("-").replace("-", "_") == key), None)
+    """A setting, whatever its spelling on the command line."""
+    return next((value for name, value in settings.items() if setting_key(name) == key), None)
 
 
 def _same(experiment: Experiment, a: ArmRecord | None, b: ArmRecord | None, name: CheckName, key: str) -> Check:
@@ -110,7 +111,7 @@ def _in_effect(arm: ArmRecord) -> Check:
     label = arm.label.upper()
     known = []
     for name, wanted in arm.settings.items():
-        have = arm.in_effect.get(name.lstrip("-").replace("-", "_"))
+        have = arm.in_effect.get(setting_key(name))
         if have is not None and wanted != "auto":
             known.append((name, wanted, have))
     if not known:
