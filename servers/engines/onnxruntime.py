@@ -32,6 +32,7 @@ from servers.engines.onnxruntime_placement import (
 )
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.engines.settings import EngineSettings
+from servers.gpu.cuda_devices import device_uuid
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
@@ -161,6 +162,7 @@ class OnnxRuntimeEngine:
                 "package": installed_packages()[0],
                 "graph_optimization_level": str(session_options.graph_optimization_level).rpartition(".")[2],
                 "intra_op_spinning": session_options.get_session_config_entry(SPINNING) == "1",
+                **({} if cuda is None else {"device_uuid": device_uuid(int(cuda["device_id"]))}),
                 **self._cuda_details(),
             },
         )

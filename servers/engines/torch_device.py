@@ -6,6 +6,7 @@ import torch
 
 from servers.engines.interface import EngineError
 from servers.engines.processors import cuda_index
+from servers.gpu.cuda_devices import device_uuid
 
 
 def resolve_device(asked_for: str) -> torch.device:
@@ -46,7 +47,8 @@ def device_details(device: torch.device) -> dict[str, object]:
         properties = torch.cuda.get_device_properties(device)
         details |= {
             "device_name": properties.name,
-            "device_uuid": str(properties.uuid),
+            # torch's own leaves the prefix out, which under MIG is what tells an instance from the GPU that it is of.
+            "device_uuid": device_uuid(device.index or 0) or str(properties.uuid),
             "compute_capability": f"{properties.major}.{properties.minor}",
             "memory_allocated_bytes": torch.cuda.memory_allocated(device),
         }

@@ -1,8 +1,7 @@
 """The few calls of NVIDIA's driver API that it takes to read and write another process's device memory, over ctypes.
 
-Needs the driver's own library and neither torch nor any version of the CUDA runtime. Every call makes the device's
-primary context current on its thread, which is the one that torch and ONNX Runtime use, and takes it away again, so
-that an engine finds its thread as it left it. ctypes lets Python's other threads run while a call lasts.
+Every call makes the device's primary context current on its thread, which is the one that torch and ONNX Runtime use,
+and takes it away again, so that an engine finds its thread as it left it.
 """
 
 from __future__ import annotations
@@ -11,19 +10,16 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
-LIBRARY = "libcuda.so.1"
+from servers.gpu.cuda_library import CudaError, CudaLibrary
+
 HANDLE_BYTES = 64
 
 _LAZY_ENABLE_PEER_ACCESS = 1
 _STREAM_NON_BLOCKING = 1
-
-
-class CudaError(Exception):
-    """A call failed, or the driver is not there; the message begins with the driver's name of the error."""
 
 
 class _Handle(ctypes.Structure):
@@ -34,9 +30,6 @@ class _Handle(ctypes.Structure):
 
 _POINTER = c_uint64  # CUdeviceptr
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuInit": (c_uint,),
-    "cuDeviceGetCount": (POINTER(c_int),),
-    "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
@@ -47,8 +40,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemGetAddressRange_v2": (POINTER(_POINTER), POINTER(c_size_t), _POINTER),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _POINTER, c_size_t, c_void_p),
     "cuMemcpyHtoDAsync_v2": (_POINTER, c_void_p, c_size_t, c_void_p),
-    "cuGetErrorName": (c_int, POINTER(c_char_p)),
-    "cuGetErrorString": (c_int, POINTER(c_char_p)),
 }
 
 
@@ -68,19 +59,10 @@ class CudaDriver:
 
     def __init__(self) -> None:
         """Raises `CudaError` unless the driver's library is there and sees a device; may take a second."""
-        try:
-            self._library = ctypes.CDLL(LIBRARY)
-            for name, arguments in _SIGNATURES.items():
-                function = getattr(self._library, name)
-                function.argtypes, function.restype = arguments, c_int
-        except (OSError, AttributeError) as exc:
-            raise CudaError(f"{LIBRARY} cannot be used: {exc}") from exc
-        self._call("cuInit", 0)
-        count = c_int()
-        self._call("cuDeviceGetCount", byref(count))
-        if count.value < 1:
+        self._library = CudaLibrary(_SIGNATURES)
+        self.device_count = self._library.count()
+        if self.device_count < 1:
             raise CudaError("the driver sees no device")
-        self.device_count: int = count.value
         self._devices: dict[int, _Device] = {}
         self._lock = threading.Lock()
 
@@ -131,9 +113,8 @@ class CudaDriver:
             known = self._devices.get(index)
             if known is not None:
                 return known
-            ordinal, context, reading, writing = c_int(), c_void_p(), c_void_p(), c_void_p()
-            self._call("cuDeviceGet", byref(ordinal), index)
-            self._call("cuDevicePrimaryCtxRetain", byref(context), ordinal)
+            context, reading, writing = c_void_p(), c_void_p(), c_void_p()
+            self._call("cuDevicePrimaryCtxRetain", byref(context), self._library.device(index))
             self._call("cuCtxPushCurrent_v2", context)
             try:
                 for stream in (reading, writing):
@@ -144,11 +125,4 @@ class CudaDriver:
             return self._devices[index]
 
     def _call(self, name: str, *arguments: object) -> None:
-        code = getattr(self._library, name)(*arguments)
-        if code != 0:
-            raise CudaError(f"{self._text('cuGetErrorName', code)} from {name}: {self._text('cuGetErrorString', code)}")
-
-    def _text(self, function: str, code: int) -> str:
-        text = c_char_p()
-        getattr(self._library, function)(code, byref(text))
-        return (text.value or b"%d" % code).decode("utf-8", "replace")
+        self._library.call(name, *arguments)

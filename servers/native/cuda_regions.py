@@ -20,7 +20,8 @@ import structlog
 from servers.contract.errors import InternalError, InvalidRequestError, TooLargeError, UnsupportedError
 from servers.contract.shared_memory import RegionReference
 from servers.contract.tensors import Array
-from servers.native.cuda_driver import HANDLE_BYTES, CudaDriver, CudaError
+from servers.gpu.cuda_library import CudaError
+from servers.native.cuda_driver import HANDLE_BYTES, CudaDriver
 from servers.native.served_models import shown
 
 log = structlog.get_logger("abserve.cuda")

@@ -15,7 +15,7 @@ ROOMS: dict[str, set[str]] = {
     "contract": set(),
     "gpu": set(),
     "models": {"contract"},
-    "engines": {"contract", "models"},
+    "engines": {"contract", "models", "gpu"},
     "export": {"contract", "models", "engines"},
     "native": {"contract", "models", "engines", "gpu"},
     "triton": {"contract", "models", "engines", "export"},

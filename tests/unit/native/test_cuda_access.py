@@ -13,15 +13,15 @@ import pytest
 from servers.contract.codec import window_array
 from servers.contract.errors import InternalError, InvalidRequestError, UnsupportedError
 from servers.contract.shared_memory import RegionReference
-from servers.native import cuda_driver
-from servers.native.cuda_driver import CudaError
+from servers.gpu import cuda_library
+from servers.gpu.cuda_library import CudaError
 from servers.native.cuda_regions import NO_CUDA_MEMORY, CudaAccess, CudaRegion, DeviceMemory
 from servers.native.regions import RegionTable
 
 
 @pytest.mark.parametrize("library", ["libabserve_absent.so.1", "libc.so.6"])  # no such file; none of its functions
 def test_without_a_driver_it_is_refused_in_one_sentence(monkeypatch, library):
-    monkeypatch.setattr(cuda_driver, "LIBRARY", library)
+    monkeypatch.setattr(cuda_library, "LIBRARY", library)
     access = CudaAccess()
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="does not offer CUDA shared memory") as caught:
