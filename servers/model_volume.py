@@ -25,6 +25,7 @@ from typing import Literal
 
 from servers.engines.interface import EngineError
 from servers.export.artefacts import ensure_artefact
+from servers.export.file_form import FileForm
 from servers.export.errors import ExportError
 from servers.export.model_config import artefact_name, onnxruntime_config, tensorrt_config
 from servers.models.atomic_folder import FolderError, file_sha256
@@ -101,7 +102,7 @@ def _lay_out_repository(
             (plan / "request.json").unlink()
         return
     # TensorRT 11 networks are strongly typed: an FP16 plan comes from an FP16 file.
-    artefact = ensure_artefact(specification, weights, root / "artefacts", precision="fp16", progress=say)
+    artefact = ensure_artefact(specification, weights, root / "artefacts", form=FileForm("fp16"), progress=say)
     place = repository / f"{specification.name}_tensorrt"
     write_whole(place / "config.pbtxt", tensorrt_config(specification).encode())
     (place / "1").mkdir(exist_ok=True)

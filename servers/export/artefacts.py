@@ -2,6 +2,7 @@
 
     ROOT/<model>/<weights>/model.onnx                       FP32 weights
     ROOT/<model>/<weights>-fp16/model_fp16.onnx             FP16 weights
+    ROOT/<model>/<weights>-fp16-fused/model_fp16.onnx       FP16 weights, operators that only ONNX Runtime knows
     ROOT/<model>_uint8/<weights>/model_uint8.onnx           the same with UINT8 input; model_uint8_fp16.onnx likewise
 
 Each file has a folder and a manifest of its own.
@@ -23,8 +24,9 @@ from typing import TYPE_CHECKING
 from servers.engines.onnxruntime import OnnxRuntimeEngine
 from servers.engines.settings import EngineSettings
 from servers.export.errors import ExportError
+from servers.export.file_form import OPERATORS, OPSETS, PLAIN, PRECISIONS, FileForm
 from servers.export.manifest import Manifest, ParityMeasurement, package_versions, read_manifest
-from servers.export.onnx import OPSET, convert_to_fp16, export_onnx
+from servers.export.onnx import write_onnx
 from servers.export.parity import assert_parity, cosine_threshold, measure_parity
 from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256
 from servers.models.specification import ModelSpecification
@@ -33,7 +35,6 @@ from servers.models.weights import CheckpointWeights, WeightsSource
 if TYPE_CHECKING:
     import torch
 
-PRECISIONS = ("fp32", "fp16")
 DEFAULT_ROOT = Path(".artefacts")
 
 Progress = Callable[[str], None]
@@ -48,42 +49,37 @@ class Artefact:
     made_now: bool
 
 
-def file_precision(precision: str) -> str:
-    """Which file an engine executes for a precision: FP16 has its own, TF32 is how a GPU multiplies FP32."""
-    return "fp16" if precision == "fp16" else "fp32"
-
-
 def onnx_name(payload: str, precision: str = "fp32") -> str:
     """model.onnx, model_uint8.onnx, model_fp16.onnx or model_uint8_fp16.onnx."""
     return "_".join(["model", *(part for part in (payload, precision) if part != "fp32")]) + ".onnx"
 
 
 def artefact_folder(
-    root: Path, specification: ModelSpecification, weights: WeightsSource, precision: str = "fp32"
+    root: Path, specification: ModelSpecification, weights: WeightsSource, form: FileForm = PLAIN
 ) -> Path:
-    """The folder of one model with one set of weights in one precision."""
-    return root / specification.name / (weights.slug if precision == "fp32" else f"{weights.slug}-{precision}")
+    """The folder of one model with one set of weights in one form."""
+    return root / specification.name / f"{weights.slug}{form.suffix}"
 
 
 def find_artefact(
-    root: Path, specification: ModelSpecification, weights: WeightsSource, precision: str = "fp32"
+    root: Path, specification: ModelSpecification, weights: WeightsSource, form: FileForm = PLAIN
 ) -> Artefact | None:
     """The artefact if it is up to date, else None. Reads and hashes the whole file."""
-    folder = artefact_folder(root, specification, weights, precision)
+    folder = artefact_folder(root, specification, weights, form)
     manifest = read_manifest(folder)
     if (
         manifest is None
         or manifest.model != specification.name
         or manifest.model_version != specification.version
         or manifest.payload != specification.payload
-        or manifest.precision != precision
+        or manifest.precision != form.precision
         or manifest.weights != weights.label
         or manifest.weights_sha256 != _weights_sha256(weights)
         or manifest.versions != package_versions()
-        or manifest.opset != OPSET
+        or manifest.opset != OPSETS.get(manifest.operators)
     ):
         return None
-    path = folder / onnx_name(specification.payload, precision)
+    path = folder / onnx_name(specification.payload, form.precision)
     try:
         if path.stat().st_size != manifest.bytes or file_sha256(path) != manifest.sha256:
             return None
@@ -97,7 +93,7 @@ def ensure_artefact(
     weights: WeightsSource,
     root: Path = DEFAULT_ROOT,
     *,
-    precision: str = "fp32",
+    form: FileForm = PLAIN,
     force: bool = False,
     progress: Progress = lambda _step: None,
 ) -> Artefact:
@@ -107,34 +103,34 @@ def ensure_artefact(
     for. `progress` is told each step in a few words. Raises `ExportError` (`ParityError` among them), `WeightsError`,
     `EngineError` and `FolderError`.
     """
-    if specification.executed is not specification or precision not in PRECISIONS:
+    if specification.executed is not specification or form.precision not in PRECISIONS:
         raise ExportError(
-            f"there is no {precision} file of {specification.name}: JPEG files are decoded outside of it, and the "
+            f"there is no {form.precision} file of {specification.name}: JPEG files are decoded outside of it, and the "
             f"precisions are {', '.join(PRECISIONS)}; export the payload fp32 or uint8"
         )
-    folder = artefact_folder(root, specification, weights, precision)
+    if form.operators not in OPERATORS:
+        raise ExportError(f"unknown operators {form.operators!r}; use one of: {', '.join(OPERATORS)}")
+    folder = artefact_folder(root, specification, weights, form)
     with _exclusive(folder):
         progress("looking for an up-to-date artefact")
-        found = None if force else find_artefact(root, specification, weights, precision)
-        return found or _make(specification, weights, precision, folder, progress)
+        found = None if force else find_artefact(root, specification, weights, form)
+        return found or _make(specification, weights, form, folder, progress)
 
 
 def _make(
-    specification: ModelSpecification, weights: WeightsSource, precision: str, folder: Path, progress: Progress
+    specification: ModelSpecification, weights: WeightsSource, form: FileForm, folder: Path, progress: Progress
 ) -> Artefact:
     from servers.models.uint8_module import load_executed_module, tower_of
 
     progress(f"loading {weights.label}")
     module = load_executed_module(specification, weights)
+    precision = form.precision
     name, threshold = onnx_name(specification.payload, precision), cosine_threshold(specification.payload, precision)
     parameter_bytes = sum(4 * parameter.numel() for parameter in module.parameters())
     with atomic_folder(folder, needed_bytes=parameter_bytes * 105 // 100) as fresh:
         path = fresh / name
         progress("exporting to ONNX")
-        seconds = export_onnx(specification, module, path)
-        if precision == "fp16":
-            progress("converting to FP16")
-            convert_to_fp16(path)
+        seconds, operators = write_onnx(specification, module, path, form)
         progress("comparing the file with torch")
         parity = _parity(specification, weights, tower_of(module), path, precision)
         assert_parity(parity, threshold)
@@ -145,8 +141,9 @@ def _make(
             weights_sha256=_weights_sha256(weights),
             payload=specification.payload,
             precision=precision,
+            operators=operators,
             versions=package_versions(),
-            opset=OPSET,
+            opset=OPSETS[operators],
             seconds=round(seconds, 3),
             file=name,
             bytes=path.stat().st_size,

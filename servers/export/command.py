@@ -11,6 +11,7 @@ from rich.console import Console
 
 from servers.engines.interface import EngineError
 from servers.export.errors import ExportError
+from servers.export.file_form import FileForm, executed_form
 from servers.models.atomic_folder import FolderError
 from servers.models.registry import DEFAULT_MODEL, SPECIFICATIONS, UnknownModelError, get_specification, get_variant
 from servers.models.weights import WeightsError, parse_weights
@@ -18,6 +19,13 @@ from servers.models.weights import WeightsError, parse_weights
 if TYPE_CHECKING:
     from servers.export.artefacts import Artefact
     from servers.models.specification import ModelSpecification
+
+
+class Operators(StrEnum):
+    """Which operators a file may be made of."""
+
+    STANDARD = "standard"
+    FUSED = "fused"
 
 
 class Target(StrEnum):
@@ -55,6 +63,15 @@ def export(
             help="fp32 or fp16: what the file holds; when left out fp32, and fp16 for TensorRT.",
         ),
     ] = None,
+    operators: Annotated[
+        Operators | None,
+        typer.Option(
+            "--operators",
+            envvar="ABSERVE_EXPORT_OPERATORS",
+            help="standard, for every runtime, or fused: ONNX Runtime's own; when left out fused for FP16 that is not "
+            "for TensorRT.",
+        ),
+    ] = None,
     to: Annotated[Target, typer.Option("--to", envvar="ABSERVE_EXPORT_TO", help="What to make.")] = Target.ONNX,
     artefacts: Annotated[
         Path, typer.Option("--artefacts", envvar="ABSERVE_EXPORT_ARTEFACTS", help="Folder that holds the artefacts.")
@@ -90,7 +107,7 @@ def export(
                 specification,
                 source,
                 artefacts,
-                precision=precision or ("fp16" if to is Target.TENSORRT else "fp32"),
+                form=_form(precision, operators, to),
                 force=force,
                 progress=progress,
             )
@@ -114,6 +131,17 @@ def triton_repo(
 
     for path in write_model_repository(out, SPECIFICATIONS.values()):
         Console(highlight=False, soft_wrap=True).print(f"wrote {path}", markup=False, emoji=False)
+
+
+def _form(precision: str | None, operators: Operators | None, to: Target) -> FileForm:
+    if to is Target.ONNX:
+        usual = executed_form("onnxruntime", precision or "fp32")
+    else:
+        usual = executed_form("tensorrt", precision or "fp16")
+        if operators is Operators.FUSED:
+            raise ExportError("TensorRT knows none of the fused operators; leave --operators out")
+    # A precision that does not exist is refused by its own name.
+    return FileForm(precision or usual.precision, usual.operators if operators is None else operators.value)
 
 
 def _build_plan(
@@ -141,7 +169,8 @@ def _show(console: Console, artefact: Artefact) -> None:
     took = f"exported in {manifest.seconds:.1f} s" if artefact.made_now else f"up to date, made {manifest.created_at}"
     lines = {
         "onnx": f"{artefact.path} ({took})",
-        "model": f"{manifest.model} version {manifest.model_version}, {manifest.precision}, opset {manifest.opset}",
+        "model": f"{manifest.model} version {manifest.model_version}, {manifest.precision}, opset {manifest.opset}, "
+        f"{manifest.operators} operators",
         "weights": manifest.weights,
         "size": f"{manifest.bytes / 1e6:.1f} MB, SHA-256 {manifest.sha256}",
         "parity": "; ".join(

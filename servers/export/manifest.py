@@ -22,7 +22,10 @@ class ParityMeasurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One artefact. `weights` is the label for people; `weights_sha256` is that of a checkpoint file, else None."""
+    """One artefact. `weights` is the label for people; `weights_sha256` is that of a checkpoint file, else None.
+
+    `operators` is what is in the file: `standard` also where the fused ones were asked for and do not cover the model.
+    """
 
     schema: Literal["abserve.artefact/1"] = "abserve.artefact/1"
     kind: Literal["onnx"] = "onnx"
@@ -32,6 +35,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     weights_sha256: str | None
     payload: str = "fp32"
     precision: str
+    operators: str = "standard"
     versions: dict[str, str]
     opset: int
     seconds: float

@@ -1,4 +1,8 @@
-"""torch → ONNX, one self-contained file with a free batch dimension; FP16 by converting that file."""
+"""torch → ONNX, one self-contained file with a free batch dimension.
+
+With standard operators it is what torch exports, for FP16 converted; with fused ones `servers.export.tower_graph` makes
+the graph.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from servers.engines.onnxruntime import PRECISION_KEY
 from servers.export.errors import ExportError
+from servers.export.file_form import FUSED, OPSETS, STANDARD, FileForm
 from servers.models.specification import ModelSpecification
 
 if TYPE_CHECKING:
     import torch
-
-OPSET = 18
-"""Opset 23 would emit Attention operators, which not every runtime here is known to support."""
 
 _EXAMPLE_BATCH = 2
 """With 1 torch.export takes the batch for a constant and freezes it."""
@@ -30,8 +32,45 @@ _ELEMENTWISE = frozenset({"Cast", "Transpose", "Div", "Mul", "Sub", "Add"})
 _CHATTY_LOGGERS = ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", "onnx_ir")
 
 
-def export_onnx(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> float:
-    """Write `module` (FP32, eval, on the CPU, taking the specification's input) to `path`; returns the seconds taken.
+def write_onnx(
+    specification: ModelSpecification, module: torch.nn.Module, path: Path, form: FileForm
+) -> tuple[float, str]:
+    """Write `module` (FP32, eval, on the CPU, taking the specification's input) to `path`.
+
+    Returns the seconds taken and the operators in the file: the standard ones where the fused do not cover the model.
+    Raises `ExportError` when torch cannot export it, `OSError` when the file cannot be written.
+    """
+    started_ns = time.perf_counter_ns()
+    operators = STANDARD
+    if form.operators == FUSED and _write_fused(specification, module, path, form.precision):
+        operators = FUSED
+    else:
+        export_onnx(specification, module, path)
+        if form.precision == "fp16":
+            convert_to_fp16(path)
+    return (time.perf_counter_ns() - started_ns) / 1e9, operators
+
+
+def _write_fused(specification: ModelSpecification, module: torch.nn.Module, path: Path, precision: str) -> bool:
+    """False for a model that is not covered."""
+    import onnx
+
+    from servers.engines.vit.weights import UnsupportedTowerError
+    from servers.export.tower_graph import tower_graph
+    from servers.models.uint8_module import tower_of
+
+    try:
+        model = tower_graph(specification, tower_of(module), precision)
+    except (UnsupportedTowerError, AttributeError):  # AttributeError: not even a tower of open_clip's kind
+        return False
+    if precision == "fp16":
+        onnx.helper.set_model_props(model, {PRECISION_KEY: "fp16"})
+    onnx.save(model, path)
+    return True
+
+
+def export_onnx(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> None:
+    """Write `module` (FP32, eval, on the CPU, taking the specification's input) to `path` as torch exports it.
 
     Raises `ExportError` when torch cannot export it, `OSError` when the file cannot be written.
     """
@@ -42,7 +81,6 @@ def export_onnx(specification: ModelSpecification, module: torch.nn.Module, path
         torch.zeros(_EXAMPLE_BATCH, *tensor.item_shape, dtype=torch.uint8 if tensor.datatype == "UINT8" else None)
         for tensor in specification.inputs
     )
-    started_ns = time.perf_counter_ns()
     with _quiet():
         try:
             program = torch.onnx.export(
@@ -50,7 +88,7 @@ def export_onnx(specification: ModelSpecification, module: torch.nn.Module, path
                 example,
                 dynamo=True,
                 verbose=False,
-                opset_version=OPSET,
+                opset_version=OPSETS[STANDARD],
                 input_names=names,
                 output_names=[tensor.name for tensor in specification.outputs],
                 dynamic_shapes=tuple({0: "batch"} for _ in names),
@@ -63,7 +101,6 @@ def export_onnx(specification: ModelSpecification, module: torch.nn.Module, path
             raise ExportError("torch.onnx.export returned nothing; torch 2.9 or later is needed")
         # One file: Triton and people copy it about, and a forgotten second one fails late.
         program.save(path, external_data=False)
-    return (time.perf_counter_ns() - started_ns) / 1e9
 
 
 def convert_to_fp16(path: Path) -> None:

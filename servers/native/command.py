@@ -144,8 +144,9 @@ def serve_native(
 def _artefact(launch: Launch, specification: ModelSpecification, root: Path) -> tuple[Path, dict[str, object]]:
     """The exported file and its manifest, made first when it is missing. Raises `LaunchError`."""
     from servers.engines.interface import EngineError
-    from servers.export.artefacts import ensure_artefact, file_precision
+    from servers.export.artefacts import ensure_artefact
     from servers.export.errors import ExportError
+    from servers.export.file_form import executed_form
     from servers.models.atomic_folder import FolderError
     from servers.models.weights import WeightsError
     from servers.native.launch import LaunchError
@@ -155,7 +156,7 @@ def _artefact(launch: Launch, specification: ModelSpecification, root: Path) -> 
             specification,
             launch.weights,
             root,
-            precision=file_precision(launch.settings.precision),
+            form=executed_form(launch.settings.engine, launch.settings.precision),
             progress=lambda step: typer.echo(step, err=True),
         )
     except (ExportError, WeightsError, EngineError, FolderError) as exc:

@@ -151,7 +151,8 @@ def serve_triton(
 
 def _plan(settings: TritonSettings, weights: WeightsSource, console: Console) -> LaunchPlan:
     """Check the machine before the export, which takes most of a minute, and export only what is executed."""
-    from servers.export.artefacts import Artefact, ensure_artefact, file_precision
+    from servers.export.artefacts import Artefact, ensure_artefact
+    from servers.export.file_form import executed_form
 
     say = partial(console.print, markup=False)
     assert_ready(settings)
@@ -165,10 +166,8 @@ def _plan(settings: TritonSettings, weights: WeightsSource, console: Console) ->
             models.append(PlacedModel(specification))
             continue
         if executed.name not in made:
-            precision = file_precision(settings.engine.precision)
-            made[executed.name] = ensure_artefact(
-                executed, weights, settings.artefacts, precision=precision, progress=say
-            )
+            form = executed_form(settings.engine.kind, settings.engine.precision)
+            made[executed.name] = ensure_artefact(executed, weights, settings.artefacts, form=form, progress=say)
         artefact = made[executed.name]
         models.append(PlacedModel(specification, artefact.path, artefact.manifest.to_dict()))
     return prepare(settings, models, weights, announce=say)

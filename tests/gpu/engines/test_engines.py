@@ -13,7 +13,8 @@ from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError, pipeline_of
 from servers.engines.measurement import matrix_tflops
 from servers.engines.settings import EngineSettings
-from servers.export.artefacts import ensure_artefact, file_precision
+from servers.export.artefacts import ensure_artefact
+from servers.export.file_form import executed_form
 from servers.export.parity import corpus_pixels, row_cosines
 from servers.models.preprocessing import normalise
 from servers.models.registry import get_variant
@@ -46,7 +47,7 @@ def engine_of(kind: str, precision: str, mode: str, payload: str) -> tuple[Engin
     specification = get_variant("openclip_vit_b32", payload)
     path = None
     if kind == "onnxruntime":
-        path = ensure_artefact(specification, WEIGHTS, ARTEFACTS, precision=file_precision(precision)).path
+        path = ensure_artefact(specification, WEIGHTS, ARTEFACTS, form=executed_form(kind, precision)).path
     settings = EngineSettings(kind, precision, mode, "cuda:0", 0, MAX_BATCH)
     return build_engine(specification, WEIGHTS, settings, path), specification
 

@@ -16,6 +16,7 @@ from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import artefact_folder, ensure_artefact, find_artefact
 from servers.export.errors import ExportError, ParityError
+from servers.export.file_form import FileForm
 from servers.export.parity import corpus_pixels, row_cosines
 from servers.models.payloads import payload_variants
 from servers.models.preprocessing import normalise
@@ -64,7 +65,7 @@ def test_every_file_answers_as_torch_does(
     payload: str, precision: str, small: tuple[ModelSpecification, ...], tmp_path: Path
 ) -> None:
     model = small[payload == "uint8"]
-    made = ensure_artefact(model, WEIGHTS, tmp_path, precision=precision)
+    made = ensure_artefact(model, WEIGHTS, tmp_path, form=FileForm(precision))
     assert (
         made.path.name
         == {
@@ -79,7 +80,7 @@ def test_every_file_answers_as_torch_does(
         0.999 if precision == "fp16" else {"fp32": 0.9999, "uint8": 0.99999}[payload]
     )
     assert [measured.batch for measured in made.manifest.parity] == [1, 2, 7]
-    assert not ensure_artefact(model, WEIGHTS, tmp_path, precision=precision).made_now
+    assert not ensure_artefact(model, WEIGHTS, tmp_path, form=FileForm(precision)).made_now
 
     graph = onnx.load(made.path).graph
     wanted = onnx.TensorProto.FLOAT16 if precision == "fp16" else onnx.TensorProto.FLOAT
@@ -98,7 +99,7 @@ def test_every_file_answers_as_torch_does(
 
 
 def test_bytes_stay_precise_on_their_way_to_fp16(small: tuple[ModelSpecification, ...], tmp_path: Path) -> None:
-    graph = onnx.load(ensure_artefact(small[1], WEIGHTS, tmp_path, precision="fp16").path).graph
+    graph = onnx.load(ensure_artefact(small[1], WEIGHTS, tmp_path, form=FileForm("fp16")).path).graph
     half = {i.name for i in graph.initializer if i.data_type == onnx.TensorProto.FLOAT16}
     before = [node for node in graph.node if node.op_type in ("Div", "Sub")]
     assert len(before) >= 2
@@ -130,7 +131,7 @@ def test_the_wrong_file_for_a_precision_says_which_one_to_export(
     small: tuple[ModelSpecification, ...], tmp_path: Path
 ) -> None:
     full = ensure_artefact(small[0], WEIGHTS, tmp_path)
-    half = ensure_artefact(small[0], WEIGHTS, tmp_path, precision="fp16")
+    half = ensure_artefact(small[0], WEIGHTS, tmp_path, form=FileForm("fp16"))
     with pytest.raises(EngineError, match=r"model\.onnx holds fp32; run: abserve export .*--precision fp16"):
         loaded(small[0], "onnxruntime", full.path, "fp16")
     with pytest.raises(EngineError, match=r"model_fp16\.onnx holds fp16; run: abserve export .*--precision fp32"):

@@ -1,0 +1,44 @@
+"""In which forms a model's ONNX file exists, and which one an engine executes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PRECISIONS = ("fp32", "fp16")
+STANDARD, FUSED = "standard", "fused"
+OPERATORS = (STANDARD, FUSED)
+"""ONNX's own, which every runtime knows; or ONNX Runtime's fused ones for a model that `tower_graph` covers."""
+
+OPSETS = {STANDARD: 18, FUSED: 19}
+"""Of ONNX's own operators. 23 would emit Attention operators, which not every runtime here is known to support; 19 is
+the first one whose DequantizeLinear gives FP16."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileForm:
+    """What is asked of a file: one of `PRECISIONS` and of `OPERATORS`."""
+
+    precision: str = "fp32"
+    operators: str = STANDARD
+
+    @property
+    def suffix(self) -> str:
+        """Of the folder's name."""
+        parts = [
+            self.precision if self.precision != "fp32" else "",
+            self.operators if self.operators != STANDARD else "",
+        ]
+        return "".join(f"-{part}" for part in parts if part)
+
+
+PLAIN = FileForm()
+
+
+def executed_form(engine: str, precision: str) -> FileForm:
+    """Which file an engine executes for a precision: FP16 has its own, TF32 is how a GPU multiplies FP32.
+
+    ONNX Runtime's FP16 is for GPUs, where the fused operators count; FP32 is what torch exports, for everybody.
+    """
+    if precision != "fp16":
+        return PLAIN
+    return FileForm("fp16", FUSED if engine == "onnxruntime" else STANDARD)
