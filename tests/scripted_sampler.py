@@ -69,6 +69,7 @@ class ObedientRecording(Recording):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gpu", action="append", help="accepted: there is only one")
     parser.add_argument("--blocks", type=int, default=0)
     parser.add_argument("--lose-in-block", type=int, help="the driver loses the GPU when that block begins")
     options = parser.parse_args()

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from loadgen.evidence.assessment import ArmLoad, assess
+from loadgen.evidence.devices import used_gpu
 from loadgen.evidence.readings import Ns, Readings, read_readings
 from loadgen.evidence.records import EvidenceFile, EvidenceRecord, Window
 from loadgen.records.run import ArmRecord, BlockRecord, Label
@@ -100,6 +101,7 @@ def _assess_control(
             completions_ns=completions([control.samples]),
             gpu_info=control.arm.gpu_info,
             model_config=control.arm.model_config,
+            gpu_uuid=next((used_gpu(arm.gpu_info) for arm in evidence.arms if arm.label == control.arm.label), None),
             server_pids=control.pids,
             own_pids={*own, *control.pids},
             is_control=True,

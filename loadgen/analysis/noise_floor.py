@@ -18,6 +18,7 @@ import msgspec
 
 from loadgen.analysis.comparisons import Comparison
 from loadgen.analysis.pairs import PairedMetric
+from loadgen.evidence.devices import own_devices, used_gpu
 from loadgen.quantities import share
 from loadgen.records.noise_floor import FloorEntry, NoiseFloor
 from loadgen.records.run import ArmRequest, Experiment
@@ -113,5 +114,9 @@ def _host(arm: ArmRequest) -> str:
 
 
 def gpu_of(environment_gpu: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The `/gpu-info` document, where it tells of a GPU that works."""
-    return environment_gpu if environment_gpu.get("status") == "ok" else None
+    """The `/gpu-info` document, where it tells of a GPU that works, with the GPU that the server used alone: what is
+    measured on one is not claimed of another."""
+    if environment_gpu.get("status") != "ok":
+        return None
+    used = used_gpu(environment_gpu)
+    return {**environment_gpu, "devices": own_devices(environment_gpu, () if used is None else (used,))}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from loadgen.analysis.result import Result
+from loadgen.evidence.devices import own_devices, used_gpu
 from loadgen.records.run import Experiment, Record
 
 Kind = Literal["machine", "gpu", "software", "load", "arm"]
@@ -64,10 +65,9 @@ def _gpu(result: Result) -> dict[str, str | None]:
     nvml = gpu.get("nvml")
     if isinstance(nvml, Mapping):
         found |= {name: _text(nvml.get(name)) for name in ("driver_version", "cuda_driver_version")}
-    devices = gpu.get("devices")
-    for number, device in enumerate(devices if isinstance(devices, list) else []):
-        if isinstance(device, Mapping):
-            found[f"GPU {number}"] = _text(device.get("name"))
+    used = used_gpu(gpu)
+    for number, device in enumerate(own_devices(gpu, () if used is None else (used,))):
+        found[f"GPU {number}"] = _text(device.get("name"))
     return found
 
 

@@ -15,7 +15,7 @@ from loadgen.evidence.activity import measure_gpu, usable_gaps
 from loadgen.evidence.attribution import measure_attribution
 from loadgen.evidence.decision import decide
 from loadgen.evidence.placement import judge_placement
-from loadgen.evidence.readings import DeviceReadings, EdgeLine, Ns, Readings
+from loadgen.evidence.readings import DeviceReadings, EdgeDevice, EdgeLine, Ns, Readings
 from loadgen.evidence.records import (
     Attribution,
     EvidenceInputs,
@@ -38,7 +38,8 @@ class ArmLoad:
     """The blocks of one arm in one cell (or in all of them) with what is known about its server.
 
     `gaps`: every idle gap of the run; those beside the blocks are chosen here. `completions_ns`: ends of the good
-    answers of these blocks. PIDs are those that this machine shows; empty where unknown. `control`: the evidence of
+    answers of these blocks. `gpu_uuid`: the GPU to look at where the server names none, as a deliberate CPU run does
+    not. PIDs are those that this machine shows; empty where unknown. `control`: the evidence of
     the same cell from the deliberate CPU run.
     """
 
@@ -49,6 +50,7 @@ class ArmLoad:
     completions_ns: Ns
     gpu_info: Mapping[str, Any] | None
     model_config: Mapping[str, Any] | None
+    gpu_uuid: str | None = None
     server_pids: Collection[int] = ()
     own_pids: Collection[int] = ()
     control: EvidenceRecord | None = None
@@ -62,7 +64,7 @@ def assess(readings: Readings, arm: ArmLoad, thresholds: Thresholds = DEFAULT_TH
     start_ns, end_ns = _span(load)
     edges_before, edges_after = _edges_beside(readings.edges, load)
     gaps = (*load.gaps_before, *load.gaps_after)
-    device = _choose_device(readings, placement, (*edges_before, *edges_after), arm.server_pids)
+    device = _choose_device(readings, placement, (*edges_before, *edges_after), arm)
     gpu: Gpu | None = None
     attribution = NO_ATTRIBUTION
     if device is not None:
@@ -153,20 +155,23 @@ def _choose_device(
     readings: Readings,
     placement: Placement,
     edges: Sequence[EdgeLine],
-    server_pids: Collection[int],
+    arm: ArmLoad,
 ) -> DeviceReadings | None:
-    """The one that the server names; else the one with its process; else the only one. None where that is open."""
+    """The one that the server names; else the one with its process, the one that was to be looked at, the only one of
+    the machine. None where that is open: that only one was read tells nothing about which one was used."""
     if placement.used_device_uuid is not None:
         return readings.devices.get(placement.used_device_uuid)
     holding = {
         device.uuid
         for edge in edges
         for device in edge.devices
-        if any(process.pid in server_pids for process in device.processes or ())
+        if any(process.pid in arm.server_pids for process in device.processes or ())
     }
     if len(holding) == 1:
         return readings.devices.get(holding.pop())
-    return next(iter(readings.devices.values())) if len(readings.devices) == 1 else None
+    if arm.gpu_uuid is not None:
+        return readings.devices.get(arm.gpu_uuid)
+    return next(iter(readings.devices.values()), None) if readings.gpu_count == 1 else None
 
 
 def _health(
@@ -180,6 +185,7 @@ def _health(
     drivers = {h.driver_version for h in readings.headers if h.driver_version is not None}
     drivers |= {e.driver_version for e in readings.edges if e.driver_version is not None}
     known = [{d.uuid for d in header.devices} for header in readings.headers if header.devices]
+    changed = any(uuids != known[0] for uuids in known[1:]) if uuid is None else any(uuid not in k for k in known)
     backwards = device is not None and bool((np.diff(device.energy_joules) < 0).any())
     return Health(
         status=readings.status,
@@ -187,7 +193,7 @@ def _health(
         driver_version=sorted(drivers)[0] if drivers else None,
         healthy_before=_healthy(before, uuid),
         healthy_after=_healthy(after, uuid),
-        device_changed=len(drivers) > 1 or any(uuids != known[0] for uuids in known[1:]) or backwards,
+        device_changed=len(drivers) > 1 or changed or backwards,
         gpu_lost=any(
             event.event == LOST and span_ns[0] <= event.at_ns <= span_ns[1] and event.uuid in (None, uuid)
             for event in readings.events
@@ -196,10 +202,19 @@ def _health(
 
 
 def _healthy(edges: Sequence[EdgeLine], uuid: str | None) -> bool | None:
-    """Whether NVML answered at the edge and still shows the device. Lists that a driver does not offer are no fault."""
+    """Whether NVML answered at the edge for the device, whatever it said of others. Lists that a driver does not offer
+    are no fault."""
     if not edges:
         return None
-    return all(edge.status == "ok" and uuid in {device.uuid for device in edge.devices} for edge in edges)
+    return all(
+        any(device.uuid == uuid and (edge.status == "ok" or _well(edge, device)) for device in edge.devices)
+        for edge in edges
+    )
+
+
+def _well(edge: EdgeLine, device: EdgeDevice) -> bool:
+    """The edge has failures, and they are another device's."""
+    return edge.status == "error" and device.failing is False
 
 
 def _witness(load: Load, arm: ArmLoad) -> Witness:

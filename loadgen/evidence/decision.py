@@ -102,6 +102,8 @@ def _gate(inputs: EvidenceInputs, thresholds: Thresholds) -> tuple[Code, str] | 
         return Code.NO_NVML, f"The GPU could not be read ({health.status or 'no readings were stored'})."
     if health.device_changed:
         return Code.DEVICE_CHANGED, "The GPU's UUID, its driver or its energy counter changed during the run."
+    if used is not None and used.startswith("MIG-"):
+        return Code.WRONG_GPU, f"The server uses {used}, a part of a GPU, and readings are of whole GPUs only."
     if used is not None and health.uuid != used:
         return Code.WRONG_GPU, f"The server uses {used}, of which there are no readings."
     if gpu is None:

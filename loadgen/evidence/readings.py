@@ -53,6 +53,9 @@ class HeaderLine(msgspec.Struct, frozen=True, tag="header", tag_field="type"):
     error: str | None = None
     driver_version: str | None = None
     devices: tuple[HeaderDevice, ...] = ()
+    """Those that were read."""
+    device_count: int | None = None
+    """How many the machine has, read or not; None in files from before it was told, which hold all of them."""
     call_cost_ns: dict[str, int] = {}
 
 
@@ -90,6 +93,8 @@ class EdgeDevice(msgspec.Struct, frozen=True):
     uuid: str
     processes: tuple[EdgeProcess, ...] | None = None
     failed: dict[str, str] = {}
+    failing: bool | None = None
+    """Whether its last reading failed altogether; None in files that tell it for all devices together."""
 
 
 class EdgeLine(msgspec.Struct, frozen=True, tag="edge", tag_field="type"):
@@ -151,6 +156,12 @@ class Readings:
     def status(self) -> str | None:
         """Of the first sampler; None without any file."""
         return self.headers[0].status if self.headers else None
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs of the machine, of which some may not have been read."""
+        counts = [len(h.devices) if h.device_count is None else h.device_count for h in self.headers]
+        return max([len(self.devices), *counts])
 
 
 def read_readings(paths: Sequence[Path]) -> Readings:

@@ -41,7 +41,7 @@ class Conditions(Record, frozen=True, kw_only=True):
     taken_at: str
     arms: tuple[ArmConditions, ...]
     cpu_busy_share: float | None
-    """Of all cores of the machine, over 0.3 s in which nothing was sent."""
+    """Of all cores that the load generator may use, over 0.3 s in which nothing was sent."""
     cpu_governors: tuple[str, ...] | None
     """Of all cores, each named once; null where the kernel does not tell (virtual machines)."""
     gpus: tuple[GpuCondition, ...]

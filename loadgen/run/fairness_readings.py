@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import psutil
 
 from loadgen.clients.endpoint import EndpointError
 from loadgen.clients.requests import Address
+from loadgen.evidence.devices import own_devices, used_gpu
 from loadgen.machine.environment import utc_now
 from loadgen.records.conditions import ArmConditions, Conditions, GpuCondition
 from loadgen.records.run import ArmRecord, Label
@@ -30,7 +32,7 @@ def read_conditions(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> 
     return Conditions(
         taken_at=utc_now(),
         arms=tuple(_arm(label, arm) for label, arm in arms.items()),
-        cpu_busy_share=psutil.cpu_percent(IDLE_SECONDS) / 100.0,
+        cpu_busy_share=read_busy_share(),
         cpu_governors=read_governors(),
         gpus=_gpus(arms, records),
     )
@@ -65,8 +67,19 @@ def read_governors(folder: Path = CPU_FOLDER) -> tuple[str, ...] | None:
     return tuple(sorted(found)) or None
 
 
+def read_busy_share() -> float:
+    """Of the cores that this process may use: on a machine that several comparisons share with a set of cores each,
+    the others' load is no disturbance of this one."""
+    own = os.sched_getaffinity(0)
+    shares = psutil.cpu_percent(IDLE_SECONDS, percpu=True)
+    # Where cores are offline the list's places are not their numbers.
+    chosen = [shares[core] for core in own] if len(shares) > max(own) else shares
+    return sum(chosen) / len(chosen) / 100.0
+
+
 def _gpus(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> tuple[GpuCondition, ...]:
-    """A server's own `/gpu-info`, read again; else what the arms' records hold."""
+    """The GPUs that the servers name as theirs, all where none does: from a server's own `/gpu-info`, read again; else
+    from what the arms' records hold."""
     documents: list[Mapping[str, Any] | None] = []
     for arm in arms.values():
         try:
@@ -74,11 +87,8 @@ def _gpus(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> tuple[GpuC
         except EndpointError:
             continue
     documents += [record.gpu_info for record in records]
-    for document in documents:
-        devices = document.get("devices") if document else None
-        if isinstance(devices, list) and devices:
-            return tuple(as_condition(device) for device in devices if isinstance(device, Mapping))
-    return ()
+    used = {uuid for document in documents if (uuid := used_gpu(document)) is not None}
+    return next((tuple(map(as_condition, own)) for one in documents if (own := own_devices(one, used))), ())
 
 
 def as_condition(device: Mapping[str, Any]) -> GpuCondition:

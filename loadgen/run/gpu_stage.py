@@ -11,6 +11,7 @@ from loadgen.analysis.gpu_evidence import ControlRun, Evidence, ask_gpu_info, as
 from loadgen.clients.endpoint import EndpointError
 from loadgen.deployment.interface import Deployment, DeploymentError
 from loadgen.deployment.process import ProcessError
+from loadgen.evidence.devices import used_gpu
 from loadgen.evidence.readings import ReadingsError
 from loadgen.generator.process import GeneratorError
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
@@ -53,15 +54,17 @@ class GpuStage:
     def start(self, arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> None:
         """Start the sampler where there is something for it to see, and complete the arms' records. Called again
         after a restart of the servers, it goes on and learns their new processes."""
+        if self.recording is None and all(_on_cpu(record) for record in records):
+            return
+        self._arms = arms
+        described = tuple(self._described(record, self._store) for record in records)
         if self.recording is None:
-            if all(str(record.in_effect.get("device", "")).startswith("cpu") for record in records):
-                return
-            self.recording = GpuRecording(self._store.directory, self._store.log_path("gpu-sampler"), self._sampler)
+            sampler = (*self._sampler, *gpu_options(described))
+            self.recording = GpuRecording(self._store.directory, self._store.log_path("gpu-sampler"), sampler)
             if not self.recording.ok:
                 self.close()
                 return
-        self._arms = arms
-        self._records = tuple(self._described(record, self._store) for record in records)
+        self._records = described
         self._store.arms(self._records)
         self.note_processes()
 
@@ -139,3 +142,17 @@ class GpuStage:
         log_path = store.log_path(f"{record.label}-{record.target}") if record.launched else Path()
         document = ask_gpu_info(record, self._arms[record.label].model, log_path, self._abserve)
         return msgspec.structs.replace(record, gpu_info=document)
+
+
+def gpu_options(records: Sequence[ArmRecord]) -> tuple[str, ...]:
+    """For the sampler: the GPUs that the arms name. Where one is silent, those of CUDA_VISIBLE_DEVICES, which servers
+    that we started have inherited, and of somebody else's servers all."""
+    on_gpu = [record for record in records if not _on_cpu(record)]
+    named = [used_gpu(record.gpu_info) for record in on_gpu]
+    if named and None not in named:
+        return tuple(part for uuid in dict.fromkeys(named) for part in ("--gpu", str(uuid)))
+    return () if all(record.launched for record in on_gpu) else ("--gpu", "all")
+
+
+def _on_cpu(record: ArmRecord) -> bool:
+    return str(record.in_effect.get("device", "")).startswith("cpu")

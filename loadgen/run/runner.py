@@ -72,7 +72,7 @@ def run_experiment(
 ) -> RunState:
     """Run everything; returns how it ended. Nothing that it started is left behind, however it ends.
 
-    `sampler` is the command of the GPU sampler; it gets `--out FILE`.
+    `sampler` is the command of the GPU sampler; it gets `--gpu UUID`, where the servers tell theirs, and `--out FILE`.
 
     Raises `StorageError` only when not even the experiment can be stored.
     """

@@ -249,6 +249,15 @@ def device_handle(index: int) -> Any:
     return pynvml.nvmlDeviceGetHandleByIndex(index)
 
 
+def mig_parent(uuid: str) -> str | None:
+    """The UUID of the GPU that a MIG instance is of; None where the driver knows no such instance."""
+    try:
+        instance = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        return _text(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)))
+    except ERRORS:
+        return None
+
+
 def read_versions() -> dict[str, str | None]:
     """Of driver, library and CUDA; None where one cannot be read."""
     return {

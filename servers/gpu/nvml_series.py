@@ -40,7 +40,9 @@ class NvmlSeriesReader:
                 devices.append(self._open_device(index))
             except nvml.ERRORS as error:
                 status, problem = nvml.status_of(error), str(error)
-        return Connection(status=status, error=problem, devices=tuple(devices), **nvml.read_versions())
+        return Connection(
+            status=status, error=problem, devices=tuple(devices), device_count=count, **nvml.read_versions()
+        )
 
     def reading(self, index: int) -> Reading:
         """Each quantity by itself: one that fails costs no other."""

@@ -96,6 +96,7 @@ class Recording:
             "driver_version": connection.driver_version,
             "nvml_version": connection.nvml_version,
             "cuda_driver_version": connection.cuda_driver_version,
+            "device_count": connection.device_count,
             "devices": [_identity(device.identity) for device in self._devices],
             "call_cost_ns": dict(costs),
             "intervals_s": {name: getattr(self._intervals, name) for name in ("reading", "drain", "edge")},
@@ -233,6 +234,7 @@ class Recording:
                     else [{"pid": process.pid, "used_bytes": process.used_bytes} for process in processes],
                     "ecc_errors": None if found.ecc_errors is None else dict(found.ecc_errors),
                     "failed": dict(found.failed),
+                    "failing": device.reading_failed,
                 }
             )
         edge: Line = {

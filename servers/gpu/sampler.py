@@ -4,7 +4,8 @@ FILE gets one JSON object a line (see `servers.gpu.recording` for the schedule, 
 flushed at least every second, so that a killed sampler loses no more than that.
 Commands, one a line on standard input where that is a pipe: `edge LABEL`, `stop`. Each is answered with one JSON
 object on standard output when its readings are in the file. SIGUSR1 is an edge too; SIGTERM, SIGINT and the end of
-standard input stop it. Exit status 0 when stopped, also on a machine without a GPU; 1 when FILE cannot be written.
+standard input stop it. The GPUs read are those that `--gpu` names, else those of CUDA_VISIBLE_DEVICES, else all.
+Exit status 0 when stopped, also on a machine without a GPU; 1 when FILE cannot be written.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from pathlib import Path
 from time import monotonic_ns, time_ns
 from typing import TextIO
 
+from servers.gpu.nvml import mig_parent
 from servers.gpu.nvml_series import NvmlSeriesReader
 from servers.gpu.recording import Intervals, Line, Recording
+from servers.gpu.selection import ALL, SelectedReader, visible
 
 SIGNAL_LABEL = "signal"
 
@@ -103,6 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, wire, run."""
     parser = argparse.ArgumentParser(prog="python -m servers.gpu.sampler", description="Record GPU readings.")
     parser.add_argument("--out", type=Path, required=True, help="file to write, one JSON object a line")
+    parser.add_argument(
+        "--gpu", action="append", metavar="UUID|INDEX|all",
+        help="read this one, also several times; default: what CUDA_VISIBLE_DEVICES names, else all",
+    )  # fmt: skip
     defaults = Intervals()
     parser.add_argument("--reading-seconds", type=float, default=defaults.reading)
     parser.add_argument("--drain-seconds", type=float, default=defaults.drain)
@@ -116,12 +123,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("every interval must be longer than 0 seconds")
     try:
         with options.out.open("w", encoding="utf-8") as file:
-            recording = Recording(NvmlSeriesReader(), intervals, monotonic_ns, time_ns)
+            reader = SelectedReader(NvmlSeriesReader(), _named(options.gpu), mig_parent)
+            recording = Recording(reader, intervals, monotonic_ns, time_ns)
             SamplerProcess(recording, file, sys.stdout).run(_command_input())
     except OSError as exc:
         sys.stderr.write(f"cannot write {options.out}: {exc.strerror or exc}; free some space or choose another file\n")
         return 1
     return 0
+
+
+def _named(given: Sequence[str] | None) -> Sequence[str] | None:
+    """None: all of them."""
+    if not given:
+        return visible(os.environ)
+    return None if ALL in given else given
 
 
 def _command_input() -> int | None:

@@ -9,7 +9,7 @@ that steps every 100 ms. It is for tests and for trying the tools out; its devic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from servers.gpu.reader import GpuProcess, Status
 from servers.gpu.series import Connection, DeviceIdentity, EdgeReading, Reading, SampleBatch
@@ -72,7 +72,7 @@ class ScriptedReader:
         if code is not None:
             return Connection(status="gpu_lost" if code == LOST else "error", error=code)
         device = DeviceIdentity(0, self._uuid, "scripted GPU (not real)", "0000:00:00.0", False, False)
-        return Connection("ok", None, self._driver_version, "13.580", "13.0", (device,))
+        return Connection("ok", None, self._driver_version, "13.580", "13.0", (device,), 1)
 
     def reading(self, index: int) -> Reading:
         """Energy, power, utilisation and memory."""
@@ -152,6 +152,39 @@ class ScriptedReader:
     def _energy_joules(self, now_ns: int) -> float:
         until_ns = max(1, now_ns - now_ns % ENERGY_STEP_NS)
         return self._mean(0, until_ns, self._idle_watts, lambda phase: phase.watts) * until_ns / 1e9
+
+
+class ScriptedMachine:
+    """A `SeriesReader` of several scripted GPUs, numbered in the order in which they are given."""
+
+    def __init__(self, gpus: Sequence[ScriptedReader]) -> None:
+        self._gpus = gpus
+
+    def connect(self) -> Connection:
+        """Of all that answer; one that does not is left out and makes the status, as with a driver."""
+        found = [gpu.connect() for gpu in self._gpus]
+        devices = tuple(replace(device, index=index) for index, one in enumerate(found) for device in one.devices)
+        status = next((one.status for one in found if one.status != "ok"), found[0].status)
+        return replace(found[0], status=status, devices=devices, device_count=len(self._gpus))
+
+    def reading(self, index: int) -> Reading:
+        """Of one GPU."""
+        return self._gpus[index].reading(index)
+
+    def samples(self, index: int, since_us: int) -> SampleBatch:
+        """Of one GPU."""
+        return self._gpus[index].samples(index, since_us)
+
+    def edge(self, index: int) -> EdgeReading:
+        """Of one GPU."""
+        return self._gpus[index].edge(index)
+
+    def call_costs(self, index: int) -> Mapping[str, int]:
+        """None: nothing is called."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 class NullReader:

@@ -70,6 +70,9 @@ class Connection:
     nvml_version: str | None = None
     cuda_driver_version: str | None = None
     devices: tuple[DeviceIdentity, ...] = ()
+    """Those that are read."""
+    device_count: int | None = None
+    """How many the driver shows, read or not."""
 
 
 @dataclass(frozen=True, slots=True)

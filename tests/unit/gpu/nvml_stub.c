@@ -1,11 +1,14 @@
-/* A libnvidia-ml.so.1 with one made-up GPU, so that the real ctypes path runs where there is none.
+/* A libnvidia-ml.so.1 with made-up GPUs, one unless told otherwise, so that the real ctypes path runs where there is none.
  *
  * STUB_INIT=N    nvmlInit returns N
  * STUB_LOST=F    while the file F exists, every call on the device returns GPU_IS_LOST
  * STUB_MIG=1     MIG is on: no utilisation, no samples
+ * STUB_COUNT=N   so many GPUs: GPU-stub, GPU-stub-1, …
+ * STUB_BROKEN=N  GPU N gives no handle: GPU_IS_LOST
  * STUB_QUIET=1   there is never a new sample
  * STUB_UNAVAILABLE=1  every call on the device returns UNKNOWN
  * What is not defined here is FunctionNotFound; compile with -DNO_ENERGY to lose the energy counter as well. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -16,7 +19,7 @@ typedef unsigned long long u64;
 typedef struct { u64 timeStamp; union { unsigned ui; u64 ull; double d; } value; } Sample;
 typedef struct { unsigned pid; u64 usedGpuMemory; unsigned gpuInstanceId, computeInstanceId; } Process;
 
-static int device;
+static int devices[16];
 static u64 us(clockid_t clock) {
     struct timespec now;
     clock_gettime(clock, &now);
@@ -38,9 +41,31 @@ const char *nvmlErrorString(int code) { return code == 18 ? "Driver/library vers
 int nvmlSystemGetDriverVersion(char *text, unsigned n) { strncpy(text, "580.65", n); return OK; }
 int nvmlSystemGetNVMLVersion(char *text, unsigned n) { strncpy(text, "13.580.65", n); return OK; }
 int nvmlSystemGetCudaDriverVersion(int *version) { *version = 13000; return OK; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = getenv("STUB_EMPTY") ? 0 : 1; return OK; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = &device; return OK; }
-int nvmlDeviceGetUUID(void *h, char *text, unsigned n) { strncpy(text, "GPU-stub", n); return OK; }
+int nvmlDeviceGetCount_v2(unsigned *count) { 
+    const char *gpus = getenv("STUB_COUNT");
+    *count = getenv("STUB_EMPTY") ? 0 : gpus ? atoi(gpus) : 1;
+    return OK;
+}
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
+    const char *broken = getenv("STUB_BROKEN");
+    *handle = &devices[index];
+    return broken && atoi(broken) == index ? LOST : OK;
+}
+int nvmlDeviceGetUUID(void *h, char *text, unsigned n) {
+    int index = (int *)h - devices;
+    if (mig() && index >= 8) snprintf(text, n, "MIG-stub-%d", index - 8);
+    else snprintf(text, n, index ? "GPU-stub-%d" : "GPU-stub", index);
+    return OK;
+}
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {  /* of instances: MIG-stub-N is one of GPU N */
+    if (!mig() || strncmp(uuid, "MIG-stub-", 9)) return NOT_FOUND;
+    *handle = &devices[8 + atoi(uuid + 9)];
+    return OK;
+}
+int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *instance, void **handle) {
+    *handle = (int *)instance - 8;
+    return OK;
+}
 int nvmlDeviceGetName(void *h, char *text, unsigned n) { strncpy(text, "stub GPU", n); return OK; }
 int nvmlDeviceGetMigMode(void *h, unsigned *now, unsigned *next) { *now = *next = mig(); return OK; }
 int nvmlDeviceGetUtilizationRates(void *h, unsigned *rates) {

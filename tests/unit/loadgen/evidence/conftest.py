@@ -58,6 +58,8 @@ class Plan:
     errors: int = 0
     server_cpu_s_per_request: float | None = 0.002
     drop: Callable[[dict[str, object]], bool] = field(default=lambda _: False)
+    machine: Callable[[ScriptedReader, FakeClock], SeriesReader] = field(default=lambda gpu, _: gpu)
+    """What the arm's GPU is built into."""
 
     @property
     def windows(self) -> list[Window]:
@@ -80,11 +82,11 @@ class Plan:
         """The lines of a sampler that ran all the time; the runner asks for an edge around every gap."""
         clock = FakeClock()
         phases = [Phase(w.start_ns, w.end_ns, self.busy, self.watts) for w in self.windows]
-        reader: SeriesReader = ScriptedReader(
+        gpu = ScriptedReader(
             clock.monotonic_ns, clock.wall_ns, phases, self.faults,
             idle_watts=self.idle_watts, idle_busy=self.idle_busy, pids=self.pids,
         )  # fmt: skip
-        recording = Recording(reader, Intervals(), clock.monotonic_ns, clock.wall_ns)
+        recording = Recording(self.machine(gpu, clock), Intervals(), clock.monotonic_ns, clock.wall_ns)
         lines = [recording.header(pid=1)]
         edges = sorted(t for gap in self.gaps for t in (gap.start_ns, gap.end_ns))
         end_ns = edges[-1]
