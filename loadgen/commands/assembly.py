@@ -113,9 +113,19 @@ def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
 
 
 def default_out(model: str) -> Path:
-    """results/TIME-MODEL, in UTC."""
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    return Path("results") / f"{stamp}-{model}"
+    """A new folder results/TIME-MODEL, in UTC; with a number behind it where another run began in the same second."""
+    name = f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{model}"
+    folder, number = Path("results") / name, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            folder = folder.with_name(f"{name}-{number}")
+        except OSError:  # the run's first record says why, with the remedy
+            return folder
+        else:
+            return folder
 
 
 def _without_dashes(options: Mapping[str, str]) -> dict[str, str]:

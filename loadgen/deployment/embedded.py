@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from loadgen.deployment.interface import DeploymentError, StartTimes, poll_ready
-from loadgen.deployment.ports import free_ports
+from loadgen.deployment.ports import PortReservation
 from loadgen.deployment.process import ChildProcess, ProcessError
 from loadgen.invocation import ABSERVE
 
@@ -31,7 +31,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddedDeployment:
-    """One server of ours. Every `start` takes fresh ports and appends to the same log."""
+    """One server of ours. Every `start` takes fresh ports, its own until `stop`, and appends to the same log."""
 
     launched = True
 
@@ -51,6 +51,7 @@ class EmbeddedDeployment:
         self._serve_command = (*abserve, "serve")
         self._plan: LaunchPlan | None = None
         self._process: ChildProcess | None = None
+        self._ports: PortReservation | None = None
 
     @property
     def url(self) -> str:
@@ -112,10 +113,13 @@ class EmbeddedDeployment:
         return None if self._process is None else self._process.cpu_ns()
 
     def stop(self) -> None:
-        """End the process tree."""
+        """End the process tree and give its ports back."""
         if self._process is not None:
             self._process.stop(timeout_s=_STOP_SECONDS)
             self._process = None
+        if self._ports is not None:
+            self._ports.release()
+            self._ports = None
 
     def _planned(self) -> LaunchPlan:
         if self._plan is None:
@@ -123,7 +127,11 @@ class EmbeddedDeployment:
         return self._plan
 
     def _make_plan(self) -> LaunchPlan:
-        http, grpc, metrics = free_ports(3)
+        try:
+            self._ports = PortReservation(3)
+        except OSError as exc:
+            raise DeploymentError(f"serve {self._kind} cannot be given ports: {exc}; end what listens there") from exc
+        http, grpc, metrics = self._ports.ports
         options = {**self._options, "http-port": str(http), "grpc-port": str(grpc)}
         if self._kind == "triton":
             options["metrics-port"] = str(metrics)

@@ -92,7 +92,7 @@ def _fetch(interpreter: Interpreter) -> Path:
         source = next(folder.glob(f"unpacked/usr/lib/*/{interpreter.libpython_name}"))
         target = cache_folder(interpreter) / interpreter.libpython_name
         target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = target.with_suffix(".part")
+        unfinished = target.with_suffix(f".{os.getpid()}.part")
         shutil.copyfile(source, unfinished)
         unfinished.replace(target)
     return target

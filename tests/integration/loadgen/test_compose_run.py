@@ -15,7 +15,7 @@ import loadgen.deployment.compose as compose
 from loadgen.analysis.analysis import analyse
 from loadgen.deployment.containers import LogLine, State
 from loadgen.deployment.interface import DeploymentError
-from loadgen.deployment.ports import free_ports
+from loadgen.deployment.ports import PortReservation
 from loadgen.records.run import Cell, ColdStart, ContainerColdStart, RunState
 from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
@@ -42,7 +42,9 @@ class ScriptedContainer:
         self.said: list[str] = []
         self.process: subprocess.Popen[bytes] | None = None
         self.started_at_ns = 0
-        (self.port,) = free_ports(1)
+        reservation = PortReservation(1)
+        (self.port,) = reservation.ports
+        reservation.release()
         self.start()
         self.said.clear()
 

@@ -78,7 +78,7 @@ def _idle(busy: float | None) -> Check:
         busy <= BUSY_CORES_LIMIT,
         value=busy,
         threshold=BUSY_CORES_LIMIT,
-        detail=f"with nothing sent, {share(busy)} of all cores were busy",
+        detail=f"with nothing sent, {share(busy)} of the cores that the load generator may use were busy",
     )
 
 

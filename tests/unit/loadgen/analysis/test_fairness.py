@@ -198,7 +198,7 @@ def test_a_calm_machine_needs_no_look() -> None:
         (conditions(arms=(conditions().arms[0], away("b", 0.4))), "client_distance", False, "not equally far away"),
         (conditions(arms=(away("a", 0.3), away("b", 0.4))), "client_distance", True, "B LAN"),
         (conditions(arms=(away("a", None), away("b", 0.4))), "client_distance", None, "no connection"),
-        (conditions(cpu_busy_share=0.6), "machine_idle", False, "60 % of all cores"),
+        (conditions(cpu_busy_share=0.6), "machine_idle", False, "60 % of the cores"),
         (conditions(cpu_busy_share=None), "machine_idle", None, "unknown"),
         (conditions(cpu_governors=("performance", "powersave")), "cpu_governor", False, "powersave"),
         (conditions(cpu_governors=None), "cpu_governor", None, "does not tell"),
@@ -227,7 +227,7 @@ def test_a_run_keeps_its_conditions_and_its_checks(tmp_path: Path) -> None:
     summary = fairness_summary(result.checks)
     assert summary is not None
     assert "needs a look" in summary or "need a look" in summary
-    assert any("60 % of all cores" in line and "→ End what else runs" in line for line in fairness_lines(result.checks))
+    assert any("60 % of the cores" in line and "→ End what else runs" in line for line in fairness_lines(result.checks))
 
 
 def test_every_definition_is_made_somewhere(tmp_path: Path) -> None:

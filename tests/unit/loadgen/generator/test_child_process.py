@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadgen.deployment.ports import free_ports
 from loadgen.deployment.process import ChildProcess, ProcessError
 
 STUBBORN = """
@@ -73,7 +72,3 @@ def test_cpu_time_is_of_the_whole_tree(tmp_path: Path) -> None:
 def test_a_program_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ProcessError, match="cannot start /no/such/program"):
         ChildProcess(["/no/such/program"], log_path=tmp_path / "log")
-
-
-def test_free_ports_differ() -> None:
-    assert len(set(free_ports(20))) == 20
