@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from servers.engines.interface import EngineError
@@ -28,8 +30,14 @@ def resolve_device(asked_for: str) -> torch.device:
 def set_fp32_products(*, tf32: bool) -> None:
     """TF32 in every product and convolution of this process, or in none: torch's default lets cuDNN use it."""
     precision = "tf32" if tf32 else "ieee"
+    # torch keeps its older switches beside the newer ones and raises where they differ, as torch.export finds out.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it also says that they are older
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cuda.matmul.fp32_precision = precision
     torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined,unused-ignore]
+    torch.backends.cudnn.rnn.fp32_precision = precision  # type: ignore[attr-defined,unused-ignore]
 
 
 def fp32_products() -> dict[str, str]:
