@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from servers.contract.tensors import Array
     from servers.engines.measurement import BatchMeasurement
+    from servers.engines.profiling.records import EngineProfile
     from servers.models.specification import ModelSpecification
 
 SCHEMA = "abserve.engine/1"
@@ -49,6 +50,9 @@ def engine(
     artefacts: Annotated[
         Path, typer.Option(envvar=f"{ENV}ARTEFACTS", help="Folder of exported files; made when missing.")
     ] = Path(".artefacts"),
+    profile: Annotated[
+        bool, typer.Option("--profile", envvar=f"{ENV}PROFILE", help="Then also show where the time goes, by kernel.")
+    ] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
 ) -> None:
     """Measure an engine in process: latency, images/s, TFLOP/s, and its share of a matrix product on the same card."""
@@ -59,12 +63,16 @@ def engine(
         sizes = _sizes(batches, device)
         settings = EngineSettings(kind, precision, mode, device, threads, max(sizes))
         with console.status("loading and measuring"):
-            description, matrix, load_seconds, results = _measure(
-                specification, source, settings, sizes, seconds, artefacts
+            description, matrix, load_seconds, results, profiled = _measure(
+                specification, source, settings, sizes, seconds, artefacts, profile
             )
     except (UnknownModelError, WeightsError, EngineError, OSError) as exc:
         _fail(str(exc), exc)
     _show(console, specification, description, matrix, load_seconds, results)
+    if profiled is not None:
+        from servers.engines.profiling.table import show_profile
+
+        show_profile(console, profiled)
     if json is not None:
         import msgspec
 
@@ -76,6 +84,7 @@ def engine(
             "matrix_product_tflops": matrix,
             "load_seconds": load_seconds,
             "batches": [asdict(result) for result in results],
+            **({} if profiled is None else profiled.as_document()),
         }
         json.write_bytes(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2) + b"\n")
 
@@ -87,7 +96,8 @@ def _measure(
     sizes: list[int],
     seconds: float,
     artefacts: Path,
-) -> tuple[EngineDescription, float | None, float, list[BatchMeasurement]]:
+    profile: bool,
+) -> tuple[EngineDescription, float | None, float, list[BatchMeasurement], EngineProfile | None]:
     import time
 
     from servers.engines.factory import build_engine
@@ -102,7 +112,13 @@ def _measure(
         load_seconds = (time.perf_counter_ns() - started_ns) / 1e9
         matrix = matrix_tflops(built.describe().device, settings.precision)
         results = measure_engine(built, specification, sizes, reference, pictures, seconds, matrix)
-        return built.describe(), matrix, load_seconds, results
+        description = built.describe()
+        profiled = None
+        if profile:  # last of all: it slows whatever comes after it
+            from servers.engines.profiling.run import profile_engine
+
+            profiled = profile_engine(built, specification, results)
+        return description, matrix, load_seconds, results, profiled
     finally:
         built.close()
 

@@ -76,7 +76,7 @@ def measure_engine(
 
 
 def _call_times_ns(engine: Engine, specification: ModelSpecification, batch: int, seconds: float) -> list[int]:
-    inputs = [_random_inputs(specification, batch, seed) for seed in range(ROTATION)]
+    inputs = [random_inputs(specification, batch, seed) for seed in range(ROTATION)]
     for given in inputs:
         engine.infer(given)
     deadline_ns = time.perf_counter_ns() + int(seconds * 1e9)
@@ -109,7 +109,8 @@ def _cosine(
     return float(cosines.min())
 
 
-def _random_inputs(specification: ModelSpecification, batch: int, seed: int) -> Mapping[str, Array]:
+def random_inputs(specification: ModelSpecification, batch: int, seed: int) -> Mapping[str, Array]:
+    """A batch as the engine takes it: uniform bytes, or standard normal values."""
     generator = np.random.default_rng(seed)
     inputs: dict[str, Array] = {}
     for tensor in specification.inputs:

@@ -185,6 +185,16 @@ class OnnxRuntimeEngine:
             times.append(time.perf_counter_ns() - started_ns)
         return times
 
+    def run_only(self, count: int) -> bool:
+        """One graph execution of `count` rows, waited for, without copies; False where there are no graphs."""
+        if self._graphs is not None:
+            self._graphs.run_only(count)
+        return self._graphs is not None
+
+    def node_profile(self, folder: Path, rows: int, repeats: int) -> Path:
+        """ONNX Runtime's own profile of batches on the CPU, by a second session like this one; a file in `folder`."""
+        return self._profile(folder, None, rows, repeats)
+
     def _verified_placement(self, session: Any, index: int) -> NodePlacement:
         placement = read_placement(session)
         assert_on_gpu(placement)
@@ -194,16 +204,16 @@ class OnnxRuntimeEngine:
             assert_on_gpu(placement)
         return replace(placement, cpu_time_ratio=placement.cpu_time_ratio or 0.0)
 
-    def _profile(self, folder: Path, index: int) -> Path:
+    def _profile(self, folder: Path, index: int | None, rows: int = 4, repeats: int = 5) -> Path:
         """Some batches of a session like this one, without graphs, which would hide the nodes."""
         import onnxruntime as ort
 
-        options = self._session_options(on_cuda=True)
+        options = self._session_options(on_cuda=index is not None)
         options.enable_profiling = True
         options.profile_file_prefix = str(folder / "profile")
         session = ort.InferenceSession(str(self._path), options, providers=self._providers(index, graphs=False))
-        batch = {t.name: np.zeros((4, *t.item_shape), t.dtype) for t in self._specification.inputs}
-        for _ in range(5):
+        batch = {t.name: np.zeros((rows, *t.item_shape), t.dtype) for t in self._specification.inputs}
+        for _ in range(repeats):
             session.run(self._output_names, batch)
         return Path(session.end_profiling())
 

@@ -111,6 +111,11 @@ class TensorRTEngine:
         """Device time of `repeats` executions of `count` rows without any copy to or from the host."""
         return [round(time_us * 1e3) for time_us in self._loaded().replay_us(count, repeats)]
 
+    def run_only(self, count: int) -> bool:
+        """One execution of `count` rows, waited for, without any copy to or from the host."""
+        self._loaded().run_only(count)
+        return True
+
     def canary(self) -> Canary:
         """Profile one inference for the CUDA kernels that it runs. Takes about a second."""
         from servers.engines.canary import run_canary

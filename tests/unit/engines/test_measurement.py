@@ -70,6 +70,7 @@ def test_the_command_measures_and_writes_everything_down(artefact_dir: Path, tmp
     assert [row["batch"] for row in document["batches"]] == [1, 2]
     assert all(row["cosine_to_fp32"] > 0.9999 and row["execution_ns"] is None for row in document["batches"])
     assert document["engine"]["device"] == "cpu"
+    assert "profile" not in document
 
 
 @pytest.mark.parametrize(

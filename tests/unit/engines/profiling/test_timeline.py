@@ -1,0 +1,87 @@
+"""Planted launches: overlaps, gaps, marks, and what is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from servers.engines.profiling.device import split
+from servers.engines.profiling.records import ProfileError, Total, summarised
+from servers.engines.profiling.timeline import Launch, add_busy_time, between_marks, span_ns
+
+MARK = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+
+
+def totals_of(*launches: tuple[str, int, int]) -> dict[str, Total]:
+    totals: dict[str, Total] = {}
+    add_busy_time([Launch(*launch) for launch in launches], totals)
+    return totals
+
+
+def test_gaps_are_no_ones_time() -> None:
+    totals = totals_of(("gemm", 0, 100), ("gelu", 150, 200), ("gemm", 300, 400))
+    assert totals == {"gemm": Total(2, 200.0), "gelu": Total(1, 50.0)}
+
+
+def test_overlapping_time_is_divided_and_counted_once() -> None:
+    totals = totals_of(("a", 0, 100), ("b", 50, 150), ("c", 60, 80))
+    assert sum(total.ns for total in totals.values()) == pytest.approx(150)  # the length of the union
+    assert totals["c"].ns == pytest.approx(20 / 3)
+    assert totals["a"].ns == pytest.approx(50 + 30 / 2 + 20 / 3)
+
+
+def test_kernels_that_touch_or_take_no_time() -> None:
+    totals = totals_of(("a", 0, 100), ("b", 100, 200), ("a", 150, 150))
+    assert totals == {"a": Total(2, 100.0), "b": Total(1, 100.0)}
+
+
+def test_the_span_reaches_to_the_last_end_of_all() -> None:
+    assert span_ns([Launch("long", 10, 500), Launch("short", 20, 30)]) == 490
+
+
+def test_executions_lie_between_marks() -> None:
+    launches = [
+        *(Launch(MARK, at, at + 2) for at in (10, 20, 50, 100)),
+        Launch("before", 0, 5),
+        Launch("gemm", 25, 30),
+        Launch("gemm", 60, 70),
+        Launch("gelu", 70, 80),
+        Launch("after", 110, 120),
+    ]
+    names = [[launch.name for launch in group] for group in between_marks(launches, lambda name: name == MARK)]
+    assert names == [[], ["gemm"], ["gemm", "gelu"]]
+    assert [len(group) for group in split(launches, 2)] == [1, 2]
+
+
+def test_a_lost_execution_and_an_empty_profile_are_no_profile() -> None:
+    launches = [Launch(MARK, at, at + 2) for at in (10, 20, 50, 100)] + [Launch("gemm", 25, 30)]
+    with pytest.raises(ProfileError, match="1 executions where 2 were made"):
+        split(launches, 2)
+    with pytest.raises(ProfileError, match="1 executions where 9 were made"):
+        split(launches, 9)
+    with pytest.raises(ProfileError, match="reports no kernel"):
+        split([], 2)
+
+
+def test_the_record_adds_up() -> None:
+    record = summarised(
+        {"gemm_a": Total(4, 6000.0), "gemm_b": Total(2, 1000.0), "strange": Total(2, 1000.0)},
+        10_000,
+        batch=8,
+        executions=2,
+        with_copies=False,
+        measured_us=4.0,
+        idle_name="idle between kernels",
+        category_of=lambda name: "matrix products" if name.startswith("gemm") else "other",
+    )
+    assert (record.span_us, record.idle_us, record.launches) == (5.0, 1.0, 4.0)
+    assert {category.name: category.us for category in record.categories if category.us} == {
+        "matrix products": 3.5,
+        "other": 0.5,
+        "idle between kernels": 1.0,
+    }
+    assert sum(category.share for category in record.categories) == pytest.approx(1)
+    assert [(kernel.name, kernel.count, kernel.us, kernel.share) for kernel in record.kernels] == [
+        ("gemm_a", 2.0, 3.0, 0.6),
+        ("gemm_b", 1.0, 0.5, 0.1),
+        ("strange", 1.0, 0.5, 0.1),
+    ]
