@@ -90,6 +90,21 @@ def test_triton_with_our_engine_in_its_log() -> None:
     assert engine_in_log("engine ready: {broken") is None
 
 
+@pytest.mark.parametrize("kind", ["torch", "onnxruntime"])
+def test_the_engine_inside_triton_tells_which_of_several_gpus(kind: str) -> None:
+    """Its words cross Triton's log, as a string in JSON."""
+    in_effect = {"kind": kind, "device": "cuda:0", "details": {"device_uuid": "GPU-3"}}
+    words = json.dumps({"in_effect": in_effect, "load_ns": 1})
+    log = f"2026-11-20T09:18:19Z I 3951 python_model.py:68] {json.dumps(f'engine ready: {words}')}\n"
+    for text in (log, f"I1120 engine ready: {words}\n"):
+        runtime = triton_info({}, {"backend": "python"}, text, OneGpu("GPU-1", "GPU-2", "GPU-3", "GPU-4"))["runtime"]
+        assert isinstance(runtime, dict)
+        assert runtime["used_device_uuid"] == "GPU-3"
+    untold = triton_info({}, {"backend": "tensorrt"}, None, OneGpu("GPU-1", "GPU-2"))["runtime"]
+    assert isinstance(untold, dict)
+    assert untold["used_device_uuid"] is None
+
+
 def test_triton_with_a_native_backend_and_its_verbose_log() -> None:
     config = {"backend": "onnxruntime", "instance_group": [{"kind": "KIND_GPU"}]}
     runtime = triton_info({}, config, VERBOSE, OneGpu("GPU-1"))["runtime"]
