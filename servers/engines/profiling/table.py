@@ -31,7 +31,7 @@ def show_profile(console: Console, profile: EngineProfile) -> None:
     )
     columns = max(1, (console.width - LABEL_WIDTH) // CELL_WIDTH)
     for start in range(0, len(profiles), columns):
-        console.print(_categories(profiles[start : start + columns], "kernels" if on_device else "operators"))
+        console.print(_categories(profiles[start : start + columns], "launches" if on_device else "operators"))
     for batch in {batch.batch: batch for batch in (profiles[0], profiles[-1])}.values():
         console.print(_kernels(batch, "kernel" if on_device else "operator"))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,15 @@ from typer.testing import CliRunner
 
 from loadgen.entry import build
 from servers.engines.factory import build_engine
+from servers.engines.interface import EngineDescription
 from servers.engines.measurement import BatchMeasurement
-from servers.engines.profiling.names import CATEGORIES
-from servers.engines.profiling.records import EngineProfile
+from servers.engines.null import NullEngine
+from servers.engines.profiling import device
+from servers.engines.profiling.names import CATEGORIES, kernel_category
+from servers.engines.profiling.records import EngineProfile, ProfileError, Total, summarised
 from servers.engines.profiling.run import profile_engine
 from servers.engines.profiling.table import show_profile
+from servers.engines.profiling.timeline import Launch
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
@@ -87,3 +93,86 @@ def test_the_null_engine_has_nothing_to_profile(specification: ModelSpecificatio
         "profile_missing": "the null engine executes no model: there is nothing to profile",
     }
     assert shown(profile) == "no profile: the null engine executes no model: there is nothing to profile\n"
+
+
+class GraphEngine(NullEngine):
+    """Says that it is on a GPU, executes batches up to 4 without copies, and remembers what it last executed."""
+
+    executed: tuple[str, int]
+
+    def describe(self) -> EngineDescription:
+        return replace(super().describe(), kind="onnxruntime", device="cuda:1")
+
+    def run_only(self, count: int) -> bool:
+        self.executed = ("run_only", count)
+        return count <= 4
+
+    def infer(self, inputs):  # type: ignore[no-untyped-def]
+        answer = super().infer(inputs)
+        self.executed = ("infer", len(answer["embedding"]))
+        return answer
+
+
+def test_each_batch_gets_the_launches_of_its_own_executions(
+    specification: ModelSpecification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = GraphEngine(specification, EngineSettings("null"))
+
+    def launched(executions: Sequence[Callable[[], object]], on: str) -> list[list[Launch]]:
+        """Stands for CUPTI: a batch of n is a product of n µs, 1 µs of nothing and, by `infer`, a copy of 1 µs."""
+        assert on == "cuda:1"
+        groups = []
+        for execute in executions:
+            execute()
+            by, rows = engine.executed
+            end_ns = rows * 1000
+            copies = [Launch("Memcpy DtoH (Device -> Pinned)", end_ns + 1000, end_ns + 2000)] * (by == "infer")
+            fill = [Launch("Memset (Device)", end_ns + 1000, end_ns + 1000)]
+            groups.append([Launch("nvjet_hsh_64x8_64x16_4x1_v_bz_TNT", 0, end_ns), *fill, *copies])
+        return groups
+
+    monkeypatch.setattr(device, "device_launches", launched)
+    measured = [replace(MEASURED, batch=batch, execution_ns=None if batch == 8 else 3000) for batch in (2, 8)]
+    profile = profile_engine(engine, specification, measured)
+    assert profile.missing is None
+    small, large = profile.batches
+    assert (small.batch, small.with_copies, small.measured_us, small.span_us, small.idle_us) == (
+        2,
+        False,
+        3.0,
+        3.0,
+        1.0,
+    )
+    assert (large.batch, large.with_copies, large.measured_us, large.span_us) == (8, True, 50_000.0, 10.0)
+    assert [kernel.count for kernel in large.kernels] == [1, 1, 1]
+    assert small.categories[-1].name == "idle between kernels"
+    table = shown(profile, width=60)
+    assert "copies from and to the host included" in " ".join(table.split())
+    assert "2.0 (67%)" in table
+    assert "8.0 (80%)" in table
+
+    def nothing(executions: Sequence[Callable[[], object]], on: str) -> list[list[Launch]]:
+        raise ProfileError("torch's profiler reports no kernel")
+
+    monkeypatch.setattr(device, "device_launches", nothing)
+    assert profile_engine(engine, specification, measured).missing == "torch's profiler reports no kernel"
+
+
+def test_no_figure_is_cut_on_a_narrow_terminal() -> None:
+    batches = [
+        summarised(
+            {"cutlass_80_tensorop_f16_s16816gemm_relu_f16_64x64_64x6_tn_align8": Total(20, 4e7)},
+            5e7,
+            batch=batch,
+            executions=20,
+            with_copies=False,
+            measured_us=2222.2,
+            idle_name="idle between kernels",
+            category_of=kernel_category,
+        )
+        for batch in (1, 2, 4, 8, 16, 32, 64, 128)
+    ]
+    table = shown(EngineProfile(batches), width=80)
+    assert table.count("2,000.0 (80%)") == len(batches)
+    assert table.count("2,222.2") == len(batches)
+    assert "…" not in table
