@@ -17,7 +17,7 @@ class EngineDescription:
     kind: str  # torch, onnxruntime or tensorrt
     version: str
     precision: str  # fp32, tf32, fp16 or bf16
-    mode: str  # eager, compile, graph, session …
+    mode: str  # eager, traced, scripted, compile, graph, session …
     device: str  # cpu or cuda:N
     threads: int | None  # intra-op threads; None on a GPU
     max_batch_size: int

@@ -11,7 +11,9 @@ class EngineSettings:
 
     kind: str = "torch"  # torch, onnxruntime, tensorrt, null
     precision: str = "fp32"  # fp32, tf32, fp16, bf16
-    mode: str = "auto"  # auto, eager, compile, graph, session; what an engine does not know it refuses
+    mode: str = (
+        "auto"  # auto, eager, traced, scripted, compile, graph, session; an engine refuses what it does not know
+    )
     device: str = "auto"  # auto, cpu, cuda:N
     threads: int = 0  # intra-op threads on the CPU; 0: all cores this process may use
     max_batch_size: int = 32

@@ -1,9 +1,10 @@
-"""PyTorch: FP32 on the CPU; FP32, TF32, FP16 and BF16 on CUDA, eagerly, compiled or in CUDA graphs.
+"""PyTorch: FP32 on the CPU; FP32, TF32, FP16 and BF16 on CUDA, eagerly, by TorchScript, compiled or in CUDA graphs.
 
 Numbers: inputs are FP32, or UINT8 which is normalised on the device; outputs are FP32 in every precision; half
 precisions convert on the device. FP32 on CUDA means no TF32 anywhere.
 
-Modes on CUDA: `eager` is the model's own module as its library has it. `graph` (and `auto`) is one CUDA graph a batch
+Modes: `eager` is the model's own module as its library has it; `traced` and `scripted` are the same through torch.jit,
+proven against it at load, in its precision. On CUDA only: `graph` (and `auto`) is one CUDA graph a batch
 bucket of the fastest that covers the model and the precision, `compile` one of torch.compile's code; both are proven
 against the own module in FP32 at load.
 """
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 PRECISIONS = {"cpu": ("fp32",), "cuda": tuple(PARAMETER_TYPES)}
-MODES = {"cpu": ("eager",), "cuda": ("graph", "compile", "eager")}
+MODES = {"cpu": ("eager", "traced", "scripted"), "cuda": ("graph", "compile", "eager", "traced", "scripted")}
 """The first one is what `auto` takes."""
 
 
@@ -45,6 +46,8 @@ class TorchEngine:
         self._settings = settings
         self._mode = ""
         self._module: torch.nn.Module | None = None  # on the CPU
+        self._parameters: tuple[torch.Tensor, ...] = ()  # of the module, which has none left once it is frozen
+        self._kernels = ""
         self._cuda: CudaExecution | None = None
         self._canary: Canary | None = None
         self._input_names = tuple(tensor.name for tensor in specification.inputs)
@@ -78,7 +81,7 @@ class TorchEngine:
         try:
             if device.type == "cpu":
                 torch.set_num_threads(thread_count(self._settings.threads))
-                self._module = load_executed_module(self._specification, self._weights)
+                self._load_on_cpu(load_executed_module(self._specification, self._weights), device)
                 return
             module = self._specification.load_module(self._weights)
         except WeightsError as exc:
@@ -121,6 +124,12 @@ class TorchEngine:
         """Device time of `repeats` executions of `count` rows without any copy to or from the host; None on a CPU."""
         return None if self._cuda is None else self._cuda.execution_ns(count, repeats)
 
+    def run_only(self, count: int) -> bool:
+        """One execution of `count` rows, waited for, without copies from or to the host; False where there are none."""
+        if self._cuda is not None:
+            self._cuda.run_only(count)
+        return self._cuda is not None
+
     def canary(self) -> Canary | None:
         """Profile one inference for the CUDA kernels that it runs; None on a CPU. Takes about a second."""
         if self._cuda is not None:
@@ -133,7 +142,9 @@ class TorchEngine:
 
         from servers.engines.torch_device import device_details
 
-        parameters = list(self._require_module().parameters() if self._cuda is None else self._cuda.parameters)
+        if self._cuda is None:
+            self._require_module()
+        parameters = self._parameters if self._cuda is None else self._cuda.parameters
         device, dtype = parameters[-1].device, parameters[-1].dtype
         details: dict[str, object] = {
             "parameters": sum(p.numel() for p in parameters),
@@ -141,8 +152,7 @@ class TorchEngine:
             "parameters_by_dtype": dict(Counter(str(p.dtype).removeprefix("torch.") for p in parameters)),
             **device_details(device),
         }
-        if self._cuda is not None:
-            details |= self._cuda.details()
+        details |= {"kernels": self._kernels} if self._cuda is None else self._cuda.details()
         if self._canary is not None:
             details["canary"] = self._canary
         return EngineDescription(
@@ -159,10 +169,21 @@ class TorchEngine:
 
     def close(self) -> None:
         """Drop the module; on CUDA also return its memory to the driver."""
-        self._module = None
+        self._module, self._parameters = None, ()
         if self._cuda is not None:
             self._cuda.close()
             self._cuda = None
+
+    def _load_on_cpu(self, module: torch.nn.Module, device: torch.device) -> None:
+        from servers.engines.torch_script import APIS, examples_of, to_torchscript
+        from servers.engines.torch_towers import OWN_MODULE
+
+        self._parameters, self._kernels = tuple(module.parameters()), OWN_MODULE
+        if self._mode in APIS:
+            examples = examples_of(self._specification, device, self._parameters[-1].dtype)
+            script = to_torchscript(module, self._mode, examples, self._settings.max_batch_size, title=OWN_MODULE)
+            module, self._kernels = script.module, script.kernels
+        self._module = module
 
     def _require_module(self) -> torch.nn.Module:
         if self._module is None:

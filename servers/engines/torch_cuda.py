@@ -19,6 +19,9 @@ from servers.models.uint8_module import UInt8Images
 MIN_COSINE = 0.9995
 """Of every row with the model's own module in FP32 on the CPU."""
 
+GRAPH_MODES = ("graph", "compile")
+"""Captured a batch bucket; the other modes enqueue every batch anew, at its own size."""
+
 PROOF_ROWS = 3
 """A batch that is padded, so that the padding is proven too."""
 
@@ -42,8 +45,9 @@ class CudaExecution:
         self._input, self._output = specification.inputs[0], specification.outputs[0]
         self._device, self._mode = device, mode
         pixels, expected = _proof(module, specification, min(PROOF_ROWS, buckets[-1]))
-        if mode == "eager":
-            self._tower: DeviceTower = own_tower(module, specification, device, dtype)
+        self._graphs = mode in GRAPH_MODES
+        if not self._graphs:
+            self._tower: DeviceTower = own_tower(module, specification, device, dtype, buckets[-1], mode=mode)
         else:
             self._tower = fast_tower(module, specification, device, dtype, buckets[-1], compiled=mode == "compile")
         self._runner = GraphRunner(
@@ -53,7 +57,7 @@ class CudaExecution:
             width=self._output.item_shape[0],
             buckets=buckets,
             device=device,
-            graphs=mode != "eager",
+            graphs=self._graphs,
         )
         self.slots = self._runner.slots
         answer = torch.from_numpy(self._runner.infer(pixels))
@@ -98,6 +102,10 @@ class CudaExecution:
             self._runner.collect(slot)
         return [round(time_us * 1e3) for time_us in self._runner.replay_us(count, repeats)]
 
+    def run_only(self, count: int) -> None:
+        """One execution without copies, waited for."""
+        self._runner.run_only(count)
+
     def canary(self) -> Canary:
         """Profile one inference of one row."""
         pixels = np.array(self._runner.staging(0)[:1])
@@ -109,8 +117,8 @@ class CudaExecution:
             "kernels": self._tower.kernels,
             "gelu": self._tower.gelu,
             "compiled": self._mode == "compile",
-            "cuda_graphs": self._mode != "eager",
-            "buckets": list(self._runner.buckets) if self._mode != "eager" else None,
+            "cuda_graphs": self._graphs,
+            "buckets": list(self._runner.buckets) if self._graphs else None,
             "plans": dict(self._tower.plans()),
             "slots": self.slots,
             "fp32_products": fp32_products(),

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
+from servers.engines.torch_script import APIS, examples_of, to_torchscript
 from servers.engines.vit.graph_runner import Enqueue
 from servers.engines.vit.tower import LeanVisionTower
 from servers.engines.vit.weights import UnsupportedTowerError
@@ -35,12 +36,28 @@ class DeviceTower:
 
 
 def own_tower(
-    module: nn.Module, specification: ModelSpecification, device: torch.device, dtype: torch.dtype
+    module: nn.Module,
+    specification: ModelSpecification,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_batch_size: int = 1,
+    *,
+    mode: str = "eager",
 ) -> DeviceTower:
-    """`module` (FP32, taking normalised pixels) as it is, executed eagerly."""
+    """`module` (FP32, taking normalised pixels) as it is, executed eagerly or, `traced` or `scripted`, by TorchScript.
+
+    Raises `EngineError` for a module that TorchScript does not take.
+    """
     executed = module if specification.payload == "fp32" else UInt8Images(module, specification.preprocessing).eval()
     to_precision(executed.to(device), dtype)
-    return _module_tower(executed, dtype, OWN_MODULE, "as in the model")
+    own = _module_tower(executed, dtype, OWN_MODULE, "as in the model")
+    if mode not in APIS:
+        return own
+    examples = examples_of(specification, device, dtype)
+    script = to_torchscript(executed, mode, examples, max_batch_size, title=OWN_MODULE)
+    run = _Run(script.module, dtype)
+    # A frozen module has no parameters left: they are its constants, in the same memory.
+    return DeviceTower(lambda _images: run, own.parameters, script.kernels, own.gelu)
 
 
 def fast_tower(

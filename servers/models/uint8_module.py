@@ -2,9 +2,10 @@
 
 The arithmetic is torchvision's, in FP32 and in its order, so on one device the answers equal those to pixels that
 `servers.models.preprocessing.normalise` has made, bit for bit.
-"""
 
-from __future__ import annotations
+torch.jit.script takes the module as well as the trace does. It reads the annotations of the class as they are, so they
+must not be postponed: no `from __future__ import annotations` here.
+"""
 
 import torch
 
@@ -13,7 +14,10 @@ from servers.models.weights import WeightsSource
 
 
 class UInt8Images(torch.nn.Module):
-    """uint8 (n, s, s, 3) → what `tower` makes of float (n, 3, s, s) in its own precision."""
+    """uint8 (n, s, s, 3) → what `tower` makes of float (n, 3, s, s) in its own precision.
+
+    `dtype` is that precision: a tower is converted by `to_precision`, which keeps it true.
+    """
 
     mean: torch.Tensor
     std: torch.Tensor
@@ -21,6 +25,7 @@ class UInt8Images(torch.nn.Module):
     def __init__(self, tower: torch.nn.Module, preprocessing: Preprocessing) -> None:
         super().__init__()
         self.tower = tower
+        self.dtype = next((parameter.dtype for parameter in tower.parameters()), torch.float32)
         self.register_buffer("mean", torch.tensor(preprocessing.mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(preprocessing.std).view(1, 3, 1, 1), persistent=False)
 
@@ -28,7 +33,7 @@ class UInt8Images(torch.nn.Module):
         """See the class."""
         scaled = pixel_values.permute(0, 3, 1, 2).to(self.mean.dtype) / 255
         normalised = (scaled - self.mean) / self.std
-        embedding: torch.Tensor = self.tower(normalised.to(next(self.tower.parameters()).dtype))
+        embedding: torch.Tensor = self.tower(normalised.to(self.dtype))
         return embedding
 
 
@@ -46,6 +51,8 @@ def load_executed_module(specification: ModelSpecification, weights: WeightsSour
 def to_precision(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """Convert the parameters; the normalisation of bytes stays FP32, since a half cannot hold every byte's value."""
     tower_of(module).to(dtype=dtype)
+    if isinstance(module, UInt8Images):
+        module.dtype = dtype
     return module
 
 

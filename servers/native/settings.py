@@ -26,7 +26,9 @@ class NativeSettings(BaseSettings):
     grpc_port: int = Field(8101, ge=0, le=65535, description="Port of the gRPC door; 0: no gRPC door.")
     engine: Literal["torch", "onnxruntime", "tensorrt", "null"] = Field("torch", description="What executes the model.")
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = Field("fp32", description="Precision of the computation.")
-    mode: str = Field("auto", description="How the engine executes: auto, eager, compile or graph.")
+    mode: str = Field(
+        "auto", description="How the engine executes: auto, or one it offers (eager, traced, scripted, graph, ...)."
+    )
     device: str = Field("auto", description="auto, cpu or cuda:N.")
     threads: int = Field(0, ge=0, description="Intra-op threads on the CPU; 0: all cores this process may use.")
     artefact: Path | None = Field(None, description="The exported file of FP32 input, for engines that execute one.")

@@ -30,6 +30,10 @@ MIN_COSINE = {"fp32": 0.999999, "tf32": 0.9999, "fp16": 0.9995, "bf16": 0.999}
 SETTINGS = [
     ("torch", "fp32", "eager", "fp32"),
     ("torch", "fp16", "eager", "uint8"),
+    ("torch", "fp16", "traced", "uint8"),
+    ("torch", "fp32", "traced", "fp32"),
+    ("torch", "fp16", "scripted", "uint8"),
+    ("torch", "fp32", "scripted", "fp32"),
     ("torch", "fp32", "graph", "uint8"),
     ("torch", "tf32", "graph", "fp32"),
     ("torch", "bf16", "graph", "uint8"),

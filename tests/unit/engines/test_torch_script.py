@@ -1,0 +1,210 @@
+"""The modes traced and scripted: the own module's answers at any batch size, warm at once, described as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from servers.engines import torch_script
+from servers.engines.factory import build_engine
+from servers.engines.interface import Engine, EngineError
+from servers.engines.settings import EngineSettings
+from servers.engines.torch import MODES
+from servers.engines.torch_script import APIS, to_torchscript
+from servers.engines.torch_towers import OWN_MODULE, own_tower
+from servers.export.parity import corpus_pixels
+from servers.models.preprocessing import normalise
+from servers.models.registry import get_variant
+from servers.models.specification import ModelSpecification
+from servers.models.uint8_module import UInt8Images, to_precision
+from servers.models.weights import RandomWeights
+
+WEIGHTS = RandomWeights(0)
+BATCHES = (1, 2, 5)
+Loaded = tuple[Engine, str, str]
+REST = [("scripted", "fp32"), ("traced", "uint8"), ("traced", "fp32")]
+
+
+def engine_of(mode: str, payload: str) -> Engine:
+    settings = EngineSettings("torch", "fp32", mode, "cpu", 1, 8)
+    return build_engine(get_variant("openclip_vit_b32", payload), WEIGHTS, settings, None)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("scripted", "uint8"), id="scripted-uint8"),
+        *(pytest.param(pair, id="-".join(pair), marks=pytest.mark.slow) for pair in REST),
+    ],
+)
+def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
+    mode, payload = request.param
+    threads = torch.get_num_threads()
+    engine = engine_of(mode, payload)
+    engine.load()
+    yield engine, mode, payload
+    engine.close()
+    engine.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def pixels(specification: ModelSpecification) -> np.ndarray:
+    return corpus_pixels(specification, max(BATCHES))
+
+
+def test_every_batch_size_is_answered_as_eagerly(
+    loaded: Loaded, pixels: np.ndarray, specification: ModelSpecification
+) -> None:
+    engine, _, payload = loaded
+    given = pixels if payload == "uint8" else normalise(pixels, specification.preprocessing)
+    eager = engine_of("eager", payload)
+    eager.load()
+    expected = eager.infer({"pixel_values": given})["embedding"]
+    eager.close()
+    for rows in BATCHES:
+        answer = engine.infer({"pixel_values": given[-rows:].copy()})["embedding"]
+        assert (answer.dtype, answer.shape) == (np.float32, (rows, 512))
+        np.testing.assert_allclose(answer, expected[-rows:], atol=1e-5)
+
+
+def test_the_description_names_mode_and_api(loaded: Loaded) -> None:
+    engine, mode, _ = loaded
+    seen = engine.describe()
+    assert (seen.mode, seen.precision, seen.device) == (mode, "fp32", "cpu")
+    assert seen.details["kernels"] == f"{APIS[mode]} of the model's own module"
+    # What the frozen module has inlined, not what it still lists as parameters, which is nothing.
+    assert seen.details["parameters"] == 87_849_216
+
+
+def test_another_mode_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(EngineError, match="mode compile on cpu; use one of: auto, eager, traced, scripted"):
+        engine_of("compile", "fp32").load()
+    assert [modes[0] for modes in MODES.values()] == ["eager", "graph"]  # what auto takes
+
+
+class _Embedding(torch.nn.Module):
+    """A tower in small: the normalised pixels' first values through one layer, in the layer's own type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 8)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = torch.nn.functional.gelu(self.layer(pixels.flatten(1)[:, :16]))
+        return answer
+
+
+@pytest.mark.parametrize("mode", APIS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_half_tower_gets_pixels_that_were_normalised_in_fp32(mode: str, dtype: torch.dtype) -> None:
+    """On a device `own_tower` does just this."""
+    variant = get_variant("openclip_vit_b32", "uint8")
+    raw = torch.randint(0, 256, (5, 224, 224, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    tower = _Embedding().eval().requires_grad_(False)
+    built = own_tower(tower, variant, torch.device("cpu"), dtype, 8, mode=mode)
+    expected = to_precision(UInt8Images(tower, variant.preprocessing).eval(), dtype)(raw)
+    assert (expected.dtype, {p.dtype for p in built.parameters}) == (dtype, {dtype})
+    assert built.kernels == f"{APIS[mode]} of {OWN_MODULE}"
+    for rows in (1, 2, 5):
+        out = torch.full((rows, 8), float("nan"))
+        with torch.no_grad():
+            built.build(rows)(raw[:rows], out)
+        torch.testing.assert_close(
+            out, expected[:rows].float(), rtol=1e-2, atol=1e-5 if dtype == torch.float32 else 0.01
+        )
+
+
+def rows_of(count: int) -> torch.Tensor:
+    return torch.randn(count, 40, generator=torch.Generator().manual_seed(count))
+
+
+class _Pointwise(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(x * 1.5 + 2) / 3
+
+
+@pytest.fixture
+def _cpu_fuser() -> Iterator[None]:
+    """torch.jit's fuser as on a GPU, only interpreted: torch's wheels have no LLVM."""
+    torch._C._jit_override_can_fuse_on_cpu(True)
+    torch._C._jit_set_te_must_use_llvm_cpu(False)
+    yield
+    torch._C._jit_set_te_must_use_llvm_cpu(True)
+    torch._C._jit_override_can_fuse_on_cpu(False)
+
+
+def executed(module: torch.nn.Module, rows: int) -> set[str]:
+    given = rows_of(rows)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.no_grad():
+        module(given)
+    return {event.name for event in profiler.events() or ()}
+
+
+@pytest.mark.usefixtures("_cpu_fuser")
+@pytest.mark.parametrize("mode", APIS)
+def test_after_load_no_batch_size_is_left_to_compile(mode: str) -> None:
+    """The first call at any size runs the fused function, which load has compiled."""
+    script = to_torchscript(_Pointwise().eval(), mode, rows_of, 32, title="it")
+    for rows in (7, 1, 2, 32, 5):
+        names = executed(script.module, rows)
+        assert "fused_mul_add_gelu_div" in names
+        assert not {"aten::mul", "aten::gelu"} & names
+        if rows > 1:
+            assert "fallback_function" not in names
+
+
+def test_a_fuser_that_fails_is_left_out_and_the_description_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_script, "FUSED", [("NO SUCH KIND", 1)])
+    script = to_torchscript(_Pointwise().eval(), "traced", rows_of, 8, title="it")
+    assert script.kernels.startswith("torch.jit.trace of it, without its fuser, which failed: ")
+    assert "\n" not in script.kernels
+    with torch.no_grad():
+        torch.testing.assert_close(script.module(rows_of(5)), _Pointwise()(rows_of(5)))
+
+
+class _ScaledByRows(torch.nn.Module):
+    """A trace bakes the factor in, and answers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * int(x.shape[0])
+
+
+class _ReshapedByRows(torch.nn.Module):
+    """A trace bakes the shape in, and fails."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(int(x.shape[0]), 4, 10).flatten(1)
+
+
+class _Untyped(torch.nn.Module):
+    """Python that torch.jit.script does not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((part for part in x.split(20, dim=1)), torch.zeros(()))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("module", "mode", "message"),
+    [
+        (_ScaledByRows(), "traced", "does not compute the model: .* off the module's own, more than 0.001"),
+        (_ReshapedByRows(), "traced", r"failed: .*shape '\[2, 4, 10\]' is invalid"),
+        (_Untyped(), "scripted", "torch.jit.script of it failed: "),
+    ],
+    ids=["wrong", "bound", "untyped"],
+)
+def test_what_torchscript_does_not_compute_is_refused(module: torch.nn.Module, mode: str, message: str) -> None:
+    with pytest.raises(EngineError, match=f"{message}.*; use mode eager") as caught:
+        to_torchscript(module.eval(), mode, rows_of, 8, title="it")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_size_that_the_trace_does_not_bake_in_is_free() -> None:
+    """The scripted form of what a trace gets wrong."""
+    script = to_torchscript(_ScaledByRows().eval(), "scripted", rows_of, 8, title="it")
+    with torch.no_grad():
+        torch.testing.assert_close(script.module(rows_of(5)), rows_of(5) * 5)
