@@ -58,6 +58,7 @@ def test_the_kernels_of_an_execution_are_all_there(kind: str, mode: str) -> None
         assert sum(category.share for category in batch.categories) == pytest.approx(1)
         assert sum(kernel.us for kernel in batch.kernels) + batch.idle_us == pytest.approx(batch.span_us)
         assert {kernel.category for kernel in batch.kernels} <= set(CATEGORIES)
-        if mode == "graph":  # a replay launches the same kernels each time, and copies nothing from or to the host
+        if mode == "graph":  # a replay launches the same kernels each time
             assert all(kernel.count == round(kernel.count) for kernel in batch.kernels)
+        if kind == "torch":  # ONNX Runtime's own kernels fetch some addresses from the host
             assert not any(word in kernel.name for kernel in batch.kernels for word in ("HtoD", "DtoH"))
