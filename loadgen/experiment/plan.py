@@ -13,6 +13,7 @@ from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.records.run import ArmRequest, Arrivals, Cell, Scenario
 
 BATCH_SIZES = (1, 4, 8, 16, 32)
+CONCURRENCY = (16,)
 GPU_WINDOW_S = 32.0
 GPU_REQUESTS = 110
 """Of one arm in one cell, where its GPU evidence is to carry a verdict: a little over the thresholds of 30 s and 100
@@ -59,7 +60,7 @@ def make_cells(
     scenarios: Sequence[str],
     *,
     batch_sizes: Sequence[int] = BATCH_SIZES,
-    concurrency: int = 16,
+    concurrency: Sequence[int] = CONCURRENCY,
     requests: int = 200,
     pairs: int | None = None,
     gpu: bool = False,
@@ -80,7 +81,7 @@ def make_cells(
     if "open" in scenarios and not rates:
         raise PlanError("--scenarios open: say at which rates, in requests a second, as in --rates 20,50")
     kind = check_open_loop(rates, arrivals, connections, open_seconds)
-    if min((*batch_sizes, concurrency, requests), default=1) < 1 or (pairs is not None and pairs < 1):
+    if min((*batch_sizes, *concurrency, requests), default=1) < 1 or (pairs is not None and pairs < 1):
         raise PlanError("batch sizes, concurrency, requests and pairs are whole numbers from 1")
     amount = PRESETS[preset]
     load_pairs = amount.pairs if pairs is None else pairs
@@ -117,7 +118,7 @@ def make_cells(
         for batch_size in sorted(set(batch_sizes)):
             cells.append(cell("batched", batch_size, 1, max(2, amount.batched_items // batch_size)))
     if "concurrent" in scenarios:
-        cells.append(cell("concurrent", 1, concurrency, requests))
+        cells += [cell("concurrent", 1, users, requests) for users in sorted(set(concurrency))]
     cells += [
         msgspec.structs.replace(
             cell("open", 1, connections, 1),

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from loadgen.experiment.plan import BATCH_SIZES, CONNECTIONS, OPEN_SECONDS, SCENARIOS
+from loadgen.experiment.plan import BATCH_SIZES, CONCURRENCY, CONNECTIONS, OPEN_SECONDS, SCENARIOS
 from loadgen.experiment.search_plan import RAMP_USERS
 from loadgen.experiment.stack_request import DEFAULT_PROJECT, DEFAULT_WEIGHTS
 
@@ -98,7 +98,7 @@ class ExperimentSettings(Settings):
         "quick", description="quick (5 minutes) or full (about 25, narrower intervals; then up to 10 for the causes)."
     )
     batch_sizes: Numbers = Field(BATCH_SIZES, description="Of the batched scenario, separated by commas.")
-    concurrency: int = Field(16, ge=1, description="Users of the concurrent scenario.")
+    concurrency: Numbers = Field(CONCURRENCY, description="Users of the concurrent scenario, separated by commas.")
     requests: int = Field(200, ge=1, description="Requests of one block of the concurrent scenario.")
     rates: Rates = Field(
         (), description="Open loop: requests a second that fall due, separated by commas, each a cell."

@@ -41,7 +41,7 @@ def test_the_command_line_overrides_the_environment_and_that_the_file_and_that_t
     variables = {"ABSERVE_COMPARE_CONCURRENCY": "22", "ABSERVE_COMPARE_PAIRS": "23"}
     status, effective = run(file, "--print-experiment", "--pairs", "33", **variables)
     assert status == 0
-    for line in ("requests: 11", "concurrency: 22", "pairs: 33", "seed: 0"):
+    for line in ("requests: 11", "concurrency: [22]", "pairs: 33", "seed: 0"):
         assert line in effective.splitlines()
 
 

@@ -14,7 +14,7 @@ from loadgen.experiment.file import parse_options
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.plan import PRESETS, PlanError, make_cells
 from loadgen.experiment.schedule import schedule
-from loadgen.experiment.settings import ArmSettings
+from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.records.run import ArmRequest, Experiment
 
 # Measured on two cores without a GPU, per request: torch (a) and ONNX Runtime (b), FP32.
@@ -42,6 +42,15 @@ def test_quick_leaves_room_in_five_minutes_on_two_cores() -> None:
 def test_the_concurrent_default_is_200_requests_at_16() -> None:
     (cell,) = make_cells("quick", ["concurrent"])
     assert (cell.requests, cell.concurrency, cell.batch_size) == (200, 16, 1)
+
+
+def test_every_number_of_users_is_a_cell() -> None:
+    settings = ExperimentSettings.model_validate({"concurrency": "64,1,16,16"})
+    cells = make_cells("quick", ["concurrent"], concurrency=settings.concurrency)
+    assert [cell.name for cell in cells] == ["concurrent(1)", "concurrent(16)", "concurrent(64)"]
+    assert ExperimentSettings.model_validate({"concurrency": 8}).concurrency == (8,)
+    with pytest.raises(PlanError, match="concurrency"):
+        make_cells("quick", ["concurrent"], concurrency=(0,))
 
 
 @pytest.mark.parametrize("preset", ["quick", "full"])
