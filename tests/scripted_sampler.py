@@ -2,6 +2,7 @@
 
 Only the first `--blocks` blocks make it so; with 0 it idles throughout, as beside servers that compute on the CPU, and
 the block of a negative control, which comes after those of the run, leaves it idle too. Its processes are the servers.
+With `--others N` the machine has N more GPUs, which other people keep busy, and `--gpu` says which are read.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import psutil
 from servers.gpu.reader import GpuProcess
 from servers.gpu.recording import Intervals, Line, Recording
 from servers.gpu.sampler import SamplerProcess
-from servers.gpu.scripted import Fault, Phase, ScriptedReader
-from servers.gpu.series import EdgeReading
+from servers.gpu.scripted import Fault, Phase, ScriptedMachine, ScriptedReader
+from servers.gpu.selection import SelectedReader
+from servers.gpu.series import EdgeReading, SeriesReader
 
 END_OF_TIME = 2**62
 
@@ -46,8 +48,10 @@ class ObedientReader(ScriptedReader):
 class ObedientRecording(Recording):
     """Reads the runner's own labels."""
 
-    def __init__(self, reader: ObedientReader, blocks: int, lose_in_block: int | None) -> None:
-        super().__init__(reader, Intervals(), monotonic_ns, time_ns)
+    def __init__(
+        self, reader: ObedientReader, blocks: int, lose_in_block: int | None, machine: SeriesReader | None = None
+    ) -> None:
+        super().__init__(machine or reader, Intervals(), monotonic_ns, time_ns)
         self._lose_in = lose_in_block
         self._gpu = reader
         self._left = blocks
@@ -69,14 +73,22 @@ class ObedientRecording(Recording):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--gpu", action="append", help="accepted: there is only one")
+    parser.add_argument("--gpu", action="append")
+    parser.add_argument("--others", type=int, default=0, help="GPUs of other people, numbered before this one")
     parser.add_argument("--blocks", type=int, default=0)
     parser.add_argument("--lose-in-block", type=int, help="the driver loses the GPU when that block begins")
     options = parser.parse_args()
     with options.out.open("w") as file:
-        SamplerProcess(
-            ObedientRecording(ObedientReader(), options.blocks, options.lose_in_block), file, sys.stdout
-        ).run(0)
+        gpu = ObedientReader()
+        others = [
+            ScriptedReader(
+                monotonic_ns, time_ns, idle_watts=650.0, idle_busy=0.97, pids=(1,), uuid=f"GPU-other-{number}"
+            )
+            for number in range(options.others)
+        ]
+        machine = SelectedReader(ScriptedMachine([*others, gpu]), options.gpu, lambda _: None)
+        recording = ObedientRecording(gpu, options.blocks, options.lose_in_block, machine)
+        SamplerProcess(recording, file, sys.stdout).run(0)
 
 
 if __name__ == "__main__":

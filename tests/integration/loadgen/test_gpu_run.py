@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_process_left")
 SAMPLER = (sys.executable, str(Path(__file__).parents[2] / "scripted_sampler.py"))
 
 
-def gpu_run(out: Path, *cells: Cell, busy_blocks: int, control: bool) -> RunState:
+def gpu_run(out: Path, *cells: Cell, busy_blocks: int, control: bool, others: int = 0) -> RunState:
     """Two servers that both say cuda:0; on the CPU, A would need far more of it."""
     experiment = make_experiment(
         a=ArmRequest(label="a", target="native", settings={"device": "cuda:0", "cpu-burn-ms": "40"}),
@@ -30,15 +30,27 @@ def gpu_run(out: Path, *cells: Cell, busy_blocks: int, control: bool) -> RunStat
         cells=cells,
         gpu_control=control,
     )
-    return run_experiment(
-        experiment, out, SilentProgress(), abserve=FAKE_ABSERVE, sampler=(*SAMPLER, "--blocks", str(busy_blocks))
-    )
+    sampler = (*SAMPLER, "--blocks", str(busy_blocks), "--others", str(others))
+    return run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE, sampler=sampler)
 
 
 def single(seconds: float, pairs: int) -> Cell:
     return Cell(
         scenario="single", batch_size=1, concurrency=1, requests=20, seconds=seconds, max_seconds=60, pairs=pairs
     )
+
+
+@pytest.mark.slow
+def test_of_four_gpus_the_one_that_the_servers_name_is_read(tmp_path: Path) -> None:
+    state = gpu_run(tmp_path / "run", single(0.3, 1), busy_blocks=2, control=False, others=3)
+    assert (state.state, state.error) == ("finished", None)
+    own = "GPU-5c719ed0-0000-0000-0000-000000000000"
+    readings = read_readings([tmp_path / "run/gpu/0000.jsonl"])
+    assert (readings.gpu_count, list(readings.devices)) == (4, [own])
+    result = analyse(tmp_path / "run")
+    assert result.evidence is not None
+    assert {(record.uuid, record.code) for record in result.evidence.records} == {(own, "short_window")}
+    assert [series.uuid for series in result.gpu] == [own]
 
 
 @pytest.mark.slow
