@@ -21,6 +21,7 @@ class _Uuid(ctypes.Structure):
 
 
 _OF_GPU = "cuDeviceGetUuid"
+"""Always of the whole GPU. CUDA 13 keeps it for programs built before."""
 _OF_INSTANCE = "cuDeviceGetUuid_v2"
 """Since CUDA 11.4: under MIG that of the instance, else that of the GPU."""
 _ARGUMENTS: tuple[Any, ...] = (POINTER(_Uuid), c_int)
@@ -28,19 +29,19 @@ _ARGUMENTS: tuple[Any, ...] = (POINTER(_Uuid), c_int)
 
 def device_uuid(ordinal: int) -> str | None:
     """As NVML writes it: "GPU-…", or "MIG-…" where the ordinal is a MIG instance. None without a driver or device."""
+    gpu, own = _read(_OF_GPU, ordinal), _read(_OF_INSTANCE, ordinal)
+    if gpu is not None and own is not None and gpu != own:
+        return f"MIG-{own}"
+    found = own or gpu
+    return None if found is None else f"GPU-{found}"
+
+
+def _read(function: str, ordinal: int) -> UUID | None:
+    """None where the driver lacks the function, or the device."""
+    found = _Uuid()
     try:
-        gpu = _read(_OF_GPU, ordinal)
+        library = CudaLibrary({function: _ARGUMENTS})
+        library.call(function, byref(found), library.device(ordinal))
     except CudaError:
         return None
-    try:
-        own = _read(_OF_INSTANCE, ordinal)
-    except CudaError:  # a driver from before 11.4
-        own = gpu
-    return f"GPU-{gpu}" if own == gpu else f"MIG-{own}"
-
-
-def _read(function: str, ordinal: int) -> UUID:
-    library = CudaLibrary({function: _ARGUMENTS})
-    found = _Uuid()
-    library.call(function, byref(found), library.device(ordinal))
     return UUID(bytes=bytes(found.bytes))

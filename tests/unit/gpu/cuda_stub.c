@@ -3,7 +3,7 @@
  * CUDA_VISIBLE_DEVICES=2,0  only these, in this order, as the real driver has it (indices only)
  * STUB_CUDA_INIT=N          cuInit returns N
  * STUB_CUDA_MIG=1           MIG is on: every ordinal is an instance with a UUID of its own
- * Compile with -DOLD to lose cuDeviceGetUuid_v2, as before CUDA 11.4. */
+ * Compile with -DOLD to lose cuDeviceGetUuid_v2, as before CUDA 11.4, with -DNEW to lose the first version. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -26,14 +26,17 @@ int cuDeviceGet(int *device, int ordinal) {
     *device = order[ordinal];
     return OK;
 }
-int cuDeviceGetUuid(unsigned char *uuid, int device) {
+static int tell(unsigned char *uuid, int device) {
     for (int i = 0; i < 16; i++) uuid[i] = 16 * i + 15;
     uuid[15] = device;
     return OK;
 }
+#ifndef NEW
+int cuDeviceGetUuid(unsigned char *uuid, int device) { return tell(uuid, device); }
+#endif
 #ifndef OLD
 int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
-    cuDeviceGetUuid(uuid, device);
+    tell(uuid, device);
     if (getenv("STUB_CUDA_MIG")) uuid[0] = 0x77;
     return OK;
 }

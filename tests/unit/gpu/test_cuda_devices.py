@@ -54,8 +54,9 @@ def test_a_mig_instance_is_named_as_one(evaluate: Evaluate, library: Path) -> No
     assert found[0] == GPU.format(1).replace("GPU-0f", "MIG-77")
 
 
-def test_a_driver_from_before_the_second_version_of_the_call(evaluate: Evaluate, build: Callable[..., Path]) -> None:
-    assert evaluate(CODE, build("-DOLD"), CUDA_VISIBLE_DEVICES="2")[0] == GPU.format(2)
+@pytest.mark.parametrize("option", ["-DOLD", "-DNEW"])
+def test_a_driver_with_one_version_of_the_call(evaluate: Evaluate, build: Callable[..., Path], option: str) -> None:
+    assert evaluate(CODE, build(option), CUDA_VISIBLE_DEVICES="2")[0] == GPU.format(2)
 
 
 def test_without_a_driver_nothing_is_told(evaluate: Evaluate, library: Path) -> None:
