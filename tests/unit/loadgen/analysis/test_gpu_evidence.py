@@ -41,6 +41,17 @@ def findings(result: Result) -> dict[tuple[str, str | None, bool], str]:
     return {(r.label, r.cell, r.control): r.finding.value for r in result.evidence.records}
 
 
+def test_on_a_machine_with_four_gpus_all_of_that_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the arms' GPU was read, and the server of the control names none."""
+    monkeypatch.setitem(CAPTURE["lines"][0], "device_count", 4)
+    result = analyse(write_gpu_run(tmp_path))
+    assert set(findings(result).values()) == {"GPU_VERIFIED", "CPU_FALLBACK"}
+    (control,) = checks(result, "negative_control")
+    assert control.ok, control.detail
+    assert result.evidence is not None
+    assert {record.uuid for record in result.evidence.records} == {CAPTURE["uuid"]}
+
+
 def test_two_proven_arms_are_ranked_as_gpu_servers(tmp_path: Path, terminal: Show) -> None:
     result = analyse(write_gpu_run(tmp_path))
     assert findings(result) == {
