@@ -64,6 +64,7 @@ def serve_triton(
     precision: Annotated[
         str, typer.Option(envvar="ABSERVE_TRITON_PRECISION", help="fp32, tf32, fp16 or bf16, as the engine offers.")
     ] = "fp32",
+    mode: Annotated[str, typer.Option(envvar="ABSERVE_TRITON_MODE", help="auto, or what the engine offers.")] = "auto",
     device: Annotated[
         str, typer.Option(envvar="ABSERVE_TRITON_DEVICE", help="auto, cpu or cuda:N; auto takes a GPU where one is.")
     ] = "auto",
@@ -126,6 +127,7 @@ def serve_triton(
                 engine=EngineSettings(
                     kind=engine,
                     precision=precision,
+                    mode=mode,
                     device=device,
                     threads=threads,
                     max_batch_size=max_batch_size or specification.max_batch_size,

@@ -76,6 +76,14 @@ def test_print_launch_prints_one_json_line_and_nothing_else(
     assert "max_batch_size: 6" in (own_settings.work_dir / "models/openclip_vit_b32/config.pbtxt").read_text()
 
 
+def test_a_mode_of_the_engine_reaches_the_config(own_settings: TritonSettings) -> None:
+    options = ("--engine=torch", "--mode=traced", "--device=cpu", "--threads=1", "--print-launch")
+    subprocess.run(command(own_settings, *options), capture_output=True, text=True, timeout=120, check=True)
+    assert own_settings.work_dir is not None
+    config = (own_settings.work_dir / "models/openclip_vit_b32/config.pbtxt").read_text()
+    assert 'string_value: "traced"' in config
+
+
 def test_a_taken_port_is_one_sentence(own_triton: Any, own_settings: TritonSettings) -> None:
     done = subprocess.run(command(own_settings, "--print-launch"), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
