@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from loadgen.analysis.claims import figure
 from loadgen.analysis.comparisons import METRICS, Comparison
 from loadgen.analysis.result import Result
+from loadgen.evidence.devices import own_devices, used_gpu
 from loadgen.quantities import measured, ratio, ratio_interval, share
 from loadgen.records.experiment import setting_key
 from loadgen.records.run import ArmRecord
@@ -176,9 +179,18 @@ def environment_rows(result: Result) -> list[tuple[str, str]]:
             rows.append((name.removesuffix("_bytes").replace("_", " "), f"{value / 2**30:.1f} GiB"))
         else:
             rows.append((name.replace("_", " "), str(value)))
-    rows.append(("GPU", str(environment.gpu.get("status", "unknown")).replace("_", " ")))
+    rows.append(("GPU", gpu_text(environment.gpu)))
     rows += sorted(environment.packages.items())
     return rows
+
+
+def gpu_text(document: Mapping[str, Any]) -> str:
+    """The GPU that the servers use, and of how many; the driver's status where none is told."""
+    used = used_gpu(document)
+    own = own_devices(document, () if used is None else (used,))
+    if used is None or [device.get("uuid") for device in own] != [used]:
+        return str(document.get("status", "unknown")).replace("_", " ")
+    return f"{own[0].get('name') or 'GPU'} {used}, 1 of {len(own_devices(document, ()))}"
 
 
 def experiment_rows(result: Result) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from loadgen.analysis.noise_floor import gpu_of
 from loadgen.evidence.devices import own_devices, used_gpu
 from loadgen.machine.fingerprint import fingerprint
 from loadgen.records.run import ArmRecord, Label
+from loadgen.report.tables import gpu_text
 from loadgen.run import fairness_readings
 from loadgen.run.fairness_readings import read_busy_share, read_conditions
 from loadgen.run.gpu_stage import gpu_options
@@ -39,6 +40,13 @@ def test_the_devices_that_are_used() -> None:
     assert len(own_devices(document("MIG-2"), {"MIG-2"})) == 4
     assert own_devices(None, {"GPU-2"}) == []
     assert (used_gpu(document("GPU-2")), used_gpu(document(None)), used_gpu({"runtime": None})) == ("GPU-2", None, None)
+
+
+def test_the_report_names_the_gpu_and_of_how_many() -> None:
+    assert gpu_text(document("GPU-2")) == "H200 GPU-2, 1 of 4"
+    assert gpu_text(document("GPU-0", 1)) == "H200 GPU-0, 1 of 1"
+    assert gpu_text(document(None)) == gpu_text(document("GPU-elsewhere")) == "ok"
+    assert gpu_text({"status": "no_library"}) == "no library"
 
 
 def test_conditions_are_those_of_the_used_gpu() -> None:
