@@ -158,6 +158,13 @@ def test_after_load_no_batch_size_is_left_to_compile(mode: str) -> None:
             assert "fallback_function" not in names
 
 
+@pytest.mark.parametrize("mode", APIS)
+def test_one_image_at_a_time_is_optimised_at_load_too(mode: str) -> None:
+    """torch keeps no plan before a function's second call, and raises here."""
+    script = to_torchscript(_Pointwise().eval(), mode, rows_of, 1, title="it")
+    assert len(script.module.get_debug_state().execution_plans) == 1  # type: ignore[operator]
+
+
 def test_a_fuser_that_fails_is_left_out_and_the_description_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_script, "FUSED", [("NO SUCH KIND", 1)])
     script = to_torchscript(_Pointwise().eval(), "traced", rows_of, 8, title="it")
