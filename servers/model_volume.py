@@ -25,8 +25,8 @@ from typing import Literal
 
 from servers.engines.interface import EngineError
 from servers.export.artefacts import ensure_artefact
-from servers.export.file_form import FileForm
 from servers.export.errors import ExportError
+from servers.export.file_form import executed_form
 from servers.export.model_config import artefact_name, onnxruntime_config, tensorrt_config
 from servers.models.atomic_folder import FolderError, file_sha256
 from servers.models.registry import UnknownModelError, get_specification
@@ -93,7 +93,8 @@ def _lay_out_repository(
         if folder.name not in {f"{specification.name}_{suffix}" for suffix in _suffixes(backends)}:
             shutil.rmtree(folder)  # Triton serves all that it finds
     if "onnxruntime" in backends:
-        artefact = ensure_artefact(specification, weights, root / "artefacts", progress=say)
+        form = executed_form("onnxruntime", "fp32")
+        artefact = ensure_artefact(specification, weights, root / "artefacts", form=form, progress=say)
         place = repository / f"{specification.name}_onnx"
         link_whole(artefact.path, place / "1" / artefact_name(specification, "onnx"))
         write_whole(place / "config.pbtxt", onnxruntime_config(specification).encode())
@@ -102,7 +103,8 @@ def _lay_out_repository(
             (plan / "request.json").unlink()
         return
     # TensorRT 11 networks are strongly typed: an FP16 plan comes from an FP16 file.
-    artefact = ensure_artefact(specification, weights, root / "artefacts", form=FileForm("fp16"), progress=say)
+    form = executed_form("tensorrt", "fp16")
+    artefact = ensure_artefact(specification, weights, root / "artefacts", form=form, progress=say)
     place = repository / f"{specification.name}_tensorrt"
     write_whole(place / "config.pbtxt", tensorrt_config(specification).encode())
     (place / "1").mkdir(exist_ok=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from servers.export.artefacts import Artefact, ensure_artefact
+from servers.export.file_form import executed_form
 from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
@@ -25,8 +26,9 @@ def specification() -> ModelSpecification:
 
 @pytest.fixture(scope="session")
 def artefact(specification: ModelSpecification) -> Artefact:
-    """The default model with random:0 as ONNX; takes some 10 s the first time and is only hashed afterwards."""
-    return ensure_artefact(specification, RandomWeights(0), PROJECT / ".artefacts")
+    """The default model with random:0 as ONNX Runtime executes it; takes seconds once and is only hashed afterwards."""
+    form = executed_form("onnxruntime", "fp32")
+    return ensure_artefact(specification, RandomWeights(0), PROJECT / ".artefacts", form=form)
 
 
 @pytest.fixture(scope="session")

@@ -68,8 +68,8 @@ def export(
         typer.Option(
             "--operators",
             envvar="ABSERVE_EXPORT_OPERATORS",
-            help="standard, for every runtime, or fused: ONNX Runtime's own; when left out fused for FP16 that is not "
-            "for TensorRT.",
+            help="standard, for every runtime, or fused: ONNX Runtime's own; when left out fused, and standard for "
+            "TensorRT.",
         ),
     ] = None,
     to: Annotated[Target, typer.Option("--to", envvar="ABSERVE_EXPORT_TO", help="What to make.")] = Target.ONNX,

@@ -20,6 +20,7 @@ import torch
 from servers.contract.tensors import TensorSpec
 from servers.export.artefacts import Artefact, artefact_folder, ensure_artefact, find_artefact
 from servers.export.errors import ParityError
+from servers.export.file_form import FileForm
 from servers.export.manifest import package_versions, read_manifest
 from servers.models.atomic_folder import FolderError
 from servers.models.specification import ModelSpecification
@@ -133,9 +134,11 @@ def test_a_place_that_cannot_be_written_is_named(specification: ModelSpecificati
         ensure_artefact(small(specification), RandomWeights(0), tmp_path / "file")
 
 
+@pytest.mark.parametrize(("operators", "imports"), [("standard", {"": 18}), ("fused", {"": 19, "com.microsoft": 1})])
 def test_the_real_artefact_is_one_file_with_a_free_batch_and_a_full_manifest(
-    artefact: Artefact, specification: ModelSpecification
+    operators: str, imports: dict[str, int], specification: ModelSpecification, artefact_dir: Path
 ) -> None:
+    artefact = ensure_artefact(specification, RandomWeights(0), artefact_dir, form=FileForm("fp32", operators))
     manifest = read_manifest(artefact.path.parent)
     assert manifest == artefact.manifest
     assert manifest.sha256 == hashlib.sha256(artefact.path.read_bytes()).hexdigest()
@@ -145,7 +148,8 @@ def test_the_real_artefact_is_one_file_with_a_free_batch_and_a_full_manifest(
     assert all(m.cosine_min > 0.999999 and 0 <= m.max_abs < 1e-4 for m in manifest.parity)
     assert files_under(artefact.path.parent) == {"model.onnx", "manifest.json"}
     model = onnx.load(artefact.path, load_external_data=False)
-    assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", 18)]
+    assert {entry.domain: entry.version for entry in model.opset_import} == imports
+    assert manifest.operators == operators
     dims = model.graph.input[0].type.tensor_type.shape.dim
     assert [dim.dim_param or dim.dim_value for dim in dims] == ["batch", 3, 224, 224]
     assert [value.name for value in (*model.graph.input, *model.graph.output)] == ["pixel_values", "embedding"]

@@ -139,6 +139,6 @@ def test_what_the_graph_does_not_cover_is_exported_by_torch(specification: Model
 def test_engines_execute_the_form_that_is_theirs(variants: tuple[ModelSpecification, ...], tmp_path: Path) -> None:
     assert executed_form("onnxruntime", "fp16") == FUSED_FP16
     assert executed_form("tensorrt", "fp16") == FileForm("fp16")
-    assert executed_form("onnxruntime", "tf32") == executed_form("onnxruntime", "fp32") == FileForm()
+    assert executed_form("onnxruntime", "tf32") == executed_form("onnxruntime", "fp32") == FileForm("fp32", "fused")
     with pytest.raises(ExportError, match="unknown operators 'best'; use one of: standard, fused"):
         ensure_artefact(variants[0], WEIGHTS, tmp_path, form=FileForm("fp16", "best"))

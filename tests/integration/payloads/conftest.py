@@ -19,6 +19,7 @@ import pytest
 from servers.contract.tensors import Array
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import Artefact, ensure_artefact
+from servers.export.file_form import executed_form
 from servers.models.corpus import jpeg_paths
 from servers.models.image_decoder import DecodingSettings
 from servers.models.preprocessing import decode_jpeg, resize_and_crop
@@ -205,7 +206,7 @@ def triton_null(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def uint8_artefact(specification: ModelSpecification) -> Artefact:
     folder = Path(__file__).resolve().parents[3] / ".artefacts"
-    return ensure_artefact(VARIANTS["uint8"], RandomWeights(0), folder)
+    return ensure_artefact(VARIANTS["uint8"], RandomWeights(0), folder, form=executed_form("onnxruntime", "fp32"))
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from servers import model_volume
+from servers.export.file_form import FileForm
 from servers.model_volume import VolumeError, fill, link_whole, parse_backends
 
 
@@ -19,10 +20,10 @@ from servers.model_volume import VolumeError, fill, link_whole, parse_backends
 def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A volume whose export is two small files: how a model is exported is tested elsewhere."""
 
-    def exported(_specification: object, _weights: object, root: Path, *, precision: str = "fp32", **_: Any) -> Any:
-        path = root / precision / ("model.onnx" if precision == "fp32" else "model_fp16.onnx")
+    def exported(_specification: object, _weights: object, root: Path, *, form: FileForm, **_: Any) -> Any:
+        path = root / form.precision / ("model.onnx" if form.precision == "fp32" else "model_fp16.onnx")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(precision.encode())
+        path.write_bytes(f"{form.precision} {form.operators}".encode())
         return SimpleNamespace(path=path)
 
     monkeypatch.setattr(model_volume, "ensure_artefact", exported)
@@ -52,11 +53,11 @@ def test_a_gpu_volume_has_both_backends_and_a_request_for_a_plan(volume: Path) -
     assert plan["argv"][plan["argv"].index("--host") + 1] == "0.0.0.0"
     assert (volume / "samples/samples.json").exists()
     repository = volume / "repository"
-    assert (repository / "openclip_vit_b32_onnx/1/model.onnx").read_bytes() == b"fp32"
+    assert (repository / "openclip_vit_b32_onnx/1/model.onnx").read_bytes() == b"fp32 fused"
     assert 'backend: "onnxruntime"' in (repository / "openclip_vit_b32_onnx/config.pbtxt").read_text()
     assert 'backend: "tensorrt"' in (repository / "openclip_vit_b32_tensorrt/config.pbtxt").read_text()
     request = json.loads((volume / "plan/request.json").read_text())
-    assert (volume / "plan" / request["onnx"]).read_bytes() == b"fp16"
+    assert (volume / "plan" / request["onnx"]).read_bytes() == b"fp16 standard"
     assert Path(request["plan"]).parent.is_dir()
     assert (request["input"], request["item_shape"]) == ("pixel_values", [3, 224, 224])
 
