@@ -68,10 +68,9 @@ def test_names_and_devices(names: Sequence[str], indices: list[int]) -> None:
     ],
 )
 def test_the_sampler_reads_what_is_named_and_tells_how_many_there_are(
-    start_sampler: Start, stub_library: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...],
+    start_sampler: Start, stub_library: Path, options: tuple[str, ...],
     settings: dict[str, str], uuids: list[str],
 ) -> None:  # fmt: skip
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     sampler = start_sampler(stub_library, *options, STUB_COUNT="4", **settings)
     assert sampler.ready["status"] == "ok"
     sampler.command("edge x")
