@@ -14,6 +14,7 @@ import torch
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
+from servers.export.file_form import executed_form
 from servers.gpu.cuda_devices import device_uuid
 from servers.gpu.info import Runtime, gpu_info
 from servers.models.registry import get_variant
@@ -71,7 +72,7 @@ def test_the_engines_tell_it(kind: str) -> None:
         ort = pytest.importorskip("onnxruntime")
         if "CUDAExecutionProvider" not in ort.get_available_providers():
             pytest.skip("this onnxruntime has no CUDA provider")
-        path = ensure_artefact(specification, WEIGHTS, ARTEFACTS).path
+        path = ensure_artefact(specification, WEIGHTS, ARTEFACTS, form=executed_form(kind, "fp32")).path
     engine = build_engine(
         specification, WEIGHTS, EngineSettings(kind, "fp32", "auto", f"cuda:{ordinal}", 0, 2), path
     )  # fmt: skip

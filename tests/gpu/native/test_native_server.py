@@ -152,7 +152,7 @@ def test_two_slots_answer_as_one_does(servers: tuple[Server, Server]) -> None:
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda data: infer(servers[0].grpc, data), requests))
     for one, other in zip(expected, got, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-2, atol=2e-3)  # another bucket may take another kernel
+        np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-2)  # another bucket may take another kernel
         cosines = (one * other).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(other, axis=1)
         assert cosines.min() > 0.9999
 
