@@ -16,9 +16,14 @@ def test_the_profiler_is_told_to_detach_while_it_is_used(before: str | None, mon
     monkeypatch.delenv(_DETACH, raising=False)
     if before is not None:
         monkeypatch.setenv(_DETACH, before)
-    with pytest.raises(RuntimeError), _detached_afterwards():
-        assert os.environ[_DETACH] == "1"
-        raise RuntimeError
+
+    def failing() -> None:
+        with _detached_afterwards():
+            assert os.environ[_DETACH] == "1"
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        failing()
     assert os.environ.get(_DETACH) == before
 
 
