@@ -111,10 +111,11 @@ def add_model_control_routes(app: FastAPI, control: ModelControl) -> None:
 
 
 def _handle(document: Mapping[str, Any]) -> bytes:
+    """Line breaks are let through: perf_analyzer's encoder wraps after 72 characters."""
     encoded = document.get("raw_handle")
     text = encoded.get("b64") if isinstance(encoded, dict) else None
     try:
-        return base64.b64decode(text, validate=True) if isinstance(text, str) else _no_handle()
+        return base64.b64decode("".join(text.split()), validate=True) if isinstance(text, str) else _no_handle()
     except (binascii.Error, ValueError):
         return _no_handle()
 

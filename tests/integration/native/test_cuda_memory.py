@@ -270,6 +270,16 @@ def test_http_bodies_without_a_handle_are_refused(gpu_server, device):
         assert json.loads(answer.body)["error"]
 
 
+def test_a_handle_may_be_wrapped_as_perf_analyzers_is(gpu_server, device):
+    allocation = device.allocate(IMAGE_BYTES)
+    wrapped = base64.b64encode(allocation.handle).decode()
+    wrapped = f"{wrapped[:72]}\n{wrapped[72:]}\n"
+    body = {"raw_handle": {"b64": wrapped}, "device_id": 0, "byte_size": IMAGE_BYTES}
+    answer = gpu_server.request("POST", "/v2/cudasharedmemory/region/w/register", json.dumps(body).encode())
+    assert answer.status == 200, answer.body
+    assert gpu_server.request("POST", "/v2/cudasharedmemory/region/w/unregister", b"").status == 200
+
+
 def test_requests_past_their_region_are_refused(both, device):
     data = images(1)
     both.register("r", device.allocate(2 * IMAGE_BYTES, data), IMAGE_BYTES)
