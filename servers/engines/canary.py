@@ -1,25 +1,19 @@
 """The canary: one inference under torch's profiler, which lists the CUDA kernels that really ran.
 
 Never inside a measured window: the first call loads CUPTI, which takes about a second, and profiling slows launches.
-Afterwards CUPTI is detached again. Left attached, which is torch's default, it goes on slowing every launch of the
-process, and only the servers that have a canary would pay for having proven where they run.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypedDict
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 TOP = 8
-_DETACH = "TEARDOWN_CUPTI"
-_SAFE_TO_DETACH = (12, 6)
 
 
 class Kernel(TypedDict):
@@ -39,28 +33,10 @@ class Canary(TypedDict):
     top_kernels: list[Kernel]
 
 
-@contextmanager
-def _detached_afterwards() -> Iterator[None]:
-    """The profiler asks the environment when it ends. Before CUDA 12.6 that made replays of graphs crash."""
-    version = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
-    if version < _SAFE_TO_DETACH:
-        yield
-        return
-    before = os.environ.get(_DETACH)
-    os.environ[_DETACH] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_DETACH]
-        else:
-            os.environ[_DETACH] = before
-
-
 def run_canary(infer: Callable[[], object], device: torch.device) -> Canary:
     """Profile one call of `infer`, which returns when its answer is on the host."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    with _detached_afterwards(), torch.cuda.device(device), profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with torch.cuda.device(device), profile(activities=[ProfilerActivity.CUDA]) as profiler:
         started_ns = time.perf_counter_ns()
         begin.record()
         infer()
