@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from loadgen.quantities import ratio, ratio_interval
+
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = sorted((ROOT / "docs/results").glob("*/manifest.json"))
 
@@ -36,11 +38,14 @@ def test_both_arms_of_a_ranked_run_are_verified_and_the_control_is_not() -> None
 def test_the_readme_quotes_the_published_result() -> None:
     readme = (ROOT / "README.md").read_text()
     result = json.loads((ROOT / "docs/results/2026-11-20-h200/http-uint8/result.json").read_text())
-    quoted = re.findall(r"^ (\S+) +images/s +\S+ +\S+ +([\d.]+)×", readme, re.MULTILINE)
-    ratios = {c["scenario"]: c["ratio_b_over_a"] for c in result["comparisons"] if c["metric"] == "throughput"}
-    assert len(quoted) == len(ratios) > 2
-    for scenario, ratio in quoted:
-        assert float(ratio) == pytest.approx(ratios[scenario], abs=0.0006)
+    quoted = re.findall(r"^ (\S+) +images/s +\S+ +\S+ +(\S+×) +(\S+)", readme, re.MULTILINE)
+    published = [
+        (c["scenario"], ratio(c["ratio_b_over_a"], interval := tuple(c["ci95"])), ratio_interval(interval))
+        for c in result["comparisons"]
+        if c["metric"] == "throughput"
+    ]
+    assert quoted == published
+    assert len(quoted) > 2
 
 
 def test_there_is_something_to_check() -> None:
