@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from servers.contract.errors import InternalError
-from servers.engines.interface import Engine
+from servers.engines.interface import Engine, pipeline_of
 from servers.native.entries import Entry, EntryQueue, Signal, distribute
 from servers.native.pipelining import FAILED, PipelinedBatches, pipeline_in_use
 from servers.native.staging import Staging
@@ -91,7 +91,8 @@ class Batcher:
                     self._on_complete,
                 ).run()
                 return
-            staging = Staging(self._max_batch_size)
+            slots = pipeline_of(engine)
+            staging = Staging(self._max_batch_size, engines=None if slots is None else slots.staging(0))
             while batch := self._collect():
                 if entries := self._claim(batch):
                     self._execute(engine, staging, entries)

@@ -149,6 +149,23 @@ def test_slots_in_flight_do_not_mix(loaded: tuple[Engine, ModelSpecification, st
         np.testing.assert_allclose(answer, alone[oldest], rtol=1e-5)
 
 
+def test_what_lies_in_the_first_slot_is_executed_from_there(
+    loaded: tuple[Engine, ModelSpecification, str], pixels: np.ndarray
+) -> None:
+    """As the native server assembles a batch without the pipeline."""
+    engine, specification, _ = loaded
+    pipeline = pipeline_of(engine)
+    if pipeline is None:
+        assert engine.describe().kind == "onnxruntime"
+        return
+    batch = given_to(specification, pixels[:5])["pixel_values"]
+    elsewhere = engine.infer({"pixel_values": batch})["embedding"]
+    own = pipeline.staging(0)["pixel_values"]
+    own[:] = 0
+    own[: len(batch)] = batch
+    np.testing.assert_allclose(engine.infer({"pixel_values": own[: len(batch)]})["embedding"], elsewhere, rtol=1e-5)
+
+
 def test_the_engine_tells_how_long_it_executes(loaded: tuple[Engine, ModelSpecification, str]) -> None:
     engine, specification, precision = loaded
     times_ns = engine.execution_ns(8, 10)  # type: ignore[attr-defined]

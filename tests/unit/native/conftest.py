@@ -20,18 +20,23 @@ WIDTH = 2
 
 
 class Engine:
-    """Echoes; waits for `gate` before each batch, and notes the batches. 666 raises, 667 returns too few rows."""
+    """Echoes; waits for `gate` before each batch, and notes the batches and the very arrays that it was given.
+
+    666 raises, 667 returns too few rows.
+    """
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.reached = threading.Semaphore(0)
         self.batches: list[Array] = []
+        self.given: list[Array] = []
         self.closed = False
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         self.reached.release()
         assert self.gate.wait(10)
         batch = inputs["x"].copy()
+        self.given.append(inputs["x"])
         self.batches.append(batch)
         if (batch == 666).any():
             raise RuntimeError("planted")

@@ -219,3 +219,15 @@ def test_the_setting_and_one_slot_alone_switch_it_off(start_harness):
     plain.engine.slots = 1
     assert pipeline_in_use(plain.engine, wanted=True) is None
     assert batch_slots(start_harness().engine, wanted=True) is None
+
+
+def test_without_the_pipeline_a_merged_batch_is_assembled_in_the_engines_first_slot(start_harness):
+    plain = start_harness(pipelined=True, pipeline=False)
+    first = plain.occupy()
+    merged = [plain.submit([1]), plain.submit([2, 3])]
+    plain.engine.gate.set()
+    assert [plain.answer(entry) for entry in (first, *merged)] == [[0], [1], [2, 3]]
+    alone, together = plain.engine.given
+    assert not np.shares_memory(alone, plain.engine.memory[0])  # handed on as it came
+    assert together.ctypes.data == plain.engine.memory[0].ctypes.data
+    assert plain.sizes() == [1, 3]

@@ -46,3 +46,16 @@ def test_variable_shapes_do_not_collect_slots_for_ever():
         staging.gather([{"x": np.zeros((1, width), np.float32)}] * 2)
     assert len(staging._slots) == 8
     assert len(live) == 29
+
+
+def test_the_engines_own_memory_is_used_where_it_fits():
+    own = np.empty((4, 3), np.float32)
+    staging = Staging(4, engines={"x": own})
+    merged = staging.gather([{"x": np.full((rows, 3), rows, np.float32)} for rows in (1, 2)])["x"]
+    assert merged.ctypes.data == own.ctypes.data
+    assert merged[:, 0].tolist() == [1, 2, 2]
+    for misfit in ({"y": own}, {"x": own[:2]}, {"x": own[:, :2]}, {"x": own.astype(np.float16)}):
+        ((name, memory),) = misfit.items()
+        merged = Staging(4, engines={name: memory}).gather([{"x": np.ones((1, 3), np.float32)}] * 2)["x"]
+        assert not np.shares_memory(merged, memory)
+        assert merged.tolist() == np.ones((2, 3)).tolist()
