@@ -6,6 +6,7 @@ from loadgen.analysis.comparisons import METRICS
 from loadgen.analysis.result import Result
 from loadgen.quantities import ratio, ratio_interval, share
 from loadgen.report.charts import Chart, Figure, axis
+from loadgen.report.log_axis import log_axis
 from loadgen.report.tables import VERDICT_WORDS
 
 
@@ -16,6 +17,7 @@ def forest(result: Result) -> Chart | None:
         return None
     margin = result.experiment.equivalence_margin
     data: list[Figure] = []
+    reached = [1 / (1 + margin), 1 + margin]
     labels = [f"{c.scenario} · {METRICS[c.metric].title}" for c in rows]
     for verdict, words in VERDICT_WORDS.items():
         chosen = [(c, name) for c, name in zip(rows, labels, strict=True) if c.verdict == verdict]
@@ -27,6 +29,7 @@ def forest(result: Result) -> Chart | None:
             low, high = c.ci95 or (value, value)
             if not c.higher_is_better:
                 value, low, high = 1 / value, 1 / high, 1 / low
+            reached += [low, high]
             values.append(value)
             plus.append(high - value)
             minus.append(value - low)
@@ -66,7 +69,7 @@ def forest(result: Result) -> Chart | None:
         data,
         {
             "height": 120 + 26 * len(rows),
-            "xaxis": axis("B's advantage, ×", type="log", tickformat=".3~g", nticks=12),
+            "xaxis": axis("B's advantage, ×", **log_axis(reached)),
             "yaxis": {
                 "automargin": True,
                 "categoryorder": "array",
@@ -77,6 +80,7 @@ def forest(result: Result) -> Chart | None:
                 {**band, "x0": 1 / (1 + margin), "x1": 1 + margin, "fillcolor": "--band"},
                 {**line, "line": {"color": "--ink", "width": 1, "dash": "dot"}},
             ],
+            "showlegend": True,
             "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
         },
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from loadgen.analysis.result import Result
 from loadgen.report.charts import DASHES, MARKERS, Chart, Figure, View, arm_name, axis, rounded, two_panels
+from loadgen.report.log_axis import log_axis
 
 
 def slo_trials(result: Result) -> Chart | None:
@@ -24,9 +25,9 @@ def slo_trials(result: Result) -> Chart | None:
                 {
                     "type": "scatter",
                     "mode": "lines+markers",
-                    "name": f"{arm_name(result, found.label)}, search {found.pair + 1}",
+                    "name": arm_name(result, found.label),
                     "legendgroup": found.label,
-                    "visible": cell == cells[0],
+                    "showlegend": found.pair == 0,
                     "x": [trial.step + 1 for trial in trials],
                     "y": [rounded(trial.rate_per_s or 0.0) for trial in trials],
                     "customdata": [[trial.late, trial.planned, "held" if trial.held else "failed"] for trial in trials],
@@ -51,8 +52,8 @@ def slo_trials(result: Result) -> Chart | None:
         data,
         {
             "height": 380,
-            "xaxis": axis("trial", dtick=1),
-            "yaxis": axis("requests/s", type="log"),
+            "xaxis": axis("trial", tickformat="d", range=[0.5, 0.5 + max(len(trace["x"]) for trace in data)]),
+            "yaxis": axis("requests/s", **log_axis(rate for trace in data for rate in trace["y"])),
             "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
         },
         views if len(views) > 1 else [],
@@ -107,6 +108,7 @@ def ramp(result: Result) -> Chart | None:
             named.add(key)
     if not data:
         return None
+    latencies = (ms for found in result.ramps for rung in found.rungs for ms in (rung.p50_ms, rung.p99_ms) if ms)
     users = sorted({rung.concurrency for found in result.ramps for rung in found.rungs})
     ticks = {"type": "log", "tickmode": "array", "tickvals": users, "ticktext": [str(number) for number in users]}
     return Chart(
@@ -115,5 +117,7 @@ def ramp(result: Result) -> Chart | None:
         "Users are doubled until more of them bring no more throughput; a star marks the knee, the first rung from "
         "which no later one is 5 % better.",
         data,
-        two_panels(400, "users", axis("images/s", rangemode="tozero"), axis("latency, ms", type="log"), ticks),
+        two_panels(
+            400, "users", axis("images/s", rangemode="tozero"), axis("latency, ms", **log_axis(latencies)), ticks
+        ),
     )
