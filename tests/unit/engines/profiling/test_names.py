@@ -1,15 +1,18 @@
-"""Kernel names as CUPTI gives them on an H200, and operators as torch and ONNX Runtime name them."""
+"""Kernel names in the forms that CUPTI gives, those of published profiles among them, and names of operators."""
 
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
 from servers.engines.profiling.names import OWN_KERNELS, kernel_category, kernel_label, operator_category
 
-VIT = Path(__file__).resolve().parents[4] / "servers" / "engines" / "vit"
+ROOT = Path(__file__).resolve().parents[4]
+VIT = ROOT / "servers" / "engines" / "vit"
+PROFILES = sorted((ROOT / "docs/results").glob("*/engines/*-fp16-uint8.json"))
 PRODUCTS, ATTENTION, NORMALISATION = "matrix products", "attention", "normalisation"
 ELEMENTWISE, MOVEMENT = "elementwise and activation", "data movement"
 
@@ -165,3 +168,14 @@ def test_every_kernel_of_ours_is_known() -> None:
 )
 def test_operators_have_the_same_categories(category: str, operators: str) -> None:
     assert {name: operator_category(name) for name in operators.split()} == dict.fromkeys(operators.split(), category)
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_the_kernels_of_a_published_profile_are_still_what_it_says(path: Path) -> None:
+    kernels = {
+        kernel["name"]: kernel["category"]
+        for batch in json.loads(path.read_text())["profile"]
+        for kernel in batch["kernels"]
+    }
+    assert {name: kernel_category(name) for name in kernels} == kernels
+    assert {PRODUCTS, ATTENTION, NORMALISATION, MOVEMENT} <= set(kernels.values())
