@@ -54,9 +54,9 @@ def _b_over_a(comparison: Comparison) -> str:
 
 
 def weight(cell: Cell) -> tuple[int, int]:
-    """The most loaded cell stands for a server's work; one of a closed loop before any of an open one, and a search or
-    a ramp last: they say how much, and nothing of why."""
-    if cell.scenario in ("slo", "ramp"):
+    """The most loaded cell stands for a server's work; one of a closed loop before any of an open one, and a search, a
+    ramp or a cold start last: they say how much, and nothing of why."""
+    if cell.scenario in ("slo", "ramp", "cold-start"):
         return (0, 0)
     return (0, round(cell.rate_per_s)) if cell.rate_per_s is not None else (cell.concurrency, cell.batch_size)
 

@@ -47,6 +47,15 @@ def check_rows(result: Result) -> list[CheckRow]:
     return sorted(rows, key=lambda row: STATE_ORDER.index(row.state))
 
 
+def counts(rows: Sequence[CheckRow]) -> str:
+    """ "45 ok, 3 unknown, 6 only noted" """
+    words: dict[CheckState, str] = {
+        "ok": "ok", "failed": "failed", "warning": "warn", "unknown": "unknown", "note": "only noted",
+    }  # fmt: skip
+    found = {state: sum(1 for row in rows if row.state == state) for state in words}
+    return ", ".join(f"{number} {words[state]}" for state, number in found.items() if number)
+
+
 def _check_row(state: CheckState, checks: Sequence[Check]) -> CheckRow:
     first = max(checks, key=_badness) if state == "ok" else checks[0]
     scopes = [check.scope.removeprefix("cell ") for check in checks]

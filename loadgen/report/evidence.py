@@ -21,22 +21,27 @@ STATES: dict[Finding, CheckState] = {
 
 @dataclass(frozen=True, slots=True)
 class EvidenceRow:
-    """`figures`: load, utilisation, power, J/image, J/image beyond idling, inputs of the decision."""
+    """`figures`: load, utilisation, power, J/image, J/image beyond idling. `inputs`: what the decision rests on."""
 
     arm: str
     scenario: str
     finding: str
     state: CheckState
     figures: tuple[str, ...]
+    inputs: str
     why: str
+    repeats: bool
+    """Says of one scenario what its arm's row over all scenarios says."""
 
 
 def evidence_rows(result: Result) -> list[EvidenceRow]:
     """The findings over all scenarios first, then each scenario's, then the negative control."""
-    return [_row(record) for record in _ordered(result)]
+    records = _ordered(result)
+    whole = {record.label: record for record in records if record.cell is None and not record.control}
+    return [_row(record, whole.get(record.label)) for record in records]
 
 
-def _row(record: EvidenceRecord) -> EvidenceRow:
+def _row(record: EvidenceRecord, whole: EvidenceRecord | None) -> EvidenceRow:
     scenario = record.cell or ALL_SCENARIOS
     return EvidenceRow(
         arm=record.label.upper(),
@@ -44,21 +49,20 @@ def _row(record: EvidenceRecord) -> EvidenceRow:
         finding=record.finding.value + (f" ({record.code})" if record.code is not None else ""),
         state="ok" if record.control and record.finding is Finding.CPU_FALLBACK else STATES[record.finding],
         figures=_figures(record),
+        inputs=_inputs(record),
         why=" ".join((record.sentence, *(f"{note[0].upper()}{note[1:]}." for note in record.notes))),
+        repeats=record is not whole
+        and whole is not None
+        and not record.control
+        and (whole.finding, whole.code) == (record.finding, record.code),
     )
 
 
 def _figures(record: EvidenceRecord) -> tuple[str, ...]:
     gpu, load = record.inputs.gpu, record.inputs.load
-    words = (
-        f"placement {record.inputs.placement.result}",
-        f"activity {record.activity or 'unknown'}",
-        f"attributed {_yes(record.attributed)}",
-        f"worked like a CPU {_yes(record.cpu_witness)}",
-    )
     loaded = f"{load.window_s:.1f} s"
     if gpu is None:
-        return loaded, "–", "–", "–", "–", ", ".join(words)
+        return loaded, "–", "–", "–", "–"
     busy = share(gpu.busy_s / gpu.covered_s) if gpu.covered_s > 0 else "–"
     watts = "–" if gpu.energy_joules is None or load.window_s <= 0 else f"{gpu.energy_joules / load.window_s:.0f} W"
     idle_watts = "–" if gpu.idle_power_watts is None else f"{gpu.idle_power_watts:.0f} W"
@@ -68,7 +72,13 @@ def _figures(record: EvidenceRecord) -> tuple[str, ...]:
         f"{watts} ({idle_watts})",
         "–" if record.control else _joules(gpu.joules_per_item),
         "–" if record.control else _joules(gpu.excess_joules_per_item),
-        ", ".join(words),
+    )
+
+
+def _inputs(record: EvidenceRecord) -> str:
+    return (
+        f"placement {record.inputs.placement.result}, activity {record.activity or 'unknown'}, "
+        f"attributed {_yes(record.attributed)}, worked like a CPU {_yes(record.cpu_witness)}"
     )
 
 
@@ -83,26 +93,23 @@ def _joules(value: float | None) -> str:
 def summary_lines(result: Result) -> list[str]:
     """One line an arm, one for each scenario that is not like the whole, one for the control."""
     lines = []
-    whole = {
-        record.label: record
-        for record in (result.evidence.records if result.evidence is not None else ())
-        if record.cell is None and not record.control
-    }
     for row, record in zip(evidence_rows(result), _ordered(result), strict=True):
-        overall = whole.get(record.label)
-        same = overall is not None and (overall.finding, overall.code) == (record.finding, record.code)
-        if record.cell is not None and not record.control and same:
+        if row.repeats:
             continue
-        _, utilisation, power, joules, _, _ = row.figures
+        _, utilisation, power, joules, _ = row.figures
         energy = "" if joules == "–" else f", {joules} J/image"
-        figures = f"busy {utilisation}, {power}{energy}; " if record.inputs.gpu is not None else ""
-        lines.append(f"{row.arm} {row.scenario}: {row.finding}; {figures}{record.sentence}")
+        figures = f"; busy {utilisation}, {power}{energy}" if record.inputs.gpu is not None else ""
+        lines.append(f"{row.arm} {row.scenario}: {row.finding}{figures}. {record.sentence}")
     return lines
 
 
 def _ordered(result: Result) -> list[EvidenceRecord]:
     records = result.evidence.records if result.evidence is not None else ()
-    return sorted(records, key=lambda record: (record.control, record.cell is not None))
+    places = {cell.name: place for place, cell in enumerate(result.experiment.cells)}
+    return sorted(
+        records,
+        key=lambda record: (record.control, places.get(record.cell, len(places)) if record.cell else -1, record.label),
+    )
 
 
 def gpu_chart(result: Result) -> Chart | None:
@@ -131,11 +138,13 @@ def gpu_chart(result: Result) -> Chart | None:
             )
     if not data:
         return None
+    control = any(record.control for record in (result.evidence.records if result.evidence is not None else ()))
     return Chart(
         "gpu",
         "What the GPU did",
-        "Means over a second, by the driver. Shaded: the blocks of A and of B in their colours, the deliberate CPU run "
-        "in grey; between the rounds nothing is sent.",
+        "Means over a second, by the driver. Shaded: the blocks of A and of B in their colours"
+        + (", the deliberate CPU run in grey" if control else "")
+        + "; between the rounds nothing is sent.",
         data,
         {
             "height": 460,

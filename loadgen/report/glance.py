@@ -16,7 +16,7 @@ from loadgen.analysis.comparisons import METRICS, Comparison
 from loadgen.analysis.result import Result
 from loadgen.quantities import inverse, ratio, ratio_interval, sentence
 from loadgen.report import evidence
-from loadgen.report.check_tables import CheckRow, CheckState, check_rows
+from loadgen.report.check_tables import CheckRow, CheckState, check_rows, counts
 from loadgen.report.tables import VERDICT_WORDS
 from loadgen.report.threshold_rows import threshold_sentence
 
@@ -46,6 +46,8 @@ class GlanceRow:
     metric: str
     a: str
     b: str
+    """In `unit`."""
+    unit: str
     ratio: str
     interval: str
     outcome: str
@@ -73,8 +75,9 @@ def glance_rows(result: Result) -> list[GlanceRow]:
         GlanceRow(
             scenario=one.scenario,
             metric=METRICS[one.metric].title,
-            a=f"{figure(one, result.summaries, 'a')} {one.unit}",
-            b=f"{figure(one, result.summaries, 'b')} {one.unit}",
+            a=figure(one, result.summaries, "a"),
+            b=figure(one, result.summaries, "b"),
+            unit=one.unit,
             ratio=ratio(one.ratio_b_over_a, one.ci95),
             interval=ratio_interval(one.ci95),
             outcome=one.verdict,
@@ -121,7 +124,7 @@ def _parity(result: Result) -> tuple[CheckState, str]:
 def _devices(result: Result) -> list[ProofLine]:
     rows = [row for row in evidence.evidence_rows(result) if row.scenario == evidence.ALL_SCENARIOS]
     if rows:
-        return [_line(row.state, f"{row.arm} ran on: {row.finding}") for row in rows]
+        return [_line(row.state, f"where {row.arm} ran, all scenarios together: {row.finding}") for row in rows]
     present = next((check for check in result.checks if check.name == CheckName.GPU_PRESENT), None)
     return [_line("note", "no GPU did any of the work")] if present is not None and present.ok is not True else []
 
@@ -136,11 +139,7 @@ def _checks(result: Result) -> list[ProofLine]:
         lines.append(_line("failed", f"no verdict, or not on all, because of: {_titles(failed)}"))
     if warned := by_state.get("warning"):
         lines.append(_line("warning", f"to be read with care because of: {_titles(warned)}"))
-    words: dict[CheckState, str] = {
-        "ok": "ok", "failed": "failed", "warning": "warn", "unknown": "unknown", "note": "only noted",
-    }  # fmt: skip
-    counts = ", ".join(f"{len(by_state[state])} {word}" for state, word in words.items() if state in by_state)
-    lines.append(_line("note" if failed else "ok", f"{len(rows)} checks: {counts}"))
+    lines.append(_line("note" if failed else "ok", f"{len(rows)} checks: {counts(rows)}"))
     return lines
 
 

@@ -90,7 +90,9 @@ def render_markdown(result: Result) -> str:
         parts.append("## Where the arms ran")
         parts.append(
             make_table(
-                HEADINGS, [(r.arm, r.scenario, r.finding, *r.figures, r.why) for r in found], right=(3, 4, 5, 6, 7)
+                HEADINGS,
+                [(r.arm, r.scenario, r.finding, *r.figures, r.inputs, r.why) for r in found],
+                right=(3, 4, 5, 6, 7),
             )
         )
     if summaries := summary_rows(result):

@@ -142,7 +142,10 @@ def executed_batches(result: Result) -> Chart | None:
                     "name": arm_name(result, s.label),
                     "x": list(s.executed_batches),
                     "y": [rounded(100 * count / total) for count in s.executed_batches.values()],
-                    "marker": {"color": f"--{s.label}", "pattern": {"shape": "/" if s.label == "b" else ""}},
+                    "marker": {
+                        "color": f"--{s.label}",
+                        "pattern": {"shape": "/" if s.label == "b" else "", "fillmode": "overlay"},
+                    },
                     "hovertemplate": "batch %{x}: %{y:.3~g} % of executions<extra>" + s.label.upper() + "</extra>",
                 }
             )

@@ -52,4 +52,6 @@ def _signed(value: float, decimals: int) -> str:
 def _signed_share(value: float | None) -> str:
     if value is None:
         return "–"
+    if abs(value) < 0.0005:
+        return "0 %"
     return share(value) if value >= 0 else f"−{share(-value)}"

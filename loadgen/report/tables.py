@@ -206,7 +206,7 @@ def experiment_rows(result: Result) -> list[tuple[str, str]]:
         ("preset", e.preset),
         ("equivalence margin δ", f"± {share(e.equivalence_margin)}"),
         ("order of the blocks", f"interleaved pairs, seed {e.seed}"),
-        ("threads", str(e.threads) if e.deployment == "embedded" else e.weights),
+        ("threads", (str(e.threads) if e.threads else "all cores") if e.deployment == "embedded" else e.weights),
         *([("load generator", f"{e.processes} processes")] if e.processes > 1 else []),
         *([("settings", f"experiment.yaml, sha256 {e.settings_sha256}")] if e.settings_sha256 else []),
     ]

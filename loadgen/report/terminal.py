@@ -12,7 +12,7 @@ from rich.text import Text
 from loadgen.analysis.result import Result
 from loadgen.quantities import share
 from loadgen.report import cause_tables, container_starts, threshold_rows
-from loadgen.report.check_tables import CheckState, check_rows
+from loadgen.report.check_tables import CheckState, check_rows, counts
 from loadgen.report.evidence import summary_lines
 from loadgen.report.fairness import fairness_summary
 from loadgen.report.searches import print_searches
@@ -64,7 +64,7 @@ def print_result(result: Result, console: Console) -> None:
     if lines := summary_lines(result):
         console.print(Text("Where the arms ran", style="bold"))
         for line in lines:
-            console.print(Text(f"  {line}"))
+            console.print(_indented(line))
         console.print()
     print_searches(result, console)
     _print_container_starts(result, console)
@@ -126,7 +126,7 @@ def _print_thresholds(result: Result, console: Console) -> None:
     for condition, scenario, outcome, found in threshold_rows.threshold_rows(result):
         mark, style = MARKS["ok" if outcome == "kept" else "failed"]
         console.print(Text.assemble((f"{mark} ", style), f"fail if {condition}"))
-        console.print(Padding(Text(f"{scenario}: {found}", style="dim"), (0, 0, 0, 2)))
+        console.print(_indented(f"{scenario}: {found}", style="dim"))
     console.print()
 
 
@@ -135,7 +135,7 @@ def _print_reasons(result: Result, console: Console) -> None:
         if scenario.scenario == result.verdict.main_scenario and scenario.reasons:
             console.print(Text(f"Why, in {scenario.scenario}", style="bold"))
             for reason in scenario.reasons:
-                console.print(Text(f"  {reason}"))
+                console.print(_indented(reason))
             console.print()
     for causes in result.causes:
         if causes.cell != result.verdict.main_scenario:
@@ -162,7 +162,7 @@ def _print_container_starts(result: Result, console: Console) -> None:
             table.add_row(*row)
         console.print(table)
         for text in container_starts.failures(result, label):
-            console.print(Text(f"  {text}", style="red"))
+            console.print(_indented(text, style="red"))
     if result.container_cold_starts:
         console.print(Text(container_starts.CAPTION, style="dim"))
         console.print()
@@ -170,8 +170,7 @@ def _print_container_starts(result: Result, console: Console) -> None:
 
 def _print_checks(result: Result, console: Console) -> None:
     rows = check_rows(result)
-    passed = sum(1 for row in rows if row.state == "ok")
-    console.print(Text.assemble(("Checks", "bold"), f"  {passed} of {len(rows)} ok"))
+    console.print(Text.assemble(("Checks", "bold"), f"  {counts(rows)}"))
     if fairness := fairness_summary(result.checks):
         console.print(Text(f"Before the load: {fairness}.", style="dim"))
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
@@ -187,3 +186,8 @@ def _print_checks(result: Result, console: Console) -> None:
     if table.row_count:
         console.print(table)
     console.print()
+
+
+def _indented(text: str, style: str = "") -> Padding:
+    """Also where it is wrapped."""
+    return Padding(Text(text, style=style), (0, 0, 0, 2), expand=False)

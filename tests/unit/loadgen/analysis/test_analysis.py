@@ -55,6 +55,16 @@ def test_only_a_cold_start(tmp_path: Path) -> None:
     assert result.verdict.main_scenario == "cold-start"
 
 
+def test_a_cold_start_does_not_stand_for_the_load_beside_it(tmp_path: Path) -> None:
+    cells = (
+        Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, pairs=3),
+        Cell(scenario="single", batch_size=1, concurrency=1, requests=40, seconds=1, max_seconds=60, pairs=3),
+    )
+    verdict = analyse(write_run(tmp_path, Plan(cells=cells))).verdict
+    assert verdict.main_scenario == "single"
+    assert next(one for one in verdict.scenarios if one.scenario == "single").reasons
+
+
 def test_analysing_twice_gives_the_same(tmp_path: Path) -> None:
     write_run(tmp_path, Plan(pairs=2))
     assert analyse(tmp_path) == analyse(tmp_path)

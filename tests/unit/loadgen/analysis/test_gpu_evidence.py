@@ -123,8 +123,17 @@ def test_the_reports_show_the_findings_and_what_the_gpu_did(tmp_path: Path) -> N
         assert "Where the arms ran" in text
     assert "GPU\\_VERIFIED" in summary
     assert 'id="gpu-figure"' in page
-    (row, *_) = evidence_rows(result)
-    assert (row.arm, row.scenario, row.finding) == ("A", "all scenarios", "GPU_VERIFIED")
+    assert [(row.arm, row.scenario, row.finding, row.repeats) for row in evidence_rows(result)] == [
+        ("A", "all scenarios", "GPU_VERIFIED", False),
+        ("B", "all scenarios", "GPU_VERIFIED", False),
+        ("A", "single", "GPU_VERIFIED", True),
+        ("B", "single", "GPU_VERIFIED", True),
+        ("A", "single, on the CPU on purpose", "CPU_FALLBACK", False),
+    ]
+    shown = page.split("<h3>Where the arms ran</h3>")[1].split("</section>")[0]
+    first, folded = shown.split("<details>")
+    assert (first.count("GPU_VERIFIED"), folded.count("GPU_VERIFIED")) == (2, 2)
+    assert "CPU_FALLBACK" in first
     (series,) = result.gpu
     assert series.uuid == CAPTURE["uuid"]
     load = [share for at_s, share in series.utilisation if 5 < at_s < 25]
