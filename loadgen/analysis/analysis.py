@@ -8,6 +8,8 @@ import msgspec
 
 from loadgen.analysis.batching import executed_batches
 from loadgen.analysis.causes.analysis import find_causes
+from loadgen.analysis.ceilings import divide_by_ceilings
+from loadgen.analysis.checks.ceilings import check_ceilings
 from loadgen.analysis.checks.clock import check_clock
 from loadgen.analysis.checks.evidence import check_evidence
 from loadgen.analysis.checks.fairness.arms import check_fairness
@@ -58,6 +60,7 @@ def analyse_run(run: StoredRun) -> Result:
     stopping = describe_stopping(run.experiment, run.state, drafts)
     if not is_self_comparison(run.experiment):
         drafts = apply_floor(drafts, run.noise_floors, run.experiment.equivalence_margin)
+    ceilings, ceilings_missing = divide_by_ceilings(run.ceilings, loads, summaries)
     checks = in_order(
         [
             *check_run(run),
@@ -70,6 +73,7 @@ def analyse_run(run: StoredRun) -> Result:
             *check_comparisons(drafts, run.experiment.equivalence_margin),
             *check_repetition(run, drafts),
             *check_probes(run.cache_probes),
+            *check_ceilings(ceilings),
         ]
     )
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
@@ -106,6 +110,8 @@ def analyse_run(run: StoredRun) -> Result:
         noise_floors=run.noise_floors,
         noise_floor_sentence=floor_sentence(run.noise_floors, comparisons, run.experiment),
         thresholds=judge_thresholds(run.experiment, Measured(comparisons, summaries, blocks, run.cold_starts)),
+        ceilings=ceilings,
+        ceilings_missing=ceilings_missing,
         gpu=gpu_series(
             run.readings, run.evidence, min((block.record.window_start_ns for block in run.blocks), default=0)
         ),

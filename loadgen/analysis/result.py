@@ -15,6 +15,7 @@ import msgspec
 
 from loadgen.analysis.batching import ExecutedBatches
 from loadgen.analysis.causes.ranking import CellCauses
+from loadgen.analysis.ceilings import EngineShare, NoCeiling
 from loadgen.analysis.checks.outcome import Check
 from loadgen.analysis.comparisons import Comparison
 from loadgen.analysis.gpu_series import GpuSeries
@@ -79,6 +80,10 @@ class Result(Record, frozen=True, kw_only=True):
     """Of the machine, as known when the run began."""
     noise_floor_sentence: str = ""
     thresholds: tuple[ThresholdOutcome, ...] = ()
+    ceilings: tuple[EngineShare, ...] = ()
+    """What the arms serve of what their engines do alone; empty where that was not measured."""
+    ceilings_missing: tuple[NoCeiling, ...] = ()
+    """Where it was to be measured and could not be."""
 
 
 class ResultError(Exception):

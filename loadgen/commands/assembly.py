@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from loadgen.analysis.thresholds import plan_conditions
+from loadgen.experiment.ceiling_plan import has_own_engines
 from loadgen.experiment.combinations import Combination, plan_combinations
 from loadgen.experiment.plan import PlanError, expects_gpu, make_cells
 from loadgen.experiment.repetition import check_repetition, pairs_of
@@ -63,6 +64,11 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     )
     if expects_gpu(a, b) and not any(cell.has_blocks for cell in cells):
         raise PlanError("where the model ran is proven by blocks of load: add one, as in --scenarios single,ramp")
+    own_engines = has_own_engines(a, b, kind)
+    if settings.ceiling and not own_engines:
+        raise PlanError("--ceiling measures engines of servers that abserve starts; there is none here: leave it out")
+    if settings.ceiling and not any(cell.has_blocks for cell in cells):
+        raise PlanError("--ceiling is what a load is divided by: add a scenario of load, as in --scenarios batched")
     check_repetition(settings, cells)
     plan_conditions(settings.fail_if, cells)
     is_matrix = settings.matrix or len(combinations) > 1
@@ -90,6 +96,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
             time_limit_minutes=own.time_limit if own.until == "decided" else None,
             explain=own.preset == "full" if own.explain is None else own.explain,
             explain_seconds=own.explain_minutes * 60.0,
+            ceiling=own_engines and (own.preset == "full" if own.ceiling is None else own.ceiling),
             deployment=kind,
             compose_project=(own.compose_project or DEFAULT_PROJECT) if kind == "compose" else None,
             settings=own.content(),

@@ -141,6 +141,11 @@ class ExperimentSettings(Settings):
         "quick no.",
     )
     explain_minutes: float = Field(10.0, gt=0.0, description="The longest time for that.")
+    ceiling: bool | None = Field(
+        None,
+        description="Measure each engine alone after the load, which is what its server is divided by; default: full "
+        "yes, quick no.",
+    )
     fail_if: Lines = Field((), description="A condition that fails the run, as in b.p99 > 1.05 * a.p99; repeatable.")
 
     def content(self) -> dict[str, Any]:

@@ -131,6 +131,8 @@ class Experiment(Record, frozen=True, kw_only=True):
     """Whether the causes of the differences are tested by counterfactual cells after the load."""
     explain_seconds: float = 600.0
     """The longest time for that."""
+    ceiling: bool = False
+    """Whether the engines of our own servers are measured alone when the servers are stopped."""
 
     @property
     def payloads(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@
     DIR/calibration.json   Calibration    of the load generator on this machine, where there is one
     DIR/conditions.json    see `loadgen.records.conditions`: the machine right before the load
     DIR/causes.json, DIR/causes/   see `loadgen.records.causes`; only where differences were explained
+    DIR/ceilings.json      see `loadgen.records.ceilings`; only where engines were measured alone
     DIR/gpu/, DIR/evidence.json   see `loadgen.evidence.records`; only where there is a GPU
     DIR/run.json           RunState       "running", then "finished", "interrupted" or "failed"
 

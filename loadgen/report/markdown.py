@@ -8,6 +8,14 @@ from loadgen.analysis.result import Result
 from loadgen.quantities import share
 from loadgen.report import container_starts, threshold_rows
 from loadgen.report.cause_tables import BATCH_HEADINGS, CAUSE_HEADINGS, batch_rows, cause_rows, causes_note
+from loadgen.report.ceiling_tables import (
+    CEILING_HEADINGS,
+    NUMBERS,
+    TITLE,
+    ceiling_caption,
+    ceiling_rows,
+    ceiling_sentences,
+)
 from loadgen.report.check_tables import check_rows
 from loadgen.report.evidence import HEADINGS, evidence_rows
 from loadgen.report.fairness import fairness_summary
@@ -101,6 +109,7 @@ def render_markdown(result: Result) -> str:
     if batches := batch_rows(result):
         parts.append("## Executed batches")
         parts.append(make_table(BATCH_HEADINGS, batches, right=(2, 3)))
+    parts += _ceilings(result)
     parts += _container_starts(result)
     parts += _searches(result)
     parts.append("## Conditions")
@@ -108,6 +117,13 @@ def render_markdown(result: Result) -> str:
     if result.environment:
         parts.append(f"Made by:\n\n```\n{result.environment.command}\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def _ceilings(result: Result) -> list[str]:
+    said = ceiling_sentences(result)
+    rows = ceiling_rows(result)
+    table = [make_table(CEILING_HEADINGS, rows, right=NUMBERS), ceiling_caption(result)] if rows else []
+    return [f"## {TITLE}", *table, "\n".join(f"- {escape(text)}" for text in said)] if said else []
 
 
 def _container_starts(result: Result) -> list[str]:

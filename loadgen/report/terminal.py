@@ -11,7 +11,7 @@ from rich.text import Text
 
 from loadgen.analysis.result import Result
 from loadgen.quantities import share
-from loadgen.report import cause_tables, container_starts, threshold_rows
+from loadgen.report import cause_tables, ceiling_tables, container_starts, threshold_rows
 from loadgen.report.check_tables import CheckState, check_rows, counts
 from loadgen.report.evidence import summary_lines
 from loadgen.report.fairness import fairness_summary
@@ -61,6 +61,7 @@ def print_result(result: Result, console: Console) -> None:
         console.print()
     _print_thresholds(result, console)
     _print_reasons(result, console)
+    _print_ceilings(result, console)
     if lines := summary_lines(result):
         console.print(Text("Where the arms ran", style="bold"))
         for line in lines:
@@ -143,6 +144,24 @@ def _print_reasons(result: Result, console: Console) -> None:
     if note := cause_tables.causes_note(result):
         console.print(Text(note, style="dim"))
         console.print()
+
+
+def _print_ceilings(result: Result, console: Console) -> None:
+    said = ceiling_tables.ceiling_sentences(result)
+    if not said:
+        return
+    console.print(Text(ceiling_tables.TITLE, style="bold"))
+    if rows := ceiling_tables.ceiling_rows(result):
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+        for index, heading in enumerate(ceiling_tables.CEILING_HEADINGS):
+            table.add_column(heading, justify="right" if index in ceiling_tables.NUMBERS else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        console.print(Text(ceiling_tables.ceiling_caption(result), style="dim"))
+    for text in said:
+        console.print(Text(text))
+    console.print()
 
 
 def _print_container_starts(result: Result, console: Console) -> None:

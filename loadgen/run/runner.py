@@ -1,9 +1,9 @@
 """Runs an experiment: brings the servers up, compares their answers, loads them, stores every record as it happens.
 
 Order: inputs and export → for each restart (both servers up → parity → warm-up → phases under load → servers down) →
-cold starts. Parity comes before any load, so that a wrong server costs no time; cold starts come last, when the page
-cache is warm for both. Under load both servers are up and one of them is asked. Which phases there are is in
-`loadgen.run.phases`, what they work with in `loadgen.run.bench`.
+engines alone → cold starts. Parity comes before any load, so that a wrong server costs no time; cold starts come last,
+when the page cache is warm for both. Under load both servers are up and one of them is asked. Which phases there are is
+in `loadgen.run.phases`, what they work with in `loadgen.run.bench`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from loadgen.clients.inputs import InputError
 from loadgen.clients.requests import AddressError
 from loadgen.deployment.interface import DeploymentError
 from loadgen.deployment.process import ProcessError
+from loadgen.experiment.ceiling_plan import wants_ceilings
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.schedule import load_cells, schedule
 from loadgen.generator.process import GeneratorError, GeneratorProcess
@@ -28,6 +29,7 @@ from loadgen.machine.environment import read_environment, utc_now
 from loadgen.machine.noise_floor import own_floors
 from loadgen.records.run import ArmRecord, Experiment, Label, RunState
 from loadgen.run.bench import Bench
+from loadgen.run.ceiling_phase import measure_ceilings
 from loadgen.run.cold_start_phase import ColdStartPhase, repetitions_of
 from loadgen.run.gpu_recording import SAMPLER
 from loadgen.run.gpu_stage import GpuStage
@@ -164,6 +166,9 @@ class _Run:
         if experiment.deployment == "embedded" or repetitions_of(experiment):  # a stack that is not ours runs on
             self.enter("stopping the servers")
             servers.stop()
+        if wants_ceilings(experiment):
+            self.enter("measuring the engines alone")
+            measure_ceilings(experiment, records, store, progress, self._work, self._abserve)
         self._measure_cold_starts(servers, inputs, signatures, records)
         self.phase = "finished"
 

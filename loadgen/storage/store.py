@@ -11,6 +11,7 @@ import msgspec
 from loadgen.evidence.records import EvidenceFile
 from loadgen.records.calibration import Calibration
 from loadgen.records.causes import Explanation
+from loadgen.records.ceilings import Ceilings
 from loadgen.records.conditions import Conditions
 from loadgen.records.noise_floor import NoiseFloor
 from loadgen.records.probes import CacheProbe
@@ -110,6 +111,10 @@ class RunStore:
     def explanation(self, record: Explanation) -> None:
         """Which causes were taken away so far."""
         self._write("causes.json", record)
+
+    def ceilings(self, record: Ceilings) -> None:
+        """What the engines can do alone, as far as they are measured."""
+        self._write("ceilings.json", record)
 
     def calibration(self, record: Calibration) -> None:
         """What the load generator can do on this machine."""

@@ -17,6 +17,7 @@ from loadgen.evidence.readings import Readings, ReadingsError, read_readings
 from loadgen.evidence.records import EvidenceFile
 from loadgen.records.calibration import Calibration
 from loadgen.records.causes import Counterfactual, Explanation
+from loadgen.records.ceilings import Ceilings
 from loadgen.records.conditions import Conditions
 from loadgen.records.noise_floor import NoiseFloor
 from loadgen.records.probes import CacheProbe
@@ -90,6 +91,8 @@ class StoredRun:
     explanation: Explanation | None = None
     counterfactual_blocks: tuple[tuple[StoredBlock, ...], ...] = ()
     """Of each counterfactual in `explanation.done`, in that order."""
+    ceilings: Ceilings | None = None
+    """Of the engines alone, where they were to be measured and the run got there."""
 
 
 def read_run(directory: Path) -> StoredRun:
@@ -128,6 +131,7 @@ def read_run(directory: Path) -> StoredRun:
         counterfactual_blocks=tuple(
             _read_counterfactual(directory / one.folder, one) for one in (explanation.done if explanation else ())
         ),
+        ceilings=_read(directory / "ceilings.json", Ceilings),
     )
 
 

@@ -44,6 +44,9 @@ def engine(
     batches: Annotated[
         str, typer.Option(envvar=f"{ENV}BATCHES", help="Batch sizes to measure; default: 1 to 128, on a CPU to 8.")
     ] = "",
+    max_batch_size: Annotated[
+        int, typer.Option(envvar=f"{ENV}MAX_BATCH_SIZE", min=0, help="As a server has it; 0: the largest of --batches.")
+    ] = 0,
     device: Annotated[str, typer.Option(envvar=f"{ENV}DEVICE", help="auto, cpu or cuda:N.")] = "auto",
     threads: Annotated[int, typer.Option(envvar=f"{ENV}THREADS", help="CPU threads; 0: all cores.")] = 0,
     seconds: Annotated[float, typer.Option(envvar=f"{ENV}SECONDS", help="Time spent on each batch size.")] = 1.0,
@@ -61,7 +64,7 @@ def engine(
         specification = get_variant(model, payload)
         source = parse_weights(specification.default_weights if weights is None else weights)
         sizes = _sizes(batches, device)
-        settings = EngineSettings(kind, precision, mode, device, threads, max(sizes))
+        settings = EngineSettings(kind, precision, mode, device, threads, _largest(sizes, max_batch_size))
         with console.status("loading and measuring"):
             description, matrix, load_seconds, results, profiled = _measure(
                 specification, source, settings, sizes, seconds, artefacts, profile
@@ -170,6 +173,15 @@ def _sizes(text: str, device: str) -> list[int]:
     if not sizes or min(sizes) < 1:
         raise EngineError(f"--batches {text}: give whole numbers from 1 up, as in 1,8,32")
     return sizes
+
+
+def _largest(sizes: list[int], max_batch_size: int) -> int:
+    """What the engine is loaded for, which decides its buffers and its CUDA graphs."""
+    if 0 < max_batch_size < max(sizes):
+        raise EngineError(
+            f"--max-batch-size {max_batch_size} is below {max(sizes)} of --batches: raise it or leave that size out"
+        )
+    return max_batch_size or max(sizes)
 
 
 def _show(

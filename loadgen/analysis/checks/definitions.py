@@ -162,6 +162,13 @@ DEFINITIONS: dict[CheckName, CheckDefinition] = {
         "informs",
         "Raise the concurrency or the queue delay if batches are wanted.",
     ),
+    CheckName.ENGINE_CEILING: CheckDefinition(
+        "no arm serves more than its engine does alone",
+        "warns",
+        "informs",
+        "That ceiling was not one: it was measured under other conditions. Let nothing else use the machine and run "
+        "again; a server with several instances or two slots calls its engine otherwise than the ceiling does.",
+    ),
     CheckName.QUEUE_DELAY: CheckDefinition(
         "serial load did not wait for a batch",
         "informs",

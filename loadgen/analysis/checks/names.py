@@ -61,6 +61,7 @@ class CheckName(StrEnum):
     WALL_CLOCK = "wall_clock"
     SERVER_CPU = "server_cpu"
     BATCHING_FORMED = "batching_formed"
+    ENGINE_CEILING = "engine_ceiling"
     QUEUE_DELAY = "queue_delay"
     STAGE_ACCOUNT = "stage_account"
     SENSITIVITY = "sensitivity"
