@@ -131,7 +131,7 @@ def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | Non
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
     try:
-        with RichProgress(console, LiveRatios(experiment, out)) as progress:
+        with RichProgress(console, LiveRatios(experiment)) as progress:
             state = run_experiment(experiment, out, progress)
     except StorageError as exc:
         errors.print(f"error: {exc}", style="bold red", soft_wrap=True, markup=False)

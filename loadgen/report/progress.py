@@ -16,6 +16,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from loadgen.analysis.checks.outcome import Check
+from loadgen.analysis.summaries import BlockSummary
 from loadgen.records.run import ArmRecord, BlockRecord, ColdStart, ParityRecord
 from loadgen.report.fairness import fairness_lines, fairness_summary
 from loadgen.report.live import FIXED, OPEN, ratio_line, ratio_table
@@ -93,7 +94,7 @@ class RichProgress:
         for line in lines:
             self._say(f"! {line}")
 
-    def block_done(self, record: BlockRecord, p50_ns: int | None) -> None:
+    def block_done(self, record: BlockRecord, summary: BlockSummary, p50_ns: int | None) -> None:
         """Throughput and median of one block; after its second one the ratio of the cell."""
         seconds = (record.window_end_ns - record.window_start_ns) / 1e9
         rate = f"{record.items / seconds:9.1f} items/s" if seconds > 0 else "  no items  "
@@ -103,7 +104,7 @@ class RichProgress:
         if problem or not self._console.is_terminal or self._ratios is None:
             self._say(line, style="red" if problem else "")
         self._last_block = " ".join(f"{record.label.upper()} {record.cell}: {rate}, {p50}".split())
-        found = self._ratios.add(record) if self._ratios is not None else None
+        found = self._ratios.add(summary) if self._ratios is not None else None
         if found is not None:
             self._unprinted = True
             if self._console.is_terminal:

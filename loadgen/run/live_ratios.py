@@ -1,4 +1,4 @@
-"""The ratio of every cell while the run goes on: by the same formulas as in the end, from what is on disk so far.
+"""The ratio of every cell while the run goes on: by the same formulas as in the end, from the blocks stored so far.
 
 Nothing is decided by it. With a fixed number of pairs its intervals are no tests: whoever stopped a run when one looks
 good would find differences that are not there (`--until decided` has intervals that may be looked at).
@@ -7,15 +7,13 @@ good would find differences that are not there (`--until decided` has intervals 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from loadgen.analysis.comparisons import estimate_pairs
 from loadgen.analysis.metrics import leading_metric
 from loadgen.analysis.pairs import pair_metrics
-from loadgen.analysis.summaries import BlockSummary, summarise_blocks
+from loadgen.analysis.summaries import BlockSummary
 from loadgen.experiment.schedule import load_cells
-from loadgen.records.run import BlockRecord, Cell, Experiment
-from loadgen.storage.stored_run import StoredRunError, read_block
+from loadgen.records.run import Cell, Experiment
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +35,8 @@ class LiveRatio:
 class LiveRatios:
     """Of one run. Not for more than one thread."""
 
-    def __init__(self, experiment: Experiment, directory: Path) -> None:
+    def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
-        self._directory = directory
         self._cells: dict[str, Cell] = {cell.name: cell for cell in load_cells(experiment.cells)}
         self._blocks: dict[str, list[BlockSummary]] = {name: [] for name in self._cells}
         self._latest: dict[str, LiveRatio] = {}
@@ -49,18 +46,14 @@ class LiveRatios:
         """Every cell that has a complete pair, in the order of the experiment."""
         return tuple(self._latest[name] for name in self._cells if name in self._latest)
 
-    def add(self, record: BlockRecord) -> LiveRatio | None:
+    def add(self, summary: BlockSummary) -> LiveRatio | None:
         """Take in a block that has been stored; the cell's ratio where the block completes a pair, else None."""
-        cell = self._cells.get(record.cell)
-        if cell is None or not record.complete:
-            return None
-        try:
-            summary = summarise_blocks([read_block(self._directory, record, self._cells)])[0]
-        except StoredRunError:
+        cell = self._cells.get(summary.cell)
+        if cell is None or not summary.complete:
             return None
         blocks = self._blocks[cell.name]
         blocks.append(summary)
-        if not any(block.pair == record.pair and block.label != record.label for block in blocks):
+        if not any(block.pair == summary.pair and block.label != summary.label for block in blocks):
             return None
         self._latest[cell.name] = self._estimate(cell, blocks)
         return self._latest[cell.name]

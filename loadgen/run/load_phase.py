@@ -7,6 +7,7 @@ from time import monotonic, perf_counter_ns, sleep, time_ns
 
 import msgspec
 
+from loadgen.analysis.summaries import BlockSummary, summarise_blocks
 from loadgen.experiment.arrivals import schedule_seed
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.schedule import ScheduledBlock
@@ -19,6 +20,7 @@ from loadgen.run.arms import Arm
 from loadgen.run.gpu_recording import GpuRecording
 from loadgen.run.progress import Progress
 from loadgen.storage.store import RunStore, StorageError, storage_sentence
+from loadgen.storage.stored_run import read_block
 
 OPEN_WARM_UP_USERS = 8
 CLOCK_STEP_SECONDS = 1.0
@@ -78,11 +80,12 @@ class LoadPhase:
 
     def run(
         self, blocks: Sequence[ScheduledBlock], forecast: Forecast, *, planned: int | None = None, last: bool = True
-    ) -> list[BlockRecord]:
-        """All blocks in order. Without `planned`, the number of blocks in all, it is not known; with `last`, nothing
-        follows them. Raises `LoadError` after storing a block that was cut short, `StorageError`."""
+    ) -> list[BlockSummary]:
+        """All blocks in order, each summarised once it is stored. Without `planned`, the number of blocks in all, it is
+        not known; with `last`, nothing follows them. Raises `LoadError` after storing a block that was cut short,
+        `StorageError`."""
         pair = None
-        records = []
+        summaries = []
         for block in blocks:
             if block.pair != pair:
                 self.idle()
@@ -91,13 +94,14 @@ class LoadPhase:
             self._progress.now(f"block {block.index + 1}{of}: {block.label.upper()} {block.cell.name}")
             started = monotonic()
             record, outcome = self._stored_block(block)
-            records.append(record)
             forecast.block_took(block, monotonic() - started)
-            self._progress.block_done(record, outcome.latency_p50_ns)
+            summary = self._summary(record, block.cell)
+            summaries.append(summary)
+            self._progress.block_done(record, summary, outcome.latency_p50_ns)
             self._progress.plan(forecast.remaining_s())
         if last:
             self.idle()
-        return records
+        return summaries
 
     def measure(self, block: ScheduledBlock) -> BlockRecord:
         """One block outside the schedule, stored. Raises as `run` does."""
@@ -121,6 +125,9 @@ class LoadPhase:
                 f"{outcome.cut_reason}{self._arms[block.label].obituary()}"
             )
         return record, outcome
+
+    def _summary(self, record: BlockRecord, cell: Cell) -> BlockSummary:
+        return summarise_blocks([read_block(self._store.directory, record, {cell.name: cell})])[0]
 
     def _run_block(self, block: ScheduledBlock) -> tuple[BlockRecord, Outcome]:
         arm, cell = self._arms[block.label], block.cell

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from loadgen.analysis.checks.outcome import Check
+from loadgen.analysis.summaries import BlockSummary
 from loadgen.records.run import ArmRecord, BlockRecord, ColdStart, ParityRecord
 
 
@@ -33,8 +34,8 @@ class Progress(Protocol):
     def fairness_checked(self, checks: Sequence[Check]) -> None:
         """Both arms and the machine were looked at, right before the load."""
 
-    def block_done(self, record: BlockRecord, p50_ns: int | None) -> None:
-        """One block is on disk."""
+    def block_done(self, record: BlockRecord, summary: BlockSummary, p50_ns: int | None) -> None:
+        """One block is on disk; `summary` is made from there, `p50_ns` is the generator's."""
 
 
 class SilentProgress:
@@ -61,5 +62,5 @@ class SilentProgress:
     def fairness_checked(self, checks: Sequence[Check]) -> None:
         """Nothing."""
 
-    def block_done(self, record: BlockRecord, p50_ns: int | None) -> None:
+    def block_done(self, record: BlockRecord, summary: BlockSummary, p50_ns: int | None) -> None:
         """Nothing."""

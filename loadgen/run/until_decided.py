@@ -9,12 +9,11 @@ from __future__ import annotations
 from time import monotonic
 
 from loadgen.analysis.comparisons import Comparison, compare_all
-from loadgen.analysis.summaries import BlockSummary, summarise_blocks
+from loadgen.analysis.summaries import BlockSummary
 from loadgen.experiment.schedule import endless_rounds, load_cells
 from loadgen.quantities import ratio, ratio_interval
 from loadgen.records.run import Cell
 from loadgen.run.bench import Bench
-from loadgen.storage.stored_run import read_block
 
 DECIDED = ("a_faster", "b_faster", "equivalent")
 
@@ -43,10 +42,9 @@ class UntilDecided:
             start = len(self._blocks)
             blocks = [block for place, one in enumerate(pairs) for block in one.blocks(start + 2 * place)]
             began = monotonic()
-            records = phase.run(blocks, bench.forecast, last=False)
+            summaries = phase.run(blocks, bench.forecast, last=False)
             self._beside = max(0.0, monotonic() - began - sum(bench.forecast.pair_s(one.cell) for one in pairs))
-            stored = [read_block(bench.store.directory, record, self._cells) for record in records]
-            self._blocks += summarise_blocks(stored)
+            self._blocks += summaries
             self._look()
         phase.idle()
         bench.forecast.load_ends()

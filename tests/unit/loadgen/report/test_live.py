@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import math
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from synthetic_run import Plan, write_run
 
 from loadgen.analysis.analysis import analyse
-from loadgen.records.run import BlockRecord
+from loadgen.analysis.summaries import BlockSummary, summarise_blocks
 from loadgen.report.live import ratio_line, ratio_table, track_of
 from loadgen.report.progress import RichProgress
 from loadgen.run.live_ratios import LiveRatio, LiveRatios
@@ -23,13 +23,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
     return read_run(write_run(tmp_path_factory.mktemp("run"), Plan(pairs=3, requests=60)))
 
 
-def records(run: StoredRun) -> list[BlockRecord]:
-    return [block.record for block in run.blocks]
+def summaries(run: StoredRun) -> tuple[BlockSummary, ...]:
+    return summarise_blocks(run.blocks)
 
 
 def test_after_the_last_pair_it_shows_what_the_result_says(run: StoredRun) -> None:
-    live = LiveRatios(run.experiment, run.directory)
-    found = [live.add(record) for record in records(run)]
+    live = LiveRatios(run.experiment)
+    found = [live.add(summary) for summary in summaries(run)]
     assert [one is not None for one in found] == [False, True] * (len(found) // 2)
     final = {c.scenario: c for c in analyse(run.directory).comparisons if c.leading}
     assert [one.cell for one in live.latest] == [cell.name for cell in run.experiment.cells[1:]]
@@ -39,26 +39,29 @@ def test_after_the_last_pair_it_shows_what_the_result_says(run: StoredRun) -> No
 
 
 def test_one_pair_has_a_ratio_and_says_why_there_is_no_interval(run: StoredRun) -> None:
-    live = LiveRatios(run.experiment, run.directory)
-    single = [record for record in records(run) if record.cell == "single" and record.pair == 0]
-    first = [live.add(record) for record in single][-1]
+    live = LiveRatios(run.experiment)
+    single = [one for one in summaries(run) if one.cell == "single" and one.pair == 0]
+    first = [live.add(summary) for summary in single][-1]
     assert first is not None
     assert first.ratio is not None
     assert first.ci95 is None
     assert "one pair shows no spread" in ratio_line(first)
 
 
-def test_a_block_that_cannot_be_read_or_is_of_no_cell_is_left_out(run: StoredRun, tmp_path: Path) -> None:
+def test_a_block_that_cannot_be_read_or_is_of_no_cell_is_left_out(run: StoredRun) -> None:
     import msgspec
 
-    live = LiveRatios(run.experiment, tmp_path)
-    one, other = (r for r in records(run) if r.cell == "single" and r.pair == 0)
+    live = LiveRatios(run.experiment)
+    stored = [block for block in run.blocks if block.record.cell == "single" and block.record.pair == 0]
+    one, other = summarise_blocks(stored)
+    (unread,) = summarise_blocks([replace(stored[0], samples=None, problem="its samples are gone")])
     assert live.add(msgspec.structs.replace(one, cell="ramp(1)")) is None
     assert live.add(msgspec.structs.replace(one, complete=False)) is None
-    live.add(one)
-    standing = live.add(other)
+    assert live.add(unread) is None
+    assert live.add(other) is None, "alone, it is no pair"
+    standing = live.add(one)
     assert standing is not None
-    assert standing.ratio is None
+    assert standing.pairs == 1
 
 
 def test_the_track_puts_one_in_the_middle_and_keeps_to_its_width() -> None:
@@ -80,17 +83,17 @@ def test_a_terminal_keeps_the_table_and_a_log_has_a_line_a_pair(run: StoredRun, 
     shown, logged = io.StringIO(), io.StringIO()
     terminal = Console(file=shown, force_terminal=True, width=width, color_system=None)
     for console in (terminal, Console(file=logged, width=width)):
-        with RichProgress(console, LiveRatios(run.experiment, run.directory)) as progress:
+        with RichProgress(console, LiveRatios(run.experiment)) as progress:
             progress.phase("load")
-            for record in records(run):
-                progress.block_done(record, 1_000_000)
+            for block, summary in zip(run.blocks, summaries(run), strict=True):
+                progress.block_done(block.record, summary, 1_000_000)
             progress.phase("stopping the servers")
     assert "The plan is fixed" in shown.getvalue()
     assert "95 % interval" in shown.getvalue()
     table = io.StringIO()
-    live = LiveRatios(run.experiment, run.directory)
-    for record in records(run):
-        live.add(record)
+    live = LiveRatios(run.experiment)
+    for summary in summaries(run):
+        live.add(summary)
     Console(file=table, width=width).print(ratio_table(live.latest, width))
     assert max(len(line.rstrip()) for line in table.getvalue().splitlines()) <= width
     assert "…" not in table.getvalue()
