@@ -1,8 +1,8 @@
 """A small server of the Open Inference Protocol with no model, whose faults are programmable.
 
-Run as a program it listens on one port; it also stands in for `abserve serve … --print-launch`, `abserve samples`
-and `abserve export`. Its embedding is a fixed function of each image, so parity between two of them holds unless
-`--wrong-batches` or `--wrong` says otherwise.
+Run as a program it listens on one port; it also stands in for `abserve serve … --print-launch`, `abserve samples`,
+`abserve export` and `abserve engine`. Its embedding is a fixed function of each image, so parity between two of them
+holds unless `--wrong-batches` or `--wrong` says otherwise.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-stats", action="store_true")
     parser.add_argument("--device", default="cpu", help="what it says that it executes on")
     parser.add_argument("--cpu-burn-ms", type=float, default=0, help="of work in every inference on the device cpu")
+    parser.add_argument("--tell-engine", help="what it says that it executes with; see `measure_engine`")
     parser.add_argument("--children", type=int, default=0, help="child processes that just sleep")
     return parser.parse_args(argv)
 
@@ -128,7 +129,11 @@ class FakeServer:
                 "name": self.settings.model,
                 "max_batch_size": 32,
                 "dynamic_batching": {"max_queue_delay_microseconds": self.queue_delay()},
-                "parameters": {"device": {"string_value": self.settings.device}, "precision": {"string_value": "fp32"}},
+                "parameters": {
+                    "device": {"string_value": self.settings.device},
+                    "precision": {"string_value": "fp32"},
+                    **({"engine": {"string_value": self.settings.tell_engine}} if self.settings.tell_engine else {}),
+                },
             },
             "/gpu-info": gpu_info(self.settings.device),
             f"{model}/stats": None if self.settings.no_stats else {"model_stats": [self.statistics()]},
@@ -233,7 +238,36 @@ def write_samples(folder: Path) -> None:
     (folder / "samples.json").write_text('{"kind": "photographs"}')
 
 
+def measure_engine(argv: list[str]) -> None:
+    """Each image takes 1 ms, unless the engine is `failing`, `hanging`, `silent` or `another`."""
+    given = dict(part.removeprefix("--").split("=", 1) for part in argv)
+    if given["engine"] == "failing":
+        sys.stderr.write("there is no such engine\n")
+        sys.exit(1)
+    if given["engine"] == "hanging":
+        sys.stdout.write("loading\n")
+        sys.stdout.flush()
+        time.sleep(600)
+    if given["engine"] == "silent":
+        return
+    kind = "none" if given["engine"] == "another" else given["engine"]
+    batch = {
+        "repeats": 9, "execution_ns": None, "call_p99_ns": 1, "images_per_second": 1.0, "tflops": 1.0,
+        "share_of_matrix_product": None, "cosine_to_fp32": 1.0,
+    }  # fmt: skip
+    sizes = [int(size) for size in given["batches"].split(",")]
+    document = {
+        "schema": "abserve.engine/1", "model": given["model"], "flops_per_item": 1.0, "matrix_product_tflops": None,
+        "engine": {"kind": kind, "precision": given["precision"], "device": given["device"]}, "load_seconds": 0.1,
+        "batches": [{**batch, "batch": size, "call_ns": size * 1_000_000} for size in sizes],
+    }  # fmt: skip
+    Path(given["json"]).write_text(json.dumps(document))
+
+
 def main(argv: list[str]) -> None:
+    if argv[:1] == ["engine"]:
+        measure_engine(argv[1:])
+        return
     if argv[:1] == ["samples"]:
         write_samples(Path(argv[argv.index("--out") + 1]))
         return

@@ -1,0 +1,165 @@
+"""Engines measured alone after the load, by a program of its own: what fails is a note, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from loadgen.analysis.analysis import analyse
+from loadgen.records.ceilings import Ceiling, Ceilings
+from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, RunState
+from loadgen.report import write_reports
+from loadgen.run.ceiling_phase import measure_ceilings
+from loadgen.run.progress import SilentProgress
+from loadgen.run.runner import run_experiment
+from loadgen.storage.store import RunStore
+from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment
+
+pytestmark = pytest.mark.usefixtures("no_process_left")
+
+RUNNER = """
+import sys
+from pathlib import Path
+import msgspec
+from loadgen.records.run import Experiment
+from loadgen.run.progress import SilentProgress
+from loadgen.run.runner import run_experiment
+experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
+state = run_experiment(experiment, Path(sys.argv[1]), SilentProgress(), abserve=(sys.executable, sys.argv[2]))
+sys.exit({"finished": 0, "failed": 1, "interrupted": 130}[state.state])
+"""
+SINGLE = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.0, max_seconds=9.0, pairs=1)
+CONCURRENT = Cell(
+    scenario="concurrent", batch_size=1, concurrency=4, requests=20, seconds=0.0, max_seconds=9.0, pairs=2
+)
+
+
+def arm(kind: str) -> ArmRecord:
+    """What a server of ours says of an engine of that kind."""
+    return ArmRecord(
+        label="a", title="", target="native", url="", server_name=None, server_version=None, launched=True, argv=None,
+        settings={}, model_config=None, gpu_info=None, artefact=None,
+        in_effect={"engine": kind, "precision": "fp32", "device": "cpu", "max_batch_size": 32},
+    )  # fmt: skip
+
+
+def measured(directory: Path) -> tuple[Ceiling, ...]:
+    return msgspec.json.decode((directory / "ceilings.json").read_bytes(), type=Ceilings).measured
+
+
+@pytest.mark.parametrize(
+    ("kind", "timeout_s", "words"),
+    [
+        ("failing", 30.0, ["its measurement ended with exit status 1", "there is no such engine", "engine-a.log"]),
+        ("hanging", 1.0, ["its measurement took more than 1 s", "engine-a.log"]),
+        ("silent", 30.0, ["left nothing to read", "engine-a.json"]),
+        ("another", 30.0, ["another engine was measured than the server runs: engine none instead of another"]),
+    ],
+)
+def test_a_measurement_that_fails_is_a_note_with_its_reason(
+    tmp_path: Path, kind: str, timeout_s: float, words: list[str]
+) -> None:
+    store, experiment = RunStore(tmp_path / "run"), make_experiment(cells=(SINGLE,), ceiling=True)
+    measure_ceilings(experiment, [arm(kind)], store, SilentProgress(), tmp_path, FAKE_ABSERVE, timeout_s=timeout_s)
+    (ceiling,) = measured(tmp_path / "run")
+    assert ceiling.document is None
+    assert ceiling.reason is not None
+    assert [word for word in words if word not in ceiling.reason] == []
+    assert ceiling.command is not None
+    assert ceiling.command.startswith(f"abserve engine --engine={kind} ")
+
+
+def test_a_program_that_is_not_there_is_a_note_too(tmp_path: Path) -> None:
+    store, experiment = RunStore(tmp_path / "run"), make_experiment(cells=(SINGLE,), ceiling=True)
+    measure_ceilings(experiment, [arm("torch")], store, SilentProgress(), tmp_path, ["/no/such/program"])
+    (ceiling,) = measured(tmp_path / "run")
+    assert ceiling.reason is not None
+    assert "cannot start /no/such/program" in ceiling.reason
+
+
+def two_engines(a: str, b: str) -> Experiment:
+    return make_experiment(
+        cells=(SINGLE, CONCURRENT),
+        a=ArmRequest(label="a", target="native", settings={"tell-engine": a}),
+        b=ArmRequest(label="b", target="triton", settings={"tell-engine": b}),
+        ceiling=True,
+    )
+
+
+def test_a_run_divides_what_it_served_and_outlives_a_failed_measurement(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    state = run_experiment(two_engines("good", "failing"), out, SilentProgress(), abserve=FAKE_ABSERVE)
+    assert (state.state, state.error) == ("finished", None)
+    a, b = measured(out)
+    assert a.document is not None
+    assert [one.batch for one in a.document.batches] == [1, 2, 4]
+    assert b.document is None
+    result = analyse(out)
+    (single,) = [one for one in result.ceilings if one.cell == "single"]
+    assert single.engine_images_per_s == pytest.approx(1000.0)
+    assert single.share == pytest.approx(single.served_images_per_s / 1000.0)
+    assert {one.label for one in result.ceilings} == {"a"}
+    assert [gap.label for gap in result.ceilings_missing] == ["b"]
+    assert not any("ended with exit status" in check.detail for check in result.checks)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_measurement_keeps_the_load_and_leaves_nobody(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen([sys.executable, "-c", RUNNER, str(out), FAKE_ABSERVE[1]], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(two_engines("good", "hanging")))
+    process.stdin.close()
+    log = out / "logs" / "engine-b.log"
+    await_true(lambda: log.exists() and "loading" in log.read_text(), "the engine of B is being measured", 60)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert any("--engine=hanging" in child.cmdline() for child in children)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    state = msgspec.json.decode((out / "run.json").read_bytes(), type=RunState)
+    assert (state.state, state.phase) == ("interrupted", "measuring the engines alone")
+    result = analyse(out)
+    write_reports(out, result)
+    assert all(block.complete for block in result.blocks)
+    assert {one.label for one in result.ceilings} == {"a"}
+    assert result.ceilings_missing == ()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_real_engines_on_a_cpu_are_the_ceilings_of_their_servers(tmp_path: Path) -> None:
+    """Torch on both arms, so with the same settings in effect: one measurement, and no server beats it by far."""
+    out = tmp_path / "run"
+    shape = ("--scenarios", "single,batched", "--batch-sizes", "4", "--pairs", "2", "--payload", "uint8")
+    command = [sys.executable, "-P", "-m", "loadgen.entry", "compare", "--out", str(out), "--a", "native"]
+    command += ["--b", "native", "--a-option", "device=cpu", "--b-option", "device=cpu", *shape, "--ceiling"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    (ceiling,) = measured(out)
+    assert (ceiling.labels, ceiling.reason) == (("a", "b"), None)
+    assert ceiling.document is not None
+    result = json.loads((out / "result.json").read_bytes())
+    told = {arm["label"]: arm["in_effect"] for arm in result["arms"]}["a"]
+    engine = ceiling.document.engine
+    assert [engine[name] for name in ("kind", "precision", "mode", "device")] == [
+        told[name] for name in ("engine", "precision", "mode", "device")
+    ]
+    assert str(engine["threads"]) == told["threads"]
+    assert engine["max_batch_size"] == told["max_batch_size"]
+    assert ceiling.document.model == "openclip_vit_b32_uint8"
+    shares = {(one["cell"], one["label"]): one for one in result["ceilings"]}
+    assert sorted(shares) == [(cell, label) for cell in ("batched(4)", "single") for label in ("a", "b")]
+    assert {cell: shares[cell, "a"]["batch"] for cell in ("single", "batched(4)")} == {"single": 1, "batched(4)": 4}
+    assert all(one["share"] > 0.0 for one in result["ceilings"])
+    assert result["ceilings_missing"] == []
+    assert "What the engines alone can do" in done.stdout
+    for name in ("summary.md", "report.html"):
+        assert "of what its engine does alone at batch 4" in (out / name).read_text()
