@@ -70,7 +70,7 @@ def write_samples(model: str, directory: Path, abserve: Sequence[str] = ABSERVE)
         raise InputError(f"no sample images for {model}: {lines[-1] if lines else f'exit status {done.returncode}'}")
 
 
-def read_samples(directory: Path, payload: str) -> SampleInputs:
+def read_inputs(directory: Path, payload: str) -> SampleInputs:
     """Read `INPUT.PAYLOAD.npy` for every input, or the files in `jpeg/` as an object array [items, 1] of `bytes`.
     Raises `InputError` when there is none."""
     if payload == "jpeg":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loadgen.clients.inputs import InputError, read_samples
+from loadgen.clients.inputs import InputError, read_inputs
 from loadgen.clients.transports import Body, Door, prepare_all
 from loadgen.generator.block import Block, BlockError
 from loadgen.generator.messages import (
@@ -56,7 +56,7 @@ class LocalGenerator:
 
     def _prepare(self, command: Prepare) -> Prepared:
         self._bodies.pop(command.key, None)
-        inputs = read_samples(Path(command.samples_directory), command.payload)
+        inputs = read_inputs(Path(command.samples_directory), command.payload)
         bodies = {
             batch_size: prepare_all(command.transport, inputs, command.signature, batch_size, command.seed)
             for batch_size in sorted({1, *command.batch_sizes})

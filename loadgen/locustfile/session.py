@@ -15,7 +15,7 @@ from typing import Any
 
 from loadgen.clients.endpoint import Endpoint, Signature
 from loadgen.clients.grpc import parse_grpc_address
-from loadgen.clients.inputs import InputError, SampleInputs, read_samples, write_samples, write_synthetic
+from loadgen.clients.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
 from loadgen.clients.requests import Address, AddressError
 from loadgen.clients.transports import TRANSPORTS, Door, prepare_all
 from loadgen.generator.users import Traffic
@@ -105,11 +105,11 @@ class Session:
         """The images, where they can be had without a server. Raises `InputError` for a folder without any."""
         options = self.options
         if options.samples_dir:
-            self._inputs = read_samples(Path(options.samples_dir), options.payload)
+            self._inputs = read_inputs(Path(options.samples_dir), options.payload)
             return
         with _temporary_folder() as folder, suppress(InputError):
             write_samples(base_name(options.model), folder)
-            self._inputs = read_samples(folder, options.payload)
+            self._inputs = read_inputs(folder, options.payload)
 
     def traffic(self, name: str, batch_size: int, *, bodies: int | None = None) -> Traffic:
         """What users of one class send. Raises `EndpointError`, `InputError`, `OSError`."""
@@ -123,7 +123,7 @@ class Session:
             logger.warning(f"no sample images for the model {self.options.model}: sending synthetic values")
             with _temporary_folder() as folder:
                 write_synthetic(self._signature, folder, self.options.payload, seed=0)
-                self._inputs = read_samples(folder, self.options.payload)
+                self._inputs = read_inputs(folder, self.options.payload)
         prepared = prepare_all(
             self.options.transport, self._inputs, self._signature, batch_size, seed=os.getpid(), count=bodies
         )

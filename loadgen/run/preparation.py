@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from loadgen.clients.endpoint import Signature
-from loadgen.clients.inputs import InputError, SampleInputs, read_samples, write_samples, write_synthetic
+from loadgen.clients.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
 from loadgen.deployment.compose import ComposeDeployment
 from loadgen.deployment.containers import PROJECT
 from loadgen.deployment.embedded import EmbeddedDeployment
@@ -101,7 +101,7 @@ def prepare_inputs(experiment: Experiment, folder: Path, abserve: Sequence[str] 
         if experiment.a.embedded or experiment.b.embedded:
             raise
         return None
-    return {payload: read_samples(folder, payload) for payload in experiment.payloads}
+    return {payload: read_inputs(folder, payload) for payload in experiment.payloads}
 
 
 def synthesise_inputs(experiment: Experiment, folder: Path, signatures: Mapping[Label, Signature]) -> Inputs:
@@ -111,7 +111,7 @@ def synthesise_inputs(experiment: Experiment, folder: Path, signatures: Mapping[
         raise InputError(f"there are no pictures of {experiment.model} in two payloads; send both arms the same one")
     write_synthetic(signatures["a"], folder, experiment.payload_of(experiment.a), experiment.seed)
     payload = experiment.payload_of(experiment.a)
-    return {payload: read_samples(folder, payload)}
+    return {payload: read_inputs(folder, payload)}
 
 
 def describe_inputs(inputs: Inputs) -> dict[str, str | int]:

@@ -47,14 +47,14 @@ from locust.env import Environment
 from locust.exception import StopUser
 from loadgen.calibration.measurement import signature, write_images
 from loadgen.clients.requests import Address
-from loadgen.clients.inputs import read_samples
+from loadgen.clients.inputs import read_inputs
 from loadgen.records.sample_files import SampleWriter
 from loadgen.clients.transports import Door, prepare
 from loadgen.generator.users import InferenceUser, Traffic
 
 url, grpc_address, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 write_images(folder / "samples")
-inputs = read_samples(folder / "samples", "fp32")
+inputs = read_inputs(folder / "samples", "fp32")
 doors = {name: Door(name, url, "sink", grpc_address) for name in ("http", "grpc", "shm")}
 doors["shm, copied once"] = doors["shm"]
 bodies = {name: door.sendable(prepare(door.transport, inputs, signature("fp32"), (0,))) for name, door in doors.items()}

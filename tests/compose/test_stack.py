@@ -18,7 +18,7 @@ import pytest
 
 from loadgen.clients.bodies import prepare_body
 from loadgen.clients.endpoint import Endpoint
-from loadgen.clients.inputs import read_samples, write_samples
+from loadgen.clients.inputs import read_inputs, write_samples
 from loadgen.deployment.compose import ComposeDeployment
 from loadgen.deployment.interface import Deployment, DeploymentError
 from loadgen.run.container_cold_start import measure_container_cold_start
@@ -173,7 +173,7 @@ def test_a_comparison_of_the_running_stack(stack: Any) -> None:
 
 def test_cold_starts_of_both_containers(stack: Any, tmp_path: Path) -> None:
     write_samples(MODEL, tmp_path / "samples")
-    inputs = read_samples(tmp_path / "samples", "fp32")
+    inputs = read_inputs(tmp_path / "samples", "fp32")
     arms = {"a": ComposeDeployment("native", stack.project), "b": ComposeDeployment("triton", stack.project)}
     for deployment in arms.values():
         deployment.start()

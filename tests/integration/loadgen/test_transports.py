@@ -18,7 +18,7 @@ import pytest
 
 from loadgen.clients.endpoint import Endpoint
 from loadgen.clients.exchange import ConnectionRefused
-from loadgen.clients.inputs import SampleInputs, read_samples, write_samples
+from loadgen.clients.inputs import SampleInputs, read_inputs, write_samples
 from loadgen.clients.shared_memory import FOLDER
 from loadgen.clients.transports import TRANSPORTS, Door, prepare, read_answer
 from loadgen.deployment.embedded import EmbeddedDeployment
@@ -68,7 +68,7 @@ def generator(tmp_path: Path) -> Iterator[GeneratorProcess]:
 def question(deployment: EmbeddedDeployment, samples: Path, transport: Transport, payload: str) -> Questioned:
     name = variant_name(MODEL, payload)
     door = Door(transport, deployment.url, name, deployment.grpc_address)
-    return Questioned(door, Endpoint(deployment.url).signature(name), read_samples(samples, payload))
+    return Questioned(door, Endpoint(deployment.url).signature(name), read_inputs(samples, payload))
 
 
 def ask(arm: Questioned, items: list[int]) -> dict[str, np.ndarray]:
@@ -172,7 +172,7 @@ def test_the_answer_does_not_depend_on_the_transport(server: EmbeddedDeployment,
 
 
 def test_parity_is_asked_through_the_arms_own_doors(server: EmbeddedDeployment, samples: Path) -> None:
-    few = {name: array[:3] for name, array in read_samples(samples, "uint8").arrays.items()}
+    few = {name: array[:3] for name, array in read_inputs(samples, "uint8").arrays.items()}
     inputs = SampleInputs(few, "photographs")
     arms = {
         label: Questioned(arm.door, arm.signature, inputs)
