@@ -36,41 +36,38 @@ def check_searches(run: StoredRun, rates: Sequence[RateFound], ramps: Sequence[R
 
 def _searched(cell: Cell, found: Sequence[RateFound]) -> Check:
     """Every search came to a rate. That none holds, or that all do, is no rate to compare."""
-    planned = 2 * cell.pairs
     done = [one for one in found if one.ended == "found"]
     other = [one for one in found if one.ended in ("none", "highest")]
-    detail = f"{len(done)} of {planned} searches found a rate"
+    note = ""
     if other:
         one = other[0]
-        detail += f"; {one.label.upper()} " + (
+        note = f"; {one.label.upper()} " + (
             f"is late even at {number(one.failed_rate_per_s or 0.0)}/s, the lowest rate tried"
             if one.ended == "none"
             else f"holds {number(one.rate_per_s or 0.0)}/s, the highest rate tried"
         )
-    return make_check(
-        CheckName.SEARCHES_ENDED,
-        len(done) >= planned,
-        scope=cell_scope(cell.name),
-        value=len(done),
-        threshold=planned,
-        detail=detail,
-    )
+    return _ended(cell, len(done), f"searches found a rate{note}")
 
 
 def _climbed(cell: Cell, ramps: Sequence[RampFound]) -> Check:
-    planned = 2 * cell.pairs
     done = [ramp for ramp in ramps if ramp.saturated]
     short = [ramp for ramp in ramps if not ramp.saturated and ramp.saturation_per_s is not None]
-    detail = f"{len(done)} of {planned} ramps reached saturation"
+    note = ""
     if short:
-        detail += f"; {short[0].label.upper()} still gained with {cell.concurrency} users: raise --ramp-users"
+        note = f"; {short[0].label.upper()} still gained with {cell.concurrency} users: raise --ramp-users"
+    return _ended(cell, len(done), f"ramps reached saturation{note}")
+
+
+def _ended(cell: Cell, done: int, what: str) -> Check:
+    """Whether all of a cell did, one a pair and arm."""
+    planned = 2 * cell.pairs
     return make_check(
         CheckName.SEARCHES_ENDED,
-        len(done) >= planned,
+        done >= planned,
         scope=cell_scope(cell.name),
-        value=len(done),
+        value=done,
         threshold=planned,
-        detail=detail,
+        detail=f"{done} of {planned} {what}",
     )
 
 
