@@ -157,7 +157,7 @@ def test_a_server_that_dies_mid_block_cuts_the_block_and_fails_the_run(tmp_path:
     samples = np.load(out / dead.samples)
     assert len(samples) == dead.requests > 100
     assert (samples["error"] >= 0).sum() == dead.errors
-    assert len(dead.error_messages) == 2
+    assert 2 <= len(dead.error_messages) <= dead.errors
     result = analyse(out)
     assert not result.valid
     assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
