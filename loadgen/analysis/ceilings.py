@@ -7,7 +7,7 @@ mean executed batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from loadgen.analysis.summaries import NS_PER_S, CellSummary
@@ -64,12 +64,11 @@ def divide_by_ceilings(
             if one.document is not None:
                 documents[label] = one.document
             else:
-                missing.append(NoCeiling(label=label, cell=None, reason=one.reason or "the run ended before"))
+                missing.append(NoCeiling(label=label, cell=None, reason=one.reason or "nothing was measured"))
     shares: list[EngineShare] = []
     for summary in summaries:
         if summary.label in documents and summary.throughput_per_s and summary.cell in by_name:
-            rates = images_per_second(documents[summary.label])
-            found = _divide(by_name[summary.cell], summary, summary.throughput_per_s, rates)
+            found = _divide(by_name[summary.cell], summary, summary.throughput_per_s, documents[summary.label])
             if isinstance(found, EngineShare):
                 shares.append(found)
             else:
@@ -87,7 +86,8 @@ def nearest_size(measured: Sequence[int], mean: float) -> int:
     return min(measured, key=lambda size: (abs(size - mean), -size))
 
 
-def _divide(cell: Cell, summary: CellSummary, served: float, rates: Mapping[int, float]) -> EngineShare | NoCeiling:
+def _divide(cell: Cell, summary: CellSummary, served: float, document: EngineDocument) -> EngineShare | NoCeiling:
+    rates = images_per_second(document)
     mean = summary.executed_batch_mean
     origin: BatchOrigin = "mean executed batch" if merges(cell) else "request"
     if origin == "request" and cell.batch_size in rates:
@@ -108,13 +108,22 @@ def _divide(cell: Cell, summary: CellSummary, served: float, rates: Mapping[int,
         served_images_per_s=served,
         share=part,
         offered=cell.is_open,
-        sentence=_sentence(cell, summary.label, batch, part, mean if merges(cell) else None),
+        sentence=_sentence(
+            cell,
+            summary.label,
+            batch,
+            part,
+            mean if merges(cell) else None,
+            on_cpu=document.engine.get("device") == "cpu",
+        ),
     )
 
 
-def _sentence(cell: Cell, label: Label, batch: int, part: float, mean: float | None) -> str:
+def _sentence(cell: Cell, label: Label, batch: int, part: float, mean: float | None, *, on_cpu: bool) -> str:
     at = f"batch {batch}" + ("" if mean is None else f" (its mean executed batch is {number(mean)})")
     said = f"In {cell.name} {label.upper()} serves {share(part)} of what its engine does alone at {at}"
     if cell.is_open:
         return f"{said}; the rate that was asked for decides that."
-    return f"{said}; the rest is the server, the transport and the client." if part < 1.0 else f"{said}."
+    if part >= 1.0:
+        return f"{said}."
+    return f"{said}; the rest is the server, the transport and the client{', which share its cores' if on_cpu else ''}."

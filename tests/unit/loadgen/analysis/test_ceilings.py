@@ -164,6 +164,12 @@ def test_every_report_shows_the_table_and_a_sentence_of_each_arm(tmp_path: Path)
     assert read_result(path) == result
 
 
+def test_on_a_cpu_the_rest_is_also_what_the_cores_are_shared_with(tmp_path: Path) -> None:
+    alone = msgspec.structs.replace(document(3.0, 4.5), engine={"kind": "torch", "device": "cpu"})
+    result = analyse(write_measured(tmp_path, Ceiling(labels=("a",), document=alone)))
+    assert of(result, "batched(4)").sentence.endswith("the transport and the client, which share its cores.")
+
+
 def test_a_run_without_ceilings_says_nothing_of_them(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, SHORT))
     for text in (render_html(result), render_markdown(result), shown(result)):
