@@ -8,15 +8,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import psutil
 import pytest
 
-from loadgen.records.run import ArmRequest, Cell, Experiment
+from loadgen.records.run import ArmRequest, BlockRecord, Cell, Experiment
 
 FAKE = Path(__file__).parents[2] / "fake_server.py"
 FAKE_ABSERVE = (sys.executable, str(FAKE))
 DEADLINE_S = 30.0
+T = TypeVar("T")
 
 
 def await_true(condition: Callable[[], object], what: str, seconds: float = DEADLINE_S) -> None:
@@ -49,6 +52,16 @@ def make_experiment(
         "threads": 0,
     }
     return Experiment(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def stored(path: Path, kind: type[T]) -> T:
+    """A record as it was written."""
+    return msgspec.json.decode(path.read_bytes(), type=kind)
+
+
+def blocks(out: Path) -> list[BlockRecord]:
+    """In the order in which they ran."""
+    return [stored(path, BlockRecord) for path in sorted((out / "blocks").glob("*.json"))]
 
 
 def descendants() -> set[str]:

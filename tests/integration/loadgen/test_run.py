@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
 import numpy as np
-import psutil
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.analysis.checks.outcome import Check
 from loadgen.experiment.schedule import schedule
 from loadgen.records.run import (
     ArmRecord,
     ArmRequest,
-    BlockRecord,
     Cell,
     ColdStart,
     Environment,
@@ -27,12 +21,10 @@ from loadgen.records.run import (
     ParityRecord,
     RunState,
 )
-from loadgen.records.sample_files import read_samples
-from loadgen.report import write_reports
 from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import StorageError
-from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment
+from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
@@ -43,14 +35,6 @@ def run(experiment: Experiment, out: Path) -> RunState:
 
 def seed_with_b_first(*cells: Cell) -> int:
     return next(seed for seed in range(50) if schedule(cells, seed)[0].label == "b")
-
-
-def stored(path: Path, kind: type):
-    return msgspec.json.decode(path.read_bytes(), type=kind)
-
-
-def blocks(out: Path) -> list[BlockRecord]:
-    return [stored(path, BlockRecord) for path in sorted((out / "blocks").glob("*.json"))]
 
 
 def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
@@ -231,130 +215,6 @@ def test_a_folder_with_a_run_in_it_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "experiment.json").write_text("{}")
     with pytest.raises(StorageError, match="choose another folder with --out"):
         run(make_experiment(), tmp_path)
-
-
-RUNNER = """
-import sys
-from pathlib import Path
-import msgspec
-from loadgen.run.progress import SilentProgress
-from loadgen.records.run import Experiment
-from loadgen.run.runner import run_experiment
-experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
-state = run_experiment(experiment, Path(sys.argv[1]), SilentProgress(), abserve=(sys.executable, sys.argv[2]))
-sys.exit({"finished": 0, "failed": 1, "interrupted": 130}[state.state])
-"""
-
-
-def start_runner(experiment: Experiment, out: Path) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-c", RUNNER, str(out), FAKE_ABSERVE[1]], stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(experiment))
-    process.stdin.close()
-    return process
-
-
-def long_experiment() -> Experiment:
-    short = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5, pairs=1)
-    long = Cell(scenario="concurrent", batch_size=1, concurrency=4, requests=1, seconds=60, max_seconds=60, pairs=1)
-    for seed in range(20):  # one in which the short cell comes first
-        experiment = make_experiment(cells=(short, long), seed=seed)
-        if schedule(experiment.cells, seed)[0].cell == short:
-            return experiment
-    raise AssertionError
-
-
-def finished(out: Path) -> Check:
-    """What the report says of the run's end; it can be made whatever that was."""
-    result = analyse(out)
-    write_reports(out, result)
-    assert not result.valid
-    (check,) = [check for check in result.checks if check.name == "run_finished"]
-    assert check.ok is False
-    return check
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_keeps_finished_blocks_and_leaves_nobody_behind(tmp_path: Path, number: signal.Signals) -> None:
-    out = tmp_path / "run"
-    process = start_runner(long_experiment(), out)
-    await_true((out / "samples" / "0002.npy.part").exists, "the long block begins")
-    await_true(lambda: (out / "samples" / "0002.npy.part").stat().st_size > 2000, "its samples reach the disk")
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
-    assert process.wait(20) == 130
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
-    assert stored(out / "run.json", RunState).state == "interrupted"
-    records = blocks(out)
-    assert [record.complete for record in records] == [True, True, False]
-    assert records[2].note == "interrupted"
-    assert len(np.load(out / records[2].samples)) == records[2].requests > 0
-    assert finished(out).detail == "interrupted during: load"
-
-
-def test_a_killed_runner_leaves_no_process_and_loses_at_most_a_second(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    process = start_runner(long_experiment(), out)
-    part = out / "samples" / "0002.npy.part"
-    await_true(part.exists, "the long block begins")
-    await_true(lambda: part.stat().st_size > 2000, "its samples reach the disk")
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) == 3  # two servers and the generator
-    assert finished(out).detail == "the run still runs: load"
-    process.kill()
-    process.wait()
-    gone, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive
-    assert len(gone) == 3
-    assert stored(out / "run.json", RunState).state == "running"
-    assert [record.complete for record in blocks(out)] == [True, True]
-    samples = read_samples(out / "samples" / "0002.npy")
-    assert len(samples) > 10
-    assert (samples["status"] == 200).all()
-    assert finished(out).detail == "the run was killed during: load"
-
-
-def test_a_full_disk_ends_the_run_with_a_sentence_and_no_half_file(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    long = Cell(scenario="single", batch_size=1, concurrency=1, requests=1, seconds=60, max_seconds=60, pairs=1)
-    process = start_runner(make_experiment(cells=(long,)), out)
-    await_true((out / "samples" / "0000.npy.part").exists, "the block begins")
-    for child in psutil.Process(process.pid).children():
-        if "loadgen.generator" in child.cmdline():
-            child.rlimit(psutil.RLIMIT_FSIZE, (4096, 4096))
-    assert process.wait(30) == 1
-    state = stored(out / "run.json", RunState)
-    assert state.state == "failed"
-    assert state.error is not None
-    assert "0000.npy: File too large; free some space or choose another folder with --out" in state.error
-    (record,) = blocks(out)
-    assert not record.complete
-    assert not (out / record.samples).exists()
-    assert len(read_samples(out / record.samples)) == (4096 - 1024) // 64
-
-
-def test_records_on_a_full_disk_are_never_half_there(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_STORE, str(tmp_path / "run")], capture_output=True, text=True, check=True
-    )
-    assert "run.json: File too large; free some space or choose another folder with --out" in done.stdout
-    assert [path.name for path in (tmp_path / "run").rglob("*") if path.is_file()] == ["run.json"]
-    assert stored(tmp_path / "run" / "run.json", RunState).phase == "first"
-
-
-FULL_STORE = """
-import resource, sys
-from pathlib import Path
-from loadgen.records.run import RunState
-from loadgen.storage.store import RunStore, StorageError
-store = RunStore(Path(sys.argv[1]))
-store.state(RunState(state="running", phase="first"))
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-try:
-    store.state(RunState(state="running", phase="second" * 100))
-except StorageError as exc:
-    print(exc)
-"""
 
 
 def test_each_restart_is_a_fresh_start_with_its_share_of_the_pairs(tmp_path: Path) -> None:

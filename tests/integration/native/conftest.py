@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tritonclient.utils import InferenceServerException
 
 CONTROLLED = Path(__file__).with_name("controlled_server.py")
 
@@ -31,6 +32,10 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30) ->
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds} s: {what}")
         time.sleep(0.005)
+
+
+def status_of(caught: pytest.ExceptionInfo[InferenceServerException]) -> str:
+    return caught.value.status().removeprefix("StatusCode.")
 
 
 @dataclass
