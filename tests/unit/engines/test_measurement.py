@@ -61,7 +61,18 @@ def test_a_matrix_product_has_a_rate() -> None:
 
 def test_the_command_measures_and_writes_everything_down(artefact_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
-    options = ["--engine", "onnxruntime", "--device", "cpu", "--batches", "1,2", "--seconds", "0"]
+    options = [
+        "--engine",
+        "onnxruntime",
+        "--device",
+        "cpu",
+        "--batches",
+        "1,2",
+        "--seconds",
+        "0",
+        "--max-batch-size",
+        "9",
+    ]
     done = CliRunner().invoke(build(), ["engine", *options, "--artefacts", str(artefact_dir), "--json", str(out)])
     assert done.exit_code == 0, done.output
     assert "onnxruntime" in done.output
@@ -70,6 +81,7 @@ def test_the_command_measures_and_writes_everything_down(artefact_dir: Path, tmp
     assert [row["batch"] for row in document["batches"]] == [1, 2]
     assert all(row["cosine_to_fp32"] > 0.9999 and row["execution_ns"] is None for row in document["batches"])
     assert document["engine"]["device"] == "cpu"
+    assert document["engine"]["max_batch_size"] == 9
     assert "profile" not in document
 
 
@@ -78,6 +90,7 @@ def test_the_command_measures_and_writes_everything_down(artefact_dir: Path, tmp
     [
         (["--batches", "0"], "give whole numbers from 1 up"),
         (["--batches", "two"], "give whole numbers from 1 up"),
+        (["--batches", "1,8", "--max-batch-size", "4"], "--max-batch-size 4 is below 8 of --batches"),
         (["--payload", "bmp"], "unknown payload 'bmp'"),
         (["--weights", "random:x"], "the seed must be a whole number"),
     ],
