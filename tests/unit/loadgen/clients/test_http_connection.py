@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import socket
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen.clients.http import ConnectionRefused, HttpConnection
-from loadgen.clients.requests import Address, AddressError, Request, request_head
+from loadgen.clients.requests import Address, Request, request_head
 
 Handler = Callable[[socket.socket], None]
 GOOD = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nInference-Header-Content-Length: 3\r\n\r\nhello"
@@ -276,44 +274,3 @@ def test_nobody_there_is_refused_before_anything_is_sent() -> None:
         address = Address("127.0.0.1", listener.getsockname()[1])
     with pytest.raises(ConnectionRefused, match="Connection refused"):
         HttpConnection(address).send(get(address))
-
-
-@pytest.mark.parametrize("url", ["https://x:1", "http://", "ftp://x", "http://x:port"])
-def test_addresses_that_cannot_be_used_say_what_would_do(url: str) -> None:
-    with pytest.raises(AddressError, match=r"http://127\.0\.0\.1:8100"):
-        Address.parse(url)
-
-
-def test_addresses_are_normalised() -> None:
-    assert Address.parse("localhost:8000/triton/").url == "http://localhost:8000/triton"
-    assert Address.parse("http://[::1]:8000").authority == "[::1]:8000"
-
-
-PATCHED = """
-from gevent import monkey; monkey.patch_all()
-import gevent, time
-from gevent.server import StreamServer
-from loadgen.clients.http import HttpConnection
-from loadgen.clients.requests import Address, Request, request_head
-
-def serve(connection, _):
-    while connection.recv(65536):
-        gevent.sleep(0.2)
-        connection.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\n\\r\\nok")
-
-server = StreamServer(("127.0.0.1", 0), serve); server.start()
-address = Address("127.0.0.1", server.server_port)
-def ask():
-    connection = HttpConnection(address)
-    return [connection.send(Request(request_head("GET", "/", address))).status for _ in range(2)]
-started = time.monotonic()
-jobs = [gevent.spawn(ask) for _ in range(20)]
-gevent.joinall(jobs, raise_error=True)
-assert [job.value for job in jobs] == [[200, 200]] * 20
-assert time.monotonic() - started < 4.0, "the users waited for each other"
-"""
-
-
-def test_under_gevent_users_do_not_wait_for_each_other() -> None:
-    """20 users × 2 requests × 0.2 s would take 8 s one after the other."""
-    subprocess.run([sys.executable, "-c", PATCHED], check=True, timeout=60)
