@@ -19,6 +19,17 @@ from loadgen.records.run import ArmRequest, BlockRecord, Cell, Experiment
 FAKE = Path(__file__).parents[2] / "fake_server.py"
 FAKE_ABSERVE = (sys.executable, str(FAKE))
 DEADLINE_S = 30.0
+RUNNER = """
+import sys
+from pathlib import Path
+import msgspec
+from loadgen.run.progress import SilentProgress
+from loadgen.records.run import Experiment
+from loadgen.run.runner import run_experiment
+experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
+state = run_experiment(experiment, Path(sys.argv[1]), SilentProgress(), abserve=(sys.executable, sys.argv[2]))
+sys.exit({"finished": 0, "failed": 1, "interrupted": 130}[state.state])
+"""
 T = TypeVar("T")
 
 
@@ -62,6 +73,15 @@ def stored(path: Path, kind: type[T]) -> T:
 def blocks(out: Path) -> list[BlockRecord]:
     """In the order in which they ran."""
     return [stored(path, BlockRecord) for path in sorted((out / "blocks").glob("*.json"))]
+
+
+def start_runner(experiment: Experiment, out: Path) -> subprocess.Popen[bytes]:
+    """A whole run on the fake servers in a process of its own."""
+    process = subprocess.Popen([sys.executable, "-c", RUNNER, str(out), FAKE_ABSERVE[1]], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(experiment))
+    process.stdin.close()
+    return process
 
 
 def descendants() -> set[str]:

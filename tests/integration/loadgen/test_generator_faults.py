@@ -21,8 +21,7 @@ from loadgen.records.run import BlockRecord, Cell, Experiment, RunState
 from loadgen.records.sample_files import read_samples
 from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
-from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment
-from tests.integration.loadgen.test_run import blocks, start_runner, stored
+from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, blocks, make_experiment, start_runner, stored
 
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]
 

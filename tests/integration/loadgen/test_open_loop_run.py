@@ -13,8 +13,7 @@ from loadgen.experiment.arrivals import due_offsets_ns, schedule_seed
 from loadgen.records.run import Arrivals, BlockRecord, Cell
 from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
-from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
-from tests.integration.loadgen.test_run import blocks
+from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment
 
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -18,29 +17,9 @@ from loadgen.experiment.schedule import schedule
 from loadgen.records.run import Cell, Experiment, RunState
 from loadgen.records.sample_files import read_samples
 from loadgen.report import write_reports
-from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, blocks, make_experiment, stored
+from tests.integration.loadgen.conftest import await_true, blocks, make_experiment, start_runner, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
-
-RUNNER = """
-import sys
-from pathlib import Path
-import msgspec
-from loadgen.run.progress import SilentProgress
-from loadgen.records.run import Experiment
-from loadgen.run.runner import run_experiment
-experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
-state = run_experiment(experiment, Path(sys.argv[1]), SilentProgress(), abserve=(sys.executable, sys.argv[2]))
-sys.exit({"finished": 0, "failed": 1, "interrupted": 130}[state.state])
-"""
-
-
-def start_runner(experiment: Experiment, out: Path) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-c", RUNNER, str(out), FAKE_ABSERVE[1]], stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(experiment))
-    process.stdin.close()
-    return process
 
 
 def long_experiment() -> Experiment:
