@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
@@ -20,21 +19,10 @@ from loadgen.run.ceiling_phase import measure_ceilings
 from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import RunStore
-from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment
+from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment, start_runner, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
-RUNNER = """
-import sys
-from pathlib import Path
-import msgspec
-from loadgen.records.run import Experiment
-from loadgen.run.progress import SilentProgress
-from loadgen.run.runner import run_experiment
-experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
-state = run_experiment(experiment, Path(sys.argv[1]), SilentProgress(), abserve=(sys.executable, sys.argv[2]))
-sys.exit({"finished": 0, "failed": 1, "interrupted": 130}[state.state])
-"""
 SINGLE = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.0, max_seconds=9.0, pairs=1)
 CONCURRENT = Cell(
     scenario="concurrent", batch_size=1, concurrency=4, requests=20, seconds=0.0, max_seconds=9.0, pairs=2
@@ -51,7 +39,7 @@ def arm(kind: str) -> ArmRecord:
 
 
 def measured(directory: Path) -> tuple[Ceiling, ...]:
-    return msgspec.json.decode((directory / "ceilings.json").read_bytes(), type=Ceilings).measured
+    return stored(directory / "ceilings.json", Ceilings).measured
 
 
 @pytest.mark.parametrize(
@@ -113,10 +101,7 @@ def test_a_run_divides_what_it_served_and_outlives_a_failed_measurement(tmp_path
 @pytest.mark.slow
 def test_ctrl_c_in_a_measurement_keeps_the_load_and_leaves_nobody(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = subprocess.Popen([sys.executable, "-c", RUNNER, str(out), FAKE_ABSERVE[1]], stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(two_engines("good", "hanging")))
-    process.stdin.close()
+    process = start_runner(two_engines("good", "hanging"), out)
     log = out / "logs" / "engine-b.log"
     await_true(lambda: log.exists() and "loading" in log.read_text(), "the engine of B is being measured", 60)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -124,7 +109,7 @@ def test_ctrl_c_in_a_measurement_keeps_the_load_and_leaves_nobody(tmp_path: Path
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
-    state = msgspec.json.decode((out / "run.json").read_bytes(), type=RunState)
+    state = stored(out / "run.json", RunState)
     assert (state.state, state.phase) == ("interrupted", "measuring the engines alone")
     result = analyse(out)
     write_reports(out, result)
