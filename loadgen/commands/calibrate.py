@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, cast
 
-import msgspec
 import typer
 from rich.console import Console
 
+from loadgen.commands.json_output import write_json
 from loadgen.records.payloads import PAYLOADS
 from loadgen.records.run import Transport
 
@@ -62,16 +61,7 @@ def calibrate(
         errors.print(f"error: {exc}", style="bold red", markup=False)
         raise typer.Exit(EXIT_FAILED) from exc
     print_calibration(calibration, Console(stderr=json_file == "-", highlight=False), stored)
-    if json_file is not None:
-        _write(msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n", json_file)
-
-
-def _write(text: bytes, target: str) -> None:
-    if target == "-":
-        sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
-    else:
-        Path(target).write_bytes(text)
+    write_json(calibration, json_file)
 
 
 def _known(given: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from loadgen.commands.json_output import write_json
+
 if TYPE_CHECKING:
     from loadgen.conformance.sessions import Session
 
@@ -113,29 +115,14 @@ def conformance(
         results=results,
         stopped=run.stopped,
     )
-    _write(report, json_file)
     print_report(report, Console(stderr=json_file == "-", highlight=False))
+    write_json(report, json_file)
     if document is not None:
         try:
             write_section(report, document, launch or "remote")
         except DocumentError as exc:
             _fail(errors, str(exc))
     raise typer.Exit(EXIT_DEVIATES if report.failed else EXIT_CONFORMS)
-
-
-def _write(report: object, target: str | None) -> None:
-    import sys
-
-    import msgspec
-
-    if target is None:
-        return
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-    if target == "-":
-        sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
-    else:
-        Path(target).write_bytes(text)
 
 
 def _options(console: Console, given: list[str]) -> dict[str, str]:

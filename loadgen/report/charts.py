@@ -15,6 +15,7 @@ from loadgen.report.tables import titles
 
 Figure = dict[str, Any]
 MARKERS = {"a": "circle", "b": "diamond"}
+LEGEND_ABOVE: Figure = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
 DASHES = {"a": "solid", "b": "dash"}
 
 
@@ -56,7 +57,7 @@ def two_panels(height: int, across: str, left: Figure, right: Figure, ticks: Fig
         "yaxis": {**left, "anchor": "x"},
         "xaxis2": axis(across, domain=[0.55, 1], anchor="y2", **ticks),
         "yaxis2": {**right, "anchor": "x2"},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        "legend": LEGEND_ABOVE,
     }
 
 
@@ -99,7 +100,7 @@ def latency(result: Result) -> Chart | None:
             "height": 400,
             "xaxis": axis("latency, ms", rangemode="tozero"),
             "yaxis": axis("requests answered, %", range=[0, 101.5], ticksuffix=" "),
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+            "legend": LEGEND_ABOVE,
         },
         main_view_first(result, views),
     )

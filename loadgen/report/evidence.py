@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from loadgen.analysis.result import Result
 from loadgen.evidence.records import EvidenceRecord, Finding
 from loadgen.quantities import number, share
-from loadgen.report.charts import Chart, Figure, axis, rounded
+from loadgen.report.charts import LEGEND_ABOVE, Chart, Figure, axis, rounded
 from loadgen.report.check_tables import CheckState
 
 HEADINGS = ("arm", "scenario", "finding", "load", "utilisation", "power", "J/image", "beyond idle", "inputs", "why")
@@ -152,7 +152,7 @@ def gpu_chart(result: Result) -> Chart | None:
             "yaxis": axis("% of the time", range=[0, 101.5], domain=[0.54, 1]),
             "yaxis2": axis("power, W", rangemode="tozero", domain=[0, 0.46]),
             "shapes": _shading(result),
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+            "legend": LEGEND_ABOVE,
         },
     )
 

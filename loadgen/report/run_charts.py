@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from loadgen.analysis.result import Result
-from loadgen.report.charts import DASHES, MARKERS, Chart, Figure, View, arm_name, axis, main_view_first, rounded
+from loadgen.report.charts import (
+    DASHES,
+    LEGEND_ABOVE,
+    MARKERS,
+    Chart,
+    Figure,
+    View,
+    arm_name,
+    axis,
+    main_view_first,
+    rounded,
+)
 
 PHASES = (
     ("live", "live_ns", "process start to live"),
@@ -113,7 +124,7 @@ def blocks(result: Result) -> Chart | None:
             "height": 380,
             "xaxis": axis("minutes since the first block"),
             "yaxis": axis(""),
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+            "legend": LEGEND_ABOVE,
         },
         views,
     )
@@ -163,7 +174,7 @@ def executed_batches(result: Result) -> Chart | None:
             "barmode": "group",
             "xaxis": axis("executed batch size"),
             "yaxis": axis("executions, %", rangemode="tozero"),
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+            "legend": LEGEND_ABOVE,
         },
         main_view_first(result, views),
     )

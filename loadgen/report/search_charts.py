@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from loadgen.analysis.result import Result
-from loadgen.report.charts import DASHES, MARKERS, Chart, Figure, View, arm_name, axis, rounded, two_panels
+from loadgen.report.charts import (
+    DASHES,
+    LEGEND_ABOVE,
+    MARKERS,
+    Chart,
+    Figure,
+    View,
+    arm_name,
+    axis,
+    rounded,
+    two_panels,
+)
 from loadgen.report.log_axis import log_axis
 
 
@@ -54,7 +65,7 @@ def slo_trials(result: Result) -> Chart | None:
             "height": 380,
             "xaxis": axis("trial", tickformat="d", range=[0.5, 0.5 + max(len(trace["x"]) for trace in data)]),
             "yaxis": axis("requests/s", **log_axis(rate for trace in data for rate in trace["y"])),
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+            "legend": LEGEND_ABOVE,
         },
         views if len(views) > 1 else [],
     )
