@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import markupsafe
 import msgspec
 from plotly.offline import get_plotlyjs
 
@@ -134,8 +135,14 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["script_json"] = script_json
+    environment.filters["code"] = code
     environment.filters["slug"] = lambda text: re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return environment
+
+
+def code(text: str) -> markupsafe.Markup:
+    """Text in which `what stands in backticks` is set as code."""
+    return markupsafe.Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(markupsafe.escape(text))))
 
 
 def script_json(value: Any) -> str:

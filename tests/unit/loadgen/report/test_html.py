@@ -13,7 +13,7 @@ import pytest
 from synthetic_run import Plan, write_run
 
 from loadgen.analysis.analysis import analyse
-from loadgen.report.html import render_html
+from loadgen.report.html import code, render_html
 
 TOKEN = re.compile(r"--[a-z][a-z0-9-]*")
 
@@ -127,3 +127,7 @@ def test_an_invalid_run_says_so_first(tmp_path: Path, plan: Plan) -> None:
     page = Page(render_html(analyse(write_run(tmp_path, plan))))
     assert page.text.index("INVALID") < page.text.index("Proof")
     assert " VALID" not in page.text.replace("INVALID", "")
+
+
+def test_commands_in_a_remedy_are_set_as_code_and_the_rest_stays_text() -> None:
+    assert code("run `abserve calibrate`, <b>") == "run <code>abserve calibrate</code>, &lt;b&gt;"
