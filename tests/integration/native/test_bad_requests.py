@@ -1,82 +1,22 @@
-"""What hostile or unlucky clients send, over raw sockets: an answer of the protocol for each, nobody else notices."""
+"""What hostile clients send, byte by byte over raw sockets: an answer of the protocol for each, nobody is harmed."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
-import struct
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-import psutil
 import pytest
 
-PATH = "/v2/models/openclip_vit_b32/infer"
-PIXELS = np.arange(3 * 224 * 224, dtype="<f4")
-LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
-MIB = 2**20
-
-
-def head(*lines: str, path: str = PATH, method: str = "POST") -> bytes:
-    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *lines, "", ""]).encode("latin-1")
-
-
-def golden() -> bytes:
-    tensor = {"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 224, 224]}
-    tensor["parameters"] = {"binary_data_size": PIXELS.nbytes}
-    header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-    size = len(header) + PIXELS.nbytes
-    return (
-        head(f"Content-Length: {size}", f"Inference-Header-Content-Length: {len(header)}") + header + PIXELS.tobytes()
-    )
-
-
-@contextlib.contextmanager
-def connected(server) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
-        yield connection
-
-
-def read_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
-    received = b""
-    while b"\r\n\r\n" not in received:
-        part = connection.recv(65536)
-        assert part, f"closed after {received!r}"
-        received += part
-    text, _, body = received.partition(b"\r\n\r\n")
-    lines = text.decode("latin-1").split("\r\n")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-    while len(body) < int(headers["content-length"]):
-        part = connection.recv(65536)
-        assert part
-        body += part
-    return int(lines[0].split(" ")[1]), headers, body
-
-
-def send_all(connection: socket.socket, data: bytes) -> None:
-    """Like a client that writes before it reads; one that was refused may be cut off."""
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        connection.sendall(data)
-
-
-def is_closed(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
-def check_well(server) -> None:
-    assert server.process.poll() is None
-    with connected(server) as connection:
-        connection.sendall(golden())
-        status, headers, body = read_answer(connection)
-    assert status == 200
-    length = int(headers["inference-header-content-length"])
-    np.testing.assert_array_equal(np.frombuffer(body[length:], "<f4"), PIXELS[:512])
+from tests.integration.native.raw_client import (
+    LIVE,
+    MIB,
+    PIXELS,
+    check_well,
+    connected,
+    head,
+    is_closed,
+    read_answer,
+    send_all,
+)
 
 
 @pytest.mark.parametrize(
@@ -153,169 +93,3 @@ def test_an_id_forges_neither_a_header_nor_a_log_line(null_server, request_id) -
             assert status == 400
     log = (null_server.folder / f"log-{null_server.port}").read_text()
     assert not any(line.startswith(("FORGED", "X-Forged")) for line in log.splitlines())
-
-
-@pytest.mark.parametrize(
-    "start",
-    [b"", head()[:-4] + b"\r\nX-Slow: ", head("Content-Length: 1000000"), head("Transfer-Encoding: chunked")],
-    ids=["nothing", "head", "body", "chunks"],
-)
-def test_slow_clients_are_cut_off_and_others_do_not_notice(native, start) -> None:
-    server = native("--read-timeout-s", "1", "--keep-alive-timeout-s", "1")
-    server.wait_ready()
-    with ThreadPoolExecutor(8) as pool:
-
-        def drip(_: int) -> tuple[float, bytes]:
-            with connected(server) as connection:
-                connection.sendall(start)
-                began = time.perf_counter()
-                connection.settimeout(0.2)
-                received = b""
-                while time.perf_counter() - began < 15:
-                    try:
-                        part = connection.recv(65536)
-                        if not part:
-                            break
-                        received += part
-                    except TimeoutError:
-                        with contextlib.suppress(OSError):
-                            connection.send(b"1" if start else b"")
-                    except ConnectionResetError:
-                        break
-                return time.perf_counter() - began, received
-
-        clients = [pool.submit(drip, index) for index in range(8)]
-        slowest = 0.0
-        while not all(client.done() for client in clients):
-            began = time.perf_counter()
-            assert server.request("GET", "/v2/health/live").status == 200
-            slowest = max(slowest, time.perf_counter() - began)
-        seconds, answers = zip(*(client.result() for client in clients), strict=True)
-    assert max(seconds) < 10
-    assert slowest < 1
-    if start:
-        assert all(answer.startswith((b"HTTP/1.1 408", b"HTTP/1.1 400")) for answer in answers)
-    if b"Content-Length" in start:
-        assert server.metric('abserve_native_requests_failure_total{model="openclip_vit_b32",reason="slow_client"') == 8
-
-
-def test_a_client_that_does_not_read_is_not_answered_for_ever(native) -> None:
-    """It asks and asks and never reads: its requests stop being taken, and at last it is cut off."""
-    server = native("--read-timeout-s", "1")
-    server.wait_ready()
-    before = psutil.Process(server.process.pid).memory_info().rss
-    with connected(server) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(0.5)
-        began = time.monotonic()
-        question = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100
-        cut_off = False
-        while not cut_off and time.monotonic() - began < 20:
-            try:
-                connection.send(question)
-            except TimeoutError:
-                continue
-            except (ConnectionResetError, BrokenPipeError):
-                cut_off = True
-        assert cut_off
-    assert psutil.Process(server.process.pid).memory_info().rss - before < 32 * MIB
-    check_well(server)
-
-
-def test_clients_that_leave_in_the_middle_are_counted_as_that(null_server) -> None:
-    counter = "abserve_native_client_disconnects_total"
-    before, failed = null_server.metric(counter), null_server.model_stats()["inference_stats"]["fail"]["count"]
-    data = golden()
-    for index, cut in enumerate((200, 1000, 70_000, len(data) - 1)):
-        with connected(null_server) as connection:
-            connection.sendall(data[:cut])
-            if index % 2:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    null_server.wait_until(lambda: null_server.metric(counter) == before + 4, "all four are counted")
-    assert null_server.model_stats()["inference_stats"]["fail"]["count"] == failed
-    check_well(null_server)
-
-
-def test_a_million_chunks_leave_no_memory_behind(null_server) -> None:
-    process = psutil.Process(null_server.process.pid)
-    data = head("Transfer-Encoding: chunked", "Content-Type: application/json") + b"1\r\n \r\n" * 1_000_000
-    refused = 0
-
-    def attack() -> None:
-        nonlocal refused
-        with connected(null_server) as connection:
-            send_all(connection, data)
-            refused += read_answer(connection)[0] == 400
-
-    for _ in range(3):
-        attack()
-    before = process.memory_info().rss
-    for _ in range(25):
-        attack()
-    assert refused == 28
-    assert process.memory_info().rss - before < MIB
-    check_well(null_server)
-
-
-def test_what_all_requests_hold_together_is_bounded_and_given_back(native) -> None:
-    data = golden()
-    server = native("--max-held-bytes", str(2 * PIXELS.nbytes))
-    server.wait_ready()
-    cut = 5000
-    with connected(server) as first, connected(server) as second, connected(server) as third:
-        first.sendall(data[:cut])
-        server.wait_until(lambda: server.status("/v2/health/live") == 200, "the first has begun")
-        second.sendall(data)  # does not fit beside the first
-        status, headers, body = read_answer(second)
-        assert status == 503
-        assert headers["retry-after"]
-        assert "holds" in json.loads(body)["error"]
-        assert server.status("/v2/health/ready") == 200
-        first.sendall(data[cut:])
-        assert read_answer(first)[0] == 200
-
-        def answered() -> bool:  # the first one's bytes come back just after its answer has left
-            second.sendall(data)
-            return read_answer(second)[0] == 200
-
-        server.wait_until(answered, "the second fits, and its connection has survived")
-        third.sendall(data[:cut])
-    server.wait_until(
-        lambda: (
-            server.request("GET", "/metrics").body.count(b"client_disconnects_total") > 0
-            and server.metric("abserve_native_client_disconnects_total") == 1
-        ),
-        "the third has left",
-    )
-    check_well(server)
-
-
-def test_a_long_body_in_json_delays_nobody_for_long(null_server) -> None:
-    data = np.random.default_rng(0).random(8 * PIXELS.size).astype("f4").tolist()
-    tensor = {"name": "pixel_values", "datatype": "FP32", "shape": [8, 3, 224, 224], "data": data}
-    body = json.dumps({"inputs": [tensor]}).encode()
-    with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(null_server.request, "POST", PATH, body)
-        slowest = 0.0
-        while not long.done():
-            began = time.perf_counter()
-            assert null_server.request("GET", "/v2/health/live").status == 200
-            slowest = max(slowest, time.perf_counter() - began)
-    assert long.result().status == 200
-    assert slowest < 0.5
-
-
-@pytest.mark.slow
-def test_a_body_that_never_ends_does_not_hold_up_the_end(native) -> None:
-    server = native()
-    server.wait_ready()
-    with connected(server) as connection, connected(server) as finishing:
-        connection.sendall(golden()[:5000])
-        finishing.sendall(golden()[:5000])
-        began = time.monotonic()
-        server.process.terminate()
-        server.wait_until(lambda: server.status("/v2/health/live") is None, "new connections are refused")
-        finishing.sendall(golden()[5000:])  # it had begun before the signal
-        assert read_answer(finishing)[0] == 200
-        assert server.process.wait(20) == 0
-    assert time.monotonic() - began < 15
