@@ -59,7 +59,8 @@ def counts(rows: Sequence[CheckRow]) -> str:
 def _check_row(state: CheckState, checks: Sequence[Check]) -> CheckRow:
     first = max(checks, key=_badness) if state == "ok" else checks[0]
     scopes = [check.scope.removeprefix("cell ") for check in checks]
-    several = "" if len(set(scopes)) == 1 or state == "ok" else f"{scopes[0]}: "
+    alike = len(set(scopes)) == 1 or (state == "ok" and len({check.detail for check in checks}) == 1)
+    several = "" if alike else f"{first.scope.removeprefix('cell ')}: "
     by_arm = len(set(scopes)) == 1 and len(checks) == ARMS
     detail = "; ".join(dict.fromkeys(check.detail for check in checks)) if by_arm else first.detail
     cells = {"run": "whole run", "plan": "whole run"}.get(scopes[0], scopes[0]) if len(set(scopes)) == 1 else None
