@@ -80,7 +80,7 @@ def test_the_command_writes_onnx_runtimes_nodes_down(artefact_dir: Path, tmp_pat
         kernels = {kernel["name"]: kernel for kernel in profile["kernels"]}
         assert set(kernels["MatMul"]) == {"name", "label", "category", "count", "us", "share"}
         assert kernels["MatMul"]["category"] == "matrix products"
-        assert kernels["Softmax"]["count"] == BLOCKS
+        assert kernels["Attention"]["count"] == BLOCKS
         assert profile["launches"] == sum(kernel["count"] for kernel in kernels.values())
 
 
