@@ -73,7 +73,7 @@ def fast_tower(
     preprocessing = specification.preprocessing
     try:
         lean = LeanVisionTower.from_open_clip(module, preprocessing.mean, preprocessing.std)
-    except (UnsupportedTowerError, AttributeError):  # AttributeError: not even a tower of open_clip's kind
+    except UnsupportedTowerError:
         own = own_tower(module, specification, device, dtype)
         return _compiled(own, dtype, max_batch_size) if compiled else own
     gelu = "x·sigmoid(1.702·x)" if lean.shape.quick_gelu else "erf"

@@ -2,8 +2,9 @@
 
     ROOT/<model>/<weights>/model.onnx                       FP32 weights
     ROOT/<model>/<weights>-fp16/model_fp16.onnx             FP16 weights
-    ROOT/<model>/<weights>-fp16-fused/model_fp16.onnx       FP16 weights, operators that only ONNX Runtime knows
     ROOT/<model>_uint8/<weights>/model_uint8.onnx           the same with UINT8 input; model_uint8_fp16.onnx likewise
+
+and with -fused behind the folder's name each of them with operators that only ONNX Runtime knows.
 
 Each file has a folder and a manifest of its own.
 An artefact is up to date when its manifest names the same model, weights and package versions, and the file's hash is
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 from servers.engines.onnxruntime import OnnxRuntimeEngine
 from servers.engines.settings import EngineSettings
 from servers.export.errors import ExportError
-from servers.export.file_form import OPERATORS, OPSETS, PLAIN, PRECISIONS, FileForm
+from servers.export.file_form import OPSETS, PLAIN, PRECISIONS, FileForm
 from servers.export.manifest import Manifest, ParityMeasurement, package_versions, read_manifest
 from servers.export.onnx import write_onnx
 from servers.export.parity import assert_parity, cosine_threshold, measure_parity
@@ -108,8 +109,8 @@ def ensure_artefact(
             f"there is no {form.precision} file of {specification.name}: JPEG files are decoded outside of it, and the "
             f"precisions are {', '.join(PRECISIONS)}; export the payload fp32 or uint8"
         )
-    if form.operators not in OPERATORS:
-        raise ExportError(f"unknown operators {form.operators!r}; use one of: {', '.join(OPERATORS)}")
+    if form.operators not in OPSETS:
+        raise ExportError(f"unknown operators {form.operators!r}; use one of: {', '.join(OPSETS)}")
     folder = artefact_folder(root, specification, weights, form)
     with _exclusive(folder):
         progress("looking for an up-to-date artefact")

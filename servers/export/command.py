@@ -11,7 +11,7 @@ from rich.console import Console
 
 from servers.engines.interface import EngineError
 from servers.export.errors import ExportError
-from servers.export.file_form import FileForm, executed_form
+from servers.export.file_form import FileForm, Operators, executed_form
 from servers.models.atomic_folder import FolderError
 from servers.models.registry import DEFAULT_MODEL, SPECIFICATIONS, UnknownModelError, get_specification, get_variant
 from servers.models.weights import WeightsError, parse_weights
@@ -19,13 +19,6 @@ from servers.models.weights import WeightsError, parse_weights
 if TYPE_CHECKING:
     from servers.export.artefacts import Artefact
     from servers.models.specification import ModelSpecification
-
-
-class Operators(StrEnum):
-    """Which operators a file may be made of."""
-
-    STANDARD = "standard"
-    FUSED = "fused"
 
 
 class Target(StrEnum):

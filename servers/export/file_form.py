@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 PRECISIONS = ("fp32", "fp16")
-STANDARD, FUSED = "standard", "fused"
-OPERATORS = (STANDARD, FUSED)
-"""ONNX's own, which every runtime knows; or ONNX Runtime's fused ones for a model that `tower_graph` covers."""
+
+
+class Operators(StrEnum):
+    """ONNX's own, which every runtime knows; or ONNX Runtime's fused ones for a model that `tower_graph` covers."""
+
+    STANDARD = "standard"
+    FUSED = "fused"
+
+
+STANDARD, FUSED = Operators.STANDARD.value, Operators.FUSED.value
 
 OPSETS = {STANDARD: 18, FUSED: 19}
 """Of ONNX's own operators. 23 would emit Attention operators, which not every runtime here is known to support; 19 is
@@ -16,7 +24,7 @@ the first one whose DequantizeLinear gives FP16."""
 
 @dataclass(frozen=True, slots=True)
 class FileForm:
-    """What is asked of a file: one of `PRECISIONS` and of `OPERATORS`."""
+    """What is asked of a file: one of `PRECISIONS` and of `Operators`."""
 
     precision: str = "fp32"
     operators: str = STANDARD
@@ -24,11 +32,7 @@ class FileForm:
     @property
     def suffix(self) -> str:
         """Of the folder's name."""
-        parts = [
-            self.precision if self.precision != "fp32" else "",
-            self.operators if self.operators != STANDARD else "",
-        ]
-        return "".join(f"-{part}" for part in parts if part)
+        return "".join(f"-{part}" for part in (self.precision, self.operators) if part not in ("fp32", STANDARD))
 
 
 PLAIN = FileForm()

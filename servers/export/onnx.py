@@ -61,7 +61,7 @@ def _write_fused(specification: ModelSpecification, module: torch.nn.Module, pat
 
     try:
         model = tower_graph(specification, tower_of(module), precision)
-    except (UnsupportedTowerError, AttributeError):  # AttributeError: not even a tower of open_clip's kind
+    except UnsupportedTowerError:
         return False
     if precision == "fp16":
         onnx.helper.set_model_props(model, {PRECISION_KEY: "fp16"})

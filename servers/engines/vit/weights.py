@@ -67,8 +67,16 @@ def read_shape(visual: nn.Module) -> TowerShape:
     """Read the sizes off an open_clip `VisionTransformer` (or a module with the same attributes).
 
     Raises `UnsupportedTowerError` for what the lean module does not execute: pooling other than the class token,
-    layer scale, patch dropout, custom blocks, a missing `ln_pre` or projection, more than one embedding returned.
+    layer scale, patch dropout, custom blocks, a missing `ln_pre` or projection, more than one embedding returned; and
+    for a module that is not even a tower of open_clip's kind.
     """
+    try:
+        return _shape_of(visual)
+    except AttributeError as exc:
+        raise UnsupportedTowerError(f"not a vision transformer as open_clip builds it ({exc}): use mode eager") from exc
+
+
+def _shape_of(visual: nn.Module) -> TowerShape:
     state = visual.state_dict()
     blocks = list(visual.transformer.resblocks)  # type: ignore[union-attr, arg-type]
     expected = {f"transformer.resblocks.{i}.{name}" for i in range(len(blocks)) for name in _BLOCK_NAMES} | _TOWER_NAMES

@@ -70,3 +70,9 @@ def test_a_tower_that_computes_something_else_is_refused(options: dict[str, obje
     )
     with pytest.raises(UnsupportedTowerError, match="mode eager"):
         LeanVisionTower.from_open_clip(visual)
+
+
+def test_what_is_not_a_tower_at_all_is_refused_like_one_that_is_not_covered() -> None:
+    for module in (torch.nn.Linear(3, 4), torch.nn.Sequential(torch.nn.Conv2d(3, 4, 32), torch.nn.Flatten())):
+        with pytest.raises(UnsupportedTowerError, match="mode eager"):
+            read_shape(module)
