@@ -29,6 +29,11 @@ def images() -> torch.Tensor:
     return torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(1))
 
 
+def hollow(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same names, shapes and dtypes with one stored number each: kilobytes on disk in place of 350 MB."""
+    return {key: torch.zeros((), dtype=value.dtype).expand(value.shape) for key, value in state.items()}
+
+
 def outputs(module: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         return module(images)
@@ -77,7 +82,7 @@ def test_a_checkpoint_gives_open_clips_own_answers(
     kind: str, clip: torch.nn.Module, images: torch.Tensor, tmp_path: Path
 ) -> None:
     path = tmp_path / "weights.pt"
-    whole = clip.state_dict()
+    whole = hollow(clip.state_dict()) | clip.visual.state_dict(prefix="visual.")
     if kind == "whole":
         torch.save(whole, path)
     elif kind == "tower":
@@ -140,7 +145,7 @@ def write_list(path: Path, state: dict[str, torch.Tensor]) -> None:
 )
 def test_an_unfit_checkpoint_is_refused_in_one_sentence(write, message, clip, tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
-    write(path, dict(clip.visual.state_dict()))
+    write(path, hollow(clip.visual.state_dict()))
     with pytest.raises(WeightsError, match=message) as caught:
         load_image_tower(CheckpointWeights(path))
     assert "\n" not in str(caught.value)
