@@ -8,7 +8,6 @@ limits the rate is then the generator wherever there is a core for each side, an
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from loadgen.calibration.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUT
 from loadgen.clients.endpoint import Signature, TensorSignature
 from loadgen.clients.transports import TRANSPORTS
 from loadgen.deployment.process import ChildProcess
+from loadgen.deployment.work_folder import work_folder
 from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.invocation import OWN_MODULE
@@ -132,7 +132,7 @@ def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibr
     host, packages = read_machine()
     count = max(1, min(4, len(os.sched_getaffinity(0)) - 1))
     with ExitStack() as resources:
-        folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="abserve-calibration-")))
+        folder = resources.enter_context(work_folder("calibration"))
         samples = folder / "samples"
         write_images(samples)
         sinks = SinkProcesses(count, folder)

@@ -45,6 +45,7 @@ def calibrate(
     from loadgen.calibration.measurement import calibrate as measure
     from loadgen.machine.calibration import CalibrationError, default_path, write_calibration
     from loadgen.report.calibration import print_calibration
+    from loadgen.run.interruption import interruptible
 
     request = CalibrationRequest(
         transports=tuple(cast("Transport", name) for name in chosen),
@@ -54,7 +55,8 @@ def calibrate(
         seconds=seconds / 10 if quick else seconds,
     )
     try:
-        calibration = measure(request, lambda text: errors.print(text, style="dim", markup=False))
+        with interruptible():
+            calibration = measure(request, lambda text: errors.print(text, style="dim", markup=False))
         stored = out or default_path(calibration.fingerprint)
         write_calibration(calibration, stored)
     except CalibrationError as exc:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -69,6 +68,8 @@ def conformance(
     from loadgen.conformance.runner import CaseRun
     from loadgen.conformance.sessions import LaunchedSession, RemoteSession
     from loadgen.conformance.subject import SubjectError
+    from loadgen.deployment.work_folder import work_folder
+    from loadgen.run.interruption import interruptible
 
     try:
         cases = [
@@ -78,11 +79,11 @@ def conformance(
         ]
     except ValueError as exc:
         _fail(errors, str(exc))
-    with TemporaryDirectory(prefix="abserve-conformance-") as temporary:
+    with interruptible(), work_folder("conformance") as temporary:
         session: Session
         try:
             if launch is not None:
-                launcher = Launcher(launch, model, _options(errors, launch_option or []), logs or Path(temporary))
+                launcher = Launcher(launch, model, _options(errors, launch_option or []), logs or temporary)
                 errors.print(f"starting serve {launch}", markup=False)
                 session = LaunchedSession(launcher, image_model)
             else:

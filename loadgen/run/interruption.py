@@ -1,4 +1,4 @@
-"""How a run meets signals: SIGTERM ends it as Ctrl-C does, and while it cleans up neither interrupts it."""
+"""How a run meets signals: SIGTERM and SIGHUP end it as Ctrl-C does, and while it cleans up none interrupts it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,36 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 from types import FrameType
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ECHO_SECONDS = 1.0
+"""A signal so soon after another one is an impatient finger, or the terminal's to its group beside our own."""
 
 
 @contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does."""
+def interruptible() -> Iterator[None]:
+    """Each of `ENDING` raises `KeyboardInterrupt`, once for signals that come together, so that the second cannot
+    break into the clean-up before it has begun. One that is ignored, as SIGHUP is under nohup, stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    last = -_ECHO_SECONDS
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        nonlocal last
+        now = monotonic()
+        echo, last = now - last < _ECHO_SECONDS, now
+        if not echo:
+            raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, interrupt) for number in heeded}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        _restore(previous)
 
 
 @contextmanager
@@ -32,9 +44,13 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        _restore(previous)
+
+
+def _restore(previous: dict[signal.Signals, signal._HANDLER]) -> None:
+    for number, handler in previous.items():
+        signal.signal(number, handler)

@@ -8,7 +8,6 @@ in `loadgen.run.phases`, what they work with in `loadgen.run.bench`.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from loadgen.clients.inputs import InputError
 from loadgen.clients.requests import AddressError
 from loadgen.deployment.interface import DeploymentError
 from loadgen.deployment.process import ProcessError
+from loadgen.deployment.work_folder import work_folder
 from loadgen.experiment.ceiling_plan import wants_ceilings
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.schedule import load_cells, schedule
@@ -33,7 +33,7 @@ from loadgen.run.ceiling_phase import measure_ceilings
 from loadgen.run.cold_start_phase import ColdStartPhase, repetitions_of
 from loadgen.run.gpu_recording import SAMPLER
 from loadgen.run.gpu_stage import GpuStage
-from loadgen.run.interruption import terminated_as_interrupted, uninterrupted
+from loadgen.run.interruption import interruptible, uninterrupted
 from loadgen.run.load_phase import LoadError
 from loadgen.run.phases import phases_of
 from loadgen.run.preparation import (
@@ -83,7 +83,7 @@ def run_experiment(
     run = _Run(experiment, store, progress, abserve, sampler)
     error: str | None = None
     ended: Literal["finished", "interrupted", "failed"] = "finished"
-    with running(out_dir), terminated_as_interrupted():
+    with interruptible(), running(out_dir):
         try:
             try:
                 run.phases()
@@ -98,9 +98,9 @@ def run_experiment(
             with suppress(StorageError):
                 store.state(RunState(state="failed", phase=run.phase, error=repr(exc), finished_at=utc_now()))
             raise
-    state = RunState(state=ended, phase=run.phase, error=error, finished_at=utc_now())
-    with suppress(StorageError):  # a full disk: the state is returned, and "running" without a process says the rest
-        store.state(state)
+        state = RunState(state=ended, phase=run.phase, error=error, finished_at=utc_now())
+        with suppress(StorageError), uninterrupted():  # a full disk: "running" without a process says the rest
+            store.state(state)
     return state
 
 
@@ -122,17 +122,18 @@ class _Run:
         self._phases = phases_of(experiment)
         self._forecast = Forecast(experiment, schedule(experiment.cells, experiment.seed, experiment.restarts))
         self._resources = ExitStack()
-        self._work = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="abserve-")))
-        self._samples_folder = self._work / "samples"
         self._abserve = tuple(abserve)
+        self._sampler = tuple(sampler)
         self._generator: GeneratorProcess | None = None
-        self._gpu = GpuStage(experiment, store, self._work, progress, self._abserve, sampler)
-        self._resources.callback(self._gpu.close)
+        self._work: Path
+        self._samples_folder: Path
+        self._gpu: GpuStage
 
     def phases(self) -> None:
         """Everything in order."""
         experiment, store, progress = self._experiment, self._store, self._progress
         progress.plan(self._forecast.remaining_s())
+        self._make_room()
         # first: a stack that is not up is said before anything is prepared
         servers = ServerPair(experiment, store, progress, self._work, self._abserve)
         self._resources.callback(servers.close)
@@ -177,6 +178,18 @@ class _Run:
         self.phase = phase
         self._store.state(RunState(state="running", phase=phase))
         self._progress.phase(phase)
+
+    def _make_room(self) -> None:
+        try:
+            self._work = self._resources.enter_context(work_folder("run"))
+        except OSError as exc:
+            reason = exc.strerror or str(exc)
+            raise PreparationError(
+                f"no temporary folder can be made: {reason}; set TMPDIR to a folder that can be written"
+            ) from exc
+        self._samples_folder = self._work / "samples"
+        self._gpu = GpuStage(self._experiment, self._store, self._work, self._progress, self._abserve, self._sampler)
+        self._resources.callback(self._gpu.close)
 
     def close(self) -> None:
         """Stop all that runs; bounded."""

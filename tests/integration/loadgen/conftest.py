@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -76,8 +77,12 @@ def blocks(out: Path) -> list[BlockRecord]:
 
 
 def start_runner(experiment: Experiment, out: Path) -> subprocess.Popen[bytes]:
-    """A whole run on the fake servers in a process of its own."""
-    process = subprocess.Popen([sys.executable, "-c", RUNNER, str(out), FAKE_ABSERVE[1]], stdin=subprocess.PIPE)
+    """A whole run on the fake servers in a process of its own, with its temporary folder beside `out`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUNNER, str(out), FAKE_ABSERVE[1]],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(out.parent)},
+    )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(experiment))
     process.stdin.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.checks.outcome import Check
+from loadgen.deployment.work_folder import remove_abandoned
 from loadgen.experiment.schedule import schedule
 from loadgen.records.run import Cell, Experiment, RunState
 from loadgen.records.sample_files import read_samples
@@ -42,7 +44,7 @@ def finished(out: Path) -> Check:
     return check
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_keeps_finished_blocks_and_leaves_nobody_behind(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "run"
     process = start_runner(long_experiment(), out)
@@ -58,9 +60,51 @@ def test_an_interrupt_keeps_finished_blocks_and_leaves_nobody_behind(tmp_path: P
     assert records[2].note == "interrupted"
     assert len(np.load(out / records[2].samples)) == records[2].requests > 0
     assert finished(out).detail == "interrupted during: load"
+    assert not list(tmp_path.glob("abserve-run-*"))
 
 
-def test_a_killed_runner_leaves_no_process_and_loses_at_most_a_second(tmp_path: Path) -> None:
+def test_an_impatient_finger_does_not_break_into_the_clean_up(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start_runner(long_experiment(), out)
+    part = out / "samples" / "0002.npy.part"
+    await_true(lambda: part.exists() and part.stat().st_size > 2000, "the long block is under way")
+    children = psutil.Process(process.pid).children(recursive=True)
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        process.send_signal(number)
+    assert process.wait(20) == 130
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert stored(out / "run.json", RunState).state == "interrupted"
+    assert [record.complete for record in blocks(out)] == [True, True, False], "the cut block is kept, too"
+    assert not list(tmp_path.glob("abserve-run-*"))
+
+
+def test_a_hangup_that_is_ignored_as_under_nohup_ends_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NOHUP], stdout=subprocess.PIPE, preexec_fn=ignore_hangup, check=True, timeout=30
+    )
+    assert done.stdout == b"goes on\ninterrupted\n"
+
+
+def ignore_hangup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+NOHUP = """
+import os, signal
+from loadgen.run.interruption import interruptible
+with interruptible():
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("goes on", flush=True)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+def test_a_killed_runner_leaves_no_process_and_loses_at_most_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run"
     process = start_runner(long_experiment(), out)
     part = out / "samples" / "0002.npy.part"
@@ -80,6 +124,10 @@ def test_a_killed_runner_leaves_no_process_and_loses_at_most_a_second(tmp_path: 
     assert len(samples) > 10
     assert (samples["status"] == 200).all()
     assert finished(out).detail == "the run was killed during: load"
+    assert len(list(tmp_path.glob("abserve-run-*"))) == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    remove_abandoned()  # as the next run does
+    assert not list(tmp_path.glob("abserve-run-*"))
 
 
 def test_a_full_disk_ends_the_run_with_a_sentence_and_no_half_file(tmp_path: Path) -> None:
