@@ -138,6 +138,6 @@ def ask_gpu_info(arm: ArmRecord, model: str, log_path: Path, abserve: Sequence[s
     try:
         done = subprocess.run(argv, capture_output=True, check=False, timeout=GPU_INFO_SECONDS)
         document = msgspec.json.decode(done.stdout) if done.returncode == 0 else None
-    except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError):
+    except (OSError, subprocess.TimeoutExpired, ValueError):
         return None
     return document if isinstance(document, dict) else None

@@ -99,7 +99,7 @@ def read_result(path: Path) -> Result:
     """Read a `result.json`. Raises `ResultError` for a missing file, another schema or an unknown field."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Result)
-    except (OSError, msgspec.MsgspecError) as exc:
+    except (OSError, ValueError) as exc:
         raise ResultError(f"{path} is not a result of this version of abserve: {exc}") from exc
 
 

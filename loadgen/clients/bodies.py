@@ -116,6 +116,6 @@ def failure_message(exchange: Exchange) -> str:
     try:
         document = msgspec.json.decode(exchange.body)
         words = str(document["error"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):  # of msgspec, and of what is no UTF-8
         words = bytes(exchange.body[:80]).decode("utf-8", "replace")
     return f"HTTP {exchange.status}: {' '.join(words.split())[:300]}"

@@ -182,7 +182,7 @@ class ComposeDeployment:
         try:
             exchange = connection.send(Request(head, b"{}"))
             rows = msgspec.json.decode(exchange.body) if exchange.status == 200 else []
-        except (ConnectionRefused, msgspec.DecodeError) as exc:
+        except (ConnectionRefused, ValueError) as exc:
             raise DeploymentError(f"{self.container.service} does not list its models: {exc}") from exc
         finally:
             connection.close()
@@ -204,7 +204,7 @@ class ComposeDeployment:
         content = self.container.file(f"/models/launch/{server}.json")
         try:
             return {} if content is None else msgspec.json.decode(content, type=dict[str, Any])
-        except msgspec.DecodeError as exc:
+        except ValueError as exc:
             raise DeploymentError(f"the launch plan of {server} cannot be read: {exc}") from exc
 
 

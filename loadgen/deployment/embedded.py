@@ -145,7 +145,7 @@ class EmbeddedDeployment:
             raise DeploymentError(f"serve {self._kind} cannot be launched: {_sentence(done.stderr or done.stdout)}")
         try:
             return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=LaunchPlan)
-        except msgspec.DecodeError as exc:
+        except ValueError as exc:
             raise DeploymentError(f"serve {self._kind} --print-launch printed no launch plan ({exc})") from exc
 
 
@@ -155,5 +155,5 @@ def _option(name: str, value: str) -> tuple[str, ...]:
 
 
 def _sentence(output: bytes) -> str:
-    lines = [line.strip(" │") for line in output.decode("utf-8", "replace").splitlines()]
-    return " ".join(line for line in lines[-4:] if line and not line.startswith(("╭", "╰"))) or "it said nothing"
+    lines = [line.strip() for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
+    return lines[-1].removeprefix("Error: ").removeprefix("error: ") if lines else "it said nothing"

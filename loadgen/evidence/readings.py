@@ -197,7 +197,7 @@ def _read_lines(path: Path) -> list[Line]:
     for number, text in enumerate(whole.splitlines(), 1):
         try:
             found.append(_DECODER.decode(text))
-        except msgspec.MsgspecError as exc:
+        except ValueError as exc:
             raise ReadingsError(f"{path}, line {number}: {exc}") from exc
     return found
 

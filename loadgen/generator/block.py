@@ -228,5 +228,8 @@ class BlockUser(InferenceUser):
             except OSError as exc:  # only the sample writer raises it
                 self.block.storage_failed(exc)
                 break
+            except Exception as exc:  # noqa: BLE001 (Locust would log it and go on, without the sample)
+                window.cut(f"the load generator failed: {exc!r}")
+                break
             window.answered(good, 0 if intended_ns is None else self.traffic.last_end_ns - intended_ns)
         raise StopUser

@@ -49,7 +49,7 @@ def read_calibration(path: Path) -> Calibration:
     """Raises `CalibrationError` for a missing or unreadable file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Calibration)
-    except (OSError, msgspec.MsgspecError) as exc:
+    except (OSError, ValueError) as exc:
         raise CalibrationError(f"{path} is no calibration: {exc}; make one with: abserve calibrate") from exc
 
 

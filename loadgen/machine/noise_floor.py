@@ -40,7 +40,7 @@ def read_floors(path: Path) -> tuple[NoiseFloor, ...]:
         return msgspec.json.decode(path.read_bytes(), type=tuple[NoiseFloor, ...])
     except FileNotFoundError:
         return ()
-    except (OSError, msgspec.MsgspecError) as exc:
+    except (OSError, ValueError) as exc:
         raise NoiseFloorError(f"{path} holds no noise floors: {exc}; remove it and run: {COMMAND}") from exc
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from struct import Struct
+from tokenize import TokenError
 from typing import BinaryIO
 
 import numpy as np
@@ -115,8 +116,11 @@ def read_samples(path: Path) -> Samples:
 
 def load_samples(file: BinaryIO, name: str) -> Samples:
     """The same of an open file, whose `name` is for messages."""
-    np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]  # numpy leaves it untyped
-    _, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]  # the same
+    try:
+        np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]  # numpy leaves it untyped
+        _, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]  # the same
+    except (TokenError, SyntaxError) as exc:  # numpy parses the header as Python
+        raise ValueError(f"{name} has no readable header: {exc}") from exc
     if dtype != SAMPLE_DTYPE:
         raise ValueError(f"{name} holds no samples but {dtype}")
     content = file.read()

@@ -65,7 +65,7 @@ def _measure(run: EngineRun, store: RunStore, work: Path, abserve: Sequence[str]
         if reason is None:
             document = read_document(path)
             reason = contradiction(run, document.engine)
-    except (ProcessError, OSError, msgspec.MsgspecError) as exc:
+    except (ProcessError, OSError, ValueError) as exc:
         reason = f"its measurement left nothing to read: {exc}"
     return Ceiling(
         labels=run.labels,
@@ -89,7 +89,7 @@ def _run(argv: Sequence[str], log_path: Path, limit_s: float) -> str | None:
 
 
 def read_document(path: Path) -> EngineDocument:
-    """What `abserve engine --json` wrote. Raises `OSError` and `msgspec.MsgspecError`."""
+    """What `abserve engine --json` wrote. Raises `OSError` and `ValueError`."""
     return msgspec.json.decode(path.read_bytes(), type=EngineDocument)
 
 

@@ -155,7 +155,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as exc:
+    except (OSError, ValueError) as exc:  # that is msgspec's, and what is no UTF-8
         raise StoredRunError(f"{path} cannot be read: {exc}") from exc
 
 

@@ -25,15 +25,18 @@ def generator(tmp_path: Path) -> Iterator[GeneratorProcess]:
 @pytest.fixture
 def url(generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str]) -> str:
     """A server that takes 50 ms, for which bodies of 1 and 4 images are prepared."""
-    url = fake_url("--delay-ms", "50")
+    return prepared(generator, tmp_path, fake_url("--delay-ms", "50"))
+
+
+def prepared(generator: GeneratorProcess, tmp_path: Path, url: str) -> str:
     signature = Endpoint(url).signature("openclip_vit_b32")
     write_synthetic(signature, tmp_path / "samples", "fp32", 0)
-    prepared = generator.prepare(
+    made = generator.prepare(
         Prepare(
             samples_directory=str(tmp_path / "samples"), payload="fp32", signature=signature, batch_sizes=(4,), seed=0
         )
     )
-    assert prepared.body_bytes > 10_000_000
+    assert made.body_bytes > 10_000_000
     return url
 
 
@@ -126,3 +129,25 @@ def test_files_in_the_current_folder_are_not_imported(tmp_path: Path, monkeypatc
             block(process, "http://127.0.0.1:1", None, requests=1)
     finally:
         process.stop()
+
+
+def test_an_error_in_another_encoding_is_an_error_and_not_a_lost_request(
+    generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str]
+) -> None:
+    url = prepared(generator, tmp_path, fake_url("--error-every", "5", "--latin1", "--good-first", "1"))
+    outcome = block(generator, url, tmp_path / "0000.npy", requests=20)
+    assert (outcome.requests, outcome.errors, outcome.cut_reason) == (20, 4, None)
+    assert outcome.error_messages == ('HTTP 503: {"error": "zu sp\ufffdt"}',)
+    assert len(np.load(tmp_path / "0000.npy")) == 20
+
+
+def test_a_fault_of_the_generator_cuts_the_block_instead_of_losing_the_request(
+    generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str]
+) -> None:
+    """An answer that says it is as large as no memory."""
+    url = prepared(generator, tmp_path, fake_url("--huge-every", "5", "--good-first", "1"))
+    outcome = block(generator, url, tmp_path / "0000.npy", requests=20)
+    assert outcome.cut_reason is not None
+    assert outcome.cut_reason.startswith("the load generator failed: ")
+    assert "Error" in outcome.cut_reason
+    assert outcome.requests == 4

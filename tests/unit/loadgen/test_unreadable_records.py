@@ -1,0 +1,45 @@
+"""Files whose bytes are no text at all are told like any other that cannot be read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loadgen.analysis.result import ResultError, read_result
+from loadgen.evidence.readings import ReadingsError, read_readings
+from loadgen.machine.calibration import CalibrationError, read_calibration
+from loadgen.machine.noise_floor import NoiseFloorError, read_floors
+from loadgen.records.sample_files import load_samples
+from loadgen.storage.stored_run import StoredRunError, read_run
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "error"),
+    [
+        ("experiment.json", lambda path: read_run(path.parent), StoredRunError),
+        ("result.json", read_result, ResultError),
+        ("calibration.json", read_calibration, CalibrationError),
+        ("floors.json", read_floors, NoiseFloorError),
+        ("gpu.jsonl", lambda path: read_readings([path]), ReadingsError),
+    ],
+)
+def test_a_record_that_is_no_utf8_is_named(
+    tmp_path: Path, name: str, read: Callable[[Path], object], error: type[Exception]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(b'{"model": "\xd5"}\n')
+    with pytest.raises(error, match=name):
+        read(path)
+
+
+def test_a_sample_file_whose_header_is_cut_in_the_middle_of_a_bracket_is_named() -> None:
+    written = io.BytesIO()
+    np.save(written, np.zeros(3))
+    content = bytearray(written.getvalue())
+    content[10:12] = b"((("[:2]
+    with pytest.raises(ValueError, match=r"0013\.npy"):
+        load_samples(io.BytesIO(bytes(content)), "0013.npy")
