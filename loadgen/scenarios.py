@@ -155,6 +155,8 @@ def _init(environment: Any, **_: object) -> None:
     environment.abserve_worker = WorkerSide(environment) if _is(environment, "WorkerRunner") else None
     if not options.user_classes and not getattr(options, "class_picker", False):
         environment.user_classes[:] = [Concurrent]
+    if environment.user_classes == [OpenLoop] and options.spawn_rate is None and options.num_users:
+        options.spawn_rate = float(options.num_users)  # connections are a limit and no load: none has to come slowly
     if _headless(environment) and not options.worker and ColdStart not in environment.user_classes:
         problem = _problem(environment)
         if problem is not None:
@@ -183,6 +185,9 @@ def _test_start(environment: Any, **_: object) -> None:
     session = Session(environment, LoadOptions.parse(environment))
     for user_class in environment.user_classes:
         user_class.traffic = session.idle_traffic()
+    if (problem := session.options.problem()) is not None:
+        _give_up(environment, problem)
+        return
     try:
         for user_class in environment.user_classes:
             if user_class is not ColdStart:
@@ -190,6 +195,11 @@ def _test_start(environment: Any, **_: object) -> None:
                 user_class.traffic = session.traffic(user_class.__name__, size)
     except (AddressError, EndpointError, InputError, OSError) as exc:
         _give_up(environment, str(exc))
+        return
+    except MemoryError:
+        _give_up(
+            environment, f"requests of {session.options.batch_size} images do not fit into memory: lower --batch-size"
+        )
         return
     if OpenLoop in environment.user_classes:
         start_open_loop(environment, session.options)
@@ -211,6 +221,17 @@ def _test_start(environment: Any, **_: object) -> None:
     environment.events.test_stop.add_listener(finish)
 
 
+@events.quitting.add_listener  # type: ignore[untyped-decorator]  # locust ships no usable types
+def _quitting(environment: Any, **_: object) -> None:
+    """A test that has measured nothing must not look like a good one."""
+    counted = environment.runner is not None and environment.runner.stats.total.num_requests
+    if counted or environment.process_exit_code is not None or not _headless(environment):
+        return
+    if not _is(environment, "WorkerRunner"):
+        logger.error("no request was sent before the test ended: give it more time (-t), or users faster (-r)")
+        environment.process_exit_code = 1
+
+
 def _flush(environment: Any, session: Session) -> None:
     while True:
         gevent.sleep(_FLUSH_SECONDS)
@@ -228,7 +249,9 @@ def _storage_failed(environment: Any, exc: OSError) -> None:
 def _problem(environment: Any) -> str | None:
     """Why a run cannot start, in a sentence with its remedy."""
     options = LoadOptions.parse(environment)
-    if OpenLoop in environment.user_classes and options.rate_per_s <= 0.0:
+    if (problem := options.problem()) is not None:
+        return problem
+    if OpenLoop in environment.user_classes and options.rate_per_s == 0.0:
         return "OpenLoop: say how many requests a second fall due, as in --rate 50"
     model = options.model
     try:

@@ -18,6 +18,7 @@ from loadgen.clients.grpc import parse_grpc_address
 from loadgen.clients.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
 from loadgen.clients.requests import Address, AddressError
 from loadgen.clients.transports import TRANSPORTS, Door, prepare_all
+from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.generator.users import Traffic
 from loadgen.locustfile.merged_samples import WorkerFile
 from loadgen.records.payloads import PAYLOADS, base_name, variant_name
@@ -25,6 +26,9 @@ from loadgen.records.run import Arrivals, Transport
 from loadgen.records.sample_files import SampleWriter
 
 logger = logging.getLogger("abserve")
+
+
+_MOST_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,16 @@ class LoadOptions:
             rate_per_s=float(given.rate),
             arrivals=given.arrivals,
         )
+
+    def problem(self) -> str | None:
+        """Which value cannot be used, in a sentence with the remedy."""
+        if self.batch_size < 1:
+            return f"--batch-size {self.batch_size}: give a whole number from 1"
+        if not 0.0 < self.timeout_s <= _MOST_TIMEOUT_S:
+            return f"--request-timeout {self.timeout_s:g}: give more than 0 and at most {_MOST_TIMEOUT_S:g} seconds"
+        if not 0.0 <= self.rate_per_s <= RATE_LIMIT_PER_S:
+            return f"--rate {self.rate_per_s:g}: give 0 to {RATE_LIMIT_PER_S:g} requests a second"
+        return None
 
     def door(self, address: Address) -> Door:
         """How the server is asked. Raises `AddressError`."""

@@ -97,6 +97,9 @@ def test_the_stopwatch_waits_for_the_server(unused_url: str, images: Path) -> No
         (False, [], "Start a server, for example: abserve serve native"),
         (True, ["--model", "other"], "no model other at"),
         (True, ["--samples-dir", "/no/such/folder"], "abserve samples --out /no/such/folder"),
+        (True, ["--batch-size", "0", "Batched"], "--batch-size 0: give a whole number from 1"),
+        (True, ["--request-timeout", "0"], "--request-timeout 0: give more than 0"),
+        (True, ["--rate", "-5", "OpenLoop"], "--rate -5: give 0 to 100000 requests a second"),
     ],
 )
 def test_what_is_missing_is_said_in_one_sentence(
@@ -106,6 +109,23 @@ def test_what_is_missing_is_said_in_one_sentence(
     assert done.returncode == 1
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_open_loop_has_its_connections_at_once(fake_url: Callable[..., str], images: Path, tmp_path: Path) -> None:
+    """As docs/load.md says it, without -r: at Locust's one user a second it would end before the first request."""
+    out = tmp_path / "raw"
+    given = ["-u", "64", "--rate", "50", "--samples-dir", str(images), "--samples-out", str(out)]
+    done = locust(fake_url(), *given, "OpenLoop", seconds=4)
+    assert done.returncode == 0, done.stderr
+    (path,) = out.glob("OpenLoop-*.npy")
+    assert len(np.load(path)) > 20
+
+
+def test_a_test_that_sent_nothing_is_no_success(fake_url: Callable[..., str], images: Path) -> None:
+    given = ["-u", "64", "-r", "1", "--rate", "50", "--samples-dir", str(images)]
+    done = locust(fake_url(), *given, "OpenLoop", seconds=2)
+    assert done.returncode == 1
+    assert "no request was sent before the test ended" in done.stderr
 
 
 SHOWN = """
