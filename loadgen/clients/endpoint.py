@@ -65,7 +65,7 @@ class Endpoint:
                 return None
             try:
                 document = msgspec.json.decode(exchange.body)
-            except msgspec.DecodeError as exc:
+            except ValueError as exc:  # msgspec's, and what is no UTF-8
                 raise EndpointError(f"GET {self.address.url}{path}: the answer is not JSON ({exc})") from exc
         except ConnectionRefused as exc:
             raise EndpointError(f"nothing answers at {self.address.url}: {exc}") from None
@@ -78,6 +78,17 @@ class Endpoint:
     def live(self) -> bool:
         """Whether the process answers."""
         return self.status("/v2/health/live") == 200
+
+    def silence(self) -> str:
+        """Why it is not live, asked once more, for a message."""
+        connection = HttpConnection(self.address, timeout_s=self._timeout_s)
+        try:
+            exchange = connection.send(Request(request_head("GET", "/v2/health/live", self.address)))
+        except ConnectionRefused as exc:
+            return str(exc)
+        finally:
+            connection.close()
+        return exchange.failure or f"/v2/health/live answers {exchange.status}"
 
     def ready(self, model: str) -> bool:
         """Whether the model can be asked."""

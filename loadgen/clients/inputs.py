@@ -67,7 +67,8 @@ def write_samples(model: str, directory: Path, abserve: Sequence[str] = ABSERVE)
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines()
-        raise InputError(f"no sample images for {model}: {lines[-1] if lines else f'exit status {done.returncode}'}")
+        said = lines[-1].removeprefix("error: ") if lines else f"exit status {done.returncode}"
+        raise InputError(f"no sample images for {model}: {said}")
 
 
 def read_inputs(directory: Path, payload: str) -> SampleInputs:

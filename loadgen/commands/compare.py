@@ -29,7 +29,7 @@ def compare(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[EXPERIMENT.YAML]",
+            metavar="EXPERIMENT.YAML",
             show_default=False,
             help="An experiment file: its keys are the options' names. An option overrides it, and so does a "
             "variable ABSERVE_COMPARE_OPTION.",

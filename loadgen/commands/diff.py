@@ -61,10 +61,14 @@ def _read(path: Path) -> Result:
     from loadgen.analysis.result import FILE_NAME, ResultError, read_result
     from loadgen.storage.stored_run import StoredRunError
 
+    found = path / FILE_NAME if path.is_dir() else path
+    if not found.exists() and not (path / "run.json").exists():
+        typer.echo(f"abserve diff: there is no {found}; give {_RUN[0].lower()}{_RUN[1:-1]}", err=True)
+        raise typer.Exit(EXIT_USAGE)
     try:
         if path.is_dir() and (path / "run.json").exists() and (path / "samples").is_dir():
             return analyse(path)
-        return read_result(path / FILE_NAME if path.is_dir() else path)
+        return read_result(found)
     except (StoredRunError, ResultError) as exc:
         typer.echo(f"abserve diff: {exc}", err=True)
         raise typer.Exit(EXIT_USAGE) from exc

@@ -28,7 +28,7 @@ def noise_floor(
     context: typer.Context,
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[EXPERIMENT.YAML]", show_default=False, help="As for `abserve compare`; b is ignored."),
+        typer.Argument(metavar="EXPERIMENT.YAML", show_default=False, help="As for `abserve compare`; b is ignored."),
     ] = None,
     from_run: Annotated[
         Path | None,

@@ -46,5 +46,7 @@ def select(numbers: str | None) -> tuple[Case, ...]:
     chosen = tuple(case for case in CASES if case.number in wanted or str(case.order[0]) in wanted)
     known = {case.number for case in CASES} | {str(case.order[0]) for case in CASES}
     if unknown := sorted(wanted - known):
-        raise ValueError(f"there is no case {', '.join(unknown)}; cases go from 1 to {CASES[-1].order[0]}")
+        raise ValueError(
+            f"there is no case {', '.join(unknown)}; cases go from 1 to {CASES[-1].order[0]}, and --growth is 35"
+        )
     return chosen

@@ -68,7 +68,7 @@ class RemoteSession:
         if not urlsplit(url).hostname:
             raise SubjectError(f"{url} is no URL; give one like http://127.0.0.1:8100")
         if not subject.live():
-            raise SubjectError(f"nothing is live at {url}")
+            raise SubjectError(f"nothing is live at {url}; start the server or correct the URL")
         self._subject = complete(subject, model, image_model)
 
     def subject(self, setting: Setting) -> Subject:

@@ -94,6 +94,11 @@ def poll_ready(deployment: Answering, started_ns: int, model: str, timeout_s: fl
         if failure is not None:
             raise DeploymentError(f"the server {failure}")
         if perf_counter_ns() > deadline_ns:
-            stage = "does not answer" if live_ns is None else f"is live, but model {model} is not ready"
-            raise DeploymentError(f"the server at {deployment.url} {stage} after {timeout_s:g} s")
+            if live_ns is None:
+                raise DeploymentError(
+                    f"the server at {deployment.url} is not live after {timeout_s:g} s ({endpoint.silence()})"
+                )
+            raise DeploymentError(
+                f"the server at {deployment.url} is live, but model {model} is not ready after {timeout_s:g} s"
+            )
         sleep(_POLL_SECONDS)

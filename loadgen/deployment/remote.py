@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter_ns
 
 from loadgen.clients.requests import Address
-from loadgen.deployment.interface import StartTimes, poll_ready
+from loadgen.deployment.interface import DeploymentError, StartTimes, poll_ready
 
 
 class RemoteDeployment:
@@ -25,8 +25,11 @@ class RemoteDeployment:
         """Nothing: it runs."""
 
     def wait_ready(self, model: str, timeout_s: float) -> StartTimes:
-        """Poll until the model can be asked."""
-        return poll_ready(self, perf_counter_ns(), model, timeout_s)
+        """Poll until the model can be asked. Raises `DeploymentError` with what its owner can do."""
+        try:
+            return poll_ready(self, perf_counter_ns(), model, timeout_s)
+        except DeploymentError as exc:
+            raise DeploymentError(f"{exc}; start it, or correct the URL or --model") from exc
 
     def failure(self) -> str | None:
         """Unknown from here."""

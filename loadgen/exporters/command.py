@@ -30,7 +30,7 @@ def results_exporter(
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as exc:
-        typer.echo(f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another --port", err=True)
+        typer.echo(f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another --port or --host", err=True)
         raise typer.Exit(1) from exc
     typer.echo(f"verdicts of the runs in {folder} at http://{host}:{port}/metrics")
     ended.wait()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from loadgen.clients.endpoint import Signature
@@ -77,19 +77,26 @@ def export_artefacts(
 
 def _run_telling(argv: Sequence[str], log_path: Path, say: Callable[[str], None]) -> None:
     process = ChildProcess(argv, log_path=log_path, pipes=True)
-    lines: deque[str] = deque(maxlen=3)
     try:
         assert process.popen.stdout is not None
         for raw in process.popen.stdout:
             line = raw.decode("utf-8", "replace").strip()
             if line:
-                lines.append(line)
                 say(line)
         code = process.popen.wait()
     finally:
         process.stop()
     if code != 0:
-        raise PreparationError(f"the export {process.failure()} {' | '.join(lines)}".strip())
+        raise PreparationError(f"the export failed: {_error_line(log_path) or process.failure()}")
+
+
+def _error_line(log_path: Path) -> str | None:
+    """The last line of the log that begins with `error: `, without that: what `abserve export` says of itself."""
+    with suppress(OSError):
+        for line in reversed(log_path.read_text("utf-8", "replace").splitlines()):
+            if line.startswith("error: "):
+                return line.removeprefix("error: ")
+    return None
 
 
 def prepare_inputs(experiment: Experiment, folder: Path, abserve: Sequence[str] = ABSERVE) -> Inputs | None:

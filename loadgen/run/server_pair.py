@@ -12,6 +12,7 @@ from pathlib import Path
 
 from loadgen.clients.endpoint import EndpointError, Signature
 from loadgen.deployment.compose import ComposeDeployment, require_one_way
+from loadgen.deployment.embedded import EmbeddedDeployment
 from loadgen.deployment.interface import DeploymentError
 from loadgen.invocation import ABSERVE
 from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord
@@ -77,7 +78,26 @@ class ServerPair:
                 raise DeploymentError(f"arm {label} ({arm.request.target}): {exc}") from exc
             self._progress.arm_ready(records[-1])
         self._store.arms(records)
+        self._require_batch_sizes(records)
         return records
+
+    def _require_batch_sizes(self, records: Sequence[ArmRecord]) -> None:
+        """Raises `DeploymentError` where a batch is asked for that a server would refuse, before any load."""
+        largest = max((cell.batch_size for cell in self._experiment.cells), default=1)
+        limits = {record.label: (record, record.in_effect.get("max_batch_size")) for record in records}
+        small = {label: (record, n) for label, (record, n) in limits.items() if isinstance(n, int) and 0 < n < largest}
+        if not small:
+            return
+        taken = " and ".join(f"arm {label} ({record.title}) takes at most {n}" for label, (record, n) in small.items())
+        options = " ".join(
+            f"--{label}-option max-batch-size={largest}"
+            if isinstance(self.arms[label].deployment, EmbeddedDeployment)
+            else f"a larger max_batch_size on the server of arm {label}"
+            for label in small
+        )
+        raise DeploymentError(
+            f"batches of {largest} are asked for, and {taken}: give {options}, or leave that size out of --batch-sizes"
+        )
 
     def signatures(self) -> dict[Label, Signature]:
         """What the arms take; a difference is a failed parity with its own sentence, but for the inputs of arms that

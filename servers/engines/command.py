@@ -49,7 +49,9 @@ def engine(
     ] = 0,
     device: Annotated[str, typer.Option(envvar=f"{ENV}DEVICE", help="auto, cpu or cuda:N.")] = "auto",
     threads: Annotated[int, typer.Option(envvar=f"{ENV}THREADS", help="CPU threads; 0: all cores.")] = 0,
-    seconds: Annotated[float, typer.Option(envvar=f"{ENV}SECONDS", help="Time spent on each batch size.")] = 1.0,
+    seconds: Annotated[
+        float, typer.Option(envvar=f"{ENV}SECONDS", min=0.01, max=600, help="Time spent on each batch size.")
+    ] = 1.0,
     artefacts: Annotated[
         Path, typer.Option(envvar=f"{ENV}ARTEFACTS", help="Folder of exported files; made when missing.")
     ] = Path(".artefacts"),
@@ -60,6 +62,8 @@ def engine(
 ) -> None:
     """Measure an engine in process: latency, images/s, TFLOP/s, and its share of a matrix product on the same card."""
     console = Console(highlight=False)
+    if json is not None and not json.absolute().parent.is_dir():
+        _fail(f"--json {json}: give the path of a file in a folder that exists")
     try:
         specification = get_variant(model, payload)
         source = parse_weights(specification.default_weights if weights is None else weights)
@@ -113,7 +117,7 @@ def _measure(
         started_ns = time.perf_counter_ns()
         built.load()
         load_seconds = (time.perf_counter_ns() - started_ns) / 1e9
-        matrix = matrix_tflops(built.describe().device, settings.precision)
+        matrix = None if settings.kind == "null" else matrix_tflops(built.describe().device, settings.precision)
         results = measure_engine(built, specification, sizes, reference, pictures, seconds, matrix)
         description = built.describe()
         profiled = None
@@ -214,14 +218,14 @@ def _show(
             f"{result.call_ns / 1e6:.3f}",
             f"{result.call_p99_ns / 1e6:.3f}",
             f"{result.images_per_second:,.{0 if result.images_per_second >= 100 else 2}f}",
-            f"{result.tflops:.3g}",
+            "–" if d.kind == "null" else f"{result.tflops:.3g}",
             "–" if result.share_of_matrix_product is None else f"{result.share_of_matrix_product:.0%}",
-            f"{result.cosine_to_fp32:.6f}",
+            "–" if d.kind == "null" else f"{result.cosine_to_fp32:.6f}",
         )
     console.print(table)
 
 
-def _fail(message: str, cause: Exception) -> NoReturn:
+def _fail(message: str, cause: Exception | None = None) -> NoReturn:
     Console(stderr=True).print(
         f"error: {message}", style="bold red", highlight=False, soft_wrap=True, markup=False, emoji=False
     )

@@ -104,11 +104,13 @@ def ensure_artefact(
     for. `progress` is told each step in a few words. Raises `ExportError` (`ParityError` among them), `WeightsError`,
     `EngineError` and `FolderError`.
     """
-    if specification.executed is not specification or form.precision not in PRECISIONS:
+    if specification.executed is not specification:
         raise ExportError(
-            f"there is no {form.precision} file of {specification.name}: JPEG files are decoded outside of it, and the "
-            f"precisions are {', '.join(PRECISIONS)}; export the payload fp32 or uint8"
+            f"there is no file of {specification.name}, since JPEG files are decoded outside of the model; export the "
+            "payload uint8, which is what it executes"
         )
+    if form.precision not in PRECISIONS:
+        raise ExportError(f"there is no file in precision {form.precision!r}; use one of: {', '.join(PRECISIONS)}")
     if form.operators not in OPSETS:
         raise ExportError(f"unknown operators {form.operators!r}; use one of: {', '.join(OPSETS)}")
     folder = artefact_folder(root, specification, weights, form)

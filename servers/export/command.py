@@ -122,7 +122,14 @@ def triton_repo(
     """Generate config.pbtxt of every registered model for Triton's native backends."""
     from servers.export.model_repository import write_model_repository
 
-    for path in write_model_repository(out, SPECIFICATIONS.values()):
+    try:
+        written = write_model_repository(out, SPECIFICATIONS.values())
+    except OSError as exc:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"error: cannot write {exc.filename or out}: {exc.strerror or exc}; choose another --out", style="bold red"
+        )
+        raise typer.Exit(1) from exc
+    for path in written:
         Console(highlight=False, soft_wrap=True).print(f"wrote {path}", markup=False, emoji=False)
 
 

@@ -39,7 +39,7 @@ def gpu_info(
     from servers.gpu.info import gpu_info as local_info
 
     try:
-        document = local_info(None) if target is None else _remote_info(target.rstrip("/"), model, log, exporter)
+        document = local_info(None) if target is None else _remote_info(_url(target), model, log, exporter)
     except _UnreachableError as exc:
         Console(stderr=True, highlight=False, soft_wrap=True).print(escape(str(exc)))
         raise typer.Exit(1) from exc
@@ -72,13 +72,18 @@ def gpu_exporter(
     try:
         running = GpuExporter(polling, host, port)
     except OSError as exc:
-        Console(stderr=True, highlight=False).print(
-            f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another --port"
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another --port or --host"
         )
         raise typer.Exit(1) from exc
     console.print(f"GPU metrics on http://{host}:{running.port}/metrics. {SENTENCES[polling.state.status]}")
     ended.wait()
     running.close()
+
+
+def _url(target: str) -> str:
+    """HOST:PORT is taken for HTTP, as `abserve compare` takes it."""
+    return (target if "://" in target else f"http://{target}").rstrip("/")
 
 
 class _UnreachableError(Exception):
@@ -100,7 +105,7 @@ def _remote_info(url: str, model: str | None, log: Path | None, exporter: str | 
         raise _UnreachableError(f"{url} serves no model {name}; name its model with --model")
     reader = None
     if exporter is not None:
-        scraped = exporter if exporter.endswith("/metrics") else f"{exporter.rstrip('/')}/metrics"
+        scraped = f"{_url(exporter).removesuffix('/metrics')}/metrics"
         reader = ExporterReader((_get(scraped) or b"").decode("utf-8", "replace"))
     text = None if log is None else log.read_text(encoding="utf-8", errors="replace")
     return triton_info(server, _object(config, f"{url}/v2/models/{name}/config"), text, reader)
@@ -117,7 +122,8 @@ def _get(url: str, *, optional: bool = False) -> bytes | None:
         raise _UnreachableError(f"{url} answers {exc.code}; is it a server of the Open Inference Protocol?") from exc
     except (OSError, ValueError) as exc:
         reason = getattr(exc, "reason", exc)
-        raise _UnreachableError(f"{url} does not answer ({reason}); start the server or correct the URL") from exc
+        said = getattr(reason, "strerror", None) or reason
+        raise _UnreachableError(f"{url} does not answer ({said}); start the server or correct the URL") from exc
 
 
 def _object(body: bytes, url: str) -> Mapping[str, Any]:

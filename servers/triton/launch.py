@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from servers.engines.factory import KINDS
+from servers.engines.processors import cuda_index
 from servers.export.model_config import BatchingSettings
 from servers.launch_plan import LaunchPlan
 from servers.models.weights import WeightsSource
@@ -33,6 +35,11 @@ def assert_ready(settings: TritonSettings) -> None:
 
     A missing libpython alone is no reason: `prepare` may be able to fetch it.
     """
+    kind, device = settings.engine.kind, settings.engine.device
+    if kind not in KINDS:
+        raise TritonUnavailableError(f"unknown engine {kind!r}; use one of: {', '.join(KINDS)}")
+    if device not in ("auto", "cpu") and cuda_index(device) is None:
+        raise TritonUnavailableError(f"unknown device {device!r}; use auto, cpu or cuda:N")
     assert_free(
         settings.host,
         {"--http-port": settings.http_port, "--grpc-port": settings.grpc_port, "--metrics-port": settings.metrics_port},

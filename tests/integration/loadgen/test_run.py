@@ -21,9 +21,10 @@ from loadgen.records.run import (
     ParityRecord,
     RunState,
 )
+from loadgen.run.preparation import PreparationError, export_artefacts
 from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
-from loadgen.storage.store import StorageError
+from loadgen.storage.store import RunStore, StorageError
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -208,7 +209,7 @@ def test_nobody_at_the_url_is_one_sentence(tmp_path: Path, unused_url: str) -> N
     state = run(experiment, tmp_path / "run")
     assert state.state == "failed"
     assert state.error is not None
-    assert f"arm a ({unused_url}): the server at {unused_url} does not answer" in state.error
+    assert f"arm a ({unused_url}): the server at {unused_url} is not live" in state.error
 
 
 def test_a_folder_with_a_run_in_it_is_not_overwritten(tmp_path: Path) -> None:
@@ -230,3 +231,22 @@ def test_each_restart_is_a_fresh_start_with_its_share_of_the_pairs(tmp_path: Pat
     assert (state.state, state.error) == ("finished", None)
     assert len(set(ready)) == 4  # fresh ports: other processes
     assert [(record.pair, record.restart) for record in blocks(out)[::2]] == [(0, 0), (1, 1), (2, 1)]
+
+
+def test_a_batch_that_a_server_would_refuse_fails_with_the_option_before_any_load(tmp_path: Path) -> None:
+    large = Cell(scenario="batched", batch_size=64, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, pairs=2)
+    state = run(make_experiment(cells=(large,)), tmp_path / "run")
+    assert state.state == "failed"
+    assert state.error is not None
+    assert "arm a (fake native) takes at most 32 and arm b (fake triton) takes at most 32" in state.error
+    assert "give --a-option max-batch-size=64 --b-option max-batch-size=64" in state.error
+    assert stored(tmp_path / "run/arms.json", list[ArmRecord])[0].in_effect["max_batch_size"] == 32
+    assert not (tmp_path / "run/parity.json").exists()
+
+
+def test_a_failed_export_is_told_by_its_own_sentence(tmp_path: Path) -> None:
+    program = "import sys; print('looking', flush=True); sys.exit('error: --weights nope: unknown\\nretrying')"
+    store, said = RunStore(tmp_path / "run"), []
+    with pytest.raises(PreparationError, match=r"^the export failed: --weights nope: unknown$"):
+        export_artefacts(make_experiment(), store, said.append, abserve=(sys.executable, "-c", program))
+    assert said == ["looking"]

@@ -1,0 +1,104 @@
+"""The command line as a user meets it: help at 80 columns, and mistakes answered by one sentence with the remedy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import typer
+from click.testing import Result
+from rich.console import Console
+from typer.testing import CliRunner
+
+from loadgen.entry import build
+from servers.engines.command import _show as show
+from servers.engines.interface import EngineDescription
+from servers.engines.measurement import BatchMeasurement
+from servers.models.registry import get_variant
+
+ROOT_COMMAND = typer.main.get_command(build())
+
+
+def every_command(command=ROOT_COMMAND, words: tuple[str, ...] = ()):
+    """Words and command of all that can be called, groups included."""
+    yield words, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from every_command(below, (*words, name))
+
+
+COMMANDS = dict(every_command())
+
+
+def called(*arguments: object, columns: int = 80) -> Result:
+    return CliRunner().invoke(build(), [str(argument) for argument in arguments], env={"COLUMNS": str(columns)})
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_fits_80_columns_and_cuts_nothing(words: tuple[str, ...]) -> None:
+    done = called(*words, "--help")
+    assert done.exit_code == 0
+    assert max(map(len, done.output.splitlines())) <= 80
+    shown = {word.rstrip(",") for word in done.output.split()}
+    options = [option for one in COMMANDS[words].params if not getattr(one, "hidden", False) for option in one.opts]
+    assert [option for option in options if option.startswith("--") and option not in shown] == []
+    assert "…" not in done.output
+    assert "..." not in done.output.replace("COMMAND [ARGS]...", "").replace("RUN...", "")
+
+
+def test_help_names_every_command_that_is_not_hidden() -> None:
+    listed = {
+        line.split()[0] for line in called("--help").output.partition("Commands:")[2].splitlines() if line.strip()
+    }
+    assert {name for (name, *rest), command in list(COMMANDS.items())[1:] if not rest and not command.hidden} <= listed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (("comparee",), 2, "No such command 'comparee'. Did you mean 'compare'?"),
+        (("compare", "--concurency", "4"), 2, "No such option: --concurency (Possible options: --concurrency)"),
+        (("diff", "no-such-run", "other"), 2, "abserve diff: there is no no-such-run; give a folder that"),
+        (("engine", "--seconds", "-1"), 2, "Input should be greater than or equal to 0.01"),
+        (("engine", "--json", "/proc/none/x.json"), 1, "--json /proc/none/x.json: give the path of a file in a folder"),
+        (("export", "--precision", "int8"), 1, "there is no file in precision 'int8'; use one of: fp32, fp16"),
+        (("export", "--payload", "jpeg"), 1, "export the payload uint8, which is what it executes"),
+        (("triton-repo", "--out", "/proc/none"), 1, "error: cannot write /proc/none: "),
+        (("conformance", "--launch", "native", "--only", "35"), 2, "cases go from 1 to 34, and --growth is 35"),
+    ],
+)
+def test_a_mistake_is_answered_by_a_sentence(arguments: tuple[str, ...], status: int, sentence: str) -> None:
+    done = called(*arguments, columns=300)
+    assert done.exit_code == status
+    assert sentence in done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("serve triton --engine tensorflow", "error: unknown engine 'tensorflow'; use one of: torch, "),
+        ("serve triton --device gpu", "error: unknown device 'gpu'; use auto, cpu or cuda:N"),
+        ("gpu-exporter --host no-such-host.invalid", "choose another --port or --host"),
+    ],
+)
+def test_so_is_one_of_a_server(arguments: str, sentence: str) -> None:
+    """In a process of their own, since they take over signals and standard output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "loadgen.entry", *arguments.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_null_engine_claims_no_floating_point_operations(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = BatchMeasurement(1, 10, None, 2_000, 3_000, 500_000.0, 4_400.0, None, 0.006)
+    description = EngineDescription("null", "1", "fp32", "eager", "cpu", 1, 32, "none", {})
+    show(Console(width=100), get_variant("openclip_vit_b32", "fp32"), description, None, 0.0, [measured])
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["1"])
+    assert row == ["1", "–", "0.002", "0.003", "500,000", "–", "–", "–"]
