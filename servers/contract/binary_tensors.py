@@ -12,13 +12,14 @@ from servers.contract.tensors import DATATYPES, Array
 
 MAX_BYTES = 2**63 - 1
 MAX_DIMENSIONS = 32
+MAX_BYTES_ELEMENTS = 16_384
+"""Of one request, all its inputs together: each is an object, and nothing else runs while they are told apart."""
 _LENGTH = struct.Struct("<I")
 
 
 def element_count(shape: tuple[int, ...], name: str) -> int:
     """The product of a shape. Raises `InvalidRequestError` for a negative dimension or one past 64 bits."""
-    if len(shape) > MAX_DIMENSIONS:
-        raise InvalidRequestError(f"input '{name}' has {len(shape)} dimensions, at most {MAX_DIMENSIONS} are taken")
+    check_rank(len(shape), name)
     for dimension in shape:
         if dimension < 0:
             raise InvalidRequestError(f"input '{name}' has a negative dimension {dimension} in its shape")
@@ -26,6 +27,27 @@ def element_count(shape: tuple[int, ...], name: str) -> int:
     if count > MAX_BYTES // 8:
         raise InvalidRequestError(f"the shape of input '{name}' overflows: it has more elements than 64 bits can count")
     return count
+
+
+def check_rank(dimensions: int, name: str) -> None:
+    """Raises `InvalidRequestError` for more dimensions than NumPy has."""
+    if dimensions > MAX_DIMENSIONS:
+        raise InvalidRequestError(f"input '{name}' has {dimensions} dimensions, at most {MAX_DIMENSIONS} are taken")
+
+
+class BytesAllowance:
+    """How many BYTES elements the rest of one request may still have."""
+
+    def __init__(self) -> None:
+        self._left = MAX_BYTES_ELEMENTS
+
+    def take(self, shape: tuple[int, ...], name: str) -> None:
+        """For one input, before its elements are read. Raises `InvalidRequestError`."""
+        self._left -= element_count(shape, name)
+        if self._left < 0:
+            raise InvalidRequestError(
+                f"a request has at most {MAX_BYTES_ELEMENTS} BYTES elements, input '{name}' makes them more"
+            )
 
 
 def wrong_size(name: str, datatype: str, expected_bytes: int, given_bytes: int) -> InvalidRequestError:

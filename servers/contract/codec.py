@@ -14,7 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from servers.contract.binary_tensors import array_from_bytes, bytes_from_array, element_count, wrong_size
+from servers.contract.binary_tensors import (
+    BytesAllowance,
+    array_from_bytes,
+    bytes_from_array,
+    element_count,
+    wrong_size,
+)
 from servers.contract.errors import InvalidRequestError, UnsupportedError
 from servers.contract.json_tensors import array_from_json, dump_json, json_from_array, parse_request
 from servers.contract.records import InferRequest, InferResponse, InputTensor, Parameter, RequestedOutput
@@ -56,8 +62,9 @@ def decode_request(
         raise InvalidRequestError("the request JSON must have an array 'inputs'")
     tensors: list[InputTensor] = []
     offset = split
+    allowance = BytesAllowance()
     for item in inputs:
-        tensor, offset = _decode_input(item, body, offset, regions)
+        tensor, offset = _decode_input(item, body, offset, regions, allowance)
         tensors.append(tensor)
     if offset != body.nbytes:
         raise InvalidRequestError(
@@ -167,7 +174,9 @@ def write_output(window: RegionWindow, array: Array) -> RegionReference:
     return RegionReference(window.reference.region, len(data), window.reference.offset)
 
 
-def _decode_input(item: object, body: memoryview, offset: int, regions: RegionSource | None) -> tuple[InputTensor, int]:
+def _decode_input(
+    item: object, body: memoryview, offset: int, regions: RegionSource | None, allowance: BytesAllowance
+) -> tuple[InputTensor, int]:
     if not isinstance(item, dict):
         raise InvalidRequestError("each of 'inputs' must be an object")
     name = item.get("name")
@@ -185,6 +194,8 @@ def _decode_input(item: object, body: memoryview, offset: int, regions: RegionSo
     parameters = _parameters(item, f"input '{name}'")
     size = parameters.get("binary_data_size")
     window = find_window(parameters, f"input '{name}'", regions) if parameters else None
+    if datatype == "BYTES" and (window is not None or size is not None):  # values in the JSON its length bounds
+        allowance.take(dimensions, name)
     if window is not None:
         if "data" in item or size is not None:
             raise InvalidRequestError(f"input '{name}' names a shared-memory region and brings data as well")

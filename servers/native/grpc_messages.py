@@ -13,19 +13,24 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from servers.contract.binary_tensors import array_from_bytes, bytes_from_array, element_count
+from servers.contract.binary_tensors import (
+    BytesAllowance,
+    array_from_bytes,
+    bytes_from_array,
+    check_rank,
+    element_count,
+)
 from servers.contract.codec import MAX_ID_CHARACTERS, find_window, window_array
 from servers.contract.errors import InvalidRequestError, UnsupportedError
 from servers.contract.records import InferRequest, InferResponse, InputTensor, Parameter, RequestedOutput
 from servers.contract.shared_memory import RegionSource
 from servers.contract.tensors import DATATYPES, Array
+from servers.native.protobuf_wire import MAX_TENSORS, check_fields, cut_out_raw
 
-MAX_TENSORS = 1024
-"""More inputs or outputs than this are refused before anything is made of them."""
-MAX_FIELDS = 16 * MAX_TENSORS
-
-_RAW_TAG = 7 << 3 | 2  # raw_input_contents: field 7, length-delimited
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+INLINE_BYTES = 16 * 1024
+"""Of a message without its raw inputs: values in longer ones are read in a thread, piece by piece."""
+PIECE_VALUES = 64 * 1024
+"""Python's other threads run between two pieces, each of which takes two milliseconds."""
 
 _CONTENTS = {
     "BOOL": "bool_contents",
@@ -45,7 +50,8 @@ _CONTENTS = {
 
 def parse_message(serialised: bytes) -> tuple[Any, list[memoryview]]:
     """A ModelInferRequest without its raw inputs, and these as views. Raises `InvalidRequestError`."""
-    rest, raw = _cut_out_raw(serialised)
+    rest, raw = cut_out_raw(serialised)
+    check_fields(rest)
     try:
         message = service_pb2.ModelInferRequest.FromString(rest)
     except DecodeError as exc:
@@ -56,7 +62,7 @@ def parse_message(serialised: bytes) -> tuple[Any, list[memoryview]]:
 
 
 def decode_message(message: Any, raw: list[memoryview], regions: RegionSource) -> InferRequest:
-    """What `parse_message` gave, as a request. Raises `ContractError`."""
+    """What `parse_message` gave, as a request; any thread. Raises `ContractError`."""
     if len(message.id) > MAX_ID_CHARACTERS:
         raise InvalidRequestError(f"'id' has {len(message.id)} characters, at most {MAX_ID_CHARACTERS} are taken")
     parameters = {_name(item): _parameters(item, _owner("input", item)) for item in message.inputs}
@@ -69,9 +75,10 @@ def decode_message(message: Any, raw: list[memoryview], regions: RegionSource) -
     if len(parameters) != len(message.inputs):
         raise InvalidRequestError("an input is given more than once")
     waiting = iter(raw)
+    allowance = BytesAllowance()
     inputs = []
     for item in message.inputs:
-        inputs.append(_input(item, parameters[item.name], waiting if raw else None, regions))
+        inputs.append(_input(item, parameters[item.name], waiting if raw else None, regions, allowance))
     return InferRequest(
         id=message.id,
         inputs=tuple(inputs),
@@ -100,10 +107,15 @@ def encode_message(response: InferResponse) -> Any:
     return message
 
 
-def _input(item: Any, parameters: dict[str, Parameter], raw: Any, regions: RegionSource) -> InputTensor:
+def _input(
+    item: Any, parameters: dict[str, Parameter], raw: Any, regions: RegionSource, allowance: BytesAllowance
+) -> InputTensor:
+    check_rank(len(item.shape), item.name)
     name, datatype, shape = item.name, item.datatype, tuple(item.shape)
     if datatype not in DATATYPES and datatype != "BYTES":
         raise InvalidRequestError(f"input '{name}' must have a 'datatype', one of {', '.join(DATATYPES)}, BYTES")
+    if datatype == "BYTES":
+        allowance.take(shape, name)
     window = find_window(parameters, f"input '{name}'", regions)
     typed = item.HasField("contents")
     if typed and (raw is not None or window is not None):
@@ -140,13 +152,17 @@ def _flat(values: Any, datatype: str, field: str, name: str) -> Array:
         elements[:] = list(values)
         return elements
     dtype = DATATYPES[datatype]
-    if dtype.kind in "iu" and dtype.itemsize < 4 and count:
-        limits = np.iinfo(dtype.name)
-        if min(values) < limits.min or max(values) > limits.max:
-            raise InvalidRequestError(
-                f"'{field}' of input '{name}' is outside the range of {datatype}, {limits.min} to {limits.max}"
-            )
-    return np.fromiter(values, dtype, count)
+    flat = np.empty(count, dtype)
+    for start in range(0, count, PIECE_VALUES):
+        piece = values[start : start + PIECE_VALUES]
+        if dtype.kind in "iu" and dtype.itemsize < 4:
+            limits = np.iinfo(dtype.name)
+            if min(piece) < limits.min or max(piece) > limits.max:
+                raise InvalidRequestError(
+                    f"'{field}' of input '{name}' is outside the range of {datatype}, {limits.min} to {limits.max}"
+                )
+        flat[start : start + len(piece)] = np.fromiter(piece, dtype, len(piece))
+    return flat
 
 
 def _output(item: Any, regions: RegionSource) -> RequestedOutput:
@@ -176,50 +192,3 @@ def _parameters(item: Any, owner: str) -> dict[str, Parameter]:
             raise InvalidRequestError(f"a parameter of {owner} has no value")
         parameters[name] = getattr(parameter, choice)
     return parameters
-
-
-def _cut_out_raw(serialised: bytes) -> tuple[bytes, list[memoryview]]:
-    """The message without its raw inputs, and these. Follows protobuf's wire format, top level only."""
-    view = memoryview(serialised)
-    end = len(view)
-    raw: list[memoryview] = []
-    kept: list[memoryview] = []
-    kept_from = position = fields = 0
-    while position < end:
-        fields += 1
-        if fields > MAX_FIELDS:
-            raise InvalidRequestError(f"the message has more than {MAX_FIELDS} fields")
-        start = position
-        tag, position = _varint(view, position)
-        kind = tag & 7
-        if kind == _LENGTH:
-            size, position = _varint(view, position)
-            position += size
-        elif kind == _VARINT:
-            _, position = _varint(view, position)
-        elif kind in (_FIXED64, _FIXED32):
-            position += 8 if kind == _FIXED64 else 4
-        else:
-            raise InvalidRequestError("the message is not a ModelInferRequest")
-        if position > end:
-            raise InvalidRequestError("the message ends inside a field")
-        if tag == _RAW_TAG:
-            raw.append(view[position - size : position])
-            kept.append(view[kept_from:start])
-            kept_from = position
-    if not raw:
-        return serialised, raw
-    kept.append(view[kept_from:])
-    return b"".join(kept), raw
-
-
-def _varint(view: memoryview, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while position < len(view) and shift < 64:
-        byte = view[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-    raise InvalidRequestError("the message ends inside a field")

@@ -14,6 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
 from servers.native.grpc_service import GrpcService
+from servers.native.limits import ByteBudget
 from servers.native.listener import ListenerError
 from servers.native.model_control import ModelControl
 from servers.native.regions import RegionTable
@@ -66,9 +67,11 @@ class GrpcDoor:
             await self._server.stop(seconds)
 
 
-def open_door(models: ServedModels, regions: RegionTable, control: ModelControl, settings: NativeSettings) -> GrpcDoor:
+def open_door(
+    models: ServedModels, regions: RegionTable, control: ModelControl, settings: NativeSettings, budget: ByteBudget
+) -> GrpcDoor:
     """The door of a server's settings, not listening yet; this module is imported for it by name, late."""
-    service = GrpcService(models, regions, control)
+    service = GrpcService(models, regions, control, budget)
     return GrpcDoor(service, settings.host, settings.grpc_port, settings.max_body_bytes)
 
 

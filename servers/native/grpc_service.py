@@ -11,6 +11,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version as package_version
 from typing import Any
 
@@ -22,9 +23,10 @@ from servers.contract.errors import ContractError, InternalError, UnsupportedErr
 from servers.contract.records import InferRequest, InferResponse
 from servers.native import documents
 from servers.native.errors import CallDeadlineError, RequestExpiredError, failure_reason
-from servers.native.grpc_messages import decode_message, encode_message, parse_message
+from servers.native.grpc_messages import INLINE_BYTES, decode_message, encode_message, parse_message
 from servers.native.grpc_status import details_of, status_of
 from servers.native.inference import InferenceService
+from servers.native.limits import ByteBudget
 from servers.native.model_control import ModelControl
 from servers.native.regions import RegionTable
 from servers.native.served_models import ServedModels
@@ -54,8 +56,11 @@ def _answering(method: Method) -> Method:
 class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]  # the stubs have no types
     """All methods of the protocol; those that this server does not offer say so."""
 
-    def __init__(self, models: ServedModels, regions: RegionTable, control: ModelControl) -> None:
+    def __init__(self, models: ServedModels, regions: RegionTable, control: ModelControl, budget: ByteBudget) -> None:
         self._models = models
+        self._budget = budget
+        # One thread: reading values holds the interpreter, so that more of them would only take longer each.
+        self._reading = ThreadPoolExecutor(1, "reading")
         self._regions = regions
         self._control = control
 
@@ -188,17 +193,18 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignor
         times = RequestTimes(time.perf_counter_ns(), receive_ns=None)
         service = self._models.default  # who counts a request that names no model of ours
         try:
-            remaining_s = context.time_remaining()
-            message, raw = parse_message(serialised)
-            service = self._models.find(message.model_name, message.model_version or None)
-            service.check_ready()
-            request = decode_message(message, raw, self._regions)
-            times.decode_ns = time.perf_counter_ns() - times.start_ns
-            deadline_ns = None if remaining_s is None else times.start_ns + int(remaining_s * 1e9)
-            response = await self._infer_until(deadline_ns, service, request, times)
-            inferred_ns = time.perf_counter_ns()
-            answer = encode_message(response)
-            times.encode_ns += time.perf_counter_ns() - inferred_ns
+            with self._budget.holding(len(serialised)):
+                remaining_s = context.time_remaining()
+                message, raw = parse_message(serialised)
+                service = self._models.find(message.model_name, message.model_version or None)
+                service.check_ready()
+                request = await self._decode(message, raw, len(serialised))
+                times.decode_ns = time.perf_counter_ns() - times.start_ns
+                deadline_ns = None if remaining_s is None else times.start_ns + int(remaining_s * 1e9)
+                response = await self._infer_until(deadline_ns, service, request, times)
+                inferred_ns = time.perf_counter_ns()
+                answer = encode_message(response)
+                times.encode_ns += time.perf_counter_ns() - inferred_ns
         except asyncio.CancelledError:  # by the client, or because its deadline has passed
             service.statistics.record_disconnect()
             raise
@@ -211,6 +217,13 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignor
             raise InternalError("internal error, the server's log has it") from exc
         service.statistics.record_success(times)
         return answer
+
+    async def _decode(self, message: Any, raw: list[memoryview], serialised_bytes: int) -> InferRequest:
+        """Values that are not raw inputs are objects first: many of them are read off the event loop."""
+        if serialised_bytes - sum(map(len, raw)) <= INLINE_BYTES:
+            return decode_message(message, raw, self._regions)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._reading, decode_message, message, raw, self._regions)
 
     @staticmethod
     async def _infer_until(

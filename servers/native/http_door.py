@@ -14,7 +14,7 @@ from servers.native.bodies import BodyPool
 from servers.native.deadlines import Deadlines, Expiring
 from servers.native.heads import Head, HeadReader
 from servers.native.infer_door import InferDoor
-from servers.native.limits import CONTROL_BODY_BYTES, ByteBudget, HttpLimits
+from servers.native.limits import CONTROL_BODY_BYTES, HttpLimits
 
 READ_BYTES = 64 * 1024
 """Room for one read of heads and small bodies: a small body comes with its head, a large one has that much copied."""
@@ -28,7 +28,7 @@ class HttpDoor:
         self.infer = infer
         self.limits = limits
         self.heads = HeadReader(limits)
-        self.budget = ByteBudget(limits.held_bytes)
+        self.budget = infer.budget
         self.bodies = BodyPool()
         self.deadlines = Deadlines()
         self.scratch = bytearray(READ_BYTES)

@@ -24,7 +24,7 @@ from servers.native.errors import failure_reason
 from servers.native.exchange import Exchange, ExchangeOwner
 from servers.native.heads import Head
 from servers.native.inference import InferenceService
-from servers.native.limits import HttpError, HttpLimits
+from servers.native.limits import ByteBudget, HttpError, HttpLimits
 from servers.native.plans import KEPT_HEADER_BYTES, PlanCache
 from servers.native.regions import RegionTable
 from servers.native.served_models import ServedModels
@@ -47,7 +47,8 @@ R = TypeVar("R")
 class InferDoor:
     """Everything that the connections share to answer inference requests. Belongs to one event loop."""
 
-    def __init__(self, models: ServedModels, regions: RegionTable, limits: HttpLimits) -> None:
+    def __init__(self, models: ServedModels, regions: RegionTable, limits: HttpLimits, budget: ByteBudget) -> None:
+        self.budget = budget
         self._models = models
         self._regions = regions
         self._limits = limits
@@ -117,23 +118,33 @@ class InferDoor:
         except ContractError as error:
             exchange.refuse(error)
             return exchange
-        exchange.run(self._answer(service, head, body, json_bytes, request, times))
+        if head.encoding is None:
+            exchange.run(self._answer(service, body, json_bytes, request, times))
+        else:
+            exchange.run(self._answer_compressed(service, head, body, times))
         return exchange
+
+    async def _answer_compressed(
+        self, service: InferenceService, head: Head, compressed: memoryview, times: RequestTimes
+    ) -> Answer:
+        """The connection holds the compressed bytes, this the others: one request at a time is inflated before that."""
+        started_ns = time.perf_counter_ns()
+        body = await self._in_thread(decompress, compressed, self._limits.body_bytes)
+        with self.budget.holding(body.nbytes):
+            json_bytes = _json_bytes(head, body.nbytes)
+            self._check_json_bytes(json_bytes, body.nbytes)
+            times.decode_ns = time.perf_counter_ns() - started_ns
+            return await self._answer(service, body, json_bytes, None, times)
 
     async def _answer(
         self,
         service: InferenceService,
-        head: Head,
         body: memoryview,
         json_bytes: int | None,
         request: InferRequest | None,
         times: RequestTimes,
     ) -> Answer:
         started_ns = time.perf_counter_ns() - times.decode_ns
-        if head.encoding is not None:
-            body = await self._in_thread(decompress, body, self._limits.body_bytes)
-            json_bytes = _json_bytes(head, body.nbytes)
-            self._check_json_bytes(json_bytes, body.nbytes)
         if request is None:
             if (body.nbytes if json_bytes is None else json_bytes) <= INLINE_JSON_BYTES:
                 request = decode_request(body, json_bytes, service.signature, self._regions)

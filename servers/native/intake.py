@@ -9,12 +9,11 @@ from servers.contract.errors import ContractError, UnavailableError
 from servers.native.answers import error_status
 from servers.native.bodies import ChunkedBody, DroppedBody, FixedBody
 from servers.native.heads import HEAD_ENDS, Head
-from servers.native.limits import HttpError
+from servers.native.limits import HOLDS_ENOUGH, HttpError
 
 if TYPE_CHECKING:
     from servers.native.http_door import HttpDoor
 
-_HOLDS_ENOUGH = "the server holds as many bytes of requests as it may, send this one again later"
 _CARRIAGE_RETURN = 13
 
 
@@ -147,7 +146,7 @@ class Intake:
             self._body = None
         else:
             if self._refusal is None and not self._hold(size):
-                self._refusal = UnavailableError(_HOLDS_ENOUGH)
+                self._refusal = UnavailableError(HOLDS_ENOUGH)
             self._body = door.bodies.take(size, head.json_bytes) if self._refusal is None else DroppedBody(size)
 
     def _complete(self) -> None:
@@ -171,4 +170,4 @@ class Intake:
     def _hold_more(self, body: ChunkedBody) -> None:
         more = len(body.content) - self._held
         if more > 0 and not self._hold(more):
-            raise HttpError(503, _HOLDS_ENOUGH)
+            raise HttpError(503, HOLDS_ENOUGH)

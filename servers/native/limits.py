@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from servers.contract.errors import UnavailableError
 from servers.native.settings import NativeSettings
 
 CONTROL_BODY_BYTES = 64 * 1024
@@ -60,8 +63,11 @@ class HttpLimits:
         return self.read_timeout_s + size / 2**20
 
 
+HOLDS_ENOUGH = "the server holds as many bytes of requests as it may, send this one again later"
+
+
 class ByteBudget:
-    """Bytes of bodies held by all connections together: arriving, queued, or being executed."""
+    """Bytes of requests held for all clients of both doors together: arriving, queued, or being executed."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -75,6 +81,16 @@ class ByteBudget:
                 return False
             self.held += count
             return True
+
+    @contextmanager
+    def holding(self, count: int) -> Iterator[None]:
+        """Hold them meanwhile. Raises `UnavailableError` when they would be too many."""
+        if not self.hold(count):
+            raise UnavailableError(HOLDS_ENOUGH)
+        try:
+            yield
+        finally:
+            self.release(count)
 
     def release(self, count: int) -> None:
         """Give back what was held; any thread."""

@@ -20,7 +20,7 @@ from servers.native.app import create_app
 from servers.native.http import protocol_factory
 from servers.native.http_door import HttpDoor
 from servers.native.infer_door import InferDoor
-from servers.native.limits import HttpLimits
+from servers.native.limits import ByteBudget, HttpLimits
 from servers.native.listener import ListenerError
 from servers.native.model_control import ModelControl
 from servers.native.regions import RegionTable
@@ -99,7 +99,8 @@ def serve(settings: NativeSettings, models: ServedModels, listener: socket.socke
     control = ModelControl(models, settings.allow_model_control)
     limits = HttpLimits.of(settings)
     application = create_app(models, regions, control)
-    door = HttpDoor(application, InferDoor(models, regions, limits), limits)
+    budget = ByteBudget(limits.held_bytes)
+    door = HttpDoor(application, InferDoor(models, regions, limits, budget), limits)
     config = uvicorn.Config(
         application,
         http=protocol_factory(door),  # type: ignore[arg-type]  # it calls it as it would call a protocol class
@@ -116,7 +117,7 @@ def serve(settings: NativeSettings, models: ServedModels, listener: socket.socke
     async def open_grpc() -> GrpcDoor:
         # In a thread: the loop answers HTTP meanwhile, and importing is not what a cold start should wait for.
         module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc_server")
-        door: GrpcDoor = module.open_door(models, regions, control, settings)
+        door: GrpcDoor = module.open_door(models, regions, control, settings, budget)
         await door.start()
         return door
 
@@ -124,8 +125,12 @@ def serve(settings: NativeSettings, models: ServedModels, listener: socket.socke
     received: list[int] = []
 
     def note(signal_number: int, _frame: FrameType | None) -> None:
-        """uvicorn raises the signal again when it has shut down; dying of it would skip what follows."""
+        """Before uvicorn listens to signals this one stops it as soon as it has begun.
+
+        It raises those that it got again when it has shut down; dying of one would skip what follows.
+        """
         received.append(signal_number)
+        server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -143,3 +144,27 @@ def test_an_added_delay_delays_each_answer_and_blocks_none(controlled):
     assert success["ns"] / success["count"] >= 150e6
     config = json.loads(server.request("GET", "/v2/models/rows/config").body)
     assert config["parameters"]["added_delay_ms"] == {"string_value": "150"}
+
+
+def test_decompressed_bodies_count_among_those_that_are_held(controlled):
+    """A few hundred bytes could hold as many MiB as a body may have, whatever `max_held_bytes` said."""
+    server = controlled("--max-queue-delay-us", "0", "--max-held-bytes", "100000")
+    server.open("load")
+    server.wait_ready()
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [2.0] * 4}
+    body = gzip.compress(json.dumps({"inputs": [tensor]}).encode() + b" " * 60_000)
+
+    def compressed():
+        return server.request("POST", "/v2/models/rows/infer", body, {"Content-Encoding": "gzip"})
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(server.infer, [1.0] * 4)
+        server.wait_until(lambda: (server.folder / "infer-reached").exists(), "the engine is busy")
+        second = pool.submit(compressed)
+        server.wait_until(lambda: server.metric(PENDING) == 1, "one waits, with 60 kB")
+        refused = compressed()
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        assert "as many bytes" in json.loads(refused.body)["error"]
+        server.open("infer")
+        assert [rows(first.result()), rows(second.result())] == [[[1.0] * 4], [[2.0] * 4]]
+    assert rows(compressed()) == [[2.0] * 4]

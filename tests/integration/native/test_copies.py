@@ -22,7 +22,7 @@ from servers.native.http import protocol_factory
 from servers.native.http_door import READ_BYTES, HttpDoor
 from servers.native.infer_door import InferDoor
 from servers.native.inference import BatchingSettings, InferenceService
-from servers.native.limits import HttpLimits
+from servers.native.limits import ByteBudget, HttpLimits
 from servers.native.model_control import ModelControl
 from servers.native.regions import RegionTable
 from servers.native.served_models import ServedModels
@@ -113,7 +113,7 @@ async def exchange(requests: Sequence[bytes]) -> tuple[WatchedEngine, WatchedBod
     models, regions = ServedModels([service]), RegionTable(False)
     limits = HttpLimits.of(NativeSettings())
     application = create_app(models, regions, ModelControl(models, False))
-    door = HttpDoor(application, InferDoor(models, regions, limits), limits)
+    door = HttpDoor(application, InferDoor(models, regions, limits, ByteBudget(limits.held_bytes)), limits)
     door.bodies = bodies  # type: ignore[assignment]
     loop, connect = asyncio.get_running_loop(), protocol_factory(door)
     server = await loop.create_server(lambda: connect(ServerState(), loop), "127.0.0.1", 0)

@@ -120,3 +120,20 @@ def test_sigterm_finishes_calls_of_both_doors(controlled):
         assert {result.as_numpy("y")[0, 0] for result, _ in results} == {20, 21, 22, 23, 24}
     assert first.result().status == 200
     assert server.process.wait(10) == 0
+
+
+def test_messages_count_among_the_bytes_that_are_held(controlled):
+    server, first = occupied(controlled, "--max-held-bytes", "100000")
+    padding = {"padding": "x" * 60_000}
+    with triton.InferenceServerClient(server.grpc_address) as client:
+        answers: queue.Queue = queue.Queue()
+        client.async_infer("rows", row(2), lambda result, error: answers.put((result, error)), parameters=padding)
+        server.wait_until(lambda: server.metric(PENDING) == 1, "one waits, with 60 kB")
+        with pytest.raises(InferenceServerException, match="as many bytes") as caught:
+            client.infer("rows", row(3), parameters=padding)
+        assert status_of(caught) == "UNAVAILABLE"
+        server.open("infer")
+        assert first.result().status == 200
+        result, error = answers.get(timeout=10)
+        assert (error, result.as_numpy("y").tolist()) == (None, [[2.0] * 4])
+        assert client.infer("rows", row(3), parameters=padding).as_numpy("y").tolist() == [[3.0] * 4]

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
+from tests.integration.native.conftest import free_port
+
 
 def log_of(server) -> str:
     return (server.folder / f"log-{server.port}").read_text()
@@ -112,6 +114,31 @@ def test_a_signal_while_loading_ends_the_process_soon(controlled, number, status
     server.wait_live()
     server.process.send_signal(number)
     assert server.process.wait(10) == status
+
+
+SIGNALLED = """
+import os, sys
+number = int(sys.argv.pop())
+from servers.native import server
+from servers.native.__main__ import main
+run = server.NativeServer.run
+def run_signalled(self, sockets):
+    os.kill(os.getpid(), number)
+    run(self, sockets)
+server.NativeServer.run = run_signalled
+os._exit(main())
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_before_the_event_loop_listens_for_any_is_not_lost(number, status):
+    options = ["--engine", "null", "--http-port", str(free_port()), "--grpc-port", "0"]
+    process = subprocess.Popen([sys.executable, "-c", SIGNALLED, *options, str(int(number))], stderr=subprocess.PIPE)
+    try:
+        assert process.wait(20) == status
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_a_load_that_fails_ends_the_process_with_the_reason(controlled):

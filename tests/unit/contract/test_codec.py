@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 
+from servers.contract.binary_tensors import MAX_BYTES_ELEMENTS
 from servers.contract.codec import decode_request, encode_response, parse_header_length
 from servers.contract.errors import ContractError, InvalidRequestError
 from servers.contract.records import InferResponse, OutputTensor
@@ -203,6 +204,24 @@ def test_broken_bytes_elements_are_named(data: bytes, message: str) -> None:
     header = json.dumps({"inputs": [item]}).encode()
     with pytest.raises(InvalidRequestError, match=message):
         decode_request(memoryview(header + data), len(header), SIGNATURE)
+
+
+def test_all_bytes_elements_of_a_request_together_are_limited() -> None:
+    """Each is an object made in the event loop; a body of 64 MiB could hold 16 million, which took five seconds."""
+
+    def request(*counts: int) -> tuple[memoryview, int]:
+        items = [
+            {"name": f"x{i}", "datatype": "BYTES", "shape": [count], "parameters": {"binary_data_size": 4 * count}}
+            for i, count in enumerate(counts)
+        ]
+        header = json.dumps({"inputs": items}).encode()
+        return memoryview(header + bytes(4 * sum(counts))), len(header)
+
+    most = MAX_BYTES_ELEMENTS
+    assert decode_request(*request(most - 1, 1), SIGNATURE).inputs[0].data.size == most - 1
+    for counts, last in (((most + 1,), "x0"), ((most - 1, 1, 1), "x2")):
+        with pytest.raises(InvalidRequestError, match=f"at most {most} BYTES elements, input '{last}'"):
+            decode_request(*request(*counts), SIGNATURE)
 
 
 @pytest.mark.parametrize("value", ["abc", "-1", "", "1.5", "+3", "99999999999999999999999", "11", "²"])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from servers.contract.binary_tensors import MAX_BYTES_ELEMENTS
 from servers.contract.codec import MAX_ID_CHARACTERS
 from servers.contract.json_tensors import MAX_DEPTH, MAX_SPECIAL_BYTES
 from servers.native.limits import CONTROL_BODY_BYTES, HttpLimits
+from servers.native.protobuf_wire import MAX_FIELDS
 from servers.native.settings import NativeSettings
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs/native-server.md").read_text()
@@ -33,6 +35,8 @@ def test_the_fixed_limits_are_as_written() -> None:
     assert f"JSON nests at most {MAX_DEPTH} levels" in TEXT
     assert f"at most {MAX_ID_CHARACTERS:,} characters" in TEXT
     assert f"at most {CONTROL_BODY_BYTES // 1024} KiB" in TEXT
+    assert f"at most {MAX_BYTES_ELEMENTS:,} BYTES elements" in TEXT
+    assert f"at most {MAX_FIELDS:,} fields" in TEXT
     assert f"at most {MAX_SPECIAL_BYTES // 2**20} MiB" in TEXT
 
 

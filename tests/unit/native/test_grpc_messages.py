@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
+from servers.contract.binary_tensors import MAX_BYTES_ELEMENTS
 from servers.contract.errors import ContractError, InvalidRequestError
-from servers.native.grpc_messages import decode_message, parse_message
+from servers.native.grpc_messages import PIECE_VALUES, decode_message, parse_message
+from servers.native.protobuf_wire import MAX_FIELDS
 from servers.native.regions import RegionTable
 
 REGIONS = RegionTable(allowed=False)
@@ -113,3 +115,68 @@ def test_typed_contents_that_do_not_fit(datatype, field, values, message):
     getattr(item.contents, field).extend(values)
     with pytest.raises(InvalidRequestError, match=message):
         decode_message(*parse_message(request.SerializeToString()), REGIONS)
+
+
+def test_long_typed_contents_are_read_in_pieces():
+    request = service_pb2.ModelInferRequest(model_name="m")
+    item = request.inputs.add(name="x", datatype="UINT8", shape=[PIECE_VALUES + 2])
+    item.contents.uint_contents.extend([7] * PIECE_VALUES + [8, 255])
+    data = decode_message(*parse_message(request.SerializeToString()), REGIONS).inputs[0].data
+    assert (data.dtype, data[:PIECE_VALUES].sum(), data[-2:].tolist()) == (np.uint8, 7 * PIECE_VALUES, [8, 255])
+    item.contents.uint_contents[-1] = 256
+    with pytest.raises(InvalidRequestError, match="outside the range of UINT8"):
+        decode_message(*parse_message(request.SerializeToString()), REGIONS)
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_all_bytes_elements_of_a_request_together_are_limited(typed):
+    def request(*counts):
+        message = service_pb2.ModelInferRequest(model_name="m")
+        for number, count in enumerate(counts):
+            item = message.inputs.add(name=f"x{number}", datatype="BYTES", shape=[count])
+            if typed:
+                item.contents.bytes_contents.extend([b""] * count)
+            else:
+                message.raw_input_contents.append(bytes(4 * count))
+        return message.SerializeToString()
+
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_BYTES_ELEMENTS} BYTES elements, input 'x1'"):
+        decode_message(*parse_message(request(MAX_BYTES_ELEMENTS - 100, 101)), REGIONS)
+
+
+def many_parameters(message):
+    for number in range(MAX_FIELDS + 1):
+        message.inputs[0].parameters[str(number)].bool_param = True
+
+
+def many_elements(message):
+    message.inputs[0].contents.bytes_contents.extend([b"abcd"] * (MAX_FIELDS + 1))
+
+
+def many_output_parameters(message):
+    for number in range(MAX_FIELDS + 1):
+        message.outputs.add(name="y").parameters[str(number)].bool_param = True
+
+
+@pytest.mark.parametrize("fill", [many_parameters, many_elements, many_output_parameters])
+def test_what_takes_protobuf_long_is_refused_before_it_is_parsed(fill):
+    """It holds the interpreter: three million parameters took a minute."""
+    message = service_pb2.ModelInferRequest(model_name="m")
+    message.inputs.add(name="x", datatype="BYTES", shape=[1])
+    fill(message)
+    with pytest.raises(InvalidRequestError, match=f"more than {MAX_FIELDS} fields"):
+        parse_message(message.SerializeToString())
+
+
+def test_packed_values_are_one_field():
+    message = service_pb2.ModelInferRequest(model_name="m")
+    item = message.inputs.add(name="x", datatype="FP32", shape=[10 * MAX_FIELDS])
+    item.contents.fp32_contents.extend([0.5] * 10 * MAX_FIELDS)
+    assert decode_message(*parse_message(message.SerializeToString()), REGIONS).inputs[0].data.sum() == 5 * MAX_FIELDS
+
+
+def test_a_shape_of_any_length_is_named_with_its_length():
+    message = service_pb2.ModelInferRequest(model_name="m", raw_input_contents=[b""])
+    message.inputs.add(name="x", datatype="FP32", shape=[1] * 100_000)
+    with pytest.raises(InvalidRequestError, match="has 100000 dimensions, at most 32"):
+        decode_message(*parse_message(message.SerializeToString()), REGIONS)
