@@ -57,18 +57,15 @@ def diff(
 
 def _read(path: Path) -> Result:
     """Of a folder what its records say today, so that both runs are analysed alike; else its result.json."""
-    from loadgen.analysis.analysis import analyse
-    from loadgen.analysis.result import FILE_NAME, ResultError, read_result
+    from loadgen.analysis.result import ResultError, read_result
+    from loadgen.analysis.stored_result import stored_result
     from loadgen.storage.stored_run import StoredRunError
 
-    found = path / FILE_NAME if path.is_dir() else path
-    if not found.exists() and not (path / "run.json").exists():
-        typer.echo(f"abserve diff: there is no {found}; give {_RUN[0].lower()}{_RUN[1:-1]}", err=True)
+    if not path.exists():
+        typer.echo(f"abserve diff: there is no {path}; give {_RUN[0].lower()}{_RUN[1:-1]}", err=True)
         raise typer.Exit(EXIT_USAGE)
     try:
-        if path.is_dir() and (path / "run.json").exists() and (path / "samples").is_dir():
-            return analyse(path)
-        return read_result(found)
+        return stored_result(path) if path.is_dir() else read_result(path)
     except (StoredRunError, ResultError) as exc:
         typer.echo(f"abserve diff: {exc}", err=True)
         raise typer.Exit(EXIT_USAGE) from exc

@@ -20,13 +20,16 @@ def report(
 ) -> None:
     """Make result.json, report.html and summary.md again from the records in DIR, also of an interrupted run.
 
+    Where the raw samples are not kept, as in a published folder, the reports are made from its result.json.
+
     Exit status 0 when they were made, whatever the verdict; 1 when DIR holds no readable run, 2 for another format.
     """
     import webbrowser
 
     from rich.console import Console
 
-    from loadgen.analysis.analysis import analyse
+    from loadgen.analysis.result import ResultError
+    from loadgen.analysis.stored_result import stored_result
     from loadgen.report import write_reports
     from loadgen.report.files import FORMATS
     from loadgen.report.terminal import print_result
@@ -36,16 +39,17 @@ def report(
         typer.echo(f"abserve report: --format {output}: there are {', '.join(FORMATS)}", err=True)
         raise typer.Exit(2)
     try:
-        result = analyse(directory)
+        result = stored_result(directory)
         if output is not None:
             typer.echo(FORMATS[output](result), nl=False)
             return
         paths = write_reports(directory, result)
-    except StoredRunError as exc:
+    except (StoredRunError, ResultError) as exc:
         typer.echo(f"abserve report: {exc}", err=True)
         raise typer.Exit(1) from exc
     except OSError as exc:
-        typer.echo(f"abserve report: cannot write to {directory}: {exc.strerror or exc}", err=True)
+        remedy = "make room or leave to write there, or print it with --format markdown"
+        typer.echo(f"abserve report: cannot write to {directory}: {exc.strerror or exc}; {remedy}", err=True)
         raise typer.Exit(1) from exc
     console = Console()
     print_result(result, console)

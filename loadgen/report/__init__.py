@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from loadgen.analysis.result import Result
@@ -11,10 +12,11 @@ EXPERIMENT_FILE = "experiment.yaml"
 
 def write_reports(out_dir: Path, result: Result) -> list[Path]:
     """Write report.html, summary.md, result.json and the effective experiment.yaml into `out_dir`, each whole or not at
-    all; return their paths, the one to look at first. Raises `OSError`."""
+    all; return their paths, the one to look at first. A result.json of an earlier version that says the same is left
+    alone. Raises `OSError`."""
     import loadgen.report.html as page
     import loadgen.report.markdown as summary
-    from loadgen.analysis.result import FILE_NAME, encode_result, write_atomically
+    from loadgen.analysis.result import FILE_NAME, ResultError, encode_result, read_result, write_atomically
     from loadgen.experiment.file import write_content
 
     settings, sha256 = result.experiment.settings, result.experiment.settings_sha256
@@ -25,6 +27,10 @@ def write_reports(out_dir: Path, result: Result) -> list[Path]:
     }
     if settings is not None and sha256 is not None:
         contents[EXPERIMENT_FILE] = write_content(settings, sha256).encode()
+    said = None
+    with suppress(ResultError):
+        said = read_result(out_dir / FILE_NAME)
     for name, content in contents.items():
-        write_atomically(out_dir / name, content)
+        if name != FILE_NAME or said != result:
+            write_atomically(out_dir / name, content)
     return [out_dir / name for name in contents]

@@ -126,4 +126,4 @@ def test_an_invalid_run_gives_nothing_to_compare(runs: dict[str, Path], tmp_path
 def test_what_is_no_run_is_a_usage_error(runs: dict[str, Path], tmp_path: Path) -> None:
     status, output = diff(runs["old"], tmp_path)
     assert status == 2
-    assert "result.json" in output
+    assert "holds no run" in output

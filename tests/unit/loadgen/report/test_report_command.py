@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
 import typer
 from synthetic_run import Plan, write_run
 from typer.testing import CliRunner
@@ -38,6 +40,27 @@ def test_it_reports_a_killed_run(tmp_path: Path) -> None:
     assert status == 0
     assert "INVALID" in output
     assert not read_result(tmp_path / "result.json").valid
+
+
+@pytest.mark.parametrize("left_out", [("samples",), ("samples", "blocks", "run.json")])
+def test_where_the_samples_are_not_kept_the_result_stays_what_it_was(tmp_path: Path, left_out: tuple[str, ...]) -> None:
+    """As in a published folder: analysed without its samples the run would be invalid, and overwritten as that."""
+    write_run(tmp_path, Plan(pairs=2))
+    run(str(tmp_path))
+    first = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    for name in left_out:
+        path = tmp_path / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert run(str(tmp_path))[0] == 0
+    for name in ("result.json", "report.html", "summary.md"):
+        assert (tmp_path / name).read_bytes() == first[name], name
+
+
+def test_of_a_matrix_one_run_must_be_named(tmp_path: Path) -> None:
+    for name in ("http-fp32", "http-uint8"):
+        write_run(tmp_path / name, Plan(pairs=2))
+    status, output = run(str(tmp_path))
+    assert (status, "holds several runs; give one of its folders: http-fp32, http-uint8" in output) == (1, True)
 
 
 def test_a_directory_without_a_run_gets_one_sentence(tmp_path: Path) -> None:
