@@ -62,6 +62,10 @@ def calibrate(
     except CalibrationError as exc:
         errors.print(f"error: {exc}", style="bold red", markup=False)
         raise typer.Exit(EXIT_FAILED) from exc
+    except OSError as exc:
+        remedy = "set TMPDIR to a folder with some hundred MB of room"
+        errors.print(f"error: no temporary files: {exc.strerror or exc}; {remedy}", style="bold red", markup=False)
+        raise typer.Exit(EXIT_FAILED) from exc
     print_calibration(calibration, Console(stderr=json_file == "-", highlight=False), stored)
     write_json(calibration, json_file)
 

@@ -139,7 +139,15 @@ def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | Non
     if state.error is not None:
         errors.print(f"error: {state.error}", style="bold red", soft_wrap=True, markup=False)
     result = analyse(out)
-    write_reports(out, result)
+    try:
+        write_reports(out, result)
+    except OSError as exc:  # a full disk: what was measured is still shown
+        remedy = f"free some space, then: abserve report {out}"
+        errors.print(
+            f"error: no reports: {exc.strerror or exc}; {remedy}", style="bold red", soft_wrap=True, markup=False
+        )
+        print_result(result, console)
+        return EXIT_INVALID, result
     print_result(result, console)
     if state.state == "interrupted":
         errors.print(f"interrupted; finished blocks are in {out}", style="bold yellow", soft_wrap=True, markup=False)

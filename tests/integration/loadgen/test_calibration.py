@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -106,3 +108,20 @@ def test_other_batch_sizes_are_interpolated(tmp_path: Path) -> None:
     assert ceiling_images_per_s(calibration, "http", "fp32", 8, processes=3) == pytest.approx(3000.0)
     write_calibration(calibration, tmp_path / "deep" / "c.json")
     assert read_calibration(tmp_path / "deep" / "c.json") == calibration
+
+
+WITHOUT_ROOM = """
+import resource, sys
+from loadgen.entry import main
+sys.argv = ["abserve", "calibrate", "--quick", "--transports", "http", "--payloads", "fp32"]
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+main()
+"""
+
+
+def test_a_full_temporary_folder_is_one_sentence() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_ROOM], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "error: no temporary files: " in done.stderr
+    assert "set TMPDIR to a folder with some hundred MB of room" in done.stderr

@@ -1,0 +1,36 @@
+"""A run is over and its folder is full: what was measured is said all the same, and how to get the reports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from synthetic_run import Plan, write_run
+
+FULL = """
+import resource, sys
+from pathlib import Path
+import loadgen.run.runner
+from loadgen.commands.compare import run_and_report
+from loadgen.records.run import RunState
+from loadgen.storage.stored_run import read_run
+out = Path(sys.argv[1])
+loadgen.run.runner.run_experiment = lambda *_: RunState(state="finished", phase="finished")  # it has run already
+experiment = read_run(out).experiment
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+status, result = run_and_report(experiment, out)
+print("status", status, result.valid)
+"""
+
+
+def test_the_result_is_shown_and_the_remedy_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Plan(pairs=4))
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(folder)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"error: no reports: File too large; free some space, then: abserve report {folder}" in done.stderr
+    assert "single" in done.stdout
+    assert "status 1 " in done.stdout.splitlines()[-1] + " "
+    assert not (folder / "report.html").exists()
