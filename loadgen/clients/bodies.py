@@ -10,7 +10,7 @@ import numpy as np
 import tritonclient.http as triton_http
 
 from loadgen.clients.endpoint import Signature
-from loadgen.clients.http import Exchange
+from loadgen.clients.exchange import Exchange, one_line
 from loadgen.clients.inputs import Array, InputError, SampleInputs
 from loadgen.clients.requests import Address, Request, request_head
 
@@ -118,4 +118,4 @@ def failure_message(exchange: Exchange) -> str:
         words = str(document["error"])
     except (ValueError, KeyError, TypeError):  # of msgspec, and of what is no UTF-8
         words = bytes(exchange.body[:80]).decode("utf-8", "replace")
-    return f"HTTP {exchange.status}: {' '.join(words.split())[:300]}"
+    return f"HTTP {exchange.status}: {one_line(words)}"

@@ -8,6 +8,15 @@ GRPC_STATUS = 1000
 """Added to a gRPC status, so that it cannot be taken for an HTTP status: OK is 1000, UNAVAILABLE 1014."""
 
 
+_MOST_WORDS = 300
+
+
+def one_line(words: str) -> str:
+    """A server's own words as they go into records and onto terminals: one line, no control characters, not long."""
+    line = " ".join(words.split())[:_MOST_WORDS]
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line)
+
+
 class ConnectionRefused(Exception):  # noqa: N818 (an outcome that callers branch on, named after ECONNREFUSED)
     """No connection could be made; nothing was sent."""
 

@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from urllib.parse import unquote
 
 from loadgen.clients import hpack
-from loadgen.clients.exchange import GRPC_STATUS, ConnectionRefused, Exchange
+from loadgen.clients.exchange import GRPC_STATUS, ConnectionRefused, Exchange, one_line
 from loadgen.clients.http2 import Http2Connection, Http2Error
 from loadgen.clients.requests import AddressError
 
@@ -192,4 +192,4 @@ class GrpcConnection:
         exchange.status = GRPC_STATUS + code
         exchange.first_byte_ns = exchange.response_bytes = 0
         exchange.body = memoryview(b"")
-        exchange.failure = f"gRPC {name}: {' '.join(words.split())[:300]}"
+        exchange.failure = f"gRPC {name}: {one_line(words)}"

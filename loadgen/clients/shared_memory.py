@@ -24,7 +24,7 @@ import numpy.typing as npt
 import tritonclient.http as triton_http
 from tritonclient.utils import triton_to_np_dtype
 
-from loadgen.clients.exchange import ConnectionRefused, Exchange
+from loadgen.clients.exchange import ConnectionRefused, Exchange, one_line
 from loadgen.clients.http import HttpConnection
 from loadgen.clients.requests import Address, Request, request_head
 
@@ -223,7 +223,7 @@ class SharedMemoryConnection:
         document = {"key": f"/{region.name}", "offset": 0, "byte_size": region.byte_size}
         exchange = self._http.send(self._post(region, "register", msgspec.json.encode(document)))
         if exchange.status != 200:
-            words = exchange.failure or bytes(exchange.body[:300]).decode("utf-8", "replace")
+            words = exchange.failure or one_line(bytes(exchange.body).decode("utf-8", "replace"))
             raise ConnectionRefused(
                 f"{self._address.url} registers no shared memory ({exchange.status}: {words}); a native server needs "
                 "--allow-shared-memory, and the load generator must run on the server's machine"

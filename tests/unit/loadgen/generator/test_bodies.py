@@ -100,5 +100,10 @@ def test_a_failed_answer_tells_the_servers_own_words() -> None:
     with pytest.raises(AnswerError, match=r"^HTTP 503: the queue is full$"):
         parse_answer(answer(503, b'{"error": "the  queue\\nis full"}'))
     assert failure_message(answer(502, b"<html>bad gateway")) == "HTTP 502: <html>bad gateway"
+    assert (
+        failure_message(answer(400, b'{"error": "\\u001b]0;title\\u0007\\u0000"}'))
+        == "HTTP 400: \ufffd]0;title\ufffd\ufffd"
+    )
+    assert failure_message(answer(400, b'{"error": "\xe4"}')) == 'HTTP 400: {"error": "\ufffd"}'
     with pytest.raises(AnswerError, match="cannot be read"):
         parse_answer(answer(200, b"not json"))
