@@ -62,6 +62,15 @@ def _verdict(one: ComparisonChange) -> str:
     return f"{words[0]} → {words[1]}" if one.verdict_changed else words[1]
 
 
+def missing_lines(found: RunDifference) -> list[str]:
+    """What has no change with an interval, and why: those with the same reason together."""
+    groups: dict[str, list[str]] = {}
+    for one in found.comparisons:
+        if one.reason is not None:
+            groups.setdefault(one.reason, []).append(f"{METRICS[one.metric].title} in {one.scenario}")
+    return [f"{', '.join(names)}: {reason}" for reason, names in groups.items()]
+
+
 def environment_lines(found: RunDifference) -> list[str]:
     """What differs, by name."""
     return [f"{one.name}: {_short(one.old)} → {_short(one.new)}" for one in found.differences]
@@ -99,8 +108,7 @@ def print_difference(found: RunDifference, console: Console) -> None:
             previous = one.scenario
         console.print(table)
     _print_list(console, "Other verdicts", [_verdict_line(one) for one in rows if one.verdict_changed])
-    reasons = dict.fromkeys(one.reason for one in found.comparisons if one.reason)
-    _print_list(console, "Not compared (?)", [reason for reason in reasons if reason])
+    _print_list(console, "Not compared", missing_lines(found))
     _print_list(console, "What differs", environment_lines(found))
     for caveat in found.caveats:
         console.print(Text(caveat, style="yellow"))
@@ -129,6 +137,9 @@ def render_difference(found: RunDifference) -> str:
         parts.append("\n".join(f"> {escape(caveat)}" for caveat in found.caveats))
     if rows := difference_rows(found):
         parts.append(make_table(HEADINGS, rows, right=RIGHT))
+    if missing := missing_lines(found):
+        parts.append("## Not compared")
+        parts.append("\n".join(f"- {escape(line)}" for line in missing))
     if lines := environment_lines(found):
         parts.append("## What differs")
         parts.append("\n".join(f"- {escape(line)}" for line in lines))
