@@ -18,13 +18,25 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from servers.contract.errors import InternalError
-from servers.engines.interface import Engine, pipeline_of
+from servers.engines.interface import Engine, Pipeline, pipeline_of
 from servers.native.entries import Entry, EntryQueue, Signal, distribute
-from servers.native.pipelining import FAILED, PipelinedBatches, pipeline_in_use
+from servers.native.pipelining import FAILED, PipelinedBatches
 from servers.native.staging import Staging
 from servers.native.statistics import Statistics
 
 log = structlog.get_logger("abserve.batcher")
+
+
+def pipeline_in_use(engine: Engine, *, wanted: bool) -> Pipeline | None:
+    """The loaded engine's pipeline, None where it has none, or is not to be used."""
+    pipeline = pipeline_of(engine) if wanted else None
+    return pipeline if pipeline is not None and pipeline.slots > 1 else None
+
+
+def batch_slots(engine: Engine, *, wanted: bool) -> int | None:
+    """How many batches are under way at once; None for an engine that could do no more than one."""
+    offered = pipeline_in_use(engine, wanted=True)
+    return None if offered is None else offered.slots if wanted else 1
 
 
 class Batcher:
@@ -38,12 +50,16 @@ class Batcher:
         queue_size: int,
         statistics: Statistics,
         on_complete: Callable[[Sequence[Entry]], None],
+        on_broken: Callable[[], None],
         pipeline: bool = True,
     ) -> None:
+        """`on_broken` is called once, in the engine thread, when the engine cannot execute anything any more."""
         self._max_batch_size = max_batch_size
         self._max_queue_delay_ns = max_queue_delay_ns
         self._statistics = statistics
         self._on_complete = on_complete
+        self._on_broken = on_broken
+        self._broken = False
         self._pipeline = pipeline  # use the engine's, where it has one
         self._queue = EntryQueue(queue_size)
         self._held: Entry | None = None  # taken from the queue, did not fit the last batch
@@ -89,6 +105,7 @@ class Batcher:
                     self._max_queue_delay_ns,
                     self._statistics,
                     self._on_complete,
+                    lambda: self._look_into(engine),
                 ).run()
                 return
             slots = pipeline_of(engine)
@@ -157,6 +174,8 @@ class Batcher:
             for entry in entries:
                 entry.outputs = None
                 entry.error = InternalError(FAILED)
+            self._on_complete(entries)
+            self._look_into(engine)
         else:
             self._statistics.record_execution(
                 rows,
@@ -165,7 +184,18 @@ class Batcher:
                 inferred_ns - gathered_ns,
                 end_ns - inferred_ns,
             )
-        self._on_complete(entries)
+            self._on_complete(entries)
+
+    def _look_into(self, engine: Engine) -> None:
+        """After a batch that failed: was it the batch, or the engine? A lost GPU fails every batch from then on."""
+        if self._broken:
+            return
+        try:
+            engine.warm_up([1])
+        except Exception:
+            log.exception("the engine is broken: it cannot execute zeros any more")
+            self._broken = True
+            self._on_broken()
 
     def _fetch(self, claimed: Sequence[Entry]) -> Sequence[Entry]:
         """Those whose inputs can be read; the others are answered."""

@@ -21,6 +21,8 @@ class RequestDecoder:
     def __init__(self, specification: ModelSpecification, settings: DecodingSettings, queue_size: int) -> None:
         self.settings = settings
         self.pending = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._queue_size = queue_size
         self._files = specification.inputs[0].name
         self._pixels = specification.executed.inputs[0].name
@@ -34,6 +36,7 @@ class RequestDecoder:
         if self.pending >= self._queue_size:
             raise QueueFullError(f"Exceeds maximum queue size of {self._queue_size} requests")
         self.pending += 1
+        self._idle.clear()
         decoding = self._decoder.start(inputs[self._files])
         remaining_s = None if deadline_ns is None else max(0.0, (deadline_ns - time.perf_counter_ns()) / 1e9)
         try:
@@ -44,8 +47,18 @@ class RequestDecoder:
             raise RequestExpiredError("Request timeout expired") from None
         finally:
             self.pending -= 1
+            if not self.pending:
+                self._idle.set()
             decoding.cancel()  # nothing is left to cancel unless this fails
         return {self._pixels: decoding.pixels}
+
+    async def idle(self, seconds: float) -> bool:
+        """Returns when no request is in here; False if that took longer."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
         """End the threads."""

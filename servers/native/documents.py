@@ -18,7 +18,7 @@ CUDA_MEMORY_EXTENSION = "cuda_shared_memory"
 _REPOSITORY_STATES = {
     State.LOADING: ("LOADING", ""),
     State.READY: ("READY", ""),
-    State.FAILED: ("UNAVAILABLE", "load failed"),
+    State.FAILED: ("UNAVAILABLE", "failed"),
     State.UNLOADED: ("UNAVAILABLE", "unloaded"),
     State.STOPPING: ("UNLOADING", ""),
 }

@@ -2,7 +2,7 @@
 
     ContractError
     ├── UnavailableError
-    │   ├── NotReadyError        loading, or load failed
+    │   ├── NotReadyError        loading, or failed
     │   ├── QueueFullError       the bounded queue is full
     │   ├── RequestExpiredError  its timeout passed while it was queued
     │   │   └── CallDeadlineError    its gRPC call's own deadline did

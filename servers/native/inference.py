@@ -18,12 +18,11 @@ from servers.contract.signature import ModelSignature
 from servers.engines.interface import Engine, EngineDescription
 from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
-from servers.native.batcher import Batcher
+from servers.native.batcher import Batcher, batch_slots
 from servers.native.decoder import RequestDecoder
 from servers.native.entries import EXPIRED, Entry
 from servers.native.errors import SHUTTING_DOWN, NotReadyError, RequestExpiredError, ShuttingDownError
 from servers.native.loading import load_engine
-from servers.native.pipelining import batch_slots
 from servers.native.responses import response_of, writes_to_device
 from servers.native.statistics import RequestTimes, Statistics
 from servers.native.waiters import FutureWaiter, answered_in_place, wake_all
@@ -34,7 +33,7 @@ _DELAY_THREADS = 256
 
 
 class State(Enum):
-    """Where the served model stands; only READY answers inference requests."""
+    """Where the served model stands; only READY answers inference requests. FAILED: to load, or ever since a batch."""
 
     LOADING = "loading"
     READY = "ready"
@@ -81,7 +80,7 @@ class InferenceService:
         self.batching = batching
         self.added_delay_ms = added_delay_ms
         self.statistics = Statistics(batching.max_batch_size)
-        self.description: EngineDescription | None = None  # set once, before the state becomes READY
+        self.description: EngineDescription | None = None  # set before the state becomes READY, None once unloaded
         self.batch_slots: int | None = None  # likewise; None for an engine without a pipeline
         self.decoding = decoding if specification.payload == "jpeg" else None
         self._decoder = (
@@ -147,8 +146,11 @@ class InferenceService:
             await self._finish()
 
     async def _finish(self) -> None:
-        if not await asyncio.to_thread(self._batcher.stop, UNLOAD_SECONDS):
+        ends = time.perf_counter() + UNLOAD_SECONDS
+        decoded = self._decoder is None or await self._decoder.idle(UNLOAD_SECONDS)  # it is on its way to the queue
+        if not decoded or not await asyncio.to_thread(self._batcher.stop, max(0.0, ends - time.perf_counter())):
             raise UnavailableError(f"model '{self.signature.name}' still finishes accepted requests, try again")
+        self.description = self.batch_slots = None  # nothing is in effect any more
 
     def stop(self, timeout: float) -> bool:
         """Execute what is queued, then free the engine; blocks. False if that took longer than `timeout` seconds."""
@@ -273,6 +275,12 @@ class InferenceService:
         self._tell(self._settled.set)
         return engine
 
+    def _broken(self) -> None:
+        """In the engine thread: whoever supervises the server learns by its end, or by its not being ready."""
+        if self._state is State.READY:
+            self._state = State.FAILED
+            self._tell(self._on_failure)
+
     def _tell(self, callback: Callable[[], object]) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):
@@ -286,5 +294,6 @@ class InferenceService:
             queue_size=batching.queue_size,
             statistics=self.statistics,
             on_complete=self._hand_over,
+            on_broken=self._broken,
             pipeline=batching.pipeline,
         )

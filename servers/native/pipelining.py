@@ -29,7 +29,7 @@ import structlog
 
 from servers.contract.errors import ContractError, InternalError
 from servers.contract.tensors import Array
-from servers.engines.interface import Engine, Pipeline, pipeline_of
+from servers.engines.interface import Pipeline
 from servers.native.entries import EXPIRED, Entry, EntryQueue, Signal, distribute
 from servers.native.errors import RequestExpiredError
 from servers.native.statistics import Statistics
@@ -37,18 +37,6 @@ from servers.native.statistics import Statistics
 log = structlog.get_logger("abserve.batcher")
 
 FAILED = "inference failed on the server, its log has the cause"
-
-
-def pipeline_in_use(engine: Engine, *, wanted: bool) -> Pipeline | None:
-    """The loaded engine's pipeline, None where it has none, or is not to be used."""
-    pipeline = pipeline_of(engine) if wanted else None
-    return pipeline if pipeline is not None and pipeline.slots > 1 else None
-
-
-def batch_slots(engine: Engine, *, wanted: bool) -> int | None:
-    """How many batches are under way at once; None for an engine that could do no more than one."""
-    offered = pipeline_in_use(engine, wanted=True)
-    return None if offered is None else offered.slots if wanted else 1
 
 
 @dataclass(slots=True)
@@ -76,19 +64,23 @@ class PipelinedBatches:
         max_queue_delay_ns: int,
         statistics: Statistics,
         on_complete: Callable[[Sequence[Entry]], None],
+        on_failed_batch: Callable[[], None],
     ) -> None:
+        """`on_failed_batch` is called in the engine thread after one, when nothing is in flight or in a slot."""
         self._pipeline = pipeline
         self._queue = entries
         self._max_batch_size = max_batch_size
         self._max_queue_delay_ns = max_queue_delay_ns
         self._statistics = statistics
         self._on_complete = on_complete
+        self._on_failed_batch = on_failed_batch
         self._staging = [pipeline.staging(slot) for slot in range(pipeline.slots)]
         self._submitted: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the four below
+        self._lock = threading.Lock()  # guards the five below
         self._free = deque(range(pipeline.slots))
         self._executing = 0
         self._collected = 0
+        self._failed = False  # a batch has, and nobody has looked into it yet
         self._listening = False  # the engine thread waits at the queue for what the other one does
 
     def run(self) -> None:
@@ -109,8 +101,13 @@ class PipelinedBatches:
             closed = self._drain(waiting) or closed
             with self._lock:
                 collected, busy = self._collected, self._executing > 0
-                if batch is None and waiting and self._free:
+                failed = self._failed
+                if batch is None and waiting and self._free and not failed:
                     batch = _Batch(self._free.popleft())
+            if failed and batch is None and not busy:
+                self._on_failed_batch()
+                self._failed = False
+                continue
             if batch is not None:
                 self._fill(batch, waiting)
                 remaining_ns = self._remaining_ns(batch, busy=busy, last=closed and not waiting)
@@ -215,6 +212,7 @@ class PipelinedBatches:
             _fail(batch)
             self._on_complete(batch.entries)
             entries = []
+            self._failed = True
         batch.submitted_ns = time.perf_counter_ns()
         with self._lock:
             if not entries:
@@ -254,8 +252,9 @@ class PipelinedBatches:
             self._free.append(batch.slot)
             self._executing -= 1
             self._collected += 1
+            self._failed = self._failed or outputs is None
             listening, self._listening = self._listening, False
-        if listening:
+        if listening or outputs is None:
             self._queue.wake()
         if outputs is not None:
             try:

@@ -3,6 +3,7 @@
 Loading lasts until the file FOLDER/load exists, each batch until FOLDER/infer exists. A first value of 666 makes the
 engine raise, 13 makes it answer NaN for that row alone; otherwise a row is answered with itself. If FOLDER/pipeline
 exists the engine takes a second batch while it executes one, and notes in FOLDER/events what happened in which order.
+From the moment that FOLDER/dead exists it raises for everything, as after the loss of its device.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ class ControlledEngine:
 
     def warm_up(self, batch_sizes: Sequence[int]) -> None:
         self._null.warm_up(batch_sizes)
+        self._assert_alive()
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         self._wait("infer")
+        self._assert_alive()
         outputs = dict(self._null.infer(inputs))
         if (outputs["y"] == 666).any():
             raise RuntimeError("planted failure with /a/secret/path")
@@ -74,6 +77,10 @@ class ControlledEngine:
 
     def close(self) -> None:
         (self._folder / "closed").touch()
+
+    def _assert_alive(self) -> None:
+        if (self._folder / "dead").exists():
+            raise RuntimeError("planted: the device is lost")
 
     def _wait(self, name: str) -> None:
         (self._folder / f"{name}-reached").touch()

@@ -152,6 +152,35 @@ def test_a_load_that_fails_ends_the_process_with_the_reason(controlled):
     assert "Traceback" not in log
 
 
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_server_whose_engine_is_lost_answers_that_and_ends(controlled, pipelined):
+    """A lost GPU fails every batch from then on: a server that stays ready would be sent requests for ever."""
+    server = controlled("--pipeline", "true", "--max-queue-delay-us", "0")
+    server.open("load", "infer", *["pipeline"] * pipelined)
+    server.wait_ready()
+    assert server.infer([666.0] * 4).status == 500  # of that request alone
+    assert server.infer([1.0] * 4).status == 200
+    server.open("dead")
+    assert server.infer([1.0] * 4).status == 500
+    assert server.process.wait(20) == 1
+    assert "the engine is broken" in log_of(server)
+
+
+def test_a_lost_engine_of_a_server_that_loads_on_demand_can_be_loaded_again(controlled):
+    server = controlled("--allow-model-control", "true")
+    server.open("load", "infer")
+    server.wait_ready()
+    for action in ("unload", "load"):
+        assert server.request("POST", f"/v2/repository/models/rows/{action}").status == 200
+    server.open("dead")
+    assert server.infer([1.0] * 4).status == 500
+    server.wait_until(lambda: server.status("/v2/health/ready") == 503, "not ready")
+    assert server.infer([1.0] * 4).status == 503
+    (server.folder / "dead").unlink()
+    assert server.request("POST", "/v2/repository/models/rows/load").status == 200
+    assert server.infer([1.0] * 4).status == 200
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -25,6 +25,7 @@ def test_unload_and_load_with_tritonclient(controlled, kind):
     client.unload_model("rows")
     client.unload_model("rows")
     assert (server.folder / "closed").exists()
+    assert json.loads(server.request("GET", "/gpu-info").body)["runtime"] is None  # nothing executes any more
     assert not client.is_server_ready()
     assert not client.is_model_ready("rows")
     refused = server.infer([5.0] * 4)

@@ -31,6 +31,13 @@ class Engine:
         self.batches: list[Array] = []
         self.given: list[Array] = []
         self.closed = False
+        self.checks = 0
+        self.dead = False
+
+    def warm_up(self, batch_sizes: Sequence[int]) -> None:
+        self.checks += 1
+        if self.dead:
+            raise RuntimeError("planted: the device is lost")
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         self.reached.release()
@@ -68,6 +75,11 @@ class PipelinedEngine(Engine):
 
     def staging(self, slot: int) -> Mapping[str, Array]:
         return {"x": self.memory[slot]}
+
+    def warm_up(self, batch_sizes: Sequence[int]) -> None:
+        assert self.in_flight == [0, 0]  # it uses slot 0
+        self.memory[0][: max(batch_sizes)] = 0
+        super().warm_up(batch_sizes)
 
     def submit(self, slot: int, count: int) -> None:
         assert not self.in_flight[slot], "the slot is still the engine's"
@@ -115,12 +127,14 @@ class Harness:
         self.engine = PipelinedEngine(max_batch_size) if pipelined else Engine()
         self.statistics = Statistics(max_batch_size)
         self.calls: list[int] = []
+        self.broken = threading.Semaphore(0)
         self.batcher = Batcher(
             max_batch_size=max_batch_size,
             max_queue_delay_ns=delay_us * 1000,
             queue_size=queue_size,
             statistics=self.statistics,
             on_complete=self._complete,
+            on_broken=self.broken.release,
             pipeline=pipeline,
         )
         self.batcher.start(lambda: self.engine)  # type: ignore[arg-type,return-value]

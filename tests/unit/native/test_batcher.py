@@ -105,6 +105,23 @@ def test_a_failing_batch_fails_its_own_requests_only(harness, bad):
 
 
 @BOTH
+def test_an_engine_that_can_execute_nothing_any_more_is_told_once(harness):
+    harness.engine.gate.set()
+    with pytest.raises(InternalError):
+        harness.answer(harness.submit([666]))
+    assert harness.answer(harness.submit([1])) == [1]
+    assert harness.engine.checks == 1
+    assert not harness.broken.acquire(blocking=False)  # it was the batch
+    harness.engine.dead = True
+    for _ in range(2):
+        with pytest.raises(InternalError):
+            harness.answer(harness.submit([666]))
+    assert harness.broken.acquire(timeout=10)
+    assert harness.batcher.stop(10)  # what else there was to tell has been told
+    assert not harness.broken.acquire(blocking=False)
+
+
+@BOTH
 def test_stop_executes_what_is_queued_and_refuses_the_rest(harness):
     harness.occupy()
     entries = [harness.submit([value] * 5) for value in (1, 2, 3)]

@@ -10,13 +10,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from servers.contract.records import InferRequest, InputTensor
 from servers.contract.tensors import Array
+from servers.engines.null import NullEngine
+from servers.engines.settings import EngineSettings
 from servers.models.corpus import jpeg_paths
 from servers.models.image_decoder import DecodingSettings
 from servers.models.preprocessing import ImageError
 from servers.models.registry import get_variant
 from servers.native.decoder import RequestDecoder
 from servers.native.errors import QueueFullError, RequestExpiredError
+from servers.native.inference import BatchingSettings, InferenceService, State
 
 JPEG = get_variant("openclip_vit_b32", "jpeg")
 
@@ -64,6 +68,34 @@ def test_no_more_wait_than_the_queue_holds(decoder: RequestDecoder, gate: thread
         await asyncio.gather(*waiting)
         assert decoder.pending == 0
         await decoder.decode(GOOD, None)
+
+    asyncio.run(run())
+
+
+def test_unloading_finishes_requests_whose_images_are_still_decoded() -> None:
+    async def run() -> None:
+        service = InferenceService(
+            JPEG, lambda: NullEngine(JPEG.executed, EngineSettings("null")), BatchingSettings(max_queue_delay_us=0)
+        )
+        service.start(lambda: None)
+        while not service.ready:
+            await asyncio.sleep(0.001)
+        assert service._decoder is not None
+        gate = threading.Event()
+        for _ in range(service._decoder.settings.thread_count):
+            service._decoder._decoder._threads.submit(gate.wait)
+        images = InputTensor("image", "BYTES", (1, 1), GOOD["image"])
+        accepted = asyncio.create_task(service.infer(InferRequest("", (images,))))
+        while not service.pending:
+            await asyncio.sleep(0)
+        unloading = asyncio.create_task(service.unload())
+        while service.state is not State.UNLOADED:
+            await asyncio.sleep(0)
+        gate.set()
+        answer = await accepted
+        assert answer.outputs[0].data.shape == (1, 512)
+        await unloading
+        service.stop(10)
 
     asyncio.run(run())
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servers.contract.errors import InternalError, InvalidRequestError
+from servers.native.batcher import batch_slots, pipeline_in_use
 from servers.native.errors import QueueFullError, RequestExpiredError
-from servers.native.pipelining import batch_slots, pipeline_in_use
 
 
 def wait_until(condition, what):
