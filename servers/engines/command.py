@@ -93,7 +93,10 @@ def engine(
             "batches": [asdict(result) for result in results],
             **({} if profiled is None else profiled.as_document()),
         }
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2) + b"\n")
+        try:
+            json.write_bytes(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2) + b"\n")
+        except OSError as exc:
+            _fail(f"cannot write {json}: {exc.strerror or exc}", exc)
 
 
 def _measure(

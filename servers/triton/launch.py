@@ -23,6 +23,7 @@ from servers.triton.ports import assert_free
 from servers.triton.repository import PlacedModel, Repository, lay_out
 from servers.triton.settings import TritonSettings, resolve_engine
 from servers.triton.shared_memory import assert_space, new_prefix, region_bytes, remove_abandoned_regions
+from servers.triton.temporary_folders import remove_abandoned_folders
 from servers.triton.wheel import Wheel, assert_environment, find_wheel
 
 STUB_TIMEOUT_SECONDS = 300
@@ -62,6 +63,7 @@ def prepare(
     wheel = find_wheel(announce=announce)
     engine = resolve_engine(settings.engine)
     remove_abandoned_regions()
+    remove_abandoned_folders()
     shared_bytes = max(region_bytes(model.specification, engine.max_batch_size) for model in models)
     assert_space(shared_bytes * len(models))
     repository = lay_out(

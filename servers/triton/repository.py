@@ -63,8 +63,27 @@ def lay_out(
 ) -> Repository:
     """Write everything anew under `folder`. `engine` has nothing left to choose (see `settings.resolve_engine`).
 
-    Raises `TritonUnavailableError` where `folder` holds anything that is not ours: a repository serves all it finds.
+    Raises `TritonUnavailableError` where `folder` cannot be written, or holds anything that is not ours: a repository
+    serves all it finds.
     """
+    try:
+        return _written(folder, wheel, placed, weights, weights_text, engine, batching, decoding)
+    except OSError as exc:
+        raise TritonUnavailableError(
+            f"cannot write the working folder {folder}: {exc.strerror or exc}; give another one with --work-dir"
+        ) from exc
+
+
+def _written(
+    folder: Path,
+    wheel: Wheel,
+    placed: Sequence[PlacedModel],
+    weights: WeightsSource,
+    weights_text: str,
+    engine: EngineSettings,
+    batching: BatchingSettings,
+    decoding: DecodingSettings,
+) -> Repository:
     _claim(folder)
     models, backends, libraries = folder / "models", folder / "backends", folder / "lib"
     for path in (models, backends, libraries):

@@ -18,11 +18,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
 from servers.launch_plan import LaunchPlan
-from servers.triton.errors import TritonDiedError
+from servers.triton.errors import TritonDiedError, TritonUnavailableError
 from servers.triton.shared_memory import remove_regions
 
 STUB_NAME = "triton_python_backend_stub"
@@ -42,17 +43,19 @@ class TritonProcess:
     """A tritonserver that this process started. Not thread-safe."""
 
     def __init__(self, plan: LaunchPlan, log_file: Path) -> None:
-        """Start it at once; its whole output goes to `log_file`, which is written anew."""
+        """Start it at once; its whole output goes to `log_file`, which is written anew.
+
+        Raises `TritonUnavailableError` where that cannot be written.
+        """
         self._plan = plan
         self._log_file = log_file
-        log_file.parent.mkdir(parents=True, exist_ok=True)
         libc = ctypes.CDLL(None)
 
         def end_with_parent() -> None:
             # A supervisor that is killed cannot stop its server: the kernel does it instead.
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
-        with log_file.open("wb") as log:
+        with _opened(log_file) as log:
             self._process = subprocess.Popen(
                 plan.argv,
                 env={**os.environ, **plan.env},
@@ -153,6 +156,16 @@ class TritonProcess:
                     if child.pid not in self._stubs and child.name().startswith(STUB_NAME[:15]):
                         self._stubs[child.pid] = child
         return list(self._stubs.values())
+
+
+def _opened(log_file: Path) -> BinaryIO:
+    try:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        return log_file.open("wb")
+    except OSError as exc:
+        raise TritonUnavailableError(
+            f"cannot write {log_file}: {exc.strerror or exc}; give another place with --log-file"
+        ) from exc
 
 
 def region_prefixes(argv: Sequence[str]) -> Iterator[str]:

@@ -63,6 +63,14 @@ def test_a_former_launchs_models_are_gone(
     assert [path.name for path in repository.models.iterdir()] == [specification.name]
 
 
+def test_a_folder_that_cannot_be_written_is_told_in_one_sentence(
+    tmp_path: Path, interpreter: Interpreter, specification: ModelSpecification
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TritonUnavailableError, match=r"cannot write .*/file/work: Not a directory; .* --work-dir"):
+        laid_out(tmp_path / "file" / "work", interpreter, specification)
+
+
 def test_a_folder_with_other_files_is_refused_and_kept(
     tmp_path: Path, interpreter: Interpreter, specification: ModelSpecification
 ) -> None:

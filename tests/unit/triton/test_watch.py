@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from servers.launch_plan import LaunchPlan
-from servers.triton.errors import TritonDiedError
+from servers.triton.errors import TritonDiedError, TritonUnavailableError
 from servers.triton.watch import TritonProcess, region_prefixes, relevant_lines
 
 LOG = """\
@@ -77,6 +77,14 @@ def test_not_ready_in_time(tmp_path: Path) -> None:
     server = TritonProcess(plan("import time; time.sleep(60)"), tmp_path / "log")
     with server, pytest.raises(TritonDiedError, match="not ready after 0 s"):
         server.wait_ready(0.2)
+
+
+def test_a_log_that_cannot_be_written_is_told_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        TritonUnavailableError, match=r"cannot write .*/file/log: .*; give another place with --log-file"
+    ):
+        TritonProcess(plan("pass"), tmp_path / "file" / "log")
 
 
 def test_asked_to_end_while_loading(tmp_path: Path) -> None:
