@@ -39,10 +39,13 @@ def _judge(
     runtime: Mapping[str, Any], placement: Mapping[str, Any], config: Mapping[str, Any], thresholds: Thresholds
 ) -> Judgement:
     nodes = placement.get("ep_nodes")
+    params = placement.get("params_by_device")
+    for counts in (nodes, params):
+        if isinstance(counts, Mapping) and any(_number(count) is None for count in counts.values()):
+            return "unknown", None, "the server's counts are no numbers"
     if isinstance(nodes, Mapping) and nodes:
         return _from_nodes(nodes, placement, thresholds)
     canary = runtime.get("canary")
-    params = placement.get("params_by_device")
     if isinstance(params, Mapping) and params:
         return _from_parameters(params, canary if isinstance(canary, Mapping) else None)
     if placement.get("result") == "cpu":
@@ -53,8 +56,8 @@ def _judge(
 
 
 def _from_nodes(nodes: Mapping[str, Any], placement: Mapping[str, Any], thresholds: Thresholds) -> Judgement:
-    on_gpu = sum(int(nodes.get(name) or 0) for name in GPU_PROVIDERS)
-    on_cpu = sum(int(count or 0) for name, count in nodes.items() if name not in GPU_PROVIDERS)
+    on_gpu = sum(int(nodes.get(name, 0)) for name in GPU_PROVIDERS)
+    on_cpu = sum(int(count) for name, count in nodes.items() if name not in GPU_PROVIDERS)
     share = _number(placement.get("cpu_time_ratio"))
     others = placement.get("cpu_non_shape_ops")
     counts = f"{on_gpu} nodes on the GPU, {on_cpu} on the CPU"
@@ -73,8 +76,8 @@ def _from_nodes(nodes: Mapping[str, Any], placement: Mapping[str, Any], threshol
 
 
 def _from_parameters(params: Mapping[str, Any], canary: Mapping[str, Any] | None) -> Judgement:
-    on_gpu = sum(int(count or 0) for device, count in params.items() if str(device).startswith("cuda"))
-    on_cpu = sum(int(count or 0) for device, count in params.items() if not str(device).startswith("cuda"))
+    on_gpu = sum(int(count) for device, count in params.items() if str(device).startswith("cuda"))
+    on_cpu = sum(int(count) for device, count in params.items() if not str(device).startswith("cuda"))
     if on_gpu == 0:
         return "cpu", 1.0, "no parameter is on a CUDA device"
     if canary is None or _number(canary.get("kernel_count")) is None:
@@ -92,7 +95,8 @@ def _from_config(config: Mapping[str, Any]) -> Judgement:
     """Triton's configuration alone. Decides only for backends that honour the instance kind."""
     backend = str(config.get("backend") or config.get("platform") or "").partition("_")[0]
     groups = config.get("instance_group")
-    kinds = {str(g.get("kind", "KIND_AUTO")) for g in groups if isinstance(g, Mapping)} if groups else set()
+    listed = groups if isinstance(groups, list | tuple) else ()
+    kinds = {str(group.get("kind", "KIND_AUTO")) for group in listed if isinstance(group, Mapping)}
     if backend in GPU_ONLY_BACKENDS:
         return "gpu", 0.0, f"Triton's {backend} backend executes on a GPU or not at all"
     if backend == "python":

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
+from loadgen.analysis.checks.fairness.model_config import groups, whole
 from loadgen.clients.endpoint import Endpoint, EndpointError, Signature
 from loadgen.clients.transports import Door
 from loadgen.deployment.interface import Deployment
@@ -123,11 +124,12 @@ def effective_settings(config: Mapping[str, Any] | None) -> dict[str, object]:
     batching = config.get("dynamic_batching")
     settings["dynamic_batching"] = isinstance(batching, Mapping)
     if isinstance(batching, Mapping):
-        delay = batching.get("max_queue_delay_microseconds", 0)
-        settings["max_queue_delay_us"] = int(delay) if str(delay).isdigit() else delay
-    groups = config.get("instance_group")
-    if isinstance(groups, list) and groups:
-        settings["instances"] = sum(int(group.get("count", 1)) for group in groups if isinstance(group, Mapping))
+        delay = whole(batching.get("max_queue_delay_microseconds", 0))
+        if delay is not None:
+            settings["max_queue_delay_us"] = delay
+    counts = [whole(group.get("count", 1)) for group in groups(config)]
+    if counts and None not in counts:
+        settings["instances"] = sum(count for count in counts if count is not None)
     return settings
 
 

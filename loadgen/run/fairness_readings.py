@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from loadgen.analysis.checks.fairness.model_config import mapping, whole
 from loadgen.clients.endpoint import EndpointError
 from loadgen.clients.requests import Address
 from loadgen.evidence.devices import own_devices, used_gpu
@@ -94,6 +95,10 @@ def _gpus(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> tuple[GpuC
 def as_condition(device: Mapping[str, Any]) -> GpuCondition:
     """One device of a `/gpu-info` document."""
     reasons, processes = device.get("clock_event_reasons"), device.get("processes")
+    reasons = reasons if isinstance(reasons, list | tuple) else None
+    pids = (
+        [whole(mapping(process).get("pid")) for process in processes] if isinstance(processes, list | tuple) else None
+    )
     return GpuCondition(
         uuid=device.get("uuid"),
         name=device.get("name"),
@@ -101,5 +106,5 @@ def as_condition(device: Mapping[str, Any]) -> GpuCondition:
         sm_clock_hertz=device.get("sm_clock_hertz"),
         temperature_celsius=device.get("temperature_celsius"),
         clock_event_reasons=None if reasons is None else tuple(map(str, reasons)),
-        pids=None if processes is None else tuple(int(process["pid"]) for process in processes),
+        pids=None if pids is None else tuple(pid for pid in pids if pid is not None),
     )

@@ -15,6 +15,7 @@ from loadgen.analysis.checks.fairness.model_config import (
     mapping,
     some,
     untold,
+    whole,
 )
 from loadgen.analysis.checks.outcome import Check, CheckName, make_check
 from loadgen.records.run import ArmRecord, Cell
@@ -22,6 +23,10 @@ from loadgen.records.run import ArmRecord, Cell
 DEFAULT_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 """What Triton's tensorrt backend captures, with the largest batch, where nothing says otherwise and nothing is
 batched dynamically."""
+
+
+_MOST_SIZES = 4096
+"""Beyond it nobody has a graph of each."""
 
 
 def check_graphs(arm: ArmRecord, cells: Sequence[Cell]) -> list[Check]:
@@ -57,7 +62,7 @@ def _graph_sizes(arm: ArmRecord, cells: Sequence[Cell]) -> Check:
         detail = f"{letter(arm)} asks for no graphs by batch size"
         return make_check(CheckName.GRAPH_SIZES, True, threshold=threshold, detail=detail)
     captured = captured_sizes(arm.model_config)
-    largest = int(arm.model_config.get("max_batch_size") or 1)  # type: ignore[call-overload]  # JSON's number
+    largest = _largest(arm.model_config)
     wanted = {cell.batch_size for cell in cells if cell.batch_size <= largest}
     if any(cell.concurrency > 1 for cell in cells):
         wanted |= set(range(1, largest + 1))
@@ -73,18 +78,22 @@ def captured_sizes(config: Mapping[str, Any]) -> set[int]:
     larger graph; without `graph_spec` it captures 1, the preferred sizes and the largest, and where nothing is batched
     dynamically a list of its own."""
     specs = listed(mapping(mapping(config.get("optimization")).get("cuda")).get("graph_spec"))
-    largest = int(config.get("max_batch_size") or 1)
+    largest = _largest(config)
     if not specs:
         batching = config.get("dynamic_batching")
         if isinstance(batching, Mapping):
-            return {1, *(int(size) for size in listed(batching.get("preferred_batch_size"))), largest}
+            return {1, *filter(None, map(whole, listed(batching.get("preferred_batch_size")))), largest}
         return {size for size in DEFAULT_GRAPH_SIZES if size <= largest} | {largest}
     sizes: set[int] = set()
-    for spec in specs:
-        size = int(spec.get("batch_size", 1))
-        bound = spec.get("graph_lower_bound")
-        sizes |= set(range(int(bound.get("batch_size", size)) if isinstance(bound, Mapping) else size, size + 1))
+    for spec in map(mapping, specs):
+        size = min(whole(spec.get("batch_size", 1)) or 1, _MOST_SIZES)
+        lowest = whole(mapping(spec.get("graph_lower_bound")).get("batch_size", size))
+        sizes |= set(range(size if lowest is None else lowest, size + 1))
     return sizes
+
+
+def _largest(config: Mapping[str, Any]) -> int:
+    return min(whole(config.get("max_batch_size")) or 1, _MOST_SIZES)
 
 
 def _preferred_sizes(arm: ArmRecord) -> Check:
@@ -94,7 +103,7 @@ def _preferred_sizes(arm: ArmRecord) -> Check:
     sizes = listed(mapping(arm.model_config.get("dynamic_batching")).get("preferred_batch_size"))
     profiles = max((len(listed(group.get("profile"))) for group in groups(arm.model_config)), default=0)
     limit = arm.in_effect.get("max_batch_size")
-    beyond = [size for size in sizes if isinstance(limit, int) and int(size) > limit]
+    beyond = [size for size in sizes if isinstance(limit, int) and (whole(size) or 0) > limit]
     meant = backend_of(arm) == "tensorrt" and profiles > 1
     filled_in = sizes == [limit]  # what Triton itself writes into a configuration that prefers none
     ok = not sizes or filled_in or (meant and not beyond)

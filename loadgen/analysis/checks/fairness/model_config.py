@@ -37,6 +37,14 @@ def backend_of(arm: ArmRecord) -> str:
     return str(config.get("backend") or str(config.get("platform") or "").partition("_")[0])
 
 
+def whole(value: object) -> int | None:
+    """A number from 0, also as text, which is how protobuf's JSON writes 64 bits; None for anything else: somebody
+    else's server may answer anything."""
+    if isinstance(value, str) and value.isdecimal() and len(value) < 19:
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
 def mapping(value: object) -> Mapping[str, Any]:
     """Empty where there is none."""
     return value if isinstance(value, Mapping) else {}

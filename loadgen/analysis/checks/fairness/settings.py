@@ -18,6 +18,7 @@ from loadgen.analysis.checks.fairness.model_config import (
     listed,
     some,
     untold,
+    whole,
 )
 from loadgen.analysis.checks.outcome import Check, CheckName, make_check
 from loadgen.experiment.schedule import load_cells
@@ -46,39 +47,40 @@ def check_settings(experiment: Experiment, arms: Sequence[ArmRecord], cores: int
 
 
 def _batch_limit(arm: ArmRecord, cells: Sequence[Cell]) -> Check:
-    limit = arm.in_effect.get("max_batch_size")
+    limit = whole(arm.in_effect.get("max_batch_size"))
     asked = max((cell.batch_size for cell in cells), default=1)
-    known = isinstance(limit, int)
     return make_check(
         CheckName.BATCH_LIMIT,
-        asked <= max(int(str(limit)), 1) if known else None,
+        None if limit is None else asked <= max(limit, 1),
         value=asked,
-        threshold=limit if isinstance(limit, int) else None,
+        threshold=limit,
         detail=f"{letter(arm)} takes batches up to {limit}; the largest that is asked for is {asked}"
-        if known
+        if limit is not None
         else f"{letter(arm)} does not tell its largest batch",
     )
 
 
 def _serial_queue_delay(arm: ArmRecord, cells: Sequence[Cell]) -> Check:
-    delay = arm.in_effect.get("max_queue_delay_us")
-    limit = arm.in_effect.get("max_batch_size")
+    delay = _number(arm.in_effect.get("max_queue_delay_us"))
+    limit = whole(arm.in_effect.get("max_batch_size"))
     serial = [
         cell.name
         for cell in cells
-        if cell.concurrency == 1 and not cell.is_open and not (isinstance(limit, int) and cell.batch_size >= limit)
+        if cell.concurrency == 1 and not cell.is_open and not (limit is not None and cell.batch_size >= limit)
     ]
     batched = arm.in_effect.get("dynamic_batching")
     if delay is None and batched is not False:
         return make_check(
             CheckName.SERIAL_QUEUE_DELAY, None, threshold=0, detail=f"{letter(arm)} does not tell its queue delay"
         )
-    waits = isinstance(delay, int | float) and delay > 0 and bool(serial)
+    waits = delay is not None and delay > 0 and bool(serial)
     told = (
-        f"{letter(arm)}'s queue delay is {delay:,} µs" if delay is not None else f"{letter(arm)} has no dynamic batcher"
+        f"{letter(arm)}'s queue delay is {delay:,.0f} µs"
+        if delay is not None
+        else f"{letter(arm)} has no dynamic batcher"
     )
     detail = f"{told}, and in {some(serial)} nobody else's request can come" if waits else told
-    return make_check(CheckName.SERIAL_QUEUE_DELAY, not waits, value=_number(delay), threshold=0, detail=detail)
+    return make_check(CheckName.SERIAL_QUEUE_DELAY, not waits, value=delay, threshold=0, detail=detail)
 
 
 def _tf32(arm: ArmRecord) -> Check:
@@ -121,7 +123,7 @@ def _model_warm_up(arm: ArmRecord) -> Check:
         detail = f"{letter(arm)} warms its engine before it is ready"
         return make_check(CheckName.MODEL_WARM_UP, True, threshold=threshold, detail=detail)
     steps = listed(config.get("model_warmup"))
-    sizes = sorted({int(step.get("batch_size", 0)) for step in steps if isinstance(step, Mapping)})
+    sizes = sorted({whole(step.get("batch_size")) or 0 for step in steps if isinstance(step, Mapping)})
     detail = f"{letter(arm)}: model_warmup of the batch sizes {some([str(size) for size in sizes])}"
     if not sizes:
         detail = f"{letter(arm)} has no model_warmup: its first request of each batch size is slow, in a cold start too"

@@ -244,3 +244,38 @@ def test_readings_are_taken_from_here(tmp_path: Path) -> None:
     assert read_governors(tmp_path / "none") is None
     assert connect_ms(Address.parse("http://127.0.0.1:1")) is None
     json.dumps(msgspec.to_builtins(conditions()))
+
+
+ODD: tuple[Any, ...] = (None, "x", "12", -1, 1.5, True, [], {}, [None], {"a": None}, 10**20)
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every key and index of a document."""
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    return [found for key, child in children for found in ((*path, key), *places(child, (*path, key)))]
+
+
+def replaced(node: Any, path: tuple[Any, ...], value: Any) -> Any:
+    copy = json.loads(json.dumps(node))
+    target = copy
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    return copy
+
+
+def test_a_configuration_in_which_anything_is_anything_fails_nothing() -> None:
+    """Of somebody else's server: what makes no sense is not told."""
+    whole = {
+        **TENSORRT,
+        "parameters": NATIVE["parameters"],
+        "optimization": ONNX["optimization"] | TENSORRT["optimization"],
+    }
+    for path in places(whole):
+        for value in ODD:
+            check_before_load(EXPERIMENT, [native(), arm(replaced(whole, path, value))], None, 2)
+
+
+def test_a_queue_delay_that_is_no_number_is_not_told() -> None:
+    odd = {**ONNX, "dynamic_batching": {"max_queue_delay_microseconds": "soon"}}
+    assert found(arm(odd), "serial_queue_delay").ok is None

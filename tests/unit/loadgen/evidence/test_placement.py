@@ -69,3 +69,11 @@ def test_from_tritons_configuration(config: dict[str, Any], result: str) -> None
 def test_the_device_in_use_is_named() -> None:
     info = {"runtime": {"kind": "tensorrt", "used_device_uuid": "GPU-1"}}
     assert judge_placement(info, None, DEFAULT_THRESHOLDS).used_device_uuid == "GPU-1"
+
+
+@pytest.mark.parametrize("counts", [{"ep_nodes": {"CUDAExecutionProvider": 9, "CPUExecutionProvider": "x"}},
+                                    {"params_by_device": {"cuda:0": 9, "cpu": None}}])  # fmt: skip
+def test_counts_that_are_no_numbers_are_never_taken_for_none(counts: dict[str, Any]) -> None:
+    assert (
+        judge_placement(runtime("torch", {"kernel_count": 9}, **counts), None, DEFAULT_THRESHOLDS).result == "unknown"
+    )
