@@ -55,9 +55,9 @@ def _batches(statistics: Statistics) -> dict[int, int]:
     entries = statistics.get("batch_stats")
     found: dict[int, int] = {}
     for entry in entries if isinstance(entries, list) else []:
-        size, count = entry.get("batch_size"), _value(entry, "compute_infer", "count")
+        size = entry.get("batch_size") if isinstance(entry, Mapping) else None
         if isinstance(size, int):
-            found[size] = count
+            found[size] = _value(entry, "compute_infer", "count")
     return found
 
 

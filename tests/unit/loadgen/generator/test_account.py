@@ -42,4 +42,7 @@ def test_the_native_servers_own_stages_are_taken_where_they_are() -> None:
 
 def test_missing_counters_are_no_crash() -> None:
     assert stage_totals({}, {"inference_count": 3}).items == 3
+    assert stage_totals({}, {"batch_stats": [None, "x", {"batch_size": 2, "compute_infer": {"count": 3}}]}).batches == {
+        2: 3
+    }
     assert requests_seen(statistics(10)) == 11
