@@ -29,7 +29,7 @@ from servers.export.file_form import OPSETS, PLAIN, PRECISIONS, FileForm
 from servers.export.manifest import Manifest, ParityMeasurement, package_versions, read_manifest
 from servers.export.onnx import write_onnx
 from servers.export.parity import assert_parity, cosine_threshold, measure_parity
-from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256
+from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256, remove_abandoned
 from servers.models.specification import ModelSpecification
 from servers.models.weights import CheckpointWeights, WeightsSource
 
@@ -115,6 +115,7 @@ def ensure_artefact(
         raise ExportError(f"unknown operators {form.operators!r}; use one of: {', '.join(OPSETS)}")
     folder = artefact_folder(root, specification, weights, form)
     with _exclusive(folder):
+        remove_abandoned(folder)
         progress("looking for an up-to-date artefact")
         found = None if force else find_artefact(root, specification, weights, form)
         return found or _make(specification, weights, form, folder, progress)

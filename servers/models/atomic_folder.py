@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -41,6 +43,14 @@ def atomic_folder(final: Path, needed_bytes: int = 0) -> Iterator[Path]:
         raise _wrapped(exc, final) from exc
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def remove_abandoned(final: Path) -> None:
+    """Remove what writers of `final` that were killed have left beside it. Nobody may be writing it meanwhile."""
+    left = re.compile(rf"\.{re.escape(final.name)}\.[a-z0-9_]{{8}}\.(part|old)")  # as mkdtemp names them
+    for path in final.parent.glob(f".{glob.escape(final.name)}.*"):
+        if left.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def file_sha256(path: Path) -> str:

@@ -70,7 +70,11 @@ def test_an_artefact_is_made_once_and_again_only_for_a_reason(
     assert first.made_now
     assert "exporting to ONNX" in steps
     assert files_under(tmp_path) == WHOLE
+    of_a_killed_export = tmp_path / "small/.random-0.0a1b2c3d.part"
+    of_a_killed_export.mkdir()
+    (of_a_killed_export / "model.onnx").touch()
     assert not ensure_artefact(model, weights, tmp_path).made_now
+    assert files_under(tmp_path) == WHOLE
     assert ensure_artefact(model, weights, tmp_path, force=True).made_now
     assert ensure_artefact(replace(model, version="2"), weights, tmp_path).made_now
     with first.path.open("ab") as file:
