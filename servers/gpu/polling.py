@@ -65,6 +65,7 @@ class GpuPolling:
         self._last_sample_us: dict[str, int] = {}
         self._last_pcie: dict[tuple[str, str], float] = {}
         self._permanent: set[tuple[str, str]] = set()
+        self._known: dict[str, DeviceState] = {}  # by UUID; its counters outlast a loss
         self.state = GpuState(status="error")
 
     def poll(self) -> None:
@@ -79,6 +80,7 @@ class GpuPolling:
             for name, seconds in (("drain", DRAIN_EVERY_S), ("edge", EDGE_EVERY_S)):
                 if due[name]:
                     self._next_ns[name] = start_ns + int(seconds * 1e9)
+            self._known = {device.identity.uuid: device for device in devices}
         good = self._connection.status == "ok" and bool(devices) and all(device.values for device in devices)
         status = self._connection.status if self._connection.status != "ok" or good else "error"
         self.state = replace(
@@ -96,11 +98,14 @@ class GpuPolling:
         self._reader.close()
 
     def _connect(self) -> None:
-        before = {device.identity.uuid: device for device in self.state.devices}
         self._connection = self._reader.connect()
         self._next_ns = dict.fromkeys(self._next_ns, 0)
         self._last_sample_us.clear()
-        devices = tuple(before.get(identity.uuid, DeviceState(identity)) for identity in self._connection.devices)
+        self._last_pcie.clear()  # a driver that was loaded again counts from 0: that is no wrap
+        devices = tuple(
+            replace(self._known.get(identity.uuid, DeviceState(identity)), identity=identity)
+            for identity in self._connection.devices
+        )
         self.state = replace(self.state, devices=devices)
 
     def _update(self, device: DeviceState, due: Mapping[str, bool]) -> DeviceState:
@@ -142,7 +147,7 @@ class GpuPolling:
             now, before = values[name], self._last_pcie.get(key)
             self._last_pcie[key] = now
             if before is None:
-                totals[name] = 0.0
+                totals.setdefault(name, 0.0)
             else:
                 wrapped = 2.0**32 if before < 2**32 else 2.0**64
                 totals[name] = totals.get(name, 0.0) + (now - before if now >= before else now - before + wrapped)

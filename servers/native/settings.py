@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 ENV_PREFIX = "ABSERVE_NATIVE_"
@@ -71,3 +71,11 @@ class NativeSettings(BaseSettings):
     added_delay_ms: float = Field(
         0, ge=0, le=60_000, description="Test option: added to every answer without blocking anything."
     )
+
+    @field_validator("grpc_port")
+    @classmethod
+    def _own_port(cls, port: int, info: ValidationInfo) -> int:
+        """Neither door listens yet when both ports are tried, so that trying finds nothing."""
+        if port == info.data.get("http_port"):
+            raise ValueError("each door needs a port of its own, and this is --http-port")
+        return port

@@ -21,6 +21,7 @@ from servers.gpu.series import EdgeReading, Reading
 
 S = 1_000_000_000
 UUID = "GPU-5c719ed0-0000-0000-0000-000000000000"
+RECEIVED = "pcie_receive_bytes"
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -132,6 +133,8 @@ def test_a_lost_gpu_loses_its_series_and_comes_back(export: Any, clock: Clock) -
     poll_for(polling, clock, 10)
     after = scrape(exporter.port)
     assert value(after, "nvml_up") == 1
+    for counter in ("nvml_device_busy_seconds_total", "nvml_device_observed_seconds_total"):
+        assert value(after, counter, uuid=UUID) >= value(before, counter, uuid=UUID)
     assert value(after, "nvml_last_success_timestamp_seconds") >= value(before, "nvml_last_success_timestamp_seconds")
 
 
@@ -152,11 +155,23 @@ def test_wrapping_counters(clock: Clock, first: float, second: float, grown: flo
 
     class Wrapping(ScriptedReader):
         def reading(self, index: int) -> Reading:
-            return Reading(values={"pcie_receive_bytes": float(next(readings))})
+            return Reading(values={RECEIVED: float(next(readings))})
 
     polling = GpuPolling(Wrapping(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns)
     poll_for(polling, clock, 2)
-    assert polling.state.devices[0].pcie_bytes["pcie_receive_bytes"] == grown
+    assert polling.state.devices[0].pcie_bytes[RECEIVED] == grown
+
+
+def test_a_driver_that_counts_from_zero_again_has_not_moved_gigabytes(clock: Clock) -> None:
+    readings = iter([Reading({RECEIVED: 1e9}), Reading({RECEIVED: 1e9 + 5}), Reading(lost=True)])
+
+    class Reloaded(ScriptedReader):
+        def reading(self, index: int) -> Reading:
+            return next(readings, Reading({RECEIVED: 10.0}))
+
+    polling = GpuPolling(Reloaded(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns)
+    poll_for(polling, clock, 6)
+    assert polling.state.devices[0].pcie_bytes[RECEIVED] == 5
 
 
 @pytest.mark.parametrize("with_library", [True, False])

@@ -32,3 +32,10 @@ def test_a_contradiction_is_one_sentence_with_the_option():
     with pytest.raises(ValidationError) as caught:
         NativeSettings(queue_size=0)
     assert validation_sentence(caught.value) == "--queue-size: Input should be greater than or equal to 1, got 0"
+
+
+def test_two_doors_need_two_ports():
+    with pytest.raises(ValidationError) as caught:
+        NativeSettings(http_port=1234, grpc_port=1234)
+    sentence = "--grpc-port: Value error, each door needs a port of its own, and this is --http-port, got 1234"
+    assert validation_sentence(caught.value) == sentence
