@@ -62,6 +62,9 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         ramp_users=settings.ramp_users,
         pairs=settings.pairs,
     )
+    names = [cell.name for cell in cells]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise PlanError(f"two loads would both be called {twice}: give values that differ in their first six digits")
     if expects_gpu(a, b) and not any(cell.has_blocks for cell in cells):
         raise PlanError("where the model ran is proven by blocks of load: add one, as in --scenarios single,ramp")
     own_engines = has_own_engines(a, b, kind)

@@ -59,9 +59,9 @@ Lines = Annotated[tuple[str, ...], BeforeValidator(_one_or_more), REPEATED]
 
 
 class Settings(BaseModel):
-    """Immutable, and unknown keys are refused."""
+    """Immutable, and unknown keys are refused, and numbers that are none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ArmSettings(Settings):
@@ -125,7 +125,7 @@ class ExperimentSettings(Settings):
     )
     time_limit: float = Field(30.0, gt=0.0, description="Minutes of load after which --until decided ends undecided.")
     threads: int = Field(0, ge=0, description="Engine threads, the same for both; 0: all cores.")
-    seed: int = Field(0, description="Decides the order of the blocks.")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Decides the order of the blocks.")
     margin: float = Field(0.05, ge=0.001, le=1.0, description="Differences within it are equivalence.")
     gpu_control: bool = Field(
         True, description="With a GPU: run an arm on the CPU too, which must not pass for a GPU server."

@@ -103,6 +103,26 @@ def test_a_wrong_option_is_one_sentence_and_status_2(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--seed", "-3"], "--seed"),  # the generator's random numbers take none below 0
+        (["--rates", "5", "--open-seconds", "inf"], "--open-seconds inf: must be a finite number"),
+        (["--until", "decided", "--time-limit", "inf"], "--time-limit inf: must be a finite number"),
+        (["--rates", "20,20.000001"], "two loads would both be called poisson(20/s)"),
+        (["--slo-p99-ms", "50,50.0000001"], "two loads would both be called slo(p99≤50ms)"),
+    ],
+)
+def test_what_would_fail_in_the_middle_of_a_run_is_refused_before_it(
+    tmp_path: Path, options: list[str], words: str
+) -> None:
+    given = ["--a", "native", "--b", "native", *options, "--out", str(tmp_path / "x")]
+    done = CliRunner().invoke(build(), ["compare", *given], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert words in done.output
+    assert not (tmp_path / "x").exists()
+
+
 def test_the_forecast_learns() -> None:
     cells = make_cells("quick", ["single", "cold-start"], pairs=2)
     experiment = Experiment(
