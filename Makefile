@@ -61,4 +61,4 @@ repo: setup ## generate triton_model_repo/ again
 	@$(BIN)/abserve triton-repo $(ARGS)
 
 clean: ## remove the environment, artefacts and results
-	rm -rf $(VENV) .artefacts results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .artefacts results/* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -140,7 +140,7 @@ def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | Non
         errors.print(f"error: {state.error}", style="bold red", soft_wrap=True, markup=False)
     result = analyse(out)
     try:
-        write_reports(out, result)
+        report, *_ = write_reports(out, result)
     except OSError as exc:  # a full disk: what was measured is still shown
         remedy = f"free some space, then: abserve report {out}"
         errors.print(
@@ -149,6 +149,7 @@ def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | Non
         print_result(result, console)
         return EXIT_INVALID, result
     print_result(result, console)
+    console.print(f"report: {report}", soft_wrap=True, markup=False)
     if state.state == "interrupted":
         errors.print(f"interrupted; finished blocks are in {out}", style="bold yellow", soft_wrap=True, markup=False)
         return EXIT_INTERRUPTED, result

@@ -12,6 +12,7 @@ from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.spinner import Spinner
 from rich.text import Text
 
@@ -135,7 +136,10 @@ class RichProgress:
         self._unprinted = False
 
     def _say(self, text: str, style: str = "") -> None:
-        self._console.print(Text(f"       {text}", style=style), soft_wrap=True)
+        if self._console.is_terminal:
+            self._console.print(Padding(Text(text, style=style), (0, 0, 0, 7)))
+        else:  # a log has no width
+            self._console.print(Text(f"       {text}", style=style), soft_wrap=True)
 
 
 def _clock(seconds: float) -> str:

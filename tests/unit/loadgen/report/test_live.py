@@ -12,6 +12,7 @@ from synthetic_run import Plan, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.summaries import BlockSummary, summarise_blocks
+from loadgen.records.run import ColdStart
 from loadgen.report.live import ratio_line, ratio_table, track_of
 from loadgen.report.progress import RichProgress
 from loadgen.run.live_ratios import LiveRatio, LiveRatios
@@ -100,3 +101,16 @@ def test_a_terminal_keeps_the_table_and_a_log_has_a_line_a_pair(run: StoredRun, 
     lines = logged.getvalue().splitlines()
     assert sum("after 3 of 3 pairs" in line for line in lines) == len(run.experiment.cells) - 1
     assert sum("items/s" in line for line in lines) == len(run.blocks)
+
+
+def test_what_is_said_breaks_between_words_on_a_terminal_and_not_at_all_in_a_log() -> None:
+    words = " ".join(f"word{number}" for number in range(40))
+    failed = ColdStart(label="a", repetition=0, live_ns=None, ready_ns=None, first_answer_ns=None, error=words)
+    for terminal in (True, False):
+        shown = io.StringIO()
+        console = Console(file=shown, force_terminal=terminal, width=80, color_system=None)
+        RichProgress(console).cold_start_done(failed)
+        lines = shown.getvalue().splitlines()
+        assert (len(lines) > 3) == terminal
+        assert all(line.startswith("       ") for line in lines)
+        assert " ".join(shown.getvalue().split()) == f"A did not start: {words}"
