@@ -44,7 +44,6 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--drop-every", type=int, default=0, help="close without an answer, every Nth inference")
     parser.add_argument("--error-every", type=int, default=0, help="503, every Nth inference")
     parser.add_argument("--latin1", action="store_true", help="words of those 503 are no UTF-8")
-    parser.add_argument("--huge-every", type=int, default=0, help="an absurd Content-Length, every Nth inference")
     parser.add_argument("--good-first", type=int, default=0, help="inferences before any drop or error")
     parser.add_argument("--die-after", type=int, default=0, help="exit at once at the Nth inference")
     parser.add_argument("--wrong", action="store_true", help="another function altogether")
@@ -108,8 +107,7 @@ class FakeServer:
                 if answer is None:
                     return
                 status, extra, content = answer
-                text = f"HTTP/1.1 {status} X\r\n"
-                extra = {"Content-Length": str(len(content)), **extra}
+                text = f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n"
                 writer.write((text + "".join(f"{k}: {v}\r\n" for k, v in extra.items()) + "\r\n").encode() + content)
                 await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -175,8 +173,6 @@ class FakeServer:
             return None
         if number and settings.error_every and number % settings.error_every == 0:
             return 503, {}, b'{"error": "zu sp\xe4t"}' if settings.latin1 else b'{"error": "the queue is full"}'
-        if number and settings.huge_every and number % settings.huge_every == 0:
-            return 200, {"Content-Length": str(10**18)}, b""
         length = int(headers["inference-header-content-length"])
         shape = json.loads(body[:length])["inputs"][0]["shape"]
         pixels = np.frombuffer(body, dtype="<f4", offset=length).reshape(shape)

@@ -20,6 +20,7 @@ __all__ = ["ConnectionRefused", "Exchange", "HttpConnection"]
 
 _BUFFER_BYTES = 64 * 1024
 _MAX_HEAD_BYTES = 64 * 1024
+_MOST_BODY_BYTES = 2**31
 _BODILESS_STATUS = frozenset({204, 304})
 
 
@@ -152,8 +153,8 @@ class HttpConnection:
                 raise _AnswerError("malformed answer: unknown transfer encoding")
             self._receive_chunked(connection, exchange, head_end, filled)
         elif (length := _header(head, b"\r\ncontent-length:")) is not None:
-            if not length.isdigit():
-                raise _AnswerError("malformed answer: Content-Length is not a number")
+            if not length.isdigit() or len(length) > 10 or int(length) > _MOST_BODY_BYTES:
+                raise _AnswerError("malformed answer: Content-Length is not a number, or beyond all reason")
             self._receive_counted(connection, exchange, head_end, filled, int(length))
         else:
             self._receive_until_closed(connection, exchange, head_end, filled)
@@ -219,6 +220,8 @@ class HttpConnection:
                 raise _AnswerError("malformed answer: a chunk without a size") from None
             if size == 0:
                 break
+            if not 0 < size <= _MOST_BODY_BYTES:
+                raise _AnswerError("malformed answer: a chunk of an impossible size")
             if cursor + size + 2 > len(self._buffer):
                 self._grow(2 * (cursor + size + 2), filled)
             while filled < cursor + size + 2:

@@ -12,7 +12,7 @@ that gevent has patched. Not for several streams at once, nor for the internet: 
 from __future__ import annotations
 
 import socket
-from struct import Struct
+import struct
 
 from loadgen.clients import hpack
 
@@ -20,9 +20,9 @@ DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION =
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
 _HEADER_TABLE_SIZE, _ENABLE_PUSH, _INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 1, 2, 4, 5
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_FRAME = Struct(">HBBBI")
-_SETTING = Struct(">HI")
-_NUMBER = Struct(">I")
+_FRAME = struct.Struct(">HBBBI")
+_SETTING = struct.Struct(">HI")
+_NUMBER = struct.Struct(">I")
 _FRAME_BYTES = 9
 _WINDOW = 2**31 - 1
 _DEFAULT_WINDOW = 65_535
@@ -159,7 +159,10 @@ class Http2Connection:
                 break
             if not self._settled and kind != SETTINGS:
                 raise Http2Error("the server does not begin as HTTP/2 does")
-            self._take(kind, flags, stream & _WINDOW, self._view[start:end])
+            try:
+                self._take(kind, flags, stream & _WINDOW, self._view[start:end])
+            except (IndexError, struct.error) as exc:
+                raise Http2Error("the server sends frames that are too short for what they are") from exc
             place = end
         left = self._filled - place
         if place and left:

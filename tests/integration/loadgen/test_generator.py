@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -141,13 +142,31 @@ def test_an_error_in_another_encoding_is_an_error_and_not_a_lost_request(
     assert len(np.load(tmp_path / "0000.npy")) == 20
 
 
+FAULTY = """
+import sys
+sys.argv = sys.argv[:1]
+from loadgen.clients.http import HttpConnection
+from loadgen.generator.__main__ import main
+send, sent = HttpConnection.send, []
+def fail_at_the_sixth(self, request):
+    sent.append(request)
+    if len(sent) == 6:
+        raise RuntimeError("ours")
+    return send(self, request)
+HttpConnection.send = fail_at_the_sixth
+main()
+"""
+
+
 def test_a_fault_of_the_generator_cuts_the_block_instead_of_losing_the_request(
-    generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str]
+    tmp_path: Path, fake_url: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An answer that says it is as large as no memory."""
-    url = prepared(generator, tmp_path, fake_url("--huge-every", "5", "--good-first", "1"))
-    outcome = block(generator, url, tmp_path / "0000.npy", requests=20)
-    assert outcome.cut_reason is not None
-    assert outcome.cut_reason.startswith("the load generator failed: ")
-    assert "Error" in outcome.cut_reason
-    assert outcome.requests == 4
+    monkeypatch.setattr("loadgen.generator.process.OWN_MODULE", (sys.executable, "-c", FAULTY))
+    generator = GeneratorProcess(tmp_path / "generator.log")
+    try:
+        url = prepared(generator, tmp_path, fake_url())
+        outcome = block(generator, url, tmp_path / "0000.npy", requests=20)
+    finally:
+        generator.stop()
+    assert outcome.cut_reason == "the load generator failed: RuntimeError('ours')"
+    assert outcome.requests == 4, "beside the one that settles"

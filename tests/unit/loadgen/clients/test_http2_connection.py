@@ -246,6 +246,21 @@ def test_answers_that_are_none(scripted: Any, answer: bytes, failure: str) -> No
     assert exchange.failure == failure
 
 
+@pytest.mark.parametrize(("kind", "flags", "content"), [(8, 0, b""), (3, 0, b"\0"), (0, 8, b""), (7, 0, b"\0\0\0\1")])
+def test_a_frame_shorter_than_its_kind_allows_is_a_failure(
+    scripted: Any, kind: int, flags: int, content: bytes
+) -> None:
+    def script(peer: Peer) -> None:
+        peer.send(4, 0, 0)
+        stream = peer.message()[0]
+        peer.send(kind, flags, 0 if kind == 7 else stream, content[:3])
+        peer.stream.read()
+
+    exchange = ask(scripted(script))
+    assert (exchange.status, exchange.good) == (1014, False)
+    assert "frames that are too short" in (exchange.failure or "")
+
+
 def test_http_1_is_no_grpc(scripted: Any) -> None:
     def script(peer: Peer) -> None:
         peer.connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
