@@ -219,7 +219,7 @@ def _show(
             str(result.batch),
             "–" if result.execution_ns is None else f"{result.execution_ns / 1e6:.3f}",
             f"{result.call_ns / 1e6:.3f}",
-            f"{result.call_p99_ns / 1e6:.3f}",
+            "–" if result.call_p99_ns is None else f"{result.call_p99_ns / 1e6:.3f}",
             f"{result.images_per_second:,.{0 if result.images_per_second >= 100 else 2}f}",
             "–" if d.kind == "null" else f"{result.tflops:.3g}",
             "–" if result.share_of_matrix_product is None else f"{result.share_of_matrix_product:.0%}",
