@@ -10,7 +10,7 @@ from loadgen.evidence.devices import own_devices, used_gpu
 from loadgen.records.run import Experiment, Record
 
 Kind = Literal["machine", "gpu", "software", "load", "arm"]
-HOST = ("cpu_model", "cpu_count", "memory_bytes", "kernel", "architecture", "glibc", "os", "virtualisation", "python")
+HOST = ("cpu_model", "cpu_count", "kernel", "architecture", "glibc", "os", "virtualisation", "python")
 BINDING: frozenset[Kind] = frozenset(("machine", "gpu", "software", "load"))
 """Differences that refuse a comparison of two runs. Those of an arm are what one compares runs for."""
 
@@ -56,7 +56,12 @@ def _text(value: object) -> str | None:
 
 def _machine(result: Result) -> dict[str, str | None]:
     host = result.environment.host if result.environment else {}
-    return {name: _text(host.get(name)) for name in HOST}
+    return {name: _text(host.get(name)) for name in HOST} | {"memory": _memory(host.get("memory_bytes"))}
+
+
+def _memory(size: object) -> str | None:
+    """In GiB: what the kernel keeps for itself differs by some pages from boot to boot."""
+    return f"{size / 2**30:.0f} GiB" if isinstance(size, int | float) else None
 
 
 def _gpu(result: Result) -> dict[str, str | None]:

@@ -13,7 +13,7 @@ from synthetic_run import Plan, SimulatedArm, write_run
 from typer.testing import CliRunner
 
 from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import Result, encode_result
+from loadgen.analysis.result import Result, encode_result, read_result
 from loadgen.analysis.run_difference import compare_runs
 from loadgen.entry import build
 
@@ -107,6 +107,19 @@ def test_other_environments_are_refused_by_name_unless_told(runs: dict[str, Path
     status, output = diff(runs["old"], elsewhere, "--allow-different-environments")
     assert status == 0
     assert "a change need not come from an arm" in output
+
+
+@pytest.mark.parametrize(("pages", "refused"), [(40, ()), (2_000_000, ("memory",))])
+def test_memory_is_another_only_where_it_is_more_than_a_boot_changes(
+    runs: dict[str, Path], tmp_path: Path, pages: int, refused: tuple[str, ...]
+) -> None:
+    old = analyse(runs["old"])
+    assert old.environment is not None
+    size = old.environment.host["memory_bytes"]
+    assert isinstance(size, int)
+    host = old.environment.host | {"memory_bytes": size - 4096 * pages}
+    new = read_result(in_other_place(runs["again"], tmp_path / "booted.json", host=host))
+    assert compare_runs(old, new).refused == refused
 
 
 def test_another_load_is_another_environment_and_another_setting_of_an_arm_is_not(
