@@ -8,9 +8,8 @@ medians over many runs on changing random inputs, after warm-up.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from statistics import median
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from servers.contract.tensors import Array
 from servers.engines.interface import Engine
+from servers.engines.random_inputs import random_inputs
 from servers.models.specification import ModelSpecification
 
 ROTATION = 4
@@ -120,19 +120,6 @@ def _cosine(
     with np.errstate(invalid="ignore", divide="ignore"):
         cosines = (got * want).sum(1) / (np.linalg.norm(got, axis=1) * np.linalg.norm(want, axis=1))
     return float(cosines.min())
-
-
-def random_inputs(specification: ModelSpecification, batch: int, seed: int) -> Mapping[str, Array]:
-    """A batch as the engine takes it: uniform bytes, or standard normal values."""
-    generator = np.random.default_rng(seed)
-    inputs: dict[str, Array] = {}
-    for tensor in specification.inputs:
-        shape = (batch, *tensor.item_shape)
-        if tensor.dtype == np.uint8:
-            inputs[tensor.name] = np.frombuffer(generator.bytes(prod(shape)), np.uint8).reshape(shape)
-        else:
-            inputs[tensor.name] = generator.standard_normal(shape, np.float32).astype(tensor.dtype)
-    return inputs
 
 
 def matrix_tflops(device: str, precision: str) -> float | None:

@@ -17,6 +17,7 @@ import numpy as np
 from servers.contract.tensors import Array, TensorSpec
 from servers.engines.buckets import bucket_of
 from servers.engines.interface import EngineError
+from servers.engines.random_inputs import random_array
 
 NO_GRAPH = "-1"
 _RUNS_TO_CAPTURE = 3
@@ -108,7 +109,7 @@ class GraphExecution:
         options.add_run_config_entry("gpu_graph_id", NO_GRAPH)
         generator = np.random.default_rng(2)
         rows = min(3, self.buckets[-1])
-        batch = {t.name: _random(generator, (rows, *t.item_shape), t.dtype) for t in self._inputs}
+        batch = {t.name: random_array(generator, (rows, *t.item_shape), t.dtype) for t in self._inputs}
         names = [tensor.name for tensor in self._outputs]
         expected = self._session.run(names, batch, options)
         answers = self.infer(batch)
@@ -121,13 +122,6 @@ class GraphExecution:
                     "ONNX Runtime's CUDA graphs answer otherwise than the session without them "
                     f"(cosine {cosine.min():.6f}); use mode session"
                 )
-
-
-def _random(generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    if dtype == np.uint8:
-        return generator.integers(0, 256, shape, np.uint8)
-    values: Array = generator.standard_normal(shape, np.float32).astype(dtype)
-    return values
 
 
 def pin(array: Array) -> bool:

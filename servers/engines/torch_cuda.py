@@ -10,6 +10,7 @@ import torch
 from servers.contract.tensors import Array
 from servers.engines.canary import Canary, run_canary
 from servers.engines.interface import EngineError
+from servers.engines.random_inputs import random_array
 from servers.engines.torch_device import fp32_products
 from servers.engines.torch_towers import DeviceTower, fast_tower, own_tower
 from servers.engines.vit.graph_runner import GraphRunner
@@ -97,7 +98,7 @@ class CudaExecution:
         generator = np.random.default_rng(0)
         for slot in range(self.slots):
             array = self._runner.staging(slot)
-            array[:count] = _random_pixels(generator, array[:count].shape, array.dtype)
+            array[:count] = random_array(generator, array[:count].shape, array.dtype)
             self._runner.submit(count, slot)
             self._runner.collect(slot)
         return [round(time_us * 1e3) for time_us in self._runner.replay_us(count, repeats)]
@@ -135,12 +136,6 @@ def _proof(module: torch.nn.Module, specification: ModelSpecification, rows: int
     """Random input as it arrives, and what the model's own module makes of it in FP32 on the CPU."""
     own = module if specification.payload == "fp32" else UInt8Images(module, specification.preprocessing).eval()
     tensor = specification.inputs[0]
-    pixels = _random_pixels(np.random.default_rng(1), (rows, *tensor.item_shape), tensor.dtype)
+    pixels = random_array(np.random.default_rng(1), (rows, *tensor.item_shape), tensor.dtype)
     with torch.inference_mode():
         return pixels, own(torch.from_numpy(pixels)).clone()
-
-
-def _random_pixels(generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    if dtype == np.uint8:
-        return generator.integers(0, 256, shape, np.uint8)
-    return generator.standard_normal(shape, np.float32)

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from servers.engines.interface import Engine, EngineError
-from servers.engines.measurement import BatchMeasurement, random_inputs
+from servers.engines.measurement import BatchMeasurement
 from servers.engines.profiling.names import kernel_category, kernel_label, operator_category
 from servers.engines.profiling.records import (
     IDLE_ON_DEVICE,
@@ -24,6 +24,7 @@ from servers.engines.profiling.records import (
     summarised,
 )
 from servers.engines.profiling.timeline import add_busy_time, span_ns
+from servers.engines.random_inputs import random_inputs
 from servers.models.specification import ModelSpecification
 
 EXECUTIONS_ON_DEVICE, EXECUTIONS_ON_HOST = 20, 5
