@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import shutil
+import struct
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -126,16 +128,24 @@ def _exposure() -> Finding:
 def _public_listeners() -> set[int]:
     """Ports of TCP sockets that listen on another address than loopback, from /proc/net/tcp and tcp6."""
     ports = set()
-    for name, loopback in (("tcp", "0100007F"), ("tcp6", "00000000000000000000000001000000")):
+    for name in ("tcp", "tcp6"):
         path = Path("/proc/net") / name
         if not path.exists():
             continue
         for line in path.read_text().splitlines()[1:]:
             fields = line.split()
             address, _, port = fields[1].partition(":")
-            if fields[3] == "0A" and address != loopback:
+            if fields[3] == "0A" and not _is_loopback(address):
                 ports.add(int(port, 16))
     return ports
+
+
+def _is_loopback(address: str) -> bool:
+    """As the kernel writes it: words of 32 bits, each in the machine's byte order. gRPC listens on ::ffff:127.0.0.1."""
+    words = struct.unpack(f">{len(address) // 8}I", bytes.fromhex(address))
+    found = ipaddress.ip_address(struct.pack(f"={len(words)}I", *words))
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
 
 
 def _show(found: list[Finding]) -> None:

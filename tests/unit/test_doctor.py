@@ -43,6 +43,23 @@ def test_a_port_open_to_everybody_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert "native HTTP" in finding.detail
 
 
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [
+        ("0100007F", True),
+        ("0200007F", True),
+        ("00000000", False),
+        ("0100000A", False),  # 10.0.0.1
+        ("00000000000000000000000001000000", True),  # ::1
+        ("0000000000000000FFFF00000100007F", True),  # ::ffff:127.0.0.1, as gRPC listens on 127.0.0.1
+        ("0000000000000000FFFF00000100000A", False),
+        ("00000000000000000000000000000000", False),
+    ],
+)
+def test_which_addresses_are_reachable_from_outside(address: str, loopback: bool) -> None:
+    assert doctor._is_loopback(address) is loopback
+
+
 def test_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "MIN_FREE_BYTES", 2**70)
     assert not doctor._disk().ok
