@@ -15,6 +15,17 @@ CAPTION = (
 )
 
 
+NARROW_TITLE = "Open loops: lags in ms, own: the generator's part"
+NARROW = {0: "scenario", 1: "arm", 3: "due/s", 4: "done/s", 5: "in time", 6: "unsent", 8: "lag p99", 9: "max",
+          10: "own p99"}  # fmt: skip
+"""Of `rows`, by the number of the column: what 80 columns have room for, under shorter headings."""
+
+
+def narrow_rows(result: Result) -> list[tuple[str, ...]]:
+    """As NARROW."""
+    return [tuple(row[place] for place in NARROW) for row in rows(result)]
+
+
 def rows(result: Result) -> list[tuple[str, ...]]:
     """One an arm and open cell."""
     found = []

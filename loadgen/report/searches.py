@@ -14,8 +14,8 @@ from loadgen.report import search_tables as tables
 
 def print_searches(result: Result, console: Console) -> None:
     """A table for open loops, one for the searches and two for the ramps; nothing without any."""
-    if rows := open_loop_tables.rows(result):
-        _print("Open loops", open_loop_tables.HEADINGS, rows, console)
+    if rows := open_loop_tables.narrow_rows(result):
+        _print(open_loop_tables.NARROW_TITLE, tuple(open_loop_tables.NARROW.values()), rows, console)
     if rows := tables.rate_rows(result):
         _print("The highest rate within the bound", tables.RATE_HEADINGS, rows, console)
     if rows := tables.ramp_rows(result):

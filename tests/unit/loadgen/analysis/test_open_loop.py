@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import io
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 from synthetic_run import ORIGIN_NS, Plan, write_run
 
 from loadgen.analysis.analysis import analyse
@@ -21,6 +23,7 @@ from loadgen.records.run import BlockRecord, Cell
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.report.html import render_html
 from loadgen.report.markdown import render_markdown
+from loadgen.report.searches import print_searches
 
 MS = 1_000_000
 
@@ -199,6 +202,9 @@ def test_a_saturated_arm_is_a_result_with_its_capacity_and_no_latencies(tmp_path
     for document in (render_markdown(result), render_html(result)):
         assert "Open loops" in document
         assert "39.8" in document, "the achieved rate"
+    narrow = io.StringIO()
+    print_searches(result, Console(file=narrow, width=80, color_system=None))
+    assert "…" not in narrow.getvalue(), "eighty columns hold all of it"
     assert find(result, "send_lag").ok, "the lag is the server's doing"
 
 
