@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 SCHEMA = "abserve.engine/1"
 ENV = "ABSERVE_ENGINE_"
+QUIET_KINETO = "6"
+"""torch's profiler else calls it an error that a machine without a GPU has none."""
 _PICTURES = 16
 
 
@@ -69,6 +72,8 @@ def engine(
         source = parse_weights(specification.default_weights if weights is None else weights)
         sizes = _sizes(batches, device)
         settings = EngineSettings(kind, precision, mode, device, threads, _largest(sizes, max_batch_size))
+        if profile and not _on_gpu(device):  # torch reads it when it is imported
+            os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_KINETO)
         with console.status("loading and measuring"):
             description, matrix, load_seconds, results, profiled = _measure(
                 specification, source, settings, sizes, seconds, artefacts, profile
@@ -169,10 +174,7 @@ def _reference(specification: ModelSpecification, weights: WeightsSource) -> tup
 
 def _sizes(text: str, device: str) -> list[int]:
     if not text:
-        from servers.engines.processors import nvidia_device_present
-
-        on_gpu = device.startswith("cuda") or (device == "auto" and nvidia_device_present())
-        return [1, 2, 4, 8, 16, 32, 64, 128] if on_gpu else [1, 2, 4, 8]
+        return [1, 2, 4, 8, 16, 32, 64, 128] if _on_gpu(device) else [1, 2, 4, 8]
     try:
         sizes = [int(part) for part in text.split(",")]
     except ValueError:
@@ -180,6 +182,13 @@ def _sizes(text: str, device: str) -> list[int]:
     if not sizes or min(sizes) < 1:
         raise EngineError(f"--batches {text}: give whole numbers from 1 up, as in 1,8,32")
     return sizes
+
+
+def _on_gpu(device: str) -> bool:
+    """Before anything is loaded that could tell."""
+    from servers.engines.processors import nvidia_device_present
+
+    return device.startswith("cuda") or (device == "auto" and nvidia_device_present())
 
 
 def _largest(sizes: list[int], max_batch_size: int) -> int:

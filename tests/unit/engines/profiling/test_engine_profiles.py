@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -176,3 +179,14 @@ def test_no_figure_is_cut_on_a_narrow_terminal() -> None:
     assert table.count("2,000.0 (80%)") == len(batches)
     assert table.count("2,222.2") == len(batches)
     assert "…" not in table
+
+
+@pytest.mark.slow
+def test_torchs_profiler_reports_no_error_on_a_machine_without_a_gpu() -> None:
+    options = ["--engine", "torch", "--device", "cpu", "--batches", "1", "--seconds", "0.01", "--profile"]
+    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-m", "loadgen.entry", "engine", *options],
+        env=environment, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert done.stderr == ""
