@@ -142,6 +142,8 @@ class ColdStart(InferenceUser):
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]  # locust ships no usable types
 def _add_options(parser: Any) -> None:
     LoadOptions.add_to(parser)
+    # Locust's own default is every interface, for a page and a channel without a password.
+    parser.set_defaults(web_host="127.0.0.1", master_bind_host="127.0.0.1")
 
 
 @events.init.add_listener  # type: ignore[untyped-decorator]  # locust ships no usable types

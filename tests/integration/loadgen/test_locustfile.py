@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from loadgen.deployment.embedded import EmbeddedDeployment
-from tests.integration.loadgen.conftest import FAKE
+from loadgen.deployment.ports import PortReservation
+from tests.integration.loadgen.conftest import FAKE, await_true
 
 LOCUSTFILE = Path(__file__).parents[3] / "loadgen" / "scenarios.py"
 
@@ -184,3 +186,26 @@ def test_other_transports_and_payloads(tmp_path: Path, protocol: str) -> None:
     assert set(samples["status"]) == {1000 if protocol == "grpc" else 200}
     assert len(samples) / seconds > 0.5 * 8 / 0.2, "the users waited for each other"
     assert not list(Path("/dev/shm").glob("abserve-load-*"))
+
+
+def test_page_and_channel_listen_on_loopback_unless_told_otherwise(fake_url: Callable[..., str]) -> None:
+    """Neither has a password; Locust's own default is every interface."""
+    ports = PortReservation(2)
+    page, channel = ports.ports
+    options = ["--master", "--master-bind-port", str(channel), "--web-port", str(page)]
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", fake_url(), *options]
+    listening: dict[int, str] = {}
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+
+        def both_listen() -> bool:
+            assert process.poll() is None
+            found = psutil.Process(process.pid).net_connections("inet")
+            listening.update({one.laddr.port: one.laddr.ip for one in found if one.status == "LISTEN"})
+            return {page, channel} <= set(listening)
+
+        try:
+            await_true(both_listen, "the page and the channel")
+        finally:
+            process.terminate()
+            ports.release()
+    assert set(listening.values()) == {"127.0.0.1"}
