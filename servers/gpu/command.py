@@ -113,8 +113,9 @@ def _remote_info(url: str, model: str | None, log: Path | None, exporter: str | 
 
 def _get(url: str, *, optional: bool = False) -> bytes | None:
     """The body of a good answer. `optional`: None where the server answers, but has no such route."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as every other request to a server here
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
+        with direct.open(url, timeout=TIMEOUT_SECONDS) as answer:
             return bytes(answer.read())
     except urllib.error.HTTPError as exc:
         if optional and exc.code in (400, 404, 405):

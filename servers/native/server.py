@@ -55,6 +55,7 @@ class NativeServer(uvicorn.Server):
         """Listen, then load; meanwhile open the gRPC door, whose imports alone take a good part of a second."""
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
         names = ",".join(service.signature.name for service in self._models)
         log.info("listening", url=f"http://{host}:{port}", model=names)
         doors_open = threading.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -178,7 +179,11 @@ def site() -> Iterator[tuple[str, dict[str, str]]]:
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "loadgen.entry", "gpu-info", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "loadgen.entry", "gpu-info", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""},  # where nothing listens
     )
 
 
