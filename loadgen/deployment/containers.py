@@ -178,8 +178,14 @@ def find_container(service: str, project: str = PROJECT) -> ServiceContainer:
             client = docker.from_env(timeout=_ENGINE_SECONDS)
             client.ping()
     except DeploymentError as exc:
+        innermost = _innermost(exc)
+        if isinstance(innermost, PermissionError):
+            raise DeploymentError(
+                "this user may not use the Docker engine: sudo usermod -aG docker $USER, then log in again"
+            ) from exc
+        reason = innermost.strerror if isinstance(innermost, OSError) and innermost.strerror else exc
         raise DeploymentError(
-            f"no Docker engine answers ({exc}); start it, then {UP}; on a box without Docker leave --deployment out"
+            f"no Docker engine answers ({reason}); start it, then {UP}; on a box without Docker leave --deployment out"
         ) from exc
     with _translated():
         found = [
@@ -193,6 +199,13 @@ def find_container(service: str, project: str = PROJECT) -> ServiceContainer:
         raise DeploymentError(f"no container of the service {service} in the compose project {project}: {UP}")
     found.sort(key=lambda container: container.status != "running")
     return ServiceContainer(found[0], client)
+
+
+def _innermost(exc: BaseException) -> BaseException:
+    """What an exception goes back to, below the layers that wrapped it."""
+    while (below := exc.__cause__ or exc.__context__) is not None:
+        exc = below
+    return exc
 
 
 def wall_to_monotonic_ns() -> int:

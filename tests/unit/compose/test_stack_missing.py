@@ -6,6 +6,7 @@ import socket
 import sys
 from pathlib import Path
 
+import docker
 import msgspec
 import pytest
 from typer.testing import CliRunner
@@ -29,11 +30,23 @@ def test_without_an_engine_the_remedy_is_named_before_anything_is_prepared(tmp_p
     done = CliRunner().invoke(build(), ["compare", "--deployment", "compose", "--out", str(out)])
     assert done.exit_code == 1
     said = " ".join(done.output.split())
-    assert "no Docker engine answers" in said
+    assert "no Docker engine answers (Connection refused); start it" in said
     assert "docker compose up --detach --wait" in said
     assert "Traceback" not in said
     state = msgspec.json.decode((out / "run.json").read_bytes(), type=RunState)
     assert (state.state, state.phase) == ("failed", "starting")
+
+
+def test_an_engine_that_this_user_may_not_use_is_not_to_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(**_: object) -> None:
+        try:
+            raise PermissionError(13, "Permission denied")
+        except PermissionError as exc:
+            raise docker.errors.DockerException("Error while fetching server API version") from exc
+
+    monkeypatch.setattr(docker, "from_env", refused)
+    with pytest.raises(DeploymentError, match=r"may not use the Docker engine: sudo usermod -aG docker \$USER"):
+        ComposeDeployment("native")
 
 
 def test_without_the_sdk_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
