@@ -39,10 +39,8 @@ def test_without_an_engine_the_remedy_is_named_before_anything_is_prepared(tmp_p
 
 def test_an_engine_that_this_user_may_not_use_is_not_to_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(**_: object) -> None:
-        try:
-            raise PermissionError(13, "Permission denied")
-        except PermissionError as exc:
-            raise docker.errors.DockerException("Error while fetching server API version") from exc
+        below = PermissionError(13, "Permission denied")
+        raise docker.errors.DockerException("Error while fetching server API version") from below
 
     monkeypatch.setattr(docker, "from_env", refused)
     with pytest.raises(DeploymentError, match=r"may not use the Docker engine: sudo usermod -aG docker \$USER"):
