@@ -258,8 +258,8 @@ class _Bench:
         self._generator.open(command)
         self._sinks.held_ns()  # the settling request of this block, and everything before
         outcome = self._generator.go(command)
-        if outcome.errors or outcome.storage_error is not None:
-            message = outcome.storage_error or outcome.error_messages[0]
+        if outcome.errors or outcome.storage_error is not None or outcome.cut_reason is not None:
+            message = outcome.storage_error or next(iter(outcome.error_messages), outcome.cut_reason)
             raise GeneratorError(f"{outcome.errors} of {outcome.requests} requests failed ({message})")
         return outcome
 

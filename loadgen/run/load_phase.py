@@ -77,6 +77,8 @@ class LoadPhase:
                         f"warm-up of arm {label}: {outcome.errors} of {outcome.requests} requests failed "
                         f"({outcome.error_messages[0]}){arm.obituary()}"
                     )
+                if outcome.cut_reason is not None:
+                    raise LoadError(f"warm-up of arm {label} was cut short: {outcome.cut_reason}{arm.obituary()}")
 
     def run(
         self, blocks: Sequence[ScheduledBlock], forecast: Forecast, *, planned: int | None = None, last: bool = True

@@ -31,6 +31,22 @@ experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
 state = run_experiment(experiment, Path(sys.argv[1]), SilentProgress(), abserve=(sys.executable, sys.argv[2]))
 sys.exit({"finished": 0, "failed": 1, "interrupted": 130}[state.state])
 """
+_FAULTY = """
+import sys
+sys.argv = sys.argv[:1]
+from loadgen.clients.http import HttpConnection
+from loadgen.generator.__main__ import main
+send, sent = HttpConnection.send, []
+def fail_at_the_sixth(self, request):
+    sent.append(request)
+    if len(sent) == 6:
+        raise RuntimeError("ours")
+    return send(self, request)
+HttpConnection.send = fail_at_the_sixth
+main()
+"""
+FAULTY_GENERATOR = (sys.executable, "-c", _FAULTY)
+"""In place of the generator's command: a fault of its own at its sixth request."""
 T = TypeVar("T")
 
 

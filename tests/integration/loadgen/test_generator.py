@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from loadgen.clients.endpoint import Endpoint
 from loadgen.clients.inputs import write_synthetic
 from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
+from tests.integration.loadgen.conftest import FAULTY_GENERATOR
 
 
 @pytest.fixture
@@ -142,26 +142,10 @@ def test_an_error_in_another_encoding_is_an_error_and_not_a_lost_request(
     assert len(np.load(tmp_path / "0000.npy")) == 20
 
 
-FAULTY = """
-import sys
-sys.argv = sys.argv[:1]
-from loadgen.clients.http import HttpConnection
-from loadgen.generator.__main__ import main
-send, sent = HttpConnection.send, []
-def fail_at_the_sixth(self, request):
-    sent.append(request)
-    if len(sent) == 6:
-        raise RuntimeError("ours")
-    return send(self, request)
-HttpConnection.send = fail_at_the_sixth
-main()
-"""
-
-
 def test_a_fault_of_the_generator_cuts_the_block_instead_of_losing_the_request(
     tmp_path: Path, fake_url: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loadgen.generator.process.OWN_MODULE", (sys.executable, "-c", FAULTY))
+    monkeypatch.setattr("loadgen.generator.process.OWN_MODULE", FAULTY_GENERATOR)
     generator = GeneratorProcess(tmp_path / "generator.log")
     try:
         url = prepared(generator, tmp_path, fake_url())

@@ -25,7 +25,7 @@ from loadgen.run.preparation import PreparationError, export_artefacts
 from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import RunStore, StorageError
-from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment, stored
+from tests.integration.loadgen.conftest import FAKE_ABSERVE, FAULTY_GENERATOR, blocks, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
@@ -180,6 +180,15 @@ def test_a_server_that_only_fails_is_not_asked_for_ever(tmp_path: Path) -> None:
     assert "100 requests in a row failed" in state.error
     (record,) = [record for record in blocks(out) if record.label == "b"]
     assert record.error_messages == ("connection closed by the server without an answer",)
+
+
+def test_a_warm_up_that_the_generator_could_not_finish_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loadgen.generator.process.OWN_MODULE", FAULTY_GENERATOR)
+    state = run(make_experiment(), tmp_path / "run")
+    assert state.state == "failed"
+    assert state.error == "warm-up of arm a was cut short: the load generator failed: RuntimeError('ours')"
 
 
 def test_a_server_that_cannot_start_says_its_last_words(tmp_path: Path) -> None:
