@@ -46,7 +46,7 @@ def select(numbers: str | None) -> tuple[Case, ...]:
     chosen = tuple(case for case in CASES if case.number in wanted or str(case.order[0]) in wanted)
     known = {case.number for case in CASES} | {str(case.order[0]) for case in CASES}
     if unknown := sorted(wanted - known):
-        raise ValueError(
-            f"there is no case {', '.join(unknown)}; cases go from 1 to {CASES[-1].order[0]}, and --growth is 35"
-        )
+        last = CASES[-1].order[0]
+        known_elsewhere = f"16 is --fuzz N, and {last + 1} is --growth"
+        raise ValueError(f"there is no case {', '.join(unknown)}; cases go from 1 to {last}, {known_elsewhere}")
     return chosen

@@ -64,7 +64,11 @@ def test_help_names_every_command_that_is_not_hidden() -> None:
         (("export", "--precision", "int8"), 1, "there is no file in precision 'int8'; use one of: fp32, fp16"),
         (("export", "--payload", "jpeg"), 1, "export the payload uint8, which is what it executes"),
         (("triton-repo", "--out", "/proc/none"), 1, "error: cannot write /proc/none: "),
-        (("conformance", "--launch", "native", "--only", "35"), 2, "cases go from 1 to 34, and --growth is 35"),
+        (
+            ("conformance", "--launch", "native", "--only", "35"),
+            2,
+            "cases go from 1 to 34, 16 is --fuzz N, and 35 is --growth",
+        ),
     ],
 )
 def test_a_mistake_is_answered_by_a_sentence(arguments: tuple[str, ...], status: int, sentence: str) -> None:
