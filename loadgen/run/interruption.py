@@ -30,7 +30,7 @@ def interruptible() -> Iterator[None]:
         if not echo:
             raise KeyboardInterrupt
 
-    heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    heeded = [number for number in ENDING if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     previous = {number: signal.signal(number, interrupt) for number in heeded}
     try:
         yield
@@ -53,4 +53,5 @@ def uninterrupted() -> Iterator[None]:
 
 def _restore(previous: dict[signal.Signals, signal._HANDLER]) -> None:
     for number, handler in previous.items():
-        signal.signal(number, handler)
+        if handler is not None:  # one that was not set from Python cannot be set again from here
+            signal.signal(number, handler)
