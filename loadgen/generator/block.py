@@ -50,7 +50,7 @@ class Block:
             timeout_s=command.timeout_s, others=(settling,), first_user=command.first_user,
         )  # fmt: skip
         self._offsets_ns = _schedule(command)
-        self.pacer = Pacer(self.window) if self._offsets_ns else None
+        self.pacer = None if self._offsets_ns is None else Pacer(self.window)
         self._go = Event()
         self._users: list[BlockUser] = []
         self._obstacle: str | None = None
@@ -91,7 +91,7 @@ class Block:
             self.window.start(start_ns)
             self._go.set()
             if self.pacer is not None:
-                self.pacer.run(self._offsets_ns, start_ns, self._concurrency)
+                self.pacer.run(self._offsets_ns or (), start_ns, self._concurrency)
             self._runner.user_greenlets.join()
             cpu_ns = process_time_ns() - cpu_ns
         finally:
@@ -114,7 +114,7 @@ class Block:
             storage_error=self._storage_error,
             transport=self._traffic.door.transport,
             body_payload_bytes=tuple(request.payload_bytes for request in self._traffic.requests),
-            offered=len(self._offsets_ns) if self._offsets_ns else None,
+            offered=None if self._offsets_ns is None else len(self._offsets_ns),
             due_span_ns=self._offsets_ns[-1] - self._offsets_ns[0] if self._offsets_ns else None,
             late=self.window.late,
         )
@@ -182,10 +182,11 @@ class Block:
         return int(ordered[len(ordered) // 2])
 
 
-def _schedule(command: Open) -> list[int]:
-    """This worker's share of an open loop's schedule; empty in a closed loop."""
+def _schedule(command: Open) -> list[int] | None:
+    """This worker's share of an open loop's schedule, which is empty where there are more workers than requests; None
+    in a closed loop."""
     if command.arrivals == "closed" or command.rate_per_s is None:
-        return []
+        return None
     count = arrival_count(command.rate_per_s, command.requests, command.seconds, command.max_seconds)
     offsets = due_offsets_ns(command.arrivals, command.rate_per_s, count, command.arrivals_seed)
     own: list[int] = offsets[command.part :: command.parts].tolist()

@@ -91,6 +91,25 @@ def test_two_workers_send_what_one_process_would(generator: GeneratorProcess, ur
     assert not list(tmp_path.glob("*worker*.npy*")), "the workers' own files were merged"
 
 
+def test_workers_for_whom_nothing_falls_due_send_nothing(tmp_path: Path, fake_url: Callable[..., str]) -> None:
+    """Two requests, three workers: the third once took an empty schedule for a closed loop and sent all it could."""
+    url = fake_url()
+    signature = Endpoint(url).signature("openclip_vit_b32")
+    write_synthetic(signature, tmp_path / "samples", "fp32", 0)
+    bodies = Prepare(
+        samples_directory=str(tmp_path / "samples"), payload="fp32", signature=signature, batch_sizes=(1,), seed=0
+    )
+    loop = {"arrivals": "constant", "rate_per_s": 10.0, "requests": 1, "seconds": 0.15}
+    generator = GeneratorProcess(tmp_path / "generator.log", processes=3)
+    try:
+        generator.prepare(bodies)
+        outcome = run(generator, command(url, tmp_path / "0000.npy", **loop))
+    finally:
+        generator.stop()
+    assert (outcome.offered, outcome.requests, outcome.cut_reason) == (2, 2, None)
+    assert [worker.requests for worker in outcome.workers] == [1, 1, 0]
+
+
 def test_a_worker_that_is_killed_cuts_the_block_and_nothing_measured_is_lost(
     generator: GeneratorProcess, url: str, tmp_path: Path
 ) -> None:
