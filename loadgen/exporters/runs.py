@@ -16,9 +16,12 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from loadgen.storage.run_lock import is_running
+
 NEWEST = 20
 SILENT_SECONDS = 600.0
-"""A run that says "running" and has written nothing for so long was killed: the longest block is far shorter."""
+"""A run that says "running" and has written nothing for so long was killed, unless its process can be seen: nearly
+every block and trial is shorter."""
 
 
 class RunsCollector(Collector):
@@ -53,7 +56,9 @@ class RunsCollector(Collector):
         return [folder for _, folder in sorted(found)[-NEWEST:]]
 
     def _add_state(self, families: _Families, folder: Path, state: Mapping[str, Any]) -> None:
-        running = state.get("state") == "running" and self._wall_s() - _last_written(folder) < SILENT_SECONDS
+        running = state.get("state") == "running" and (
+            is_running(folder) or self._wall_s() - _last_written(folder) < SILENT_SECONDS
+        )
         phase = str(state.get("phase", "")) if running else ""
         families.add("abserve_run_running", "1 while it runs.", float(running), run=folder.name, phase=phase)
         started = (folder / "experiment.json").stat().st_mtime
@@ -133,9 +138,14 @@ def _add_evidence(families: _Families, run: str, evidence: Mapping[str, Any]) ->
 
 
 def _last_written(folder: Path) -> float:
-    """Blocks and samples come one by one, so the folders' own times move while a run lives."""
+    """Blocks, trials and samples come one by one, and those of causes in folders of their own, so the folders' times
+    move while a run lives."""
     times = []
-    for path in (folder, folder / "blocks", folder / "samples", folder / "gpu", folder / "run.json"):
+    try:
+        folders = [path for pattern in ("*", "*/*", "*/*/*") for path in folder.glob(pattern) if path.is_dir()]
+    except OSError:
+        folders = []
+    for path in (folder, *folders, folder / "run.json"):
         try:
             times.append(path.stat().st_mtime)
         except OSError:

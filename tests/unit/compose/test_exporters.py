@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from loadgen.exporters.counts import BOUNDS_S, DurationCounts
 from loadgen.exporters.load import LoadCollector, LoadCounts
 from loadgen.exporters.runs import SILENT_SECONDS, RunsCollector
+from loadgen.storage.run_lock import running
 
 
 def scraped(collector: Any) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -68,6 +69,25 @@ def test_a_killed_run_does_not_run_for_ever(tmp_path: Path) -> None:
     store(tmp_path / "r1", run={"state": "running", "phase": "load"})
     later = RunsCollector(tmp_path, wall_s=lambda: time.time() + SILENT_SECONDS + 1)
     assert list(scraped(later)["abserve_run_running"].values()) == [0.0]
+
+
+@pytest.mark.parametrize("folder", ["trials", "blocks", "causes/0-payload-a/samples"])
+def test_a_run_runs_as_long_as_it_writes_anything_or_its_process_lives(tmp_path: Path, folder: str) -> None:
+    run = tmp_path / "r1"
+    store(run, run={"state": "running", "phase": "searching"})
+    (run / folder).mkdir(parents=True)
+    past = time.time() - SILENT_SECONDS - 60
+    for path in (run, *run.rglob("*")):
+        os.utime(path, (past, past))
+    collector = RunsCollector(tmp_path)
+    assert list(scraped(collector)["abserve_run_running"].values()) == [0.0]
+    with running(run):  # which writes its own file, long ago
+        os.utime(run, (past, past))
+        assert list(scraped(collector)["abserve_run_running"].values()) == [1.0]
+    os.utime(run, (past, past))
+    (run / folder / "0007.json").touch()
+    os.utime(run, (past, past))
+    assert list(scraped(collector)["abserve_run_running"].values()) == [1.0]
 
 
 def test_a_comparison_without_a_ratio_shows_none(tmp_path: Path) -> None:
