@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import entry_points
+from io import TextIOWrapper
 from typing import Any
 
 import typer
@@ -46,6 +48,9 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """Run the command line; a package's own errors end as one sentence on standard error and exit status 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without × shows ?, and no run ends for it
     build()(prog_name="abserve")
 
 

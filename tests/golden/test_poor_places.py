@@ -1,7 +1,8 @@
-"""A run is over and its folder is full: what was measured is said all the same, and how to get the reports."""
+"""A run is over, and its folder is full or the terminal a poor one: what was measured is said all the same."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,17 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 status, result = run_and_report(experiment, out)
 print("status", status, result.valid)
 """
+
+
+def test_a_terminal_that_lacks_a_sign_shows_another(tmp_path: Path) -> None:
+    """As one that is set to Latin-1, or to less."""
+    folder = write_run(tmp_path / "run", Plan(pairs=4))
+    done = subprocess.run(
+        [sys.executable, "-m", "loadgen.entry", "report", str(folder)],
+        capture_output=True, check=False, timeout=60, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert b"B/A" in done.stdout
 
 
 def test_the_result_is_shown_and_the_remedy_named(tmp_path: Path) -> None:
