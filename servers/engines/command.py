@@ -144,17 +144,14 @@ def _artefact(
     """The file that the engine executes, exported first when it is missing; a plan must be there."""
     if settings.kind not in ("onnxruntime", "tensorrt"):
         return None
-    from servers.export.artefacts import ensure_artefact
     from servers.export.errors import ExportError
-    from servers.export.file_form import executed_form
-    from servers.export.tensorrt_plan import plan_path
+    from servers.export.executed_file import executed_file
     from servers.models.atomic_folder import FolderError
 
     try:
-        artefact = ensure_artefact(specification, weights, root, form=executed_form(settings.kind, settings.precision))
+        return executed_file(settings.kind, settings.precision, specification, weights, root).path
     except (ExportError, FolderError) as exc:
         raise EngineError(str(exc)) from exc
-    return plan_path(artefact.path) if settings.kind == "tensorrt" else artefact.path
 
 
 def _reference(specification: ModelSpecification, weights: WeightsSource) -> tuple[Array, npt.NDArray[np.float32]]:

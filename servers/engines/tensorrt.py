@@ -62,7 +62,8 @@ class TensorRTEngine:
         if not self._path.is_file():
             raise EngineError(
                 f"no TensorRT plan at {self._path.name}; run: "
-                f"abserve export --to tensorrt --model {self._specification.name}"
+                f"abserve export --to tensorrt --model {self._specification.name} --precision "
+                f"{'fp16' if self._settings.precision == 'fp16' else 'fp32'}"
             )
         trt = import_tensorrt()
         from servers.engines.torch_device import resolve_device

@@ -75,7 +75,7 @@ def export(
     max_batch_size: Annotated[
         int,
         typer.Option(
-            "--max-batch-size", envvar="ABSERVE_EXPORT_MAX_BATCH_SIZE", help="Largest batch of a TensorRT plan."
+            "--max-batch-size", envvar="ABSERVE_EXPORT_MAX_BATCH_SIZE", min=1, help="Largest batch of a TensorRT plan."
         ),
     ] = 32,
 ) -> None:
@@ -153,7 +153,7 @@ def _build_plan(
     plan.parent.mkdir(parents=True, exist_ok=True)
     command = container_command(specification, artefact.path, plan, max_batch_size)
     console.print(f"container {command}", markup=False, emoji=False)
-    if plan.is_file() and not force:
+    if plan.is_file() and not force and plan.stat().st_mtime >= artefact.path.stat().st_mtime:
         console.print(f"plan      {plan} (kept; --force builds it again)", markup=False, emoji=False)
         return
     built = build_plan(specification, artefact.path, plan, max_batch_size)

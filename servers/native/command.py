@@ -29,7 +29,7 @@ def serve_native(
     http_port: Annotated[int, typer.Option(envvar=f"{ENV}HTTP_PORT")] = 8100,
     grpc_port: Annotated[int, typer.Option(envvar=f"{ENV}GRPC_PORT", help="0: no gRPC door.")] = 8101,
     engine: Annotated[
-        str, typer.Option(envvar=f"{ENV}ENGINE", help="torch, onnxruntime or null (no model).")
+        str, typer.Option(envvar=f"{ENV}ENGINE", help="torch, onnxruntime, tensorrt or null (no model).")
     ] = "torch",
     precision: Annotated[str, typer.Option(envvar=f"{ENV}PRECISION", help="fp32, tf32, fp16 or bf16.")] = "fp32",
     mode: Annotated[str, typer.Option(envvar=f"{ENV}MODE", help="auto, or what the engine offers.")] = "auto",
@@ -141,24 +141,25 @@ def serve_native(
     os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})  # the server gets our PID and our signals
 
 
-def _artefact(launch: Launch, specification: ModelSpecification, root: Path) -> tuple[Path, dict[str, object]]:
-    """The exported file and its manifest, made first when it is missing. Raises `LaunchError`."""
+def _artefact(launch: Launch, specification: ModelSpecification, root: Path) -> tuple[Path, dict[str, object] | None]:
+    """The exported file, made first when it is missing, and its manifest. Raises `LaunchError`."""
     from servers.engines.interface import EngineError
-    from servers.export.artefacts import ensure_artefact
     from servers.export.errors import ExportError
-    from servers.export.file_form import executed_form
+    from servers.export.executed_file import executed_file
     from servers.models.atomic_folder import FolderError
     from servers.models.weights import WeightsError
     from servers.native.launch import LaunchError
 
+    settings = launch.settings
     try:
-        artefact = ensure_artefact(
+        found = executed_file(
+            settings.engine,
+            settings.precision,
             specification,
             launch.weights,
             root,
-            form=executed_form(launch.settings.engine, launch.settings.precision),
             progress=lambda step: typer.echo(step, err=True),
         )
     except (ExportError, WeightsError, EngineError, FolderError) as exc:
         raise LaunchError(str(exc)) from exc
-    return artefact.path.absolute(), artefact.manifest.to_dict()
+    return found.path.absolute(), None if found.manifest is None else found.manifest.to_dict()

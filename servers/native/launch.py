@@ -18,7 +18,7 @@ from servers.native.arguments import to_argv, validation_sentence
 from servers.native.listener import ListenerError, bind, check_free
 from servers.native.settings import NativeSettings
 
-ENGINES_WITH_ARTEFACT = ("onnxruntime",)
+ENGINES_WITH_ARTEFACT = ("onnxruntime", "tensorrt")
 
 
 class LaunchError(Exception):
@@ -40,8 +40,8 @@ class Launch:
             return ()
         return tuple({s.executed.name: s.executed for s in self.specifications}.values())
 
-    def plan(self, artefacts: Mapping[str, tuple[Path, dict[str, object]]]) -> LaunchPlan:
-        """How to start the process; `artefacts` has a file and its manifest for each name in `needs_artefacts`."""
+    def plan(self, artefacts: Mapping[str, tuple[Path, dict[str, object] | None]]) -> LaunchPlan:
+        """How to start the process; `artefacts` has a file for each name in `needs_artefacts`, and its manifest."""
         paths = {s.payload: artefacts[s.name][0] for s in self.needs_artefacts}
         settings = self.settings.model_copy(
             update={"artefact": paths.get("fp32"), "artefact_uint8": paths.get("uint8")}

@@ -32,7 +32,6 @@ from servers.triton.watch import TritonProcess
 
 READY_SECONDS = 330.0
 HEALTH_SECONDS = 0.5
-ENGINES_WITH_ARTEFACT = ("onnxruntime",)
 
 
 def serve_triton(
@@ -153,25 +152,26 @@ def serve_triton(
 
 def _plan(settings: TritonSettings, weights: WeightsSource, console: Console) -> LaunchPlan:
     """Check the machine before the export, which takes most of a minute, and export only what is executed."""
-    from servers.export.artefacts import Artefact, ensure_artefact
-    from servers.export.file_form import executed_form
+    from servers.export.executed_file import ENGINES_WITH_FILE, ExecutedFile, executed_file
 
     say = partial(console.print, markup=False)
     assert_ready(settings)
     if not is_loopback(settings.host):
         say(f"warning: Triton 2.51 is from 2024 and gets no fixes; nobody untrusted may reach {settings.host}")
-    made: dict[str, Artefact] = {}  # JPEG and UINT8 share theirs
+    made: dict[str, ExecutedFile] = {}  # JPEG and UINT8 share theirs
     models = []
     for specification in get_variants(settings.model, settings.payloads):
         executed = specification.executed
-        if settings.engine.kind not in ENGINES_WITH_ARTEFACT:
+        engine = settings.engine
+        if engine.kind not in ENGINES_WITH_FILE:
             models.append(PlacedModel(specification))
             continue
         if executed.name not in made:
-            form = executed_form(settings.engine.kind, settings.engine.precision)
-            made[executed.name] = ensure_artefact(executed, weights, settings.artefacts, form=form, progress=say)
-        artefact = made[executed.name]
-        models.append(PlacedModel(specification, artefact.path, artefact.manifest.to_dict()))
+            made[executed.name] = executed_file(
+                engine.kind, engine.precision, executed, weights, settings.artefacts, progress=say
+            )
+        file = made[executed.name]
+        models.append(PlacedModel(specification, file.path, None if file.manifest is None else file.manifest.to_dict()))
     return prepare(settings, models, weights, announce=say)
 
 

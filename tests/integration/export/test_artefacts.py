@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -16,12 +18,17 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
+from rich.console import Console
 
 from servers.contract.tensors import TensorSpec
+from servers.engines.interface import EngineError
 from servers.export.artefacts import Artefact, artefact_folder, ensure_artefact, find_artefact
-from servers.export.errors import ParityError
+from servers.export.command import _build_plan
+from servers.export.errors import ExportError, ParityError
+from servers.export.executed_file import executed_file
 from servers.export.file_form import FileForm
 from servers.export.manifest import package_versions, read_manifest
+from servers.export.tensorrt_plan import plan_path
 from servers.models.atomic_folder import FolderError
 from servers.models.specification import ModelSpecification
 from servers.models.weights import CheckpointWeights, RandomWeights, WeightsSource
@@ -130,6 +137,33 @@ def test_two_at_once_export_once(specification: ModelSpecification, tmp_path: Pa
         futures = [pool.submit(ensure_artefact, small(specification), RandomWeights(0), tmp_path) for _ in range(2)]
         assert sorted(future.result().made_now for future in futures) == [False, True]
     assert files_under(tmp_path) == WHOLE
+
+
+def test_each_engine_gets_the_file_that_it_executes(specification: ModelSpecification, tmp_path: Path) -> None:
+    model = small(specification)
+    onnx_file = executed_file("onnxruntime", "fp32", model, RandomWeights(0), tmp_path)
+    assert onnx_file.manifest is not None
+    assert onnx_file.path.name == onnx_file.manifest.file == "model.onnx"
+    with pytest.raises(ExportError, match=r"no TensorRT plan .*: abserve export --to tensorrt .* --precision fp32$"):
+        executed_file("tensorrt", "fp32", model, RandomWeights(0), tmp_path)
+    plan = plan_path(ensure_artefact(model, RandomWeights(0), tmp_path).path)
+    plan.parent.mkdir()
+    plan.touch()
+    found = executed_file("tensorrt", "fp32", model, RandomWeights(0), tmp_path)
+    assert (found.path, found.manifest) == (plan, None)
+
+
+def test_a_plan_of_a_file_that_was_made_anew_is_not_kept(specification: ModelSpecification, tmp_path: Path) -> None:
+    made = ensure_artefact(small(specification), RandomWeights(0), tmp_path)
+    plan = plan_path(made.path)
+    plan.parent.mkdir()
+    plan.touch()
+    shown = Console(file=io.StringIO(), width=500)
+    _build_plan(shown, small(specification), made, 4, force=False)
+    assert "kept" in shown.file.getvalue()  # type: ignore[attr-defined]
+    os.utime(made.path, (plan.stat().st_mtime + 1,) * 2)
+    with pytest.raises(EngineError, match="TensorRT is not installed"):  # so it wanted to build
+        _build_plan(shown, small(specification), made, 4, force=False)
 
 
 def test_a_place_that_cannot_be_written_is_named(specification: ModelSpecification, tmp_path: Path) -> None:
