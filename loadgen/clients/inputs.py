@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import quote, unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,8 @@ from loadgen.invocation import ABSERVE
 Array = npt.NDArray[np.generic]
 
 SYNTHETIC_ITEMS = 16
+_MOST_VALUES = 2**28
+"""Of all items of an input together."""
 
 _NUMPY_TYPES: Mapping[str, str] = {
     "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
@@ -72,12 +76,12 @@ def write_samples(model: str, directory: Path, abserve: Sequence[str] = ABSERVE)
 
 
 def read_inputs(directory: Path, payload: str) -> SampleInputs:
-    """Read `INPUT.PAYLOAD.npy` for every input, or the files in `jpeg/` as an object array [items, 1] of `bytes`.
-    Raises `InputError` when there is none."""
+    """Read `INPUT.PAYLOAD.npy` for every input, its name quoted as in a URL, or the files in `jpeg/` as an object array
+    [items, 1] of `bytes`. Raises `InputError` when there is none."""
     if payload == "jpeg":
         return _read_jpeg(directory)
     suffix = f".{payload}.npy"
-    arrays = {path.name.removesuffix(suffix): np.load(path) for path in sorted(directory.glob(f"*{suffix}"))}
+    arrays = {unquote(path.name.removesuffix(suffix)): np.load(path) for path in sorted(directory.glob(f"*{suffix}"))}
     if not arrays:
         raise InputError(f"{directory} holds no *{suffix}; write it with: abserve samples --out {directory}")
     return SampleInputs(arrays, _kind(directory))
@@ -108,15 +112,25 @@ def write_synthetic(signature: Signature, directory: Path, payload: str, seed: i
     """Seeded values in the shape that a server's own metadata gives, for a model that we do not know.
 
     Floats are standard normal, integers and booleans 0 or 1, a free dimension other than the batch is 16. Raises
-    `InputError` for BYTES inputs.
+    `InputError` for BYTES inputs, and where there is no room for the values.
     """
+    try:
+        _write_synthetic(signature, directory, payload, seed)
+    except (OSError, MemoryError) as exc:
+        raise InputError(f"no values can be made up for {signature.model}: {exc}") from exc
+
+
+def _write_synthetic(signature: Signature, directory: Path, payload: str, seed: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     for tensor in signature.inputs:
         if tensor.datatype not in _NUMPY_TYPES:
             raise InputError(f"input {tensor.name} is {tensor.datatype}: no values can be made up for it")
         shape = (SYNTHETIC_ITEMS, *(16 if size < 0 else size for size in tensor.shape[1:]))
+        if math.prod(shape) > _MOST_VALUES:
+            raise InputError(f"input {tensor.name} has the shape {list(tensor.shape)}: too large for values made up")
         dtype = np.dtype(_NUMPY_TYPES[tensor.datatype])
         values: Array = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 2, shape)
-        np.save(directory / f"{tensor.name}.{payload}.npy", values.astype(dtype))
+        name = quote(tensor.name, safe="")  # it is the server's word, which may hold a slash
+        np.save(directory / f"{name}.{payload}.npy", values.astype(dtype))
     (directory / "samples.json").write_text(json.dumps({"kind": "synthetic", "seed": seed}))
