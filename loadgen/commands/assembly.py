@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 from loadgen.analysis.thresholds import plan_conditions
 from loadgen.experiment.ceiling_plan import has_own_engines
 from loadgen.experiment.combinations import Combination, plan_combinations
-from loadgen.experiment.plan import PlanError, expects_gpu, make_cells
+from loadgen.experiment.plan import SCENARIOS, PlanError, expects_gpu, make_cells
 from loadgen.experiment.repetition import check_repetition, pairs_of
 from loadgen.experiment.search_plan import make_search_cells
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
@@ -31,19 +31,20 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     """What to run. Raises `PlanError` for what does not exist and for what contradicts itself."""
     a, b = make_arm("a", settings.a), make_arm("b", settings.b)
     combinations = plan_combinations(a, b, settings.model, settings.transport, settings.payload, matrix=settings.matrix)
+    scenarios = _measurable(settings.scenarios, a, b)
     kind = parse_deployment(settings.deployment, settings.compose_project)
     if kind == "compose":
         check_stack_request(
             a,
             b,
             transports=[one.transport for one in combinations],
-            scenarios=settings.scenarios,
+            scenarios=scenarios,
             weights=settings.weights,
             threads=settings.threads,
         )
     cells = make_cells(
         settings.preset,
-        settings.scenarios,
+        scenarios,
         batch_sizes=settings.batch_sizes,
         concurrency=settings.concurrency,
         requests=settings.requests,
@@ -55,7 +56,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         open_seconds=settings.open_seconds,
     ) + make_search_cells(
         settings.preset,
-        settings.scenarios,
+        scenarios,
         bounds_ms=settings.slo_p99_ms,
         queries=settings.slo_queries,
         connections=settings.connections,
@@ -107,6 +108,19 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         )
 
     return ExperimentPlan(tuple((one, experiment(one)) for one in combinations), is_matrix)
+
+
+def _measurable(scenarios: Sequence[str], a: ArmRequest, b: ArmRequest) -> Sequence[str]:
+    """Without the default's cold starts where an arm is a URL: nobody but its owner can start that server. Raises
+    `PlanError` where they were asked for."""
+    if "cold-start" not in scenarios or (a.embedded and b.embedded):
+        return scenarios
+    if tuple(scenarios) != SCENARIOS:
+        raise PlanError(
+            "cold starts are measured of servers that abserve starts, and an arm is a URL: leave cold-start out of "
+            "--scenarios"
+        )
+    return [name for name in scenarios if name != "cold-start"]
 
 
 def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:

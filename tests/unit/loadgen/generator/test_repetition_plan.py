@@ -113,3 +113,13 @@ def test_endless_rounds_hold_every_cell_once_and_are_balanced_over_two(number: i
         assert all(set(first[place : place + 2]) == {"a", "b"} for place in (0, 2, 4))
     blocks = rounds[0][0].blocks(8)
     assert [(block.index, block.position) for block in blocks] == [(8, 0), (9, 1)]
+
+
+@pytest.mark.parametrize("arms", [{"a": "http://127.0.0.1:8100"}, {"a": "http://h:1", "b": "http://h:2"}])
+def test_the_default_asks_no_cold_starts_of_a_server_that_others_started(arms: dict[str, str]) -> None:
+    """They would all fail, and the comparison of the README's example with them."""
+    names = {cell.scenario for cell in experiment(**arms).cells}
+    assert names == {"single", "batched", "concurrent"}
+    assert "cold-start" in {cell.scenario for cell in experiment().cells}
+    with pytest.raises(PlanError, match="leave cold-start out of --scenarios"):
+        experiment(**arms, scenarios="single,cold-start")
