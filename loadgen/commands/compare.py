@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -81,7 +82,7 @@ def _run_matrix(runs: Sequence[tuple[Combination, Experiment]], out: Path) -> tu
     """Each combination in a folder of its own, then the index. The worst exit status; Ctrl-C ends it all."""
     from loadgen.report.matrix import MatrixEntry, write_index
 
-    console = Console(highlight=False)
+    console = _console(sys.stdout)
     entries: list[MatrixEntry] = []
     worst = EXIT_VALID
     for number, (combination, experiment) in enumerate(runs, start=1):
@@ -128,8 +129,7 @@ def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | Non
     from loadgen.run.runner import run_experiment
     from loadgen.storage.store import StorageError
 
-    console = Console(highlight=False)
-    errors = Console(stderr=True, highlight=False)
+    console, errors = _console(sys.stdout), _console(sys.stderr)
     try:
         with RichProgress(console, LiveRatios(experiment)) as progress:
             state = run_experiment(experiment, out, progress)
@@ -154,6 +154,13 @@ def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | Non
         errors.print(f"interrupted; finished blocks are in {out}", style="bold yellow", soft_wrap=True, markup=False)
         return EXIT_INTERRUPTED, result
     return exit_status(result), result
+
+
+def _console(stream: IO[str]) -> Console:
+    """On which a run of minutes does not depend."""
+    from loadgen.report.lasting_stream import LastingStream
+
+    return Console(file=cast("IO[str]", LastingStream(stream)), highlight=False)
 
 
 def exit_status(result: Result) -> int:

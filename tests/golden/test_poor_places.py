@@ -46,3 +46,35 @@ def test_the_result_is_shown_and_the_remedy_named(tmp_path: Path) -> None:
     assert "single" in done.stdout
     assert "status 1 " in done.stdout.splitlines()[-1] + " "
     assert not (folder / "report.html").exists()
+
+
+GONE = """
+import os, sys
+from pathlib import Path
+import loadgen.run.runner
+from loadgen.commands.compare import run_and_report
+from loadgen.records.run import RunState
+from loadgen.storage.stored_run import read_run
+out = Path(sys.argv[1])
+def run(_experiment, _out, progress):
+    progress.phase("load")
+    return RunState(state="finished", phase="finished")
+loadgen.run.runner.run_experiment = run
+sys.stdin.read()  # until the reader of the output has gone
+status, result = run_and_report(read_run(out).experiment, out)
+sys.stderr.write(f"status {status}")
+"""
+
+
+def test_a_run_whose_output_nobody_reads_any_more_still_writes_its_reports(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", Plan(pairs=4))
+    process = subprocess.Popen(
+        [sys.executable, "-c", GONE, str(folder)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.close()
+    _, said = process.communicate("", timeout=60)
+    assert said in ("status 0", "status 1")
+    assert process.returncode == 0, "also when the interpreter ends"
+    assert (folder / "report.html").exists()
