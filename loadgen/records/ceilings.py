@@ -18,7 +18,8 @@ class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
     execution_ns: int | None
     call_ns: int
     """Median of the whole call with its copies, which a server cannot do without."""
-    call_p99_ns: int
+    call_p99_ns: int | None
+    """None of too few calls."""
     images_per_second: float
     """By the execution alone where the engine tells it, so copies may be left out."""
     tflops: float
