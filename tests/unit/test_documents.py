@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)#\s]+)")
+ANCHOR = re.compile(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 MAKE = re.compile(r"\bmake ([a-z][a-z-]+)\b")
 COMMAND = re.compile(r"\babserve((?: [a-z][a-z0-9-]*)+)([^\n`|]*)")
 NOT_TARGETS = {"it", "sure", "the", "up", "and", "them", "compare-and"}
@@ -35,6 +37,21 @@ def resolve(words: list[str]) -> tuple[Any, list[str]]:
 def test_links_lead_somewhere(path: Path) -> None:
     missing = [target for target in LINK.findall(path.read_text()) if not (path.parent / target).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_into_a_document_lead_to_a_heading(path: Path) -> None:
+    wrong = []
+    for target, anchor in ANCHOR.findall(path.read_text()):
+        document = path.parent / target if target else path
+        if document.suffix == ".md" and anchor not in {slug(h) for h in HEADING.findall(document.read_text())}:
+            wrong.append(f"{target}#{anchor}")
+    assert wrong == []
+
+
+def slug(heading: str) -> str:
+    """As GitHub names a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
