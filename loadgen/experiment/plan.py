@@ -83,6 +83,12 @@ def make_cells(
     kind = check_open_loop(rates, arrivals, connections, open_seconds)
     if min((*batch_sizes, *concurrency, requests), default=1) < 1 or (pairs is not None and pairs < 1):
         raise PlanError("batch sizes, concurrency, requests and pairs are whole numbers from 1")
+    for scenario, option, values in (
+        ("batched", "--batch-sizes", batch_sizes),
+        ("concurrent", "--concurrency", concurrency),
+    ):
+        if scenario in scenarios and not values:
+            raise PlanError(f"{option} (empty): give one size at least, or leave {scenario} out of --scenarios")
     amount = PRESETS[preset]
     load_pairs = amount.pairs if pairs is None else pairs
     seconds = max(amount.seconds, GPU_WINDOW_S / load_pairs) if gpu else amount.seconds

@@ -148,3 +148,10 @@ def test_the_forecast_learns() -> None:
     for _ in range(6):
         forecast.start_took(4.0)
     assert forecast.remaining_s() == 0
+
+
+@pytest.mark.parametrize(("option", "scenario"), [("batch_sizes", "batched"), ("concurrency", "concurrent")])
+def test_an_empty_list_is_no_scenario_without_cells(option: str, scenario: str) -> None:
+    with pytest.raises(PlanError, match=rf"\(empty\): give one size at least, or leave {scenario} out"):
+        make_cells("quick", ["single", scenario], **{option: ()})
+    assert make_cells("quick", ["single"], **{option: ()})
