@@ -44,6 +44,9 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--drop-every", type=int, default=0, help="close without an answer, every Nth inference")
     parser.add_argument("--error-every", type=int, default=0, help="503, every Nth inference")
     parser.add_argument("--latin1", action="store_true", help="words of those 503 are no UTF-8")
+    parser.add_argument(
+        "--hollow-every", type=int, default=0, help="200 without the output's bytes, every Nth inference"
+    )
     parser.add_argument("--good-first", type=int, default=0, help="inferences before any drop or error")
     parser.add_argument("--die-after", type=int, default=0, help="exit at once at the Nth inference")
     parser.add_argument("--wrong", action="store_true", help="another function altogether")
@@ -183,6 +186,8 @@ class FakeServer:
         if settings.wrong_batches and len(answer) > 1:
             answer = answer[::-1]
         if settings.empty:
+            answer = answer[:0]
+        if number and settings.hollow_every and number % settings.hollow_every == 0:
             answer = answer[:0]
         data = answer.tobytes()
         output = {

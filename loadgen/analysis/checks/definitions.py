@@ -42,6 +42,12 @@ DEFINITIONS: dict[CheckName, CheckDefinition] = {
     CheckName.REQUEST_ERRORS: CheckDefinition(
         "no request failed", "invalidates", "invalidates", "Read the error messages and the log of the server named."
     ),
+    CheckName.WHOLE_ANSWERS: CheckDefinition(
+        "no answer was much smaller than the others",
+        "invalidates",
+        "informs",
+        "Look at what the server answers under load: an answer with status 200 and without its outputs is a failure.",
+    ),
     CheckName.REPEATED_REQUESTS: CheckDefinition(
         "a repeated request takes as long as a new one",
         "invalidates",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from loadgen.analysis.checks.generator import check_generator
@@ -13,9 +14,12 @@ from loadgen.analysis.stages import StageAccount
 from loadgen.analysis.summaries import BlockSummary, CellSummary
 from loadgen.quantities import share
 from loadgen.records.run import Cell, Label
+from loadgen.records.samples import good
 from loadgen.storage.stored_run import StoredRun
 
 LABELS: tuple[Label, Label] = ("a", "b")
+LEAST_ANSWER_SHARE = 0.5
+"""Of the largest answer's bytes, headers included."""
 WARM_UP_LIMIT = 0.02
 WARM_UP_ERRORS = 4.0
 
@@ -38,6 +42,7 @@ def check_load(
         summaries = {summary.label: summary for summary in cells if summary.cell == cell.name}
         checks += [
             _errors(run, cell, own),
+            _whole_answers(run, cell),
             _complete(run, cell, own),
             _samples(run, cell),
             *check_generator(run.experiment, run.calibration, cell, own, list(summaries.values())),
@@ -64,6 +69,40 @@ def _errors(run: StoredRun, cell: Cell, blocks: Sequence[BlockSummary]) -> Check
         threshold=0,
         detail=detail,
     )
+
+
+def _whole_answers(run: StoredRun, cell: Cell) -> Check:
+    """Under load answers are counted and not read. Those of the models that we serve have one size; those of somebody
+    else's may differ, so there it is only said."""
+    shares: dict[Label, float] = {}
+    small: dict[Label, int] = {}
+    for label in LABELS:
+        own = [b.samples for b in run.blocks if (b.record.cell, b.record.label) == (cell.name, label)]
+        parts = [good(samples)["response_bytes"] for samples in own if samples is not None]
+        sizes = np.concatenate(parts) if parts else np.empty(0)
+        largest = float(sizes.max()) if len(sizes) else 0.0
+        if largest > 0.0:
+            shares[label] = float(sizes.min()) / largest
+            small[label] = int((sizes < LEAST_ANSWER_SHARE * largest).sum())
+    told = [
+        f"{count:,} answers of {label.upper()} are less than {share(LEAST_ANSWER_SHARE)} of its largest"
+        for label, count in small.items()
+        if count
+    ]
+    worst = min(shares, key=lambda label: shares[label], default=None)
+    detail = "no good answer"
+    if worst is not None:
+        detail = "; ".join(told) or f"the smallest answer is {share(shares[worst])} of the largest, on {worst.upper()}"
+    check = make_check(
+        CheckName.WHOLE_ANSWERS,
+        None if worst is None else not told,
+        scope=cell_scope(cell.name),
+        value=None if worst is None else shares[worst],
+        threshold=LEAST_ANSWER_SHARE,
+        detail=detail,
+    )
+    ours = all(arm.launched for arm in run.arms if small.get(arm.label))
+    return check if ours or not told else msgspec.structs.replace(check, severity="warns")
 
 
 def _complete(run: StoredRun, cell: Cell, blocks: Sequence[BlockSummary]) -> Check:

@@ -19,6 +19,7 @@ class CheckName(StrEnum):
     PARITY = "parity"
     SAME_PAYLOAD = "same_payload"
     REQUEST_ERRORS = "request_errors"
+    WHOLE_ANSWERS = "whole_answers"
     REPEATED_REQUESTS = "repeated_requests"
     BLOCKS_COMPLETE = "blocks_complete"
     SEARCHES_ENDED = "searches_ended"

@@ -166,6 +166,19 @@ def test_requests_that_fail_are_counted_with_their_messages_and_not_sent_again(t
     assert ((samples["error"] == 0) == (samples["status"] == 503)).all()
 
 
+def test_a_server_that_answers_without_outputs_under_load_does_not_win(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=60, seconds=0, max_seconds=20, pairs=1)
+    state = run(make_experiment(cells=(cell,), b_settings={"good-first": "80", "hollow-every": "2"}), out)
+    assert state.state == "finished"
+    result = analyse(out)
+    assert sum(block.errors for block in result.blocks) == 0, "they have status 200"
+    (found,) = [check for check in result.checks if check.name == "whole_answers"]
+    assert found.ok is False
+    assert "answers of B are less than 50 % of its largest" in found.detail
+    assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
+
+
 def test_a_server_that_only_fails_is_not_asked_for_ever(tmp_path: Path) -> None:
     out = tmp_path / "run"
     cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=10, seconds=20, max_seconds=20, pairs=1)

@@ -55,6 +55,11 @@ def bigger(samples: np.ndarray) -> None:
     samples["request_bytes"] *= 2
 
 
+def hollow(samples: np.ndarray) -> None:
+    """Three of four, so that the empty ones are the usual ones."""
+    samples["response_bytes"][np.arange(len(samples)) % 4 > 0] = 180
+
+
 def late(samples: np.ndarray) -> None:
     samples["intended_ns"] -= np.where(np.arange(len(samples)) % 20 == 0, 50_000_000, 0)
 
@@ -92,6 +97,7 @@ FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
     ("parity", "invalidates", disagree, Plan(**SMALL)),
     ("same_payload", "invalidates", sent_other_payloads, Plan(**SMALL)),
     ("request_errors", "invalidates", None, Plan(failing_block=3, **SMALL)),
+    ("whole_answers", "invalidates", lambda d: edit_samples(d, "single", hollow, "b"), Plan(**SMALL)),
     ("blocks_complete", "invalidates", lambda d: edit_json(d / "blocks/0005.json", complete=False), Plan(**SMALL)),
     ("samples_complete", "invalidates", break_sample_file, Plan(**SMALL)),
     ("cold_starts_succeeded", "invalidates", fail_a_start, Plan(**SMALL)),
@@ -119,6 +125,20 @@ FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
     ("trained_weights", "informs", None, Plan(**SMALL)),
     ("native_backend", "informs", None, Plan(**SMALL)),
 ]
+
+
+def test_answers_of_somebody_elses_server_may_differ_in_size(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(**SMALL))
+    edit_samples(tmp_path, "single", hollow, "b")
+    path = tmp_path / "arms.json"
+    arms = json.loads(path.read_text())
+    arms[1]["launched"] = False
+    path.write_text(json.dumps(arms))
+    result = analyse(tmp_path)
+    told = check(result, "whole_answers")
+    assert (told.ok, told.severity) == (False, "warns")
+    assert "answers of B are less than 50 % of its largest" in told.detail
+    assert result.valid
 
 
 @pytest.mark.parametrize(("name", "severity", "edit", "plan"), FAULTS, ids=[f[0] for f in FAULTS])
