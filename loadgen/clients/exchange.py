@@ -63,7 +63,7 @@ class Connection(Protocol):
 
     @property
     def reconnects(self) -> int:
-        """Connections that the server had closed while idle and that were made again before a request was sent."""
+        """Connections that the server had closed and that were made again before a request was sent."""
 
     def connect(self) -> None:
         """Connect unless connected. Raises `ConnectionRefused` with a sentence."""

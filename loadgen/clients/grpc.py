@@ -69,7 +69,7 @@ class GrpcConnection:
         self.address = address
         self.timeout_s = timeout_s
         self.reconnects = 0
-        """Connections that the server had closed while idle and that were made again before a request was sent."""
+        """Connections that the server had closed and that were made again before a request was sent."""
         self._peer = parse_grpc_address(address)
         self._connection: Http2Connection | None = None
         self._heads: dict[float, bytes] = {}

@@ -36,7 +36,10 @@ class HttpConnection:
         self.address = address
         self.timeout_s = timeout_s
         self.reconnects = 0
-        """Connections that the server had closed while idle and that were made again before a request was sent."""
+        """Connections that the server had closed, while idle or after an answer, and that were made again before a
+        request was sent, which no closed loop's latency holds."""
+        self._left = False
+        """Whether the server has ended the connection with its last answer."""
         self._timeout_ns = int(timeout_s * 1e9)
         self._socket: socket.socket | None = None
         self._buffer = bytearray(_BUFFER_BYTES)
@@ -73,6 +76,8 @@ class HttpConnection:
             self.reconnects += 1
         if self._socket is None:
             self.connect()
+            self.reconnects += self._left
+        self._left = False
         assert self._socket is not None
         exchange = self._exchange
         exchange.status = exchange.first_byte_ns = exchange.response_bytes = 0
@@ -86,6 +91,7 @@ class HttpConnection:
             exchange.end_ns = perf_counter_ns()
             if not sent_whole or _closes(exchange.head):
                 self.close()
+            self._left = self._socket is None
         except _AnswerError as exc:
             self._fail(exchange, str(exc))
         except TimeoutError:

@@ -193,7 +193,7 @@ class LoadPhase:
     ) -> BlockRecord:
         note = outcome.cut_reason
         if note is None and outcome.reconnects:
-            note = f"{outcome.reconnects} connections that the server had closed while idle were made again"
+            note = f"{outcome.reconnects} connections that the server had closed were made again before a request"
         return BlockRecord(
             index=block.index,
             cell=block.cell.name,

@@ -169,6 +169,16 @@ def test_a_connection_closed_while_idle_is_made_again_before_sending() -> None:
         connection.close()
 
 
+def test_a_connection_that_ends_with_its_answer_is_counted_when_it_is_made_again() -> None:
+    closing = answering(GOOD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+    with serving(closing, closing, answering(GOOD)) as address:
+        connection = HttpConnection(address)
+        for expected in (0, 1, 2):
+            assert connection.send(get(address)).status == 200
+            assert connection.reconnects == expected
+        connection.close()
+
+
 def test_a_request_that_got_no_answer_is_not_sent_again() -> None:
     requests: list[bytes] = []
 
