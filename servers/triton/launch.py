@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from servers.engines.factory import KINDS
-from servers.engines.processors import cuda_index
+from servers.engines.processors import cuda_index, nvidia_device_present
 from servers.export.model_config import BatchingSettings
 from servers.launch_plan import LaunchPlan
 from servers.models.weights import WeightsSource
@@ -41,6 +41,8 @@ def assert_ready(settings: TritonSettings) -> None:
         raise TritonUnavailableError(f"unknown engine {kind!r}; use one of: {', '.join(KINDS)}")
     if device not in ("auto", "cpu") and cuda_index(device) is None:
         raise TritonUnavailableError(f"unknown device {device!r}; use auto, cpu or cuda:N")
+    if device not in ("auto", "cpu") and not nvidia_device_present():
+        raise TritonUnavailableError(f"device {device}: the kernel shows no NVIDIA GPU here; use --device cpu or auto")
     assert_free(
         settings.host,
         {"--http-port": settings.http_port, "--grpc-port": settings.grpc_port, "--metrics-port": settings.metrics_port},

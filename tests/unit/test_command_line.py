@@ -15,6 +15,7 @@ from loadgen.entry import build
 from servers.engines.command import _show as show
 from servers.engines.interface import EngineDescription
 from servers.engines.measurement import BatchMeasurement
+from servers.engines.processors import nvidia_device_present
 from servers.models.registry import get_variant
 
 ROOT_COMMAND = typer.main.get_command(build())
@@ -83,6 +84,11 @@ def test_a_mistake_is_answered_by_a_sentence(arguments: tuple[str, ...], status:
     [
         ("serve triton --engine tensorflow", "error: unknown engine 'tensorflow'; use one of: torch, "),
         ("serve triton --device gpu", "error: unknown device 'gpu'; use auto, cpu or cuda:N"),
+        pytest.param(
+            "serve triton --device cuda:0",
+            "error: device cuda:0: the kernel shows no NVIDIA GPU here; use --device cpu or auto",
+            marks=pytest.mark.skipif(nvidia_device_present(), reason="here is one"),
+        ),
         ("gpu-exporter --host no-such-host.invalid", "choose another --port or --host"),
     ],
 )
