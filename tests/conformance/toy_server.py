@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 import numpy as np
+from toy_options import parser
 from toy_requests import (
     MAX_BATCH,
     MODEL,
@@ -273,26 +274,6 @@ async def serve(options: argparse.Namespace) -> None:
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0.05)
     os._exit(0)
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser()
-    made.add_argument("command")
-    made.add_argument("kind")
-    made.add_argument("--print-launch", action="store_true")
-    made.add_argument("--http-port", type=int, required=True)
-    made.add_argument("--grpc-port")
-    made.add_argument("--metrics-port")
-    made.add_argument("--model", default=MODEL)
-    made.add_argument("--queue-size", type=int, default=512)
-    made.add_argument("--max-body-bytes", type=int, default=64_000_000)
-    made.add_argument("--read-timeout-s", type=float, default=30)
-    made.add_argument("--row-ms", type=float, default=0)
-    made.add_argument("--startup-ms", type=float, default=0)
-    made.add_argument("--allow-shared-memory", action="store_true")
-    made.add_argument("--allow-model-control", action="store_true")
-    made.add_argument("--fault", action="append", default=[])
-    return made
 
 
 def main() -> None:

@@ -15,12 +15,10 @@ import msgspec
 import numpy as np
 
 from loadgen.records.run import (
-    ArmRecord,
     ArmRequest,
     BlockRecord,
     Cell,
     ColdStart,
-    Environment,
     Experiment,
     ParityCase,
     ParityRecord,
@@ -28,6 +26,7 @@ from loadgen.records.run import (
     StageTotals,
 )
 from loadgen.records.samples import SAMPLE_DTYPE
+from tests.golden.synthetic_arms import arms, environment
 
 ORIGIN_NS = 1_000_000_000_000
 
@@ -110,8 +109,8 @@ def write_run(directory: Path, plan: Plan | None = None) -> Path:
     for folder in ("blocks", "samples"):
         (directory / folder).mkdir(parents=True, exist_ok=True)
     _write(directory / "experiment.json", experiment)
-    _write(directory / "environment.json", _environment(plan))
-    _write(directory / "arms.json", _arms(plan))
+    _write(directory / "environment.json", environment(plan.gpu_status))
+    _write(directory / "arms.json", arms(plan.b_settings, plan.b_in_effect))
     cases = tuple(
         ParityCase(
             name=name,
@@ -258,53 +257,6 @@ def _cold_starts(plan: Plan, cell: Cell, rng: np.random.Generator) -> list[ColdS
                 )
             )
     return starts
-
-
-def _environment(plan: Plan) -> Environment:
-    return Environment(
-        started_at="2026-03-02T10:00:00Z",
-        command="abserve compare --preset quick --out compare",
-        git_commit="0123456789abcdef0123456789abcdef01234567",
-        host={
-            "cpu_model": "Simulated CPU 2.0 GHz",
-            "cpu_count": 2,
-            "memory_bytes": 25_769_803_776,
-            "kernel": "6.1.0",
-            "glibc": "2.36",
-            "os": "Debian GNU/Linux 12",
-            "virtualisation": None,
-        },
-        packages={"abserve": "0.1.0", "torch": "2.15.0", "onnxruntime-gpu": "1.31.1", "nvidia-pytriton": "0.7.0"},
-        gpu={"schema": "abserve.gpu-info/1", "status": plan.gpu_status, "devices": []},
-    )
-
-
-def _arms(plan: Plan) -> list[ArmRecord]:
-    shared = {
-        "precision": "fp32",
-        "device": "cpu",
-        "threads": "2",
-        "max_batch_size": 32,
-        "max_queue_delay_us": 0,
-        "weights": "random weights (seed 0)",
-    }
-    return [
-        ArmRecord(
-            label="a", title="native torch 2.15.0 fp32", target="native", url="http://127.0.0.1:8100",
-            server_name="abserve-native", server_version="0.1.0", launched=True,
-            argv=("abserve", "serve", "native", "--threads", "2"), settings={"threads": "2"},
-            in_effect={"engine": "torch", "mode": "eager", **shared},
-            model_config={"name": "openclip_vit_b32", "max_batch_size": 32}, gpu_info=None, artefact=None,
-        ),
-        ArmRecord(
-            label="b", title="Triton 2.51 python backend, onnxruntime 1.31.1 fp32", target="triton",
-            url="http://127.0.0.1:8000", server_name="triton", server_version="2.51.0", launched=True,
-            argv=("abserve", "serve", "triton", "--threads", "2"), settings={"threads": "2"} | plan.b_settings,
-            in_effect={"engine": "onnxruntime", "mode": "session", **shared, **plan.b_in_effect},
-            model_config={"name": "openclip_vit_b32", "backend": "python", "max_batch_size": 32}, gpu_info=None,
-            artefact={"sha256": "9f86d081884c7d659a2feaa0c55ad015", "bytes": 352_000_000},
-        ),
-    ]  # fmt: skip
 
 
 def _write(path: Path, record: object) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from synthetic_run import Plan, SimulatedArm, write_run
 from syrupy.assertion import SnapshotAssertion
 
 from loadgen.analysis.analysis import analyse
 from loadgen.report.markdown import render_markdown
 from loadgen.report.terminal import print_result
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 PLANS = {
     "decided": Plan(pairs=4),

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from synthetic_run import Plan, write_run
+from tests.golden.synthetic_run import Plan, write_run
 
 FULL = """
 import resource, sys

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from synthetic_run import Plan, write_run
 
 from loadgen.analysis.gpu_evidence import ControlRun, Evidence, assess_run
 from loadgen.evidence.records import EvidenceFile, Window
 from loadgen.records.run import ArmRecord, BlockRecord, Cell
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.storage.stored_run import read_run
+from tests.golden.synthetic_run import Plan, write_run
 
 CAPTURE = json.loads((Path(__file__).parents[3] / "captures/h200.json").read_text())
 CELL = Cell(scenario="single", batch_size=1, concurrency=1, requests=100, seconds=30.0, max_seconds=60.0, pairs=1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from synthetic_run import Plan, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.records.run import Cell
 from loadgen.storage.stored_run import StoredRunError, read_run
+from tests.golden.synthetic_run import Plan, write_run
 
 
 def test_a_killed_run_keeps_its_finished_blocks(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 from rich.console import Console
-from synthetic_run import Plan, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.ceilings import EngineShare, nearest_size
@@ -24,6 +23,7 @@ from loadgen.report.terminal import print_result
 from loadgen.run.ceiling_phase import read_document
 from servers.engines.interface import EngineDescription
 from servers.engines.measurement import BatchMeasurement
+from tests.golden.synthetic_run import Plan, write_run
 
 SIZES = (1, 2, 4, 8, 16, 32)
 SHORT = Plan(pairs=2, requests=60)

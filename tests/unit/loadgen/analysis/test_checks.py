@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from synthetic_run import Plan, SimulatedArm, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.checks.fairness.definitions import FAIRNESS_DEFINITIONS
 from loadgen.analysis.checks.outcome import DEFINITIONS, Check, CheckName
 from loadgen.analysis.result import Result
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 SMALL = {"pairs": 4, "requests": 80}
 Edit = Callable[[Path], None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from synthetic_run import Plan, SimulatedArm, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.comparisons import judge
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from synthetic_run import Plan, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.checks.fairness.arms import check_before_load
@@ -24,6 +23,7 @@ from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
 from loadgen.report.fairness import fairness_lines, fairness_summary
 from loadgen.run.arms import effective_settings
 from loadgen.run.fairness_readings import as_condition, connect_ms, read_governors
+from tests.golden.synthetic_run import Plan, write_run
 
 EXPERIMENT = Experiment(
     a=ArmRequest(label="a", target="native"),

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from gpu_run import CAPTURE, write_gpu_run
 from rich.console import Console
 
 from loadgen.analysis.analysis import analyse
@@ -18,6 +17,7 @@ from loadgen.evidence.records import EvidenceFile
 from loadgen.report import write_reports
 from loadgen.report.evidence import evidence_rows, gpu_chart
 from loadgen.report.terminal import print_result
+from tests.unit.loadgen.analysis.gpu_run import CAPTURE, write_gpu_run
 
 Show = Callable[[Result], str]
 

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
-from synthetic_run import ORIGIN_NS, Plan, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.checks.outcome import Check
@@ -24,6 +23,7 @@ from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.report.html import render_html
 from loadgen.report.markdown import render_markdown
 from loadgen.report.searches import print_searches
+from tests.golden.synthetic_run import ORIGIN_NS, Plan, write_run
 
 MS = 1_000_000
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from synthetic_run import Plan, SimulatedArm, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.checks.probes import check_probes
@@ -19,6 +18,7 @@ from loadgen.records.noise_floor import FloorEntry, NoiseFloor
 from loadgen.records.probes import CacheProbe
 from loadgen.records.run import Label
 from loadgen.statistics.ratios import adjust_holm, between_restarts, critical_t, estimate_ratio, estimate_restarts
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 
 def floor(difference: float, scenario: str = "single", metric: str = "throughput", title: str = "x") -> NoiseFloor:

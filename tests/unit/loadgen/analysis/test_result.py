@@ -9,11 +9,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from synthetic_run import Plan, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.result import Result, ResultError, encode_result, read_result, write_atomically
 from loadgen.records.run import Record
+from tests.golden.synthetic_run import Plan, write_run
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "result-format.md"
 

@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 from scipy import stats
-from synthetic_run import Plan, SimulatedArm, write_run
 from typer.testing import CliRunner
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.result import Result, encode_result, read_result
 from loadgen.analysis.run_difference import compare_runs
 from loadgen.entry import build
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 PLAN = Plan(pairs=4, requests=60)
 SLOWER_B = Plan(pairs=4, requests=60, seed=8, b=SimulatedArm(6.5, 7.8, 2.5, reports_http=False, ready_s=5.5))

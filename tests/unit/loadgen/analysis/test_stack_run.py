@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_run import Plan, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.checks.outcome import Check
 from loadgen.analysis.result import Result
 from loadgen.experiment.stack_request import AS_SERVED
 from loadgen.report.tables import experiment_rows
+from tests.golden.synthetic_run import Plan, write_run
 
 
 def stack_run(folder: Path, a: dict[str, Any], b: dict[str, Any], deployment: str = "compose") -> Result:

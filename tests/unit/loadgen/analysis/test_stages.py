@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from synthetic_run import Plan, SimulatedArm, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.reasons import explain_stages
 from loadgen.analysis.stages import STAGES, folded
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 
 def test_every_account_adds_up(tmp_path: Path) -> None:

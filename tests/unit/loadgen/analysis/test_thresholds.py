@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from synthetic_run import Plan, cells, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.result import Result
@@ -16,6 +15,7 @@ from loadgen.commands.compare import EXIT_INVALID, EXIT_THRESHOLD, EXIT_VALID, e
 from loadgen.experiment.plan import PlanError
 from loadgen.records.run import Cell
 from loadgen.report.markdown import render_markdown
+from tests.golden.synthetic_run import Plan, cells, write_run
 
 CELLS = cells(4, 200)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 from rich.console import Console
-from synthetic_run import Plan, SimulatedArm, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.result import Result, encode_result, read_result
@@ -19,6 +18,7 @@ from loadgen.records.run import Cell, Experiment, Label
 from loadgen.report.html import render_html
 from loadgen.report.markdown import render_markdown
 from loadgen.report.terminal import print_result
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 PLAN = Plan(a=SimulatedArm(transport_ms=1.0), b=SimulatedArm(transport_ms=11.0), pairs=4, requests=80)
 VARIANT = Variant(payload="fp32", transport="http", settings={})

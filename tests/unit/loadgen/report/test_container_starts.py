@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from synthetic_run import Plan, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.result import Result, encode_result, read_result
@@ -17,6 +16,7 @@ from loadgen.report.html import render_html
 from loadgen.report.markdown import render_markdown
 from loadgen.report.terminal import print_result
 from loadgen.storage.store import RunStore
+from tests.golden.synthetic_run import Plan, write_run
 
 NATIVE = ContainerColdStart(
     label="a", repetition=0, service="native-cpu", image="abserve/servers:0.1.0 sha256:1", conditions="warm",

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from synthetic_run import Plan, write_run
 from typer.testing import CliRunner
 
 from loadgen.analysis.analysis import analyse
@@ -18,6 +17,7 @@ from loadgen.entry import build
 from loadgen.report.csv import blocks_csv, comparisons_csv
 from loadgen.report.files import write_csv, write_junit
 from loadgen.report.junit import clean, render_junit
+from tests.golden.synthetic_run import Plan, write_run
 
 ATTRIBUTES = {
     "testsuites": {"name", "tests", "failures", "errors", "skipped", "time"},

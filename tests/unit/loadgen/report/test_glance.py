@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from synthetic_run import Plan, SimulatedArm, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.result import Result
 from loadgen.report.glance import WIDTH, edge, glance_rows, proof_lines
 from loadgen.report.html import render_html
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 
 @pytest.fixture(scope="module")

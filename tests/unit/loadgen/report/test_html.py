@@ -10,10 +10,10 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
-from synthetic_run import Plan, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.report.html import code, render_html
+from tests.golden.synthetic_run import Plan, write_run
 
 TOKEN = re.compile(r"--[a-z][a-z0-9-]*")
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from synthetic_run import Plan, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.summaries import BlockSummary, summarise_blocks
@@ -17,6 +16,7 @@ from loadgen.report.live import ratio_line, ratio_table, track_of
 from loadgen.report.progress import RichProgress
 from loadgen.run.live_ratios import LiveRatio, LiveRatios
 from loadgen.storage.stored_run import StoredRun, read_run
+from tests.golden.synthetic_run import Plan, write_run
 
 
 @pytest.fixture(scope="module")

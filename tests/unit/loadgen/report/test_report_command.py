@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import typer
-from synthetic_run import Plan, write_run
 from typer.testing import CliRunner
 
 from loadgen.analysis.result import read_result
 from loadgen.commands.report import report
+from tests.golden.synthetic_run import Plan, write_run
 
 app = typer.Typer()
 app.command()(report)

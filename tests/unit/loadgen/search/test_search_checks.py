@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from synthetic_run import Plan, write_run
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.result import Result
 from loadgen.records.calibration import Calibration, CalibrationCell
 from loadgen.records.run import Cell
 from loadgen.records.searches import Trial
+from tests.golden.synthetic_run import Plan, write_run
 from tests.unit.loadgen.search.test_searches import RAMP, SLO, climb, search
 
 SINGLE = Cell(scenario="single", batch_size=1, concurrency=1, requests=30, seconds=1.0, max_seconds=30.0, pairs=2)
