@@ -32,13 +32,19 @@ def read_environment(gpu: dict[str, object], inputs: dict[str, str | int]) -> En
     """What can be read from here; None where it cannot."""
     return Environment(
         started_at=utc_now(),
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=_command(),
         git_commit=_git_commit(),
         host=_host(),
         packages=_packages(),
         gpu={name: value for name, value in gpu.items() if name != "processes"},
         inputs=inputs,
     )
+
+
+def _command() -> str:
+    """As given; what is no UTF-8 in it, a folder's name perhaps, as escapes."""
+    given = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return given.encode("utf-8", "backslashreplace").decode()
 
 
 def _host() -> dict[str, str | int | float | None]:

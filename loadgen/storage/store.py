@@ -38,6 +38,10 @@ class RunStore:
     def __init__(self, directory: Path) -> None:
         """Raises `StorageError` when the folder holds a run already or cannot be made."""
         self.directory = directory
+        try:
+            str(directory.absolute()).encode()
+        except UnicodeEncodeError:  # paths travel to the generator in JSON
+            raise StorageError(f"{str(directory)!a} is no UTF-8; choose another folder with --out") from None
         if (directory / "experiment.json").exists():
             raise StorageError(f"{directory} already holds a run; choose another folder with --out")
         try:

@@ -1,8 +1,9 @@
-"""Files whose bytes are no text at all are told like any other that cannot be read."""
+"""Files and names whose bytes are no text at all are told like any other that cannot be used."""
 
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import pytest
 from loadgen.analysis.result import ResultError, read_result
 from loadgen.evidence.readings import ReadingsError, read_readings
 from loadgen.machine.calibration import CalibrationError, read_calibration
+from loadgen.machine.environment import read_environment
 from loadgen.machine.noise_floor import NoiseFloorError, read_floors
 from loadgen.records.sample_files import load_samples
+from loadgen.storage.store import RunStore, StorageError
 from loadgen.storage.stored_run import StoredRunError, read_run
 
 
@@ -43,3 +46,14 @@ def test_a_sample_file_whose_header_is_cut_in_the_middle_of_a_bracket_is_named()
     content[10:12] = b"((("[:2]
     with pytest.raises(ValueError, match=r"0013\.npy"):
         load_samples(io.BytesIO(bytes(content)), "0013.npy")
+
+
+def test_a_folder_whose_name_is_no_utf8_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"udcff' is no UTF-8; choose another folder with --out"):
+        RunStore(tmp_path / os.fsdecode(b"odd\xff"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_whose_words_are_no_utf8_can_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["abserve", "compare", "--csv", os.fsdecode(b"odd\xff.csv")])
+    assert "odd\\udcff.csv" in read_environment({}, {}).command
