@@ -21,7 +21,16 @@ YOUNG_SECONDS = 3600
 
 def remove_abandoned_folders(folder: Path = FOLDER, library: bytes = LIBRARY) -> None:
     """Remove this user's old and empty ones, unless a process lives that has loaded the backend's library."""
-    found = [path for path in folder.glob(PATTERN) if _is_old_and_ours(path)]
+    _remove(folder, library, 0, time.time() - YOUNG_SECONDS)
+
+
+def remove_folders_since(began_s: float, folder: Path = FOLDER, library: bytes = LIBRARY) -> None:
+    """Likewise those made since a moment of `time.time`, at which a server began that has been killed."""
+    _remove(folder, library, began_s, time.time())
+
+
+def _remove(folder: Path, library: bytes, earliest_s: float, latest_s: float) -> None:
+    found = [path for path in folder.glob(PATTERN) if _is_ours_of(path, earliest_s, latest_s)]
     if not found or any(library in mapped for mapped in _mapped_files()):
         return
     for path in found:
@@ -29,12 +38,12 @@ def remove_abandoned_folders(folder: Path = FOLDER, library: bytes = LIBRARY) ->
             path.rmdir()
 
 
-def _is_old_and_ours(path: Path) -> bool:
+def _is_ours_of(path: Path, earliest_s: float, latest_s: float) -> bool:
     try:
         status = path.lstat()
     except OSError:
         return False
-    return status.st_uid == os.getuid() and time.time() - status.st_mtime > YOUNG_SECONDS
+    return status.st_uid == os.getuid() and earliest_s <= status.st_mtime <= latest_s
 
 
 def _mapped_files() -> Iterator[bytes]:

@@ -25,6 +25,7 @@ import psutil
 from servers.launch_plan import LaunchPlan
 from servers.triton.errors import TritonDiedError, TritonUnavailableError
 from servers.triton.shared_memory import remove_regions
+from servers.triton.temporary_folders import remove_folders_since
 
 STUB_NAME = "triton_python_backend_stub"
 POLL_SECONDS = 0.02
@@ -55,6 +56,7 @@ class TritonProcess:
             # A supervisor that is killed cannot stop its server: the kernel does it instead.
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
+        self._began_s = time.time()
         with _opened(log_file) as log:
             self._process = subprocess.Popen(
                 plan.argv,
@@ -117,7 +119,7 @@ class TritonProcess:
             )
 
     def stop(self, timeout_seconds: float = STOP_SECONDS) -> int:
-        """SIGTERM, after `timeout_seconds` SIGKILL; then no process and no shared memory of it is left. Idempotent.
+        """SIGTERM, after `timeout_seconds` SIGKILL; then no process, shared memory or folder of it is left. Idempotent.
 
         Returns the server's exit status as `subprocess` gives it.
         """
@@ -136,6 +138,8 @@ class TritonProcess:
             psutil.wait_procs(alive, timeout=KILL_SECONDS)
         for prefix in region_prefixes(self._plan.argv):
             remove_regions(prefix)
+        if self._process.returncode != 0:  # else it has removed it itself
+            remove_folders_since(self._began_s)
         return self._process.returncode
 
     def __enter__(self) -> TritonProcess:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from servers.triton import temporary_folders
-from servers.triton.temporary_folders import remove_abandoned_folders
+from servers.triton.temporary_folders import remove_abandoned_folders, remove_folders_since
 
 HOLD = (
     "import mmap, sys; file = open(sys.argv[1]); mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ); "
@@ -33,7 +33,9 @@ def test_only_old_empty_folders_of_dead_servers_are_removed(tmp_path: Path) -> N
     used = make(tmp_path, "python_env_dEf456")
     (used / "lib").touch()
     os.utime(used, (0, 0))
-    kept = [used, make(tmp_path, "python_env_gHi789", old=False), make(tmp_path, "python_env_of_somebody")]
+    began_s = time.time()
+    young = make(tmp_path, "python_env_gHi789", old=False)
+    kept = [used, young, make(tmp_path, "python_env_of_somebody")]
 
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(library)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -46,3 +48,7 @@ def test_only_old_empty_folders_of_dead_servers_are_removed(tmp_path: Path) -> N
     remove_abandoned_folders(tmp_path, library.name.encode())
     assert not abandoned.exists()
     assert all(path.exists() for path in kept)
+    remove_folders_since(young.stat().st_mtime + 1, tmp_path, library.name.encode())
+    assert young.exists(), "another server's"
+    remove_folders_since(min(began_s, young.stat().st_mtime), tmp_path, library.name.encode())
+    assert [path.exists() for path in kept] == [True, False, True]
