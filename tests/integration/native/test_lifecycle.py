@@ -141,6 +141,24 @@ def test_a_signal_before_the_event_loop_listens_for_any_is_not_lost(number, stat
         process.communicate()
 
 
+INTERRUPTED = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "pydantic":
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as from a terminal
+sys.meta_path.insert(0, Interrupting())
+from servers.native.__main__ import main
+main()
+"""
+
+
+def test_ctrl_c_while_it_imports_ends_the_process_without_a_traceback():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+
+
 def test_a_load_that_fails_ends_the_process_with_the_reason(controlled):
     server = controlled()
     server.wait_live()
