@@ -24,10 +24,10 @@ from servers.native.entries import EXPIRED, Entry
 from servers.native.errors import SHUTTING_DOWN, NotReadyError, RequestExpiredError, ShuttingDownError
 from servers.native.loading import load_engine
 from servers.native.responses import response_of, writes_to_device
+from servers.native.settings import MAX_TIMEOUT_US
 from servers.native.statistics import RequestTimes, Statistics
 from servers.native.waiters import FutureWaiter, answered_in_place, wake_all
 
-MAX_TIMEOUT_US = 3_600_000_000
 UNLOAD_SECONDS = 30
 _DELAY_THREADS = 256
 

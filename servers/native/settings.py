@@ -10,6 +10,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 ENV_PREFIX = "ABSERVE_NATIVE_"
 
+MAX_TIMEOUT_US = 3_600_000_000
+"""Longest wait in the queue that the server or a request may ask for."""
+
 
 class NativeSettings(BaseSettings):
     """Built once, in the entry point, and passed on. Unknown arguments are refused."""
@@ -39,7 +42,10 @@ class NativeSettings(BaseSettings):
     )
     queue_size: int = Field(512, ge=1, description="Requests that may wait; the next one is answered 503 at once.")
     queue_timeout_us: int = Field(
-        0, ge=0, description="Longest wait in the queue where a request names no timeout of its own; 0: no limit."
+        0,
+        ge=0,
+        le=MAX_TIMEOUT_US,
+        description="Longest wait in the queue where a request names no timeout of its own; 0: no limit.",
     )
     pipeline: bool = Field(
         False, description="Gather one batch while another is executed, with an engine that has two slots."
@@ -66,7 +72,9 @@ class NativeSettings(BaseSettings):
     max_image_pixels: int = Field(40_000_000, ge=1, description="Largest JPEG that is decoded; read from its header.")
     allow_shared_memory: bool = Field(False, description="Let clients register shared memory of this machine.")
     allow_model_control: bool = Field(False, description="Let clients unload and load models.")
-    shutdown_timeout_s: float = Field(30, gt=0, description="Longest time to finish accepted work after SIGTERM.")
+    shutdown_timeout_s: float = Field(
+        30, gt=0, le=3600, description="Longest time to finish accepted work after SIGTERM."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severity logged.")
     added_delay_ms: float = Field(
         0, ge=0, le=60_000, description="Test option: added to every answer without blocking anything."

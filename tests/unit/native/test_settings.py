@@ -34,6 +34,12 @@ def test_a_contradiction_is_one_sentence_with_the_option():
     assert validation_sentence(caught.value) == "--queue-size: Input should be greater than or equal to 1, got 0"
 
 
+@pytest.mark.parametrize(("name", "value"), [("queue_timeout_us", 3_600_000_001), ("shutdown_timeout_s", "inf")])
+def test_times_that_no_request_and_no_timer_takes_are_refused_at_the_start(name, value):
+    with pytest.raises(ValidationError, match="less than or equal to 3600"):
+        NativeSettings(**{name: value})
+
+
 def test_two_doors_need_two_ports():
     with pytest.raises(ValidationError) as caught:
         NativeSettings(http_port=1234, grpc_port=1234)
