@@ -1,0 +1,56 @@
+"""What .ci/setup says before it installs anything; the installation itself is run by whoever calls make."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SETUP = Path(__file__).resolve().parents[2] / ".ci" / "setup"
+PIP = """#!/bin/sh
+[ "$1 $2 $3" = "-m pip install" ] && echo "$@" > "{seen}" && echo "$TMPDIR" >> "{seen}"
+exit 1
+"""
+
+
+def setup(tmp_path: Path, free_gib: int, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    """With a disk of so many free GiB and a pip that only notes how it was called, which fails the rest."""
+    tools, venv = tmp_path / "tools", tmp_path / "venv"
+    for path, text in (
+        (tools / "df", f"#!/bin/sh\necho header\necho disk 0 0 {free_gib * 2**20} 0% /\n"),
+        (venv / "bin" / "python", PIP.format(seen=tmp_path / "pip")),
+    ):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": python, "VENV": str(venv)}
+    return subprocess.run(
+        ["sh", str(SETUP)], env=environment, cwd=SETUP.parents[1], capture_output=True, text=True, check=False
+    )
+
+
+def test_too_small_a_disk_is_told_what_needs_how_much(tmp_path: Path) -> None:
+    done = setup(tmp_path, free_gib=10)
+    assert done.returncode == 1
+    assert "10 GiB are free here, and 11 are needed: the installation takes 9.8 at its peak" in done.stderr
+    assert "remedy: free some space" in done.stderr
+    assert not (tmp_path / "pip").exists()
+
+
+@pytest.mark.parametrize(("free_gib", "cached"), [(11, False), (14, False), (15, True)])
+def test_downloads_go_beside_the_environment_and_into_pips_cache_where_there_is_room(
+    tmp_path: Path, free_gib: int, cached: bool
+) -> None:
+    setup(tmp_path, free_gib)
+    arguments, temporary = (tmp_path / "pip").read_text().splitlines()
+    assert ("--no-cache-dir" not in arguments) == cached
+    assert temporary == str(tmp_path / "venv" / "tmp")
+    assert not Path(temporary).exists()
+
+
+def test_an_interpreter_that_is_none_is_named(tmp_path: Path) -> None:
+    done = setup(tmp_path, free_gib=99, python="no-such-python")
+    assert (done.returncode, "no-such-python was not found" in done.stderr) == (1, True)
