@@ -72,7 +72,9 @@ def _sentence(
     starts = f" over {experiment.restarts} starts of both servers" if experiment.restarts > 1 else ""
     if ended is None:
         return f"Ended before the plan did, after {count} of each scenario{starts}."
-    return f"As planned: {count} of each scenario{starts}."
+    cold = sum(cell.pairs for cell in experiment.cells if cell.scenario == "cold-start")
+    apart = f", {cold} of cold starts" if cold and cold != fewest else ""
+    return f"As planned: {count} of each scenario{starts}{apart}."
 
 
 def _coverage(experiment: Experiment) -> str:
