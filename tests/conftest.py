@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from servers.export.file_form import executed_form
 from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from tests import perf_analyzer as analyzer
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -40,12 +39,7 @@ def artefact_dir(artefact: Artefact) -> Path:
 @pytest.fixture(scope="session")
 def perf_analyzer() -> Any:
     """NVIDIA's load generator, fetched once into a cache (see perf_analyzer.py beside this file), else a skip."""
-    spec = importlib.util.spec_from_file_location("perf_analyzer", Path(__file__).with_name("perf_analyzer.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["perf_analyzer"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     try:
-        return module.find_perf_analyzer()
-    except module.PerfAnalyzerUnavailableError as exc:
+        return analyzer.find_perf_analyzer()
+    except analyzer.PerfAnalyzerUnavailableError as exc:
         pytest.skip(str(exc))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.parse
 import urllib.request
@@ -18,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.compose import stand_ins
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -90,15 +90,6 @@ def free_ports(count: int) -> Sequence[int]:
             one.close()
 
 
-def _stand_ins() -> Any:
-    spec = importlib.util.spec_from_file_location("stand_ins", HERE / "stand_ins.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["stand_ins"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Skips where no engine answers; fails where one does and the stack does not come up."""
@@ -106,10 +97,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         pytest.skip("no docker engine answers")
     if docker("compose", "version").returncode != 0:
         pytest.skip("docker compose is not installed")
-    module = _stand_ins()
     try:
-        base_images = module.ensure_base_images()
-    except module.StandInError as exc:
+        base_images = stand_ins.ensure_base_images()
+    except stand_ins.StandInError as exc:
         pytest.skip(str(exc))
     folder = tmp_path_factory.mktemp("compose")
     folder.chmod(0o755)
