@@ -88,13 +88,11 @@ def _make(image: str, packages: str, entrypoint: str | None) -> None:
 
 def _import(root: Path, image: str, entrypoint: str | None) -> None:
     changes = [] if entrypoint is None else ["--change", f"ENTRYPOINT {entrypoint}", "--change", "USER 65534:65534"]
-    archive = subprocess.Popen(
-        ["tar", "-C", str(root), "--one-file-system", "--exclude=./proc/*", "--exclude=./sys/*", "--exclude=./dev/*",
-         "-c", "."],
-        stdout=subprocess.PIPE,
-    )  # fmt: skip
-    subprocess.run(["docker", "import", *changes, "-", image], stdin=archive.stdout, check=True, capture_output=True)
-    if archive.wait() != 0:
+    files = ["tar", "-C", str(root), "--one-file-system", *(f"--exclude=./{name}/*" for name in ("proc", "sys", "dev"))]
+    with subprocess.Popen([*files, "-c", "."], stdout=subprocess.PIPE) as archive:
+        into = ["docker", "import", *changes, "-", image]
+        subprocess.run(into, stdin=archive.stdout, check=True, capture_output=True)
+    if archive.returncode != 0:
         raise StandInError(f"the files of {image} could not be packed")
 
 
