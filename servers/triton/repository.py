@@ -12,7 +12,8 @@ Nothing of size is copied; the artefact stays where it is.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,51 +67,46 @@ def lay_out(
     Raises `TritonUnavailableError` where `folder` cannot be written, or holds anything that is not ours: a repository
     serves all it finds.
     """
+    with _writing(folder):
+        _claim(folder)
+        models, backends, libraries = folder / "models", folder / "backends", folder / "lib"
+        for path in (models, backends, libraries):
+            shutil.rmtree(path, ignore_errors=True)
+        for model in placed:
+            version = models / model.specification.name / "1"
+            version.mkdir(parents=True)
+            sha256 = model.manifest.get("sha256") if model.manifest is not None else None
+            parameters = {
+                **parameters_from_settings(engine, weights, model.artefact, None if sha256 is None else str(sha256)),
+                **parameters_from_payload(model.specification, decoding),
+            }
+            config = python_config(model.specification, batching, engine.device, parameters)
+            (version.parent / "config.pbtxt").write_text(config, encoding="utf-8")
+            (version / "model.py").write_text(MODEL_PY, encoding="utf-8")
+            artefact = str(model.artefact.absolute()) if model.artefact else None
+            (version / "engine.json").write_bytes(
+                msgspec.json.encode(EngineFile(weights=weights_text, artefact=artefact))
+            )
+
+        backend = backends / "python"
+        backend.mkdir(parents=True)
+        for source in wheel.python_backend.iterdir():
+            if source.is_file():
+                (backend / source.name).symlink_to(source)
+        (backend / wheel.stub.name).symlink_to(wheel.stub)
+        libraries.mkdir()
+        (libraries / wheel.libpython.name).symlink_to(wheel.libpython)
+        return Repository(models=models, backends=backends, libraries=libraries)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
     try:
-        return _written(folder, wheel, placed, weights, weights_text, engine, batching, decoding)
+        yield
     except OSError as exc:
         raise TritonUnavailableError(
             f"cannot write the working folder {folder}: {exc.strerror or exc}; give another one with --work-dir"
         ) from exc
-
-
-def _written(
-    folder: Path,
-    wheel: Wheel,
-    placed: Sequence[PlacedModel],
-    weights: WeightsSource,
-    weights_text: str,
-    engine: EngineSettings,
-    batching: BatchingSettings,
-    decoding: DecodingSettings,
-) -> Repository:
-    _claim(folder)
-    models, backends, libraries = folder / "models", folder / "backends", folder / "lib"
-    for path in (models, backends, libraries):
-        shutil.rmtree(path, ignore_errors=True)
-    for model in placed:
-        version = models / model.specification.name / "1"
-        version.mkdir(parents=True)
-        sha256 = model.manifest.get("sha256") if model.manifest is not None else None
-        parameters = {
-            **parameters_from_settings(engine, weights, model.artefact, None if sha256 is None else str(sha256)),
-            **parameters_from_payload(model.specification, decoding),
-        }
-        config = python_config(model.specification, batching, engine.device, parameters)
-        (version.parent / "config.pbtxt").write_text(config, encoding="utf-8")
-        (version / "model.py").write_text(MODEL_PY, encoding="utf-8")
-        artefact = str(model.artefact.absolute()) if model.artefact else None
-        (version / "engine.json").write_bytes(msgspec.json.encode(EngineFile(weights=weights_text, artefact=artefact)))
-
-    backend = backends / "python"
-    backend.mkdir(parents=True)
-    for source in wheel.python_backend.iterdir():
-        if source.is_file():
-            (backend / source.name).symlink_to(source)
-    (backend / wheel.stub.name).symlink_to(wheel.stub)
-    libraries.mkdir()
-    (libraries / wheel.libpython.name).symlink_to(wheel.libpython)
-    return Repository(models=models, backends=backends, libraries=libraries)
 
 
 def _claim(folder: Path) -> None:
