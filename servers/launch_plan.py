@@ -26,3 +26,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     def to_json(self) -> bytes:
         """One line of JSON."""
         return msgspec.json.encode(self) + b"\n"
+
+
+def host_in_url(host: str) -> str:
+    """An IPv6 address stands in brackets there, and before gRPC's port."""
+    return f"[{host}]" if ":" in host else host

@@ -142,7 +142,9 @@ def _artefact(
     specification: ModelSpecification, weights: WeightsSource, settings: EngineSettings, root: Path
 ) -> Path | None:
     """The file that the engine executes, exported first when it is missing; a plan must be there."""
-    if settings.kind not in ("onnxruntime", "tensorrt"):
+    from servers.engines.factory import KINDS_WITH_FILE
+
+    if settings.kind not in KINDS_WITH_FILE:
         return None
     from servers.export.errors import ExportError
     from servers.export.executed_file import executed_file

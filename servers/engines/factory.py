@@ -10,6 +10,8 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
 KINDS = ("torch", "onnxruntime", "tensorrt", "null")
+KINDS_WITH_FILE = ("onnxruntime", "tensorrt")
+"""Those that execute an exported file, and not the model's own module."""
 LIBRARIES = {"torch": ("torch", "open_clip"), "onnxruntime": ("onnxruntime",), "tensorrt": ("tensorrt",), "null": ()}
 """What a kind's `load` imports first; whoever times a start may import them beforehand."""
 

@@ -13,8 +13,6 @@ from servers.export.tensorrt_plan import plan_path
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
-ENGINES_WITH_FILE = ("onnxruntime", "tensorrt")
-
 
 @dataclass(frozen=True, slots=True)
 class ExecutedFile:
@@ -32,7 +30,7 @@ def executed_file(
     root: Path,
     progress: Progress = lambda _step: None,
 ) -> ExecutedFile:
-    """What one of `ENGINES_WITH_FILE` executes. Raises what `ensure_artefact` raises, `ExportError` without a plan.
+    """What one of `KINDS_WITH_FILE` executes. Raises what `ensure_artefact` raises, `ExportError` without a plan.
 
     A plan belongs to the ONNX file that it was built from, so that one is looked for, and made, first.
     """

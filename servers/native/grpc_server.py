@@ -13,6 +13,7 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
+from servers.launch_plan import host_in_url
 from servers.native.grpc_service import GrpcService
 from servers.native.limits import ByteBudget
 from servers.native.listener import ListenerError
@@ -34,7 +35,7 @@ class GrpcDoor:
 
     def __init__(self, service: GrpcService, host: str, port: int, max_message_bytes: int) -> None:
         self._service = service
-        self._host = f"[{host}]" if ":" in host else host
+        self._host = host_in_url(host)
         self._port = port
         self._max_message_bytes = min(max_message_bytes + MESSAGE_SLACK_BYTES, 2**31 - 1)
         self._server: Any = None

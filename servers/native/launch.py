@@ -10,15 +10,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from servers.launch_plan import LaunchPlan
+from servers.engines.factory import KINDS_WITH_FILE
+from servers.launch_plan import LaunchPlan, host_in_url
 from servers.models.registry import UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights
 from servers.native.arguments import to_argv, validation_sentence
 from servers.native.listener import ListenerError, bind, check_free
 from servers.native.settings import NativeSettings
-
-ENGINES_WITH_ARTEFACT = ("onnxruntime", "tensorrt")
 
 
 class LaunchError(Exception):
@@ -36,7 +35,7 @@ class Launch:
     @property
     def needs_artefacts(self) -> tuple[ModelSpecification, ...]:
         """What the engine executes an exported file of; JPEG and UINT8 share theirs."""
-        if self.settings.engine not in ENGINES_WITH_ARTEFACT:
+        if self.settings.engine not in KINDS_WITH_FILE:
             return ()
         return tuple({s.executed.name: s.executed for s in self.specifications}.values())
 
@@ -47,7 +46,7 @@ class Launch:
             update={"artefact": paths.get("fp32"), "artefact_uint8": paths.get("uint8")}
         )
         first = self.specifications[0]
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        host = host_in_url(settings.host)
         url = f"http://{host}:{settings.http_port}"
         return LaunchPlan(
             argv=(sys.executable, "-m", "servers.native", *to_argv(settings)),

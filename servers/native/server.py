@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 import uvicorn
 
+from servers.launch_plan import host_in_url
 from servers.native.app import create_app
 from servers.native.http import protocol_factory
 from servers.native.http_door import HttpDoor
@@ -55,9 +56,8 @@ class NativeServer(uvicorn.Server):
         """Listen, then load; meanwhile open the gRPC door, whose imports alone take a good part of a second."""
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
         names = ",".join(service.signature.name for service in self._models)
-        log.info("listening", url=f"http://{host}:{port}", model=names)
+        log.info("listening", url=f"http://{host_in_url(host)}:{port}", model=names)
         doors_open = threading.Event()
         self._models.start(self._stop, doors_open)
         if self._open_grpc is not None:

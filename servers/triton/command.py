@@ -152,7 +152,8 @@ def serve_triton(
 
 def _plan(settings: TritonSettings, weights: WeightsSource, console: Console) -> LaunchPlan:
     """Check the machine before the export, which takes most of a minute, and export only what is executed."""
-    from servers.export.executed_file import ENGINES_WITH_FILE, ExecutedFile, executed_file
+    from servers.engines.factory import KINDS_WITH_FILE
+    from servers.export.executed_file import ExecutedFile, executed_file
 
     say = partial(console.print, markup=False)
     assert_ready(settings)
@@ -163,7 +164,7 @@ def _plan(settings: TritonSettings, weights: WeightsSource, console: Console) ->
     for specification in get_variants(settings.model, settings.payloads):
         executed = specification.executed
         engine = settings.engine
-        if engine.kind not in ENGINES_WITH_FILE:
+        if engine.kind not in KINDS_WITH_FILE:
             models.append(PlacedModel(specification))
             continue
         if executed.name not in made:

@@ -16,7 +16,7 @@ from pathlib import Path
 from servers.engines.factory import KINDS
 from servers.engines.processors import cuda_index, nvidia_device_present
 from servers.export.model_config import BatchingSettings
-from servers.launch_plan import LaunchPlan
+from servers.launch_plan import LaunchPlan, host_in_url
 from servers.models.weights import WeightsSource
 from servers.triton.errors import TritonUnavailableError
 from servers.triton.ports import assert_free
@@ -84,7 +84,7 @@ def prepare(
     )
     first = models[0]
     address = _address(settings.host)
-    reachable = _bracketed(WILDCARDS.get(address, address))
+    reachable = host_in_url(WILDCARDS.get(address, address))
     return LaunchPlan(
         argv=_arguments(settings, wheel, repository, address, shared_bytes, on_gpu=engine.device != "cpu"),
         env=_environment(wheel, repository),
@@ -156,7 +156,3 @@ def _address(host: str) -> str:
         return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
     except OSError as exc:
         raise TritonUnavailableError(f"--host {host} cannot be resolved; give an address such as 127.0.0.1") from exc
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
