@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+
 from rich import box
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -152,12 +154,7 @@ def _print_ceilings(result: Result, console: Console) -> None:
         return
     console.print(Text(ceiling_tables.TITLE, style="bold"))
     if rows := ceiling_tables.ceiling_rows(result):
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-        for index, heading in enumerate(ceiling_tables.CEILING_HEADINGS):
-            table.add_column(heading, justify="right" if index in ceiling_tables.NUMBERS else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        console.print(_table(ceiling_tables.CEILING_HEADINGS, rows, right=ceiling_tables.NUMBERS))
         console.print(Text(ceiling_tables.ceiling_caption(result), style="dim"))
     for text in said:
         console.print(Text(text))
@@ -174,17 +171,23 @@ def _print_container_starts(result: Result, console: Console) -> None:
                 (f"  {container_starts.service(result, label)}", "dim"),
             )
         )
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-        for index, heading in enumerate(container_starts.headings(result, label)):
-            table.add_column(heading, justify="right" if index else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        headings = container_starts.headings(result, label)
+        console.print(_table(headings, rows, right=range(1, len(headings))))
         for text in container_starts.failures(result, label):
             console.print(_indented(text, style="red"))
     if result.container_cold_starts:
         console.print(Text(container_starts.CAPTION, style="dim"))
         console.print()
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Container[int]) -> Table:
+    """`right`: the columns of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index in right else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _print_checks(result: Result, console: Console) -> None:
