@@ -99,7 +99,7 @@ def _images(run: Command, newest_source: datetime | None, now: datetime) -> list
             remedy = "docker compose build"
             found.append(Finding(image, False, "older than the code here", remedy))
         elif days > OLDEST_IMAGE_DAYS:
-            remedy = "docker compose build --pull --no-cache"
+            remedy = "make pin-images, then docker compose build --no-cache"
             found.append(Finding(image, False, f"built {days} days ago, without the fixes since", remedy))
         else:
             found.append(Finding(image, True, f"built {days} days ago, newer than the code here"))

@@ -16,6 +16,8 @@ import typer
 
 from servers.finding import Finding
 from servers.native.listener import ListenerError, check_free
+from servers.native.settings import NativeSettings
+from servers.triton.settings import TritonSettings
 
 MIN_FREE_BYTES = 2 * 2**30
 """An export needs 0.4 GB and as much again while it is written; a full run's samples and logs some tens of MB."""
@@ -23,7 +25,14 @@ MIN_FREE_BYTES = 2 * 2**30
 MIN_SHM_BYTES = 128 * 2**20
 """Triton's python backend passes every tensor through /dev/shm."""
 
-PORTS = {8100: "native HTTP", 8101: "native gRPC", 8000: "Triton HTTP", 8001: "Triton gRPC", 8002: "Triton metrics"}
+_NATIVE, _TRITON = NativeSettings.model_fields, TritonSettings.model_fields
+PORTS: dict[int, str] = {
+    _NATIVE["http_port"].default: "native HTTP",
+    _NATIVE["grpc_port"].default: "native gRPC",
+    _TRITON["http_port"].default: "Triton HTTP",
+    _TRITON["grpc_port"].default: "Triton gRPC",
+    _TRITON["metrics_port"].default: "Triton metrics",
+}
 
 
 def doctor(

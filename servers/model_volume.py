@@ -27,12 +27,12 @@ from servers.engines.interface import EngineError
 from servers.export.artefacts import ensure_artefact
 from servers.export.errors import ExportError
 from servers.export.file_form import executed_form
-from servers.export.model_config import artefact_name, onnxruntime_config, tensorrt_config
+from servers.export.triton_config import artefact_name, onnxruntime_config, tensorrt_config
 from servers.models.atomic_folder import FolderError, file_sha256
-from servers.models.registry import UnknownModelError, get_specification
+from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_specification
 from servers.models.samples import write_samples
 from servers.models.specification import ModelSpecification
-from servers.models.weights import WeightsError, WeightsSource, parse_weights
+from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 
 Kind = Literal["gpu", "cpu"]
 BACKENDS = ("onnxruntime", "tensorrt")
@@ -46,11 +46,11 @@ class VolumeError(Exception):
 
 def fill(root: Path, kind: Kind, environment: Mapping[str, str]) -> None:
     """Everything that the containers of one profile need. Raises `VolumeError` and what an export raises."""
-    specification = get_specification(environment.get("ABSERVE_MODELS_MODEL", "openclip_vit_b32"))
-    weights_text = environment.get("ABSERVE_MODELS_WEIGHTS") or specification.default_weights
-    weights = parse_weights(weights_text)
+    specification = get_specification(environment.get("ABSERVE_MODELS_MODEL", DEFAULT_MODEL))
+    asked_for = parse_weights(environment.get("ABSERVE_MODELS_WEIGHTS") or specification.default_weights)
+    weights = pin(asked_for, specification.find_pretrained)
     say(f"sample inputs: {'written' if write_samples(specification, root / 'samples') else 'up to date'}")
-    shared = {"model": specification.name, "weights": weights_text, "artefacts": str(root / "artefacts")}
+    shared = {"model": specification.name, "weights": weights.text, "artefacts": str(root / "artefacts")}
     ports = {"host": "0.0.0.0", "http-port": "8100", "grpc-port": "8101"}
     _write_launch_plan(root, "native", {**shared, **ports}, environment)
     if kind == "cpu":

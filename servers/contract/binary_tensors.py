@@ -76,6 +76,14 @@ def array_from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...], na
         raise InvalidRequestError(f"the shape of input '{name}' cannot be represented") from exc
 
 
+def empty_elements(shape: tuple[int, ...], name: str) -> Array:
+    """BYTES elements that are filled in later. Raises `InvalidRequestError`."""
+    try:
+        return np.empty(shape, object)
+    except ValueError as exc:
+        raise InvalidRequestError(f"the shape of input '{name}' cannot be represented") from exc
+
+
 def _bytes_elements(data: memoryview, count: int, name: str) -> Array:
     if count * _LENGTH.size > data.nbytes:
         raise InvalidRequestError(

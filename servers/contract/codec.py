@@ -19,6 +19,7 @@ from servers.contract.binary_tensors import (
     array_from_bytes,
     bytes_from_array,
     element_count,
+    empty_elements,
     wrong_size,
 )
 from servers.contract.errors import InvalidRequestError, UnsupportedError
@@ -151,17 +152,27 @@ def find_window(parameters: Mapping[str, Parameter], owner: str, regions: Region
 
 
 def window_array(window: RegionWindow, datatype: str, shape: tuple[int, ...], name: str) -> Array:
-    """An input as a view over shared memory, see `RegionWindow.view`. Raises `ContractError`."""
-    if datatype == "BYTES" and window.on_device:  # its elements can be told apart only by reading them here and now
-        raise UnsupportedError(
-            f"input '{name}' is BYTES, which this server does not read from CUDA shared memory; use system shared "
-            "memory or send the data"
-        )
-    if datatype != "BYTES":
-        expected = element_count(shape, name) * DATATYPES[datatype].itemsize
-        if expected != window.reference.byte_size:
-            raise wrong_size(name, datatype, expected, window.reference.byte_size)
+    """An input as a view over what `RegionWindow.fetch` will read, BYTES as empty elements. Raises `ContractError`."""
+    if datatype == "BYTES":
+        if window.on_device:
+            raise UnsupportedError(
+                f"input '{name}' is BYTES, which this server does not read from CUDA shared memory; use system shared "
+                "memory or send the data"
+            )
+        window.view()  # refused here and now if it is too large
+        return empty_elements(shape, name)
+    expected = element_count(shape, name) * DATATYPES[datatype].itemsize
+    if expected != window.reference.byte_size:
+        raise wrong_size(name, datatype, expected, window.reference.byte_size)
     return array_from_bytes(window.view(), datatype, shape, name)
+
+
+def read_elements(tensor: InputTensor) -> Array:
+    """The elements of a BYTES input; blocks if it has to read them from shared memory. Raises `ContractError`."""
+    if tensor.window is None:
+        return tensor.data
+    tensor.window.fetch()
+    return array_from_bytes(tensor.window.view(), tensor.datatype, tensor.shape, tensor.name)
 
 
 def write_output(window: RegionWindow, array: Array) -> RegionReference:

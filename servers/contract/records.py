@@ -17,7 +17,7 @@ class InputTensor:
 
     `data` has exactly `shape` and the dtype that `datatype` names (an object array of `bytes` for BYTES). It may be
     a read-only or unaligned view over the receive buffer, so whoever holds it keeps that buffer alive. With a `window`
-    it is a view over shared memory: reading it needs the window's `fetch` before, in the thread that reads.
+    it is to come from shared memory: reading it needs the window's `fetch` before, and for BYTES `read_elements`.
     """
 
     name: str

@@ -41,7 +41,7 @@ class RegionReference:
 
 
 class RegionWindow(Protocol):
-    """A piece of a registered region. Inputs stay readable when the region is unregistered, unless it is truncated."""
+    """A piece of a registered region. An input is read from it once, into memory of the server's own."""
 
     @property
     def reference(self) -> RegionReference:
@@ -49,13 +49,13 @@ class RegionWindow(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """Whether its memory is a GPU's: then `view` shows its bytes after `fetch` alone, and `write` blocks."""
+        """Whether its memory is a GPU's: then `write` blocks."""
 
     def view(self) -> memoryview:
-        """Where its bytes can be read; whoever reads them calls `fetch` right before. Raises `ContractError`."""
+        """Memory of ours as large as the piece; whoever reads it calls `fetch` right before. Raises `ContractError`."""
 
     def fetch(self) -> None:
-        """Make `view` show the bytes of this moment; blocks while they are copied from a device.
+        """Copy the bytes of this moment to `view`; blocks meanwhile.
 
         Raises `ContractError` if the memory has been taken away.
         """

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from servers.engines.interface import EngineDescription, EngineError
-from servers.engines.settings import EngineSettings
-from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variant
-from servers.models.weights import WeightsError, WeightsSource, parse_weights
+from servers.models.registry import UnknownModelError, get_variant
+from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
+from servers.options import EngineOptions, checked, fail, settings_of, takes_settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,63 +24,48 @@ if TYPE_CHECKING:
 
     from servers.contract.tensors import Array
     from servers.engines.measurement import BatchMeasurement
-    from servers.engines.profiling.records import EngineProfile
+    from servers.engines.profiling.profile import EngineProfile
     from servers.models.specification import ModelSpecification
 
 SCHEMA = "abserve.engine/1"
-ENV = "ABSERVE_ENGINE_"
 QUIET_KINETO = "6"
 """torch's profiler else calls it an error that a machine without a GPU has none."""
 _PICTURES = 16
 
 
+class MeasurementSettings(EngineOptions):
+    """Every field is an option of `abserve engine` and a variable ABSERVE_ENGINE_…"""
+
+    model_config = settings_of("ABSERVE_ENGINE_")
+
+    payload: str = Field("fp32", description="fp32 or uint8: what the engine gets.")
+    batches: str = Field("", description="Batch sizes to measure; default: 1 to 128, on a CPU to 8.")
+    max_batch_size: int = Field(0, ge=0, description="As a server has it; 0: the largest of --batches.")
+    seconds: float = Field(1.0, ge=0.01, le=600, description="Time spent on each batch size.")
+    profile: bool = Field(False, description="Then also show where the time goes, by kernel.")
+
+
+@takes_settings(MeasurementSettings)
 def engine(
-    kind: Annotated[
-        str, typer.Option("--engine", envvar=f"{ENV}ENGINE", help="torch, onnxruntime, tensorrt or null.")
-    ] = "torch",
-    precision: Annotated[str, typer.Option(envvar=f"{ENV}PRECISION", help="fp32, tf32, fp16 or bf16.")] = "fp32",
-    mode: Annotated[str, typer.Option(envvar=f"{ENV}MODE", help="auto, or what the engine offers.")] = "auto",
-    payload: Annotated[str, typer.Option(envvar=f"{ENV}PAYLOAD", help="fp32 or uint8: what the engine gets.")] = "fp32",
-    model: Annotated[str, typer.Option(envvar=f"{ENV}MODEL", help="A registered model.")] = DEFAULT_MODEL,
-    weights: Annotated[
-        str | None, typer.Option(envvar=f"{ENV}WEIGHTS", help="random:SEED, a pretrained tag or a checkpoint file.")
-    ] = None,
-    batches: Annotated[
-        str, typer.Option(envvar=f"{ENV}BATCHES", help="Batch sizes to measure; default: 1 to 128, on a CPU to 8.")
-    ] = "",
-    max_batch_size: Annotated[
-        int, typer.Option(envvar=f"{ENV}MAX_BATCH_SIZE", min=0, help="As a server has it; 0: the largest of --batches.")
-    ] = 0,
-    device: Annotated[str, typer.Option(envvar=f"{ENV}DEVICE", help="auto, cpu or cuda:N.")] = "auto",
-    threads: Annotated[int, typer.Option(envvar=f"{ENV}THREADS", help="CPU threads; 0: all cores.")] = 0,
-    seconds: Annotated[
-        float, typer.Option(envvar=f"{ENV}SECONDS", min=0.01, max=600, help="Time spent on each batch size.")
-    ] = 1.0,
-    artefacts: Annotated[
-        Path, typer.Option(envvar=f"{ENV}ARTEFACTS", help="Folder of exported files; made when missing.")
-    ] = Path(".artefacts"),
-    profile: Annotated[
-        bool, typer.Option("--profile", envvar=f"{ENV}PROFILE", help="Then also show where the time goes, by kernel.")
-    ] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+    **options: object,
 ) -> None:
     """Measure an engine in process: latency, images/s, TFLOP/s, and its share of a matrix product on the same card."""
+    settings = checked(MeasurementSettings, options)
     console = Console(highlight=False)
     if json is not None and not json.absolute().parent.is_dir():
-        _fail(f"--json {json}: give the path of a file in a folder that exists")
+        fail(f"--json {json}: give the path of a file in a folder that exists")
     try:
-        specification = get_variant(model, payload)
-        source = parse_weights(specification.default_weights if weights is None else weights)
-        sizes = _sizes(batches, device)
-        settings = EngineSettings(kind, precision, mode, device, threads, _largest(sizes, max_batch_size))
-        if profile and not _on_gpu(device):  # torch reads it when it is imported
+        specification = get_variant(settings.model, settings.payload)
+        asked_for = parse_weights(specification.default_weights if settings.weights is None else settings.weights)
+        source = pin(asked_for, specification.find_pretrained)
+        sizes = _sizes(settings.batches, settings.device)
+        if settings.profile and not _on_gpu(settings.device):  # torch reads it when it is imported
             os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_KINETO)
         with console.status("loading and measuring"):
-            description, matrix, load_seconds, results, profiled = _measure(
-                specification, source, settings, sizes, seconds, artefacts, profile
-            )
+            description, matrix, load_seconds, results, profiled = _measure(specification, source, settings, sizes)
     except (UnknownModelError, WeightsError, EngineError, OSError) as exc:
-        _fail(str(exc), exc)
+        fail(str(exc), exc)
     _show(console, specification, description, matrix, load_seconds, results)
     if profiled is not None:
         from servers.engines.profiling.table import show_profile
@@ -101,36 +87,34 @@ def engine(
         try:
             json.write_bytes(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2) + b"\n")
         except OSError as exc:
-            _fail(f"cannot write {json}: {exc.strerror or exc}", exc)
+            fail(f"cannot write {json}: {exc.strerror or exc}", exc)
 
 
 def _measure(
     specification: ModelSpecification,
     weights: WeightsSource,
-    settings: EngineSettings,
+    settings: MeasurementSettings,
     sizes: list[int],
-    seconds: float,
-    artefacts: Path,
-    profile: bool,
 ) -> tuple[EngineDescription, float | None, float, list[BatchMeasurement], EngineProfile | None]:
     import time
 
     from servers.engines.factory import build_engine
     from servers.engines.measurement import matrix_tflops, measure_engine
 
-    path = _artefact(specification, weights, settings, artefacts)
+    path = _artefact(specification, weights, settings)
     pictures, reference = _reference(specification, weights)
-    built = build_engine(specification, weights, settings, path)
+    engine_settings = settings.engine_settings(_largest(sizes, settings.max_batch_size))
+    built = build_engine(specification, weights, engine_settings, path)
     try:
         started_ns = time.perf_counter_ns()
         built.load()
         load_seconds = (time.perf_counter_ns() - started_ns) / 1e9
-        matrix = None if settings.kind == "null" else matrix_tflops(built.describe().device, settings.precision)
-        results = measure_engine(built, specification, sizes, reference, pictures, seconds, matrix)
+        matrix = None if settings.engine == "null" else matrix_tflops(built.describe().device, settings.precision)
+        results = measure_engine(built, specification, sizes, reference, pictures, settings.seconds, matrix)
         description = built.describe()
         profiled = None
-        if profile:  # last of all: it slows whatever comes after it
-            from servers.engines.profiling.run import profile_engine
+        if settings.profile:  # last of all: it slows whatever comes after it
+            from servers.engines.profiling.profile import profile_engine
 
             profiled = profile_engine(built, specification, results)
         return description, matrix, load_seconds, results, profiled
@@ -138,20 +122,18 @@ def _measure(
         built.close()
 
 
-def _artefact(
-    specification: ModelSpecification, weights: WeightsSource, settings: EngineSettings, root: Path
-) -> Path | None:
+def _artefact(specification: ModelSpecification, weights: WeightsSource, settings: MeasurementSettings) -> Path | None:
     """The file that the engine executes, exported first when it is missing; a plan must be there."""
     from servers.engines.factory import KINDS_WITH_FILE
 
-    if settings.kind not in KINDS_WITH_FILE:
+    if settings.engine not in KINDS_WITH_FILE:
         return None
+    from servers.export.artefacts import executed_file
     from servers.export.errors import ExportError
-    from servers.export.executed_file import executed_file
     from servers.models.atomic_folder import FolderError
 
     try:
-        return executed_file(settings.kind, settings.precision, specification, weights, root).path
+        return executed_file(settings.engine, settings.precision, specification, weights, settings.artefacts).path
     except (ExportError, FolderError) as exc:
         raise EngineError(str(exc)) from exc
 
@@ -234,10 +216,3 @@ def _show(
             "–" if d.kind == "null" else f"{result.cosine_to_fp32:.6f}",
         )
     console.print(table)
-
-
-def _fail(message: str, cause: Exception | None = None) -> NoReturn:
-    Console(stderr=True).print(
-        f"error: {message}", style="bold red", highlight=False, soft_wrap=True, markup=False, emoji=False
-    )
-    raise typer.Exit(1) from cause

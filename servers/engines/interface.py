@@ -52,30 +52,13 @@ class Engine(Protocol):
         """Free device memory and threads. Idempotent."""
 
 
-class Pipeline(Protocol):
-    """What an engine offers beside `infer` when it can copy one batch while it computes another; see `pipeline_of`.
+def staging_of(engine: Engine) -> Mapping[str, Array]:
+    """Pinned memory of a loaded engine, one array of max_batch_size rows per input; empty for an engine without.
 
-    Each of `slots` buffers goes round: fill `staging(slot)` from the front → `submit(slot, n)` → `collect(slot)` → fill
-    again. Slots may be in flight together; they execute in the order of their `submit`. One thread fills, one submits
-    and one collects, be it the same one. `infer` uses slot 0, so it must not be called while that one is in flight.
+    A batch that is assembled there, from the front, is given to `infer` without another copy on the host.
     """
-
-    slots: int
-
-    def staging(self, slot: int) -> Mapping[str, Array]:
-        """The slot's pinned memory, one array of max_batch_size rows an input, the same at every call."""
-
-    def submit(self, slot: int, count: int) -> None:
-        """Start the slot's first `count` rows and return at once; its staging is the engine's until `collect`."""
-
-    def collect(self, slot: int) -> Mapping[str, Array]:
-        """Wait for the slot and return its answers, the caller's own. Raises `EngineError` if the batch failed."""
-
-
-def pipeline_of(engine: Engine) -> Pipeline | None:
-    """The engine's pipeline once it is loaded; None where batches run one after the other, as on a CPU."""
-    pipeline: Pipeline | None = getattr(engine, "pipeline", None)
-    return pipeline
+    staging: Mapping[str, Array] = getattr(engine, "staging", {})
+    return staging
 
 
 PROFILE_AT_START = "ABSERVE_PROFILE_AT_START"
@@ -96,6 +79,11 @@ def profiled(engine: Engine) -> EngineDescription | None:
     except Exception:  # noqa: BLE001  a driver that lets nobody profile must not keep a server from starting
         return None
     return engine.describe()
+
+
+def first_line(exc: BaseException) -> str:
+    """What a library's exception says, without the pages that may follow."""
+    return str(exc).partition("\n")[0]
 
 
 class EngineError(Exception):

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from servers.contract.tensors import Array
+from servers.engines.batches import random_inputs, row_cosines
 from servers.engines.interface import Engine
-from servers.engines.random_inputs import random_inputs
 from servers.models.specification import ModelSpecification
 
 ROTATION = 4
@@ -115,11 +115,8 @@ def _cosine(
 ) -> float:
     rows = np.arange(batch) % len(pictures)
     answer = engine.infer({specification.inputs[0].name: np.ascontiguousarray(pictures[rows])})
-    got = answer[specification.outputs[0].name].reshape(batch, -1).astype(np.float64)
-    want = reference[rows].reshape(batch, -1).astype(np.float64)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        cosines = (got * want).sum(1) / (np.linalg.norm(got, axis=1) * np.linalg.norm(want, axis=1))
-    return float(cosines.min())
+    got, want = answer[specification.outputs[0].name].reshape(batch, -1), reference[rows].reshape(batch, -1)
+    return float(row_cosines(got, want).min())
 
 
 def matrix_tflops(device: str, precision: str) -> float | None:

@@ -4,35 +4,32 @@ On CUDA the mode `graph` (and `auto`) binds fixed buffers and replays one CUDA g
 every run allocates and launches anew. FP16 needs a file of its own (`abserve export --precision fp16`), which says so
 in its metadata.
 
+A healthy CUDA session may leave nodes on the CPU without a word. Operators that compute shapes belong there (a few
+integers whose consumers are on the host); anything else, or more than a hundredth of the node time, is refused.
+
 Importable without torch, so that the stub process of Triton's python backend can use the same engine.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-
-from servers.contract.tensors import Array
-from servers.engines.buckets import bucket_sizes
-from servers.engines.interface import EngineDescription, EngineError
-from servers.engines.onnxruntime_checks import assert_one_package, assert_signature, installed_packages
+from servers.contract.tensors import Array, TensorSpec
+from servers.engines.batches import bucket_sizes, zero_inputs
+from servers.engines.interface import EngineDescription, EngineError, first_line
 from servers.engines.onnxruntime_graphs import GraphExecution
-from servers.engines.onnxruntime_placement import (
-    CPU_PROVIDER,
-    RECORD_PLACEMENT,
-    NodePlacement,
-    assert_on_gpu,
-    measure_cpu_time_ratio,
-    read_placement,
-)
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.engines.settings import EngineSettings
-from servers.gpu.cuda_devices import device_uuid
+from servers.gpu.cuda_library import device_uuid
+from servers.gpu.info import MAX_CPU_TIME_RATIO
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
@@ -43,6 +40,20 @@ MODES = {"cpu": ("session",), "cuda": ("graph", "session")}
 """The first one is what `auto` takes."""
 CUDA_PROVIDER = "CUDAExecutionProvider"
 SPINNING = "session.intra_op.allow_spinning"
+PACKAGES = ("onnxruntime", "onnxruntime-gpu")
+ELEMENT_TYPES = {"FP32": "tensor(float)", "FP16": "tensor(float16)", "UINT8": "tensor(uint8)", "INT64": "tensor(int64)"}
+
+CPU_PROVIDER = "CPUExecutionProvider"
+RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
+
+SHAPE_OPERATORS = frozenset(
+    {
+        *("Shape", "Size", "Constant", "ConstantOfShape", "Gather", "Squeeze", "Unsqueeze", "Concat", "Slice", "Cast"),
+        *("Range", "Equal", "Where"),
+        # Integer arithmetic on dimensions. The same names on activations would show in the node time.
+        *("Add", "Sub", "Mul", "Div"),
+    }
+)
 
 
 class OnnxRuntimeEngine:
@@ -79,17 +90,7 @@ class OnnxRuntimeEngine:
         ort.set_default_logger_severity(3)  # without a GPU, device discovery warns at every start
         index = self._resolve_cuda_index()
         device = "cpu" if index is None else "cuda"
-        self._mode = MODES[device][0] if self._settings.mode == "auto" else self._settings.mode
-        if self._mode not in MODES[device]:
-            raise EngineError(
-                f"the onnxruntime engine does not offer mode {self._mode} on {device}; "
-                f"use one of: auto, {', '.join(MODES[device])}"
-            )
-        if self._settings.precision not in PRECISIONS[device]:
-            raise EngineError(
-                f"the onnxruntime engine does not offer {self._settings.precision} on {device}; "
-                f"use one of: {', '.join(PRECISIONS[device])}"
-            )
+        self._mode = self._settings.mode_on(device, MODES, PRECISIONS)
         try:
             session = ort.InferenceSession(
                 str(self._path),
@@ -98,7 +99,7 @@ class OnnxRuntimeEngine:
             )
         except Exception as exc:  # ORT's exceptions share no base but Exception
             remedy = "; use mode session" if "graph capture" in str(exc) else ""
-            reason = str(exc).partition(chr(10))[0]
+            reason = first_line(exc)
             raise EngineError(f"ONNX Runtime cannot load {self._path.name}: {reason}{remedy}") from exc
         if index is not None and CUDA_PROVIDER not in session.get_providers():
             raise EngineError(
@@ -123,7 +124,7 @@ class OnnxRuntimeEngine:
     def warm_up(self, batch_sizes: Sequence[int]) -> None:
         """Execute every given batch size once, on zeros."""
         for size in batch_sizes:
-            self.infer({t.name: np.zeros((size, *t.item_shape), t.dtype) for t in self._specification.inputs})
+            self.infer(zero_inputs(self._specification.inputs, size))
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """One execution. On the CPU the session reads the caller's arrays in place; the answers are new arrays."""
@@ -134,7 +135,7 @@ class OnnxRuntimeEngine:
                 return self._graphs.infer(inputs)
             outputs = self._session.run(self._output_names, inputs)
         except Exception as exc:  # ORT's exceptions share no base but Exception
-            raise EngineError(f"ONNX Runtime failed to execute the batch: {str(exc).partition(chr(10))[0]}") from exc
+            raise EngineError(f"ONNX Runtime failed to execute the batch: {first_line(exc)}") from exc
         return dict(zip(self._output_names, outputs, strict=True))
 
     def describe(self) -> EngineDescription:
@@ -212,7 +213,7 @@ class OnnxRuntimeEngine:
         options.enable_profiling = True
         options.profile_file_prefix = str(folder / "profile")
         session = ort.InferenceSession(str(self._path), options, providers=self._providers(index, graphs=False))
-        batch = {t.name: np.zeros((rows, *t.item_shape), t.dtype) for t in self._specification.inputs}
+        batch = zero_inputs(self._specification.inputs, rows)
         for _ in range(repeats):
             session.run(self._output_names, batch)
         return Path(session.end_profiling())
@@ -229,7 +230,7 @@ class OnnxRuntimeEngine:
         except EngineError:
             raise
         except Exception as exc:  # ORT's exceptions share no base but Exception
-            reason = str(exc).partition(chr(10))[0]
+            reason = first_line(exc)
             raise EngineError(f"ONNX Runtime cannot capture CUDA graphs: {reason}; use mode session") from exc
 
     def _cuda_details(self) -> dict[str, object]:
@@ -293,3 +294,106 @@ class OnnxRuntimeEngine:
         use_tf32 = "1" if self._settings.precision == "tf32" else "0"
         options = {"device_id": str(index), "use_tf32": use_tf32, "enable_cuda_graph": "1" if graphs else "0"}
         return [(CUDA_PROVIDER, options), CPU_PROVIDER]
+
+
+def installed_packages() -> tuple[str, ...]:
+    """Which of ONNX Runtime's two PyPI packages are installed."""
+    found = []
+    for package in PACKAGES:
+        try:
+            version(package)
+        except PackageNotFoundError:
+            continue
+        found.append(package)
+    return tuple(found)
+
+
+def assert_one_package() -> None:
+    """Raise `EngineError` unless exactly one package is installed: both write to one folder, and the last one wins."""
+    found = installed_packages()
+    if len(found) > 1:
+        raise EngineError(
+            "both onnxruntime and onnxruntime-gpu are installed and overwrite each other; "
+            "run: pip uninstall -y onnxruntime onnxruntime-gpu, then install one of them again"
+        )
+    if not found:
+        raise EngineError("ONNX Runtime is not installed; run: pip install onnxruntime-gpu")
+
+
+def assert_signature(nodes: Sequence[Any], tensors: Sequence[TensorSpec], what: str) -> None:
+    """Raise `EngineError` unless a session's inputs or outputs are those of the model, with a free batch dimension."""
+
+    def show(name: str, element: str, dims: Sequence[object]) -> str:
+        return f"{name} {element}[{','.join(str(d) for d in dims)}]"
+
+    found = [show(node.name, node.type, ["*", *node.shape[1:]]) for node in nodes]
+    wanted = [show(t.name, ELEMENT_TYPES.get(t.datatype, t.datatype), ["*", *t.item_shape]) for t in tensors]
+    fixed = [node.name for node in nodes if isinstance(node.shape[0], int)]
+    if found != wanted:
+        raise EngineError(f"the ONNX file's {what} are {found}, the model's are {wanted}; export it again")
+    if fixed:
+        raise EngineError(f"the ONNX file fixes the batch size of {fixed[0]}; export it again with a dynamic batch")
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlacement:
+    """`cpu_time_ratio` is None where it was not measured because nothing is on the CPU, or all of it."""
+
+    nodes_by_provider: Mapping[str, int]
+    cpu_operators: Mapping[str, int]
+    cpu_time_ratio: float | None = None
+
+    @property
+    def cpu_non_shape_ops(self) -> tuple[str, ...]:
+        """Operators on the CPU that compute more than shapes."""
+        return tuple(sorted(set(self.cpu_operators) - SHAPE_OPERATORS))
+
+
+def read_placement(session: Any) -> NodePlacement:
+    """Of a session created with `RECORD_PLACEMENT`."""
+    providers: Counter[str] = Counter()
+    operators: Counter[str] = Counter()
+    for subgraph in session.get_provider_graph_assignment_info():
+        nodes = subgraph.get_nodes()
+        providers[subgraph.ep_name] += len(nodes)
+        if subgraph.ep_name == CPU_PROVIDER:
+            operators.update(node.op_type for node in nodes)
+    return NodePlacement(dict(providers), dict(operators))
+
+
+def assert_on_gpu(placement: NodePlacement) -> None:
+    """Raise `EngineError` for a session that is not a GPU engine."""
+    total = sum(placement.nodes_by_provider.values())
+    on_cpu = placement.nodes_by_provider.get(CPU_PROVIDER, 0)
+    if placement.cpu_non_shape_ops or on_cpu == total:
+        raise EngineError(
+            f"ONNX Runtime placed {on_cpu} of {total} nodes on the CPU, with {_list(placement.cpu_non_shape_ops)} "
+            "among them: this is not a GPU engine; export the model again, or use device cpu"
+        )
+    if placement.cpu_time_ratio is not None and placement.cpu_time_ratio > MAX_CPU_TIME_RATIO:
+        raise EngineError(
+            f"ONNX Runtime spends {placement.cpu_time_ratio:.1%} of its node time in {on_cpu} nodes on the CPU, more "
+            f"than {MAX_CPU_TIME_RATIO:.0%}: this is not a GPU engine; export the model again, or use device cpu"
+        )
+
+
+def measure_cpu_time_ratio(profiled: Callable[[Path], Path]) -> float:
+    """Share of node time on the CPU in a profile.
+
+    `profiled` executes some batches of a session that profiles into the folder given, and returns the profile's path.
+    The CUDA provider's nodes count with their launches alone, so the share is an upper bound.
+    """
+    with TemporaryDirectory(prefix="abserve-profile-") as folder:
+        events = json.loads(profiled(Path(folder)).read_text())
+    times: Counter[str] = Counter()
+    for event in events:
+        if event.get("cat") == "Node" and str(event.get("name", "")).endswith("_kernel_time"):
+            times[event["args"].get("provider") or CPU_PROVIDER] += int(event["dur"])
+    total = sum(times.values())
+    if total == 0:
+        raise EngineError("ONNX Runtime's profile names no node: its placement cannot be verified")
+    return times[CPU_PROVIDER] / total
+
+
+def _list(operators: tuple[str, ...]) -> str:
+    return ", ".join(operators[:4]) + (" …" if len(operators) > 4 else "") if operators else "all of the model"

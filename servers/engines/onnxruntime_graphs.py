@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from servers.contract.tensors import Array, TensorSpec
-from servers.engines.buckets import bucket_of
+from servers.engines.batches import bucket_of, random_array, row_cosines
 from servers.engines.interface import EngineError
-from servers.engines.random_inputs import random_array
 
 NO_GRAPH = "-1"
 _RUNS_TO_CAPTURE = 3
@@ -114,9 +113,8 @@ class GraphExecution:
         expected = self._session.run(names, batch, options)
         answers = self.infer(batch)
         for name, want in zip(names, expected, strict=True):
-            got, exact = answers[name].reshape(rows, -1).astype(np.float64), want.reshape(rows, -1).astype(np.float64)
-            with np.errstate(invalid="ignore", divide="ignore"):  # a stale answer may be all zeros: NaN, which fails
-                cosine = (got * exact).sum(1) / (np.linalg.norm(got, axis=1) * np.linalg.norm(exact, axis=1))
+            # A stale answer may be all zeros: its cosine is NaN, which fails.
+            cosine = row_cosines(answers[name].reshape(rows, -1), want.reshape(rows, -1))
             if not (cosine >= _MIN_COSINE).all():
                 raise EngineError(
                     "ONNX Runtime's CUDA graphs answer otherwise than the session without them "

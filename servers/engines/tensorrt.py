@@ -1,4 +1,4 @@
-"""TensorRT executing a plan: CUDA graphs per batch bucket over the same buffers and slots as the torch engine.
+"""TensorRT executing a plan: CUDA graphs per batch bucket over the same buffers as the torch engine.
 
 Never executed by this project's tests: the builder and runtime libraries come from NVIDIA's own index. The calls were
 checked against the names that the bindings of 10.16 and 11.4 export. A plan runs only with the TensorRT release that
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from servers.contract.tensors import Array
-from servers.engines.buckets import bucket_sizes
-from servers.engines.interface import EngineDescription, EngineError
+from servers.engines.batches import bucket_sizes, zero_inputs
+from servers.engines.interface import EngineDescription, EngineError, first_line
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
@@ -24,7 +24,7 @@ from servers.models.weights import WeightsSource
 if TYPE_CHECKING:
     import torch
 
-    from servers.engines.canary import Canary
+    from servers.engines.torch_device import Canary
     from servers.engines.vit.graph_runner import Enqueue, GraphRunner
 
 ELEMENT_TYPES = {"FP32": "FLOAT", "FP16": "HALF", "UINT8": "UINT8", "INT64": "INT64"}
@@ -94,19 +94,19 @@ class TensorRTEngine:
                     device=device,
                 )
             except RuntimeError as exc:
-                raise EngineError(f"the plan cannot be put on {device}: {str(exc).partition(chr(10))[0]}") from exc
+                raise EngineError(f"the plan cannot be put on {device}: {first_line(exc)}") from exc
 
     def warm_up(self, batch_sizes: Sequence[int]) -> None:
         """Execute every given batch size once, on zeros."""
         for size in batch_sizes:
-            self.infer({self._input.name: np.zeros((size, *self._input.item_shape), self._input.dtype)})
+            self.infer(zero_inputs([self._input], size))
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """One batch, padded to its bucket; the answer is a new array."""
         try:
             return {self._output.name: self._loaded().infer(inputs[self._input.name])}
         except RuntimeError as exc:
-            raise EngineError(f"TensorRT failed to execute the batch: {str(exc).partition(chr(10))[0]}") from exc
+            raise EngineError(f"TensorRT failed to execute the batch: {first_line(exc)}") from exc
 
     def execution_ns(self, count: int, repeats: int) -> list[int]:
         """Device time of `repeats` executions of `count` rows without any copy to or from the host."""
@@ -119,11 +119,11 @@ class TensorRTEngine:
 
     def canary(self) -> Canary:
         """Profile one inference for the CUDA kernels that it runs. Takes about a second."""
-        from servers.engines.canary import run_canary
+        from servers.engines.torch_device import run_canary
 
         runner = self._loaded()
         assert self._device is not None
-        pixels = np.array(runner.staging(0)[:1])
+        pixels = np.array(runner.staging[:1])
         self._canary = run_canary(lambda: runner.infer(pixels), self._device)
         return self._canary
 

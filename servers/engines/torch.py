@@ -13,28 +13,50 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from servers.contract.tensors import Array
-from servers.engines.buckets import bucket_sizes
-from servers.engines.interface import EngineDescription, EngineError, Pipeline
+from servers.engines.batches import bucket_sizes, random_array, zero_inputs
+from servers.engines.interface import EngineDescription, EngineError, first_line
 from servers.engines.processors import thread_count
 from servers.engines.settings import EngineSettings
+from servers.engines.torch_device import (
+    Canary,
+    device_details,
+    fp32_products,
+    resolve_device,
+    run_canary,
+    set_fp32_products,
+)
+from servers.engines.torch_towers import (
+    APIS,
+    OWN_MODULE,
+    DeviceTower,
+    examples_of,
+    fast_tower,
+    own_tower,
+    to_torchscript,
+)
+from servers.engines.vit.graph_runner import GraphRunner
 from servers.models.specification import ModelSpecification
+from servers.models.uint8_module import UInt8Images, load_executed_module
 from servers.models.weights import WeightsError, WeightsSource
-
-if TYPE_CHECKING:
-    import torch
-
-    from servers.engines.canary import Canary
-    from servers.engines.torch_cuda import CudaExecution
 
 PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 PRECISIONS = {"cpu": ("fp32",), "cuda": tuple(PARAMETER_TYPES)}
 MODES = {"cpu": ("eager", "traced", "scripted"), "cuda": ("graph", "compile", "eager", "traced", "scripted")}
 """The first one is what `auto` takes."""
+
+MIN_COSINE = 0.9995
+"""Of every row with the model's own module in FP32 on the CPU."""
+
+GRAPH_MODES = ("graph", "compile")
+"""Captured a batch bucket; the other modes enqueue every batch anew, at its own size."""
+
+PROOF_ROWS = 3
+"""A batch that is padded, so that the padding is proven too."""
 
 
 class TorchEngine:
@@ -54,30 +76,14 @@ class TorchEngine:
         self._output_name = specification.outputs[0].name
 
     @property
-    def pipeline(self) -> Pipeline | None:
-        """On CUDA: two slots whose copies run beside the other's computation."""
-        return self._cuda
+    def staging(self) -> Mapping[str, Array]:
+        """See `servers.engines.interface.staging_of`; empty on a CPU."""
+        return {} if self._cuda is None else self._cuda.staging
 
     def load(self) -> None:
         """Build what executes on the device, in the precision; prove it there; set torch's threads."""
-        import torch
-
-        from servers.engines.torch_device import resolve_device, set_fp32_products
-        from servers.models.uint8_module import load_executed_module
-
         device = resolve_device(self._settings.device)
-        offered, precision = MODES[device.type], self._settings.precision
-        self._mode = offered[0] if self._settings.mode == "auto" else self._settings.mode
-        if self._mode not in offered:
-            raise EngineError(
-                f"the torch engine does not offer mode {self._mode} on {device.type}; "
-                f"use one of: auto, {', '.join(offered)}"
-            )
-        if precision not in PRECISIONS[device.type]:
-            raise EngineError(
-                f"the torch engine does not offer {precision} on {device.type}; "
-                f"use one of: {', '.join(PRECISIONS[device.type])}"
-            )
+        self._mode = self._settings.mode_on(device.type, MODES, PRECISIONS)
         try:
             if device.type == "cpu":
                 torch.set_num_threads(thread_count(self._settings.threads))
@@ -86,8 +92,7 @@ class TorchEngine:
             module = self._specification.load_module(self._weights)
         except WeightsError as exc:
             raise EngineError(str(exc)) from exc
-        from servers.engines.torch_cuda import CudaExecution
-
+        precision = self._settings.precision
         set_fp32_products(tf32=precision == "tf32")
         try:
             self._cuda = CudaExecution(
@@ -99,17 +104,15 @@ class TorchEngine:
                 bucket_sizes(self._settings.max_batch_size, halves=self._mode == "graph"),
             )
         except RuntimeError as exc:  # torch.OutOfMemoryError is one
-            raise EngineError(f"the model cannot be put on {device}: {_first_line(exc)}") from exc
+            raise EngineError(f"the model cannot be put on {device}: {first_line(exc)}") from exc
 
     def warm_up(self, batch_sizes: Sequence[int]) -> None:
         """Execute every given batch size once, on zeros."""
         for size in batch_sizes:
-            self.infer({t.name: np.zeros((size, *t.item_shape), t.dtype) for t in self._specification.inputs})
+            self.infer(zero_inputs(self._specification.inputs, size))
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """One forward pass. On the CPU nothing is copied: torch reads the caller's arrays and the answer is its own."""
-        import torch
-
         try:
             if self._cuda is not None:
                 return self._cuda.infer(inputs)
@@ -118,7 +121,7 @@ class TorchEngine:
                 output: torch.Tensor = module(*[_as_tensor(inputs[name]) for name in self._input_names])
                 return {self._output_name: output.contiguous().numpy()}
         except RuntimeError as exc:
-            raise EngineError(f"torch failed to execute the batch: {_first_line(exc)}") from exc
+            raise EngineError(f"torch failed to execute the batch: {first_line(exc)}") from exc
 
     def execution_ns(self, count: int, repeats: int) -> list[int] | None:
         """Device time of `repeats` executions of `count` rows without any copy to or from the host; None on a CPU."""
@@ -138,10 +141,6 @@ class TorchEngine:
 
     def describe(self) -> EngineDescription:
         """Read back from the parameters, torch's own settings and what was captured."""
-        import torch
-
-        from servers.engines.torch_device import device_details
-
         if self._cuda is None:
             self._require_module()
         parameters = self._parameters if self._cuda is None else self._cuda.parameters
@@ -175,9 +174,6 @@ class TorchEngine:
             self._cuda = None
 
     def _load_on_cpu(self, module: torch.nn.Module, device: torch.device) -> None:
-        from servers.engines.torch_script import APIS, examples_of, to_torchscript
-        from servers.engines.torch_towers import OWN_MODULE
-
         self._parameters, self._kernels = tuple(module.parameters()), OWN_MODULE
         if self._mode in APIS:
             examples = examples_of(self._specification, device, self._parameters[-1].dtype)
@@ -191,6 +187,104 @@ class TorchEngine:
         return self._module
 
 
+class CudaExecution:
+    """One tower and its runner, proven to compute the model. Built at load; raises `EngineError` or `RuntimeError`."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        specification: ModelSpecification,
+        device: torch.device,
+        dtype: torch.dtype,
+        mode: str,
+        buckets: Sequence[int],
+    ) -> None:
+        if len(specification.inputs) != 1 or len(specification.outputs) != 1:
+            raise EngineError(
+                f"{specification.name}: on CUDA the torch engine takes models of one input and one output"
+            )
+        self._input, self._output = specification.inputs[0], specification.outputs[0]
+        self._device, self._mode = device, mode
+        pixels, expected = _proof(module, specification, min(PROOF_ROWS, buckets[-1]))
+        self._graphs = mode in GRAPH_MODES
+        if not self._graphs:
+            self._tower: DeviceTower = own_tower(module, specification, device, dtype, buckets[-1], mode=mode)
+        else:
+            self._tower = fast_tower(module, specification, device, dtype, buckets[-1], compiled=mode == "compile")
+        self._runner = GraphRunner(
+            self._tower.build,
+            item=self._input.item_shape,
+            dtype=torch.uint8 if self._input.datatype == "UINT8" else torch.float32,
+            width=self._output.item_shape[0],
+            buckets=buckets,
+            device=device,
+            graphs=self._graphs,
+        )
+        answer = torch.from_numpy(self._runner.infer(pixels))
+        self._cosine = float(torch.nn.functional.cosine_similarity(answer, expected).min())
+        if not self._cosine >= MIN_COSINE:
+            raise EngineError(
+                f"{self._tower.kernels} on {device} does not compute the model: cosine {self._cosine:.6f} to its own "
+                f"module in FP32 is below {MIN_COSINE}; use mode eager"
+            )
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """The weights on the device."""
+        return self._tower.parameters
+
+    def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """One batch, start to end."""
+        return {self._output.name: self._runner.infer(inputs[self._input.name])}
+
+    @property
+    def staging(self) -> Mapping[str, Array]:
+        """The runner's pinned memory by input."""
+        return {self._input.name: self._runner.staging}
+
+    def execution_ns(self, count: int, repeats: int) -> list[int]:
+        """Device times without copies, on random pixels."""
+        staging = self._runner.staging
+        self._runner.infer(random_array(np.random.default_rng(0), staging[:count].shape, staging.dtype))
+        return [round(time_us * 1e3) for time_us in self._runner.replay_us(count, repeats)]
+
+    def run_only(self, count: int) -> None:
+        """One execution without copies, waited for."""
+        self._runner.run_only(count)
+
+    def canary(self) -> Canary:
+        """Profile one inference of one row."""
+        pixels = np.array(self._runner.staging[:1])
+        return run_canary(lambda: self._runner.infer(pixels), self._device)
+
+    def details(self) -> dict[str, object]:
+        """For the description."""
+        return {
+            "kernels": self._tower.kernels,
+            "gelu": self._tower.gelu,
+            "compiled": self._mode == "compile",
+            "cuda_graphs": self._graphs,
+            "buckets": list(self._runner.buckets) if self._graphs else None,
+            "plans": dict(self._tower.plans()),
+            "fp32_products": fp32_products(),
+            "cosine_to_fp32": round(self._cosine, 7),
+        }
+
+    def close(self) -> None:
+        """Return the memory to the driver. Idempotent."""
+        self._runner.close()
+        torch.cuda.empty_cache()
+
+
+def _proof(module: torch.nn.Module, specification: ModelSpecification, rows: int) -> tuple[Array, torch.Tensor]:
+    """Random input as it arrives, and what the model's own module makes of it in FP32 on the CPU."""
+    own = module if specification.payload == "fp32" else UInt8Images(module, specification.preprocessing).eval()
+    tensor = specification.inputs[0]
+    pixels = random_array(np.random.default_rng(1), (rows, *tensor.item_shape), tensor.dtype)
+    with torch.inference_mode():
+        return pixels, own(torch.from_numpy(pixels)).clone()
+
+
 class _WritableView:
     """Makes NumPy show a read-only buffer as writable: torch warns about the others, and a forward pass only reads."""
 
@@ -200,19 +294,11 @@ class _WritableView:
 
 
 def _as_tensor(array: Array) -> torch.Tensor:
-    import torch
-
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_WritableView(array)))
 
 
 def _precision_in_effect(device: torch.device, dtype: torch.dtype) -> str:
-    import torch
-
     name = str(dtype).removeprefix("torch.")
     if name == "float32":
         return "tf32" if device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
     return {value: key for key, value in PARAMETER_TYPES.items()}[name]
-
-
-def _first_line(exc: BaseException) -> str:
-    return str(exc).partition("\n")[0]

@@ -1,14 +1,22 @@
-"""Which device torch is to use, and how it multiplies FP32 there."""
+"""Which device torch is to use, how it multiplies FP32 there, and which kernels one inference runs on it."""
 
 from __future__ import annotations
 
+import time
 import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TypedDict
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from servers.engines.interface import EngineError
 from servers.engines.processors import cuda_index
-from servers.gpu.cuda_devices import device_uuid
+from servers.gpu.cuda_library import device_uuid
+
+TOP = 8
+"""Kernels that a canary lists by name."""
 
 
 def resolve_device(asked_for: str) -> torch.device:
@@ -61,3 +69,49 @@ def device_details(device: torch.device) -> dict[str, object]:
             "memory_allocated_bytes": torch.cuda.memory_allocated(device),
         }
     return details
+
+
+class Kernel(TypedDict):
+    """All launches of one kernel."""
+
+    name: str
+    count: int
+    seconds: float
+
+
+class Canary(TypedDict):
+    """One inference under torch's profiler, which lists the CUDA kernels that really ran.
+
+    `kernel_count` leaves copies and fills out; `cuda_event_seconds` is between two events around the inference.
+    """
+
+    wall_seconds: float
+    cuda_event_seconds: float
+    kernel_count: int
+    top_kernels: list[Kernel]
+
+
+def run_canary(infer: Callable[[], object], device: torch.device) -> Canary:
+    """Profile one call of `infer`, which returns when its answer is on the host.
+
+    Never inside a measured window: the first call loads CUPTI, which takes a second, and profiling slows launches.
+    """
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device), profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        started_ns = time.perf_counter_ns()
+        begin.record()
+        infer()
+        end.record()
+        torch.cuda.synchronize(device)
+        wall_ns = time.perf_counter_ns() - started_ns
+    launches: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events() or ():
+        if event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset")):
+            launches[event.name].append(event.time_range.elapsed_us() / 1e6)
+    kernels = [Kernel(name=name, count=len(times), seconds=sum(times)) for name, times in launches.items()]
+    return Canary(
+        wall_seconds=wall_ns / 1e9,
+        cuda_event_seconds=begin.elapsed_time(end) / 1e3,
+        kernel_count=sum(kernel["count"] for kernel in kernels),
+        top_kernels=sorted(kernels, key=lambda kernel: -kernel["seconds"])[:TOP],
+    )

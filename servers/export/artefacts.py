@@ -25,18 +25,17 @@ from typing import TYPE_CHECKING
 from servers.engines.onnxruntime import OnnxRuntimeEngine
 from servers.engines.settings import EngineSettings
 from servers.export.errors import ExportError
-from servers.export.file_form import OPSETS, PLAIN, PRECISIONS, FileForm
+from servers.export.file_form import OPSETS, PLAIN, PRECISIONS, FileForm, executed_form
 from servers.export.manifest import Manifest, ParityMeasurement, package_versions, read_manifest
 from servers.export.onnx import write_onnx
 from servers.export.parity import assert_parity, cosine_threshold, measure_parity
+from servers.export.tensorrt_plan import plan_path
 from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256, remove_abandoned
 from servers.models.specification import ModelSpecification
-from servers.models.weights import CheckpointWeights, WeightsSource
+from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, pin
 
 if TYPE_CHECKING:
     import torch
-
-DEFAULT_ROOT = Path(".artefacts")
 
 Progress = Callable[[str], None]
 
@@ -65,7 +64,7 @@ def artefact_folder(
 def find_artefact(
     root: Path, specification: ModelSpecification, weights: WeightsSource, form: FileForm = PLAIN
 ) -> Artefact | None:
-    """The artefact if it is up to date, else None. Reads and hashes the whole file."""
+    """The artefact if it is up to date, else None. Reads and hashes the whole file. `weights` are pinned."""
     folder = artefact_folder(root, specification, weights, form)
     manifest = read_manifest(folder)
     if (
@@ -92,7 +91,7 @@ def find_artefact(
 def ensure_artefact(
     specification: ModelSpecification,
     weights: WeightsSource,
-    root: Path = DEFAULT_ROOT,
+    root: Path,
     *,
     form: FileForm = PLAIN,
     force: bool = False,
@@ -113,12 +112,61 @@ def ensure_artefact(
         raise ExportError(f"there is no file in precision {form.precision!r}; use one of: {', '.join(PRECISIONS)}")
     if form.operators not in OPSETS:
         raise ExportError(f"unknown operators {form.operators!r}; use one of: {', '.join(OPSETS)}")
+    weights = pin(weights, specification.find_pretrained)
     folder = artefact_folder(root, specification, weights, form)
     with _exclusive(folder):
         remove_abandoned(folder)
         progress("looking for an up-to-date artefact")
         found = None if force else find_artefact(root, specification, weights, form)
+        if found is None and not force:
+            _refuse_another_file(folder, weights)
         return found or _make(specification, weights, form, folder, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutedFile:
+    """`manifest` is the file's own; a plan has none."""
+
+    path: Path
+    manifest: Manifest | None
+
+
+def executed_file(
+    engine: str,
+    precision: str,
+    specification: ModelSpecification,
+    weights: WeightsSource,
+    root: Path,
+    progress: Progress = lambda _step: None,
+) -> ExecutedFile:
+    """What one of `KINDS_WITH_FILE` executes. Raises what `ensure_artefact` raises, `ExportError` without a plan.
+
+    A plan belongs to the ONNX file that it was built from, so that one is looked for, and made, first.
+    """
+    form = executed_form(engine, precision)
+    artefact = ensure_artefact(specification, weights, root, form=form, progress=progress)
+    if engine != "tensorrt":
+        return ExecutedFile(artefact.path, artefact.manifest)
+    plan = plan_path(artefact.path)
+    if not plan.is_file():
+        raise ExportError(
+            f"there is no TensorRT plan {plan}; make it with the same weights and artefacts: "
+            f"abserve export --to tensorrt --model {specification.name} --precision {form.precision}"
+        )
+    return ExecutedFile(plan, None)
+
+
+def _refuse_another_file(folder: Path, weights: WeightsSource) -> None:
+    """A tag whose file changed since the last export is refused: the results of both would bear the same name."""
+    manifest = read_manifest(folder)
+    before = None if manifest is None else manifest.weights_sha256
+    if isinstance(weights, PretrainedWeights) and before not in (None, weights.sha256):
+        revision = f"@{manifest.weights_revision}" if manifest is not None and manifest.weights_revision else ""
+        raise WeightsError(
+            f"the file of {weights.tag} has SHA-256 {weights.sha256}, and the last export was made from {before}; keep "
+            f"that one with --weights {weights.tag}{revision}@sha256:{before}, or take the new one with "
+            f"abserve export --force --weights {weights.text}"
+        )
 
 
 def _make(
@@ -143,6 +191,7 @@ def _make(
             model_version=specification.version,
             weights=weights.label,
             weights_sha256=_weights_sha256(weights),
+            weights_revision=weights.revision if isinstance(weights, PretrainedWeights) else None,
             payload=specification.payload,
             precision=precision,
             operators=operators,
@@ -173,7 +222,7 @@ def _parity(
 
 
 def _weights_sha256(weights: WeightsSource) -> str | None:
-    return file_sha256(weights.path) if isinstance(weights, CheckpointWeights) else None
+    return None if isinstance(weights, RandomWeights) else weights.sha256
 
 
 @contextmanager

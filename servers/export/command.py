@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field
 from rich.console import Console
 
+from servers import defaults
 from servers.engines.interface import EngineError
 from servers.export.errors import ExportError
 from servers.export.file_form import FileForm, Operators, executed_form
 from servers.models.atomic_folder import FolderError
-from servers.models.registry import DEFAULT_MODEL, SPECIFICATIONS, UnknownModelError, get_specification, get_variant
+from servers.models.registry import SPECIFICATIONS, UnknownModelError, get_specification, get_variant
 from servers.models.weights import WeightsError, parse_weights
+from servers.options import ModelOptions, checked, fail, settings_of, takes_settings
 
 if TYPE_CHECKING:
     from servers.export.artefacts import Artefact
@@ -28,67 +31,41 @@ class Target(StrEnum):
     TENSORRT = "tensorrt"
 
 
-def export(
-    model: Annotated[
-        str, typer.Option("--model", envvar="ABSERVE_EXPORT_MODEL", help="A registered model.")
-    ] = DEFAULT_MODEL,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            "--weights",
-            envvar="ABSERVE_EXPORT_WEIGHTS",
-            help="random:SEED, a pretrained tag or a checkpoint file; the model's default when left out.",
-        ),
-    ] = None,
-    payload: Annotated[
-        str | None,
-        typer.Option(
-            "--payload",
-            envvar="ABSERVE_EXPORT_PAYLOAD",
-            help="fp32 or uint8: what the file takes; that of the model named when left out.",
-        ),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            "--precision",
-            envvar="ABSERVE_EXPORT_PRECISION",
-            help="fp32 or fp16: what the file holds; when left out fp32, and fp16 for TensorRT.",
-        ),
-    ] = None,
-    operators: Annotated[
-        Operators | None,
-        typer.Option(
-            "--operators",
-            envvar="ABSERVE_EXPORT_OPERATORS",
-            help="standard, for every runtime, or fused: ONNX Runtime's own; when left out fused, and standard for "
-            "TensorRT.",
-        ),
-    ] = None,
-    to: Annotated[Target, typer.Option("--to", envvar="ABSERVE_EXPORT_TO", help="What to make.")] = Target.ONNX,
-    artefacts: Annotated[
-        Path, typer.Option("--artefacts", envvar="ABSERVE_EXPORT_ARTEFACTS", help="Folder that holds the artefacts.")
-    ] = Path(".artefacts"),
-    force: Annotated[
-        bool, typer.Option("--force", envvar="ABSERVE_EXPORT_FORCE", help="Export even when it is up to date.")
-    ] = False,
-    max_batch_size: Annotated[
-        int,
-        typer.Option(
-            "--max-batch-size", envvar="ABSERVE_EXPORT_MAX_BATCH_SIZE", min=1, help="Largest batch of a TensorRT plan."
-        ),
-    ] = 32,
-) -> None:
+class ExportSettings(ModelOptions):
+    """Every field is an option of `abserve export` and a variable ABSERVE_EXPORT_…"""
+
+    model_config = settings_of("ABSERVE_EXPORT_")
+
+    payload: str | None = Field(
+        None, description="fp32 or uint8: what the file takes; that of the model named when left out."
+    )
+    precision: str | None = Field(
+        None, description="fp32 or fp16: what the file holds; when left out fp32, and fp16 for TensorRT."
+    )
+    operators: Operators | None = Field(
+        None,
+        description="standard, for every runtime, or fused: ONNX Runtime's own; when left out fused, and standard for "
+        "TensorRT.",
+    )
+    to: Target = Field(Target.ONNX, description="What to make.")
+    force: bool = Field(False, description="Export even when it is up to date.")
+    max_batch_size: int = Field(defaults.MAX_BATCH_SIZE, ge=1, description="Largest batch of a TensorRT plan.")
+
+
+@takes_settings(ExportSettings)
+def export(**options: object) -> None:
     """Export a model from torch to ONNX, prove that both compute the same, and write a manifest beside the file.
 
     With --to tensorrt also print the container command that builds the plan, and build it where TensorRT is installed.
     """
     from servers.export.artefacts import ensure_artefact
 
+    settings = checked(ExportSettings, options)
     console = Console(highlight=False, soft_wrap=True)
     try:
+        model, payload = settings.model, settings.payload
         specification = get_specification(model) if payload is None else get_variant(model, payload)
-        source = parse_weights(specification.default_weights if weights is None else weights)
+        source = parse_weights(specification.default_weights if settings.weights is None else settings.weights)
         with console.status("starting") as status:
 
             def progress(step: str) -> None:
@@ -99,19 +76,16 @@ def export(
             artefact = ensure_artefact(
                 specification,
                 source,
-                artefacts,
-                form=_form(precision, operators, to),
-                force=force,
+                settings.artefacts,
+                form=_form(settings.precision, settings.operators, settings.to),
+                force=settings.force,
                 progress=progress,
             )
         _show(console, artefact)
-        if to is Target.TENSORRT:
-            _build_plan(console, specification, artefact, max_batch_size, force=force)
+        if settings.to is Target.TENSORRT:
+            _build_plan(console, specification, artefact, settings.max_batch_size, force=settings.force)
     except (UnknownModelError, WeightsError, EngineError, ExportError, FolderError) as exc:
-        Console(stderr=True).print(
-            f"error: {exc}", style="bold red", highlight=False, soft_wrap=True, markup=False, emoji=False
-        )
-        raise typer.Exit(1) from exc
+        fail(str(exc), exc)
 
 
 def triton_repo(
@@ -120,15 +94,12 @@ def triton_repo(
     ] = Path("triton_model_repo"),
 ) -> None:
     """Generate config.pbtxt of every registered model for Triton's native backends."""
-    from servers.export.model_repository import write_model_repository
+    from servers.export.triton_config import write_model_repository
 
     try:
         written = write_model_repository(out, SPECIFICATIONS.values())
     except OSError as exc:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"error: cannot write {exc.filename or out}: {exc.strerror or exc}; choose another --out", style="bold red"
-        )
-        raise typer.Exit(1) from exc
+        fail(f"cannot write {exc.filename or out}: {exc.strerror or exc}; choose another --out", exc)
     for path in written:
         Console(highlight=False, soft_wrap=True).print(f"wrote {path}", markup=False, emoji=False)
 
@@ -171,7 +142,7 @@ def _show(console: Console, artefact: Artefact) -> None:
         "onnx": f"{artefact.path} ({took})",
         "model": f"{manifest.model} version {manifest.model_version}, {manifest.precision}, opset {manifest.opset}, "
         f"{manifest.operators} operators",
-        "weights": manifest.weights,
+        "weights": manifest.weights + (f", revision {manifest.weights_revision}" if manifest.weights_revision else ""),
         "size": f"{manifest.bytes / 1e6:.1f} MB, SHA-256 {manifest.sha256}",
         "parity": "; ".join(
             f"batch {m.batch}: cosine {m.cosine_min:.7f}, max abs {m.max_abs:.2g}" for m in manifest.parity

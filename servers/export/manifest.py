@@ -22,7 +22,8 @@ class ParityMeasurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One artefact. `weights` is the label for people; `weights_sha256` is that of a checkpoint file, else None.
+    """One artefact. `weights` is the label for people; `weights_sha256` is that of the file, None for random weights;
+    `weights_revision` is the commit of the hub's repository that the file came from.
 
     `operators` is what is in the file: `standard` also where the fused ones were asked for and do not cover the model.
     """
@@ -33,6 +34,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     model_version: str
     weights: str
     weights_sha256: str | None
+    weights_revision: str | None = None
     payload: str = "fp32"
     precision: str
     operators: str = "standard"

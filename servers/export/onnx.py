@@ -55,7 +55,7 @@ def _write_fused(specification: ModelSpecification, module: torch.nn.Module, pat
     """False for a model that is not covered."""
     import onnx
 
-    from servers.engines.vit.weights import UnsupportedTowerError
+    from servers.engines.vit.tower import UnsupportedTowerError
     from servers.export.tower_graph import tower_graph
     from servers.models.uint8_module import tower_of
 

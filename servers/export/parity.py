@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from servers.engines.batches import row_cosines
 from servers.engines.interface import Engine
 from servers.export.errors import ExportError, ParityError
 from servers.export.manifest import ParityMeasurement
@@ -91,11 +91,3 @@ def corpus_pixels(specification: ModelSpecification, count: int) -> UInt8Array:
     paths = jpeg_paths()
     needed = [decode_jpeg(paths[index % len(paths)].read_bytes()) for index in range(count)]
     return np.stack([resize_and_crop(pixels, specification.preprocessing) for pixels in needed])
-
-
-def row_cosines(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
-    """Cosine of each row of `a` with the same row of `b`, computed in FP64; NaN where a row is zero or not finite."""
-    x, y = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        cosines: npt.NDArray[np.float64] = (x * y).sum(axis=1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))
-    return cosines

@@ -18,8 +18,10 @@ from servers.engines.tensorrt import import_tensorrt
 from servers.export.errors import ExportError
 from servers.models.specification import ModelSpecification
 
-TENSORRT_IMAGE = "nvcr.io/nvidia/tensorrt:26.08-py3"
-"""Of the same month as the Triton image that this project pins: both carry TensorRT 11.2.1."""
+TENSORRT_IMAGE = (
+    "nvcr.io/nvidia/tensorrt:26.08-py3@sha256:3b127f45630cd56bf43d2ef70d7f50a7ee37e42bda4ba11adaaa069af2098125"
+)
+"""As in .env.example. Of the same month as the Triton image there: both carry TensorRT 11.2.1."""
 
 TIMING_CACHE = "timing.cache"
 WORKSPACE_BYTES = 4 * 2**30

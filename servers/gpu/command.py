@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field
+from pydantic_settings import BaseSettings
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from servers.defaults import HOST
+from servers.options import checked, settings_of, takes_settings
 
 TIMEOUT_SECONDS = 10.0
 
@@ -50,33 +55,36 @@ def gpu_info(
         _show(console, document)
 
 
-def gpu_exporter(
-    host: Annotated[
-        str, typer.Option("--host", envvar="ABSERVE_GPU_EXPORTER_HOST", help="Address to listen on.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", envvar="ABSERVE_GPU_EXPORTER_PORT", min=0, max=65535, help="0 takes a free one.")
-    ] = 9445,
-) -> None:
-    """Serve GPU metrics for Prometheus until stopped. Without a GPU it says nvml_up 0 and goes on looking."""
-    from servers.gpu.exporter import GpuExporter
-    from servers.gpu.nvml_series import NvmlSeriesReader
-    from servers.gpu.polling import GpuPolling
-    from servers.gpu.reader import SENTENCES
+class ExporterSettings(BaseSettings):
+    """Every field is an option of `abserve gpu-exporter` and a variable ABSERVE_GPU_EXPORTER_…"""
 
+    model_config = settings_of("ABSERVE_GPU_EXPORTER_")
+
+    host: str = Field(HOST, description="Address to listen on.")
+    port: int = Field(9445, ge=0, le=65535, description="0 takes a free one.")
+
+
+@takes_settings(ExporterSettings)
+def gpu_exporter(**options: object) -> None:
+    """Serve GPU metrics for Prometheus until stopped. Without a GPU it says nvml_up 0 and goes on looking."""
+    from servers.gpu.exporter import GpuExporter, GpuPolling
+    from servers.gpu.nvml import NvmlReader
+    from servers.gpu.readings import SENTENCES
+
+    settings = checked(ExporterSettings, options)
     console = Console(highlight=False, soft_wrap=True)
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    polling = GpuPolling(NvmlSeriesReader())
+    polling = GpuPolling(NvmlReader())
     try:
-        running = GpuExporter(polling, host, port)
+        running = GpuExporter(polling, settings.host, settings.port)
     except OSError as exc:
         Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another --port or --host"
+            f"cannot listen on {settings.host}:{settings.port}: {exc.strerror or exc}; choose another --port or --host"
         )
         raise typer.Exit(1) from exc
-    console.print(f"GPU metrics on http://{host}:{running.port}/metrics. {SENTENCES[polling.state.status]}")
+    console.print(f"GPU metrics on http://{settings.host}:{running.port}/metrics. {SENTENCES[polling.state.status]}")
     ended.wait()
     running.close()
 
@@ -92,7 +100,7 @@ class _UnreachableError(Exception):
 
 def _remote_info(url: str, model: str | None, log: Path | None, exporter: str | None) -> Mapping[str, Any]:
     """The server's own document, or Triton's made up."""
-    from servers.gpu.triton_info import ExporterReader, triton_info
+    from servers.gpu.info import ExporterReader, triton_info
     from servers.models.registry import DEFAULT_MODEL
 
     own = _get(f"{url}/gpu-info", optional=True)

@@ -1,14 +1,18 @@
 """NVIDIA's driver library over ctypes: found, its functions declared, and its error codes turned into exceptions.
 
 Needs neither torch nor any version of the CUDA runtime. ctypes lets Python's other threads run while a call lasts.
+Also tells which physical GPU a CUDA ordinal of this process is: an engine counts the GPUs that CUDA_VISIBLE_DEVICES
+leaves it, in the order of CUDA_DEVICE_ORDER; NVML counts all of them by their PCI address. Only the UUID means the
+same to both.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from ctypes import POINTER, byref, c_char_p, c_int, c_uint
+from ctypes import POINTER, byref, c_char_p, c_int, c_ubyte, c_uint
 from typing import Any
+from uuid import UUID
 
 LIBRARY = "libcuda.so.1"
 
@@ -63,3 +67,36 @@ class CudaLibrary:
         text = c_char_p()
         getattr(self._library, function)(code, byref(text))
         return (text.value or b"%d" % code).decode("utf-8", "replace")
+
+
+class _Uuid(ctypes.Structure):
+    """CUuuid."""
+
+    _fields_ = (("bytes", c_ubyte * 16),)
+
+
+_OF_GPU = "cuDeviceGetUuid"
+"""Always of the whole GPU. CUDA 13 keeps it for programs built before."""
+_OF_INSTANCE = "cuDeviceGetUuid_v2"
+"""Since CUDA 11.4: under MIG that of the instance, else that of the GPU."""
+_ARGUMENTS: tuple[Any, ...] = (POINTER(_Uuid), c_int)
+
+
+def device_uuid(ordinal: int) -> str | None:
+    """As NVML writes it: "GPU-…", or "MIG-…" where the ordinal is a MIG instance. None without a driver or device."""
+    gpu, own = _read(_OF_GPU, ordinal), _read(_OF_INSTANCE, ordinal)
+    if gpu is not None and own is not None and gpu != own:
+        return f"MIG-{own}"
+    found = own or gpu
+    return None if found is None else f"GPU-{found}"
+
+
+def _read(function: str, ordinal: int) -> UUID | None:
+    """None where the driver lacks the function, or the device."""
+    found = _Uuid()
+    try:
+        library = CudaLibrary({function: _ARGUMENTS})
+        library.call(function, byref(found), library.device(ordinal))
+    except CudaError:
+        return None
+    return UUID(bytes=bytes(found.bytes))

@@ -6,8 +6,9 @@ What could not be read is absent, never 0; without a GPU there is `nvml_up 0` an
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import monotonic_ns, time_ns
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -15,11 +16,23 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from servers.gpu.polling import DeviceState, GpuPolling, GpuState
-from servers.gpu.series import CLOCK_EVENTS
+from servers.gpu.readings import (
+    CLOCK_EVENTS,
+    Connection,
+    DeviceIdentity,
+    EdgeReading,
+    GpuReader,
+    Reading,
+    SampleBatch,
+    Status,
+)
+from servers.gpu.recording import Intervals, Recording
 
-DEFAULT_PORT = 9445
 POLL_SECONDS = 1.0
+PERMANENT_CODES = frozenset({"NOT_SUPPORTED", "FUNCTION_NOT_FOUND"})
+"""Counted once per device and call: they say what a device is, not that something went wrong again."""
+LONGEST_SAMPLE_S = 1.0
+"""A utilisation sample stands for at most so long (nvmlDeviceGetUtilizationRates: 1/6 to 1 s)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +92,149 @@ _QUANTITIES = {
     "nvml_gpm_tensor_active_ratio": "tensor_active_ratio",
     "nvml_gpm_dram_active_ratio": "dram_active_ratio",
 }
+_CLOCK_SETTINGS = ("applications_clocks", "sync_boost", "display_clocks")
+"""Clock events that are choices of whoever runs the machine; they have no series."""
 _CLOCKS = ("graphics", "sm", "memory")
 _TIMED_EVENTS = ("software_power_cap", "software_thermal", "hardware_thermal", "power_brake")
 _DIRECTIONS = {"transmit": "pcie_transmit_bytes", "receive": "pcie_receive_bytes"}
 
 Point = tuple[tuple[str, ...], float]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """One GPU. `values` as `Reading.values`; only what could be read last time."""
+
+    identity: DeviceIdentity
+    values: Mapping[str, float] = field(default_factory=dict)
+    busy_s: float | None = None
+    observed_s: float | None = None
+    pcie_bytes: Mapping[str, float] = field(default_factory=dict)
+    ecc_errors: Mapping[str, int] | None = None
+    compute_processes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuState:
+    """Everything that a scrape shows. `errors`: (call, code) → times."""
+
+    status: Status
+    driver_version: str | None = None
+    cuda_version: str | None = None
+    devices: tuple[DeviceState, ...] = ()
+    last_success_s: float | None = None
+    collect_s: float = 0.0
+    errors: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+
+class GpuPolling:
+    """`poll` at about 1 Hz from one thread; `state` from any: the newest reading of all GPUs, as one immutable record.
+
+    Counters that the driver does not keep are kept here: busy and observed seconds (the integral of its sample buffer),
+    bytes over PCIe (its counters wrap) and failed calls. They outlast the loss of a GPU.
+    """
+
+    def __init__(
+        self, reader: GpuReader, clock_ns: Callable[[], int] = monotonic_ns, wall_ns: Callable[[], int] = time_ns
+    ) -> None:
+        self._reader = reader
+        self._clock_ns = clock_ns
+        self._wall_ns = wall_ns
+        self._recording: Recording | None = None
+        self._connection: Connection | None = None
+        self._last_sample_ns: dict[str, int] = {}
+        self._last_pcie: dict[tuple[str, str], float] = {}
+        self._permanent: set[tuple[str, str]] = set()
+        self._errors: dict[tuple[str, str], int] = {}
+        self._devices: dict[str, DeviceState] = {}  # by UUID
+        self.state = GpuState(status="error")
+
+    def poll(self) -> None:
+        """Read what is due and publish it; after a loss try to open the library again."""
+        start_ns = self._clock_ns()
+        if self._recording is None:
+            intervals = Intervals(reconnect=POLL_SECONDS)
+            self._recording = Recording(self._reader, intervals, self._clock_ns, self._wall_ns, self._observe)
+            self._connection = self._recording.connection
+            self._recording.edge("first")
+        else:
+            self._recording.tick()
+        if self._recording.connection is not self._connection:
+            self._connection = self._recording.connection
+            self._forget_readings()
+            self._recording.tick()
+        connection, status = self._recording.connection, self._recording.status
+        self.state = GpuState(
+            status=status,
+            driver_version=connection.driver_version,
+            cuda_version=connection.cuda_driver_version,
+            devices=tuple(self._devices[identity.uuid] for identity in self._recording.devices),
+            last_success_s=self._wall_ns() / 1e9 if status == "ok" else self.state.last_success_s,
+            collect_s=(self._clock_ns() - start_ns) / 1e9,
+            errors=dict(self._errors),
+        )
+
+    def close(self) -> None:
+        """Release the library."""
+        self._reader.close()
+
+    def _forget_readings(self) -> None:
+        """The library was opened again: a driver that was loaded again counts from 0, which is no wrap."""
+        self._last_pcie.clear()
+        self._last_sample_ns.clear()
+        for uuid, device in self._devices.items():
+            self._devices[uuid] = replace(device, values={}, ecc_errors=None, compute_processes=None)
+
+    def _observe(self, identity: DeviceIdentity, answer: Reading | SampleBatch | EdgeReading) -> None:
+        """Take over one answer of the reader."""
+        device = replace(self._devices.get(identity.uuid, DeviceState(identity)), identity=identity)
+        self._count_failures(identity.uuid, answer.failed)
+        match answer:
+            case Reading():
+                device = replace(device, values=answer.values, pcie_bytes=self._pcie(device, answer.values))
+            case SampleBatch():
+                device = self._add_samples(device, answer.samples)
+            case EdgeReading():
+                count = None if answer.processes is None else len(answer.processes)
+                device = replace(device, ecc_errors=answer.ecc_errors, compute_processes=count)
+        self._devices[identity.uuid] = device
+
+    def _add_samples(self, device: DeviceState, samples: Sequence[tuple[int, float]]) -> DeviceState:
+        """`samples` are new and end at a time in ns."""
+        if not samples:
+            return device
+        uuid = device.identity.uuid
+        busy_s, observed_s, last_ns = device.busy_s or 0.0, device.observed_s or 0.0, self._last_sample_ns.get(uuid)
+        for at_ns, share in samples:
+            length_s = 0.0 if last_ns is None else min((at_ns - last_ns) / 1e9, LONGEST_SAMPLE_S)
+            busy_s += share * length_s
+            observed_s += length_s
+            last_ns = at_ns
+        self._last_sample_ns[uuid] = samples[-1][0]
+        return replace(device, busy_s=busy_s, observed_s=observed_s)
+
+    def _pcie(self, device: DeviceState, values: Mapping[str, float]) -> dict[str, float]:
+        totals = dict(device.pcie_bytes)
+        for name in _DIRECTIONS.values():
+            if name not in values:
+                continue
+            key = (device.identity.uuid, name)
+            now, before = values[name], self._last_pcie.get(key)
+            self._last_pcie[key] = now
+            if before is None:
+                totals.setdefault(name, 0.0)
+            else:
+                wrapped = 2.0**32 if before < 2**32 else 2.0**64
+                totals[name] = totals.get(name, 0.0) + (now - before if now >= before else now - before + wrapped)
+        return totals
+
+    def _count_failures(self, uuid: str, failed: Mapping[str, str]) -> None:
+        for call, code in failed.items():
+            if code in PERMANENT_CODES:
+                if (uuid, call) in self._permanent:
+                    continue
+                self._permanent.add((uuid, call))
+            self._errors[call, code] = self._errors.get((call, code), 0) + 1
 
 
 class GpuCollector(Collector):
@@ -170,7 +321,8 @@ def _device_points(device: DeviceState) -> Iterator[tuple[str, tuple[str, ...], 
     if "clock_event_reasons" in values:
         mask = int(values["clock_event_reasons"])
         for bit, reason in CLOCK_EVENTS.items():
-            yield "nvml_device_clock_event_active", (uuid, reason), float(bool(mask & bit))
+            if reason not in _CLOCK_SETTINGS:
+                yield "nvml_device_clock_event_active", (uuid, reason), float(bool(mask & bit))
     for reason in _TIMED_EVENTS:
         if f"{reason}_ns" in values:
             yield "nvml_device_clock_event_seconds_total", (uuid, reason), values[f"{reason}_ns"] / 1e9

@@ -1,15 +1,20 @@
-"""NVIDIA's management library: the only importer of `pynvml`, and the one place where its failures become a status."""
+"""Reads NVIDIA GPUs: the only importer of `pynvml`, and the one place where its failures become a status."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
-from typing import Any
+from statistics import median
+from time import perf_counter_ns
+from typing import Any, TypeVar
 
 import pynvml
 
-from servers.gpu.reader import GpuProcess, Status
+from servers.gpu.readings import Connection, DeviceIdentity, EdgeReading, GpuProcess, Reading, SampleBatch, Status
+from servers.gpu.selection import select_devices
 
+T = TypeVar("T")
+COST_REPETITIONS = 3
 ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
 """All that a call may raise: the second one is not a subclass of the first."""
 
@@ -23,56 +28,21 @@ _STATUS: Mapping[int, Status] = {
     pynvml.NVML_ERROR_GPU_NOT_FOUND: "no_device",
 }
 
-_CLOCK_EVENTS = {
-    0x1: "idle",
-    0x2: "applications_clocks",
-    0x4: "software_power_cap",
-    0x8: "hardware_slowdown",
-    0x10: "sync_boost",
-    0x20: "software_thermal",
-    0x40: "hardware_thermal",
-    0x80: "power_brake",
-    0x100: "display_clocks",
-}
-
 
 def _text(value: str | bytes) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
-def _processes(handle: Any) -> tuple[GpuProcess, ...]:
-    return tuple(
-        GpuProcess(pid=process.pid, used_bytes=process.usedGpuMemory)
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    )
-
-
-def _clock_events(handle: Any) -> tuple[str, ...]:
-    mask = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-    return tuple(name for bit, name in _CLOCK_EVENTS.items() if mask & bit)
-
-
-SNAPSHOT_FIELDS: Mapping[str, Callable[[Any], object]] = {
-    "uuid": lambda handle: _text(pynvml.nvmlDeviceGetUUID(handle)),
+_IDENTITY_CALLS: Mapping[str, Callable[[Any], Any]] = {
     "name": lambda handle: _text(pynvml.nvmlDeviceGetName(handle)),
     "pci_bus_id": lambda handle: _text(pynvml.nvmlDeviceGetPciInfo(handle).busId),
     "compute_capability": lambda handle: ".".join(map(str, pynvml.nvmlDeviceGetCudaComputeCapability(handle))),
     "mig_enabled": lambda handle: pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
-    "memory_total_bytes": lambda handle: pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-    "memory_used_bytes": lambda handle: pynvml.nvmlDeviceGetMemoryInfo(handle).used,
-    "utilization_ratio": lambda handle: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-    "power_watts": lambda handle: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-    "power_limit_watts": lambda handle: pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
-    "energy_joules_total": lambda handle: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3,
-    "temperature_celsius": lambda handle: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
-    "sm_clock_hertz": lambda handle: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM) * 1_000_000,
-    "clock_event_reasons": _clock_events,
+    "supports_gpm": lambda handle: bool(pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice),
     "pcie_gen": pynvml.nvmlDeviceGetCurrPcieLinkGeneration,
     "pcie_width": pynvml.nvmlDeviceGetCurrPcieLinkWidth,
-    "processes": _processes,
-    "supports_gpm": lambda handle: bool(pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice),
 }
-"""The fields of a `DeviceSnapshot` but its index, each with the call that reads it."""
+"""The fields of a `DeviceIdentity` but its index and UUID, each with the call that reads it."""
 
 Values = dict[str, float]
 Partial = tuple[Values, dict[str, str]]
@@ -117,7 +87,7 @@ def _single(name: str, call: Callable[[Any], float]) -> Callable[[Any], Values]:
     return lambda handle: {name: call(handle)}
 
 
-READING_CALLS: Mapping[str, Callable[[Any], Values]] = {
+_READING_CALLS: Mapping[str, Callable[[Any], Values]] = {
     # Energy first: its moment is the one that a reading is stamped with.
     "energy": _single("energy_joules", lambda h: pynvml.nvmlDeviceGetTotalEnergyConsumption(h) / 1e3),
     "power": _single("power_watts", lambda h: pynvml.nvmlDeviceGetPowerUsage(h) / 1e3),
@@ -130,10 +100,10 @@ READING_CALLS: Mapping[str, Callable[[Any], Values]] = {
         "temperature_celsius", lambda h: pynvml.nvmlDeviceGetTemperature(h, pynvml.NVML_TEMPERATURE_GPU)
     ),
 }
-"""What one second's reading consists of, besides `read_field_values` and GPM."""
+"""What one second's reading consists of, besides `_read_field_values` and GPM."""
 
 
-def read_field_values(handle: Any) -> Partial:
+def _read_field_values(handle: Any) -> Partial:
     """Throttle times and PCIe counters, in one call that does not block."""
     values: Values = {}
     failed: dict[str, str] = {}
@@ -142,11 +112,11 @@ def read_field_values(handle: Any) -> Partial:
         if value.nvmlReturn == pynvml.NVML_SUCCESS:
             values[name] = getattr(value.value, _UNION_FIELDS[value.valueType])
         else:
-            failed[name] = code_name(value.nvmlReturn)
+            failed[name] = _code_name(value.nvmlReturn)
     return values, failed
 
 
-def read_samples(handle: Any, since_us: int) -> list[tuple[int, float]]:
+def _read_samples(handle: Any, since_us: int) -> list[tuple[int, float]]:
     """The driver's utilisation samples after `since_us`, in order; none new is an empty list."""
     try:
         kind, samples = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, since_us)
@@ -158,12 +128,14 @@ def read_samples(handle: Any, since_us: int) -> list[tuple[int, float]]:
     return sorted((at_us, share) for at_us, share in pairs if at_us > since_us and 0 <= share <= 1)
 
 
-def read_processes(handle: Any) -> tuple[GpuProcess, ...]:
-    """Processes with a compute context."""
-    return _processes(handle)
+def _read_processes(handle: Any) -> tuple[GpuProcess, ...]:
+    return tuple(
+        GpuProcess(pid=process.pid, used_bytes=process.usedGpuMemory)
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    )
 
 
-def read_ecc_errors(handle: Any) -> dict[str, int]:
+def _read_ecc_errors(handle: Any) -> dict[str, int]:
     """Since the driver was loaded."""
     types = {"corrected": pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, "uncorrected": 1}
     return {
@@ -171,7 +143,7 @@ def read_ecc_errors(handle: Any) -> dict[str, int]:
     }
 
 
-class GpmCounters:
+class _GpmCounters:
     """GPM of one device: activity between two samples, which are swapped at each reading."""
 
     def __init__(self, handle: Any) -> None:
@@ -204,14 +176,14 @@ class GpmCounters:
         pynvml.nvmlGpmSampleFree(self._now)
 
 
-def code_name(code: int) -> str:
+def _code_name(code: int) -> str:
     """GPU_IS_LOST for 15, and so on."""
     return _CODES.get(code, f"ERROR_{code}")
 
 
-def failure_code(error: Exception) -> str:
+def _failure_code(error: Exception) -> str:
     """The driver's name of what a call raised."""
-    return code_name(error.value) if isinstance(error, pynvml.NVMLError) else "LIBRARY_MISMATCH"
+    return _code_name(error.value) if isinstance(error, pynvml.NVMLError) else "LIBRARY_MISMATCH"
 
 
 _CODES: Mapping[int, str] = {
@@ -219,34 +191,11 @@ _CODES: Mapping[int, str] = {
 }
 
 
-def status_of(error: Exception) -> Status:
+def _status_of(error: Exception) -> Status:
     """What a failed call says about the whole machine."""
     if isinstance(error, pynvml.NVMLLibraryMismatchError):  # the library lacks a newer function
         return "driver_mismatch"
     return _STATUS.get(getattr(error, "value", -1), "error")
-
-
-def open_library() -> None:
-    """Initialise. Raises one of `ERRORS`."""
-    pynvml.nvmlInit()
-
-
-def close_library() -> None:
-    """Undo one `open_library`; quiet when the library has gone."""
-    try:
-        pynvml.nvmlShutdown()
-    except ERRORS:
-        return
-
-
-def count_devices() -> int:
-    """Devices that this process may see. Raises one of `ERRORS`."""
-    return int(pynvml.nvmlDeviceGetCount())
-
-
-def device_handle(index: int) -> Any:
-    """What every other call takes. Raises one of `ERRORS`."""
-    return pynvml.nvmlDeviceGetHandleByIndex(index)
 
 
 def mig_parent(uuid: str) -> str | None:
@@ -258,7 +207,7 @@ def mig_parent(uuid: str) -> str | None:
         return None
 
 
-def read_versions() -> dict[str, str | None]:
+def _read_versions() -> dict[str, Any]:
     """Of driver, library and CUDA; None where one cannot be read."""
     return {
         "driver_version": _version(pynvml.nvmlSystemGetDriverVersion),
@@ -274,3 +223,142 @@ def _version(call: Callable[[], Any]) -> str | None:
         return None
     # CUDA's version is a number, 13010 for 13.1
     return f"{found // 1000}.{found % 1000 // 10}" if isinstance(found, int) else _text(found)
+
+
+class NvmlReader:
+    """See `servers.gpu.readings.GpuReader`. Keeps the library open, with one handle per device."""
+
+    def __init__(self, names: Sequence[str] | None = None) -> None:
+        """`names`: the GPUs to read, as `select_devices` takes them; None: all."""
+        self._names = names
+        self._open = False
+        self._handles: dict[int, Any] = {}
+        self._gpm: dict[int, _GpmCounters] = {}
+
+    def connect(self) -> Connection:
+        """Open the library anew; a device that gives no handle or UUID is left out and makes the status."""
+        self.close()
+        try:
+            pynvml.nvmlInit()
+            self._open = True
+            count = int(pynvml.nvmlDeviceGetCount())
+        except ERRORS as error:
+            versions = _read_versions() if self._open else {}
+            code = getattr(error, "value", None)
+            return Connection(status=_status_of(error), error=str(error), return_code=code, **versions)
+        devices: list[DeviceIdentity] = []
+        status: Status = "ok" if count else "no_device"
+        problem, code = None, pynvml.NVML_SUCCESS
+        for index in range(count):
+            try:
+                devices.append(self._open_device(index))
+            except ERRORS as error:
+                status, problem, code = _status_of(error), str(error), getattr(error, "value", None)
+        connection = Connection(
+            status, problem, devices=tuple(devices), device_count=count, return_code=code, **_read_versions()
+        )
+        return select_devices(connection, self._names, mig_parent)
+
+    def reading(self, index: int) -> Reading:
+        """Each quantity by itself: one that fails costs no other."""
+        calls = _Calls()
+        handle = self._handles[index]
+        values: dict[str, float] = {}
+        for name, call in _READING_CALLS.items():
+            values.update(calls.run(name, call, handle) or {})
+        fields = calls.run("field_values", _read_field_values, handle)
+        if fields is not None:
+            values.update(fields[0])
+            calls.failed.update(fields[1])
+        if index in self._gpm:
+            values.update(calls.run("gpm", lambda _: self._gpm[index].read(), handle) or {})
+        return Reading(values=values, failed=calls.failed, lost=calls.lost)
+
+    def samples(self, index: int, since_us: int) -> SampleBatch:
+        """New utilisation samples."""
+        calls = _Calls()
+        found = calls.run("samples", lambda handle: _read_samples(handle, since_us), self._handles[index])
+        return SampleBatch(samples=tuple(found or ()), failed=calls.failed, lost=calls.lost)
+
+    def edge(self, index: int) -> EdgeReading:
+        """Process list and ECC counters."""
+        calls = _Calls()
+        handle = self._handles[index]
+        return EdgeReading(
+            processes=calls.run("processes", _read_processes, handle),
+            ecc_errors=calls.run("ecc_errors", _read_ecc_errors, handle),
+            failed=calls.failed,
+            lost=calls.lost,
+        )
+
+    def call_costs(self, index: int) -> Mapping[str, int]:
+        """The first call of each kind is not counted: it loads what the others find loaded."""
+        handle = self._handles[index]
+        timed: dict[str, Callable[[Any], object]] = {
+            **_READING_CALLS,
+            "field_values": _read_field_values,
+            "samples": lambda h: _read_samples(h, 0),
+            "processes": _read_processes,
+            "ecc_errors": _read_ecc_errors,
+        }
+        if index in self._gpm:
+            timed["gpm"] = lambda _: self._gpm[index].read()
+        costs: dict[str, int] = {}
+        for name, call in timed.items():
+            try:
+                call(handle)
+                costs[name] = int(median(_time_ns(call, handle) for _ in range(COST_REPETITIONS)))
+            except ERRORS:
+                continue
+        return costs
+
+    def close(self) -> None:
+        """Release the library."""
+        for counters in self._gpm.values():
+            try:
+                counters.close()
+            except ERRORS:
+                continue
+        self._gpm.clear()
+        self._handles.clear()
+        if self._open:
+            self._open = False
+            try:
+                pynvml.nvmlShutdown()
+            except ERRORS:  # the library has gone
+                return
+
+    def _open_device(self, index: int) -> DeviceIdentity:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
+        calls = _Calls()
+        known = {name: calls.run(name, call, handle) for name, call in _IDENTITY_CALLS.items()}
+        self._handles[index] = handle
+        if known["supports_gpm"]:
+            counters = calls.run("gpm", _GpmCounters, handle)
+            if counters is not None:
+                self._gpm[index] = counters
+        return DeviceIdentity(index, uuid, failed=calls.failed, **known)
+
+
+class _Calls:
+    """Runs calls and keeps what went wrong."""
+
+    def __init__(self) -> None:
+        self.failed: dict[str, str] = {}
+        self.lost = False
+
+    def run(self, name: str, call: Callable[[Any], T], handle: Any) -> T | None:
+        """The answer; None after a failure, which is then in `failed`."""
+        try:
+            return call(handle)
+        except ERRORS as error:
+            self.failed[name] = _failure_code(error)
+            self.lost = self.lost or _status_of(error) == "gpu_lost"
+            return None
+
+
+def _time_ns(call: Callable[[Any], object], handle: Any) -> int:
+    start_ns = perf_counter_ns()
+    call(handle)
+    return perf_counter_ns() - start_ns

@@ -1,4 +1,4 @@
-"""Reads GPUs on a schedule and turns what it sees into lines; knows no file, no signal and no sleep.
+"""The one schedule on which GPUs are read, and what was read as lines; knows no file, no signal and no sleep.
 
 Per device: a reading every second, the driver's utilisation samples every 2 s, process list and ECC counters every
 10 s and whenever an edge is asked for. The driver keeps about 16 s of samples, so a drain that comes late loses none.
@@ -7,16 +7,27 @@ Per device: a reading every second, the driver's utilisation samples every 2 s, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from servers.gpu.reader import SENTENCES
-from servers.gpu.series import Connection, DeviceIdentity, Reading, SeriesReader
+from servers.gpu.readings import (
+    SENTENCES,
+    Connection,
+    DeviceIdentity,
+    EdgeReading,
+    GpuReader,
+    Reading,
+    SampleBatch,
+    Status,
+)
 
 SCHEMA = "abserve.gpu-readings/1"
+IDENTITY_FIELDS = ("uuid", "index", "name", "pci_bus_id", "mig_enabled", "supports_gpm")
 Line = dict[str, object]
 Clock = Callable[[], int]
+Observer = Callable[[DeviceIdentity, Reading | SampleBatch | EdgeReading], None]
+"""Gets every answer of the reader; of samples only new ones, with their time in ns on the recording's clock."""
 
 CLOCK_STEP_NS = 50_000_000
 """Wall clock against monotonic clock; a slewing NTP daemon stays below it for hours."""
@@ -57,8 +68,16 @@ class Recording:
     clock of the driver's time stamps, used for nothing else.
     """
 
-    def __init__(self, reader: SeriesReader, intervals: Intervals, clock_ns: Clock, wall_ns: Clock) -> None:
+    def __init__(
+        self,
+        reader: GpuReader,
+        intervals: Intervals,
+        clock_ns: Clock,
+        wall_ns: Clock,
+        observe: Observer = lambda _device, _answer: None,
+    ) -> None:
         self._reader = reader
+        self._observe = observe
         self._intervals = intervals
         self._clock_ns = clock_ns
         self._wall_ns = wall_ns
@@ -97,10 +116,22 @@ class Recording:
             "nvml_version": connection.nvml_version,
             "cuda_driver_version": connection.cuda_driver_version,
             "device_count": connection.device_count,
-            "devices": [_identity(device.identity) for device in self._devices],
+            "devices": [{name: getattr(device.identity, name) for name in IDENTITY_FIELDS} for device in self._devices],
             "call_cost_ns": dict(costs),
             "intervals_s": {name: getattr(self._intervals, name) for name in ("reading", "drain", "edge")},
         }
+
+    @property
+    def devices(self) -> tuple[DeviceIdentity, ...]:
+        """Those that can be read now: none while the driver does not answer or a device is lost."""
+        return () if self._lost else tuple(device.identity for device in self._devices)
+
+    @property
+    def status(self) -> Status:
+        """That of the driver, or `error` while every call of a device's reading fails."""
+        if not self._lost:
+            return "error" if any(device.reading_failed for device in self._devices) else "ok"
+        return "gpu_lost" if self._connection.status == "ok" else self._connection.status
 
     def next_due_ns(self) -> int:
         """When `tick` has something to do."""
@@ -147,6 +178,7 @@ class Recording:
             before_ns = self._clock_ns()
             reading = self._reader.reading(device.identity.index)
             at_ns = (before_ns + self._clock_ns()) // 2
+            self._observe(device.identity, reading)
             if reading.values:
                 lines.append(_reading_line(at_ns, device.identity.uuid, reading))
             lines += self._failures(at_ns, device, reading)
@@ -177,17 +209,19 @@ class Recording:
             batch = self._reader.samples(device.identity.index, device.last_sample_us)
             now_ns = self._clock_ns()
             if batch.lost:
+                self._observe(device.identity, batch)
                 lines += self._lose(now_ns, device.identity.uuid, batch.failed)
                 continue
             shift_ns = self._sample_shift_ns(batch.samples[-1][0], now_ns) if batch.samples else 0
             # A time stamp from before the wall clock was set back lies in the future: it came with an earlier drain.
             fresh = [
-                [at_ns, share]
+                (at_ns, share)
                 for at_us, share in batch.samples
                 if device.last_sample_ns < (at_ns := at_us * 1000 - shift_ns) <= now_ns + CLOCK_STEP_NS
             ]
+            self._observe(device.identity, replace(batch, samples=tuple(fresh)))
             if fresh:
-                device.last_sample_ns = int(fresh[-1][0])
+                device.last_sample_ns = fresh[-1][0]
                 device.last_sample_us = (device.last_sample_ns + shift_ns) // 1000
                 lines.append({"type": "samples", "at_ns": now_ns, "uuid": device.identity.uuid, "utilization": fresh})
         return lines
@@ -219,9 +253,9 @@ class Recording:
     def _edge(self, label: str) -> list[Line]:
         lines: list[Line] = []
         devices: list[Line] = []
-        failing = any(device.reading_failed for device in self._devices)
         for device in [] if self._lost else self._devices:
             found = self._reader.edge(device.identity.index)
+            self._observe(device.identity, found)
             if found.lost:
                 lines += self._lose(self._clock_ns(), device.identity.uuid, found.failed)
                 break
@@ -241,16 +275,11 @@ class Recording:
             "type": "edge",
             "at_ns": self._clock_ns(),
             "label": label,
-            "status": self._status(failing),
+            "status": self.status,
             "driver_version": self._connection.driver_version,
             "devices": [] if self._lost else devices,
         }
         return [*lines, edge]
-
-    def _status(self, failing: bool) -> str:
-        if not self._lost:
-            return "error" if failing else "ok"
-        return "gpu_lost" if self._connection.status == "ok" else self._connection.status
 
     def _reconnect(self, now_ns: int) -> list[Line]:
         self._due.reconnect_ns = self._later(now_ns, self._intervals.reconnect)
@@ -270,17 +299,6 @@ def boot_id() -> str | None:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return None
-
-
-def _identity(device: DeviceIdentity) -> Line:
-    return {
-        "uuid": device.uuid,
-        "index": device.index,
-        "name": device.name,
-        "pci_bus_id": device.pci_bus_id,
-        "mig_enabled": device.mig_enabled,
-        "supports_gpm": device.supports_gpm,
-    }
 
 
 def _reading_line(at_ns: int, uuid: str, reading: Reading) -> Line:

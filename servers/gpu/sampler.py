@@ -22,10 +22,9 @@ from pathlib import Path
 from time import monotonic_ns, time_ns
 from typing import TextIO
 
-from servers.gpu.nvml import mig_parent
-from servers.gpu.nvml_series import NvmlSeriesReader
+from servers.gpu.nvml import NvmlReader
 from servers.gpu.recording import Intervals, Line, Recording
-from servers.gpu.selection import ALL, SelectedReader, visible
+from servers.gpu.selection import ALL, visible
 
 SIGNAL_LABEL = "signal"
 
@@ -123,8 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("every interval must be longer than 0 seconds")
     try:
         with options.out.open("w", encoding="utf-8") as file:
-            reader = SelectedReader(NvmlSeriesReader(), _named(options.gpu), mig_parent)
-            recording = Recording(reader, intervals, monotonic_ns, time_ns)
+            recording = Recording(NvmlReader(_named(options.gpu)), intervals, monotonic_ns, time_ns)
             SamplerProcess(recording, file, sys.stdout).run(_command_input())
     except OSError as exc:
         sys.stderr.write(f"cannot write {options.out}: {exc.strerror or exc}; free some space or choose another file\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from servers.gpu.series import Connection, DeviceIdentity, EdgeReading, Reading, SampleBatch, SeriesReader
+from servers.gpu.readings import Connection, DeviceIdentity
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 ALL = "all"
@@ -59,48 +59,19 @@ def _parent(name: str, parent_of: Callable[[str], str | None]) -> str | None:
     return parent_of(name)
 
 
-class SelectedReader:
-    """A `SeriesReader` of the named devices alone; `names` None: of all. How many there are is still told.
+def select_devices(
+    connection: Connection, names: Sequence[str] | None, parent_of: Callable[[str], str | None]
+) -> Connection:
+    """The connection with the named devices alone; `names` None: with all. `device_count` stays that of the machine.
 
     A driver that answers for the named ones is `ok`, whatever becomes of the others; with none of them found there is
     no device, and `error` says why.
     """
-
-    def __init__(
-        self, reader: SeriesReader, names: Sequence[str] | None, parent_of: Callable[[str], str | None]
-    ) -> None:
-        self._reader = reader
-        self._names = None if names is None else tuple(names)
-        self._parent_of = parent_of
-
-    def connect(self) -> Connection:
-        """Open the library."""
-        connection = self._reader.connect()
-        if self._names is None or not connection.devices:
-            return connection
-        chosen = matching(self._names, connection.devices, self._parent_of)
-        if chosen:
-            return replace(connection, status="ok", devices=chosen)
-        named = ", ".join(self._names) or f"by an empty {VARIABLE}"
-        error = connection.error or f"none of this machine's {connection.device_count} GPUs is named {named}"
-        return replace(connection, error=error, devices=())
-
-    def reading(self, index: int) -> Reading:
-        """As the reader."""
-        return self._reader.reading(index)
-
-    def samples(self, index: int, since_us: int) -> SampleBatch:
-        """As the reader."""
-        return self._reader.samples(index, since_us)
-
-    def edge(self, index: int) -> EdgeReading:
-        """As the reader."""
-        return self._reader.edge(index)
-
-    def call_costs(self, index: int) -> Mapping[str, int]:
-        """As the reader."""
-        return self._reader.call_costs(index)
-
-    def close(self) -> None:
-        """As the reader."""
-        self._reader.close()
+    if names is None or not connection.devices:
+        return connection
+    chosen = matching(names, connection.devices, parent_of)
+    if chosen:
+        return replace(connection, status="ok", devices=chosen)
+    named = ", ".join(names) or f"by an empty {VARIABLE}"
+    error = connection.error or f"none of this machine's {connection.device_count} GPUs is named {named}"
+    return replace(connection, error=error, devices=())

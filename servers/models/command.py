@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variant
+from servers.options import fail
 
 
 def samples(
@@ -24,10 +25,7 @@ def samples(
     try:
         written = write_samples(get_variant(model, "fp32"), out)
     except (UnknownModelError, FolderError) as exc:
-        Console(stderr=True).print(
-            f"error: {exc}", style="bold red", highlight=False, soft_wrap=True, markup=False, emoji=False
-        )
-        raise typer.Exit(1) from exc
+        fail(str(exc), exc)
     Console().print(
         f"{'wrote' if written else 'up to date:'} {out}", highlight=False, soft_wrap=True, markup=False, emoji=False
     )

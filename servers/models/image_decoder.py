@@ -6,8 +6,11 @@ simplejpeg releases the interpreter's lock while it decodes and Pillow while it 
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -32,12 +35,21 @@ class DecodingSettings:
         return self.threads or min(MAX_DEFAULT_THREADS, len(os.sched_getaffinity(0)))
 
 
-@dataclass(frozen=True, slots=True)
 class Decoding:
-    """The images of one request while they are decoded: one future an image, each of which fills its row."""
+    """The images of one request while they are decoded: one future an image, each of which fills its row.
 
-    pixels: UInt8Array
-    images: tuple[Future[None], ...]
+    A request has at most `lanes` images on the threads at a time, so that those of other requests have their turn.
+    """
+
+    def __init__(
+        self, threads: ThreadPoolExecutor, lanes: int, pixels: UInt8Array, work: Sequence[Callable[[], None]]
+    ) -> None:
+        self.pixels = pixels
+        self.images: tuple[Future[None], ...] = tuple(Future() for _ in work)
+        self._threads = threads
+        self._waiting = deque(zip(self.images, work, strict=True))
+        for _ in range(lanes):
+            self._next()
 
     def result(self) -> UInt8Array:
         """Waits for all: uint8 (n, size, size, 3). Raises the `ImageError` of the first bad one and drops the rest."""
@@ -51,8 +63,21 @@ class Decoding:
 
     def cancel(self) -> None:
         """Drop what has not begun; what has goes on, into memory that nobody reads."""
+        self._waiting.clear()
         for image in self.images:
             image.cancel()
+
+    def _next(self, last: Future[None] | None = None) -> None:
+        """Put the next image on the threads; again when it is `last`, done or dropped with the threads."""
+        try:
+            if last is not None and last.cancelled():
+                self.cancel()
+            image, work = self._waiting.popleft()
+            self._threads.submit(_complete, image, work).add_done_callback(self._next)
+        except IndexError:  # none is left
+            return
+        except RuntimeError:  # the threads have ended
+            self.cancel()
 
 
 class ImageDecoder:
@@ -68,11 +93,11 @@ class ImageDecoder:
         size = self._preprocessing.size
         files = images.reshape(-1).tolist()
         pixels = np.empty((len(files), size, size, 3), np.uint8)
-        futures = tuple(
-            self._threads.submit(self._decode, f"image {index}: " if len(files) > 1 else "", data, pixels[index])
+        work = [
+            partial(self._decode, f"image {index}: " if len(files) > 1 else "", data, pixels[index])
             for index, data in enumerate(files)
-        )
-        return Decoding(pixels, futures)
+        ]
+        return Decoding(self._threads, self.settings.thread_count, pixels, work)
 
     def close(self) -> None:
         """End the threads after what they are at; drop what has not begun."""
@@ -84,3 +109,15 @@ class ImageDecoder:
             resize_and_crop(decode_jpeg(data, max_pixels), self._preprocessing, max_pixels, out)
         except ImageError as exc:
             raise ImageError(f"{label}{exc}") from exc
+
+
+def _complete(image: Future[None], work: Callable[[], None]) -> None:
+    """As an executor completes a future of its own."""
+    if not image.set_running_or_notify_cancel():
+        return
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001  whoever waits gets it
+        image.set_exception(error)
+    else:
+        image.set_result(None)

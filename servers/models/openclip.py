@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from servers.contract.tensors import TensorSpec
 from servers.models.specification import ModelSpecification, Preprocessing
-from servers.models.weights import CheckpointWeights, PretrainedWeights, RandomWeights, WeightsError, WeightsSource
+from servers.models.weights import (
+    CheckpointWeights,
+    PretrainedWeights,
+    RandomWeights,
+    WeightsError,
+    WeightsSource,
+    verify,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -75,9 +82,12 @@ def load_image_tower(source: WeightsSource) -> torch.nn.Module:
         case RandomWeights(seed):
             return _random_tower(seed)
         case PretrainedWeights(tag):
-            path, quick_gelu = _download(tag)
-            return _tower_from_file(path, f"--weights {tag}", quick_gelu)
+            path = find_pretrained(source)
+            verify(path, f"--weights {tag}", source.sha256)
+            # OpenAI's weights and some others were trained with QuickGELU.
+            return _tower_from_file(path, f"--weights {tag}", bool(_configuration(tag).get("quick_gelu", False)))
         case CheckpointWeights(path):
+            verify(path, f"--weights {path.name}", source.sha256)
             # The activation is no tensor, so a file cannot tell it. open_clip puts it into the names of its files.
             return _tower_from_file(path, f"--weights {path.name}", "quickgelu" in path.name.lower())
 
@@ -116,24 +126,38 @@ def _random_tower(seed: int) -> torch.nn.Module:
         return _build(quick_gelu=False)
 
 
-def _download(tag: str) -> tuple[Path, bool]:
-    """The tag's file in open_clip's cache and whether it was trained with QuickGELU (OpenAI's weights were)."""
+def find_pretrained(source: PretrainedWeights) -> Path:
+    """The tag's file in the cache of the hub or of open_clip, downloaded when it is missing. Raises `WeightsError`."""
     with _quiet_root_logger():
-        from open_clip.pretrained import download_pretrained, get_pretrained_cfg
-    config: dict[str, Any] = get_pretrained_cfg(ARCHITECTURE, tag)
-    if not config:
-        raise WeightsError(
-            f"--weights {tag}: unknown to open_clip for {ARCHITECTURE}; known: {', '.join(pretrained_tags())}"
-        )
+        from open_clip.pretrained import download_pretrained, download_pretrained_from_hf
+    config, asked_for = _configuration(source.tag), f"--weights {source.tag}"
+    repository, _, name = str(config.get("hf_hub") or "").rpartition("/")
+    if source.revision is not None and not repository:
+        raise WeightsError(f"{asked_for}: it is on no hub and has no revisions; pin it with @sha256: and its hash")
     try:
-        path = download_pretrained(config)
+        if source.revision is None:
+            path = download_pretrained(config)
+        else:
+            path = download_pretrained_from_hf(repository, filename=name or None, revision=source.revision)
     except Exception as exc:  # urllib, huggingface_hub and httpx each raise their own
+        what = "the download failed" if source.revision is None else f"revision {source.revision} could not be had"
         raise WeightsError(
-            f"--weights {tag}: the download failed ({type(exc).__name__}); check the network, or give a checkpoint file"
+            f"{asked_for}: {what} ({type(exc).__name__}); check the network, or give a checkpoint file"
         ) from exc
     if not path:
-        raise WeightsError(f"--weights {tag}: open_clip found no file to download; give a checkpoint file")
-    return Path(path), bool(config.get("quick_gelu", False))
+        raise WeightsError(f"{asked_for}: open_clip found no file to download; give a checkpoint file")
+    return Path(path)
+
+
+def _configuration(tag: str) -> dict[str, Any]:
+    """What open_clip knows of a tag. Raises `WeightsError` for one that it does not know."""
+    with _quiet_root_logger():
+        from open_clip.pretrained import get_pretrained_cfg
+    config: dict[str, Any] = get_pretrained_cfg(ARCHITECTURE, tag)
+    if not config:
+        known = ", ".join(pretrained_tags())
+        raise WeightsError(f"--weights {tag}: unknown to open_clip for {ARCHITECTURE}; known: {known}")
+    return config
 
 
 def _tower_from_file(path: Path, asked_for: str, quick_gelu: bool) -> torch.nn.Module:
@@ -218,4 +242,5 @@ SPECIFICATION = ModelSpecification(
     default_weights="random:0",
     load_module=load_image_tower,
     pretrained_tags=pretrained_tags,
+    find_pretrained=find_pretrained,
 )

@@ -25,7 +25,9 @@ MAX_PIXELS = 40_000_000
 """An image of this size takes 120 MB once decoded, and 160 MB more while it is resized."""
 
 MAX_SCANS = 100
-"""Progressive encoders write about ten; each scan costs a pass over all pixels, however few bytes it has."""
+MAX_PASSES = 12
+"""Each scan is a pass over all pixels, however few bytes it has. An image of `max_pixels` may have so many, a smaller
+one more: progressive encoders write about ten, and the thumbnail inside a file counts as one."""
 
 _SCAN_BEGINS = b"\xff\xda"
 
@@ -50,8 +52,14 @@ def decode_jpeg(data: bytes | memoryview, max_pixels: int = MAX_PIXELS) -> UInt8
         raise ImageError(f"the image has {width} x {height} pixels, at most {max_pixels} are taken")
     if colorspace in ("CMYK", "YCCK"):
         raise ImageError("the image is a CMYK JPEG; send it as RGB or greyscale")
-    if bytes(data).count(_SCAN_BEGINS) > MAX_SCANS:
+    scans = bytes(data).count(_SCAN_BEGINS)
+    if scans > MAX_SCANS:
         raise ImageError(f"the image is a JPEG of more than {MAX_SCANS} scans")
+    if scans * height * width > MAX_PASSES * max_pixels:
+        raise ImageError(
+            f"the image has {scans} scans of {width} x {height} pixels, at most {MAX_PASSES * max_pixels} pixels are "
+            "taken over all scans"
+        )
     try:
         pixels: UInt8Array = simplejpeg.decode_jpeg(data, colorspace="RGB")
     except ValueError as exc:

@@ -22,8 +22,8 @@ import numpy as np
 
 from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256
 from servers.models.corpus import credits_text, jpeg_paths
-from servers.models.payloads import payload_variants
 from servers.models.preprocessing import decode_jpeg, normalise, resize_and_crop
+from servers.models.registry import payload_variants
 from servers.models.specification import ModelSpecification
 
 SCHEMA = "abserve.samples/1"

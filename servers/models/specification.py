@@ -11,7 +11,7 @@ from servers.contract.tensors import TensorSpec
 if TYPE_CHECKING:
     import torch
 
-    from servers.models.weights import WeightsSource
+    from servers.models.weights import FindPretrained, WeightsSource
 
 
 Payload = Literal["fp32", "uint8", "jpeg"]
@@ -33,7 +33,7 @@ class Preprocessing:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpecification:
-    """One model as it is served, with the form in which an image reaches it (see `servers.models.payloads`)."""
+    """One model as it is served, with the form in which an image reaches it (see `servers.models.registry`)."""
 
     name: str
     title: str
@@ -50,6 +50,8 @@ class ModelSpecification:
     is, and one output. Imports torch itself, so that reading a specification stays cheap. Raises `WeightsError`."""
     pretrained_tags: Callable[[], tuple[str, ...]]
     """Tags that `--weights` accepts for this model."""
+    find_pretrained: FindPretrained | None = None
+    """Where the file of a tag is; None for a model that has no tags."""
     payload: Payload = "fp32"
     """How an image travels to this model: normalised values, RGB bytes, or a JPEG file."""
     base_name: str | None = None

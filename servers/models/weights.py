@@ -1,12 +1,22 @@
-"""Where a model's weights come from: `random:SEED`, a pretrained tag or a local checkpoint file."""
+"""Where a model's weights come from: `random:SEED`, a pretrained tag or a local checkpoint file.
+
+A tag or a file may be pinned: TAG@REVISION names the commit of the hub's repository, and @sha256:HEX behind either says
+what the file's content must be. Every launch pins what was not pinned (`pin`), so that all processes of a run load the
+same bytes or refuse.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from servers.models.atomic_folder import file_sha256
+
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors", ".ckpt")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_PINNED = re.compile(rf"(.*?)(?:@({_COMMIT.pattern}))?(?:@sha256:([0-9a-f]{{64}}))?", re.DOTALL)
 
 
 class WeightsError(Exception):
@@ -29,22 +39,34 @@ class RandomWeights:
         """A short form that is safe in a file name."""
         return f"random-{self.seed}"
 
+    @property
+    def text(self) -> str:
+        """As `--weights` takes it."""
+        return f"random:{self.seed}"
+
 
 @dataclass(frozen=True, slots=True)
 class PretrainedWeights:
-    """A tag that the model's library knows how to download."""
+    """A tag that the model's library knows how to download; `revision` is a commit, None for the newest."""
 
     tag: str
+    revision: str | None = None
+    sha256: str | None = None
 
     @property
     def label(self) -> str:
-        """How outputs name these weights to a person."""
-        return f"pretrained weights {self.tag}"
+        """How outputs name these weights to a person: by their content, whichever commit holds it."""
+        return f"pretrained weights {self.tag}{_content(self.sha256)}"
 
     @property
     def slug(self) -> str:
         """A short form that is safe in a file name."""
         return re.sub(r"[^A-Za-z0-9_.-]", "_", self.tag)
+
+    @property
+    def text(self) -> str:
+        """As `--weights` takes it, with the pins."""
+        return f"{self.tag}{f'@{self.revision}' if self.revision else ''}{_pin(self.sha256)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,33 +74,88 @@ class CheckpointWeights:
     """A file on this machine."""
 
     path: Path
+    sha256: str | None = None
 
     @property
     def label(self) -> str:
         """How outputs name these weights to a person; the file's name alone, since results get published."""
-        return f"checkpoint {self.path.name}"
+        return f"checkpoint {self.path.name}{_content(self.sha256)}"
 
     @property
     def slug(self) -> str:
         """A short form that is safe in a file name."""
         return "file-" + re.sub(r"[^A-Za-z0-9_.-]", "_", self.path.name)
 
+    @property
+    def text(self) -> str:
+        """As `--weights` takes it, with the pin."""
+        return f"{self.path}{_pin(self.sha256)}"
+
 
 WeightsSource = RandomWeights | PretrainedWeights | CheckpointWeights
+FindPretrained = Callable[[PretrainedWeights], Path]
+"""The file of a tag on this machine, downloaded when it is missing. Raises `WeightsError`."""
 
 
 def parse_weights(text: str) -> WeightsSource:
-    """Read the `--weights` option. Raises `WeightsError` for a malformed seed or a missing file."""
+    """Read the `--weights` option. Raises `WeightsError` for a malformed seed or pin, or a missing file."""
     if text.startswith("random:") or text == "random":
         seed = text.partition(":")[2] or "0"
         if not seed.isdecimal():
             raise WeightsError(f"--weights {text}: the seed must be a whole number ≥ 0, as in random:0")
         return RandomWeights(int(seed))
-    path = Path(text).expanduser()
-    if path.suffix in CHECKPOINT_SUFFIXES or "/" in text:
+    found = _PINNED.fullmatch(text)
+    assert found is not None  # the first part takes any text
+    name, revision, sha256 = found[1], found[2], found[3]
+    path = Path(name).expanduser()
+    if path.suffix in CHECKPOINT_SUFFIXES or "/" in name:
         if not path.is_file():
-            raise WeightsError(f"--weights {text}: no such file")
-        return CheckpointWeights(path.resolve())
-    if not text:
+            raise WeightsError(f"--weights {name}: no such file")
+        if revision is not None:
+            raise WeightsError(f"--weights {text}: a file has no revision; pin it with @sha256: and its hash")
+        return CheckpointWeights(path.resolve(), sha256)
+    if not name:
         raise WeightsError("--weights is empty: give random:SEED, a pretrained tag or a checkpoint file")
-    return PretrainedWeights(text)
+    if "@" in name:
+        raise WeightsError(
+            f"--weights {text}: behind @ stands a commit of 40 hexadecimal digits, or sha256: and 64 of them"
+        )
+    return PretrainedWeights(name, revision, sha256)
+
+
+def pin(source: WeightsSource, find_pretrained: FindPretrained | None) -> WeightsSource:
+    """The same weights with the SHA-256 of their file, which whoever loads them verifies; pinned ones stay as they are.
+
+    Reads the whole file, and downloads it first where it is missing. Raises `WeightsError`.
+    """
+    if isinstance(source, RandomWeights) or source.sha256 is not None:
+        return source
+    if isinstance(source, CheckpointWeights):
+        return replace(source, sha256=_hash(source.path, source.path.name))
+    if find_pretrained is None:
+        return source
+    path = find_pretrained(source)
+    commit = path.parent.name  # the hub's cache keeps a file under snapshots/COMMIT
+    revision = commit if _COMMIT.fullmatch(commit) else source.revision
+    return replace(source, revision=revision, sha256=_hash(path, source.tag))
+
+
+def verify(path: Path, asked_for: str, sha256: str | None) -> None:
+    """Raises `WeightsError` if the file is not the one that was pinned."""
+    if sha256 is not None and (found := _hash(path, asked_for)) != sha256:
+        raise WeightsError(f"{asked_for}: the file has SHA-256 {found}, and {sha256} was asked for")
+
+
+def _hash(path: Path, name: str) -> str:
+    try:
+        return file_sha256(path)
+    except OSError as exc:
+        raise WeightsError(f"{name}: the file cannot be read ({exc.strerror or exc})") from exc
+
+
+def _content(sha256: str | None) -> str:
+    return "" if sha256 is None else f", SHA-256 {sha256}"
+
+
+def _pin(sha256: str | None) -> str:
+    return "" if sha256 is None else f"@sha256:{sha256}"

@@ -21,8 +21,9 @@ def main() -> int:
 
     from servers.models.registry import UnknownModelError, get_variants
     from servers.models.weights import WeightsError, parse_weights
-    from servers.native.arguments import from_argv, validation_sentence
     from servers.native.listener import ListenerError, bind, check_free
+    from servers.native.settings import from_argv
+    from servers.options import validation_sentence
 
     try:
         settings = from_argv(sys.argv[1:])
@@ -35,10 +36,9 @@ def main() -> int:
     except (UnknownModelError, WeightsError, ListenerError) as error:
         return _refuse(str(error))
 
-    from servers.native.logs import configure
-    from servers.native.process import run
+    from servers.native.server import configure_logs, run
 
-    configure(settings.log_level)
+    configure_logs(settings.log_level)
     return run(settings, specifications, weights, listener)
 
 

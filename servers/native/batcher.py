@@ -1,11 +1,10 @@
 """The dynamic batcher: a bounded queue in front of one engine thread, with Triton's rules.
 
-The oldest request waits at most `max_queue_delay_ns` for others to join it; a batch starts as soon as it is full, and
+The oldest request waits at most `max_queue_delay_us` for others to join it; a batch starts as soon as it is full, and
 while the engine is busy the queue fills the next one. Requests keep their order, are never split, and are merged only
-when their items have the same shapes. Doors hand over references to arrays, never copies, and keep the memory under
-them unchanged until the entry is complete. The batcher knows no event loop: `on_complete` is called in the engine
-thread (with an engine that works on two batches at once also in a second one, see `pipelining.py`), once for each
-executed batch and once for those dropped before it.
+when their items have the same shapes. Front ends hand over references to arrays, never copies, and keep the memory
+under them unchanged until the request is complete. The batcher knows no event loop: `on_complete` is called in the
+engine thread, once for each executed batch and once for those dropped before it.
 """
 
 from __future__ import annotations
@@ -13,79 +12,203 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import structlog
 
-from servers.contract.errors import InternalError
-from servers.engines.interface import Engine, Pipeline, pipeline_of
-from servers.native.entries import Entry, EntryQueue, Signal, distribute
-from servers.native.pipelining import FAILED, PipelinedBatches
-from servers.native.staging import Staging
+from servers.contract.errors import ContractError, InternalError
+from servers.contract.shared_memory import RegionWindow
+from servers.contract.tensors import Array
+from servers.engines.interface import Engine, staging_of
+from servers.native.errors import (
+    EXPIRED,
+    SHUTTING_DOWN,
+    QueueFullError,
+    RequestExpiredError,
+    ShuttingDownError,
+)
+from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 
 log = structlog.get_logger("abserve.batcher")
 
+FAILED = "inference failed on the server, its log has the cause"
+_NOTHING: Mapping[str, Array] = {}
 
-def pipeline_in_use(engine: Engine, *, wanted: bool) -> Pipeline | None:
-    """The loaded engine's pipeline, None where it has none, or is not to be used."""
-    pipeline = pipeline_of(engine) if wanted else None
-    return pipeline if pipeline is not None and pipeline.slots > 1 else None
-
-
-def batch_slots(engine: Engine, *, wanted: bool) -> int | None:
-    """How many batches are under way at once; None for an engine that could do no more than one."""
-    offered = pipeline_in_use(engine, wanted=True)
-    return None if offered is None else offered.slots if wanted else 1
+BatchKey = Sequence[tuple[str, tuple[int, ...]]]
 
 
-class Batcher:
-    """Owns the engine thread from `start` to `stop`; `prepare` runs in it first and gives the loaded engine."""
+def batch_key(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> BatchKey:
+    """What requests must have in common to share a batch: the inputs' names and the shapes of their items."""
+    return [(name, shape[1:]) for name, shape in shapes]
+
+
+class QueuedRequest:
+    """One request on its way through the queue. Complete when `outputs` or `error` is set, which happens once."""
+
+    __slots__ = (
+        "deadline_ns",
+        "enqueued_ns",
+        "error",
+        "inputs",
+        "key",
+        "outputs",
+        "rows",
+        "taken",
+        "waiter",
+        "windows",
+    )
 
     def __init__(
         self,
-        *,
-        max_batch_size: int,
-        max_queue_delay_ns: int,
-        queue_size: int,
+        inputs: Mapping[str, Array],
+        rows: int,
+        deadline_ns: int | None,
+        waiter: Any,
+        windows: Sequence[RegionWindow] = (),
+        key: BatchKey | None = None,
+    ) -> None:
+        self.inputs = inputs
+        self.rows = rows
+        self.deadline_ns = deadline_ns
+        self.waiter = waiter  # a `Waiter` (see inference.py), which the batcher never calls
+        self.windows = windows  # shared memory that inputs lie in, to be fetched right before they are read
+        self.key = key or batch_key((name, array.shape) for name, array in inputs.items())
+        self.enqueued_ns = 0
+        self.taken = False  # claimed for a batch, expired or withdrawn
+        self.outputs: Mapping[str, Array] | None = None
+        self.error: ContractError | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the engine is done with it."""
+        return self.outputs is not None or self.error is not None
+
+    def drop_inputs(self) -> None:
+        """Nobody reads them any more. A withdrawn request can stay in the queue for long; its memory must not."""
+        self.inputs = _NOTHING
+        self.windows = ()
+
+    def fetch(self) -> ContractError | None:
+        """Have the inputs in shared memory where they can be read; blocks while they are copied from a device."""
+        try:
+            for window in self.windows:
+                window.fetch()
+        except ContractError as error:
+            return error
+        return None
+
+
+class Staging:
+    """The host memory that merged batches are assembled in: `rows` rows for each input and item shape seen.
+
+    Its content is valid until the next `gather`, so the engine must be done with it by then, which the single engine
+    thread ensures. `engines` is memory of the engine itself, by input name: what is assembled there it need not copy
+    again before the device fetches it.
+    """
+
+    def __init__(self, rows: int, engines: Mapping[str, Array] = _NOTHING) -> None:
+        self._rows = rows
+        self._engines = engines
+        self._own: dict[tuple[str, tuple[int, ...], str], Array] = {}
+
+    def gather(self, requests: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+        """The requests' rows below each other, C-contiguous and aligned.
+
+        A single request that is so already is passed on; anything else is copied exactly once.
+        """
+        first = requests[0]
+        if len(requests) == 1 and all(array.flags.c_contiguous and array.flags.aligned for array in first.values()):
+            return first
+        return {name: self._stacked(name, [request[name] for request in requests]) for name in first}
+
+    def _stacked(self, name: str, parts: Sequence[Array]) -> Array:
+        memory = self._memory(name, parts[0].shape[1:], parts[0].dtype)
+        row = 0
+        for part in parts:
+            memory[row : row + len(part)] = part
+            row += len(part)
+        return memory[:row]
+
+    def _memory(self, name: str, item_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+        engines = self._engines.get(name)
+        if engines is not None and _fits(engines, self._rows, item_shape, dtype):
+            return engines
+        key = (name, item_shape, dtype.str)
+        own = self._own.get(key)
+        if own is None:
+            own = np.empty((self._rows, *item_shape), dtype)
+            if len(self._own) < 8:  # variable shapes must not collect memory for ever
+                self._own[key] = own
+        return own
+
+
+def _fits(memory: Array, rows: int, item_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> bool:
+    return memory.shape[1:] == item_shape and memory.dtype == dtype and len(memory) >= rows
+
+
+class Batcher:
+    """Owns the engine thread from `start` to `stop`; `prepare` runs in it first and gives the loaded engine.
+
+    A request counts as waiting until it is claimed for a batch, expired or withdrawn, wherever it is held.
+    """
+
+    def __init__(
+        self,
+        settings: NativeSettings,
         statistics: Statistics,
-        on_complete: Callable[[Sequence[Entry]], None],
+        on_complete: Callable[[Sequence[QueuedRequest]], None],
         on_broken: Callable[[], None],
-        pipeline: bool = True,
     ) -> None:
         """`on_broken` is called once, in the engine thread, when the engine cannot execute anything any more."""
-        self._max_batch_size = max_batch_size
-        self._max_queue_delay_ns = max_queue_delay_ns
+        self._max_batch_size = settings.max_batch_size
+        self._max_queue_delay_ns = settings.max_queue_delay_us * 1000
+        self._queue_size = settings.queue_size
         self._statistics = statistics
         self._on_complete = on_complete
         self._on_broken = on_broken
         self._broken = False
-        self._pipeline = pipeline  # use the engine's, where it has one
-        self._queue = EntryQueue(queue_size)
-        self._held: Entry | None = None  # taken from the queue, did not fit the last batch
-        self._thread: threading.Thread | None = None
-
-    @property
-    def pending(self) -> int:
+        self._queue: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()  # None: nothing comes any more
+        self._lock = threading.Lock()  # guards the two below, and `taken` of every request
+        self._closed = False
+        self.waiting = 0
         """Requests in the queue, not those being executed."""
-        return self._queue.waiting
+        self._held: QueuedRequest | None = None  # taken from the queue, did not fit the last batch
+        self._thread: threading.Thread | None = None
 
     def start(self, prepare: Callable[[], Engine | None]) -> None:
         """Begin: `prepare` loads the engine in the engine thread; None means that it failed and has said so."""
         self._thread = threading.Thread(target=self._run, args=(prepare,), name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, entry: Entry) -> None:
+    def submit(self, request: QueuedRequest) -> None:
         """Queue a request; any thread. Raises `QueueFullError` or `ShuttingDownError` at once."""
-        self._queue.put(entry)
+        request.enqueued_ns = time.perf_counter_ns()
+        with self._lock:
+            if self._closed:
+                raise ShuttingDownError(SHUTTING_DOWN)
+            if self.waiting >= self._queue_size:
+                raise QueueFullError(f"Exceeds maximum queue size of {self._queue_size} requests")
+            self.waiting += 1
+            self._queue.put(request)
 
-    def withdraw(self, entry: Entry) -> bool:
+    def withdraw(self, request: QueuedRequest) -> bool:
         """Take a request back; any thread. True if the engine will not see it and `on_complete` will not name it."""
-        return self._queue.withdraw(entry)
+        with self._lock:
+            if request.taken:
+                return False
+            request.taken = True
+            self.waiting -= 1
+        request.drop_inputs()
+        return True
 
     def stop(self, timeout: float) -> bool:
         """Refuse new requests, execute the queued ones and close the engine. False if that took too long."""
-        self._queue.close()
+        with self._lock:
+            self._closed = True
+            self._queue.put(None)
         if self._thread is None:
             return True
         self._thread.join(timeout)
@@ -96,97 +219,94 @@ class Batcher:
         if engine is None:
             return
         try:
-            pipeline = pipeline_in_use(engine, wanted=self._pipeline)
-            if pipeline is not None:
-                PipelinedBatches(
-                    pipeline,
-                    self._queue,
-                    self._max_batch_size,
-                    self._max_queue_delay_ns,
-                    self._statistics,
-                    self._on_complete,
-                    lambda: self._look_into(engine),
-                ).run()
-                return
-            slots = pipeline_of(engine)
-            staging = Staging(self._max_batch_size, engines=None if slots is None else slots.staging(0))
+            staging = Staging(self._max_batch_size, staging_of(engine))
             while batch := self._collect():
-                if entries := self._claim(batch):
-                    self._execute(engine, staging, entries)
+                if requests := self._claim(batch):
+                    self._execute(engine, staging, requests)
         finally:
             engine.close()
 
-    def _collect(self) -> list[Entry]:
-        """The next batch, empty when the batcher is to stop; some entries may have been withdrawn meanwhile."""
-        first: Entry | Signal = self._held or self._queue.get()
+    def _collect(self) -> list[QueuedRequest]:
+        """The next batch, empty when the batcher is to stop; some requests may have been withdrawn meanwhile."""
+        first = self._held or self._queue.get()
         self._held = None
-        while isinstance(first, Entry) and first.taken:
+        while first is not None and first.taken:
             first = self._queue.get()
-        if isinstance(first, Signal):
+        if first is None:
             return []
         batch, rows = [first], first.rows
         start_by_ns = first.enqueued_ns + self._max_queue_delay_ns
         while rows < self._max_batch_size:
             try:
-                entry = self._queue.get_nowait()
+                request = self._queue.get_nowait()
             except queue.Empty:
                 remaining_ns = start_by_ns - time.perf_counter_ns()
                 if remaining_ns <= 0:
                     break
                 try:
-                    entry = self._queue.get(remaining_ns / 1e9)
+                    request = self._queue.get(timeout=remaining_ns / 1e9)
                 except queue.Empty:
                     break
-            if isinstance(entry, Signal):
-                self._queue.put_back(entry)  # finish this batch, then stop
+            if request is None:
+                self._queue.put(None)  # finish this batch, then stop
                 break
-            if entry.taken:
+            if request.taken:
                 continue
-            if rows + entry.rows > self._max_batch_size or entry.key != first.key:
-                self._held = entry
+            if rows + request.rows > self._max_batch_size or request.key != first.key:
+                self._held = request
                 break
-            batch.append(entry)
-            rows += entry.rows
+            batch.append(request)
+            rows += request.rows
         return batch
 
-    def _claim(self, batch: Sequence[Entry]) -> list[Entry]:
+    def _claim(self, batch: Sequence[QueuedRequest]) -> list[QueuedRequest]:
         """Those of the batch that are still wanted; from here on they can no longer be withdrawn."""
-        entries, expired = self._queue.claim(batch)
+        now_ns = time.perf_counter_ns()
+        wanted: list[QueuedRequest] = []
+        expired: list[QueuedRequest] = []
+        with self._lock:
+            for request in batch:
+                if request.taken:
+                    continue
+                request.taken = True
+                self.waiting -= 1
+                late = request.deadline_ns is not None and now_ns >= request.deadline_ns
+                (expired if late else wanted).append(request)
         if expired:
-            self._on_complete(expired)
-        return entries
+            self._refuse(expired, RequestExpiredError(EXPIRED))
+        return wanted
 
-    def _execute(self, engine: Engine, staging: Staging, claimed: Sequence[Entry]) -> None:
+    def _execute(self, engine: Engine, staging: Staging, claimed: Sequence[QueuedRequest]) -> None:
         start_ns = time.perf_counter_ns()
-        entries = self._fetch(claimed)
-        if not entries:
+        requests = self._fetch(claimed)
+        if not requests:
             return
-        rows = sum(entry.rows for entry in entries)
+        rows = sum(request.rows for request in requests)
         try:
-            inputs = staging.gather([entry.inputs for entry in entries])
+            inputs = staging.gather([request.inputs for request in requests])
             gathered_ns = time.perf_counter_ns()
             outputs = engine.infer(inputs)
             inferred_ns = time.perf_counter_ns()
-            distribute(outputs, entries, rows)
+            del inputs  # one request's own, whose memory goes back with its answer
+            for request in requests:  # the engine thread itself keeps its last batch until the next one comes
+                request.drop_inputs()
+            _distribute(outputs, requests, rows)
             end_ns = time.perf_counter_ns()
         except Exception:
-            log.exception("inference failed", rows=rows, requests=len(entries))
-            for entry in entries:
-                entry.outputs = None
-                entry.error = InternalError(FAILED)
-            self._on_complete(entries)
-            self._look_into(engine)
+            log.exception("inference failed", rows=rows, requests=len(requests))
+            self._refuse(requests, InternalError(FAILED))
+            self._check_engine(engine)
         else:
             self._statistics.record_execution(
                 rows,
-                [start_ns - entry.enqueued_ns for entry in entries],
+                [start_ns - request.enqueued_ns for request in requests],
                 gathered_ns - start_ns,
                 inferred_ns - gathered_ns,
                 end_ns - inferred_ns,
             )
-            self._on_complete(entries)
+            self._on_complete(requests)
 
-    def _look_into(self, engine: Engine) -> None:
+    def _check_engine(self, engine: Engine) -> None:
         """After a batch that failed: was it the batch, or the engine? A lost GPU fails every batch from then on."""
         if self._broken:
             return
@@ -197,15 +317,30 @@ class Batcher:
             self._broken = True
             self._on_broken()
 
-    def _fetch(self, claimed: Sequence[Entry]) -> Sequence[Entry]:
+    def _fetch(self, claimed: Sequence[QueuedRequest]) -> Sequence[QueuedRequest]:
         """Those whose inputs can be read; the others are answered."""
-        if not any([entry.windows for entry in claimed]):  # noqa: C419  faster, and for every batch
+        if not any([request.windows for request in claimed]):  # noqa: C419  faster, and for every batch
             return claimed
-        lost = []
-        for entry in claimed:
-            entry.error = entry.fetch()
-            if entry.error is not None:
-                lost.append(entry)
-        if lost:
-            self._on_complete(lost)
-        return [entry for entry in claimed if entry.error is None]
+        errors = [request.fetch() for request in claimed]
+        for request, error in zip(claimed, errors, strict=True):
+            if error is not None:
+                self._refuse([request], error)
+        return [request for request, error in zip(claimed, errors, strict=True) if error is None]
+
+    def _refuse(self, requests: Sequence[QueuedRequest], error: ContractError) -> None:
+        for request in requests:
+            request.drop_inputs()
+            request.outputs = None
+            request.error = error
+        self._on_complete(requests)
+
+
+def _distribute(outputs: Mapping[str, Array], requests: Sequence[QueuedRequest], rows: int) -> None:
+    """Give each request its own rows, as views. Raises `ValueError` when the engine returned another number."""
+    for name, array in outputs.items():
+        if array.shape[:1] != (rows,):
+            raise ValueError(f"the engine returned {name!r} with shape {array.shape} for a batch of {rows}")
+    row = 0
+    for request in requests:
+        request.outputs = {name: array[row : row + request.rows] for name, array in outputs.items()}
+        row += request.rows

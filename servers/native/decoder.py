@@ -6,16 +6,21 @@ import asyncio
 import time
 from collections.abc import Mapping
 
+from servers.contract.codec import read_elements
+from servers.contract.records import InputTensor
 from servers.contract.tensors import Array
-from servers.models.image_decoder import DecodingSettings, ImageDecoder
+from servers.models.image_decoder import Decoding, DecodingSettings, ImageDecoder
 from servers.models.specification import ModelSpecification
-from servers.native.errors import QueueFullError, RequestExpiredError
+from servers.native.errors import EXPIRED, QueueFullError, RequestExpiredError
+
+DECODING_S = 30.0
 
 
 class RequestDecoder:
     """Of one model that takes JPEG files. Belongs to one event loop.
 
-    At most `queue_size` requests are in here at a time, as many as may wait for the engine afterwards.
+    At most `queue_size` requests are in here at a time, as many as may wait for the engine afterwards, and each for
+    `DECODING_S` at most.
     """
 
     def __init__(self, specification: ModelSpecification, settings: DecodingSettings, queue_size: int) -> None:
@@ -24,12 +29,11 @@ class RequestDecoder:
         self._idle = asyncio.Event()
         self._idle.set()
         self._queue_size = queue_size
-        self._files = specification.inputs[0].name
         self._pixels = specification.executed.inputs[0].name
         self._decoder = ImageDecoder(specification.preprocessing, settings)
 
-    async def decode(self, inputs: Mapping[str, Array], deadline_ns: int | None) -> Mapping[str, Array]:
-        """A request's files as what the engine takes.
+    async def decode(self, files: InputTensor, deadline_ns: int | None) -> Mapping[str, Array]:
+        """A request's files as what the engine takes; from shared memory they are read here, in a thread.
 
         Raises `ImageError`, `QueueFullError` at once, `RequestExpiredError` at `deadline_ns` of `perf_counter_ns`.
         """
@@ -37,19 +41,24 @@ class RequestDecoder:
             raise QueueFullError(f"Exceeds maximum queue size of {self._queue_size} requests")
         self.pending += 1
         self._idle.clear()
-        decoding = self._decoder.start(inputs[self._files])
-        remaining_s = None if deadline_ns is None else max(0.0, (deadline_ns - time.perf_counter_ns()) / 1e9)
+        decoding: Decoding | None = None
+        asked_s = float("inf") if deadline_ns is None else max(0.0, (deadline_ns - time.perf_counter_ns()) / 1e9)
         try:
-            async with asyncio.timeout(remaining_s):
+            async with asyncio.timeout(min(asked_s, DECODING_S)):
+                images = files.data if files.window is None else await asyncio.to_thread(read_elements, files)
+                decoding = self._decoder.start(images)
                 for image in decoding.images:
                     await asyncio.wrap_future(image)
         except TimeoutError:
-            raise RequestExpiredError("Request timeout expired") from None
+            if asked_s < DECODING_S:
+                raise RequestExpiredError(EXPIRED) from None
+            raise RequestExpiredError(f"the images were not decoded within {DECODING_S:g} s, send fewer") from None
         finally:
             self.pending -= 1
             if not self.pending:
                 self._idle.set()
-            decoding.cancel()  # nothing is left to cancel unless this fails
+            if decoding is not None:
+                decoding.cancel()  # nothing is left to cancel unless this fails
         return {self._pixels: decoding.pixels}
 
     async def idle(self, seconds: float) -> bool:

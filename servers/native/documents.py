@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib.metadata import version as package_version
 
-from servers.contract.signature import ModelSignature
 from servers.contract.tensors import TensorSpec
 from servers.native.cuda_regions import CudaRegion
 from servers.native.inference import InferenceService, State
-from servers.native.system_regions import Region
+from servers.native.regions import Region
 
 SERVER_NAME = "abserve-native"
 EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "model_configuration", "model_repository")
@@ -26,18 +26,19 @@ _REPOSITORY_STATES = {
 Document = dict[str, object]
 
 
-def server_metadata(version: str, *, system_memory: bool, cuda_memory: bool) -> Document:
+def server_metadata(*, system_memory: bool, cuda_memory: bool) -> Document:
     """GET /v2; shared memory is named where a client can register it."""
     extensions = [*EXTENSIONS, *[SYSTEM_MEMORY_EXTENSION] * system_memory, *[CUDA_MEMORY_EXTENSION] * cuda_memory]
-    return {"name": SERVER_NAME, "version": version, "extensions": extensions}
+    return {"name": SERVER_NAME, "version": package_version("abserve"), "extensions": extensions}
 
 
-def model_metadata(signature: ModelSignature, platform: str) -> Document:
+def model_metadata(service: InferenceService) -> Document:
     """GET /v2/models/M. `platform` is the engine's kind, or empty while it is unknown."""
+    signature = service.signature
     return {
         "name": signature.name,
         "versions": [signature.version],
-        "platform": platform,
+        "platform": service.description.kind if service.description is not None else "",
         "inputs": [_tensor(spec) for spec in signature.inputs],
         "outputs": [_tensor(spec) for spec in signature.outputs],
     }
@@ -52,11 +53,11 @@ def model_config(service: InferenceService) -> Document:
     if description is None:
         service.check_ready()
         raise AssertionError("a ready service has a description")
-    signature, batching = service.signature, service.batching
+    signature, settings = service.signature, service.settings
     on_gpu = description.device.startswith("cuda")
-    queue_policy: Document = {"max_queue_size": batching.queue_size, "timeout_action": "REJECT"}
-    if batching.queue_timeout_us:
-        queue_policy["default_timeout_microseconds"] = batching.queue_timeout_us
+    queue_policy: Document = {"max_queue_size": settings.queue_size, "timeout_action": "REJECT"}
+    if settings.queue_timeout_us:
+        queue_policy["default_timeout_microseconds"] = settings.queue_timeout_us
     return {
         "name": signature.name,
         "platform": "",
@@ -67,7 +68,7 @@ def model_config(service: InferenceService) -> Document:
         "output": [_config_tensor(spec) for spec in signature.outputs],
         "dynamic_batching": {
             "preferred_batch_size": [],
-            "max_queue_delay_microseconds": batching.max_queue_delay_us,
+            "max_queue_delay_microseconds": settings.max_queue_delay_us,
             "preserve_ordering": True,
             "default_queue_policy": {**queue_policy, "allow_timeout_override": True},
         },
@@ -100,13 +101,11 @@ def parameters_in_effect(service: InferenceService) -> dict[str, str]:
     }
     if description.threads is not None:
         parameters["threads"] = str(description.threads)
-    if service.batch_slots is not None:
-        parameters["batch_slots"] = str(service.batch_slots)
     if service.decoding is not None:
         parameters["decode_threads"] = str(service.decoding.thread_count)
         parameters["max_image_pixels"] = str(service.decoding.max_pixels)
-    if service.added_delay_ms:
-        parameters["added_delay_ms"] = f"{service.added_delay_ms:g}"
+    if service.settings.added_delay_ms:
+        parameters["added_delay_ms"] = f"{service.settings.added_delay_ms:g}"
     return parameters
 
 

@@ -6,10 +6,11 @@
     │   ├── QueueFullError       the bounded queue is full
     │   ├── RequestExpiredError  its timeout passed while it was queued
     │   │   └── CallDeadlineError    its gRPC call's own deadline did
+    │   ├── SlowClientError      its gRPC message did not arrive in time
     │   └── ShuttingDownError    accepted work is being finished, new work is not taken
     └── ClientGoneError          nobody is left to answer; never sent, counted on its own
 
-`failure_reason` names each for the metrics; each door maps the contract's types to its own status.
+`failure_reason` names each for the metrics; each front end maps the contract's types to its own status.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class CallDeadlineError(RequestExpiredError):
     """The deadline that the caller set for its call ended before the engine could take it."""
 
 
+class SlowClientError(UnavailableError):
+    """A gRPC message took longer to arrive than the server waits."""
+
+
 class ShuttingDownError(UnavailableError):
     """The server has been told to stop."""
 
@@ -49,12 +54,15 @@ class ClientGoneError(ContractError):
     """The client closed its connection before the answer."""
 
 
+INTERNAL_ERROR = "internal error, the server's log has it"
+EXPIRED = "Request timeout expired"
 SHUTTING_DOWN = "the server is shutting down, send the request to another one"
 
 _REASONS: tuple[tuple[type[ContractError], str], ...] = (
     (NotReadyError, "not_ready"),
     (QueueFullError, "queue_full"),
     (RequestExpiredError, "expired"),
+    (SlowClientError, "slow_client"),
     (ShuttingDownError, "shutting_down"),
     (UnavailableError, "unavailable"),
     (InvalidRequestError, "invalid_request"),
@@ -63,7 +71,7 @@ _REASONS: tuple[tuple[type[ContractError], str], ...] = (
     (UnsupportedError, "unsupported"),
     (InternalError, "internal"),
 )
-FAILURE_REASONS = (*(reason for _, reason in _REASONS), "slow_client")  # the last by a deadline of HTTP's alone
+FAILURE_REASONS = tuple(reason for _, reason in _REASONS)
 
 
 def failure_reason(error: ContractError) -> str:

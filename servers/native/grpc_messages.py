@@ -1,14 +1,17 @@
-"""ModelInfer's messages: a serialised request as an `InferRequest`, and an answer as a message.
+"""What gRPC sends: a serialised request as an `InferRequest`, an answer as a message, an error as a status.
 
 A request's raw inputs are cut out of its serialised bytes as views, before protobuf sees the rest: protobuf's parser
 would copy them, and so would each access to `raw_input_contents`. The bytes that gRPC has received are therefore what
-the batch is gathered from, or what the engine reads when the request runs alone.
+the batch is gathered from, or what the engine reads when the request runs alone. Its fields are counted first, too:
+protobuf holds the interpreter until it is done, and a map of millions of parameters took it a minute.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
@@ -21,11 +24,19 @@ from servers.contract.binary_tensors import (
     element_count,
 )
 from servers.contract.codec import MAX_ID_CHARACTERS, find_window, window_array
-from servers.contract.errors import InvalidRequestError, UnsupportedError
+from servers.contract.errors import (
+    ContractError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    TooLargeError,
+    UnavailableError,
+    UnsupportedError,
+)
 from servers.contract.records import InferRequest, InferResponse, InputTensor, Parameter, RequestedOutput
 from servers.contract.shared_memory import RegionSource
 from servers.contract.tensors import DATATYPES, Array
-from servers.native.protobuf_wire import MAX_TENSORS, check_fields, cut_out_raw
+from servers.native.errors import CallDeadlineError
 
 INLINE_BYTES = 16 * 1024
 """Of a message without its raw inputs: values in longer ones are read in a thread, piece by piece."""
@@ -47,11 +58,37 @@ _CONTENTS = {
     "BYTES": "bytes_contents",
 }
 
+MAX_TENSORS = 1024
+"""More inputs or outputs than this are refused before anything is made of them."""
+MAX_FIELDS = 16 * MAX_TENSORS
+UNCOUNTED_BYTES = 64 * 1024
+"""So much is parsed in a millisecond, however many fields it has."""
+
+_INPUTS, _OUTPUTS, _RAW = 5, 6, 7
+_INPUT_CONTENTS = 5
+_COUNTED_IN: Mapping[int, Any] = {_INPUTS: {_INPUT_CONTENTS: {}}, _OUTPUTS: {}}
+"""Fields whose own fields are counted, too: what is packed into one of them is parsed fast."""
+
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+
+MAX_DETAILS = 1000
+"""Characters: a client takes 8 KiB of trailers, in which one character may need twelve bytes."""
+
+_STATUS: tuple[tuple[type[ContractError], grpc.StatusCode], ...] = (
+    (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (NotFoundError, grpc.StatusCode.NOT_FOUND),
+    (TooLargeError, grpc.StatusCode.INVALID_ARGUMENT),
+    (CallDeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (UnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (UnsupportedError, grpc.StatusCode.UNIMPLEMENTED),
+    (InternalError, grpc.StatusCode.INTERNAL),
+)
+
 
 def parse_message(serialised: bytes) -> tuple[Any, list[memoryview]]:
     """A ModelInferRequest without its raw inputs, and these as views. Raises `InvalidRequestError`."""
-    rest, raw = cut_out_raw(serialised)
-    check_fields(rest)
+    rest, raw = _cut_out_raw(serialised)
+    _check_fields(rest)
     try:
         message = service_pb2.ModelInferRequest.FromString(rest)
     except DecodeError as exc:
@@ -192,3 +229,88 @@ def _parameters(item: Any, owner: str) -> dict[str, Parameter]:
             raise InvalidRequestError(f"a parameter of {owner} has no value")
         parameters[name] = getattr(parameter, choice)
     return parameters
+
+
+def status_of(error: ContractError) -> grpc.StatusCode:
+    """The status that a client gets."""
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+def details_of(error: ContractError) -> str:
+    """The sentence that a client gets, never too long to arrive."""
+    message = str(error)
+    return message if len(message) <= MAX_DETAILS else message[: MAX_DETAILS - 1] + "…"
+
+
+def _cut_out_raw(serialised: bytes) -> tuple[bytes, list[memoryview]]:
+    """The message without its raw inputs, and these. Raises `InvalidRequestError`."""
+    view = memoryview(serialised)
+    raw: list[memoryview] = []
+    kept: list[memoryview] = []
+    kept_from = 0
+    for fields, (number, start, value, end) in enumerate(_fields(view, 0, len(view)), start=1):
+        if fields > MAX_FIELDS:
+            raise _too_many_fields()
+        if number == _RAW:
+            raw.append(view[value:end])
+            kept.append(view[kept_from:start])
+            kept_from = end
+    if not raw:
+        return serialised, raw
+    kept.append(view[kept_from:])
+    return b"".join(kept), raw
+
+
+def _check_fields(rest: bytes) -> None:
+    """Raises `InvalidRequestError` for more fields, those inside of tensors included, than a request can need."""
+    if len(rest) > UNCOUNTED_BYTES:
+        view = memoryview(rest)
+        _count(view, 0, len(view), _COUNTED_IN, 0)
+
+
+def _count(view: memoryview, position: int, end: int, counted_in: Mapping[int, Any], fields: int) -> int:
+    """`fields` and those of a message between two positions."""
+    for number, _, value, stop in _fields(view, position, end):
+        fields += 1
+        if fields > MAX_FIELDS:
+            raise _too_many_fields()
+        if number in counted_in:
+            fields = _count(view, value, stop, counted_in[number], fields)
+    return fields
+
+
+def _fields(view: memoryview, position: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """Each field's number where it has a length, else 0; where it starts, where its value starts, and where it ends."""
+    while position < end:
+        start = position
+        tag, position = _varint(view, position)
+        kind, number = tag & 7, 0
+        value = position
+        if kind == _LENGTH:
+            size, value = _varint(view, position)
+            position, number = value + size, tag >> 3
+        elif kind == _VARINT:
+            _, position = _varint(view, position)
+        elif kind in (_FIXED64, _FIXED32):
+            position += 8 if kind == _FIXED64 else 4
+        else:
+            raise InvalidRequestError("the message is not a ModelInferRequest")
+        if position > end:
+            raise InvalidRequestError("the message ends inside a field")
+        yield number, start, value, position
+
+
+def _varint(view: memoryview, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while position < len(view) and shift < 64:
+        byte = view[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    raise InvalidRequestError("the message ends inside a field")
+
+
+def _too_many_fields() -> InvalidRequestError:
+    return InvalidRequestError(f"the message has more than {MAX_FIELDS} fields")

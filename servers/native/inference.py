@@ -1,4 +1,4 @@
-"""Inference as both doors see it: one object that checks a request, queues it, waits for it and shapes its answer."""
+"""Inference as HTTP and gRPC see it: one object that checks a request, queues it, awaits it and shapes its answer."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from copy import copy
 from enum import Enum
+from typing import Protocol, TypeVar
 
+import structlog
+
+from servers.contract.codec import write_output
 from servers.contract.errors import InternalError, InvalidRequestError, NotFoundError, UnavailableError
-from servers.contract.records import InferRequest, InferResponse
+from servers.contract.records import InferRequest, InferResponse, OutputTensor, RequestedOutput
 from servers.contract.signature import ModelSignature
-from servers.engines.interface import Engine, EngineDescription
+from servers.contract.tensors import Array
+from servers.engines.interface import Engine, EngineDescription, EngineError, profiled
 from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
-from servers.native.batcher import Batcher, batch_slots
+from servers.native.batcher import Batcher, QueuedRequest
 from servers.native.decoder import RequestDecoder
-from servers.native.entries import EXPIRED, Entry
-from servers.native.errors import SHUTTING_DOWN, NotReadyError, RequestExpiredError, ShuttingDownError
-from servers.native.loading import load_engine
-from servers.native.responses import response_of, writes_to_device
-from servers.native.settings import MAX_TIMEOUT_US
+from servers.native.errors import EXPIRED, SHUTTING_DOWN, NotReadyError, RequestExpiredError, ShuttingDownError
+from servers.native.settings import MAX_TIMEOUT_US, NativeSettings
 from servers.native.statistics import RequestTimes, Statistics
-from servers.native.waiters import FutureWaiter, answered_in_place, wake_all
+
+log = structlog.get_logger("abserve.loading")
 
 UNLOAD_SECONDS = 30
 _DELAY_THREADS = 256
+
+R = TypeVar("R")
 
 
 class State(Enum):
@@ -42,16 +47,41 @@ class State(Enum):
     STOPPING = "stopping"
 
 
-@dataclass(frozen=True, slots=True)
-class BatchingSettings:
-    """The dynamic batcher's limits; `queue_timeout_us` 0 means none."""
+class Waiter(Protocol):
+    """Who is told that a queued request is complete."""
 
-    max_batch_size: int = 32
-    max_queue_delay_us: int = 2000
-    queue_size: int = 512
-    queue_timeout_us: int = 0
-    pipeline: bool = False
-    """Whether to gather one batch while another is executed, where the engine can."""
+    def answer_in_place(self, queued: QueuedRequest) -> bool:
+        """In the engine thread, while nothing waits for the engine: answer if that needs no event loop.
+
+        False leaves the request to `wake`. Sparing the event loop a wake-up here halves the cost of the hand-off, and
+        costs the engine nothing: it would sleep.
+        """
+
+    def wake(self, queued: QueuedRequest) -> None:
+        """In the event loop: the request is complete."""
+
+
+class FutureWaiter:
+    """A coroutine that awaits `future`."""
+
+    __slots__ = ("future",)
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def answer_in_place(self, queued: QueuedRequest) -> bool:  # noqa: ARG002  coroutines live in the event loop
+        """See `Waiter`."""
+        return False
+
+    def wake(self, queued: QueuedRequest) -> None:  # noqa: ARG002  whoever awaits has it
+        """See `Waiter`."""
+        if not self.future.done():  # its task was cancelled while the engine worked
+            self.future.set_result(None)  # not the request: the two would hold each other
+
+    async def again(self) -> None:
+        """After `future` was cancelled: returns when the request, which is not complete yet, is."""
+        self.future = asyncio.get_running_loop().create_future()
+        await self.future
 
 
 class InferenceService:
@@ -64,36 +94,32 @@ class InferenceService:
         self,
         specification: ModelSpecification,
         build_engine: Callable[[], Engine],
-        batching: BatchingSettings,
-        *,
-        decoding: DecodingSettings = DecodingSettings(),  # noqa: B008  immutable
-        added_delay_ms: float = 0,
+        settings: NativeSettings,
     ) -> None:
         self.signature = ModelSignature(
             specification.name,
             specification.version,
             specification.inputs,
             specification.outputs,
-            batching.max_batch_size,
+            settings.max_batch_size,
         )
         self.payload = specification.payload
-        self.batching = batching
-        self.added_delay_ms = added_delay_ms
-        self.statistics = Statistics(batching.max_batch_size)
+        self.settings = settings
+        self.statistics = Statistics(settings.max_batch_size)
         self.description: EngineDescription | None = None  # set before the state becomes READY, None once unloaded
-        self.batch_slots: int | None = None  # likewise; None for an engine without a pipeline
-        self.decoding = decoding if specification.payload == "jpeg" else None
-        self._decoder = (
-            RequestDecoder(specification, decoding, batching.queue_size) if specification.payload == "jpeg" else None
-        )
+        self.decoding: DecodingSettings | None = None  # None for a model that takes tensors
+        self._decoder: RequestDecoder | None = None
+        if specification.payload == "jpeg":
+            self.decoding = DecodingSettings(settings.decode_threads, settings.max_image_pixels)
+            self._decoder = RequestDecoder(specification, self.decoding, settings.queue_size)
         self._build_engine = build_engine
         self._state = State.LOADING
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[], None] = lambda: None
-        self._doors_open: threading.Event | None = None
+        self._front_ends_open: threading.Event | None = None
         self._control = asyncio.Lock()
         self._settled = asyncio.Event()  # the load has ended, well or not
-        self._delays = ThreadPoolExecutor(_DELAY_THREADS, "added-delay") if added_delay_ms else None
+        self._delays = ThreadPoolExecutor(_DELAY_THREADS, "added-delay") if settings.added_delay_ms else None
         self._batcher = self._new_batcher()
 
     @property
@@ -109,16 +135,16 @@ class InferenceService:
     @property
     def pending(self) -> int:
         """Requests that wait in the queue, or for their images to be decoded."""
-        return self._batcher.pending + (self._decoder.pending if self._decoder is not None else 0)
+        return self._batcher.waiting + (self._decoder.pending if self._decoder is not None else 0)
 
-    def start(self, on_failure: Callable[[], None], doors_open: threading.Event | None = None) -> None:
+    def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event | None = None) -> None:
         """Begin to load; returns at once. `on_failure` is called in the event loop if the model cannot be served.
 
-        The model does not say that it is ready before `doors_open` is set.
+        The model does not say that it is ready before `front_ends_open` is set.
         """
         self._loop = asyncio.get_running_loop()
         self._on_failure = on_failure
-        self._doors_open = doors_open
+        self._front_ends_open = front_ends_open
         self._batcher.start(self._prepare)
 
     async def load(self) -> None:
@@ -150,7 +176,7 @@ class InferenceService:
         decoded = self._decoder is None or await self._decoder.idle(UNLOAD_SECONDS)  # it is on its way to the queue
         if not decoded or not await asyncio.to_thread(self._batcher.stop, max(0.0, ends - time.perf_counter())):
             raise UnavailableError(f"model '{self.signature.name}' still finishes accepted requests, try again")
-        self.description = self.batch_slots = None  # nothing is in effect any more
+        self.description = None  # nothing is in effect any more
 
     def stop(self, timeout: float) -> bool:
         """Execute what is queued, then free the engine; blocks. False if that took longer than `timeout` seconds."""
@@ -179,26 +205,25 @@ class InferenceService:
     @property
     def direct(self) -> bool:
         """Whether a checked request needs nothing but the queue, so that `enqueue` may take the place of `infer`."""
-        return self._decoder is None and self._delays is None and not self.batching.queue_timeout_us
+        return self._decoder is None and self._delays is None and not self.settings.queue_timeout_us
 
-    def enqueue(self, entry: Entry) -> None:
-        """Queue a checked request, whose token is a `Waiter`. Raises `UnavailableError`."""
+    def enqueue(self, queued: QueuedRequest) -> None:
+        """Queue a checked request. Raises `UnavailableError`."""
         self.check_ready()
-        self._batcher.submit(entry)
+        self._batcher.submit(queued)
 
-    def withdraw(self, entry: Entry) -> bool:
+    def withdraw(self, queued: QueuedRequest) -> bool:
         """Take it back; True if the engine will not see it and its waiter will not hear of it."""
-        return self._batcher.withdraw(entry)
+        return self._batcher.withdraw(queued)
 
     async def infer(
         self, request: InferRequest, times: RequestTimes | None = None, caller_deadline_ns: int | None = None
     ) -> InferResponse:
         """Answer one request. Raises `ContractError`. What decoding its images and writing outputs take is in `times`.
-
         The deadline is the request's own timeout or the caller's (`perf_counter_ns`), whichever comes first.
 
-        Cancelling the caller's task takes the request out of the queue if it is still there. The arrays of `request`
-        are read until this returns, and after a cancellation until the engine is done with them.
+        Cancelling the caller's task takes the request out of the queue, or waits until the engine is done with it: the
+        arrays of `request` are read until this returns.
         """
         self.check_ready()
         rows, arrays = self.signature.validate(request)
@@ -209,67 +234,69 @@ class InferenceService:
         if caller_deadline_ns is not None and deadline_ns is not None:
             deadline_ns = min(deadline_ns, caller_deadline_ns)
         if self._decoder is not None:
-            arrays = await self._decoder.decode(arrays, deadline_ns)
+            arrays = await self._decoder.decode(request.inputs[0], deadline_ns)
             if times is not None:
                 times.decode_ns += time.perf_counter_ns() - start_ns
         waiter = FutureWaiter()
-        windows = [tensor.window for tensor in request.inputs if tensor.window is not None]
-        entry = Entry(arrays, rows, deadline_ns, waiter, windows)
-        self._batcher.submit(entry)
+        windows = [item.window for item in request.inputs if item.window is not None and self._decoder is None]
+        queued = QueuedRequest(arrays, rows, deadline_ns, waiter, windows)
+        self._batcher.submit(queued)
         timer = None
         if deadline_ns is not None:
-            timer = loop.call_later((deadline_ns - time.perf_counter_ns()) / 1e9, self._expire, entry)
+            timer = loop.call_later((deadline_ns - time.perf_counter_ns()) / 1e9, self._expire, queued)
         try:
             await waiter.future
         except asyncio.CancelledError:
-            self._batcher.withdraw(entry)
+            if not self._batcher.withdraw(queued) and not queued.complete:
+                await waiter.again()
             raise
         finally:
             if timer is not None:
                 timer.cancel()
         if self._delays is not None:  # not asyncio.sleep: libuv's timers round to whole ms, and this is a planted truth
-            await loop.run_in_executor(self._delays, time.sleep, self.added_delay_ms / 1000)
-        if entry.error is not None:
-            raise entry.error
+            await loop.run_in_executor(self._delays, time.sleep, self.settings.added_delay_ms / 1000)
+        if queued.error is not None:
+            raise copy(queued.error)  # else its traceback, which leads here, and the arrays would hold each other
         executed_ns = time.perf_counter_ns()
-        answer = functools.partial(response_of, self.signature, request, entry.outputs or {})
-        response = await asyncio.to_thread(answer) if writes_to_device(request) else answer()
+        answer = functools.partial(_response, self.signature, request, queued.outputs or {})
+        response = await asyncio.to_thread(answer) if _writes_to_device(request) else answer()
         if times is not None:
             times.encode_ns += time.perf_counter_ns() - executed_ns
         return response
 
     def _timeout_us(self, request: InferRequest) -> int:
-        timeout = request.parameters.get("timeout", self.batching.queue_timeout_us)
+        timeout = request.parameters.get("timeout", self.settings.queue_timeout_us)
         if type(timeout) is not int or not 0 <= timeout <= MAX_TIMEOUT_US:
             raise InvalidRequestError(f"'timeout' must be a whole number of microseconds from 0 to {MAX_TIMEOUT_US}")
         return timeout
 
-    def _expire(self, entry: Entry) -> None:
-        if self._batcher.withdraw(entry):
-            entry.error = RequestExpiredError(EXPIRED)
-            wake_all([entry])
+    def _expire(self, queued: QueuedRequest) -> None:
+        if self._batcher.withdraw(queued):
+            queued.error = RequestExpiredError(EXPIRED)
+            _wake_all([queued])
 
-    def _hand_over(self, entries: Sequence[Entry]) -> None:
+    def _hand_over(self, requests: Sequence[QueuedRequest]) -> None:
         """In the thread that has executed them: answer there when it would sleep otherwise, else wake the loop once."""
-        if len(entries) == 1 and not self._batcher.pending and answered_in_place(entries[0]):
-            return
+        if len(requests) == 1 and not self._batcher.waiting:
+            queued = requests[0]
+            if queued.waiter.answer_in_place(queued):
+                return
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(wake_all, entries)
+            self._loop.call_soon_threadsafe(_wake_all, requests)
 
     def _prepare(self) -> Engine | None:
         """In the engine thread: load and warm up."""
-        loaded = load_engine(self.signature.name, self._build_engine, self.signature.max_batch_size)
+        loaded = _load_engine(self.signature.name, self._build_engine, self.signature.max_batch_size)
         if loaded is None:
             self._state = State.FAILED
             self._tell(self._on_failure)
             self._tell(self._settled.set)
             return None
         engine, description = loaded
-        self.batch_slots = batch_slots(engine, wanted=self.batching.pipeline)
         self.description = description
-        if self._doors_open is not None:
-            self._doors_open.wait()
+        if self._front_ends_open is not None:
+            self._front_ends_open.wait()
         if self._state is State.LOADING:
             self._state = State.READY
         self._tell(self._settled.set)
@@ -287,13 +314,100 @@ class InferenceService:
             self._loop.call_soon_threadsafe(callback)
 
     def _new_batcher(self) -> Batcher:
-        batching = self.batching
-        return Batcher(
-            max_batch_size=batching.max_batch_size,
-            max_queue_delay_ns=batching.max_queue_delay_us * 1000,
-            queue_size=batching.queue_size,
-            statistics=self.statistics,
-            on_complete=self._hand_over,
-            on_broken=self._broken,
-            pipeline=batching.pipeline,
+        return Batcher(self.settings, self.statistics, self._hand_over, self._broken)
+
+
+def _wake_all(requests: Sequence[QueuedRequest]) -> None:
+    """In the event loop: tell the waiters of requests that are complete."""
+    for queued in requests:
+        queued.waiter.wake(queued)
+
+
+async def in_thread(threads: ThreadPoolExecutor, work: Callable[..., R], *arguments: object) -> R:
+    """What `work` returns. The queue of `threads` does not keep the arguments of a caller who was cancelled."""
+    waiting = [arguments]
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: work(*waiting.pop()))
+    finally:
+        waiting.clear()
+
+
+def _load_engine(
+    model: str, build_engine: Callable[[], Engine], max_batch_size: int
+) -> tuple[Engine, EngineDescription] | None:
+    """Blocks, in the thread that is to use the engine. None when it failed, after saying why in the log."""
+    started_ns = time.perf_counter_ns()
+    try:
+        engine = build_engine()
+        log.info("engine imported", model=model)  # with "weights loaded", the steps of a cold start
+        engine.load()
+        log.info("weights loaded", model=model)
+        description = engine.describe()
+        _check_batch_size(description, max_batch_size)
+        loaded_ns = time.perf_counter_ns()
+        engine.warm_up(warm_up_sizes(max_batch_size))
+        description = profiled(engine) or description
+    except EngineError as error:
+        log.error("the model cannot be served", reason=str(error))  # noqa: TRY400  the sentence says it all
+        return None
+    except Exception:
+        log.exception("the model cannot be served")
+        return None
+    log.info(
+        "ready",
+        model=model,
+        engine=f"{description.kind} {description.version}",
+        precision=description.precision,
+        device=description.device,
+        weights=description.weights,
+        load_s=round((loaded_ns - started_ns) / 1e9, 2),
+        warm_up_s=round((time.perf_counter_ns() - loaded_ns) / 1e9, 2),
+    )
+    return engine, description
+
+
+def _check_batch_size(description: EngineDescription, max_batch_size: int) -> None:
+    if description.max_batch_size < max_batch_size:
+        raise EngineError(
+            f"the engine executes at most {description.max_batch_size} items at once: "
+            f"set --max-batch-size {description.max_batch_size} or less"
         )
+
+
+def warm_up_sizes(max_batch_size: int) -> tuple[int, ...]:
+    """Powers of two up to `max_batch_size`, and `max_batch_size` itself; ascending."""
+    powers = [1 << exponent for exponent in range(max_batch_size.bit_length()) if 1 << exponent < max_batch_size]
+    return (*powers, max_batch_size)
+
+
+def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping[str, Array]) -> InferResponse:
+    """The answer, when its outputs in shared memory are written; blocks if one of them is on a GPU.
+
+    Raises `ContractError`.
+    """
+    datatypes = {spec.name: spec.datatype for spec in signature.outputs}
+    wanted = (
+        [RequestedOutput(name, request.binary_output) for name in datatypes]
+        if request.outputs is None
+        else request.outputs
+    )
+    return InferResponse(
+        signature.name,
+        signature.version,
+        request.id,
+        tuple(
+            OutputTensor(
+                output.name,
+                datatypes[output.name],
+                outputs[output.name],
+                output.binary,
+                None if output.window is None else write_output(output.window, outputs[output.name]),
+            )
+            for output in wanted
+        ),
+    )
+
+
+def _writes_to_device(request: InferRequest) -> bool:
+    """Whether an output goes to a GPU's memory, which is no work for the event loop."""
+    return any(wanted.window is not None and wanted.window.on_device for wanted in request.outputs or ())

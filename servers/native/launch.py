@@ -14,10 +14,10 @@ from servers.engines.factory import KINDS_WITH_FILE
 from servers.launch_plan import LaunchPlan, host_in_url
 from servers.models.registry import UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
-from servers.models.weights import WeightsError, WeightsSource, parse_weights
-from servers.native.arguments import to_argv, validation_sentence
+from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 from servers.native.listener import ListenerError, bind, check_free
-from servers.native.settings import NativeSettings
+from servers.native.settings import NativeSettings, to_argv
+from servers.options import validation_sentence
 
 
 class LaunchError(Exception):
@@ -65,11 +65,11 @@ def check(options: Mapping[str, Any]) -> Launch:
     try:
         settings = NativeSettings(**options)
         specifications = get_variants(settings.model, settings.payloads)
-        weights = parse_weights(settings.weights)
+        weights = pin(parse_weights(settings.weights), specifications[0].find_pretrained)
         bind(settings.host, settings.http_port).close()
         check_free(settings.host, settings.grpc_port, "--grpc-port")
     except ValidationError as exc:
         raise LaunchError(validation_sentence(exc)) from exc
     except (UnknownModelError, WeightsError, ListenerError) as exc:
         raise LaunchError(str(exc)) from exc
-    return Launch(settings, specifications, weights)
+    return Launch(settings.model_copy(update={"weights": weights.text}), specifications, weights)

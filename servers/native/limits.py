@@ -1,26 +1,19 @@
-"""What the HTTP door takes from a client before it refuses: sizes, counts and times, all of them settings."""
+"""What all clients together may make the server hold, and how HTTP refuses."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from servers.contract.errors import UnavailableError
-from servers.native.settings import NativeSettings
+import numpy as np
+
+from servers.contract.errors import TooLargeError, UnavailableError
+from servers.contract.tensors import Array
 
 CONTROL_BODY_BYTES = 64 * 1024
 """Largest body of a request that is not an inference: none of them needs more."""
-
-LINGER_S = 5.0
-"""How long a refused client may go on sending before it is cut off; closing at once could destroy its answer."""
-
-LAST_BODY_S = 5.0
-"""How long a body that is arriving when the server is told to stop may take to be complete."""
-
-LINGER_BYTES = 256 * 2**20
-"""How much of it is read and dropped meanwhile."""
 
 
 class HttpError(Exception):
@@ -31,48 +24,24 @@ class HttpError(Exception):
         self.status = status
 
 
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    """The settings of the same names (see `NativeSettings`)."""
-
-    body_bytes: int
-    json_bytes: int
-    header_bytes: int
-    headers: int
-    chunks: int
-    held_bytes: int
-    read_timeout_s: float
-    keep_alive_s: float
-
-    @classmethod
-    def of(cls, settings: NativeSettings) -> HttpLimits:
-        """From the process's settings."""
-        return cls(
-            body_bytes=settings.max_body_bytes,
-            json_bytes=settings.max_json_bytes,
-            header_bytes=settings.max_header_bytes,
-            headers=settings.max_headers,
-            chunks=settings.max_chunks,
-            held_bytes=settings.max_held_bytes,
-            read_timeout_s=settings.read_timeout_s,
-            keep_alive_s=settings.keep_alive_timeout_s,
-        )
-
-    def body_timeout_s(self, size: int) -> float:
-        """How long a body of `size` bytes may take: the read timeout, and a second more for each MiB."""
-        return self.read_timeout_s + size / 2**20
-
-
 HOLDS_ENOUGH = "the server holds as many bytes of requests as it may, send this one again later"
 
 
 class ByteBudget:
-    """Bytes of requests held for all clients of both doors together: arriving, queued, or being executed."""
+    """Bytes of requests held for all clients together: arrived, queued, or being executed.
+
+    One thread holds, so that what is `left` there can only become more; any thread releases.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.held = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # again in the same thread: the garbage collector may call `release` anywhere
+
+    @property
+    def left(self) -> int:
+        """How many more may be held."""
+        return self.limit - self.held
 
     def hold(self, count: int) -> bool:
         """Add `count` bytes; False, and nothing added, when they would be too many."""
@@ -92,7 +61,34 @@ class ByteBudget:
         finally:
             self.release(count)
 
+    def release_with(self, memory: object, count: int) -> None:
+        """Give back what was held when nobody refers to `memory` any more."""
+        weakref.finalize(memory, self.release, count).atexit = False
+
     def release(self, count: int) -> None:
         """Give back what was held; any thread."""
         with self._lock:
             self.held -= count
+
+
+class InputMemory:
+    """Memory of ours for inputs that clients keep in shared memory, bounded as bodies are."""
+
+    def __init__(self, input_bytes: int, budget: ByteBudget) -> None:
+        self._input_bytes = input_bytes
+        self._budget = budget
+
+    def take(self, byte_size: int) -> Array:
+        """Bytes that count as held as long as anybody refers to them; their pages are taken when they are written.
+
+        Raises `TooLargeError` or `UnavailableError`.
+        """
+        if byte_size > self._input_bytes:
+            raise TooLargeError(
+                f"an input in shared memory has {byte_size} bytes, the server takes at most {self._input_bytes}"
+            )
+        if not self._budget.hold(byte_size):
+            raise UnavailableError(HOLDS_ENOUGH)
+        memory = np.empty(byte_size, np.uint8)
+        self._budget.release_with(memory, byte_size)
+        return memory

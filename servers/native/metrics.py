@@ -1,16 +1,15 @@
-"""The server's counters as Prometheus metrics: seconds and items, on a registry of their own.
+"""The server's counters as Prometheus metrics: seconds and items.
 
-Families are built fresh from one snapshot a model at each scrape, so a scrape costs the hot path nothing.
+They are written from one snapshot a model at each scrape, so the hot path pays nothing for them, and a scrape, which
+holds the event loop, little: all that does not change between two of them is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import accumulate, chain
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from servers.native.documents import parameters_in_effect
@@ -19,81 +18,74 @@ from servers.native.statistics import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "abserve_native"
-_LABELS = ("model", "version")
 
-
-class ServiceCollector(Collector):
-    """Reads the services' snapshots: one sample a model in each family."""
-
-    def __init__(self, services: Iterable[InferenceService]) -> None:
-        self._services = tuple(services)
-
-    def collect(self) -> Iterable[Metric]:
-        """All families, from one snapshot of each model."""
-        families: dict[str, Metric] = {}
-        for service in self._services:
-            _add_service(families, service)
-        return families.values()
-
-
-def _add_service(families: dict[str, Metric], service: InferenceService) -> None:
-    snapshot = service.statistics.snapshot()
-    labels = (service.signature.name, service.signature.version)
-
-    def counter(name: str, help_text: str, value: float, *more: tuple[str, str]) -> None:
-        names = (*_LABELS, *(label for label, _ in more))
-        family = families.setdefault(name, CounterMetricFamily(f"{PREFIX}_{name}", help_text, None, names))
-        assert isinstance(family, CounterMetricFamily)
-        family.add_metric((*labels, *(value for _, value in more)), value)
-
-    def gauge(name: str, help_text: str, value: float) -> None:
-        family = families.setdefault(name, GaugeMetricFamily(f"{PREFIX}_{name}", help_text, None, _LABELS))
-        assert isinstance(family, GaugeMetricFamily)
-        family.add_metric(labels, value)
-
-    def histogram(name: str, help_text: str, values: Histogram, unit: float) -> None:
-        family = families.setdefault(name, HistogramMetricFamily(f"{PREFIX}_{name}", help_text, None, None, _LABELS))
-        assert isinstance(family, HistogramMetricFamily)
-        family.add_metric(labels, list(_cumulated(values, unit)), values.total / unit)
-
-    counter("requests_success", "Requests answered.", snapshot.success["count"])
-    counter("client_disconnects", "Requests whose client left before the answer.", snapshot.disconnects)
-    counter("items", "Items executed, a request of batch n counted n times.", snapshot.inference_count)
-    counter("executions", "Batches executed.", snapshot.execution_count)
-    for reason, count in snapshot.failures.items():
-        counter("requests_failure", "Requests not answered.", count, ("reason", reason))
-    for stage, times in snapshot.stages.items():
-        help_text = "Time that answered requests spent in each stage."
-        counter("stage_seconds", help_text, times["ns"] / 1e9, ("stage", stage))
-    gauge("pending_requests", "Requests waiting in the queue.", service.pending)
-    gauge("ready", "1 when inference requests are answered.", int(service.ready))
-    histogram("request_duration_seconds", "From the request's head to its answer.", snapshot.request_duration, 1e9)
-    histogram("queue_duration_seconds", "Waiting for the engine and for others to join.", snapshot.queue_duration, 1e9)
-    histogram("compute_duration_seconds", "Execution of one batch, copies included.", snapshot.compute_duration, 1e9)
-    histogram("executed_batch_size", "Items in one executed batch.", snapshot.batch_size, 1)
-    info = families.setdefault(
-        "engine", InfoMetricFamily(f"{PREFIX}_engine", "The engine's settings in effect.", None, _LABELS)
-    )
-    assert isinstance(info, InfoMetricFamily)
-    info.add_metric(labels, parameters_in_effect(service))
+Labels = tuple[tuple[str, str], ...]
 
 
 class Metrics:
     """`GET /metrics` of all services."""
 
     def __init__(self, services: Iterable[InferenceService]) -> None:
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(ServiceCollector(services))
+        self._services = tuple(services)
 
     def render(self) -> bytes:
-        """The exposition text."""
-        return generate_latest(self._registry)
+        """The exposition text: each family once, with its samples of every model."""
+        families: dict[str, list[str]] = {}
+        for service in self._services:
+            _add_service(families, service)
+        return "".join(chain.from_iterable(families.values())).encode()
 
 
-def _cumulated(histogram: Histogram, unit: float) -> Iterator[tuple[str, float]]:
-    total = 0
-    for bound, count in zip(histogram.bounds, histogram.counts, strict=False):
-        total += count
-        rounded = float(f"{bound / unit:.6g}")
-        yield floatToGoString(rounded), total  # type: ignore[no-untyped-call]  # the client library has no types here
-    yield "+Inf", total + histogram.counts[-1]
+def _add_service(families: dict[str, list[str]], service: InferenceService) -> None:
+    snapshot = service.statistics.snapshot()
+    labels: Labels = (("model", service.signature.name), ("version", service.signature.version))
+
+    def family(name: str, kind: str, help_text: str) -> list[str]:
+        first = f"# HELP {PREFIX}_{name} {help_text}\n# TYPE {PREFIX}_{name} {kind}\n"
+        return families.setdefault(name, [first])
+
+    def sample(name: str, kind: str, help_text: str, value: float, *more: tuple[str, str]) -> None:
+        family(name, kind, help_text).append(f"{_start(name, (*labels, *more))}{value}\n")
+
+    def histogram(name: str, help_text: str, values: Histogram, unit: float) -> None:
+        samples = family(name, "histogram", help_text)
+        starts = _bucket_starts(name, labels, values.bounds, unit)
+        samples += [f"{start}{count}\n" for start, count in zip(starts, accumulate(values.counts), strict=True)]
+        samples.append(f"{_start(f'{name}_count', labels)}{values.count}\n")
+        samples.append(f"{_start(f'{name}_sum', labels)}{values.total / unit}\n")
+
+    sample("requests_success_total", "counter", "Requests answered.", snapshot.success["count"])
+    sample("client_disconnects_total", "counter", "Requests whose client left before the answer.", snapshot.disconnects)
+    help_text = "Items executed, a request of batch n counted n times."
+    sample("items_total", "counter", help_text, snapshot.inference_count)
+    sample("executions_total", "counter", "Batches executed.", snapshot.execution_count)
+    for reason, count in snapshot.failures.items():
+        sample("requests_failure_total", "counter", "Requests not answered.", count, ("reason", reason))
+    for stage, times in snapshot.stages.items():
+        help_text = "Time that answered requests spent in each stage."
+        sample("stage_seconds_total", "counter", help_text, times["ns"] / 1e9, ("stage", stage))
+    sample("pending_requests", "gauge", "Requests waiting in the queue.", service.pending)
+    sample("ready", "gauge", "1 when inference requests are answered.", int(service.ready))
+    histogram("request_duration_seconds", "From the request's head to its answer.", snapshot.request_duration, 1e9)
+    histogram("queue_duration_seconds", "Waiting for the engine and for others to join.", snapshot.queue_duration, 1e9)
+    histogram("compute_duration_seconds", "Execution of one batch, copies included.", snapshot.compute_duration, 1e9)
+    histogram("executed_batch_size", "Items in one executed batch.", snapshot.batch_size, 1)
+    sample("engine_info", "gauge", "The engine's settings in effect.", 1, *parameters_in_effect(service).items())
+
+
+@lru_cache(maxsize=1024)
+def _start(name: str, labels: Labels) -> str:
+    """A sample's line up to its value."""
+    text = ",".join(f'{label}="{_escaped(value)}"' for label, value in sorted(labels))
+    return f"{PREFIX}_{name}{{{text}}} "
+
+
+@lru_cache(maxsize=64)
+def _bucket_starts(name: str, labels: Labels, bounds: tuple[int, ...], unit: float) -> tuple[str, ...]:
+    """The same of a histogram's buckets."""
+    upper = [floatToGoString(float(f"{bound / unit:.6g}")) for bound in bounds]  # type: ignore[no-untyped-call]
+    return tuple(_start(f"{name}_bucket", (*labels, ("le", text))) for text in (*upper, "+Inf"))
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

@@ -1,20 +1,140 @@
-"""The shared-memory regions that clients have registered, of both kinds, by name: one name means one region."""
+"""The shared-memory regions that clients have registered, of both kinds, by name: one name means one region.
+
+A region of system memory is a POSIX shared-memory object, a file in /dev/shm, of which a client says the key, an offset
+and a size. Its owner may truncate it at any moment, or leave holes in it that the system has no memory for: touching a
+mapping of it would then end this process with SIGBUS. So it is never mapped. Inputs are read with preadv, in the engine
+thread right before they are used, and outputs written with pwrite: where either fails, only its own request does.
+
+Keys are secrets of their owners: no message and no status says one.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
+import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TypeVar
 
-from servers.contract.errors import ContractError, InvalidRequestError, NotFoundError, TooLargeError
+from servers.contract.errors import ContractError, InternalError, InvalidRequestError, NotFoundError, TooLargeError
 from servers.contract.shared_memory import MAX_NAME_CHARACTERS, RegionReference, RegionWindow
+from servers.contract.tensors import Array
 from servers.native.cuda_regions import CudaAccess, CudaRegion
+from servers.native.limits import InputMemory
 from servers.native.served_models import shown
-from servers.native.system_regions import Region
 
 MAX_REGIONS = 1024
-"""Each in system shared memory holds two file descriptors."""
+"""Each in system shared memory holds a file descriptor."""
 MAX_ADDRESS = 2**64
+
+FOLDER = Path("/dev/shm")
+MAX_KEY_BYTES = 255
+RESERVED_PREFIXES = ("triton_python_backend_shm_region", "abserve_triton_", "sem.")
+"""Memory of servers and libraries that may live on the same machine: no client has a reason to look into it."""
+
+
+class Region:
+    """One registered piece of a shared-memory object. Its file stays open as long as a request names it."""
+
+    on_device = False
+
+    def __init__(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        """Raises `ContractError` when there is no such memory."""
+        self.name = name
+        self.offset = offset
+        self.byte_size = byte_size
+        try:
+            # Not followed: a link would lead out of the folder. Not blocking: a FIFO would.
+            descriptor = os.open(
+                FOLDER / _file_name(key, name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            )
+        except OSError as exc:
+            raise InvalidRequestError(
+                f"the shared memory of region {shown(name)} cannot be opened: create it first, readable and writable"
+            ) from exc
+        self._descriptor = descriptor
+        self._registered = True
+        # Not when it is unregistered: requests that name it may still wait for their turn, in another thread.
+        weakref.finalize(self, os.close, descriptor).atexit = False
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidRequestError(f"the key of region {shown(name)} does not name a shared-memory object")
+        if offset + byte_size > status.st_size:
+            raise InvalidRequestError(
+                f"region {shown(name)} would end at byte {offset + byte_size} of a shared-memory object of "
+                f"{status.st_size} bytes"
+            )
+
+    def check(self) -> None:
+        """Raises `InvalidRequestError` if the file has become too short."""
+        if os.fstat(self._descriptor).st_size < self.offset + self.byte_size:
+            raise self._truncated()
+
+    def read(self, offset: int, destination: Array) -> None:
+        """Fill `destination` with its bytes from `offset` on. Raises `InvalidRequestError` if it is too short."""
+        filled = 0
+        while filled < destination.nbytes:
+            try:
+                count = os.preadv(self._descriptor, [destination.data[filled:]], self.offset + offset + filled)
+            except OSError as exc:
+                raise InvalidRequestError(f"the shared memory of region {shown(self.name)} cannot be read") from exc
+            if count == 0:
+                raise self._truncated()
+            filled += count
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Raises `ContractError` if it has been unregistered or truncated, or the memory is exhausted."""
+        if not self._registered:
+            raise InvalidRequestError(f"region {shown(self.name)} was unregistered before its output was written")
+        self.check()
+        try:
+            written = os.pwrite(self._descriptor, data, self.offset + offset)
+        except OSError as exc:
+            raise InternalError(f"the output cannot be written to region {shown(self.name)}") from exc
+        if written != len(data):
+            raise InternalError(f"the output cannot be written to region {shown(self.name)}: no memory is left")
+
+    def close(self) -> None:
+        """Take no more outputs; requests that wait can still read their inputs."""
+        self._registered = False
+
+    def _truncated(self) -> InvalidRequestError:
+        return InvalidRequestError(f"the shared memory of region {shown(self.name)} has been truncated")
+
+
+class Window:
+    """A piece of a region that one request names, and memory of ours of the same size when it is an input."""
+
+    __slots__ = ("_input", "_memory", "_region", "on_device", "reference")
+
+    def __init__(self, region: Region | CudaRegion, reference: RegionReference, memory: InputMemory) -> None:
+        self._region = region
+        self._memory = memory
+        self._input: Array | None = None
+        self.reference = reference
+        self.on_device = region.on_device
+
+    def view(self) -> memoryview:
+        """Memory that `fetch` fills. Raises `ContractError` if it is too large, or cannot be filled as things are."""
+        return self._host().data
+
+    def fetch(self) -> None:
+        """Read the input; blocks for a large one. Raises `ContractError` if its memory has been taken away."""
+        self._region.read(self.reference.offset, self._host())
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write an output; blocks if it is `on_device`. Raises `ContractError` when the piece is too small or gone."""
+        self.reference.check_room(len(data))
+        self._region.write(self.reference.offset, data)
+
+    def _host(self) -> Array:
+        if self._input is None:
+            self._region.check()
+            self._input = self._memory.take(self.reference.byte_size)
+        return self._input
+
 
 R = TypeVar("R", Region, CudaRegion)
 
@@ -22,8 +142,9 @@ R = TypeVar("R", Region, CudaRegion)
 class RegionTable:
     """Used from the event loop alone, but for `find`. Everything is refused unless `allowed`."""
 
-    def __init__(self, allowed: bool) -> None:
+    def __init__(self, allowed: bool, memory: InputMemory) -> None:
         self.allowed = allowed
+        self._memory = memory
         self._regions: dict[str, Region | CudaRegion] = {}
         self._opening: set[str] = set()
         self._cuda = CudaAccess()
@@ -40,7 +161,7 @@ class RegionTable:
                 f"the request uses {reference.byte_size} bytes from byte {reference.offset} of region "
                 f"{shown(region.name)}, which has {region.byte_size} bytes"
             )
-        return region.window(reference)
+        return Window(region, reference, self._memory)
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Map a client's system memory. Raises `ContractError`."""
@@ -140,3 +261,20 @@ def _check_range(what: str, offset: int, byte_size: int) -> None:
         raise InvalidRequestError(f"{what} needs an offset ≥ 0 and a size ≥ 1")
     if offset + byte_size >= MAX_ADDRESS:
         raise InvalidRequestError(f"offset and size of {what} overflow: their sum does not fit 64 bits")
+
+
+def _file_name(key: str, name: str) -> str:
+    """The file of a key such as `/weights`, as shm_open understands it. Raises `InvalidRequestError`."""
+    file_name = key.removeprefix("/")
+    plain = file_name not in ("", ".", "..") and "/" not in file_name and "\0" not in file_name
+    try:
+        plain = plain and len(file_name.encode()) <= MAX_KEY_BYTES
+    except UnicodeEncodeError:
+        plain = False
+    if not plain:
+        raise InvalidRequestError(
+            f"the key of region {shown(name)} must be a name without further slashes, of at most {MAX_KEY_BYTES} bytes"
+        )
+    if file_name.startswith(RESERVED_PREFIXES):
+        raise InvalidRequestError(f"the key of region {shown(name)} has a prefix that is reserved for servers")
+    return file_name

@@ -1,4 +1,4 @@
-"""The models of one server process, by name: what every door looks a request's model up in.
+"""The models of one server process, by name: what every front end looks a request's model up in.
 
 Each model has an engine, a queue and statistics of its own, as each has with Triton: nothing is merged across models,
 so one model's figures say nothing about another's. An arm under test serves exactly one.
@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from servers.contract.errors import NotFoundError
+from servers.contract.errors import InvalidRequestError, NotFoundError
 from servers.native.inference import InferenceService, State
+
+MAX_NAME_CHARACTERS = 255
 
 
 class ServedModels:
     """At least one service, all with different names; the first is the default one."""
 
-    def __init__(self, services: Sequence[InferenceService]) -> None:
+    def __init__(self, services: Sequence[InferenceService], allow_control: bool = False) -> None:
         self._services = {service.signature.name: service for service in services}
         if not services or len(self._services) != len(services):
             raise ValueError("a server needs at least one model, each with a name of its own")
         self.default = services[0]
+        self._allow_control = allow_control
 
     def __iter__(self) -> Iterator[InferenceService]:
         """In the order in which they were given."""
@@ -57,13 +60,43 @@ class ServedModels:
         for service in self:
             service.check_ready()
 
-    def start(self, on_failure: Callable[[], None], doors_open: threading.Event | None = None) -> None:
+    def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event | None = None) -> None:
         """Begin to load all; in the event loop. `on_failure` is called there when one cannot be served.
 
-        None says that it is ready before `doors_open` is set.
+        None says that it is ready before `front_ends_open` is set.
         """
         for service in self:
-            service.start(on_failure, doors_open)
+            service.start(on_failure, front_ends_open)
+
+    async def load(self, name: str, parameters: Mapping[str, object]) -> None:
+        """Returns when the model is warmed up and ready, at once if it is already. Raises `ContractError`."""
+        self.check_control(name)
+        if parameters:
+            raise InvalidRequestError("a load takes no configuration and no files here: models are set at the start")
+        await self.named(name).load()
+
+    async def unload(self, name: str) -> None:
+        """New requests are refused at once; returns when accepted ones are finished and the engine is freed.
+
+        Raises `ContractError`.
+        """
+        self.check_control(name)
+        await self.named(name).unload()
+
+    def check_control(self, name: str) -> None:
+        """Raises `ContractError` when clients may not load and unload models, or the name cannot be one.
+
+        A name is only ever compared with the names of the models that this process was started with: nothing is looked
+        up in, read from or written to a file system because of one.
+        """
+        if not self._allow_control:
+            raise InvalidRequestError(
+                "model control is switched off on this server; it is started with --allow-model-control to allow it"
+            )
+        if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable() or "/" in name or ".." in name:
+            raise InvalidRequestError(
+                f"a model's name has 1 to {MAX_NAME_CHARACTERS} printable characters, without '/' and '..'"
+            )
 
     def stop(self, timeout: float) -> bool:
         """Finish what is queued and free the engines; blocks. False if that took longer than `timeout` in all."""

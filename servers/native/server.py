@@ -1,76 +1,89 @@
-"""Runs the application under uvicorn: listen, load, serve, and finish accepted work when told to stop."""
+"""From settings to a running server: listen, load, serve, and finish accepted work when told to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
 
+from servers.engines.interface import Engine
+from servers.engines.settings import EngineSettings
 from servers.launch_plan import host_in_url
+from servers.models.specification import ModelSpecification
+from servers.models.weights import WeightsSource
 from servers.native.app import create_app
-from servers.native.http import protocol_factory
-from servers.native.http_door import HttpDoor
-from servers.native.infer_door import InferDoor
-from servers.native.limits import ByteBudget, HttpLimits
+from servers.native.http_connection import connection_factory
+from servers.native.http_front_end import HttpFrontEnd
+from servers.native.inference import InferenceService
+from servers.native.limits import ByteBudget, InputMemory
 from servers.native.listener import ListenerError
-from servers.native.model_control import ModelControl
 from servers.native.regions import RegionTable
 from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
 
 if TYPE_CHECKING:
-    from servers.native.grpc_server import GrpcDoor
+    from servers.native.grpc_server import GrpcFrontEnd
 
 log = structlog.get_logger("abserve.server")
 
 
-OpenDoor = Callable[[], Awaitable["GrpcDoor"]]
+OpenGrpc = Callable[[], Awaitable["GrpcFrontEnd"]]
 
 
 class NativeServer(uvicorn.Server):
-    """uvicorn's server that begins to load the models as soon as it listens, with the gRPC door on its loop."""
+    """uvicorn's server that begins to load the models as soon as it listens, with the gRPC front end on its loop."""
 
     def __init__(
-        self, config: uvicorn.Config, models: ServedModels, open_grpc: OpenDoor | None, shutdown_timeout_s: float
+        self, config: uvicorn.Config, models: ServedModels, open_grpc: OpenGrpc | None, shutdown_timeout_s: float
     ) -> None:
         super().__init__(config)
         self._models = models
         self._open_grpc = open_grpc
-        self._grpc: GrpcDoor | None = None
+        self._grpc: GrpcFrontEnd | None = None
         self._shutdown_timeout_s = shutdown_timeout_s
         self.stop_by = float("inf")
         """When accepted work must be finished, in `time.monotonic` seconds; known once the server shuts down."""
         self.failed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then load; meanwhile open the gRPC door, whose imports alone take a good part of a second."""
+        """Listen, then load; meanwhile open the gRPC front end, whose imports alone take a good part of a second."""
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         names = ",".join(service.signature.name for service in self._models)
         log.info("listening", url=f"http://{host_in_url(host)}:{port}", model=names)
-        doors_open = threading.Event()
-        self._models.start(self._stop, doors_open)
+        front_ends_open = threading.Event()
+        self._models.start(self._stop, front_ends_open)
         if self._open_grpc is not None:
             try:
                 self._grpc = await self._open_grpc()
             except ListenerError as error:
-                log.error("the gRPC door cannot be opened", reason=str(error))  # noqa: TRY400  the sentence says it all
+                log.error("gRPC cannot be opened", reason=str(error))  # noqa: TRY400  the sentence says it all
                 self.failed = self.should_exit = True
                 return
-        doors_open.set()
+        front_ends_open.set()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Any signal but the first changes nothing: uvicorn would drop accepted requests at a second SIGINT."""
+        if self.should_exit:
+            log.warning("already shutting down: accepted work is finished first", at_most_s=self._shutdown_timeout_s)
+        else:
+            super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close both doors to new work and finish what was accepted."""
+        """Close both front ends to new work and finish what was accepted."""
         self.stop_by = time.monotonic() + self._shutdown_timeout_s
         _end_at_the_latest_in(self._shutdown_timeout_s)
         finish_s = self._shutdown_timeout_s - _reserve_s(self._shutdown_timeout_s)
@@ -91,20 +104,72 @@ class NativeServer(uvicorn.Server):
         self.should_exit = True
 
 
+def configure_logs(level: str) -> None:
+    """Log for people: send structlog and the standard library's warnings (uvicorn's among them) to stderr."""
+    number = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(stream=sys.stderr, level=max(number, logging.WARNING), format="%(levelname)s %(message)s")
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%H:%M:%S.%f"),
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            ),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+def run(
+    settings: NativeSettings,
+    specifications: Sequence[ModelSpecification],
+    weights: WeightsSource,
+    listener: socket.socket,
+) -> int:
+    """Serve the models until told to stop; the process's exit status."""
+    services = [_service(settings, specification, weights) for specification in specifications]
+    if settings.added_delay_ms:
+        log.warning("every answer is delayed, as asked for a test", added_delay_ms=settings.added_delay_ms)
+    return serve(settings, ServedModels(services, settings.allow_model_control), listener)
+
+
+def _service(settings: NativeSettings, specification: ModelSpecification, weights: WeightsSource) -> InferenceService:
+    executed = specification.executed
+    engine = EngineSettings(
+        kind=settings.engine,
+        precision=settings.precision,
+        mode=settings.mode,
+        device=settings.device,
+        threads=settings.threads,
+        max_batch_size=settings.max_batch_size,
+    )
+
+    def build() -> Engine:
+        from servers.engines.factory import LIBRARIES, build_engine  # in the engine thread, after the port answers
+
+        for library in LIBRARIES[settings.engine]:  # so that the account of a start tells imports from weights
+            with suppress(ImportError):  # loading the engine says what to install
+                importlib.import_module(library)
+        artefact = settings.artefact if executed.payload == "fp32" else settings.artefact_uint8
+        return build_engine(executed, weights, engine, artefact)
+
+    return InferenceService(specification, build, settings)
+
+
 def serve(settings: NativeSettings, models: ServedModels, listener: socket.socket) -> int:
     """Serve until SIGTERM or SIGINT; the process's exit status. Blocks; to be called in the main thread.
 
     The engine thread may still be loading when this returns: the caller must not wait for it.
     """
-    regions = RegionTable(settings.allow_shared_memory)
-    control = ModelControl(models, settings.allow_model_control)
-    limits = HttpLimits.of(settings)
-    application = create_app(models, regions, control)
-    budget = ByteBudget(limits.held_bytes)
-    door = HttpDoor(application, InferDoor(models, regions, limits, budget), limits)
+    budget = ByteBudget(settings.max_held_bytes)
+    regions = RegionTable(settings.allow_shared_memory, InputMemory(settings.max_body_bytes, budget))
+    application = create_app(models, regions)
+    front_end = HttpFrontEnd(application, models, regions, settings, budget)
     config = uvicorn.Config(
         application,
-        http=protocol_factory(door),  # type: ignore[arg-type]  # it calls it as it would call a protocol class
+        http=connection_factory(front_end),  # type: ignore[arg-type]  # it calls it as it would call a protocol class
         ws="none",
         lifespan="off",
         log_config=None,
@@ -115,12 +180,12 @@ def serve(settings: NativeSettings, models: ServedModels, listener: socket.socke
         timeout_graceful_shutdown=settings.shutdown_timeout_s - _reserve_s(settings.shutdown_timeout_s) / 2,  # type: ignore[arg-type]
     )
 
-    async def open_grpc() -> GrpcDoor:
+    async def open_grpc() -> GrpcFrontEnd:
         # In a thread: the loop answers HTTP meanwhile, and importing is not what a cold start should wait for.
         module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc_server")
-        door: GrpcDoor = module.open_door(models, regions, control, settings, budget)
-        await door.start()
-        return door
+        opened: GrpcFrontEnd = module.open_front_end(models, regions, settings, budget)
+        await opened.start()
+        return opened
 
     server = NativeServer(config, models, open_grpc if settings.grpc_port else None, settings.shutdown_timeout_s)
     received: list[int] = []

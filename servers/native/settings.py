@@ -1,14 +1,19 @@
-"""What one native server process is asked to be; every field is also `ABSERVE_NATIVE_<FIELD>` in the environment."""
+"""What one native server process is asked to be: each field is an option and `ABSERVE_NATIVE_<FIELD>`."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings
 
-ENV_PREFIX = "ABSERVE_NATIVE_"
+from servers import defaults
+from servers.models.preprocessing import MAX_PIXELS
+from servers.models.registry import DEFAULT_MODEL
+from servers.options import Option, flag_of, settings_of
 
 MAX_TIMEOUT_US = 3_600_000_000
 """Longest wait in the queue that the server or a request may ask for."""
@@ -17,42 +22,56 @@ MAX_TIMEOUT_US = 3_600_000_000
 class NativeSettings(BaseSettings):
     """Built once, in the entry point, and passed on. Unknown arguments are refused."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+    model_config = settings_of("ABSERVE_NATIVE_")
 
-    model: str = Field("openclip_vit_b32", description="Name of a registered model.")
-    payloads: str = Field(
-        "", description="Which of the model's variants to serve: any of fp32,uint8,jpeg; empty: the one named."
+    model: str = Field(DEFAULT_MODEL, description="A registered model.")
+    payloads: str = Field("", description="Variants to serve, any of fp32,uint8,jpeg; empty: the model named.")
+    weights: str = Field(defaults.WEIGHTS, description="random:SEED, a pretrained tag or a checkpoint file.")
+    host: str = Field(defaults.HOST, description="Address to listen on.")
+    http_port: int = Field(8100, ge=1, le=65535, description="Port of HTTP.")
+    grpc_port: int = Field(8101, ge=0, le=65535, description="Port of gRPC; 0: no gRPC.")
+    engine: Literal["torch", "onnxruntime", "tensorrt", "null"] = Field(
+        "torch", description="What executes the model; null: nothing does."
     )
-    weights: str = Field("random:0", description="random:SEED, a pretrained tag or a checkpoint file.")
-    host: str = Field("127.0.0.1", description="Address to listen on.")
-    http_port: int = Field(8100, ge=1, le=65535, description="Port of the HTTP door.")
-    grpc_port: int = Field(8101, ge=0, le=65535, description="Port of the gRPC door; 0: no gRPC door.")
-    engine: Literal["torch", "onnxruntime", "tensorrt", "null"] = Field("torch", description="What executes the model.")
-    precision: Literal["fp32", "tf32", "fp16", "bf16"] = Field("fp32", description="Precision of the computation.")
+    precision: Literal["fp32", "tf32", "fp16", "bf16"] = Field(
+        defaults.PRECISION, description="Precision of the computation."
+    )
     mode: str = Field(
-        "auto", description="How the engine executes: auto, or one it offers (eager, traced, scripted, graph, ...)."
+        defaults.MODE, description="How the engine executes: auto, or one it offers (eager, traced, graph)."
     )
-    device: str = Field("auto", description="auto, cpu or cuda:N.")
+    device: str = Field(defaults.DEVICE, description="auto, cpu or cuda:N.")
     threads: int = Field(0, ge=0, description="Intra-op threads on the CPU; 0: all cores this process may use.")
-    artefact: Path | None = Field(None, description="The exported file of FP32 input, for engines that execute one.")
-    artefact_uint8: Path | None = Field(None, description="The exported file of UINT8 input, likewise.")
-    max_batch_size: int = Field(32, ge=1, le=4096, description="Largest batch that is executed or accepted.")
-    max_queue_delay_us: int = Field(
-        2000, ge=0, le=10_000_000, description="How long the oldest request waits for others to join its batch."
+    artefact: Annotated[Path | None, Option(offered=False)] = Field(
+        None, description="The exported file of FP32 input, for engines that execute one."
     )
-    queue_size: int = Field(512, ge=1, description="Requests that may wait; the next one is answered 503 at once.")
+    artefact_uint8: Annotated[Path | None, Option(offered=False)] = Field(
+        None, description="The exported file of UINT8 input, for engines that execute one."
+    )
+    max_batch_size: int = Field(
+        defaults.MAX_BATCH_SIZE, ge=1, le=4096, description="Largest batch that is executed or accepted."
+    )
+    max_queue_delay_us: int = Field(
+        defaults.MAX_QUEUE_DELAY_US,
+        ge=0,
+        le=10_000_000,
+        description="Maximum time a batch waits for more requests (µs).",
+    )
+    queue_size: int = Field(
+        defaults.QUEUE_SIZE, ge=1, description="Requests that may wait; the next one is answered 503 at once."
+    )
     queue_timeout_us: int = Field(
         0,
         ge=0,
         le=MAX_TIMEOUT_US,
-        description="Longest wait in the queue where a request names no timeout of its own; 0: no limit.",
+        description="Longest wait in the queue (µs) of a request that names no timeout, then 503; 0: no limit.",
     )
-    pipeline: bool = Field(
-        False, description="Gather one batch while another is executed, with an engine that has two slots."
+    max_body_bytes: int = Field(
+        64 * 2**20, ge=1, description="Largest request body, also after decompression; a larger one gets 413."
     )
-    max_body_bytes: int = Field(64 * 2**20, ge=1, description="Largest request body, also after decompression.")
     max_json_bytes: int = Field(
-        32 * 2**20, ge=1024, description="Longest JSON of one request; cutting it up delays others 1 ms for each MiB."
+        32 * 2**20,
+        ge=1024,
+        description="Longest JSON of one request, then 413; parsing it delays other requests by 1 ms per MiB.",
     )
     max_header_bytes: int = Field(
         16 * 1024, ge=1024, le=64 * 1024, description="Longest HTTP head: the request line and all headers."
@@ -63,27 +82,49 @@ class NativeSettings(BaseSettings):
         2 * 2**30, ge=1, description="Bodies that arrive, wait and are executed, together; beyond it 503 at once."
     )
     read_timeout_s: float = Field(
-        30, gt=0, le=3600, description="Longest time for a head, and for a body with a second more for each MiB."
+        30, gt=0, le=3600, description="Longest time for a head; how far a body may fall behind its least rate."
     )
-    keep_alive_timeout_s: float = Field(75, gt=0, description="How long an idle HTTP connection stays open.")
+    min_body_bytes_per_s: int = Field(2**20, ge=1, description="Least rate at which a body has to arrive.")
+    keep_alive_timeout_s: float = Field(75, gt=0, description="How long an idle connection stays open, HTTP or gRPC.")
     decode_threads: int = Field(
-        0, ge=0, le=256, description="Threads that decode JPEG files; 0: one a core, at most four."
+        0, ge=0, le=256, description="Threads that decode JPEG files; 0: one per core, at most four."
     )
-    max_image_pixels: int = Field(40_000_000, ge=1, description="Largest JPEG that is decoded; read from its header.")
+    max_image_pixels: int = Field(
+        MAX_PIXELS, ge=1, description="Largest JPEG that is decoded, in pixels; read from its header."
+    )
     allow_shared_memory: bool = Field(False, description="Let clients register shared memory of this machine.")
     allow_model_control: bool = Field(False, description="Let clients unload and load models.")
     shutdown_timeout_s: float = Field(
         30, gt=0, le=3600, description="Longest time to finish accepted work after SIGTERM."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severity logged.")
-    added_delay_ms: float = Field(
+    added_delay_ms: Annotated[float, Option(hidden=True)] = Field(
         0, ge=0, le=60_000, description="Test option: added to every answer without blocking anything."
     )
 
     @field_validator("grpc_port")
     @classmethod
     def _own_port(cls, port: int, info: ValidationInfo) -> int:
-        """Neither door listens yet when both ports are tried, so that trying finds nothing."""
+        """Neither port is bound yet when both are tried, so that trying finds nothing."""
         if port == info.data.get("http_port"):
-            raise ValueError("each door needs a port of its own, and this is --http-port")
+            raise ValueError("HTTP and gRPC need different ports, and this is --http-port")
         return port
+
+
+def to_argv(settings: NativeSettings) -> tuple[str, ...]:
+    """Every setting that has a value, as `--name value`, so that nothing depends on the environment any more."""
+    argv: list[str] = []
+    for name in NativeSettings.model_fields:
+        value = getattr(settings, name)
+        if value is not None:
+            argv += [flag_of(name), str(value.absolute()) if isinstance(value, Path) else str(value)]
+    return tuple(argv)
+
+
+def from_argv(argv: Sequence[str]) -> NativeSettings:
+    """Settings from options, then the environment, then defaults. Raises `pydantic.ValidationError`."""
+    parser = argparse.ArgumentParser("servers.native", description="The native server process.", allow_abbrev=False)
+    for name, field in NativeSettings.model_fields.items():
+        parser.add_argument(flag_of(name), dest=name, help=field.description)
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    return NativeSettings(**given)

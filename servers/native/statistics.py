@@ -16,24 +16,7 @@ from servers.native.errors import FAILURE_REASONS
 DURATION_BOUNDS_NS = tuple(round(10 ** (4.5 + step / 12)) for step in range(75))
 """Upper bounds from 32 µs to 47 s, twelve a decade: neighbours differ by 21 %, so that a quantile means something."""
 
-STAGES = ("receive", "decode", "queue", "compute", "encode")
-
-
-@dataclass(slots=True)
-class Duration:
-    """How often something happened and how long it took in total."""
-
-    count: int = 0
-    ns: int = 0
-
-    def add(self, ns: int, count: int = 1) -> None:
-        """Charge `ns` to each of `count` happenings."""
-        self.count += count
-        self.ns += ns * count
-
-    def as_json(self) -> dict[str, int]:
-        """Triton's shape."""
-        return {"count": self.count, "ns": self.ns}
+Times = dict[str, dict[str, int]]
 
 
 @dataclass(slots=True)
@@ -82,16 +65,24 @@ class BatchTimes:
         self.output_ns += output_ns * count
 
     @property
-    def total(self) -> Duration:
+    def total_ns(self) -> int:
         """All three together."""
-        return Duration(self.count, self.input_ns + self.infer_ns + self.output_ns)
+        return self.input_ns + self.infer_ns + self.output_ns
+
+    def as_json(self) -> Times:
+        """Triton's shape."""
+        return {
+            "compute_input": _duration(self.count, self.input_ns),
+            "compute_infer": _duration(self.count, self.infer_ns),
+            "compute_output": _duration(self.count, self.output_ns),
+        }
 
 
 @dataclass(slots=True)
 class RequestTimes:
-    """The stages of one request at a door, filled in as it passes; the batcher accounts for queue and compute.
+    """The stages of one request, filled in as it passes; the batcher accounts for queue and compute.
 
-    `receive_ns` is None at a door that only sees complete requests.
+    `receive_ns` is None over gRPC, which only shows complete requests.
     """
 
     start_ns: int
@@ -101,7 +92,7 @@ class RequestTimes:
 
 
 class Statistics:
-    """One served model. Written by the doors and by the engine thread, read by anyone."""
+    """One served model. Written by the front ends and by the engine thread, read by anyone."""
 
     def __init__(self, max_batch_size: int) -> None:
         self._lock = threading.Lock()
@@ -109,7 +100,7 @@ class Statistics:
         self._inference_count = 0
         self._answered_ns = self._decode_ns = self._encode_ns = 0
         self._received = self._receive_ns = 0
-        self._fail = Duration()
+        self._failed = self._fail_ns = 0
         self._compute = BatchTimes()
         self._batches: dict[int, BatchTimes] = {}
         self._failures = dict.fromkeys(FAILURE_REASONS, 0)
@@ -126,13 +117,8 @@ class Statistics:
         compute_input_ns: int,
         compute_infer_ns: int,
         compute_output_ns: int,
-        request_input_ns: list[int] | None = None,
     ) -> None:
-        """One executed batch; `queue_ns` holds each of its requests' time in the queue.
-
-        `request_input_ns` holds what each is charged of `compute_input_ns`, where that is not all of it.
-        """
-        requests = len(queue_ns)
+        """One executed batch; `queue_ns` holds each of its requests' time in the queue."""
         compute_ns = compute_input_ns + compute_infer_ns + compute_output_ns
         with self._lock:  # plain lists and sums: this runs for every batch, and an idle engine's batches are small
             self._last_inference_ms = time.time_ns() // 1_000_000
@@ -141,11 +127,7 @@ class Statistics:
             if batch is None:
                 batch = self._batches[rows] = BatchTimes()
             batch.add(1, compute_input_ns, compute_infer_ns, compute_output_ns)
-            if request_input_ns is None:
-                self._compute.add(requests, compute_input_ns, compute_infer_ns, compute_output_ns)
-            else:
-                self._compute.add(requests, 0, compute_infer_ns, compute_output_ns)
-                self._compute.input_ns += sum(request_input_ns)
+            self._compute.add(len(queue_ns), compute_input_ns, compute_infer_ns, compute_output_ns)
             for waited_ns in queue_ns:
                 self._queue_duration.add(waited_ns)
             self._compute_duration.add(compute_ns)
@@ -165,7 +147,8 @@ class Statistics:
     def record_failure(self, reason: str, start_ns: int) -> None:
         """One request that was turned away or failed; `reason` is one of `FAILURE_REASONS`."""
         with self._lock:
-            self._fail.add(time.perf_counter_ns() - start_ns)
+            self._failed += 1
+            self._fail_ns += time.perf_counter_ns() - start_ns
             self._failures[reason] += 1
 
     def record_disconnect(self) -> None:
@@ -178,11 +161,11 @@ class Statistics:
         with self._lock:
             answered = self._request_duration.count
             stages = {
-                "receive": Duration(self._received, self._receive_ns),
-                "decode": Duration(answered, self._decode_ns),
-                "queue": Duration(self._queue_duration.count, self._queue_duration.total),
-                "compute": self._compute.total,
-                "encode": Duration(answered, self._encode_ns),
+                "receive": _duration(self._received, self._receive_ns),
+                "decode": _duration(answered, self._decode_ns),
+                "queue": _duration(self._queue_duration.count, self._queue_duration.total),
+                "compute": _duration(self._compute.count, self._compute.total_ns),
+                "encode": _duration(answered, self._encode_ns),
             }
             batch_size = Histogram(tuple(range(1, self._max_batch_size + 1)))
             for rows, times in self._batches.items():
@@ -191,11 +174,11 @@ class Statistics:
                 last_inference_ms=self._last_inference_ms,
                 inference_count=self._inference_count,
                 execution_count=batch_size.count,
-                success=Duration(answered, self._answered_ns).as_json(),
-                fail=self._fail.as_json(),
-                compute=_times_as_json(self._compute),
-                stages={stage: duration.as_json() for stage, duration in stages.items()},
-                batches={size: _times_as_json(times) for size, times in sorted(self._batches.items())},
+                success=_duration(answered, self._answered_ns),
+                fail=_duration(self._failed, self._fail_ns),
+                compute=self._compute.as_json(),
+                stages=stages,
+                batches={size: times.as_json() for size, times in sorted(self._batches.items())},
                 failures=dict(self._failures),
                 disconnects=self._disconnects,
                 request_duration=self._request_duration.copy(),
@@ -203,17 +186,6 @@ class Statistics:
                 compute_duration=self._compute_duration.copy(),
                 batch_size=batch_size,
             )
-
-
-Times = dict[str, dict[str, int]]
-
-
-def _times_as_json(times: BatchTimes) -> Times:
-    return {
-        "compute_input": {"count": times.count, "ns": times.input_ns},
-        "compute_infer": {"count": times.count, "ns": times.infer_ns},
-        "compute_output": {"count": times.count, "ns": times.output_ns},
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +209,7 @@ class Snapshot:
 
     def as_model_stats(self, name: str, version: str) -> dict[str, object]:
         """One element of Triton's `model_stats`, with `abserve_stages` added."""
-        none = {"count": 0, "ns": 0}
+        none = _duration(0, 0)
         return {
             "name": name,
             "version": version,
@@ -257,3 +229,7 @@ class Snapshot:
             "memory_usage": [],
             "abserve_stages": self.stages,
         }
+
+
+def _duration(count: int, ns: int) -> dict[str, int]:
+    return {"count": count, "ns": ns}

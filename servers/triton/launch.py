@@ -6,6 +6,7 @@ the moment its own process is created.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -15,15 +16,19 @@ from pathlib import Path
 
 from servers.engines.factory import KINDS
 from servers.engines.processors import cuda_index, nvidia_device_present
-from servers.export.model_config import BatchingSettings
+from servers.export.triton_config import BatchingSettings
 from servers.launch_plan import LaunchPlan, host_in_url
 from servers.models.weights import WeightsSource
-from servers.triton.errors import TritonUnavailableError
-from servers.triton.ports import assert_free
+from servers.triton.errors import PortTakenError, TritonUnavailableError
+from servers.triton.leftovers import (
+    assert_space,
+    new_prefix,
+    region_bytes,
+    remove_abandoned_folders,
+    remove_abandoned_regions,
+)
 from servers.triton.repository import PlacedModel, Repository, lay_out
-from servers.triton.settings import TritonSettings, resolve_engine
-from servers.triton.shared_memory import assert_space, new_prefix, region_bytes, remove_abandoned_regions
-from servers.triton.temporary_folders import remove_abandoned_folders
+from servers.triton.settings import TritonSettings
 from servers.triton.wheel import Wheel, assert_environment, find_wheel
 
 STUB_TIMEOUT_SECONDS = 300
@@ -36,7 +41,7 @@ def assert_ready(settings: TritonSettings) -> None:
 
     A missing libpython alone is no reason: `prepare` may be able to fetch it.
     """
-    kind, device = settings.engine.kind, settings.engine.device
+    kind, device = settings.engine, settings.device
     if kind not in KINDS:
         raise TritonUnavailableError(f"unknown engine {kind!r}; use one of: {', '.join(KINDS)}")
     if device not in ("auto", "cpu") and cuda_index(device) is None:
@@ -50,6 +55,35 @@ def assert_ready(settings: TritonSettings) -> None:
     assert_environment()
 
 
+def assert_free(host: str, ports: dict[str, int]) -> None:
+    """Asked before the server starts, whose own message names neither option nor remedy.
+
+    `ports`: option name, as in `--http-port`, to port. Raises `PortTakenError`, `TritonUnavailableError`.
+    """
+    options: dict[int, str] = {}
+    for option, port in ports.items():
+        if port in options:
+            raise PortTakenError(f"{options[port]} and {option} are both {port}; give each its own port")
+        options[port] = option
+        _assert_free(host, port, option)
+
+
+def _assert_free(host: str, port: int, option: str) -> None:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
+            probe.bind((host, port))
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise PortTakenError(
+                f"port {port} on {host} is taken; stop what listens there or choose another with {option}"
+            ) from exc
+        raise TritonUnavailableError(
+            f"cannot listen on {host} port {port}: {exc.strerror or exc}; check --host"
+        ) from exc
+
+
 def prepare(
     settings: TritonSettings,
     models: Sequence[PlacedModel],
@@ -58,12 +92,11 @@ def prepare(
 ) -> LaunchPlan:
     """Make everything ready but the process. Raises `TritonError`; `announce` tells of slow steps.
 
-    `models` are all served, each by a process of its own; the plan names the first. `weights` are what
-    `settings.weights` says.
+    `models` are all served, each by a process of its own; the plan names the first. `weights` are pinned.
     """
     assert_ready(settings)
     wheel = find_wheel(announce=announce)
-    engine = resolve_engine(settings.engine)
+    engine = settings.resolved_engine()
     remove_abandoned_regions()
     remove_abandoned_folders()
     shared_bytes = max(region_bytes(model.specification, engine.max_batch_size) for model in models)
@@ -73,13 +106,8 @@ def prepare(
         wheel,
         models,
         weights,
-        settings.weights,
         engine,
-        BatchingSettings(
-            max_batch_size=engine.max_batch_size,
-            max_queue_delay_us=settings.max_queue_delay_us,
-            queue_size=settings.queue_size,
-        ),
+        BatchingSettings(engine.max_batch_size, settings.max_queue_delay_us, settings.queue_size),
         settings.decoding,
     )
     first = models[0]

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from servers.engines.settings import EngineSettings
-from servers.export.model_config import BatchingSettings, python_config
+from servers.export.triton_config import BatchingSettings, python_config
 from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
@@ -57,7 +57,6 @@ def lay_out(
     wheel: Wheel,
     placed: Sequence[PlacedModel],
     weights: WeightsSource,
-    weights_text: str,
     engine: EngineSettings,
     batching: BatchingSettings,
     decoding: DecodingSettings,
@@ -85,7 +84,7 @@ def lay_out(
             (version / "model.py").write_text(MODEL_PY, encoding="utf-8")
             artefact = str(model.artefact.absolute()) if model.artefact else None
             (version / "engine.json").write_bytes(
-                msgspec.json.encode(EngineFile(weights=weights_text, artefact=artefact))
+                msgspec.json.encode(EngineFile(weights=weights.text, artefact=artefact))
             )
 
         backend = backends / "python"

@@ -2,42 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
+from pydantic import Field
+
+from servers import defaults
 from servers.engines.processors import nvidia_device_present, thread_count
 from servers.engines.settings import EngineSettings
 from servers.models.image_decoder import DecodingSettings
+from servers.models.registry import get_variants
+from servers.options import EngineOptions, settings_of
+
+DECODING = DecodingSettings()
 
 
-@dataclass(frozen=True, slots=True)
-class TritonSettings:
-    """One embedded tritonserver. Times are in microseconds, the queue is counted in requests."""
+class TritonSettings(EngineOptions):
+    """One embedded tritonserver; every field is an option of `abserve serve triton` and a variable ABSERVE_TRITON_…"""
 
-    model: str
-    payloads: str = ""
-    """Which of the model's variants to serve, as `fp32,uint8,jpeg`; empty: the one named."""
-    weights: str = "random:0"
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    engine: EngineSettings = field(default_factory=lambda: EngineSettings(kind="onnxruntime"))
-    max_queue_delay_us: int = 2000
-    queue_size: int = 512
-    decoding: DecodingSettings = field(default_factory=DecodingSettings)
-    artefacts: Path = Path(".artefacts")
-    work_dir: Path | None = None
-    """Folder for the model repository; None: one a port inside `artefacts`."""
+    model_config = settings_of("ABSERVE_TRITON_")
+
+    payloads: str = Field("", description="Variants to serve, of fp32,uint8,jpeg; default: the model named.")
+    host: str = Field(defaults.HOST, description="Address to listen on; this old a Triton belongs on loopback.")
+    http_port: int = Field(8000, ge=1, le=65535, description="Port of HTTP.")
+    grpc_port: int = Field(8001, ge=1, le=65535, description="Port of gRPC.")
+    metrics_port: int = Field(8002, ge=1, le=65535, description="Port of the Prometheus metrics.")
+    engine: str = Field("onnxruntime", description="What executes the model inside Triton's python backend.")
+    max_batch_size: int | None = Field(None, ge=1, description="Default: the model's own.")
+    max_queue_delay_us: int = Field(
+        defaults.MAX_QUEUE_DELAY_US, ge=0, description="Maximum time a batch waits for more requests (µs)."
+    )
+    queue_size: int = Field(defaults.QUEUE_SIZE, ge=1, description="Requests that may wait; more get 503.")
+    decode_threads: int = Field(DECODING.threads, ge=0, description="Threads that decode JPEGs; 0: up to 4.")
+    max_image_pixels: int = Field(DECODING.max_pixels, ge=1, description="Largest JPEG that is decoded.")
+    work_dir: Path | None = Field(None, description="Model repository. Default: ARTEFACTS/triton/HTTP_PORT.")
+    log_file: Path | None = Field(None, description="Default: tritonserver.log in the working folder.")
 
     @property
     def folder(self) -> Path:
         """The working folder, absolute: the server is started from wherever its supervisor stands."""
         return (self.work_dir or self.artefacts / "triton" / str(self.http_port)).absolute()
 
+    @property
+    def decoding(self) -> DecodingSettings:
+        """How JPEG files are decoded."""
+        return DecodingSettings(self.decode_threads, self.max_image_pixels)
+
+    def resolved_engine(self) -> EngineSettings:
+        """The engine's settings with nothing left to choose: Triton's config must name the device before it runs."""
+        batch = self.max_batch_size or get_variants(self.model, self.payloads)[0].max_batch_size
+        return resolve_engine(self.engine_settings(batch))
+
 
 def resolve_engine(asked_for: EngineSettings) -> EngineSettings:
-    """The same settings with nothing left to choose, since Triton's config must name the device before the engine runs.
+    """The same settings with nothing left to choose.
 
     `auto` takes the GPU that the kernel shows and then insists on it. Engines with a single mode have it named.
     """

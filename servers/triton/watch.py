@@ -24,8 +24,7 @@ import psutil
 
 from servers.launch_plan import LaunchPlan
 from servers.triton.errors import TritonDiedError, TritonUnavailableError
-from servers.triton.shared_memory import remove_regions
-from servers.triton.temporary_folders import remove_folders_since
+from servers.triton.leftovers import remove_folders_since, remove_regions
 
 STUB_NAME = "triton_python_backend_stub"
 POLL_SECONDS = 0.02

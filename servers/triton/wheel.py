@@ -1,19 +1,30 @@
 """The tritonserver inside NVIDIA's wheel nvidia-pytriton: where its parts are, and whether they can run here.
 
 Only files of the wheel are used; its Python API is not imported.
+
+The python backend's stub links to a shared libpython. Debian's and Ubuntu's `python3` is linked statically and leaves
+the library to the package libpython3.X. That package is fetched with apt's own signature checks and unpacked inside the
+virtual environment: the system stays as it is.
 """
 
 from __future__ import annotations
 
 import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from servers.finding import Finding
 from servers.triton.errors import TritonUnavailableError
-from servers.triton.interpreter import WHEEL, Interpreter, current_interpreter
-from servers.triton.libpython import cache_folder, can_fetch, find_libpython, libpython_remedy, provide_libpython
 
 MACHINES = ("x86_64", "aarch64")
 MINIMUM_GLIBC = (2, 35)
@@ -21,6 +32,85 @@ SERVER_VERSIONS = {"0.7.0": "2.51"}
 """Version of the wheel → version of the tritonserver in it; the running server tells its own in its metadata."""
 
 INSTALL = "run pip install nvidia-pytriton==0.7.0"
+
+APT_TIMEOUT_SECONDS = 120
+WHEEL = "nvidia-pytriton"
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """Facts about one interpreter and its environment; tests make their own."""
+
+    python: tuple[int, int]
+    machine: str
+    glibc: tuple[int, int] | None
+    """None where the C library is another one, as on Alpine."""
+    numpy: str | None
+    wheel: str | None
+    """Installed version of nvidia-pytriton."""
+    package: Path | None
+    """Folder of the package `pytriton`."""
+    prefix: Path
+    """Root of the virtual environment."""
+    base_prefix: Path
+    """Root of the Python that the environment was made from."""
+    libpython_folders: tuple[Path, ...]
+    """Where a shared libpython of this very Python may lie, the likeliest first."""
+
+    @property
+    def libpython_name(self) -> str:
+        """The file that the stub of Triton's python backend links to."""
+        return f"libpython{self.python[0]}.{self.python[1]}.so.1.0"
+
+
+def current_interpreter() -> Interpreter:
+    """The facts of the running interpreter. Imports neither numpy nor pytriton: both may be what is broken."""
+    spec = find_spec("pytriton")
+    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Interpreter(
+        python=sys.version_info[:2],
+        machine=platform.machine(),
+        glibc=_glibc_version(),
+        numpy=_installed("numpy"),
+        wheel=_installed(WHEEL),
+        package=Path(locations[0]) if locations else None,
+        prefix=Path(sys.prefix),
+        base_prefix=Path(sys.base_prefix),
+        libpython_folders=_libpython_folders(),
+    )
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _glibc_version() -> tuple[int, int] | None:
+    try:
+        name, _, number = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+        major, minor = number.split(".")[:2]
+        return (int(major), int(minor)) if name == "glibc" else None
+    except (ValueError, OSError):
+        return None
+
+
+def _libpython_folders() -> tuple[Path, ...]:
+    """This Python's own folders before the system's: a library of another build may not fit its standard library.
+
+    sysconfig's LIBDIR is right for pyenv and Debian, but names the build machine's folder in uv's Pythons; base_prefix
+    and the folder beside the resolved executable are right for those.
+    """
+    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
+    candidates = [
+        sysconfig.get_config_var("LIBDIR"),
+        *(Path(sys.base_prefix) / lib for lib in ("lib", "lib64", f"lib/{multiarch}")),
+        Path(sys.executable).resolve().parent.parent / "lib",
+    ]
+    if Path(sys.base_prefix) == Path("/usr"):
+        candidates += [Path("/usr/lib") / multiarch, Path("/lib") / multiarch, Path("/usr/lib64")]
+    return tuple(dict.fromkeys(Path(folder) for folder in candidates if folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +130,7 @@ def find_wheel(
 ) -> Wheel:
     """Everything that a launch needs. Raises `TritonUnavailableError` for the first thing that is wrong.
 
-    May fetch a missing libpython (see `servers.triton.libpython`), after a call of `announce`.
+    May fetch a missing libpython (see `provide_libpython`), after a call of `announce`.
     """
     interpreter = interpreter or current_interpreter()
     assert_environment(interpreter)
@@ -118,8 +208,8 @@ def _wheel_finding(interpreter: Interpreter) -> Finding:
         return Finding("triton-wheel", False, detail, INSTALL.replace("install", "install --force-reinstall --no-deps"))
     if not os.access(needed[0], os.X_OK):
         return Finding("triton-wheel", False, "the tritonserver binary is not executable", f"run chmod +x {needed[0]}")
-    version = SERVER_VERSIONS[interpreter.wheel]
-    return Finding("triton-wheel", True, f"tritonserver {version} of {WHEEL} {interpreter.wheel}")
+    server_version = SERVER_VERSIONS[interpreter.wheel]
+    return Finding("triton-wheel", True, f"tritonserver {server_version} of {WHEEL} {interpreter.wheel}")
 
 
 def _stub_finding(interpreter: Interpreter) -> Finding:
@@ -163,3 +253,104 @@ def _stub(root: Path, interpreter: Interpreter) -> Path:
 def _libraries(package: Path) -> Path:
     """Where auditwheel put the wheel's shared libraries: beside the package."""
     return package.parent / "nvidia_pytriton.libs"
+
+
+def find_libpython(interpreter: Interpreter) -> Path | None:
+    """The library's path, or None. Looks where this Python keeps it, in our cache, then in the loader's own list."""
+    name = interpreter.libpython_name
+    for folder in (*interpreter.libpython_folders, cache_folder(interpreter)):
+        if (folder / name).is_file():
+            return folder / name
+    return _loader_path(name)
+
+
+def provide_libpython(interpreter: Interpreter, announce: Callable[[str], None]) -> Path:
+    """The library's path; fetched first where it is missing and apt can help.
+
+    `announce` is called once before anything is downloaded. Raises `TritonUnavailableError` with the exact remedy.
+    """
+    found = find_libpython(interpreter)
+    if found is not None:
+        return found
+    if not can_fetch(interpreter):
+        raise TritonUnavailableError(f"{interpreter.libpython_name} is missing: {libpython_remedy(interpreter)}")
+    announce(f"{interpreter.libpython_name} is missing: fetching it with apt-get into {cache_folder(interpreter)}")
+    try:
+        return _fetch(interpreter)
+    except (OSError, subprocess.SubprocessError) as exc:
+        detail = exc.stderr.strip().splitlines() if isinstance(exc, subprocess.CalledProcessError) else [str(exc)]
+        raise TritonUnavailableError(
+            f"{interpreter.libpython_name} is missing and could not be fetched"
+            f" ({detail[-1] if detail else 'no reason given'}): {libpython_remedy(interpreter)}"
+        ) from exc
+
+
+def libpython_remedy(interpreter: Interpreter) -> str:
+    """What a person has to do to get the library, as an exact command."""
+    minor = f"{interpreter.python[0]}.{interpreter.python[1]}"
+    if ".pyenv" in interpreter.base_prefix.parts:
+        return f"run PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install --force {interpreter.base_prefix.name}"
+    if _is_system_python(interpreter):
+        return f"run sudo apt-get install libpython{minor}"
+    return f"use a Python {minor} built with --enable-shared, for example the one of uv python install {minor}"
+
+
+def can_fetch(interpreter: Interpreter) -> bool:
+    """Whether this is a distribution's own Python and its package tools are there."""
+    return _is_system_python(interpreter) and all(map(shutil.which, ("apt-get", "dpkg-deb")))
+
+
+def cache_folder(interpreter: Interpreter) -> Path:
+    """Inside the virtual environment, so that it disappears together with it."""
+    return interpreter.prefix / "share" / "abserve" / "libpython"
+
+
+def _is_system_python(interpreter: Interpreter) -> bool:
+    return interpreter.base_prefix == Path("/usr")
+
+
+def _fetch(interpreter: Interpreter) -> Path:
+    package = f"libpython{interpreter.python[0]}.{interpreter.python[1]}"
+    with tempfile.TemporaryDirectory(prefix="abserve-libpython-") as name:
+        folder = Path(name)
+        try:
+            _run(folder, "apt-get", "download", package)
+        except subprocess.CalledProcessError:
+            # A slim image ships no package lists, and the system's may be written by root only: use private ones.
+            for part in ("lists/partial", "cache/archives/partial"):
+                (folder / part).mkdir(parents=True)
+            options = ("-o", f"Dir::State::Lists={folder / 'lists'}", "-o", f"Dir::Cache={folder / 'cache'}")
+            _run(folder, "apt-get", *options, "update")
+            _run(folder, "apt-get", *options, "download", package)
+        archive = next(folder.glob("*.deb"))
+        _run(folder, "dpkg-deb", "-x", str(archive), "unpacked")
+        source = next(folder.glob(f"unpacked/usr/lib/*/{interpreter.libpython_name}"))
+        target = cache_folder(interpreter) / interpreter.libpython_name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_suffix(f".{os.getpid()}.part")
+        shutil.copyfile(source, unfinished)
+        unfinished.replace(target)
+    return target
+
+
+def _run(folder: Path, *command: str) -> None:
+    subprocess.run(
+        command,
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=APT_TIMEOUT_SECONDS,
+        env={**os.environ, "LC_ALL": "C"},
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def _loader_path(name: str) -> Path | None:
+    ldconfig = shutil.which("ldconfig") or "/sbin/ldconfig"
+    try:
+        listing = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = re.search(rf"^\s*{re.escape(name)} \(.*\) => (.+)$", listing, re.MULTILINE)
+    return Path(match[1]) if match and Path(match[1]).is_file() else None

@@ -9,7 +9,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from servers.engines.profiling.records import IDLE_ON_DEVICE, BatchProfile, EngineProfile
+from servers.engines.profiling.profile import IDLE_ON_DEVICE, BatchProfile, EngineProfile
 
 TOP = 10
 LABEL_WIDTH, CELL_WIDTH = 30, 18

@@ -1,26 +1,128 @@
-"""The lean tower executed by our Triton kernels on an NVIDIA GPU, five kernels a block, into static buffers."""
+"""The lean tower executed by our Triton kernels on an NVIDIA GPU, five kernels a block, into static buffers.
+
+Its weights lie on the device as the kernels read them, and each batch size runs with a plan: from the table on the card
+that it was measured on, by a quick measurement on any other.
+"""
 
 # mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+from statistics import median
+
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from servers.engines.vit import product_kernel as products
-from servers.engines.vit.attention_kernel import attention_kernel, class_attention_kernel
-from servers.engines.vit.device_weights import FusedWeights, ProductWeights, Signature, carried_biases
-from servers.engines.vit.plans import Plan, Tile
-from servers.engines.vit.token_kernels import (
-    first_tokens_kernel,
-    patches_kernel,
-    row_kernel,
-)
-from servers.engines.vit.weights import TowerShape
+from servers.engines.vit import kernels
+from servers.engines.vit.plans import CUBLAS, Plan, Tile, hopper_plan, portable_plans
+from servers.engines.vit.tower import LeanVisionTower, TowerShape, UnsupportedTowerError
 
 MAX_CHUNKS = 64
+
+MEASURING_BUDGET_S = 20.0
+"""All batch sizes together, kernel compilation included; those left over run the plan that needs no measurement."""
+
+HOPPER = (9, 0)
+
+
+class ProductWeights:
+    """One linear layer on the device: weight [N, K] and bias [N] in 16 bits, row sums [N] of that weight in FP32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> None:
+        self.weight = weight.to(device, torch.float16).contiguous()
+        self.bias = None if bias is None else bias.to(device, torch.float16).contiguous()
+        # Of the rounded weight: the mean's share must cancel what the product really added.
+        self.row_sums = self.weight.float().sum(1)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(N, K)"""
+        return self.weight.shape[0], self.weight.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """How pixels arrive: bytes or floats, interleaved (…, 3) or planar (3, …)."""
+
+    raw: bool
+    interleaved: bool = False
+
+    @classmethod
+    def of(cls, pixels: Tensor) -> Signature:
+        """Read it off a batch."""
+        raw = pixels.dtype == torch.uint8
+        return cls(raw, raw and pixels.shape[-1] == 3)
+
+
+class FusedWeights:
+    """All weights of a tower on one device in FP16. Shared by every batch size and input signature."""
+
+    def __init__(self, tower: LeanVisionTower, device: torch.device | str) -> None:
+        device = torch.device(device)
+        shape = self.shape = tower.shape
+        if shape.width % 128 or shape.head_width not in (32, 64, 128) or shape.tokens > 128 or shape.tokens < 17:
+            raise UnsupportedTowerError(f"the fused kernels do not cover {shape}: use mode compile or graph")
+        self.device = device
+        self._tower = tower
+        self._patches: dict[Signature, tuple[ProductWeights, Tensor]] = {}
+        self.class_row, self.gain, self.offset = (
+            t.to(device, torch.float32) for t in (tower.class_row, tower.norm_pre.weight, tower.norm_pre.bias)
+        )
+        self.blocks = [
+            tuple(self._take(getattr(block, name)) for name in ("qkv", "attention_out", "mlp_in", "mlp_out"))
+            for block in tower.blocks
+        ]
+        self.head = self._take(tower.head)
+
+    def patch(self, signature: Signature) -> tuple[ProductWeights, Tensor]:
+        """The patch embedding's weight in the column order of that signature, and the positions to add."""
+        if signature not in self._patches:
+            tower = self._tower
+            position = tower.byte_position if signature.raw else tower.position
+            weight = tower.byte_weight if signature.raw else tower.patch_weight
+            if signature.interleaved:
+                side = self.shape.patch_size
+                weight = weight.view(-1, 3, side, side).permute(0, 2, 3, 1).reshape(weight.shape)
+            self._patches[signature] = (
+                ProductWeights(weight, None, self.device),
+                position.to(self.device, torch.float32),
+            )
+        return self._patches[signature]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that is read but the patch embedding, of which each input signature has its own."""
+        products = [product for block in self.blocks for product in block] + [self.head]
+        rows = (self.class_row, self.gain, self.offset)
+        return (*rows, *(t for p in products for t in (p.weight, p.bias) if t is not None))
+
+    def _take(self, linear: nn.Linear) -> ProductWeights:
+        return ProductWeights(linear.weight, linear.bias, self.device)
+
+
+def carried_biases(weights: FusedWeights, plan: Plan) -> list[Tensor | None]:
+    """What is carried after each residual product, two a block, [width] FP32; None where the product is ours."""
+    carried: Tensor | None = None
+    after: list[Tensor | None] = []
+    last = len(weights.blocks) - 1
+    for index, (_, attention_out, _, mlp_out) in enumerate(weights.blocks):
+        own = (plan.class_attention_out, plan.class_mlp_in, plan.class_mlp_out)
+        tiles = own if index == last else (plan.attention_out, plan.mlp_in, plan.mlp_out)
+        readers = (plan.qkv, tiles[1])
+        for product, reader, tile in ((attention_out, readers[0], tiles[0]), (mlp_out, readers[1], tiles[2])):
+            if reader is not None:  # one of our products reads true rows: they were written out before it
+                carried = None
+            if tile is None and product.bias is not None:
+                carried = product.bias.float() + (0.0 if carried is None else carried)
+                after.append(carried)
+            else:
+                after.append(None)
+    return after
 
 
 class Workspace:
@@ -76,13 +178,13 @@ class FusedVisionTower:
             if index < last:
                 mixed, stride = space.mixed[:tokens], shape.width
                 names = (plan.attention_out, plan.mlp_in, plan.mlp_out)
-                self._attention(attention_kernel, packed, mixed)
+                self._attention(kernels.attention_kernel, packed, mixed)
                 residual = x
             else:
                 # Only the class token is read from the last block.
                 mixed, stride = space.mixed[: self.images], shape.width * shape.tokens
                 names = (plan.class_attention_out, plan.class_mlp_in, plan.class_mlp_out)
-                self._attention(class_attention_kernel, packed, mixed)
+                self._attention(kernels.class_attention_kernel, packed, mixed)
                 residual, x = x, space.class_x[: self.images]
             hidden = space.hidden.view(-1)[: x.shape[0] * shape.mlp_width].view(-1, shape.mlp_width)
             self._product(mixed, attention_out, x, names[0], residual=residual, residual_stride=stride)
@@ -101,7 +203,7 @@ class FusedVisionTower:
         weights, position = self.weights.patch(signature)
         rows = self.images * (shape.tokens - 1)
         patches = space.hidden.view(-1)[: rows * shape.patch_elements].view(rows, -1)
-        patches_kernel[(3 * shape.grid * self.images,)](
+        kernels.patches_kernel[(3 * shape.grid * self.images,)](
             pixels,
             patches,
             IMAGE=shape.image_size,
@@ -117,7 +219,7 @@ class FusedVisionTower:
         self._carried = None
         normalised = space.normalised[: x.shape[0]]
         group = max(1, min(8, self.images // 8))
-        first_tokens_kernel[(shape.tokens, triton.cdiv(self.images, group))](
+        kernels.first_tokens_kernel[(shape.tokens, triton.cdiv(self.images, group))](
             embedded,
             position,
             self.weights.class_row,
@@ -176,7 +278,7 @@ class FusedVisionTower:
         rows = a.shape[0]
         descriptors = tile.descriptors
         tiles = triton.cdiv(rows, tile.rows) * (n // tile.columns)
-        products.product_kernel[(tiles * tile.split,)](
+        kernels.product_kernel[(tiles * tile.split,)](
             TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]) if descriptors else a,
             TensorDescriptor.from_tensor(weights.weight, [tile.columns, tile.depth]) if descriptors else weights.weight,
             weights.weight if weights.bias is None else weights.bias,
@@ -239,7 +341,7 @@ class FusedVisionTower:
             return x
         space, width = self.space, self.weights.shape.width
         out = space.normalised[: x.shape[0]] if foreign else x
-        row_kernel[(x.shape[0],)](
+        kernels.row_kernel[(x.shape[0],)](
             x,
             x if self._carried is None else self._carried,
             out,
@@ -274,3 +376,63 @@ class FusedVisionTower:
             triton.cdiv(rows, tile.rows) * tile.rows * n * tile.split if tile and tile.split > 1 else 0
             for tile, rows, n in sizes
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan and where it came from: "table", "measured" or "default"."""
+
+    plan: Plan
+    origin: str
+
+
+class PlanChooser:
+    """Chooses for one tower on one device; the measuring budget runs from its construction."""
+
+    def __init__(self, weights: FusedWeights, workspace: Workspace, dtype: torch.dtype, item: tuple[int, ...]) -> None:
+        self._weights, self._space = weights, workspace
+        self._item, self._dtype = item, dtype
+        self._deadline = time.monotonic() + MEASURING_BUDGET_S
+
+    def choose(self, images: int) -> Choice:
+        """The plan for batches of `images`."""
+        shape = self._weights.shape
+        if torch.cuda.get_device_capability(self._weights.device) == HOPPER:
+            plan = hopper_plan(images)
+            if plan.fits(shape):
+                return Choice(plan, "table")
+        candidates = [plan for plan in portable_plans(images) if plan.fits(shape)]
+        timed: list[tuple[float, int]] = []
+        for index, plan in enumerate(candidates):
+            if time.monotonic() > self._deadline:
+                break
+            try:
+                timed.append((self._time_us(images, plan), index))
+            except OutOfResources:  # a card with less shared memory than the tile wants
+                continue
+        return Choice(candidates[min(timed)[1]], "measured") if timed else Choice(CUBLAS, "default")
+
+    def _time_us(self, images: int, plan: Plan) -> float:
+        device = self._weights.device
+        tower = FusedVisionTower(self._weights, self._space, images, plan)
+        # Random pixels: on zeros a matrix product draws less power and runs faster.
+        pixels = torch.randint(0, 256, (images, *self._item), device=device, dtype=torch.uint8).to(self._dtype)
+        out = torch.empty(images, self._weights.shape.output_width, device=device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                tower.run(pixels, out)
+        stream.synchronize()
+        with torch.cuda.graph(graph):
+            tower.run(pixels, out)
+        times: list[float] = []
+        for _ in range(12):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        return median(times[2:])

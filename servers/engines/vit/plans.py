@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from servers.engines.vit.weights import TowerShape
+from servers.engines.vit.tower import TowerShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,14 @@
 """Requests that repeat: a checked JSON header, kept by its bytes, so that the same bytes need no parsing again.
 
 Load clients send the same header with every tensor. What a header says about plain binary tensors depends on its bytes
-and on the model alone, so a `Plan` is what decoding and validation gave the first time. A header with values in it,
+and on the model alone, so a template is what decoding and validation gave the first time. A header with values in it,
 with a timeout, with BYTES, or with shared memory (whose regions come and go) is never kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -17,25 +17,24 @@ from servers.contract.codec import HEADER_LENGTH
 from servers.contract.records import InferRequest
 from servers.contract.signature import ModelSignature
 from servers.contract.tensors import Array
-from servers.native.answers import STATUS_LINES
-from servers.native.entries import batch_key
+from servers.native.batcher import batch_key
+from servers.native.http_answers import STATUS_LINES
 
-_KEPT_PLANS = 256
+_KEPT_TEMPLATES = 256
 KEPT_HEADER_BYTES = 4096
 """Longer JSON headers are decoded each time."""
 
 _OK_LINE = STATUS_LINES[200]
 
 
-@dataclass(frozen=True, slots=True)
-class _Input:
+class _Input(NamedTuple):
     name: str
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
     offset: int
 
 
-class Plan:
+class RequestTemplate:
     """What one JSON header asks for, in front of a body of `body_bytes`."""
 
     __slots__ = ("_answers", "_inputs", "_names", "_request_id", "body_bytes", "key", "rows")
@@ -53,7 +52,7 @@ class Plan:
 
     def arrays(self, body: memoryview) -> Mapping[str, Array]:
         """Views over a body of `body_bytes`; nothing is copied."""
-        return {item.name: np.ndarray(item.shape, item.dtype, body, item.offset) for item in self._inputs}
+        return {name: np.ndarray(shape, dtype, body, offset) for name, dtype, shape, offset in self._inputs}
 
     def answer(self, outputs: Mapping[str, Array], signature: ModelSignature, common: bytes) -> bytes:
         """The whole answer; `common` is whole header lines.
@@ -95,20 +94,20 @@ class Plan:
         )
 
 
-class PlanCache:
-    """The plans of one model, the latest few."""
+class TemplateCache:
+    """The templates of one model, the latest few."""
 
     def __init__(self, signature: ModelSignature) -> None:
         self._signature = signature
-        self._plans: dict[bytes, Plan] = {}
+        self._templates: dict[bytes, RequestTemplate] = {}
 
-    def find(self, header: bytes, body_bytes: int) -> Plan | None:
-        """The plan of a header that came before, in front of a body of the same size."""
-        plan = self._plans.get(header)
-        return plan if plan is not None and plan.body_bytes == body_bytes else None
+    def find(self, header: bytes, body_bytes: int) -> RequestTemplate | None:
+        """The template of a header that came before, in front of a body of the same size."""
+        template = self._templates.get(header)
+        return template if template is not None and template.body_bytes == body_bytes else None
 
-    def keep(self, header: bytes, request: InferRequest, body_bytes: int) -> Plan | None:
-        """Make a plan of a decoded request; None for one that has to be decoded each time. Raises `ContractError`."""
+    def keep(self, header: bytes, request: InferRequest, body_bytes: int) -> RequestTemplate | None:
+        """The template of a decoded request; None for one to be decoded each time. Raises `ContractError`."""
         known = self._signature.outputs
         wanted = request.outputs
         if wanted is None:
@@ -129,8 +128,8 @@ class PlanCache:
         if offset != body_bytes:  # some tensor's values are in the JSON
             return None
         rows, _ = self._signature.validate(request)
-        plan = Plan(tuple(items), names, request.id, rows, body_bytes)
-        if len(self._plans) >= _KEPT_PLANS:  # headers that differ each time must not collect
-            self._plans.clear()
-        self._plans[header] = plan
-        return plan
+        template = RequestTemplate(tuple(items), names, request.id, rows, body_bytes)
+        if len(self._templates) >= _KEPT_TEMPLATES:  # headers that differ each time must not collect
+            self._templates.clear()
+        self._templates[header] = template
+        return template

@@ -1,55 +1,75 @@
 """Request bodies while they arrive: where the next bytes belong, and when the last one has come.
 
 A `FixedBody` is received by the transport straight into the memory that the engine reads; only what came in one read
-with the head, at most 64 KiB, is copied once. A `ChunkedBody` is copied once, out of its framing. A `DroppedBody` is
-of a request that is refused already: its bytes are read, so that the connection can go on, and kept nowhere.
+with the head, at most 64 KiB, is copied once. Its memory costs nothing before the bytes arrive: a large one is a
+mapping, whose pages come with their first byte and go with the body. A `ChunkedBody` is copied once, out of its
+framing. A `DroppedBody` is of a request that is refused already: its bytes are read, so that the connection can go on,
+and kept nowhere.
+
+Each has `arrived`, how many of its bytes have been taken, and `feed`: take what belongs to the body of
+`data[start:end]`, and say where that ends. Bytes that are not taken although the body is not `complete` have to come
+again: with more behind them if none were taken, else as soon as other connections have had their turn.
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import re
-from typing import Protocol
 
 import numpy as np
 
 from servers.native.limits import HttpError
 
 ALIGNMENT = 64
-SPARE_BYTES = 32 * 2**20
-"""Most memory that is kept for bodies to come."""
+SPARE_SHARE = 16
+"""Of the bytes that may be held, one in so many is memory kept for bodies to come."""
 SPARE_LAYOUTS = 64
+MAPPED_BYTES = 2**20
+"""From this size on the heap, which may keep what it was given, is not used for a body."""
+HUGE_PAGE_BYTES = 2 * 2**20
+"""Once so much has arrived, the rest may take huge pages, which cost less CPU; before, one byte would take so much."""
 MAX_CHUNK_LINE = 256
+FREE_CHUNKS = 256
+MIN_MEAN_CHUNK_BYTES = 64
+"""Beyond the free ones. A chunk costs as much work as some KiB do, so tiny ones would cost the most for their bytes."""
+STEPS_A_FEED = 128
+"""A chunk takes two or three. Who has sent more is read on after the other connections."""
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[^\r\n\x00]*)?\r\n")
-
-
-class Body(Protocol):
-    """A body that is not complete yet."""
-
-    complete: bool
-
-    def feed(self, data: bytearray, start: int, end: int) -> int:
-        """Take what belongs to this body of `data[start:end]`; where that ends. Raises `HttpError`.
-
-        Bytes that are not taken although the body is not complete have to come again, with more behind them.
-        """
 
 
 class FixedBody:
     """A body of known size, in memory whose first binary tensor, after `json_bytes`, begins on a 64-byte boundary."""
 
-    __slots__ = ("complete", "filled", "key", "size", "view")
+    __slots__ = ("_mapping", "complete", "filled", "key", "lent", "size", "view")
 
     def __init__(self, size: int, json_bytes: int) -> None:
-        memory = np.empty(size + ALIGNMENT, np.uint8)  # unlike bytearray it is not cleared first
+        self._mapping = _mapped(size + ALIGNMENT) if size >= MAPPED_BYTES else None  # None once its pages may be huge
+        memory: np.ndarray[tuple[int], np.dtype[np.uint8]]
+        if self._mapping is None:
+            memory = np.empty(size + ALIGNMENT, np.uint8)  # unlike bytearray it is not cleared first
+        else:
+            memory = np.frombuffer(self._mapping, np.uint8)
         offset = -(memory.__array_interface__["data"][0] + json_bytes) % ALIGNMENT
         self.view = memory[offset : offset + size].data
         self.key = (size, json_bytes)
         self.size = size
         self.filled = 0
         self.complete = size == 0
+        self.lent = False  # by the pool, whose memory it still is until it is full
+
+    @property
+    def arrived(self) -> int:
+        """Bytes taken so far."""
+        return self.filled
+
+    @property
+    def memory(self) -> object:
+        """What all views of the content refer to."""
+        return self.view.obj
 
     def feed(self, data: bytearray, start: int, end: int) -> int:
-        """See `Body`."""
+        """Copy a piece."""
         taken = min(end - start, self.size - self.filled)
         self.view[self.filled : self.filled + taken] = memoryview(data)[start : start + taken]
         self.received(taken)
@@ -59,35 +79,69 @@ class FixedBody:
         """So many bytes have been written behind the others."""
         self.filled += count
         self.complete = self.filled == self.size
+        if self._mapping is not None and self.filled >= HUGE_PAGE_BYTES:
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._mapping = None
+
+
+def _mapped(size: int) -> mmap.mmap:
+    """Memory that takes no pages before something is written there. Raises `MemoryError`."""
+    try:
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as exc:
+        raise MemoryError from exc
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    return mapping
 
 
 class BodyPool:
-    """Bodies whose requests are answered, for others of the same layout: their memory is mapped and warm already."""
+    """Bodies whose requests are answered, for others of the same layout: their memory is mapped and warm already.
 
-    def __init__(self, limit_bytes: int = SPARE_BYTES) -> None:
+    One that is taken from here counts among the spare bytes until it is full, since only what has arrived is charged to
+    its client. `take` and `settle` belong to one thread.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._spare: dict[tuple[int, int], list[FixedBody]] = {}
         self._bytes = 0  # of the spare ones, nearly: two threads may lose an update, which the next clearing mends
+        self._lent_bytes = 0
 
-    def take(self, size: int, json_bytes: int) -> FixedBody:
-        """An empty body."""
+    def take(self, size: int, json_bytes: int) -> FixedBody | None:
+        """An empty body; None when the system has no memory for it."""
         try:
             body = self._spare[size, json_bytes].pop()
         except (KeyError, IndexError):
-            return FixedBody(size, json_bytes)
+            try:
+                return FixedBody(size, json_bytes)
+            except MemoryError:
+                return None
         self._bytes -= size
+        self._lent_bytes += size
         body.filled = 0
         body.complete = False
+        body.lent = True
         return body
+
+    def settle(self, body: FixedBody) -> None:
+        """A body that was taken has become full, or never will."""
+        if body.lent:
+            body.lent = False
+            self._lent_bytes -= body.size
 
     def give(self, body: FixedBody) -> None:
         """A body that nobody reads any more; any thread."""
-        if body.size > self._limit // 8:
+        full = self._bytes + self._lent_bytes + body.size > self._limit
+        if full and (self._spare.get(body.key) or body.size > self._limit):
             return
-        if self._bytes + body.size > self._limit or len(self._spare) > SPARE_LAYOUTS:
+        if full or len(self._spare) > SPARE_LAYOUTS:
             # Of layouts that do not come any more, as likely as not.
             self._spare = {}
             self._bytes = 0
+            if self._lent_bytes + body.size > self._limit:
+                return
         self._bytes += body.size
         self._spare.setdefault(body.key, []).append(body)
 
@@ -95,18 +149,27 @@ class BodyPool:
 class DroppedBody:
     """A body of known size that nobody wants."""
 
-    __slots__ = ("_left", "complete")
+    __slots__ = ("_left", "_size", "complete")
 
     def __init__(self, size: int) -> None:
-        self._left = size
+        self._left = self._size = size
         self.complete = size == 0
 
-    def feed(self, data: bytearray, start: int, end: int) -> int:  # noqa: ARG002  see `Body`
-        """See `Body`."""
+    @property
+    def arrived(self) -> int:
+        """Bytes taken so far."""
+        return self._size - self._left
+
+    def feed(self, data: bytearray, start: int, end: int) -> int:  # noqa: ARG002  it keeps none
+        """Count a piece."""
         taken = min(end - start, self._left)
         self._left -= taken
         self.complete = self._left == 0
         return start + taken
+
+
+class _Content(bytearray):
+    """One that can be referred to weakly."""
 
 
 class ChunkedBody:
@@ -115,7 +178,7 @@ class ChunkedBody:
     __slots__ = ("_chunks", "_left", "_limit", "_max_chunks", "_trailers", "complete", "content")
 
     def __init__(self, max_bytes: int, max_chunks: int) -> None:
-        self.content = bytearray()
+        self.content = _Content()
         self.complete = False
         self._limit = max_bytes
         self._max_chunks = max_chunks
@@ -123,10 +186,27 @@ class ChunkedBody:
         self._left = 0  # of the current chunk, the CR LF behind it included
         self._trailers = -1  # bytes of them so far; -1 until the last chunk
 
+    @property
+    def arrived(self) -> int:
+        """Bytes taken so far, without the framing."""
+        return len(self.content)
+
+    @property
+    def memory(self) -> object:
+        """What all views of the content refer to."""
+        return self.content
+
+    @property
+    def view(self) -> memoryview:
+        """The whole content, once it is complete."""
+        return memoryview(self.content)
+
     def feed(self, data: bytearray, start: int, end: int) -> int:
-        """See `Body`."""
+        """Take up to `STEPS_A_FEED` pieces of chunks. Raises `HttpError`."""
         view = memoryview(data)
-        while start < end and not self.complete:
+        for _ in range(STEPS_A_FEED):
+            if start == end or self.complete:
+                break
             if self._trailers >= 0:
                 at = self._trailer(data, start, end)
             elif self._left:
@@ -167,6 +247,10 @@ class ChunkedBody:
         self._chunks += 1
         if self._chunks > self._max_chunks:
             raise HttpError(400, f"the body has more than {self._max_chunks} chunks")
+        if self._chunks > FREE_CHUNKS and len(self.content) < (self._chunks - 1) * MIN_MEAN_CHUNK_BYTES:
+            raise HttpError(
+                400, f"the body's chunks have less than {MIN_MEAN_CHUNK_BYTES} bytes on average, send larger ones"
+            )
         if len(self.content) + size > self._limit:
             raise HttpError(413, f"the body has more than {self._limit} bytes, the server's limit")
         self._left = size + 2

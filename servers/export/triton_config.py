@@ -2,19 +2,33 @@
 
 The text is written by hand rather than through protobuf so that each setting carries its reason; a test parses every
 generated file back through Triton's own protobuf. Batch dimensions are left out of all dims, as Triton wants them.
+
+For JPEG on the native backends a python model decodes, and an ensemble joins it to one that executes:
+
+    <model>_preprocess   python backend: image BYTES → pixel_values UINT8, the code of the native server
+    <model>_jpeg_onnx    ensemble of that and <model>_uint8_onnx; <model>_jpeg_tensorrt likewise
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from servers.contract.tensors import TensorSpec
+from servers.defaults import MAX_QUEUE_DELAY_US, QUEUE_SIZE
 from servers.engines.processors import cuda_index
+from servers.models.preprocessing import MAX_PIXELS
 from servers.models.specification import ModelSpecification
 
 HEADER = "# Generated from the model specification; do not edit. Made again by: abserve triton-repo\n"
 
+MODEL_PY = """# What decodes is servers.triton.preprocess_model, so this package must be installed beside Triton.
+from servers.triton.preprocess_model import TritonPythonModel as TritonPythonModel
+"""
+
+BACKENDS = ("onnx", "tensorrt")
+"""Suffixes of the models' names."""
 
 LONGEST_WAIT_US = 600_000_000
 """As good as never beside any latency, and still a timeout."""
@@ -33,9 +47,39 @@ class BatchingSettings:
     """
 
     max_batch_size: int
-    max_queue_delay_us: int = 2000
-    queue_size: int = 512
+    max_queue_delay_us: int = MAX_QUEUE_DELAY_US
+    queue_size: int = QUEUE_SIZE
     queue_timeout_us: int = LONGEST_WAIT_US
+
+
+def write_model_repository(root: Path, specifications: Iterable[ModelSpecification]) -> tuple[Path, ...]:
+    """Write `<model>_onnx` and `<model>_tensorrt` of every specification under `root`; the written files.
+
+    For JPEG these are ensembles, and there is `<model>_preprocess`. Each has a version folder `1`, where an artefact
+    belongs if the model has one; a `.gitkeep` keeps it where there is nothing else.
+    """
+    written = []
+    for specification in specifications:
+        for name, text, model_py in _models(specification):
+            folder = root / name
+            (folder / "1").mkdir(parents=True, exist_ok=True)
+            beside = ("model.py", model_py) if model_py else (".gitkeep", "")
+            for path, content in ((folder / "config.pbtxt", text), (folder / "1" / beside[0], beside[1])):
+                path.write_text(content, encoding="utf-8")
+                written.append(path)
+    return tuple(written)
+
+
+def _models(specification: ModelSpecification) -> Iterator[tuple[str, str, str]]:
+    """Name, config and model.py of each."""
+    if specification.payload != "jpeg":
+        yield f"{specification.name}_onnx", onnxruntime_config(specification), ""
+        yield f"{specification.name}_tensorrt", tensorrt_config(specification), ""
+        return
+    yield preprocess_name(specification), preprocess_config(specification), MODEL_PY
+    for backend in BACKENDS:
+        name, executing = f"{specification.name}_{backend}", f"{specification.executed.name}_{backend}"
+        yield name, ensemble_config(specification, name, executing), ""
 
 
 def onnxruntime_config(specification: ModelSpecification) -> str:
@@ -43,7 +87,7 @@ def onnxruntime_config(specification: ModelSpecification) -> str:
     return f"""{HEADER}name: {quote(specification.name + "_onnx")}
 backend: "onnxruntime"
 default_model_filename: {quote(artefact_name(specification, "onnx"))}
-{signature_text(specification, specification.max_batch_size)}
+{_signature(specification, specification.max_batch_size)}
 # KIND_GPU, written out: without it Triton falls back to the CPU on a machine whose GPU it cannot use, and says nothing.
 instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] }} ]
 {_dynamic_batching(_gpu_batching(specification))}
@@ -67,7 +111,7 @@ def tensorrt_config(specification: ModelSpecification) -> str:
 backend: "tensorrt"
 # FP16 or FP32 is a property of the plan: TensorRT 11 networks are strongly typed, there is no flag for it here.
 default_model_filename: {quote(artefact_name(specification, "plan"))}
-{signature_text(specification, specification.max_batch_size)}
+{_signature(specification, specification.max_batch_size)}
 # One optimisation profile, 1 to {specification.max_batch_size}; so there is no batch size to prefer, see below.
 instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] profile: [ "0" ] }} ]
 {_dynamic_batching(_gpu_batching(specification))}
@@ -86,6 +130,50 @@ optimization {{ cuda {{
 # READY only after each graph has run: the first execution of a graph is slower than the others.
 {_warmup(specification, sizes, count=5)}
 {_NO_CACHE}"""
+
+
+def preprocess_name(specification: ModelSpecification) -> str:
+    """Of the model that decodes for all ensembles."""
+    return f"{specification.base}_preprocess"
+
+
+def preprocess_config(specification: ModelSpecification) -> str:
+    """`specification` is the JPEG variant. A bad image is an INVALID_ARG of this step, so the ensemble answers 400."""
+    return f"""{HEADER}name: {quote(preprocess_name(specification))}
+backend: "python"
+max_batch_size: {specification.max_batch_size}
+input [ {", ".join(map(_tensor, specification.inputs))} ]
+output [ {", ".join(map(_tensor, specification.executed.inputs))} ]
+# Decoding is the CPU's work, on the threads of one process.
+instance_group [ {{ kind: KIND_CPU count: 1 }} ]
+# What waits already is decoded together; nothing waits for company here, only in the next step.
+dynamic_batching {{ max_queue_delay_microseconds: 0 }}
+parameters {{ key: "model" value: {{ string_value: {quote(specification.name)} }} }}
+# 0: one thread a core, at most four.
+parameters {{ key: "decode_threads" value: {{ string_value: "0" }} }}
+parameters {{ key: "max_image_pixels" value: {{ string_value: "{MAX_PIXELS}" }} }}
+"""
+
+
+def ensemble_config(specification: ModelSpecification, name: str, executing: str) -> str:
+    """The ensemble `name`: the step that decodes, then the model `executing`, which takes the UINT8 pixels."""
+    (image,), (pixels,), (output,) = specification.inputs, specification.executed.inputs, specification.outputs
+    return f"""{HEADER}name: {quote(name)}
+platform: "ensemble"
+{_signature(specification, specification.max_batch_size)}
+ensemble_scheduling {{ step [
+  {{
+    model_name: {quote(preprocess_name(specification))} model_version: -1
+    input_map {{ key: {quote(image.name)} value: {quote(image.name)} }}
+    output_map {{ key: {quote(pixels.name)} value: {quote(pixels.name)} }}
+  }},
+  {{
+    model_name: {quote(executing)} model_version: -1
+    input_map {{ key: {quote(pixels.name)} value: {quote(pixels.name)} }}
+    output_map {{ key: {quote(output.name)} value: {quote(output.name)} }}
+  }}
+] }}
+"""
 
 
 def python_config(
@@ -107,7 +195,7 @@ def python_config(
     )
     return f"""{HEADER.replace("triton-repo", "serve triton")}name: {quote(specification.name)}
 backend: "python"
-{signature_text(specification, batching.max_batch_size)}
+{_signature(specification, batching.max_batch_size)}
 # One instance is one process with one engine; more of them would compete for the same cores or GPU.
 instance_group [ {{ {group} }} ]
 {_dynamic_batching(batching)}
@@ -137,14 +225,14 @@ def _gpu_batching(specification: ModelSpecification) -> BatchingSettings:
     return BatchingSettings(max_batch_size=specification.max_batch_size, queue_timeout_us=500_000)
 
 
-def signature_text(specification: ModelSpecification, max_batch_size: int) -> str:
+def _signature(specification: ModelSpecification, max_batch_size: int) -> str:
     """Largest batch, inputs and outputs."""
-    inputs = ", ".join(map(tensor_text, specification.inputs))
-    outputs = ", ".join(map(tensor_text, specification.outputs))
+    inputs = ", ".join(map(_tensor, specification.inputs))
+    outputs = ", ".join(map(_tensor, specification.outputs))
     return f"max_batch_size: {max_batch_size}\ninput [ {inputs} ]\noutput [ {outputs} ]"
 
 
-def tensor_text(tensor: TensorSpec) -> str:
+def _tensor(tensor: TensorSpec) -> str:
     """One element of `input` or `output`."""
     return f"{{ name: {quote(tensor.name)} data_type: {_data_type(tensor)} dims: {_dims(tensor)} }}"
 

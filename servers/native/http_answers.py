@@ -1,10 +1,14 @@
-"""Answers as HTTP sends them: status, headers and body as data, and as bytes."""
+"""Answers as HTTP sends them: status, headers and body as data, and as bytes; and what an application answers."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
+
+import structlog
 
 from servers.contract.errors import (
     ContractError,
@@ -15,7 +19,14 @@ from servers.contract.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from servers.native.errors import INTERNAL_ERROR
 
+log = structlog.get_logger("abserve.http")
+
+Message = MutableMapping[str, Any]
+Application = Callable[
+    [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
+]
 Headers = list[tuple[bytes, bytes]]
 
 _STATUS: tuple[tuple[type[ContractError], int], ...] = (
@@ -71,6 +82,38 @@ def error_headers(status: int, body: bytes) -> Headers:
     if status == 503:
         headers.append((b"retry-after", b"1"))
     return headers
+
+
+async def ask(application: Application, scope: Message, body: bytes) -> Answer:
+    """The application's whole answer to a request; one with status 500 when it fails."""
+    asked = False
+    status = 500
+    headers: Headers = []
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        nonlocal asked
+        if asked:
+            return {"type": "http.disconnect"}
+        asked = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status, headers
+        if message["type"] == "http.response.start":
+            status, headers = message["status"], list(message["headers"])
+        else:
+            parts.append(message.get("body", b""))
+
+    try:
+        await application(scope, receive, send)
+    except Exception:
+        log.exception("a request failed unexpectedly", path=scope["path"][:200])
+        return refusal(500, INTERNAL_ERROR)
+    content = b"".join(parts)
+    if not any(name.lower() == b"content-length" for name, _ in headers):
+        headers.append((b"content-length", b"%d" % len(content)))
+    return Answer(status, headers, content)
 
 
 def _clean(text: bytes) -> bytes:

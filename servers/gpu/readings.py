@@ -1,68 +1,70 @@
-"""Readings of a GPU over time: the narrow interface between whatever reads and the sampler, exporter and tests.
+"""What is read from GPUs, as records, and the narrow interface between whatever reads and whoever uses the readings.
 
-Where `servers.gpu.reader` answers "what is there now?" once, a series reader keeps the library open and reads each
-quantity by itself at its own price. A failed reading is absent from `values` and named in `failed`, never 0.
+None means unknown, never zero, and a failed reading is absent from `values` and named in `failed`: a missing reading
+must not look like an idle GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
-from servers.gpu.reader import GpuProcess, Status
+Status = Literal["ok", "no_library", "no_driver", "driver_mismatch", "no_device", "no_permission", "gpu_lost", "error"]
+
+SENTENCES: Mapping[Status, str] = {
+    "ok": "The NVIDIA driver answers.",
+    "no_library": "No NVIDIA driver library (libnvidia-ml.so.1) is installed here: this machine has no usable GPU.",
+    "no_driver": "The NVIDIA library is here but its kernel driver is not loaded: load it or install the driver.",
+    "driver_mismatch": "The NVIDIA library and the kernel driver have different versions: reboot, or restart the "
+    "container after the driver's update.",
+    "no_device": "The NVIDIA driver answers but shows no GPU to this process.",
+    "no_permission": "This process may not ask the NVIDIA driver: check its user and the container's devices.",
+    "gpu_lost": "A GPU has fallen off the bus: reset or reboot the machine.",
+    "error": "The NVIDIA driver answered with an error.",
+}
 
 CLOCK_EVENTS: Mapping[int, str] = {
     0x1: "idle",
+    0x2: "applications_clocks",
     0x4: "software_power_cap",
     0x8: "hardware_slowdown",
+    0x10: "sync_boost",
     0x20: "software_thermal",
     0x40: "hardware_thermal",
     0x80: "power_brake",
+    0x100: "display_clocks",
 }
 """Bits of `clock_event_reasons` that say why the clocks are not higher."""
 
-QUANTITIES: Mapping[str, str] = {
-    "energy_joules": "since the driver was loaded; steps about every 100 ms",
-    "power_watts": "on Ampere and later the mean of the last second",
-    "power_limit_watts": "enforced",
-    "utilization_ratio": "share of the driver's last interval (1/6 to 1 s) in which any kernel ran",
-    "memory_utilization_ratio": "share of it in which memory was read or written",
-    "memory_used_bytes": "by all processes and the driver",
-    "memory_total_bytes": "of the device",
-    "graphics_clock_hertz": "now",
-    "sm_clock_hertz": "now",
-    "memory_clock_hertz": "now",
-    "clock_event_reasons": "bit mask, see CLOCK_EVENTS",
-    "temperature_celsius": "of the die",
-    "software_power_cap_ns": "clocks held down so long since the driver was loaded",
-    "software_thermal_ns": "the same",
-    "hardware_thermal_ns": "the same",
-    "power_brake_ns": "the same",
-    "pcie_transmit_bytes": "counter that wraps",
-    "pcie_receive_bytes": "counter that wraps",
-    "sm_active_ratio": "share of the SMs' time with work since the last reading (GPM, Hopper and later)",
-    "tensor_active_ratio": "share of it with tensor operations",
-    "dram_active_ratio": "share of the memory's bandwidth",
-}
-"""Every name that `Reading.values` may hold."""
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process with a compute context; in a container the PID may be the host's."""
+
+    pid: int
+    used_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceIdentity:
-    """What does not change while a driver is loaded."""
+    """What is read once, when the library is opened. `failed` maps a field to the driver's error code."""
 
     index: int
     uuid: str
     name: str | None = None
     pci_bus_id: str | None = None
+    compute_capability: str | None = None
     mig_enabled: bool | None = None
     supports_gpm: bool | None = None
+    pcie_gen: int | None = None
+    pcie_width: int | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The library as opened, or why it cannot be."""
+    """The library as opened, or why it cannot be; `return_code` and `error` are the library's own."""
 
     status: Status
     error: str | None = None
@@ -73,11 +75,16 @@ class Connection:
     """Those that are read."""
     device_count: int | None = None
     """How many the driver shows, read or not."""
+    return_code: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One device now. `failed` maps a call to the driver's error code; `lost`: the device has fallen off the bus."""
+    """One device now: values by quantity, failures by call (see `servers.gpu.nvml`), `lost` when it fell off the bus.
+
+    `utilization_ratio` is the share of the driver's last interval (1/6 to 1 s) in which any kernel ran; power is on
+    Ampere and later the mean of the last second; the energy counter steps about every 100 ms.
+    """
 
     values: Mapping[str, float] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -104,7 +111,7 @@ class EdgeReading:
     lost: bool = False
 
 
-class SeriesReader(Protocol):
+class GpuReader(Protocol):
     """Never raises: whatever goes wrong is a status or a failed call. One thread at a time."""
 
     def connect(self) -> Connection:

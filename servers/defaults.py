@@ -1,0 +1,13 @@
+"""Default values that several servers and commands share. Imports nothing of ours: every process can read them."""
+
+from typing import Final
+
+HOST = "127.0.0.1"
+WEIGHTS = "random:0"
+PRECISION: Final = "fp32"
+MODE = "auto"
+DEVICE = "auto"
+MAX_BATCH_SIZE = 32
+MAX_QUEUE_DELAY_US = 2000
+QUEUE_SIZE = 512
+ARTEFACTS = ".artefacts"

@@ -1,0 +1,414 @@
+"""HTTP/1.1 requests from bytes: no socket and no event loop.
+
+`HeadReader` reads a head with httptools and checks again what decides where a body ends, because two readings of one
+stream are how requests are smuggled. `RequestParser` finds heads and bodies in a connection's bytes and gives whole
+requests back. Both refuse what exceeds the limits with an `HttpError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import httptools
+
+from servers.contract.codec import HEADER_LENGTH
+from servers.contract.errors import ContractError, UnavailableError
+from servers.native.http_answers import error_status
+from servers.native.http_body import BodyPool, ChunkedBody, DroppedBody, FixedBody
+from servers.native.limits import CONTROL_BODY_BYTES, HOLDS_ENOUGH, ByteBudget, HttpError
+from servers.native.settings import NativeSettings
+
+HEAD_ENDS = b"\r\n\r\n"
+_CARRIAGE_RETURN = 13
+_EMPTY = memoryview(b"")
+BARE_LINE_FEED = "a line of the request's head does not end with CR LF"
+_KEPT_HEADS = 256
+_KEPT_HEAD_BYTES = 4096
+_JSON_LENGTH = HEADER_LENGTH.lower().encode()
+
+
+@dataclass(slots=True)
+class RequestHead:
+    """One parsed head; shared by all requests with the same bytes, so nobody writes to it.
+
+    `length` is the body's size, None where there is no body or a chunked one; `target` is the model and the version of
+    an inference route, None for every other; `json_length` and `encoding` are the values as they came.
+    """
+
+    method: bytes
+    url: bytes
+    path: str
+    query: bytes
+    version: str
+    headers: list[tuple[bytes, bytes]]
+    keep_alive: bool
+    length: int | None = None
+    chunked: bool = False
+    expects_continue: bool = False
+    json_length: bytes | None = None
+    encoding: str | None = None
+    target: tuple[str, str | None] | None = None
+
+    @property
+    def infers(self) -> bool:
+        """Whether it asks for an inference; a target with another method asks for nothing."""
+        return self.target is not None and self.method == b"POST"
+
+    @property
+    def json_bytes(self) -> int:
+        """`json_length` as far as it is a number, to lay the body out; whether it is right is checked later."""
+        value = self.json_length
+        return int(value) if value is not None and value.isdigit() and len(value) < 19 else 0
+
+    def scope(self, client: object, server: object) -> dict[str, Any]:
+        """As an ASGI application gets it; both addresses as the transport has them."""
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": self.version,
+            "method": self.method.decode("ascii"),
+            "scheme": "http",
+            "path": self.path,
+            "raw_path": self.url.partition(b"?")[0],
+            "query_string": self.query,
+            "root_path": "",
+            "headers": list(self.headers),
+            "client": client,
+            "server": server,
+            "state": {},
+        }
+
+
+class _Parsed:
+    """What httptools calls back with."""
+
+    def __init__(self) -> None:
+        self.url = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.complete = 0
+        self.keep_alive = False
+        self.parser = httptools.HttpRequestParser(self)
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.complete += 1
+        self.keep_alive = self.parser.should_keep_alive()  # it forgets that at the end of the message
+
+
+class HeadReader:
+    """Parses heads within the settings' limits and remembers the latest."""
+
+    def __init__(self, settings: NativeSettings) -> None:
+        self.settings = settings
+        self._kept: dict[bytes, RequestHead] = {}
+
+    def read(self, raw: bytes) -> RequestHead:
+        """`raw` ends with the empty line. Raises `HttpError`."""
+        head = self._kept.get(raw)
+        if head is None:
+            head = self._parse(raw)
+            if len(raw) <= _KEPT_HEAD_BYTES:
+                if len(self._kept) >= _KEPT_HEADS:  # heads that differ each time must not collect
+                    self._kept.clear()
+                self._kept[raw] = head
+        return head
+
+    def check_size(self, size: int) -> None:
+        """Raises `HttpError` for a head of more bytes than are taken."""
+        if size > self.settings.max_header_bytes:
+            raise HttpError(431, f"the request's head has more than {self.settings.max_header_bytes} bytes")
+
+    def _parse(self, raw: bytes) -> RequestHead:
+        self.check_size(len(raw))
+        lines = raw.count(b"\n")
+        if lines - 2 > self.settings.max_headers:
+            raise HttpError(431, f"the request has more than {self.settings.max_headers} headers")
+        if lines != raw.count(b"\r\n"):
+            raise HttpError(400, BARE_LINE_FEED)
+        parsed = _Parsed()
+        parser = parsed.parser
+        try:
+            with contextlib.suppress(httptools.HttpParserUpgrade):  # an offer, which is not taken
+                parser.feed_data(raw)
+            if parsed.complete != 1:
+                raise HttpError(400, "the request is not valid HTTP")
+            url = httptools.parse_url(parsed.url)
+            path = (url.path or b"/").decode("ascii")
+        except (httptools.HttpParserError, UnicodeDecodeError) as exc:
+            raise HttpError(400, "the request is not valid HTTP") from exc
+        version = parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise HttpError(505, "the server speaks HTTP/1.1 and HTTP/1.0 alone")
+        head = RequestHead(
+            method=parser.get_method(),
+            url=parsed.url,
+            path=unquote(path) if "%" in path else path,
+            query=url.query or b"",
+            version=version,
+            headers=parsed.headers,
+            keep_alive=parsed.keep_alive,
+        )
+        _frame(head)
+        head.target = infer_target(head.path)
+        return head
+
+
+def _frame(head: RequestHead) -> None:
+    """Where the body ends, and what is in it. Raises `HttpError`."""
+    encodings: list[bytes] = []
+    for name, value in head.headers:
+        if name == b"content-length":
+            if not value.isdigit() or len(value) > 18 or head.length not in (None, int(value)):
+                raise HttpError(400, "Content-Length must be one whole number of bytes")
+            head.length = int(value)
+        elif name == b"transfer-encoding":
+            if head.chunked or value.strip().lower() != b"chunked" or head.version == "1.0":
+                raise HttpError(400, "the only Transfer-Encoding taken is chunked, in HTTP/1.1")
+            head.chunked = True
+        elif name == b"expect":
+            head.expects_continue = value.strip().lower() == b"100-continue" and head.version == "1.1"
+        elif name == b"content-encoding":
+            encodings.append(value.strip().lower())
+        elif name == _JSON_LENGTH:
+            if head.json_length not in (None, value):
+                raise HttpError(400, f"{HEADER_LENGTH} is given twice")
+            head.json_length = value
+    if head.chunked and head.length is not None:
+        raise HttpError(400, "Content-Length and Transfer-Encoding cannot be given together")
+    if encodings and encodings != [b"identity"]:
+        head.encoding = b",".join(encodings).decode("latin-1")
+
+
+def infer_target(path: str) -> tuple[str, str | None] | None:
+    """Model and version of an inference route, None for every other path."""
+    match path.split("/"):
+        case ["", "v2", "models", model, "infer"]:
+            return model, None
+        case ["", "v2", "models", model, "versions", version, "infer"]:
+            return model, version
+        case _:
+            return None
+
+
+class Request:
+    """A whole request, or one with a `refusal`, whose body was dropped. Its memory is held until `release`."""
+
+    __slots__ = ("_bodies", "_budget", "_held", "_memory", "body", "head", "refusal", "start_ns")
+
+    def __init__(
+        self,
+        head: RequestHead,
+        start_ns: int,
+        memory: FixedBody | ChunkedBody | None,
+        held: int,
+        bodies: BodyPool,
+        budget: ByteBudget,
+        refusal: ContractError | None,
+    ) -> None:
+        self.head = head
+        self.start_ns = start_ns  # when its head was complete
+        self.body = _EMPTY if memory is None else memory.view
+        self.refusal = refusal
+        self._memory = memory
+        self._held = held
+        self._bodies = bodies
+        self._budget = budget
+
+    def release(self, *, read: bool = True) -> None:
+        """It is over; any thread. Idempotent. Unless all of its body is `read`, the engine may still be at it.
+
+        Its bytes then count as held until nobody can.
+        """
+        memory, self._memory = self._memory, None
+        held, self._held = self._held, 0
+        if memory is None:
+            return
+        self.body = _EMPTY
+        if not read:
+            self._budget.release_with(memory.memory, held)
+            return
+        if isinstance(memory, FixedBody):
+            self._bodies.give(memory)
+        if held:
+            self._budget.release(held)
+
+
+class RequestParser:
+    """Of one connection. Bytes come through `parse`, or those of a large body through `space` and `received`.
+
+    `check` says why a request for inference is refused whatever its body is. One request at a time: the next bytes may
+    come when the last request is released.
+    """
+
+    def __init__(
+        self,
+        heads: HeadReader,
+        bodies: BodyPool,
+        budget: ByteBudget,
+        check: Callable[[RequestHead], ContractError | None],
+    ) -> None:
+        self._heads = heads
+        self._settings = heads.settings
+        self._bodies = bodies
+        self._budget = budget
+        self._check = check
+        self._body: FixedBody | ChunkedBody | DroppedBody | None = None
+        self._direct: FixedBody | None = None  # the body, while it wants its bytes from the transport directly
+        self._refusal: ContractError | None = None
+        self._held = 0
+        self._skipped_line = False  # the one empty line that may come before a request
+        self.head: RequestHead | None = None
+        """Of the request that is arriving, or arrived last; None when its head could not be read."""
+        self.start_ns = 0
+
+    @property
+    def in_body(self) -> bool:
+        """Whether a head is complete, and its body is not."""
+        return self._body is not None
+
+    @property
+    def body_arrived(self) -> int:
+        """How many bytes of the arriving body have been taken."""
+        return 0 if self._body is None else self._body.arrived
+
+    @property
+    def starved(self) -> bool:
+        """Whether the budget has no room for the next byte of the body."""
+        return self._direct is not None and self._budget.left <= 0
+
+    def parse(self, data: bytearray, start: int, end: int) -> tuple[int, Request | RequestHead | None]:
+        """Take the next piece of `data[start:end]`: where it ends, `start` when more is needed, and what is complete.
+
+        A head comes alone if its body is still missing. Raises `HttpError`.
+        """
+        body = self._body
+        if body is None:
+            return self._parse_head(data, start, end)
+        used = self._feed(body, data, start, end)
+        return used, self._completed() if body.complete else None
+
+    def space(self) -> memoryview | None:
+        """Where the transport may put the next bytes: never more than the body lacks, or the budget has room for."""
+        body = self._direct
+        if body is None:
+            return None
+        left = self._budget.limit - self._budget.held  # not `left`: for every read
+        return body.view[body.filled : body.filled + left] if left > 0 else None
+
+    def received(self, count: int) -> Request | None:
+        """`count` bytes have been written there; the request if it is complete."""
+        body = self._direct
+        assert body is not None
+        body.received(count)
+        self._hold(count)
+        return self._completed() if body.complete else None
+
+    def drop_body(self, refusal: ContractError) -> None:
+        """Refuse the request whose body is arriving, give its memory back, and only count the bytes that still come."""
+        body = self._direct
+        assert body is not None
+        left = body.size - body.filled
+        del body
+        self.give_up()
+        self._refusal = refusal
+        self._body = DroppedBody(left)
+
+    def give_up(self) -> None:
+        """The request that is arriving is not wanted any more."""
+        if isinstance(self._body, FixedBody):
+            self._bodies.settle(self._body)
+        self._body = self._direct = None
+        held, self._held = self._held, 0
+        self._budget.release(held)
+
+    def _parse_head(self, data: bytearray, start: int, end: int) -> tuple[int, Request | RequestHead | None]:
+        if data.startswith(b"\r\n", start, end):
+            if self._skipped_line:
+                raise HttpError(400, "more than one empty line comes before the request")
+            self._skipped_line = True
+            return start + 2, None
+        found = data.find(HEAD_ENDS, start, end)
+        if found < 0:
+            self.head = None
+            if not ord("A") <= data[start] <= ord("Z") and data[start] != _CARRIAGE_RETURN:
+                raise HttpError(400, "the request is not valid HTTP")
+            self._heads.check_size(end - start)
+            if data.count(b"\n", start, end) != data.count(b"\r\n", start, end):
+                raise HttpError(400, BARE_LINE_FEED)
+            return start, None
+        self._skipped_line = False
+        found += len(HEAD_ENDS)
+        self.head = None
+        self.head = head = self._heads.read(bytes(data[start:found]))
+        self.start_ns = time.perf_counter_ns()
+        self._body = body = self._choose_body(head)
+        if body is None:
+            return found, self._completed()
+        found = self._feed(body, data, found, end)
+        if body.complete:
+            return found, self._completed()
+        if self._refusal is not None and head.expects_continue:  # its body need not be sent at all
+            raise HttpError(error_status(self._refusal), str(self._refusal))
+        if isinstance(body, FixedBody):
+            self._direct = body
+        return found, head
+
+    def _choose_body(self, head: RequestHead) -> FixedBody | ChunkedBody | DroppedBody | None:
+        """Decide where the body goes. Raises `HttpError` for one that is not read at all."""
+        size = head.length or 0
+        limit = self._settings.max_body_bytes if head.target is not None else CONTROL_BODY_BYTES
+        self._refusal = None
+        if size > limit:
+            raise HttpError(413, f"the body has {size} bytes, the server takes at most {limit}")
+        if head.infers:
+            self._refusal = self._check(head)
+        if head.chunked:
+            if self._refusal is not None:
+                raise HttpError(error_status(self._refusal), str(self._refusal))
+            return ChunkedBody(limit, self._settings.max_chunks)
+        if size == 0:
+            return None
+        if self._refusal is None:
+            body = self._bodies.take(size, head.json_bytes) if size <= self._budget.left else None
+            if body is not None:
+                return body
+            self._refusal = UnavailableError(HOLDS_ENOUGH)
+        return DroppedBody(size)
+
+    def _feed(self, body: FixedBody | ChunkedBody | DroppedBody, data: bytearray, start: int, end: int) -> int:
+        if isinstance(body, FixedBody):
+            used = body.feed(data, start, min(end, start + self._budget.left))
+            self._hold(used - start)
+            return used
+        used = body.feed(data, start, end)
+        if isinstance(body, ChunkedBody):
+            more = len(body.content) - self._held
+            if more > 0 and not self._hold(more):
+                raise HttpError(503, HOLDS_ENOUGH)
+        return used
+
+    def _completed(self) -> Request:
+        head, body, refusal = self.head, self._body, self._refusal
+        assert head is not None
+        self._body = self._direct = None
+        held, self._held = self._held, 0
+        if isinstance(body, DroppedBody):
+            body = None
+        elif isinstance(body, FixedBody) and body.lent:
+            self._bodies.settle(body)
+        return Request(head, self.start_ns, body, held, self._bodies, self._budget, refusal)
+
+    def _hold(self, size: int) -> bool:
+        held = self._budget.hold(size)
+        self._held += size if held else 0
+        return held

@@ -1,0 +1,134 @@
+"""Command-line options made from a settings class: each field's name, type, limits, default and help exist once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
+
+from pydantic import Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from servers import defaults
+from servers.engines.settings import EngineSettings
+from servers.models.registry import DEFAULT_MODEL
+
+S = TypeVar("S", bound=BaseSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Annotates a field of a settings class that is not an ordinary option of the command."""
+
+    offered: bool = True
+    """False: the command decides the value itself."""
+    hidden: bool = False
+    """True: left out of the help."""
+
+
+def settings_of(prefix: str) -> SettingsConfigDict:
+    """The configuration of a settings class whose environment variables begin with `prefix`."""
+    return SettingsConfigDict(env_prefix=prefix, extra="forbid", frozen=True)
+
+
+class ModelOptions(BaseSettings):
+    """Which model, with which weights, from which folder of exported files."""
+
+    model: str = Field(DEFAULT_MODEL, description="A registered model.")
+    weights: str | None = Field(
+        None, description="random:SEED, a pretrained tag or a checkpoint file; the model's default when left out."
+    )
+    artefacts: Path = Field(Path(defaults.ARTEFACTS), description="Folder of exported files; created if missing.")
+
+
+class EngineOptions(ModelOptions):
+    """Which engine executes the model, and how."""
+
+    engine: str = Field("torch", description="torch, onnxruntime, tensorrt or null (no model).")
+    precision: str = Field(defaults.PRECISION, description="fp32, tf32, fp16 or bf16, as the engine offers.")
+    mode: str = Field(defaults.MODE, description="auto, or what the engine offers.")
+    device: str = Field(defaults.DEVICE, description="auto, cpu or cuda:N; auto takes a GPU where one is.")
+    threads: int = Field(0, ge=0, description="Intra-op threads on the CPU; 0: all cores.")
+
+    def engine_settings(self, max_batch_size: int) -> EngineSettings:
+        """The same for an engine."""
+        return EngineSettings(self.engine, self.precision, self.mode, self.device, self.threads, max_batch_size)
+
+
+def takes_settings(kind: type[BaseSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Put an option for each field of `kind` in the place of the command's `**options`.
+
+    Name, environment variable, help and default come from the field. The class itself checks the values, so that a
+    wrong one gets the same sentence from every entry point.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        prefix = kind.model_config.get("env_prefix", "")
+        made = [_parameter(name, field, prefix) for name, field in kind.model_fields.items() if _option(field).offered]
+        parameters = [*made, *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own)]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads it
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return decorate
+
+
+def checked(kind: type[S], options: Mapping[str, Any]) -> S:
+    """The settings of a command's options; a wrong value ends it as a mistake on the command line."""
+    try:
+        return kind(**options)
+    except ValidationError as exc:
+        import typer
+
+        raise typer.BadParameter(validation_sentence(exc)) from exc
+
+
+def validation_sentence(error: ValidationError) -> str:
+    """The first contradiction: which option, what is wrong with it, and what came."""
+    first = error.errors()[0]
+    return f"{flag_of(str(first['loc'][0]))}: {first['msg']}, got {first['input']!r}"
+
+
+def flag_of(name: str) -> str:
+    """The option of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def fail(message: str, cause: Exception | None = None) -> NoReturn:
+    """End the command with one sentence on standard error and exit status 1."""
+    import typer
+    from rich.console import Console
+
+    Console(stderr=True).print(
+        f"error: {message}", style="bold red", highlight=False, soft_wrap=True, markup=False, emoji=False
+    )
+    raise typer.Exit(1) from cause
+
+
+def _option(field: FieldInfo) -> Option:
+    return next((item for item in field.metadata if isinstance(item, Option)), Option())
+
+
+def _parameter(name: str, field: FieldInfo, prefix: str) -> inspect.Parameter:
+    import typer  # not above: a server process reads its settings without it, and listens the sooner
+
+    kind: Any = field.annotation
+    flag, metavar = flag_of(name), None
+    if get_origin(kind) is Literal:
+        kind, metavar = str, f"[{'|'.join(get_args(kind))}]"
+    option = typer.Option(
+        ...,
+        f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
+        envvar=f"{prefix}{name.upper()}",
+        help=field.description,
+        metavar=metavar,
+        hidden=_option(field).hidden,
+    )
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=field.default
+    )
