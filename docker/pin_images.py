@@ -1,0 +1,57 @@
+"""Write the digest that each image's tag has in its registry into a settings file: `python pin_images.py [FILE]`.
+
+FILE is .env when left out; its lines NAME_IMAGE=TAG[@DIGEST] are rewritten and nothing else. Asks `docker buildx`, and
+the engine for an image that was pulled before. Exit status 1 with one sentence for every image that neither knows.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+LINE = re.compile(r"^(\w+_IMAGE)=([^@\s]+)(?:@(sha256:[0-9a-f]{64}))?$", re.MULTILINE)
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def digest_of(tag: str) -> str | None:
+    """The digest of the tag's index, or of its one manifest; None when nobody knows it."""
+    told = output("docker", "buildx", "imagetools", "inspect", "--format", "{{.Manifest.Digest}}", tag)
+    if DIGEST.fullmatch(told):
+        return told
+    names = output("docker", "image", "inspect", "--format", '{{join .RepoDigests "\\n"}}', tag).split()
+    repository = tag.rpartition(":")[0]
+    return next((digest for name, _, digest in (n.partition("@") for n in names) if name == repository), None)
+
+
+def output(*command: str) -> str:
+    """Empty when the command fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def main() -> int:
+    """Exit status 1 when an image could not be found; the others are written all the same."""
+    path = Path(sys.argv[1] if len(sys.argv) > 1 else ".env")
+    if not path.is_file():
+        sys.stderr.write(f"there is no {path}: cp .env.example .env\n")
+        return 1
+    text = path.read_text(encoding="utf-8")
+    missing = 0
+    for name, tag, before in LINE.findall(text):
+        now = digest_of(tag)
+        if now is None:
+            missing += 1
+            sys.stderr.write(f"{name}: the digest of {tag} cannot be read; check the network, or docker pull {tag}\n")
+            continue
+        change = "as before" if now == before else f"it was {before or 'not pinned'}"
+        sys.stdout.write(f"{name}: {tag} is {now}, {change}\n")
+        text = re.sub(rf"^{name}=.*$", f"{name}={tag}@{now}", text, flags=re.MULTILINE)
+    path.write_text(text, encoding="utf-8")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
