@@ -37,27 +37,32 @@ from __future__ import annotations
 
 import logging
 import sys
+from itertools import islice
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, ClassVar
 
 import gevent
+from gevent.event import Event
 from locust import events, task
 from locust.exception import StopUser
 
 from loadgen.clients.endpoint import Endpoint, EndpointError
-from loadgen.clients.http import ConnectionRefused
+from loadgen.clients.exchange import ConnectionRefused
 from loadgen.clients.inputs import InputError
 from loadgen.clients.requests import Address, AddressError
+from loadgen.experiment.arrivals import endless_offsets_ns
 from loadgen.exporters.load import export_load
+from loadgen.generator.pacer import Pacer
 from loadgen.generator.users import InferenceUser
-from loadgen.locustfile.open_loop import OpenLoop, start_open_loop
+from loadgen.generator.window import LoadWindow
 from loadgen.locustfile.session import LoadOptions, Session
-from loadgen.locustfile.workers import MasterSide, WorkerSide
+from loadgen.locustfile.workers import MasterSide, WorkerSide, share_of
 
 DEFAULT_HOST = "http://127.0.0.1:8100"
 _POLL_SECONDS = 0.005
 _AFTER_REFUSAL_SECONDS = 0.5
 _FLUSH_SECONDS = 0.5
+_OPEN_LEAD_NS = 20_000_000
 
 logger = logging.getLogger("abserve")
 
@@ -90,6 +95,25 @@ class Batched(_ClosedLoopUser):
 
 class Concurrent(_ClosedLoopUser):
     """One image in every request, from many users."""
+
+
+class OpenLoop(InferenceUser):
+    """One image a request, --rate requests a second over all workers, from at most -u connections."""
+
+    pacer: ClassVar[Pacer | None] = None
+
+    @task  # type: ignore[untyped-decorator]  # locust ships no usable types
+    def load(self) -> None:
+        """The next request that is due; a server that is gone counts as a failure for each."""
+        if self.pacer is None or not self.traffic.requests:
+            raise StopUser  # the test could not be prepared
+        intended_ns = self.pacer.take()
+        if intended_ns is None:
+            raise StopUser
+        try:
+            self.infer(intended_ns)
+        except ConnectionRefused:
+            return
 
 
 class ColdStart(InferenceUser):
@@ -204,7 +228,7 @@ def _test_start(environment: Any, **_: object) -> None:
         )
         return
     if OpenLoop in environment.user_classes:
-        start_open_loop(environment, session.options)
+        _start_open_loop(environment, session.options)
     worker = environment.abserve_worker
     if worker is not None:
         worker.started(session.files())
@@ -234,6 +258,32 @@ def _quitting(environment: Any, **_: object) -> None:
         environment.process_exit_code = 1
 
 
+def _start_open_loop(environment: Any, options: LoadOptions) -> None:
+    """Requests fall due from when all users are there, by this process's share of the schedule."""
+    window = LoadWindow(0, 0.0, 0.0)
+    OpenLoop.pacer = pacer = Pacer(window)
+    begun = Event()
+
+    def begin(user_count: int, **_: object) -> None:
+        begun.set()
+        # Removed while the event is being fired, a listener takes the next one's turn in older versions of Locust.
+        gevent.spawn(environment.events.spawning_complete.remove_listener, begin)
+        share = share_of(environment)
+        if share is not None:  # else all of the rate is given out to others, and the users here only wait
+            part, parts, seed = share
+            offsets = islice(endless_offsets_ns(options.arrivals, options.rate_per_s, seed), part, None, parts)
+            gevent.spawn(pacer.run, offsets, perf_counter_ns() + _OPEN_LEAD_NS, user_count)
+
+    def end(**_: object) -> None:
+        window.cut("the test was stopped")
+        gevent.spawn(environment.events.test_stop.remove_listener, end)
+        if not begun.is_set():
+            environment.events.spawning_complete.remove_listener(begin)
+
+    environment.events.spawning_complete.add_listener(begin)
+    environment.events.test_stop.add_listener(end)
+
+
 def _flush(environment: Any, session: Session) -> None:
     while True:
         gevent.sleep(_FLUSH_SECONDS)
@@ -258,7 +308,7 @@ def _problem(environment: Any) -> str | None:
     model = options.model
     try:
         endpoint = Endpoint(environment.host)
-        options.door(endpoint.address)
+        options.target(endpoint.address)
         endpoint.signature(model)
     except AddressError as exc:
         return f"--host: {exc}"

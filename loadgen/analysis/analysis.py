@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from loadgen.analysis.batching import executed_batches
-from loadgen.analysis.causes.analysis import find_causes
-from loadgen.analysis.ceilings import divide_by_ceilings
-from loadgen.analysis.checks.ceilings import check_ceilings
-from loadgen.analysis.checks.clock import check_clock
-from loadgen.analysis.checks.evidence import check_evidence
-from loadgen.analysis.checks.fairness.arms import check_fairness
-from loadgen.analysis.checks.load import check_load
-from loadgen.analysis.checks.machine import check_machine
-from loadgen.analysis.checks.outcome import in_order, reason_against
-from loadgen.analysis.checks.probes import check_probes
-from loadgen.analysis.checks.repetition import check_repetition
-from loadgen.analysis.checks.run import check_comparisons, check_run
-from loadgen.analysis.checks.searches import check_searches
-from loadgen.analysis.comparisons import compare_all, invalidate
-from loadgen.analysis.gpu_series import gpu_series
+from loadgen.analysis.checks.registry import Facts, make_checks, reason_against
 from loadgen.analysis.noise_floor import apply_floor, floor_sentence, is_self_comparison
-from loadgen.analysis.result import Result
-from loadgen.analysis.searches import find_ramps, find_rates
-from loadgen.analysis.stages import account_cell
+from loadgen.analysis.result import FILE_NAME, Result, read_result
 from loadgen.analysis.stopping import describe_stopping
-from loadgen.analysis.summaries import summarise_blocks, summarise_cell
-from loadgen.analysis.thresholds import Measured, judge_thresholds
+from loadgen.analysis.thresholds import judge_thresholds
 from loadgen.analysis.verdict import reach_verdict
-from loadgen.records.run import Label
-from loadgen.storage.stored_run import StoredRun, read_run
-
-LABELS: tuple[Label, Label] = ("a", "b")
+from loadgen.comparison.comparisons import compare_all, invalidate
+from loadgen.comparison.pairs import latencies_of
+from loadgen.comparison.stages import account_cell
+from loadgen.comparison.summaries import summarise_blocks, summarise_cell
+from loadgen.documents import one_line
+from loadgen.records.run import LABELS
+from loadgen.storage.stored_run import StoredRun, StoredRunError, read_run
+from loadgen.studies.causes.analyse import find_causes
+from loadgen.studies.ceiling.analyse import divide_by_ceilings
+from loadgen.studies.gpu_proof.signals import gpu_series
+from loadgen.studies.rate_search.analyse import find_ramps, find_rates
 
 
 def analyse(out_dir: Path) -> Result:
@@ -56,31 +49,19 @@ def analyse_run(run: StoredRun) -> Result:
         account_cell(cell.name, [block for block in complete if block.record.cell == cell.name]) for cell in loads
     )
     rates, ramps = find_rates(run.experiment.cells, run.trials), find_ramps(run.experiment.cells, run.trials)
-    drafts = compare_all(run.experiment, blocks, run.cold_starts, [*rates, *ramps])
+    drafts = compare_all(run.experiment, blocks, run.cold_starts, [*rates, *ramps], latencies_of(run.blocks))
     stopping = describe_stopping(run.experiment, run.state, drafts)
     if not is_self_comparison(run.experiment):
         drafts = apply_floor(drafts, run.noise_floors, run.experiment.equivalence_margin)
     ceilings, ceilings_missing = divide_by_ceilings(run.ceilings, loads, summaries)
-    checks = in_order(
-        [
-            *check_run(run),
-            *check_evidence(run),
-            *check_fairness(run),
-            *check_load(run, blocks, summaries, accounts),
-            *check_searches(run, rates, ramps),
-            *check_machine(run, blocks),
-            *check_clock(run.blocks),
-            *check_comparisons(drafts, run.experiment.equivalence_margin),
-            *check_repetition(run, drafts),
-            *check_probes(run.cache_probes),
-            *check_ceilings(ceilings),
-        ]
-    )
+    facts = Facts(run, blocks, summaries, accounts, rates, ramps, drafts, ceilings)
+    checks = make_checks(facts)
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
+    facts = replace(facts, comparisons=comparisons)
     titles = {label: request.target for label, request in (("a", run.experiment.a), ("b", run.experiment.b))}
     titles |= {arm.label: arm.title for arm in run.arms}
     causes = find_causes(run, blocks, accounts)
-    verdict = reach_verdict(run.experiment, titles, comparisons, checks, accounts, summaries, causes)
+    verdict = reach_verdict(facts, titles, checks, causes)
     if run.experiment.until_decided:
         verdict = msgspec.structs.replace(verdict, caveats=(*verdict.caveats, stopping.sentence))
     return Result(
@@ -109,10 +90,43 @@ def analyse_run(run: StoredRun) -> Result:
         stopping=stopping,
         noise_floors=run.noise_floors,
         noise_floor_sentence=floor_sentence(run.noise_floors, comparisons, run.experiment),
-        thresholds=judge_thresholds(run.experiment, Measured(comparisons, summaries, blocks, run.cold_starts)),
+        thresholds=judge_thresholds(facts),
         ceilings=ceilings,
         ceilings_missing=ceilings_missing,
         gpu=gpu_series(
             run.readings, run.evidence, min((block.record.window_start_ns for block in run.blocks), default=0)
         ),
     )
+
+
+def stored_result(directory: Path) -> Result:
+    """What the records say today; of a folder with a result.json and without samples, as a published one, that file.
+
+    Such a folder must not be analysed: a run without samples is an invalid one. Raises `StoredRunError` and
+    `ResultError`.
+    """
+    if (directory / FILE_NAME).exists() and not _records_are_kept(directory):
+        return read_result(directory / FILE_NAME)
+    runs = sorted(path.parent.name for path in directory.glob("*/experiment.json"))
+    if runs and not (directory / "experiment.json").exists():
+        raise StoredRunError(f"{directory} holds several runs; give one of its folders: {', '.join(runs)}")
+    return analyse(directory)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Around everything that is done with stored records. They have the right types, but nobody can say what else was
+    changed in them: what fails over that is told in one sentence. Raises `StoredRunError`."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as exc:
+        raise StoredRunError(
+            f"the records in {path} contradict each other ({type(exc).__name__}: {one_line(str(exc))}); "
+            "run the comparison again, or report this if nobody has changed them"
+        ) from exc
+
+
+def _records_are_kept(directory: Path) -> bool:
+    if not (directory / "run.json").exists():
+        return False
+    return any(directory.glob("samples/*")) or not any(directory.glob("blocks/*.json"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from loadgen.analysis.summaries import CellSummary
+from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import number
 from loadgen.records.run import Cell, Label, Record
 

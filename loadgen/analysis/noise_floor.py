@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from loadgen.analysis.comparisons import Comparison
-from loadgen.analysis.pairs import PairedMetric
-from loadgen.evidence.devices import own_devices, used_gpu
+from loadgen.comparison.comparisons import Comparison
+from loadgen.comparison.pairs import PairedMetric
 from loadgen.quantities import share
-from loadgen.records.noise_floor import FloorEntry, NoiseFloor
+from loadgen.records.machine import FloorEntry, NoiseFloor
 from loadgen.records.run import ArmRequest, Experiment
 from loadgen.statistics.ratios import SIGNIFICANCE, critical_t, estimate_ratio
+from loadgen.studies.gpu_proof.records import own_devices, used_gpu
 
 LEAST_RESTARTS = 3
 COMMAND = "abserve noise-floor"
@@ -52,6 +52,21 @@ def floor_entries(paired: Sequence[PairedMetric]) -> tuple[FloorEntry, ...]:
                 )
             )
     return tuple(entries)
+
+
+def tail_floors(comparisons: Sequence[Comparison]) -> tuple[FloorEntry, ...]:
+    """The floors of percentiles that are taken from all rounds together: the far end of their interval, which is over
+    the starts of the servers where there are several."""
+    return tuple(
+        FloorEntry(
+            scenario=one.scenario,
+            metric=one.metric,
+            difference=math.expm1(max(abs(math.log(bound)) for bound in one.ci95)),
+            pairs=one.pairs,
+        )
+        for one in comparisons
+        if one.ci95 is not None and "order statistics" in one.method
+    )
 
 
 def floor_of(groups: Sequence[Sequence[float]]) -> float | None:

@@ -9,23 +9,20 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
 from loadgen.analysis.batching import ExecutedBatches
-from loadgen.analysis.causes.ranking import CellCauses
-from loadgen.analysis.ceilings import EngineShare, NoCeiling
-from loadgen.analysis.checks.outcome import Check
-from loadgen.analysis.comparisons import Comparison
-from loadgen.analysis.gpu_series import GpuSeries
-from loadgen.analysis.stages import StageAccount
+from loadgen.analysis.checks.registry import Check
 from loadgen.analysis.stopping import Stopping
-from loadgen.analysis.summaries import BlockSummary, CellSummary
 from loadgen.analysis.thresholds import ThresholdOutcome
 from loadgen.analysis.verdict import Verdict
-from loadgen.evidence.records import EvidenceFile
-from loadgen.records.noise_floor import NoiseFloor
+from loadgen.comparison.comparisons import Comparison
+from loadgen.comparison.stages import StageAccount
+from loadgen.comparison.summaries import BlockSummary, CellSummary
+from loadgen.documents import DocumentError, read_record
+from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import (
     ArmRecord,
     ColdStart,
@@ -36,7 +33,11 @@ from loadgen.records.run import (
     Record,
     RunState,
 )
-from loadgen.records.searches import RampFound, RateFound, Trial
+from loadgen.studies.causes.analyse import CellCauses
+from loadgen.studies.ceiling.analyse import EngineShare, NoCeiling
+from loadgen.studies.gpu_proof.records import EvidenceFile
+from loadgen.studies.gpu_proof.signals import GpuSeries
+from loadgen.studies.rate_search.records import RampFound, RateFound, Trial
 
 FILE_NAME = "result.json"
 
@@ -98,8 +99,8 @@ def encode_result(result: Result) -> bytes:
 def read_result(path: Path) -> Result:
     """Read a `result.json`. Raises `ResultError` for a missing file, another schema or an unknown field."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Result)
-    except (OSError, ValueError) as exc:
+        return cast("Result", read_record(path.read_bytes(), Result))
+    except (OSError, DocumentError) as exc:
         raise ResultError(f"{path} is not a result of this version of abserve: {exc}") from exc
 
 

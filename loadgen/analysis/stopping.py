@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from loadgen.analysis.comparisons import Comparison
+from loadgen.comparison.comparisons import Comparison
 from loadgen.experiment.schedule import load_cells
 from loadgen.quantities import number
 from loadgen.records.run import Experiment, Record, RunState
+
+WORTH_SAYING = 0.2
+"""A correlation that makes an interval a fifth wider."""
 
 
 class Stopping(Record, frozen=True, kw_only=True):
     """The rule that was laid down before the run, and how it ended."""
 
-    rule: Literal["planned", "until decided"]
-    ended_by: Literal["plan", "decided", "time limit"] | None
+    rule: Literal["planned", "by time", "until decided"]
+    ended_by: Literal["plan", "time", "decided", "time limit"] | None
     """None where the run did not end by itself."""
     time_limit_minutes: float | None
     """Of load, where pairs were added until decided."""
@@ -36,25 +39,27 @@ def describe_stopping(experiment: Experiment, state: RunState | None, comparison
     names = [cell.name for cell in load_cells(experiment.cells)]
     leading = {c.scenario: c for c in comparisons if c.leading and c.scenario in names}
     undecided = tuple(name for name, c in leading.items() if c.verdict == "undecided")
-    ended: Literal["plan", "decided", "time limit"] | None = None
+    ended: Literal["plan", "time", "decided", "time limit"] | None = None
     if state is not None and state.state == "finished":
-        ended = "plan" if not experiment.until_decided else "time limit" if undecided else "decided"
+        ended = "plan" if experiment.minutes is None else "time"
+        if experiment.until_decided:
+            ended = "time limit" if undecided else "decided"
     pairs = {name: c.pairs for name, c in leading.items()}
     return Stopping(
-        rule="until decided" if experiment.until_decided else "planned",
+        rule="until decided" if experiment.until_decided else "planned" if experiment.minutes is None else "by time",
         ended_by=ended,
         time_limit_minutes=experiment.time_limit_minutes,
         restarts=experiment.restarts,
         pairs=pairs,
         undecided=undecided,
         sentence=_sentence(experiment, ended, pairs, undecided),
-        coverage=_coverage(experiment) if pairs else "",
+        coverage=_coverage(experiment) + _resemblance(leading.values()) if pairs else "",
     )
 
 
 def _sentence(
     experiment: Experiment,
-    ended: Literal["plan", "decided", "time limit"] | None,
+    ended: Literal["plan", "time", "decided", "time limit"] | None,
     pairs: dict[str, int],
     undecided: Sequence[str],
 ) -> str:
@@ -74,6 +79,8 @@ def _sentence(
         return f"Ended before the plan did, after {count} of each scenario{starts}."
     cold = sum(cell.pairs for cell in experiment.cells if cell.scenario == "cold-start")
     apart = f", {cold} of cold starts" if cold and cold != fewest else ""
+    if experiment.minutes is not None:
+        return f"As many rounds as {experiment.minutes:g} minutes allowed: {count} of each scenario{starts}{apart}."
     return f"As planned: {count} of each scenario{starts}{apart}."
 
 
@@ -82,6 +89,14 @@ def _coverage(experiment: Experiment) -> str:
     if experiment.restarts > 1:
         return "The intervals cover what a restart changes."
     return looks + ONE_START
+
+
+def _resemblance(leading: Iterable[Comparison]) -> str:
+    """The allowance that is made in any case is too small to speak of."""
+    most = max((c.correlation for c in leading), default=0.0)
+    if most < WORTH_SAYING:
+        return ""
+    return f" Each round resembles the next (correlation up to {most:.1f}), and the intervals are wider for it."
 
 
 ONE_START = "Both servers were started once, so the intervals do not cover what a restart changes."

@@ -7,30 +7,193 @@ A condition whose quantities were not measured, or whose cell is invalid, is not
 Point estimates are those of the comparisons: geometric means over the pairs of blocks. A percentile for which single
 blocks have too few samples is that of all blocks of the arm together, and then it has no interval. The interval of an
 arm is Student's t over its blocks (or starts); that of a ratio is the comparison's.
+
+The language: comparisons of measured quantities, parsed by Python's own parser and never executed.
+
+    [SCENARIO:] CONDITION       concurrent(16): b.p99 > 1.05 * a.p99 and b.throughput < 0.95 * a.throughput
+
+Quantities are `a.METRIC`, `b.METRIC` and `ratio.METRIC` (B over A), each also with `.low` and `.high` for the bounds of
+its 95 % interval; without them it is the point estimate. There are numbers, + - * /, < <= > >= == !=, and, or, not, and
+brackets. Anything else is refused, so a condition cannot call, index or reach anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
-from loadgen.analysis.claims import weight
-from loadgen.analysis.comparisons import Comparison
-from loadgen.analysis.metrics import METRICS, TIME_TO_FIRST_ANSWER, TIME_TO_READY, metrics_of
-from loadgen.analysis.summaries import NS_PER_S, BlockSummary, CellSummary, LatencySummary
-from loadgen.analysis.threshold_language import (
-    OF_ONE_ARM,
-    Condition,
-    Quantity,
-    ThresholdError,
-    UndefinedValueError,
-    parse_condition,
-)
+from loadgen.analysis.checks.registry import Facts
+from loadgen.comparison.claims import weight
+from loadgen.comparison.comparisons import Comparison
+from loadgen.comparison.pairs import METRICS, TIME_TO_FIRST_ANSWER, TIME_TO_READY, metrics_of
+from loadgen.comparison.summaries import CellSummary, LatencySummary
 from loadgen.experiment.plan import PlanError
 from loadgen.quantities import number
-from loadgen.records.run import Cell, ColdStart, Experiment, Label, Record
+from loadgen.records.run import Cell, Label, Record
+from loadgen.records.samples import NS_PER_S
 from loadgen.statistics.ratios import geometric_mean, interval_of_mean
+
+Side = Literal["a", "b", "ratio"]
+Bound = Literal["low", "high"]
+
+COMPARED = tuple(name.removeprefix("latency_") for name in METRICS)
+"""Those with a ratio: all that the arms are compared by."""
+OF_ONE_ARM = ("mean", "p95", "p99_9", "errors")
+QUANTITIES = (*COMPARED, *OF_ONE_ARM)
+MAX_LENGTH = 500
+
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[float, float], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_SCENARIO = re.compile(r"\s*([a-z][a-z-]*(?:\([^()]*\))?)\s*:(.*)", re.DOTALL)
+
+
+class ThresholdError(Exception):
+    """A condition cannot be understood; the message says what would do."""
+
+
+class UndefinedValueError(Exception):
+    """The quantities are there, and the condition has no value: something is divided by zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """One measured number that a condition names."""
+
+    side: Side
+    metric: str
+    bound: Bound | None = None
+
+    def __str__(self) -> str:
+        return ".".join(filter(None, (self.side, self.metric, self.bound)))
+
+
+Values = Mapping[Quantity, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A parsed condition; it fails a run when it is true."""
+
+    text: str
+    scenario: str | None
+    """As written before the colon: "concurrent(16)", "batched", "all"; None without one."""
+    quantities: tuple[Quantity, ...]
+    """Each once, in the order of their appearance."""
+    holds: Callable[[Values], bool]
+    """Whether it is true of the values, one for each of `quantities`. Raises `UndefinedValueError`."""
+
+
+def parse_condition(text: str) -> Condition:
+    """Raises `ThresholdError`."""
+    if len(text) > MAX_LENGTH:
+        raise ThresholdError(f"a condition has at most {MAX_LENGTH} characters; use several")
+    selected = _SCENARIO.fullmatch(text)
+    scenario, body = (selected[1], selected[2]) if selected else (None, text)
+    try:
+        tree = ast.parse(body.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as exc:
+        raise ThresholdError("it is no condition; write one like b.p99 > 1.05 * a.p99") from exc
+    if not isinstance(tree, ast.Compare | ast.BoolOp) and not _is_not(tree):
+        raise ThresholdError("it compares nothing; write a condition like b.p99 > 1.05 * a.p99")
+    found: dict[Quantity, None] = {}
+    holds = _truth(tree, found)
+    if not found:
+        raise ThresholdError(
+            f"it names nothing that is measured; there are a, b and ratio with {', '.join(QUANTITIES)}"
+        )
+    return Condition(" ".join(text.split()), scenario, tuple(found), holds)
+
+
+def _is_not(node: ast.expr) -> bool:
+    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+
+
+def _truth(node: ast.expr, found: dict[Quantity, None]) -> Callable[[Values], bool]:
+    """What a condition computes; the quantities that it names are added to `found`."""
+    if isinstance(node, ast.BoolOp):
+        parts = [_truth(value, found) for value in node.values]
+        join = all if isinstance(node.op, ast.And) else any
+        return lambda values: join([part(values) for part in parts])  # all of them: none may hide behind another
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        operand = _truth(node.operand, found)
+        return lambda values: not operand(values)
+    if not isinstance(node, ast.Compare):
+        raise ThresholdError(f"{ast.unparse(node)} is not a comparison; and, or and not join comparisons")
+    if any(type(operation) not in _COMPARISONS for operation in node.ops):
+        raise ThresholdError("in, is and the like are not taken; compare with < <= > >= == !=")
+    tests = [_COMPARISONS[type(operation)] for operation in node.ops]
+    sides = [_number(value, found) for value in (node.left, *node.comparators)]
+
+    def compare(values: Values) -> bool:
+        numbers = [side(values) for side in sides]
+        return all(test(*pair) for test, pair in zip(tests, pairwise(numbers), strict=True))
+
+    return compare
+
+
+def _number(node: ast.expr, found: dict[Quantity, None]) -> Callable[[Values], float]:
+    """What an expression computes."""
+    if isinstance(node, ast.Constant):
+        value = node.value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ThresholdError(f"{value!r} is not a number")
+        return lambda _: value
+    if isinstance(node, ast.Attribute | ast.Name):
+        quantity = _quantity(node)
+        found[quantity] = None
+        return lambda values: values[quantity]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        sign, operand = operator.neg if isinstance(node.op, ast.USub) else operator.pos, _number(node.operand, found)
+        return lambda values: float(sign(operand(values)))
+    if not isinstance(node, ast.BinOp) or type(node.op) not in _ARITHMETIC:
+        raise ThresholdError(f"{ast.unparse(node)} is not taken; there are quantities, numbers, + - * / and brackets")
+    operation, left, right = _ARITHMETIC[type(node.op)], _number(node.left, found), _number(node.right, found)
+
+    def compute(values: Values) -> float:
+        try:
+            result = operation(left(values), right(values))
+        except (ZeroDivisionError, OverflowError) as exc:
+            raise UndefinedValueError(f"{ast.unparse(node)} has no value: {exc}") from exc
+        if not math.isfinite(result):
+            raise UndefinedValueError(f"{ast.unparse(node)} is not finite")
+        return result
+
+    return compute
+
+
+def _quantity(node: ast.Attribute | ast.Name) -> Quantity:
+    parts = ast.unparse(node).split(".")
+    side, metric, *rest = [*parts, ""] if len(parts) == 1 else parts
+    if side not in ("a", "b", "ratio"):
+        raise ThresholdError(f"there is no {side}; there are a, b and ratio (B over A), as in b.p99 or ratio.p50.low")
+    known = COMPARED if side == "ratio" else QUANTITIES
+    if metric not in known:
+        raise ThresholdError(f"{side} has no metric {metric or '(none given)'}; there are {', '.join(known)}")
+    if rest and (len(rest) > 1 or rest[0] not in ("low", "high")):
+        raise ThresholdError(f"{side}.{metric} has no {'.'.join(rest)}; there are low and high, of its 95 % interval")
+    if rest and metric == "errors":
+        raise ThresholdError("errors are counted, so they have no interval")
+    bound: Bound | None = None if not rest else "low" if rest[0] == "low" else "high"
+    return Quantity("a" if side == "a" else "b" if side == "b" else "ratio", metric, bound)
+
 
 State = Literal["kept", "broken", "not_measurable"]
 ALL = "all"
@@ -45,21 +208,11 @@ class ThresholdOutcome(Record, frozen=True, kw_only=True):
     detail: str
     """The quantities with their values, or why there are none."""
     values: dict[str, float | None]
-    """By name: "b.p99", "ratio.p50.low"; None where it was not measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What conditions are held against."""
-
-    comparisons: Sequence[Comparison]
-    summaries: Sequence[CellSummary]
-    blocks: Sequence[BlockSummary]
-    cold_starts: Sequence[ColdStart]
+    """By name: "b.p99", "ratio.p50.low"; None where it was not facts."""
 
 
 def plan_conditions(texts: Sequence[str], cells: Sequence[Cell]) -> list[tuple[Condition, tuple[Cell, ...]]]:
-    """Each condition with the planned cells that it is about. Raises `PlanError` for what can never be measured."""
+    """Each condition with the planned cells that it is about. Raises `PlanError` for what can never be facts."""
     planned = []
     for text in texts:
         try:
@@ -70,13 +223,14 @@ def plan_conditions(texts: Sequence[str], cells: Sequence[Cell]) -> list[tuple[C
     return planned
 
 
-def judge_thresholds(experiment: Experiment, measured: Measured) -> tuple[ThresholdOutcome, ...]:
-    """Every condition of the experiment in every cell that it is about."""
+def judge_thresholds(facts: Facts) -> tuple[ThresholdOutcome, ...]:
+    """Every condition of the experiment in every cell that it is about. The comparisons are those after the checks."""
+    experiment = facts.run.experiment
     texts = (experiment.settings or {}).get("fail_if", ())
     if not isinstance(texts, list | tuple):
         return ()
     return tuple(
-        _judge(condition, cell, measured)
+        _judge(condition, cell, facts)
         for condition, chosen in plan_conditions([str(text) for text in texts], experiment.cells)
         for cell in chosen
     )
@@ -111,17 +265,17 @@ def _lacking(condition: Condition, cell: Cell) -> list[str]:
     return [str(quantity) for quantity in condition.quantities if quantity.metric not in known]
 
 
-def _judge(condition: Condition, cell: Cell, measured: Measured) -> ThresholdOutcome:
-    values = {quantity: _value(quantity, cell.name, measured) for quantity in condition.quantities}
+def _judge(condition: Condition, cell: Cell, facts: Facts) -> ThresholdOutcome:
+    values = {quantity: _value(quantity, cell.name, facts) for quantity in condition.quantities}
     numbers = {quantity: value for quantity, value in values.items() if value is not None}
     state: State
     invalid = next(
-        (c.reason for c in measured.comparisons if c.scenario == cell.name and c.verdict == "invalid"),
+        (c.reason for c in facts.comparisons if c.scenario == cell.name and c.verdict == "invalid"),
         None,
     )
     missing = [str(quantity) for quantity, value in values.items() if value is None]
     if missing:
-        reasons = dict.fromkeys(_why_missing(q, cell.name, measured) for q, value in values.items() if value is None)
+        reasons = dict.fromkeys(_why_missing(q, cell.name, facts) for q, value in values.items() if value is None)
         state, detail = "not_measurable", f"{', '.join(missing)} could not be measured: {'; '.join(reasons)}"
     elif invalid is not None:
         state, detail = "not_measurable", f"{cell.name} is invalid: {invalid}"
@@ -147,13 +301,13 @@ def _shown(quantity: Quantity, value: float) -> str:
     return f"{number(value, 4)} {unit}".rstrip()
 
 
-def _comparison(metric: str, cell: str, measured: Measured) -> Comparison | None:
+def _comparison(metric: str, cell: str, facts: Facts) -> Comparison | None:
     names = {metric, f"latency_{metric}"}
-    return next((c for c in measured.comparisons if c.scenario == cell and c.metric in names), None)
+    return next((c for c in facts.comparisons if c.scenario == cell and c.metric in names), None)
 
 
-def _why_missing(quantity: Quantity, cell: str, measured: Measured) -> str:
-    compared = _comparison(quantity.metric, cell, measured)
+def _why_missing(quantity: Quantity, cell: str, facts: Facts) -> str:
+    compared = _comparison(quantity.metric, cell, facts)
     if compared is not None and compared.reason:
         return compared.reason
     if quantity.bound is not None:
@@ -161,23 +315,25 @@ def _why_missing(quantity: Quantity, cell: str, measured: Measured) -> str:
     return "too few samples, or the run did not get that far"
 
 
-def _value(quantity: Quantity, cell: str, measured: Measured) -> float | None:
-    compared = _comparison(quantity.metric, cell, measured)
+def _value(quantity: Quantity, cell: str, facts: Facts) -> float | None:
+    compared = _comparison(quantity.metric, cell, facts)
     if quantity.side == "ratio":
         if compared is None:
             return None
         return compared.ratio_b_over_a if quantity.bound is None else _bound(compared.ci95, quantity)
     if quantity.metric == "errors":
-        summary = _summary(quantity.side, cell, measured)
+        summary = _summary(quantity.side, cell, facts)
         return None if summary is None or not summary.blocks else float(summary.errors)
-    singles = _singles(quantity.metric, quantity.side, cell, measured)
+    singles = _singles(quantity.metric, quantity.side, cell, facts)
     if quantity.bound is not None:
+        if compared is not None and "order statistics" in compared.method:
+            return _bound(compared.a_ci95 if quantity.side == "a" else compared.b_ci95, quantity)
         return _bound(interval_of_mean(singles) if singles else None, quantity)
     if compared is not None and (own := compared.a if quantity.side == "a" else compared.b) is not None:
         return own
     if singles:
         return geometric_mean(singles)
-    summary = _summary(quantity.side, cell, measured)
+    summary = _summary(quantity.side, cell, facts)
     return None if summary is None else _latency(summary.latency, quantity.metric)
 
 
@@ -185,19 +341,19 @@ def _bound(interval: tuple[float, float] | None, quantity: Quantity) -> float | 
     return None if interval is None else interval[0 if quantity.bound == "low" else 1]
 
 
-def _summary(label: Label, cell: str, measured: Measured) -> CellSummary | None:
-    return next((s for s in measured.summaries if s.cell == cell and s.label == label), None)
+def _summary(label: Label, cell: str, facts: Facts) -> CellSummary | None:
+    return next((s for s in facts.summaries if s.cell == cell and s.label == label), None)
 
 
-def _singles(metric: str, label: Label, cell: str, measured: Measured) -> list[float]:
+def _singles(metric: str, label: Label, cell: str, facts: Facts) -> list[float]:
     """The metric in each block or start of an arm; empty where one of them lacks it."""
     values: list[float | None]
     if metric in (TIME_TO_READY.name, TIME_TO_FIRST_ANSWER.name):
-        starts = [start for start in measured.cold_starts if start.label == label]
+        starts = [start for start in facts.run.cold_starts if start.label == label]
         moments = [start.ready_ns if metric == TIME_TO_READY.name else start.first_answer_ns for start in starts]
         values = [None if moment is None else moment / NS_PER_S for moment in moments]
     else:
-        blocks = [b for b in measured.blocks if b.cell == cell and b.label == label and b.complete]
+        blocks = [b for b in facts.blocks if b.cell == cell and b.label == label and b.complete]
         rates = ("throughput", "achieved_rate")
         values = [b.throughput_per_s if metric in rates else _latency(b.latency, metric) for b in blocks]
     usable = [value for value in values if value]

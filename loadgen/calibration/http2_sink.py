@@ -13,7 +13,6 @@ from struct import Struct
 from time import perf_counter_ns
 from typing import Any
 
-from loadgen.clients import hpack
 from loadgen.clients.http2 import (
     ACK,
     DATA,
@@ -23,6 +22,7 @@ from loadgen.clients.http2 import (
     SETTINGS,
     WINDOW_UPDATE,
     frame_head,
+    header_block,
 )
 
 _PREFACE_BYTES = 24
@@ -32,8 +32,8 @@ _NUMBER = Struct(">I")
 _PREFIX = Struct(">BI")
 _SETTING = Struct(">HI")
 _INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 4, 5
-_HEAD = b"\x88" + hpack.encode([(b"content-type", b"application/grpc")])
-_TRAILER = hpack.encode([(b"grpc-status", b"0")])
+_HEAD = header_block([(b":status", b"200"), (b"content-type", b"application/grpc")])
+_TRAILER = header_block([(b"grpc-status", b"0")])
 _RECEIVE_BYTES = 1 << 20
 
 Send = Callable[[], None]

@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.analysis.full_load import throughput_per_s
 from loadgen.calibration.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
 from loadgen.clients.endpoint import Signature, TensorSignature
 from loadgen.clients.transports import TRANSPORTS
+from loadgen.comparison.loops import throughput_per_s
 from loadgen.deployment.process import ChildProcess
 from loadgen.deployment.work_folder import work_folder
 from loadgen.generator.messages import Open, Outcome, Prepare
@@ -30,11 +30,10 @@ from loadgen.invocation import OWN_MODULE
 from loadgen.machine.calibration import CalibrationError, read_machine
 from loadgen.machine.environment import read_environment, utc_now
 from loadgen.machine.fingerprint import fingerprint
-from loadgen.records.calibration import Calibration, CalibrationCell, TimingError
+from loadgen.records.machine import Calibration, CalibrationCell, TimingError
 from loadgen.records.payloads import PAYLOADS
 from loadgen.records.run import Transport
-from loadgen.records.sample_files import read_samples
-from loadgen.records.samples import good, latencies_ms
+from loadgen.records.samples import good, latencies_ms, read_samples
 from loadgen.statistics.percentiles import percentile
 
 JPEG_BYTES = 30_000
@@ -218,7 +217,7 @@ class _Bench:
             images_per_s=rate * batch_size,
             generator_cpu_share=share,
             sink_cpu_cores=sink_cores,
-            cpu_us_per_request=outcome.cpu_ns / outcome.requests / 1000.0,
+            cpu_us_per_request=outcome.cpu_ns / (outcome.requests + outcome.cool_down) / 1000.0,
             limited_by="generator" if share >= GENERATOR_IS_BUSY else "sink or machine",
             timing=timing,
         )
@@ -270,12 +269,12 @@ def _difference(reported: np.ndarray[Any, Any], kept: np.ndarray[Any, Any], quan
 
 
 def signature(payload: str) -> Signature:
-    """What the sink is asked: one image in, 2 KB out."""
+    """What the sink is asked: images in, 2 KB out, whatever their number."""
     shape = (-1, 1) if payload == "jpeg" else (-1, *ITEM_SHAPE)
     return Signature(
         MODEL,
         (TensorSignature(INPUT, _DATATYPES[payload], shape),),
-        (TensorSignature(OUTPUT, "FP32", (-1, ANSWER_BYTES // 4)),),
+        (TensorSignature(OUTPUT, "FP32", (1, ANSWER_BYTES // 4)),),
     )
 
 

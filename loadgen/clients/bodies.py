@@ -1,18 +1,20 @@
-"""Request bodies made before anything is measured, by NVIDIA's own encoder, and answers read by its own decoder."""
+"""Request bodies made before anything is measured, by NVIDIA's own encoder, and answers as arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import tritonclient.http as triton_http
 
 from loadgen.clients.endpoint import Signature
-from loadgen.clients.exchange import Exchange, one_line
+from loadgen.clients.exchange import Exchange
 from loadgen.clients.inputs import Array, InputError, SampleInputs
-from loadgen.clients.requests import Address, Request, request_head
+from loadgen.clients.outputs import read_body
+from loadgen.clients.requests import Address, Pieces, Request, cut, request_head
+from loadgen.clients.variation import Variation
+from loadgen.documents import DocumentError, one_line, read_json
 
 _HEADER_LENGTH = "inference-header-content-length"
 
@@ -23,37 +25,36 @@ class AnswerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PreparedBody:
-    """One inference request without its head: JSON, then the tensors' bytes. `items` index the sample inputs."""
+    """One inference request without its head: JSON of `json_bytes`, then the tensors' bytes."""
 
     body: bytes
-    json_bytes: int | None
-    items: tuple[int, ...]
-
-    @property
-    def batch_size(self) -> int:
-        """Items in the request."""
-        return len(self.items)
-
-    def request(self, address: Address, model: str) -> Request:
-        """Ready for one server; the body is shared, not copied."""
-        headers = {"Content-Type": "application/octet-stream"}
-        if self.json_bytes is not None:
-            headers["Inference-Header-Content-Length"] = str(self.json_bytes)
-        head = request_head(
-            "POST", f"/v2/models/{model}/infer", address, content_length=len(self.body), headers=headers
-        )
-        return Request(head, self.body, self.payload_bytes)
+    json_bytes: int
+    pieces: Pieces = ()
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of tensors in the body."""
-        return 0 if self.json_bytes is None else len(self.body) - self.json_bytes
+        return len(self.body) - self.json_bytes
+
+    def request(self, address: Address, model: str) -> Request:
+        """Ready for one server; the body is shared, not copied."""
+        headers = {
+            "Content-Type": "application/octet-stream",
+            "Inference-Header-Content-Length": str(self.json_bytes),
+        }
+        head = request_head(
+            "POST", f"/v2/models/{model}/infer", address, content_length=len(self.body), headers=headers
+        )
+        return Request(head, self.body, self.payload_bytes, self.pieces)
 
 
-def prepare_body(inputs: SampleInputs, signature: Signature, items: Sequence[int]) -> PreparedBody:
-    """One request for these items, every output asked for in binary. Raises `InputError` when an input is missing or
-    has another datatype than the server wants."""
-    tensors = []
+def prepare_body(
+    inputs: SampleInputs, signature: Signature, items: Sequence[int], variation: Variation | None = None
+) -> PreparedBody:
+    """One request for these items, every output asked for in binary, cut where the variation writes. Raises
+    `InputError` when an input is missing or has another datatype than the server wants."""
+    tensors, start = [], 0
+    places: tuple[int, ...] = ()
     for expected in signature.inputs:
         chosen = inputs.take(expected.name, items)
         tensor = triton_http.InferInput(expected.name, list(chosen.shape), expected.datatype)
@@ -62,9 +63,19 @@ def prepare_body(inputs: SampleInputs, signature: Signature, items: Sequence[int
         except triton_http.InferenceServerException as exc:
             raise InputError(f"the samples do not fit input {expected.name}: {exc}") from exc
         tensors.append(tensor)
+        if variation is not None and variation.name == expected.name:
+            places = tuple(start + offset for offset in variation.offsets(chosen, items))
+        start += serialised_bytes(chosen)
     outputs = [triton_http.InferRequestedOutput(output.name, binary_data=True) for output in signature.outputs]
-    body, json_bytes = triton_http.InferenceServerClient.generate_request_body(tensors, outputs=outputs)
-    return PreparedBody(bytes(body), json_bytes, tuple(items))
+    encoded, json_bytes = triton_http.InferenceServerClient.generate_request_body(tensors, outputs=outputs)
+    body = bytes(encoded)
+    pieces = () if variation is None else cut(body, [json_bytes + place for place in places], variation.byte_size)
+    return PreparedBody(body, json_bytes, pieces)
+
+
+def serialised_bytes(array: Array) -> int:
+    """Of an input as binary data, where each element of a BYTES tensor has its length before it."""
+    return sum(4 + len(part) for part in array.ravel()) if array.dtype.hasobject else array.nbytes
 
 
 def body_count(batch_size: int) -> int:
@@ -86,26 +97,13 @@ def choose_items(
     )
 
 
-def prepare_bodies(
-    inputs: SampleInputs, signature: Signature, batch_size: int, seed: int, *, count: int | None = None
-) -> tuple[PreparedBody, ...]:
-    """Different bodies of one batch size."""
-    chosen = choose_items(inputs.count, batch_size, seed, count=count)
-    return tuple(prepare_body(inputs, signature, items) for items in chosen)
-
-
 def parse_answer(exchange: Exchange) -> Mapping[str, Array]:
     """The outputs of a good answer, as arrays of their own. Raises `AnswerError`."""
     if exchange.status != 200:
         raise AnswerError(failure_message(exchange))
-    header_length = exchange.header(_HEADER_LENGTH)
     try:
-        result = triton_http.InferenceServerClient.parse_response_body(
-            bytes(exchange.body), header_length=None if header_length is None else int(header_length)
-        )
-        names = [output["name"] for output in result.get_response()["outputs"]]
-        return {name: np.array(result.as_numpy(name)) for name in names}
-    except (triton_http.InferenceServerException, ValueError, KeyError, TypeError) as exc:
+        return read_body(exchange.body, exchange.header(_HEADER_LENGTH))
+    except DocumentError as exc:
         raise AnswerError(f"the answer cannot be read: {exc}") from exc
 
 
@@ -114,8 +112,7 @@ def failure_message(exchange: Exchange) -> str:
     if exchange.failure is not None:
         return exchange.failure
     try:
-        document = msgspec.json.decode(exchange.body)
-        words = str(document["error"])
-    except (ValueError, KeyError, TypeError):  # of msgspec, and of what is no UTF-8
+        words = str(read_json(exchange.body)["error"])
+    except (DocumentError, KeyError, TypeError):
         words = bytes(exchange.body[:80]).decode("utf-8", "replace")
     return f"HTTP {exchange.status}: {one_line(words)}"

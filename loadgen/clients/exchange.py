@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Sequence
+from time import perf_counter_ns
 from typing import Any, Protocol
 
 GRPC_STATUS = 1000
 """Added to a gRPC status, so that it cannot be taken for an HTTP status: OK is 1000, UNAVAILABLE 1014."""
 
-
-_MOST_WORDS = 300
-
-
-def one_line(words: str) -> str:
-    """A server's own words as they go into records and onto terminals: one line, no control characters, not long."""
-    line = " ".join(words.split())[:_MOST_WORDS]
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line)
+MOST_ANSWER_BYTES = 2**28
+"""Of one answer. A client that takes more can be filled by a server that never stops."""
 
 
 class ConnectionRefused(Exception):  # noqa: N818 (an outcome that callers branch on, named after ECONNREFUSED)
@@ -44,6 +41,13 @@ class Exchange:
         self.head = b""
         self.body = memoryview(b"")
 
+    def copy(self) -> Exchange:
+        """One that stays valid after the next request."""
+        copied = Exchange()
+        copied.status, copied.failure, copied.head = self.status, self.failure, self.head
+        copied.body = memoryview(bytes(self.body))
+        return copied
+
     @property
     def good(self) -> bool:
         """Whether the inference was answered with its outputs."""
@@ -58,19 +62,56 @@ class Exchange:
         return self.head[start : self.head.index(b"\r\n", start)].strip().decode("latin-1")
 
 
+class Deadline:
+    """The moment at which an exchange must be over, kept on a socket whose own timeout bounds single waits only.
+
+    While an exchange is young the socket keeps its whole timeout and nothing is set: a system call for every read would
+    cost more than the read. So the last wait ends at most a sixteenth of the timeout late.
+    """
+
+    __slots__ = ("_changed", "_end_ns", "_timeout_ns", "_young_until_ns")
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_ns = int(timeout_s * 1e9)
+        self._changed = True
+        self._end_ns = self._young_until_ns = 0
+
+    def begin(self, connection: socket.socket, now_ns: int) -> None:
+        """An exchange begins on this socket."""
+        if self._changed:
+            connection.settimeout(self._timeout_ns / 1e9)
+            self._changed = False
+        self._young_until_ns = now_ns + (self._timeout_ns >> 4)
+        self._end_ns = now_ns + self._timeout_ns
+
+    def check(self, connection: socket.socket) -> None:
+        """After a read or a write, before the next one. Raises `TimeoutError` when the exchange should be over."""
+        now_ns = perf_counter_ns()
+        if now_ns < self._young_until_ns:
+            return
+        if now_ns >= self._end_ns:
+            raise TimeoutError
+        self._changed = True
+        connection.settimeout((self._end_ns - now_ns) / 1e9)
+
+    def reset(self) -> None:
+        """The socket is another one, or somebody else has set its timeout."""
+        self._changed = True
+
+
 class Connection(Protocol):
     """One user's way to a server: one request at a time."""
 
     @property
     def reconnects(self) -> int:
-        """Connections that the server had closed and that were made again before a request was sent."""
+        """Connections that the server had closed and that were made again for a request, inside its latency."""
 
     def connect(self) -> None:
         """Connect unless connected. Raises `ConnectionRefused` with a sentence."""
 
-    def send(self, request: Any, /) -> Exchange:
-        """Send one prepared request of the transport's own kind and wait for its answer; a failure is told in the
-        result. Raises `ConnectionRefused` when nothing could be sent."""
+    def send(self, request: Any, patches: Sequence[bytes] = (), /) -> Exchange:
+        """Send one prepared request of the transport's own kind, with the patches where it varies, and wait for its
+        answer; a failure is told in the result. Raises `ConnectionRefused` when nothing could be sent."""
 
     def close(self) -> None:
         """Give everything back. Idempotent."""

@@ -7,19 +7,20 @@ One TCP connection a user, one call after the other, and nothing sent twice. A c
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import Struct
 from time import perf_counter_ns
 from urllib.parse import unquote
 
-from loadgen.clients import hpack
-from loadgen.clients.exchange import GRPC_STATUS, ConnectionRefused, Exchange, one_line
-from loadgen.clients.http2 import Http2Connection, Http2Error
-from loadgen.clients.requests import AddressError
+from loadgen.clients.exchange import GRPC_STATUS, MOST_ANSWER_BYTES, ConnectionRefused, Exchange
+from loadgen.clients.http2 import Http2Connection, Http2Error, header_block
+from loadgen.clients.requests import AddressError, Pieces, assemble
+from loadgen.documents import one_line
 
 SERVICE = "/inference.GRPCInferenceService/"
 MOST_ADDRESS_BYTES = 126
-"""As one header of HTTP/2 in its short form."""
+"""Longer than any host and port in use."""
 FRAME_BYTES = 5
 """gRPC's compression flag and length before every message."""
 
@@ -44,12 +45,8 @@ class GrpcRequest:
 
     message: bytes
     payload_bytes: int
-    batch_size: int
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of the message and its length, without HTTP/2's headers and frames."""
-        return len(self.message) + FRAME_BYTES
+    pieces: Pieces = ()
+    """Of the message, where a part of it varies."""
 
 
 def parse_grpc_address(address: str) -> tuple[str, int]:
@@ -61,15 +58,16 @@ def parse_grpc_address(address: str) -> tuple[str, int]:
 
 
 class GrpcConnection:
-    """One connection. `timeout_s` bounds connecting and, as the call's deadline, a whole exchange (a stalled peer may
-    add one more `timeout_s` at most)."""
+    """One connection. `timeout_s` bounds connecting, the greeting and, as the call's deadline, a whole exchange; an
+    answer of more than `most_bytes` ends it."""
 
-    def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, address: str, *, timeout_s: float = 60.0, most_bytes: int = MOST_ANSWER_BYTES) -> None:
         """Raises `AddressError`."""
         self.address = address
         self.timeout_s = timeout_s
+        self._most_bytes = most_bytes
         self.reconnects = 0
-        """Connections that the server had closed and that were made again before a request was sent."""
+        """Connections that the server had closed and that were made again for a request, inside its latency."""
         self._peer = parse_grpc_address(address)
         self._connection: Http2Connection | None = None
         self._heads: dict[float, bytes] = {}
@@ -86,7 +84,7 @@ class GrpcConnection:
         except OSError as exc:
             raise ConnectionRefused(f"no connection to {self.address}: {exc.strerror or exc}") from None
         try:
-            self._connection = Http2Connection(opened)
+            self._connection = Http2Connection(opened, timeout_s=self.timeout_s, most_bytes=self._most_bytes)
         except TimeoutError:
             opened.close()
             raise ConnectionRefused(
@@ -102,8 +100,12 @@ class GrpcConnection:
         if connection is not None:
             connection.close()
 
-    def send(self, request: GrpcRequest) -> Exchange:
-        """Call `ModelInfer` once. Raises `ConnectionRefused` when the server takes no connection any more."""
+    def send(self, request: GrpcRequest, patches: Sequence[bytes] = ()) -> Exchange:
+        """Call `ModelInfer` once, with the patches where the message varies. Raises `ConnectionRefused` when the server
+        takes no connection any more."""
+        message = request.message
+        pieces = assemble(_PREFIX.pack(0, len(message)), request.pieces or (memoryview(message),), patches)
+        due_ns = perf_counter_ns()
         if self._connection is not None and not self._connection.usable():
             self.close()
             self.reconnects += 1
@@ -112,24 +114,19 @@ class GrpcConnection:
         connection = self._connection
         assert connection is not None
         timeout_s = self.timeout_s
-        connection.settimeout(timeout_s)
         exchange = self._exchange
         exchange.failure = None
         exchange.first_byte_ns = exchange.response_bytes = 0
         exchange.body = memoryview(b"")
-        message = request.message
         exchange.request_bytes = len(message) + FRAME_BYTES
-        head, prefix = self._head(timeout_s), _PREFIX.pack(0, len(message))
-        exchange.send_ns = perf_counter_ns()
-        deadline_ns = exchange.send_ns + int(timeout_s * 1e9)
+        head = self._head(timeout_s)
+        exchange.send_ns = due_ns
         try:
-            connection.request(head, prefix, message)
+            connection.request(head, pieces, exchange.send_ns)
             while not connection.ended:
                 connection.receive()
                 if exchange.first_byte_ns == 0 and connection.answered:
                     exchange.first_byte_ns = perf_counter_ns()
-                if perf_counter_ns() > deadline_ns:
-                    raise TimeoutError  # noqa: TRY301 (told as the socket's own is)
             exchange.end_ns = perf_counter_ns()
             exchange.first_byte_ns = exchange.first_byte_ns or exchange.end_ns
             self._finish(exchange, connection)
@@ -144,7 +141,7 @@ class GrpcConnection:
     def _head(self, timeout_s: float) -> bytes:
         head = self._heads.get(timeout_s)
         if head is None:
-            self._heads[timeout_s] = head = hpack.encode(
+            self._heads[timeout_s] = head = header_block(
                 [
                     (b":method", b"POST"),
                     (b":scheme", b"http"),
@@ -160,14 +157,14 @@ class GrpcConnection:
 
     def _finish(self, exchange: Exchange, connection: Http2Connection) -> None:
         """The outcome of a stream that has ended."""
-        fields, http_status = connection.fields, connection.fields.get(hpack.STATUS)
+        fields, http_status = connection.fields, connection.fields.get(b":status")
         if connection.reset is not None and b"grpc-status" not in fields:
             code = _OF_RESET.get(connection.reset, INTERNAL)
             self._fail(exchange, code, f"the server broke the call off (HTTP/2 error {connection.reset})")
             return
         status = fields.get(b"grpc-status", b"")
-        if not status.isdigit():
-            told = (http_status or b"none").decode()
+        if not status.isdigit() or len(status) > 2:
+            told = (http_status or b"none").decode("latin-1")
             self._fail(exchange, _OF_HTTP.get(http_status or b"", UNKNOWN), f"HTTP status {told} and no gRPC status")
         elif status != b"0":
             self._fail(exchange, int(status), unquote(fields.get(b"grpc-message", b"").decode("latin-1")))

@@ -11,16 +11,18 @@ A request that was sent is never sent again.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from time import perf_counter_ns
 
-from loadgen.clients.exchange import ConnectionRefused, Exchange
-from loadgen.clients.requests import Address, Request
-
-__all__ = ["ConnectionRefused", "Exchange", "HttpConnection"]
+from loadgen.clients.exchange import MOST_ANSWER_BYTES, ConnectionRefused, Deadline, Exchange
+from loadgen.clients.requests import Address, Request, assemble, send_parts
 
 _BUFFER_BYTES = 64 * 1024
 _MAX_HEAD_BYTES = 64 * 1024
-_MOST_BODY_BYTES = 2**31
+_MOST_INTERIM_ANSWERS = 100
+_MOST_TRAILERS = 100
+_MOST_DIGITS = 10
+"""Of a Content-Length or the size of a chunk."""
 _BODILESS_STATUS = frozenset({204, 304})
 
 
@@ -29,18 +31,19 @@ class _AnswerError(Exception):
 
 
 class HttpConnection:
-    """One keep-alive connection. `timeout_s` bounds connecting and, separately, a whole exchange (a stalled peer may
-    add one more `timeout_s` at most)."""
+    """One keep-alive connection. `timeout_s` bounds connecting and, separately, a whole exchange (see `Deadline`);
+    an answer of more than `most_bytes` ends it."""
 
-    def __init__(self, address: Address, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, address: Address, *, timeout_s: float = 60.0, most_bytes: int = MOST_ANSWER_BYTES) -> None:
         self.address = address
         self.timeout_s = timeout_s
         self.reconnects = 0
-        """Connections that the server had closed, while idle or after an answer, and that were made again before a
-        request was sent, which no closed loop's latency holds."""
+        """Connections that the server had closed, while idle or with its last answer, and that were made again for a
+        request. The time for that is in the request's latency."""
         self._left = False
         """Whether the server has ended the connection with its last answer."""
-        self._timeout_ns = int(timeout_s * 1e9)
+        self._deadline = Deadline(timeout_s)
+        self._most_bytes = most_bytes + _MAX_HEAD_BYTES
         self._socket: socket.socket | None = None
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -59,6 +62,7 @@ class HttpConnection:
             raise ConnectionRefused(f"no connection to {self.address.authority}: {reason}") from None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
+        self._deadline.reset()
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -66,11 +70,14 @@ class HttpConnection:
             self._socket.close()
             self._socket = None
 
-    def send(self, request: Request) -> Exchange:
-        """Send one request and read its answer. A failure is told in the result, not raised.
+    def send(self, request: Request, patches: Sequence[bytes] = ()) -> Exchange:
+        """Send one request, with the patches where it varies, and read its answer. A failure is told in the result,
+        not raised.
 
         Raises `ConnectionRefused`, before anything is sent, when a new connection is needed and cannot be made.
         """
+        parts = assemble(request.head, request.pieces or (request.body,), patches)
+        due_ns = perf_counter_ns()  # before connecting again: a server that closes its connections makes users wait
         if self._socket is not None and self._closed_while_idle(self._socket):
             self.close()
             self.reconnects += 1
@@ -84,9 +91,10 @@ class HttpConnection:
         exchange.failure = None
         exchange.head = b""
         exchange.request_bytes = len(request.head) + len(request.body)
-        exchange.send_ns = perf_counter_ns()
+        exchange.send_ns = due_ns
+        self._deadline.begin(self._socket, exchange.send_ns)
         try:
-            sent_whole = self._send(self._socket, request)
+            sent_whole = self._send(self._socket, parts)
             self._receive(self._socket, exchange)
             exchange.end_ns = perf_counter_ns()
             if not sent_whole or _closes(exchange.head):
@@ -123,25 +131,17 @@ class HttpConnection:
             connection.settimeout(timeout)
         return True
 
-    @staticmethod
-    def _send(connection: socket.socket, request: Request) -> bool:
+    def _send(self, connection: socket.socket, parts: list[bytes | memoryview]) -> bool:
         """Whether the whole request went out; a server may answer early and stop reading (413)."""
-        head, body = request.head, request.body
         try:
-            sent = connection.sendmsg((head, body) if body else (head,))
-            if sent < len(head):
-                connection.sendall(head[sent:])
-                sent = len(head)
-            body_sent = sent - len(head)
-            if body_sent < len(body):
-                connection.sendall(memoryview(body)[body_sent:])
+            send_parts(connection, parts, self._deadline)
         except (BrokenPipeError, ConnectionResetError):
             return False
         return True
 
     def _receive(self, connection: socket.socket, exchange: Exchange) -> None:
         filled, head_end = self._receive_head(connection, exchange, 0)
-        while True:
+        for _ in range(_MOST_INTERIM_ANSWERS):
             head = bytes(self._view[:head_end]).lower()
             status = _status(head)
             if status >= 200:
@@ -149,6 +149,8 @@ class HttpConnection:
             remaining = filled - head_end  # an interim answer: the real one follows
             self._view[:remaining] = bytes(self._view[head_end:filled])
             filled, head_end = self._receive_head(connection, exchange, remaining)
+        else:
+            raise _AnswerError("malformed answer: interim answers without end")
         exchange.head = head
         if status in _BODILESS_STATUS:
             exchange.body = self._view[:0]
@@ -159,7 +161,7 @@ class HttpConnection:
                 raise _AnswerError("malformed answer: unknown transfer encoding")
             self._receive_chunked(connection, exchange, head_end, filled)
         elif (length := _header(head, b"\r\ncontent-length:")) is not None:
-            if not length.isdigit() or len(length) > 10 or int(length) > _MOST_BODY_BYTES:
+            if not length.isdigit() or len(length) > _MOST_DIGITS:
                 raise _AnswerError("malformed answer: Content-Length is not a number, or beyond all reason")
             self._receive_counted(connection, exchange, head_end, filled, int(length))
         else:
@@ -182,8 +184,7 @@ class HttpConnection:
         self, connection: socket.socket, exchange: Exchange, start: int, filled: int, length: int
     ) -> None:
         end = start + length
-        if end > len(self._buffer):
-            self._grow(end, filled)
+        self._bound(end)
         while filled < end:
             filled += self._read(connection, exchange, filled)
         if filled > end:
@@ -194,9 +195,9 @@ class HttpConnection:
     def _receive_until_closed(self, connection: socket.socket, exchange: Exchange, start: int, filled: int) -> None:
         while True:
             if filled == len(self._buffer):
-                self._grow(2 * filled, filled)
-            self._check_deadline(exchange)
+                self._grow(filled)
             count = connection.recv_into(self._view[filled:])
+            self._deadline.check(connection)
             if count == 0:
                 break
             filled += count
@@ -211,8 +212,8 @@ class HttpConnection:
         def line() -> bytes:
             nonlocal cursor, filled
             while (end := self._buffer.find(b"\r\n", cursor, filled)) < 0:
-                if filled == len(self._buffer):
-                    self._grow(2 * filled, filled)
+                if filled - cursor > _MAX_HEAD_BYTES:
+                    raise _AnswerError(f"malformed answer: more than {_MAX_HEAD_BYTES} bytes before a chunk")
                 filled += self._read(connection, exchange, filled)
             text = bytes(self._view[cursor:end])
             cursor = end + 2
@@ -226,36 +227,44 @@ class HttpConnection:
                 raise _AnswerError("malformed answer: a chunk without a size") from None
             if size == 0:
                 break
-            if not 0 < size <= _MOST_BODY_BYTES:
+            if size < 0 or len(size_text) > _MOST_DIGITS:
                 raise _AnswerError("malformed answer: a chunk of an impossible size")
-            if cursor + size + 2 > len(self._buffer):
-                self._grow(2 * (cursor + size + 2), filled)
+            self._bound(cursor + size + 2)
             while filled < cursor + size + 2:
                 filled += self._read(connection, exchange, filled)
             self._buffer[body_end : body_end + size] = self._buffer[cursor : cursor + size]
             body_end += size
             cursor += size + 2
-        while line():
-            pass  # trailers, up to the empty line
+        for _ in range(_MOST_TRAILERS):
+            if not line():
+                break
+        else:
+            raise _AnswerError("malformed answer: trailers without end")
         exchange.body = self._view[start:body_end]
         exchange.response_bytes = cursor
 
     def _read(self, connection: socket.socket, exchange: Exchange, filled: int) -> int:
+        if filled == len(self._buffer):
+            self._grow(filled)
         count = connection.recv_into(self._view[filled:])
         if exchange.first_byte_ns == 0:
             exchange.first_byte_ns = perf_counter_ns() if count else 0
         if count == 0:
             part = "in the middle of an answer" if filled else "without an answer"
             raise _AnswerError(f"connection closed by the server {part}")
-        self._check_deadline(exchange)
+        self._deadline.check(connection)
         return count
 
-    def _check_deadline(self, exchange: Exchange) -> None:
-        if perf_counter_ns() - exchange.send_ns > self._timeout_ns:
-            raise TimeoutError
+    def _bound(self, needed: int) -> None:
+        if needed > self._most_bytes:
+            raise _AnswerError(
+                f"the answer is larger than the {self._most_bytes - _MAX_HEAD_BYTES:,} bytes that are read"
+            )
 
-    def _grow(self, needed: int, filled: int) -> None:
-        grown = bytearray(needed)
+    def _grow(self, filled: int) -> None:
+        """For twice what has come: memory is taken as bytes arrive, not as they are announced."""
+        self._bound(filled + 1)
+        grown = bytearray(min(2 * filled, self._most_bytes))
         grown[:filled] = self._view[:filled]
         self._buffer = grown
         self._view = memoryview(grown)

@@ -13,8 +13,13 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Iterable, Sequence
+from time import perf_counter_ns
 
-from loadgen.clients import hpack
+from hpack import Decoder, Encoder, HPACKError
+
+from loadgen.clients.exchange import Deadline
+from loadgen.clients.requests import send_parts
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
@@ -27,14 +32,28 @@ _FRAME_BYTES = 9
 _WINDOW = 2**31 - 1
 _DEFAULT_WINDOW = 65_535
 _DEFAULT_FRAME = 16_384
-_MOST_PARTS = 1_000
-"""Of a `sendmsg`; the kernel takes 1,024."""
+_LARGEST_FRAME = 2**24 - 1
 _LAST_STREAM = 2**31 - 1
+_MOST_IDLE_FRAMES = 10_000
+"""That bring no part of an answer, in one exchange. A server that is sent DATA may open its windows for each frame, and
+again whenever they are used up."""
+_UPDATES_PER_FRAME = _UPDATES_PER_WAIT = 4
+_MOST_HEADER_BYTES = 64 * 1024
+_MOST_KNOWN_BLOCKS = 64
+_FRAME_COST_BYTES = 64
+"""Of memory, for a frame of DATA however short."""
+_MOST_READS_BETWEEN = 16
 CANCEL = 8
 
 
 class Http2Error(Exception):
     """The connection is of no use any more; the message says why."""
+
+
+def header_block(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """These headers as a block that refers to no dynamic table, so that any connection may send it any number of
+    times."""
+    return Encoder().encode([(name, value, True) for name, value in fields], huffman=False)
 
 
 def frame_head(kind: int, flags: int, stream: int, length: int) -> bytes:
@@ -45,11 +64,15 @@ def frame_head(kind: int, flags: int, stream: int, length: int) -> bytes:
 class Http2Connection:
     """One connection. After an `Http2Error`, an `OSError` or a `TimeoutError` it can only be closed."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        """Takes a connected socket over, with its timeout. Raises `Http2Error`, `OSError` when nothing there speaks
-        HTTP/2."""
+    def __init__(self, connection: socket.socket, *, timeout_s: float, most_bytes: int) -> None:
+        """Takes a connected socket over. `timeout_s` bounds the greeting and each exchange, `most_bytes` an answer.
+        Raises `Http2Error`, `OSError` when nothing there speaks HTTP/2."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
+        self._deadline = Deadline(timeout_s)
+        self._most_bytes = most_bytes
+        self._room = 0
+        self._idle_frames = 0
         self._buffer = bytearray(4 * _DEFAULT_FRAME)
         self._view = memoryview(self._buffer)
         self._filled = 0
@@ -74,8 +97,11 @@ class Http2Connection:
         self._blocks = b""
         self._block_ends_stream = False
         self._known: dict[bytes, dict[bytes, bytes]] = {}
+        self._decoder = Decoder(_MOST_HEADER_BYTES)
+        self._decoder.header_table_size = self._decoder.max_allowed_table_size = 0
         settings = _SETTING.pack(_HEADER_TABLE_SIZE, 0) + _SETTING.pack(_ENABLE_PUSH, 0)
         settings += _SETTING.pack(_INITIAL_WINDOW_SIZE, _WINDOW)
+        self._deadline.begin(connection, perf_counter_ns())
         self._socket.sendall(
             _PREFACE
             + frame_head(SETTINGS, 0, 0, len(settings)) + settings
@@ -88,41 +114,39 @@ class Http2Connection:
         """Idempotent."""
         self._socket.close()
 
-    def settimeout(self, seconds: float) -> None:
-        """Of every single wait."""
-        if self._socket.gettimeout() != seconds:
-            self._socket.settimeout(seconds)
-
     def usable(self) -> bool:
         """Whether a stream can be opened, after reading what the server has said meanwhile."""
-        timeout = self._socket.gettimeout()
+        self._deadline.reset()
         self._socket.settimeout(0.0)
         try:
-            while True:
+            for _ in range(_MOST_READS_BETWEEN):
                 self.receive()
         except BlockingIOError:
-            pass
+            return not self.leaving and self._next_stream < _LAST_STREAM
         except (Http2Error, OSError):
             return False
-        finally:
-            self._socket.settimeout(timeout)
-        return not self.leaving and self._next_stream < _LAST_STREAM
+        return False  # it sends without end
 
-    def request(self, head: bytes, prefix: bytes, message: bytes) -> None:
-        """Open a stream and send on it, up to the end or to the moment when the server has answered already. Then
-        `receive` until `ended`."""
+    def request(self, head: bytes, pieces: Sequence[bytes | memoryview], now_ns: int) -> None:
+        """Open a stream and send the pieces on it, up to the end or to the moment when the server has answered
+        already. Then `receive` until `ended`. The deadline counts from `now_ns`."""
+        self._deadline.begin(self._socket, now_ns)
+        self._room = self._most_bytes
+        self._idle_frames = -_UPDATES_PER_FRAME * (sum(map(len, pieces)) // self._max_frame)
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         self._stream, self._stream_window = stream, self._initial_window
         self.answered = self.ended = False
         self.fields, self.body, self.reset = {}, [], None
         parts: list[bytes | memoryview] = [frame_head(HEADERS, END_HEADERS, stream, len(head)), head]
-        view, sent, total = memoryview(message), 0, len(prefix) + len(message)
+        sent, total = 0, sum(map(len, pieces))
+        piece, start = 0, 0
         while sent < total:
             room = min(self._send_window, self._stream_window)
             size = min(room, self._max_frame, total - sent)
             if size <= 0:
                 self._send(parts)
                 parts = []
+                self._idle_frames -= _UPDATES_PER_WAIT
                 self.receive()
                 if self.ended:
                     break
@@ -131,12 +155,14 @@ class Http2Connection:
             self._stream_window -= size
             last = sent + size == total
             parts.append(frame_head(DATA, END_STREAM if last else 0, stream, size))
-            if sent < len(prefix):
-                parts.append(prefix[sent : sent + size])
-            start, end = max(sent - len(prefix), 0), max(sent + size - len(prefix), 0)
-            if end > start:
-                parts.append(view[start:end])
             sent += size
+            while size:
+                part = pieces[piece][start : start + size]
+                parts.append(part)
+                size -= len(part)
+                start += len(part)
+                if start == len(pieces[piece]):
+                    piece, start = piece + 1, 0
         if parts:
             self._send(parts)
         if sent < total:  # the rest is not wanted
@@ -144,7 +170,8 @@ class Http2Connection:
 
     def receive(self) -> None:
         """Read once and take in every whole frame. Raises `Http2Error`, `OSError`, `TimeoutError`."""
-        count = self._socket.recv_into(self._view[self._filled :])
+        connection = self._socket
+        count = connection.recv_into(self._view[self._filled :])
         if count == 0:
             raise Http2Error("connection closed by the server")
         self._filled += count
@@ -159,6 +186,10 @@ class Http2Connection:
                 break
             if not self._settled and kind != SETTINGS:
                 raise Http2Error("the server does not begin as HTTP/2 does")
+            if kind != DATA or start == end:
+                self._idle_frames += 1
+                if self._idle_frames > _MOST_IDLE_FRAMES:
+                    raise Http2Error("the server sends frames without end that are no answer")
             try:
                 self._take(kind, flags, stream & _WINDOW, self._view[start:end])
             except (IndexError, struct.error) as exc:
@@ -168,6 +199,8 @@ class Http2Connection:
         if place and left:
             self._view[:left] = bytes(self._view[place : self._filled])
         self._filled = left
+        if not self.ended or not self._settled:
+            self._deadline.check(connection)
 
     def _take(self, kind: int, flags: int, stream: int, content: memoryview) -> None:
         if kind == DATA:
@@ -195,9 +228,13 @@ class Http2Connection:
         for place in range(0, len(content) - 5, _SETTING.size):
             name, value = _SETTING.unpack_from(content, place)
             if name == _INITIAL_WINDOW_SIZE:
+                if value > _WINDOW:
+                    raise Http2Error("the server sets a window that HTTP/2 does not have")
                 self._stream_window += value - self._initial_window
                 self._initial_window = value
             elif name == _MAX_FRAME_SIZE:
+                if not _DEFAULT_FRAME <= value <= _LARGEST_FRAME:
+                    raise Http2Error("the server sets a frame size that HTTP/2 does not have")
                 self._max_frame = value
         self._settled = True
         self._send([frame_head(SETTINGS, ACK, 0, 0)])
@@ -207,6 +244,9 @@ class Http2Connection:
         if self._taken > _WINDOW // 2:
             self._send([frame_head(WINDOW_UPDATE, 0, 0, 4), _NUMBER.pack(self._taken)])
             self._taken = 0
+        self._room -= len(content) + _FRAME_COST_BYTES
+        if self._room < 0:
+            raise Http2Error(f"the answer is larger than the {self._most_bytes:,} bytes that are read")
         if stream != self._stream or self.ended:
             return
         self.answered = True
@@ -224,6 +264,8 @@ class Http2Connection:
             if flags & PRIORITY:
                 content = content[5:]
         self._blocks += content
+        if len(self._blocks) > _MOST_HEADER_BYTES:
+            raise Http2Error(f"the server sends more than {_MOST_HEADER_BYTES:,} bytes of headers")
         if not flags & END_HEADERS or stream != self._stream or self.ended:
             return
         self.answered = True
@@ -231,24 +273,19 @@ class Http2Connection:
         self.ended = self._block_ends_stream
 
     def _decoded(self, block: bytes) -> dict[bytes, bytes]:
-        """Most blocks of a server are alike."""
+        """Most blocks of a server are alike, and mean the same each time: it was told to keep no dynamic table."""
         known = self._known.get(block)
         if known is None:
             try:
-                known = hpack.decode(block)
-            except hpack.HeaderError as exc:
-                raise Http2Error(str(exc)) from exc
-            if len(self._known) < 64:
+                known = dict(self._decoder.decode(block, raw=True))
+            except HPACKError as exc:
+                raise Http2Error("the server's headers cannot be decoded") from exc
+            if len(self._known) < _MOST_KNOWN_BLOCKS:
                 self._known[block] = known
         return known
 
     def _send(self, parts: list[bytes | memoryview]) -> None:
-        while parts:
-            sent = self._socket.sendmsg(parts[:_MOST_PARTS])
-            done = 0
-            while done < len(parts) and sent >= len(parts[done]):
-                sent -= len(parts[done])
-                done += 1
-            parts = parts[done:]
-            if sent:
-                parts[0] = memoryview(parts[0])[sent:]
+        try:
+            send_parts(self._socket, parts, self._deadline)
+        except BlockingIOError:  # while nothing is asked of it: the next frame would be cut
+            raise Http2Error("the server does not read") from None

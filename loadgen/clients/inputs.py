@@ -24,10 +24,11 @@ SYNTHETIC_ITEMS = 16
 _MOST_VALUES = 2**28
 """Of all items of an input together."""
 
-_NUMPY_TYPES: Mapping[str, str] = {
+NUMPY_TYPES: Mapping[str, str] = {
     "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
     "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
 }  # fmt: skip
+"""Datatypes of the protocol but for BYTES and BF16, which NumPy does not have."""
 
 
 class InputError(Exception):
@@ -124,12 +125,12 @@ def _write_synthetic(signature: Signature, directory: Path, payload: str, seed: 
     directory.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     for tensor in signature.inputs:
-        if tensor.datatype not in _NUMPY_TYPES:
+        if tensor.datatype not in NUMPY_TYPES:
             raise InputError(f"input {tensor.name} is {tensor.datatype}: no values can be made up for it")
         shape = (SYNTHETIC_ITEMS, *(16 if size < 0 else size for size in tensor.shape[1:]))
         if math.prod(shape) > _MOST_VALUES:
             raise InputError(f"input {tensor.name} has the shape {list(tensor.shape)}: too large for values made up")
-        dtype = np.dtype(_NUMPY_TYPES[tensor.datatype])
+        dtype = np.dtype(NUMPY_TYPES[tensor.datatype])
         values: Array = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 2, shape)
         name = quote(tensor.name, safe="")  # it is the server's word, which may hold a slash
         np.save(directory / f"{name}.{payload}.npy", values.astype(dtype))

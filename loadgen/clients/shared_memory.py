@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -22,11 +23,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import tritonclient.http as triton_http
-from tritonclient.utils import triton_to_np_dtype
 
-from loadgen.clients.exchange import ConnectionRefused, Exchange, one_line
+from loadgen.clients.exchange import ConnectionRefused, Exchange
 from loadgen.clients.http import HttpConnection
+from loadgen.clients.outputs import byte_size, read_document, read_tensor
 from loadgen.clients.requests import Address, Request, request_head
+from loadgen.documents import DocumentError, one_line
 
 FOLDER = Path("/dev/shm")
 _ALIGNMENT = 64
@@ -42,6 +44,8 @@ class RawTensor:
     datatype: str
     shape: tuple[int, ...]
     data: bytes
+    places: tuple[int, ...] = ()
+    """Where the bytes that vary begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,6 @@ class SharedMemoryRequest:
 
     inputs: tuple[RawTensor, ...]
     outputs: tuple[OutputRoom, ...]
-    batch_size: int
 
     @property
     def payload_bytes(self) -> int:
@@ -126,6 +129,12 @@ class Region:
         self.memory.close()
 
 
+KeptOutputs = tuple[SharedMemoryRequest, bytes]
+"""A request and the memory of its outputs."""
+_Written = tuple[Request, tuple[tuple[int, int, bytes], ...], tuple[int, ...]]
+"""A request in a user's own memory: what is sent, what is copied to where, and where it varies."""
+
+
 class SharedMemoryConnection:
     """One user's HTTP connection and memory, for the requests that it is told of beforehand."""
 
@@ -138,7 +147,7 @@ class SharedMemoryConnection:
         self._http = HttpConnection(address, timeout_s=timeout_s)
         self._regions: tuple[Region, Region] | None = None
         self._sent: SharedMemoryRequest | None = None
-        self._prepared: dict[SharedMemoryRequest, tuple[Request, tuple[tuple[int, int, bytes], ...]]] = {}
+        self._prepared: dict[SharedMemoryRequest, _Written] = {}
 
     @property
     def reconnects(self) -> int:
@@ -168,40 +177,46 @@ class SharedMemoryConnection:
             outputs.unlink()
         self._prepared = {request: self._prepare(request, inputs, outputs) for request in self._known}
 
-    def send(self, request: SharedMemoryRequest) -> Exchange:
-        """Copy the tensors into the memory, send the request that refers to it; the time begins before the copy."""
+    def send(self, request: SharedMemoryRequest, patches: Sequence[bytes] = ()) -> Exchange:
+        """Copy the tensors into the memory, and the patches where they vary, then send the request that refers to it;
+        the time begins before the copy."""
         if self._regions is None:
             self.connect()
         assert self._regions is not None
         memory = self._regions[0].memory
         self._sent = request
-        http_request, pieces = self._prepared[request]
-        self._http.connect()
+        http_request, pieces, places = self._prepared[request]
         send_ns = perf_counter_ns()
         for start, end, data in pieces:
             memory[start:end] = data
+        for place, patch in zip(places, patches, strict=False):
+            memory[place : place + len(patch)] = patch
         exchange = self._http.send(http_request)
         exchange.send_ns = send_ns
         return exchange
 
-    def read_outputs(self, exchange: Exchange) -> dict[str, npt.NDArray[np.generic]]:
-        """Copies of the outputs of the last, good answer, whose JSON says what they are; where they lie, the request
-        said. Raises `ValueError`, `KeyError` or `TypeError` for an answer that is not like that."""
+    def keep_outputs(self) -> KeptOutputs:
+        """The outputs' memory as the last answer has left it."""
         assert self._regions is not None
         assert self._sent is not None
+        return self._sent, self._regions[1].memory[: self._sent.output_room]
+
+    def read_outputs(self, exchange: Exchange, kept: KeptOutputs | None = None) -> dict[str, npt.NDArray[np.generic]]:
+        """Copies of the outputs of the last, good answer, or of one that was kept. Its JSON says what they are; where
+        they lie, the request said. Raises `ValueError`, `KeyError` or `TypeError` for an answer that is not like
+        that."""
+        request, memory = self.keep_outputs() if kept is None else kept
         starts, start = {}, 0
-        for room in self._sent.outputs:
+        for room in request.outputs:
             starts[room.name] = (start, room.byte_size)
             start += _aligned(room.byte_size)
         found = {}
-        for output in msgspec.json.decode(exchange.body)["outputs"]:
-            start, size = starts[output["name"]]
-            dtype = triton_to_np_dtype(output["datatype"])
-            used = int(np.prod(output["shape"])) * np.dtype(dtype).itemsize
-            if used > size or "data" in output:
-                raise ValueError(f"the output {output['name']} is not in the {size} bytes that it was given")
-            data = self._regions[1].memory[start : start + used]
-            found[str(output["name"])] = np.frombuffer(data, dtype).reshape(output["shape"])
+        for output in read_document(exchange.body):
+            start, size = starts.get(output.name, (0, -1))
+            used = byte_size(output.datatype, output.shape)
+            if used is None or used > size or output.data is not None:
+                raise DocumentError(f"the output {one_line(output.name)} is not in the memory that it was given")
+            found[output.name] = read_tensor(output, memoryview(memory[start : start + used]))
         return found
 
     def close(self) -> None:
@@ -234,15 +249,14 @@ class SharedMemoryConnection:
         headers = {"Content-Type": "application/json"}
         return Request(request_head("POST", path, self._address, content_length=len(body), headers=headers), body)
 
-    def _prepare(
-        self, request: SharedMemoryRequest, inputs: Region, outputs: Region
-    ) -> tuple[Request, tuple[tuple[int, int, bytes], ...]]:
-        tensors, pieces, start = [], [], 0
+    def _prepare(self, request: SharedMemoryRequest, inputs: Region, outputs: Region) -> _Written:
+        tensors, pieces, places, start = [], [], [], 0
         for raw in request.inputs:
             tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
             tensor.set_shared_memory(inputs.name, len(raw.data), offset=start)
             tensors.append(tensor)
             pieces.append((start, start + len(raw.data), raw.data))
+            places += [start + place for place in raw.places]
             start += _aligned(len(raw.data))
         wanted, start = [], 0
         for room in request.outputs:
@@ -256,7 +270,7 @@ class SharedMemoryConnection:
             "POST", f"/v2/models/{self._model}/infer", self._address, content_length=len(body),
             headers={"Content-Type": "application/json"},
         )  # fmt: skip
-        return Request(head, body, request.payload_bytes), tuple(pieces)
+        return Request(head, body, request.payload_bytes), tuple(pieces), tuple(places)
 
 
 def _aligned(size: int) -> int:

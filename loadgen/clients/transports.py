@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
-import numpy as np
-import tritonclient.grpc as triton_grpc
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
-from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor, triton_to_np_dtype
+from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
-from loadgen.clients.bodies import AnswerError, PreparedBody, choose_items, failure_message, parse_answer, prepare_body
+from loadgen.clients.bodies import AnswerError, PreparedBody, failure_message, parse_answer, prepare_body
 from loadgen.clients.endpoint import Signature
-from loadgen.clients.exchange import Connection, Exchange
+from loadgen.clients.exchange import MOST_ANSWER_BYTES, Connection, Exchange
 from loadgen.clients.grpc import GrpcConnection, GrpcRequest
 from loadgen.clients.http import HttpConnection
 from loadgen.clients.inputs import Array, InputError, SampleInputs
-from loadgen.clients.requests import Address, Request
-from loadgen.clients.shared_memory import OutputRoom, RawTensor, SharedMemoryConnection, SharedMemoryRequest
+from loadgen.clients.outputs import byte_size, read_message
+from loadgen.clients.requests import Address, Request, cut
+from loadgen.clients.shared_memory import (
+    KeptOutputs,
+    OutputRoom,
+    RawTensor,
+    SharedMemoryConnection,
+    SharedMemoryRequest,
+)
+from loadgen.clients.variation import FreshItems, FreshNumbers, Variation
+from loadgen.documents import DocumentError
 from loadgen.records.run import Transport
 
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
@@ -31,7 +37,7 @@ Sendable = Request | GrpcRequest | SharedMemoryRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Target:
     """How one server is asked for inference. `grpc_address` is needed by the transport grpc alone."""
 
     transport: Transport
@@ -54,38 +60,68 @@ class Door:
         return HttpConnection(address, timeout_s=timeout_s)
 
 
-def prepare(transport: Transport, inputs: SampleInputs, signature: Signature, items: Sequence[int]) -> Body:
-    """One request for these items. Raises `InputError` when the samples do not fit the model."""
+def prepare(
+    transport: Transport,
+    inputs: SampleInputs,
+    signature: Signature,
+    items: Sequence[int],
+    variation: Variation | None = None,
+) -> Body:
+    """One request for these items, cut where the variation writes. Raises `InputError` when the samples do not fit the
+    model."""
     if transport == "http":
-        return prepare_body(inputs, signature, items)
-    tensors = raw_tensors(inputs, signature, items)
+        return prepare_body(inputs, signature, items, variation)
+    tensors = raw_tensors(inputs, signature, items, variation)
     if transport == "shm":
         rooms = tuple(_room(output.name, output.datatype, output.shape, len(items)) for output in signature.outputs)
-        return SharedMemoryRequest(tensors, rooms, len(items))
+        return SharedMemoryRequest(tensors, rooms)
     message = service_pb2.ModelInferRequest(model_name=signature.model)
     for tensor in tensors:
         message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         message.raw_input_contents.append(tensor.data)
     for output in signature.outputs:
         message.outputs.add(name=output.name)
-    return GrpcRequest(message.SerializeToString(), sum(len(tensor.data) for tensor in tensors), len(items))
+    serialised = message.SerializeToString()
+    pieces = () if variation is None else cut(serialised, _places(serialised, tensors), variation.byte_size)
+    return GrpcRequest(serialised, sum(len(tensor.data) for tensor in tensors), pieces)
 
 
-def prepare_all(
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """The requests of one batch size, and what makes their items new each time they are sent."""
+
+    requests: tuple[Body, ...]
+    fresh: FreshItems | None
+    """None where the inputs leave no room for that: then the same requests are sent again."""
+
+
+def prepare_bodies(
     transport: Transport,
     inputs: SampleInputs,
     signature: Signature,
-    batch_size: int,
-    seed: int,
-    *,
-    count: int | None = None,
-) -> tuple[Body, ...]:
-    """Different requests of one batch size, of the same items whatever the transport."""
-    chosen = choose_items(inputs.count, batch_size, seed, count=count)
-    return tuple(prepare(transport, inputs, signature, items) for items in chosen)
+    variation: Variation | None,
+    chosen: tuple[tuple[int, ...], ...],
+    numbers: FreshNumbers,
+) -> Bodies:
+    """A request for each group of the chosen items. Raises `InputError` as `prepare` does."""
+    requests = tuple(prepare(transport, inputs, signature, items, variation) for items in chosen)
+    return Bodies(requests, None if variation is None else FreshItems(variation, chosen, numbers))
 
 
-def raw_tensors(inputs: SampleInputs, signature: Signature, items: Sequence[int]) -> tuple[RawTensor, ...]:
+def _places(message: bytes, tensors: Sequence[RawTensor]) -> list[int]:
+    """Where a message varies: the tensors are its last fields, each after its tag and its length."""
+    places: list[int] = []
+    end = len(message)
+    for tensor in reversed(tensors):
+        start = end - len(tensor.data)
+        places = [*(start + place for place in tensor.places), *places]
+        end = start - 1 - max(1, -(-len(tensor.data).bit_length() // 7))
+    return places
+
+
+def raw_tensors(
+    inputs: SampleInputs, signature: Signature, items: Sequence[int], variation: Variation | None = None
+) -> tuple[RawTensor, ...]:
     """The inputs as the protocol's binary data. Raises `InputError`."""
     tensors = []
     for expected in signature.inputs:
@@ -95,31 +131,40 @@ def raw_tensors(inputs: SampleInputs, signature: Signature, items: Sequence[int]
                 f"the samples do not fit input {expected.name}: it is {expected.datatype}, they are {chosen.dtype}"
             )
         data = serialize_byte_tensor(chosen).item() if expected.datatype == "BYTES" else chosen.tobytes()
-        tensors.append(RawTensor(expected.name, expected.datatype, chosen.shape, data))
+        places = variation.offsets(chosen, items) if variation and variation.name == expected.name else ()
+        tensors.append(RawTensor(expected.name, expected.datatype, chosen.shape, data, places))
     return tuple(tensors)
 
 
-def read_answer(connection: Connection, exchange: Exchange) -> Mapping[str, Array]:
-    """The outputs of the connection's last answer, as arrays of their own. Raises `AnswerError`."""
+def keep_answer(connection: Connection, exchange: Exchange) -> Callable[[], Mapping[str, Array]]:
+    """Copy the connection's last answer; what is returned reads it later, as `read_answer` does."""
+    kept = connection.keep_outputs() if isinstance(connection, SharedMemoryConnection) else None
+    copied = exchange.copy()
+    return lambda: read_answer(connection, copied, kept)
+
+
+def read_answer(connection: Connection, exchange: Exchange, kept: KeptOutputs | None = None) -> Mapping[str, Array]:
+    """The outputs of the connection's last answer, or of one that was kept, as arrays of their own. Raises
+    `AnswerError`."""
     if not exchange.good:
         raise AnswerError(failure_message(exchange))
     try:
         if isinstance(connection, SharedMemoryConnection):
-            return connection.read_outputs(exchange)
+            return connection.read_outputs(exchange, kept)
         if isinstance(connection, GrpcConnection):
-            message = service_pb2.ModelInferResponse.FromString(bytes(exchange.body))
-            result = triton_grpc.InferResult(message)
-            return {output.name: np.array(result.as_numpy(output.name)) for output in message.outputs}
-    except (DecodeError, ValueError, KeyError, TypeError) as exc:
+            return read_message(service_pb2.ModelInferResponse.FromString(bytes(exchange.body)))
+    except (DecodeError, DocumentError) as exc:
         raise AnswerError(f"the answer cannot be read: {exc}") from exc
     return parse_answer(exchange)
 
 
 def _room(name: str, datatype: str, shape: Sequence[int], batch_size: int) -> OutputRoom:
-    dtype: Any = triton_to_np_dtype(datatype)
-    if datatype == "BYTES" or dtype is None or any(size < 0 for size in shape[1:]):
+    size = byte_size(datatype, (batch_size, *shape[1:]))
+    if size is None:
         raise InputError(
             f"output {name} has no fixed size ({datatype} {list(shape)}), so no shared memory can be made for it; "
             "use --transport http or grpc"
         )
-    return OutputRoom(name, batch_size * math.prod(shape[1:]) * np.dtype(dtype).itemsize)
+    if size > MOST_ANSWER_BYTES:
+        raise InputError(f"output {name} takes {size:,} bytes, and at most {MOST_ANSWER_BYTES:,} are taken")
+    return OutputRoom(name, size)

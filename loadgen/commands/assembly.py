@@ -8,14 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from loadgen.analysis.thresholds import plan_conditions
-from loadgen.experiment.ceiling_plan import has_own_engines
 from loadgen.experiment.combinations import Combination, plan_combinations
 from loadgen.experiment.plan import SCENARIOS, PlanError, expects_gpu, make_cells
-from loadgen.experiment.repetition import check_repetition, pairs_of
+from loadgen.experiment.repetition import check_repetition, least_pairs, minutes_of
 from loadgen.experiment.search_plan import make_search_cells
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.experiment.stack_request import AS_SERVED, DEFAULT_PROJECT, check_stack_request, parse_deployment
 from loadgen.records.run import ArmRequest, Experiment, Label
+from loadgen.studies.ceiling.plan import has_own_engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         batch_sizes=settings.batch_sizes,
         concurrency=settings.concurrency,
         requests=settings.requests,
-        pairs=pairs_of(settings),
+        pairs=settings.pairs,
+        least_pairs=least_pairs(settings),
         gpu=expects_gpu(a, b),
         rates=settings.rates,
         arrivals=settings.arrivals,
@@ -74,6 +75,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     if settings.ceiling and not any(cell.has_blocks for cell in cells):
         raise PlanError("--ceiling is what a load is divided by: add a scenario of load, as in --scenarios batched")
     check_repetition(settings, cells)
+    minutes = minutes_of(settings)
     plan_conditions(settings.fail_if, cells)
     is_matrix = settings.matrix or len(combinations) > 1
 
@@ -96,6 +98,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
             processes=own.processes,
             gpu_control=own.gpu_control,
             restarts=own.restarts,
+            minutes=minutes if any(cell.has_blocks for cell in cells) else None,
             until_decided=own.until == "decided",
             time_limit_minutes=own.time_limit if own.until == "decided" else None,
             explain=own.preset == "full" if own.explain is None else own.explain,

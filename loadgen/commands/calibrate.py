@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from rich.console import Console
 
 from loadgen.commands.json_output import write_json
 from loadgen.records.payloads import PAYLOADS
@@ -32,19 +32,22 @@ def calibrate(
 
     Stored in $XDG_CACHE_HOME/abserve for this machine and these versions, where `abserve compare` finds it.
     """
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    from loadgen.report.console import make_console
+
+    errors = make_console(sys.stderr)
     try:
         chosen = _known(transports, _TRANSPORTS, "transports")
         kinds = _known(payloads, PAYLOADS, "payloads")
         sizes = _sizes(batch_sizes)
     except ValueError as exc:
-        errors.print(f"error: {exc}", style="bold red", markup=False)
+        errors.print(f"error: {exc}", style="bold red", soft_wrap=True)
         raise typer.Exit(EXIT_USAGE) from exc
     # Behind the argument checks: grpc takes half a second to import.
     from loadgen.calibration.measurement import CalibrationRequest
     from loadgen.calibration.measurement import calibrate as measure
     from loadgen.machine.calibration import CalibrationError, default_path, write_calibration
-    from loadgen.report.calibration import print_calibration
+    from loadgen.report.calibration import calibration_document
+    from loadgen.report.renderers.terminal import print_document
     from loadgen.run.interruption import interruptible
 
     request = CalibrationRequest(
@@ -56,17 +59,20 @@ def calibrate(
     )
     try:
         with interruptible():
-            calibration = measure(request, lambda text: errors.print(text, style="dim", markup=False))
+            calibration = measure(request, lambda text: errors.print(text, style="dim", soft_wrap=True))
         stored = out or default_path(calibration.fingerprint)
         write_calibration(calibration, stored)
     except CalibrationError as exc:
-        errors.print(f"error: {exc}", style="bold red", markup=False)
+        errors.print(f"error: {exc}", style="bold red", soft_wrap=True)
         raise typer.Exit(EXIT_FAILED) from exc
     except OSError as exc:
         remedy = "set TMPDIR to a folder with some hundred MB of room"
-        errors.print(f"error: no temporary files: {exc.strerror or exc}; {remedy}", style="bold red", markup=False)
+        errors.print(f"error: no temporary files: {exc.strerror or exc}; {remedy}", style="bold red", soft_wrap=True)
         raise typer.Exit(EXIT_FAILED) from exc
-    print_calibration(calibration, Console(stderr=json_file == "-", highlight=False), stored)
+    console = make_console(sys.stderr if json_file == "-" else sys.stdout)
+    print_document(calibration_document(calibration), console)
+    if stored is not None:
+        console.print(f"stored in {stored}", soft_wrap=True, markup=False)
     write_json(calibration, json_file)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from loadgen.commands.assembly import default_out, plan_experiment
 from loadgen.experiment.combinations import Combination
@@ -59,12 +58,14 @@ def compare(
     Exit status: 0 the comparison is valid, 1 it is not, 2 what was asked for cannot be run, 3 it is valid and a
     --fail-if condition holds or could not be measured, 130 interrupted (finished blocks are kept).
     """
+    from loadgen.report.console import make_console
+
     try:
         settings = effective_settings(file, given_options(context, options))
         plan = plan_experiment(settings)
         _check_places({"--junit": junit, "--csv": csv})
     except PlanError as exc:
-        Console(stderr=True).print(f"error: {exc}", style="bold red", highlight=False, soft_wrap=True, markup=False)
+        make_console(sys.stderr).print(f"error: {exc}", style="bold red", soft_wrap=True)
         raise typer.Exit(EXIT_USAGE) from exc
     if print_experiment:
         typer.echo(write_settings(settings), nl=False)
@@ -80,9 +81,10 @@ def compare(
 
 def _run_matrix(runs: Sequence[tuple[Combination, Experiment]], out: Path) -> tuple[int, dict[str, Result | None]]:
     """Each combination in a folder of its own, then the index. The worst exit status; Ctrl-C ends it all."""
+    from loadgen.report.console import make_console
     from loadgen.report.matrix import MatrixEntry, write_index
 
-    console = _console(sys.stdout)
+    console = make_console(sys.stdout)
     entries: list[MatrixEntry] = []
     worst = EXIT_VALID
     for number, (combination, experiment) in enumerate(runs, start=1):
@@ -106,6 +108,7 @@ def _check_places(paths: Mapping[str, Path | None]) -> None:
 
 def _write_formats(results: Mapping[str, Result | None], junit: Path | None, csv: Path | None, status: int) -> int:
     """The files asked for, also of a run that failed; what cannot be written spoils the exit status."""
+    from loadgen.report.console import make_console
     from loadgen.report.files import write_csv, write_junit
 
     try:
@@ -114,7 +117,7 @@ def _write_formats(results: Mapping[str, Result | None], junit: Path | None, csv
         if csv is not None:
             write_csv(csv, results)
     except OSError as exc:
-        Console(stderr=True).print(f"error: cannot write {exc.filename}: {exc.strerror or exc}", soft_wrap=True)
+        make_console(sys.stderr).print(f"error: cannot write {exc.filename}: {exc.strerror or exc}", soft_wrap=True)
         return max(status, EXIT_INVALID, key=_SEVERITY.index)
     return status
 
@@ -123,44 +126,37 @@ def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | Non
     """One comparison with its reports; its exit status, and its result where there is one."""
     from loadgen.analysis.analysis import analyse
     from loadgen.report import write_reports
+    from loadgen.report.console import make_console
+    from loadgen.report.contents import result_document
     from loadgen.report.progress import RichProgress
-    from loadgen.report.terminal import print_result
+    from loadgen.report.renderers.terminal import print_document
     from loadgen.run.live_ratios import LiveRatios
     from loadgen.run.runner import run_experiment
     from loadgen.storage.store import StorageError
 
-    console, errors = _console(sys.stdout), _console(sys.stderr)
+    console, errors = make_console(sys.stdout), make_console(sys.stderr)
     try:
         with RichProgress(console, LiveRatios(experiment)) as progress:
             state = run_experiment(experiment, out, progress)
     except StorageError as exc:
-        errors.print(f"error: {exc}", style="bold red", soft_wrap=True, markup=False)
+        errors.print(f"error: {exc}", style="bold red", soft_wrap=True)
         return EXIT_INVALID, None
     if state.error is not None:
-        errors.print(f"error: {state.error}", style="bold red", soft_wrap=True, markup=False)
+        errors.print(f"error: {state.error}", style="bold red", soft_wrap=True)
     result = analyse(out)
     try:
         report, *_ = write_reports(out, result)
     except OSError as exc:  # a full disk: what was measured is still shown
         remedy = f"free some space, then: abserve report {out}"
-        errors.print(
-            f"error: no reports: {exc.strerror or exc}; {remedy}", style="bold red", soft_wrap=True, markup=False
-        )
-        print_result(result, console)
+        errors.print(f"error: no reports: {exc.strerror or exc}; {remedy}", style="bold red", soft_wrap=True)
+        print_document(result_document(result), console)
         return EXIT_INVALID, result
-    print_result(result, console)
-    console.print(f"report: {report}", soft_wrap=True, markup=False)
+    print_document(result_document(result), console)
+    console.print(f"report: {report}", soft_wrap=True)
     if state.state == "interrupted":
-        errors.print(f"interrupted; finished blocks are in {out}", style="bold yellow", soft_wrap=True, markup=False)
+        errors.print(f"interrupted; finished blocks are in {out}", style="bold yellow", soft_wrap=True)
         return EXIT_INTERRUPTED, result
     return exit_status(result), result
-
-
-def _console(stream: IO[str]) -> Console:
-    """On which a run of minutes does not depend."""
-    from loadgen.report.lasting_stream import LastingStream
-
-    return Console(file=cast("IO[str]", LastingStream(stream)), highlight=False)
 
 
 def exit_status(result: Result) -> int:

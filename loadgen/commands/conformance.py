@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 from loadgen.commands.json_output import write_json
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from loadgen.conformance.sessions import Session
 
 EXIT_CONFORMS, EXIT_DEVIATES, EXIT_USAGE = 0, 1, 2
@@ -52,7 +54,9 @@ def conformance(
     ] = False,
 ) -> None:
     """Send a corpus of bad input, overload and faults, and say where the answers are not the protocol's."""
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    from loadgen.report.console import make_console
+
+    errors = make_console(sys.stderr)
     if (url is None) == (launch is None):
         _fail(errors, "give either a URL or --launch native|triton")
     if launch not in (None, "native", "triton"):
@@ -61,12 +65,11 @@ def conformance(
     from loadgen.conformance.corpus import select
     from loadgen.conformance.fuzz import fuzz_case
     from loadgen.conformance.growth import GrowthPlan, growth_case
-    from loadgen.conformance.launching import Launcher, LaunchError
-    from loadgen.conformance.loopback import is_loopback
-    from loadgen.conformance.records import ConformanceReport
+    from loadgen.conformance.launching import Launcher
+    from loadgen.conformance.records import ConformanceReport, SkippedError
     from loadgen.conformance.rendering import DocumentError, print_report, write_section
     from loadgen.conformance.runner import CaseRun
-    from loadgen.conformance.sessions import LaunchedSession, RemoteSession
+    from loadgen.conformance.sessions import LaunchedSession, RemoteSession, is_loopback
     from loadgen.conformance.subject import SubjectError
     from loadgen.deployment.work_folder import work_folder
     from loadgen.run.interruption import interruptible
@@ -84,7 +87,7 @@ def conformance(
         try:
             if launch is not None:
                 launcher = Launcher(launch, model, _options(errors, launch_option or []), logs or temporary)
-                errors.print(f"starting serve {launch}", markup=False)
+                errors.print(f"starting serve {launch}", soft_wrap=True)
                 session = LaunchedSession(launcher, image_model)
             else:
                 assert url is not None
@@ -97,13 +100,13 @@ def conformance(
                     image_model=image_model,
                     max_body_bytes=max_body_bytes,
                 )
-        except (SubjectError, LaunchError) as exc:
+        except (SubjectError, SkippedError) as exc:
             _fail(errors, str(exc))
         try:
             run = CaseRun(session, destructive=launch is not None or i_own_this_server or is_loopback(url or ""))
             results = run.run(
                 cases,
-                announce=lambda case: errors.print(f"{case.number:>5} {case.title}", markup=False, style="dim"),
+                announce=lambda case: errors.print(f"{case.number:>5} {case.title}", soft_wrap=True, style="dim"),
             )
         finally:
             session.close()
@@ -116,7 +119,7 @@ def conformance(
         results=results,
         stopped=run.stopped,
     )
-    print_report(report, Console(stderr=json_file == "-", highlight=False))
+    print_report(report, make_console(sys.stderr if json_file == "-" else sys.stdout))
     write_json(report, json_file)
     if document is not None:
         try:
@@ -137,5 +140,5 @@ def _options(console: Console, given: list[str]) -> dict[str, str]:
 
 
 def _fail(console: Console, message: str) -> NoReturn:
-    console.print(f"error: {message}", markup=False, style="bold red")
+    console.print(f"error: {message}", soft_wrap=True, style="bold red")
     raise typer.Exit(EXIT_USAGE)

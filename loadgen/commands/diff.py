@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,22 +34,32 @@ def diff(
     3 at least one comparison changed, for better or worse.
     """
     import msgspec
-    from rich.console import Console
 
+    from loadgen.analysis.analysis import readable
+    from loadgen.analysis.result import ResultError
     from loadgen.analysis.run_difference import compare_runs
-    from loadgen.report.difference import print_difference, render_difference
+    from loadgen.report.console import make_console
+    from loadgen.report.difference import difference
+    from loadgen.report.renderers.markdown import render_markdown
+    from loadgen.report.renderers.terminal import print_document
+    from loadgen.storage.stored_run import StoredRunError
 
     if as_json and as_markdown:
         typer.echo("abserve diff: give --json or --markdown, not both", err=True)
         raise typer.Exit(EXIT_USAGE)
-    runs = [_read(path) for path in (old, new)]
-    found = compare_runs(runs[0], runs[1], names=(str(old), str(new)), allow_different=allow)
-    if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
-    elif as_markdown:
-        typer.echo(render_difference(found), nl=False)
-    else:
-        print_difference(found, Console(highlight=False))
+    try:
+        runs = [_read(path) for path in (old, new)]
+        with readable(old if old == new else Path(f"{old} or {new}")):
+            found = compare_runs(runs[0], runs[1], names=(str(old), str(new)), allow_different=allow)
+            if as_json:
+                typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+            elif as_markdown:
+                typer.echo(render_markdown(difference(found)), nl=False)
+            else:
+                print_document(difference(found), make_console(sys.stdout))
+    except (StoredRunError, ResultError) as exc:
+        typer.echo(f"abserve diff: {exc}", err=True)
+        raise typer.Exit(EXIT_USAGE) from exc
     if not found.comparable:
         raise typer.Exit(EXIT_NOT_COMPARABLE)
     changed = any(one.outcome == "changed" for one in found.comparisons)
@@ -57,15 +68,11 @@ def diff(
 
 def _read(path: Path) -> Result:
     """Of a folder what its records say today, so that both runs are analysed alike; else its result.json."""
-    from loadgen.analysis.result import ResultError, read_result
-    from loadgen.analysis.stored_result import stored_result
-    from loadgen.storage.stored_run import StoredRunError
+    from loadgen.analysis.analysis import readable, stored_result
+    from loadgen.analysis.result import read_result
 
     if not path.exists():
         typer.echo(f"abserve diff: there is no {path}; give {_RUN[0].lower()}{_RUN[1:-1]}", err=True)
         raise typer.Exit(EXIT_USAGE)
-    try:
+    with readable(path):
         return stored_result(path) if path.is_dir() else read_result(path)
-    except (StoredRunError, ResultError) as exc:
-        typer.echo(f"abserve diff: {exc}", err=True)
-        raise typer.Exit(EXIT_USAGE) from exc

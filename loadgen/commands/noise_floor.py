@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from loadgen.commands.assembly import default_out, plan_experiment
 from loadgen.commands.compare import EXIT_INVALID, EXIT_USAGE, EXIT_VALID, run_and_report
@@ -16,8 +16,10 @@ from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ArmB, ExperimentSettings
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from loadgen.analysis.result import Result
-    from loadgen.records.noise_floor import NoiseFloor
+    from loadgen.records.machine import NoiseFloor
 
 RESTARTS, PAIRS, PAIRS_OF_ONE_START = 6, 24, 12
 SCENARIOS = ("single", "batched", "concurrent")
@@ -44,8 +46,9 @@ def noise_floor(
     was asked for cannot be run, 130 interrupted.
     """
     from loadgen.machine.noise_floor import NoiseFloorError, make_floor, store_floor
+    from loadgen.report.console import make_console
 
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    errors = make_console(sys.stderr)
     try:
         result, status = (_stored(from_run), EXIT_VALID) if from_run else _measured(context, file, out, options)
         if result is None or status not in (EXIT_VALID, EXIT_INVALID):
@@ -53,12 +56,12 @@ def noise_floor(
         floor = make_floor(result)
         path = store_floor(floor)
     except PlanError as exc:
-        errors.print(f"error: {exc}", style="bold red", markup=False)
+        errors.print(f"error: {exc}", style="bold red", soft_wrap=True)
         raise typer.Exit(EXIT_USAGE) from exc
     except NoiseFloorError as exc:
-        errors.print(f"error: {exc}", style="bold red", markup=False)
+        errors.print(f"error: {exc}", style="bold red", soft_wrap=True)
         raise typer.Exit(EXIT_INVALID) from exc
-    _print(floor, Console(highlight=False))
+    _print(floor, make_console(sys.stdout))
     typer.echo(f"stored in {path}")
 
 
@@ -90,11 +93,12 @@ def _measured(
 
 
 def _stored(directory: Path) -> Result:
-    from loadgen.analysis.analysis import analyse
+    from loadgen.analysis.analysis import analyse, readable
     from loadgen.storage.stored_run import StoredRunError
 
     try:
-        return analyse(directory)
+        with readable(directory):
+            return analyse(directory)
     except StoredRunError as exc:
         raise PlanError(str(exc)) from exc
 
@@ -102,7 +106,7 @@ def _stored(directory: Path) -> Result:
 def _print(floor: NoiseFloor, console: Console) -> None:
     from rich.table import Table
 
-    from loadgen.analysis.comparisons import METRICS
+    from loadgen.comparison.pairs import METRICS
     from loadgen.quantities import share
 
     table = Table(title=f"Noise floor of this machine: {floor.title}", title_justify="left", title_style="bold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -22,37 +23,40 @@ def report(
 
     Where the raw samples are not kept, as in a published folder, the reports are made from its result.json.
 
-    Exit status 0 when they were made, whatever the verdict; 1 when DIR holds no readable run, 2 for another format.
+    Exit status 0 when they were made, whatever the verdict; 1 when they cannot be written, 2 when DIR holds no readable
+    run, and for another format.
     """
     import webbrowser
 
-    from rich.console import Console
-
+    from loadgen.analysis.analysis import readable, stored_result
     from loadgen.analysis.result import ResultError
-    from loadgen.analysis.stored_result import stored_result
     from loadgen.report import write_reports
-    from loadgen.report.files import FORMATS
-    from loadgen.report.terminal import print_result
+    from loadgen.report.console import make_console
+    from loadgen.report.contents import result_document
+    from loadgen.report.files import formats
+    from loadgen.report.renderers.terminal import print_document
     from loadgen.storage.stored_run import StoredRunError
 
-    if output is not None and output not in FORMATS:
-        typer.echo(f"abserve report: --format {output}: there are {', '.join(FORMATS)}", err=True)
-        raise typer.Exit(2)
+    console = make_console(sys.stdout)
     try:
-        result = stored_result(directory)
-        if output is not None:
-            typer.echo(FORMATS[output](result), nl=False)
-            return
-        paths = write_reports(directory, result)
+        with readable(directory):
+            result = stored_result(directory)
+            if output is not None:
+                known = formats(result)
+                if output not in known:
+                    typer.echo(f"abserve report: --format {output}: there are {', '.join(known)}", err=True)
+                    raise typer.Exit(2)
+                typer.echo(known[output](), nl=False)
+                return
+            paths = write_reports(directory, result)
+            print_document(result_document(result), console)
     except (StoredRunError, ResultError) as exc:
         typer.echo(f"abserve report: {exc}", err=True)
-        raise typer.Exit(1) from exc
+        raise typer.Exit(2) from exc
     except OSError as exc:
         remedy = "make room or leave to write there, or print it with --format markdown"
         typer.echo(f"abserve report: cannot write to {directory}: {exc.strerror or exc}; {remedy}", err=True)
         raise typer.Exit(1) from exc
-    console = Console()
-    print_result(result, console)
     for path in paths:
         console.print(f"{path}", highlight=False, soft_wrap=True)
     if open_report:

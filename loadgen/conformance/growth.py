@@ -6,14 +6,14 @@ The first half fills caches and arenas, so only growth after it counts as a leak
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 from time import perf_counter, sleep
 
 from loadgen.conformance.case import Case
-from loadgen.conformance.memory import resident_bytes
-from loadgen.conformance.records import Expectation, Fact, NotApplicableError, Observation
+from loadgen.conformance.records import Door, Fact, NotApplicableError, Observation, expect
 from loadgen.conformance.subject import Subject
+from loadgen.conformance.watching import resident_bytes
 
 BOUND_BYTES = 100_000_000
 SETTLE_SECONDS = 0.5
@@ -45,69 +45,62 @@ class GrowthReading:
         return self.resident[-1] - self.resident[len(self.resident) // 2]
 
 
-def measure_growth(
-    subject: Subject, plan: GrowthPlan, progress: Callable[[int], None] = lambda _: None
-) -> GrowthReading:
+def measure_growth(subject: Subject, plan: GrowthPlan) -> GrowthReading:
     """Load it in rounds. Raises `NotApplicableError` when its memory cannot be read."""
     request = subject.infer_bytes(subject.model.binary(subject.model.rows(plan.batch)))
-    answered, failed = 0, 0
+    counts: Counter[bool] = Counter()
     readings = [_resident(subject)]
-    for number in range(plan.rounds):
-        done = _round(subject, request, plan)
-        answered, failed = answered + done[0], failed + done[1]
+    for _ in range(plan.rounds):
+        counts += _round(subject, request, plan)
         sleep(SETTLE_SECONDS)
         readings.append(_resident(subject))
-        progress(number + 1)
-    return GrowthReading(tuple(readings), answered, failed)
+    return GrowthReading(tuple(readings), counts[True], counts[False])
 
 
 def growth_case(plan: GrowthPlan) -> Case:
     """The corpus row."""
 
-    def probe(subject: Subject) -> Observation:
+    def probe(subject: Subject, _: Door) -> Observation:
         reading = measure_growth(subject, plan)
-        grown = reading.growth_bytes
+        grown, bound = reading.growth_bytes, plan.bound_bytes
+        answered = f"{reading.answered} answered, {reading.failed} failed"
         return Observation(
             facts=(
-                Fact("requests answered", reading.failed == 0 and reading.answered > 0, _answered(reading)),
-                Fact(
-                    f"growth from the midpoint < {plan.bound_bytes / 1e6:g} MB",
-                    grown < plan.bound_bytes,
-                    f"{grown / 1e6:+.1f} MB",
-                ),
+                Fact("requests answered", reading.failed == 0 and reading.answered > 0, answered),
+                Fact(f"growth from the midpoint < {bound / 1e6:g} MB", grown < bound, f"{grown / 1e6:+.1f} MB"),
             )
         )
 
     title = f"{plan.seconds:g} s × {plan.rounds} rounds at concurrency {plan.concurrency}, batch {plan.batch}"
-    expected = Expectation(note=f"growth < {plan.bound_bytes / 1e6:g} MB from the midpoint")
-    return Case(number="35", title=title, probe=probe, expected=expected, destructive=True)
+    expected = expect(note=f"growth < {plan.bound_bytes / 1e6:g} MB from the midpoint")
+    return Case("35", title, probe, expected, destructive=True)
 
 
-def _answered(reading: GrowthReading) -> str:
-    return f"{reading.answered} answered, {reading.failed} failed"
-
-
-def _round(subject: Subject, request: bytes, plan: GrowthPlan) -> tuple[int, int]:
-    counts = [[0, 0] for _ in range(plan.concurrency)]
+def _round(subject: Subject, request: bytes, plan: GrowthPlan) -> Counter[bool]:
+    """How many requests were answered with 200, and how many were not."""
+    counts: Counter[bool] = Counter()
     end = perf_counter() + plan.seconds
 
-    def user(mine: list[int]) -> None:
+    def user() -> None:
         try:
             with subject.connect() as connection:
-                while perf_counter() < end:
+                came = True
+                while came and perf_counter() < end:
                     answer = connection.exchange(request, ANSWER_SECONDS)
-                    mine[answer.status != "200"] += 1
-                    if not answer.came:
-                        return
+                    came = answer.came
+                    with lock:
+                        counts[answer.good] += 1
         except OSError:
-            mine[1] += 1
+            with lock:
+                counts[False] += 1
 
-    users = [threading.Thread(target=user, args=(mine,), daemon=True) for mine in counts]
+    lock = threading.Lock()
+    users = [threading.Thread(target=user, daemon=True) for _ in range(plan.concurrency)]
     for thread in users:
         thread.start()
     for thread in users:
         thread.join()
-    return sum(mine[0] for mine in counts), sum(mine[1] for mine in counts)
+    return counts
 
 
 def _resident(subject: Subject) -> int:

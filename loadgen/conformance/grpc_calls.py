@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from time import perf_counter
 from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2
 
-from loadgen.conformance.model import Model, tensor_bytes
+from loadgen.conformance.model import InferenceRequest
 from loadgen.conformance.records import Answer
 
 SERVICE = "inference.GRPCInferenceService"
@@ -21,11 +20,10 @@ OPTIONS = (
 messages: Any = service_pb2
 
 
-class GrpcDoor:
+class GrpcClient:
     """One channel of its own to one server."""
 
     def __init__(self, address: str) -> None:
-        self.address = address
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
 
     def start(self, method: str, message: Any, deadline_s: float) -> Any:
@@ -38,9 +36,9 @@ class GrpcDoor:
         started = perf_counter()
         return finish(self.start(method, message, deadline_s), started)
 
-    def infer(self, message: Any, deadline_s: float = 30.0) -> Answer:
+    def infer(self, message: Any) -> Answer:
         """ModelInfer."""
-        return self.call("ModelInfer", message, deadline_s)
+        return self.call("ModelInfer", message, 30.0)
 
     def close(self) -> None:
         """End the channel."""
@@ -48,38 +46,40 @@ class GrpcDoor:
 
 
 def finish(future: Any, started: float) -> Answer:
-    """Wait for a call. A deadline of ours that passes is DEADLINE_EXCEEDED."""
+    """Wait for a call. DEADLINE_EXCEEDED where the client's own deadline passes."""
     try:
         body = future.result()
     except grpc.RpcError as exc:
         error: Any = exc
-        return Answer(
-            error.code().name,
-            {name: str(value) for name, value in error.trailing_metadata() or ()},
-            message=error.details() or "",
-            elapsed_s=perf_counter() - started,
-        )
+        headers = {name: str(value) for name, value in error.trailing_metadata() or ()}
+        return Answer(error.code().name, headers, b"", error.details() or "", perf_counter() - started)
     except grpc.FutureCancelledError:
         return Answer("CANCELLED", message="cancelled by the client", elapsed_s=perf_counter() - started)
     return Answer("OK", body=body, elapsed_s=perf_counter() - started)
 
 
-def infer_message(model: Model, rows: int = 1, seed: int = 0) -> Any:
-    """A valid ModelInferRequest with raw contents."""
-    message = messages.ModelInferRequest(model_name=model.name)
-    for tensor, array in zip(model.inputs, model.arrays(rows, seed).values(), strict=True):
-        message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=model.shape(tensor, rows))
-        message.raw_input_contents.append(tensor_bytes(array))
+def infer_message(request: InferenceRequest) -> Any:
+    """The ModelInferRequest with raw contents."""
+    message = messages.ModelInferRequest(
+        model_name=request.name,
+        model_version=request.version,
+        id=request.document.get("id", ""),
+        raw_input_contents=request.blobs,
+    )
+    for entry in request.entries:
+        made = message.inputs.add(name=entry["name"], datatype=entry["datatype"], shape=entry["shape"])
+        for name, value in entry.get("parameters", {}).items():
+            _set(made.parameters[name], value)
+    for output in request.document.get("outputs", ()):
+        message.outputs.add(name=output["name"])
+    for name, value in request.document.get("parameters", {}).items():
+        if name != "binary_data_output":
+            _set(message.parameters[name], value)
     return message
 
 
-def first_output(body: bytes) -> list[float] | None:
-    """The first output's FP32 values of a serialised ModelInferResponse; None for other datatypes."""
-    response = messages.ModelInferResponse.FromString(body)
-    if not response.outputs or response.outputs[0].datatype != "FP32" or not response.raw_output_contents:
-        return None
-    raw = response.raw_output_contents[0]
-    return list(struct.unpack(f"<{len(raw) // 4}f", raw))
+def _set(parameter: Any, value: str | int) -> None:
+    setattr(parameter, "string_param" if isinstance(value, str) else "int64_param", value)
 
 
 def _serialise(message: Any) -> bytes:

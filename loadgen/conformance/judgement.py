@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from loadgen.conformance.case import Case
-from loadgen.conformance.records import Answer, ErrorBody, Expectation, Fact, Observation, Verdict
+from loadgen.conformance.records import Answer, Expectation, Fact, Observation, Verdict
 
 _TRACES = (
     re.compile(r"Traceback \(most recent call"),
@@ -46,10 +46,10 @@ def problems(expected: Expectation, answer: Answer) -> list[str]:
     if not answer.came:
         return found
     found += [f"no {name} header" for name in expected.headers if name.lower() not in answer.headers]
-    if answer.status in {"200", "OK"}:
+    if answer.good:
         return found
     text, problem = error_sentence(answer)
-    if expected.error_body is ErrorBody.PROTOCOL and problem:
+    if expected.words_judged and problem:
         found.append(problem)
     lowered = text.lower()
     if answer.status in expected.statuses:
@@ -101,7 +101,7 @@ def describe(answers: Iterable[Answer]) -> str:
     words: dict[str, str] = {}
     for answer in answers:
         counts[answer.status] += 1
-        if answer.came and answer.status not in {"200", "OK"}:
+        if answer.came and not answer.good:
             words.setdefault(answer.status, _shortened(error_sentence(answer)[0]))
     parts = []
     for status, count in counts.most_common():

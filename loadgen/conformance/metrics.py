@@ -1,29 +1,37 @@
-"""Prometheus text read into plain numbers, and what has grown between two readings."""
+"""A server's Prometheus metrics as plain numbers, and which of them have grown between two readings."""
 
 from __future__ import annotations
 
 import re
 
+from prometheus_client.parser import text_string_to_metric_families
+
+MOST_BYTES = 2**22
+MOST_LINE_BYTES = 2**13
+"""The parser takes time that grows with the square of a line."""
+
 Samples = dict[str, float]
-"""Series (name and labels as they were printed) → value."""
+"""Series, such as `requests_total{status="200"}` → value."""
 
 _ERROR_STATUS = re.compile(r'(?:status|code|http_status|status_code)="?[45]')
 _FAILURES = re.compile(r"requests?_failure")
 _LEFT = re.compile(r"disconnect|client_left|clients_left|abandon|aborted|client_gone", re.IGNORECASE)
 
 
-def parse_metrics(text: str) -> Samples:
-    """Comments and lines that are no samples are left out."""
-    samples = {}
-    for line in text.splitlines():
-        series, _, value = line.rpartition(" ")
-        if not series or line.startswith("#"):
-            continue
-        try:
-            samples[series] = float(value)
-        except ValueError:
-            continue
-    return samples
+def parse_metrics(text: str) -> Samples | None:
+    """None for a text that is no Prometheus exposition, or too large for one."""
+    if len(text) > MOST_BYTES or max(map(len, text.splitlines()), default=0) > MOST_LINE_BYTES:
+        return None
+    try:
+        families = list(text_string_to_metric_families(text))
+    except (ValueError, IndexError):  # the second for a label without a name
+        return None
+    return {_series(sample.name, sample.labels): sample.value for family in families for sample in family.samples}
+
+
+def _series(name: str, labels: dict[str, str]) -> str:
+    shown = ",".join(f'{key}="{value}"' for key, value in labels.items())
+    return f"{name}{{{shown}}}" if labels else name
 
 
 def growth(before: Samples, after: Samples) -> Samples:

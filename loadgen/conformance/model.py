@@ -1,47 +1,27 @@
-"""The model that a server offers, as its metadata describes it, and valid requests for it."""
+"""The model that a server offers, as its metadata describes it, and inference requests for it."""
 
 from __future__ import annotations
 
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from loadgen.clients.endpoint import TensorSignature
+from loadgen.clients.inputs import NUMPY_TYPES
 from loadgen.conformance.images import flat_jpeg
 from loadgen.conformance.records import NotApplicableError
 
 Array = npt.NDArray[Any]
 
-DTYPES: Mapping[str, Any] = {
-    "BOOL": np.bool_,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "FP64": np.float64,
-}
+HEADER = "Inference-Header-Content-Length"
 VARIABLE_DIMENSION = 4
 LARGEST_BODY_BYTES = 20_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One input or output; -1 in `shape` is variable, and the first -1 of a batching model is the batch."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +32,49 @@ class Body:
     content: bytes
 
 
+@dataclass
+class InferenceRequest:
+    """A valid request, for a case to spoil before it is written for HTTP or gRPC. `entries` are the inputs as the JSON
+    names them, `blobs` their bytes; `document` holds the JSON's other members."""
+
+    model: Model
+    name: str
+    entries: list[dict[str, Any]]
+    blobs: list[bytes]
+    document: dict[str, Any] = field(default_factory=lambda: {"parameters": {"binary_data_output": True}})
+    version: str = ""
+    sizes: dict[int, Any] = field(default_factory=dict)
+    """Input → `binary_data_size`, where it is not the size of the blob."""
+
+    @property
+    def path(self) -> str:
+        """The route of the HTTP request."""
+        version = f"/versions/{self.version}" if self.version else ""
+        return f"/v2/models/{self.name}{version}/infer"
+
+    def body(self) -> Body:
+        """The HTTP body: binary tensors behind the JSON; JSON alone where there are no blobs."""
+        if not self.blobs:
+            return json_body({"inputs": self.entries, **self.document})
+        entries = [
+            {**entry, "parameters": {"binary_data_size": self.sizes.get(index, len(blob))}}
+            for index, (entry, blob) in enumerate(zip(self.entries, self.blobs, strict=True))
+        ]
+        return binary_body({"inputs": entries, **self.document}, self.blobs)
+
+
 @dataclass(frozen=True)
 class Model:
-    """What cases are made from. `max_batch_size` is None where the server does not say, 0 without batching."""
+    """What requests are made for. `max_batch_size` is None where the server does not report it, 0 without batching."""
 
     name: str
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[TensorSignature, ...]
+    outputs: tuple[TensorSignature, ...]
     max_batch_size: int | None
 
     @property
     def path(self) -> str:
-        """Where it is asked."""
+        """The route of inference."""
         return f"/v2/models/{self.name}/infer"
 
     @property
@@ -71,10 +82,15 @@ class Model:
         """Whether the first dimension is a batch."""
         return self.max_batch_size != 0 and all(tensor.shape[:1] == (-1,) for tensor in self.inputs)
 
+    @property
+    def takes_an_image(self) -> bool:
+        """Whether it takes one encoded image: a single BYTES input with one element per item."""
+        return [one.datatype for one in self.inputs] == ["BYTES"] and np.prod(self.shape(self.inputs[0], 1)) == 1
+
     @cached_property
     def item_bytes(self) -> int:
         """Bytes of one item of all inputs."""
-        return sum(len(tensor_bytes(array)) for array in self.arrays(1).values())
+        return sum(len(tensor_bytes(array)) for array in self.arrays(1))
 
     def rows(self, wanted: int) -> int:
         """As many rows as a request may have, up to `wanted` and 20 MB."""
@@ -83,59 +99,43 @@ class Model:
         limit = min(wanted, self.max_batch_size or wanted)
         return max(1, min(limit, LARGEST_BODY_BYTES // max(1, self.item_bytes)))
 
-    def shape(self, tensor: Tensor, rows: int) -> list[int]:
+    def shape(self, tensor: TensorSignature, rows: int) -> list[int]:
         """Concrete dimensions for so many rows."""
         shape = [VARIABLE_DIMENSION if size < 0 else size for size in tensor.shape]
-        if self.batches:
-            shape[0] = rows
-        return shape
+        return [rows, *shape[1:]] if self.batches else shape
 
-    def arrays(self, rows: int, seed: int = 0) -> dict[str, Array]:
-        """Seeded values for every input; a picture for an input of bytes."""
+    def arrays(self, rows: int, seed: int = 0) -> list[Array]:
+        """Seeded values for every input; a picture for an input of BYTES."""
         random = np.random.default_rng((seed, rows))
-        arrays = {}
+        arrays = []
         for tensor in self.inputs:
             shape = self.shape(tensor, rows)
             if tensor.datatype == "BYTES":
-                array = np.empty(shape, object)
-                array[...] = flat_jpeg(224, 224)
+                array: Array = np.empty(shape, object)
+                array.fill(flat_jpeg(224, 224))
             elif tensor.datatype.startswith("FP"):
-                array = random.uniform(-1, 1, shape).astype(DTYPES[tensor.datatype])
-            elif tensor.datatype in DTYPES:
-                array = random.integers(0, 2, shape).astype(DTYPES[tensor.datatype])
+                array = random.uniform(-1, 1, shape).astype(NUMPY_TYPES[tensor.datatype])
+            elif tensor.datatype in NUMPY_TYPES:
+                array = random.integers(0, 2, shape).astype(NUMPY_TYPES[tensor.datatype])
             else:
                 raise NotApplicableError(f"the corpus knows no {tensor.datatype} tensors")
-            arrays[tensor.name] = array
+            arrays.append(array)
         return arrays
 
-    def entries(self, rows: int = 1) -> list[dict[str, Any]]:
-        """`inputs` of the JSON document, without data."""
-        return [
+    def request(self, rows: int = 1, seed: int = 0, arrays: Iterable[Array] | None = None) -> InferenceRequest:
+        """A valid request with binary tensors both ways, of seeded values unless others are given."""
+        entries = [
             {"name": tensor.name, "shape": self.shape(tensor, rows), "datatype": tensor.datatype}
             for tensor in self.inputs
         ]
+        blobs = [tensor_bytes(array) for array in (self.arrays(rows, seed) if arrays is None else arrays)]
+        return InferenceRequest(self, self.name, entries, blobs)
 
     def binary(self, rows: int = 1, seed: int = 0, **document: Any) -> Body:
-        """A valid request with binary tensors both ways; `document` adds to its JSON or replaces parts of it."""
-        arrays = self.arrays(rows, seed)
-        return self.binary_of(list(arrays.values()), rows, **document)
-
-    def binary_of(self, arrays: list[Array], rows: int, **document: Any) -> Body:
-        """The same with these values, one array an input."""
-        blobs = [tensor_bytes(array) for array in arrays]
-        entries = self.entries(rows)
-        for entry, blob in zip(entries, blobs, strict=True):
-            entry["parameters"] = {"binary_data_size": len(blob)}
-        return binary_body({"inputs": entries, "parameters": {"binary_data_output": True}, **document}, blobs)
-
-    def json(self, rows: int = 1, **document: Any) -> Body:
-        """A valid request in JSON alone, all zeros."""
-        entries = self.entries(rows)
-        for entry, tensor in zip(entries, self.inputs, strict=True):
-            if tensor.datatype == "BYTES":
-                raise NotApplicableError("bytes of a picture cannot be written in JSON")
-            entry["data"] = [False if tensor.datatype == "BOOL" else 0] * int(np.prod(entry["shape"]))
-        return json_body({"inputs": entries, **document})
+        """The body of a valid request; `document` adds to its JSON or replaces parts of it."""
+        request = self.request(rows, seed)
+        request.document |= document
+        return request.body()
 
 
 def tensor_bytes(array: Array) -> bytes:
@@ -146,17 +146,12 @@ def tensor_bytes(array: Array) -> bytes:
 
 
 def binary_body(document: Mapping[str, Any], blobs: Iterable[bytes]) -> Body:
-    """JSON, then the tensors, with the header that says where the one ends."""
+    """JSON, then the tensors, with the header that says where the JSON ends."""
     text = json.dumps(document).encode()
-    return Body(
-        {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(text))},
-        text + b"".join(blobs),
-    )
+    return Body({"Content-Type": "application/octet-stream", HEADER: str(len(text))}, text + b"".join(blobs))
 
 
 def json_body(document: object) -> Body:
-    """JSON alone; a str or bytes is sent as it is."""
-    if isinstance(document, bytes):
-        return Body({"Content-Type": "application/json"}, document)
-    text = document if isinstance(document, str) else json.dumps(document)
-    return Body({"Content-Type": "application/json"}, text.encode())
+    """JSON alone; text and bytes are sent unchanged."""
+    text = document if isinstance(document, str | bytes) else json.dumps(document)
+    return Body({"Content-Type": "application/json"}, text.encode() if isinstance(text, str) else text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -12,14 +13,14 @@ MIB = 1024 * 1024
 
 
 class Door(StrEnum):
-    """Through which protocol a case is sent."""
+    """The protocol through which a case is sent."""
 
     HTTP = "http"
     GRPC = "grpc"
 
 
 class Verdict(StrEnum):
-    """What became of a case. Only DEVIATES and CRASHED are failures."""
+    """The outcome of a case. Only DEVIATES and CRASHED are failures."""
 
     CONFORMS = "conforms"
     DEVIATES = "deviates"
@@ -30,6 +31,10 @@ class Verdict(StrEnum):
 
 class NotApplicableError(Exception):
     """The case says nothing about this server or model; the message says why."""
+
+
+class SkippedError(Exception):
+    """The server cannot be started, or not in the state that a case wants; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,11 @@ class Answer:
         """Whether the server answered at all."""
         return self.status not in {"closed", "reset", "refused", "silent"}
 
+    @property
+    def good(self) -> bool:
+        """Whether the server did what it was asked."""
+        return self.status in {"200", "OK"}
+
 
 @dataclass(frozen=True, slots=True)
 class Fact:
@@ -61,19 +71,10 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """All that a case's probe saw. Every answer must meet the case's expectation, every fact must hold."""
+    """All that was seen of a case. Every answer must meet the case's expectation, every fact must hold."""
 
     answers: tuple[Answer, ...] = ()
     facts: tuple[Fact, ...] = ()
-
-
-class ErrorBody(StrEnum):
-    """How strictly the body of a refusal is read."""
-
-    PROTOCOL = "protocol"
-    """`{"error": "<one sentence>"}` over HTTP, a sentence in the details over gRPC."""
-    FRAMEWORK = "framework"
-    """The answer is the RPC framework's own, before any server code runs: its words are not judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ class Expectation:
     headers: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
     """What must not come back, besides paths and tracebacks, which never may."""
-    error_body: ErrorBody = ErrorBody.PROTOCOL
+    words_judged: bool = True
+    """False where the answer is the RPC library's, before any code of the server runs."""
     note: str = ""
     """For people: what is expected beyond the statuses."""
 
@@ -101,9 +103,12 @@ class Expectation:
             parts.append(f"with {self.numbers} numbers")
         if self.headers:
             parts.append("with " + ", ".join(self.headers))
-        if self.note:
-            parts.append(self.note)
-        return ", ".join(parts)
+        return ", ".join([*parts, *filter(None, [self.note])])
+
+
+def expect(*statuses: str, naming: tuple[str, ...] = (), **columns: Any) -> Expectation:
+    """The expectation of a row: one of these statuses, and a sentence with one of the words in `naming`."""
+    return Expectation(statuses, (naming,) if naming else (), **columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +121,13 @@ class MemoryBound:
     """At any moment of the case."""
 
     def describe(self) -> str:
-        """For the expected column."""
-        parts = []
-        if self.retained_bytes is not None:
-            parts.append(f"growth < {self.retained_bytes / MIB:g} MiB")
-        if self.peak_bytes is not None:
-            parts.append(f"peak growth < {self.peak_bytes / MIB:g} MiB")
-        return ", ".join(parts)
+        """One line for the table."""
+        bounds = (("growth", self.retained_bytes), ("peak growth", self.peak_bytes))
+        return ", ".join(f"{name} < {size / MIB:g} MiB" for name, size in bounds if size is not None)
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the table."""
+    """One row of the report."""
 
     number: str
     title: str
@@ -138,16 +139,21 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     not_observed: tuple[str, ...] = ()
     seconds: float = 0.0
 
+    @property
+    def failed(self) -> bool:
+        """Whether the server has to be mended."""
+        return self.verdict in (Verdict.DEVIATES, Verdict.CRASHED)
+
 
 class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One run over one server: what `--json` writes."""
+    """One run over one server, as `--json` writes it."""
 
     schema: str = "abserve.conformance/1"
     created_at: str
     abserve_version: str
     server: str
     server_title: str
-    """How it was launched; the URL for somebody else's."""
+    """How it was launched; the URL of a server that was running already."""
     model: str
     results: tuple[CaseResult, ...]
     stopped: str | None = None
@@ -156,10 +162,8 @@ class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def failed(self) -> bool:
         """Whether anything deviates or crashed, or the run could not be finished."""
-        return self.stopped is not None or any(
-            result.verdict in (Verdict.DEVIATES, Verdict.CRASHED) for result in self.results
-        )
+        return self.stopped is not None or any(result.failed for result in self.results)
 
     def count(self, verdict: Verdict) -> int:
-        """How many cases ended so."""
+        """The number of cases with this verdict."""
         return sum(result.verdict is verdict for result in self.results)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from loadgen.conformance.records import CaseResult, ConformanceReport, Verdict
+from loadgen.documents import printable
 
 _STYLES = {
     Verdict.CONFORMS: "green",
@@ -17,8 +18,6 @@ _STYLES = {
     Verdict.NOT_APPLICABLE: "dim",
     Verdict.SKIPPED: "yellow",
 }
-
-
 NARROWEST = 140
 
 
@@ -33,11 +32,11 @@ def print_report(report: ConformanceReport, console: Console) -> None:
         table.add_column(name, ratio=ratio or None, overflow="fold", no_wrap=name == "Door")
     for result in report.results:
         table.add_row(
-            escape(f"{result.number} {result.title}"),
+            f"{result.number} {result.title}",
             result.door,
-            escape(result.expected),
-            escape(result.got),
-            f"[{_STYLES[result.verdict]}]{result.verdict.value}[/]{escape(_because(result))}",
+            result.expected,
+            result.got,
+            Text.assemble((result.verdict.value, _STYLES[result.verdict]), _because(result)),
         )
     # Below this width the cells would be columns of syllables; a terminal wraps or scrolls instead.
     console.print(table, width=max(console.width, NARROWEST))
@@ -64,39 +63,27 @@ def write_section(report: ConformanceReport, path: Path, name: str) -> None:
 
 def markdown(report: ConformanceReport) -> str:
     """Deviations and crashes as a table; the rest as lists of numbers, since what conforms is the corpus itself."""
-    failed = [result for result in report.results if result.verdict in (Verdict.DEVIATES, Verdict.CRASHED)]
-    lines = [
-        f"{report.server_title}, model `{report.model}`, {report.created_at[:10]}, abserve {report.abserve_version}.",
-        f"{summary(report)}.",
-        "",
-    ]
-    if failed:
+    by_verdict = {verdict: [one for one in report.results if one.verdict is verdict] for verdict in Verdict}
+    title = f"{cell(report.server_title)}, model `{report.model}`, {report.created_at[:10]}"
+    lines = [f"{title}, abserve {report.abserve_version}.", f"{summary(report)}.", ""]
+    if failed := [one for one in report.results if one.failed]:
         lines += ["| Case | Door | Expected | Got | Verdict |", "|---|---|---|---|---|"]
         lines += [
-            f"| {result.number} {_cell(result.title)} | {result.door} | {_cell(result.expected)} | {_cell(result.got)} "
-            f"| {result.verdict.value}{_cell(_because(result))} |"
-            for result in failed
+            f"| {one.number} {cell(one.title)} | {one.door} | {cell(one.expected)} | {cell(one.got)} "
+            f"| {one.verdict.value}{cell(_because(one))} |"
+            for one in failed
         ]
         lines.append("")
-    for verdict in (Verdict.CONFORMS, Verdict.NOT_APPLICABLE, Verdict.SKIPPED):
-        chosen = [result for result in report.results if result.verdict is verdict]
-        if not chosen:
-            continue
-        if verdict is Verdict.CONFORMS:
-            lines += [f"Conforms: {', '.join(result.number for result in chosen)}.", ""]
-        else:
-            lines.append(f"{verdict.value.capitalize()}:")
-            lines.append("")
-            reasons = dict.fromkeys(result.reason for result in chosen)
-            lines += [
-                f"- {', '.join(r.number for r in chosen if r.reason == reason)}: {_cell(reason)}" for reason in reasons
-            ]
-            lines.append("")
-    unobserved = [result for result in report.results if result.not_observed]
-    if unobserved:
-        lines += ["Not observed:", ""]
-        lines += [f"- {result.number}: {_cell('; '.join(result.not_observed))}" for result in unobserved]
-        lines.append("")
+    if conforming := by_verdict[Verdict.CONFORMS]:
+        lines += [f"Conforms: {', '.join(one.number for one in conforming)}.", ""]
+    for verdict in (Verdict.NOT_APPLICABLE, Verdict.SKIPPED):
+        numbers: dict[str, list[str]] = {}
+        for one in by_verdict[verdict]:
+            numbers.setdefault(one.reason, []).append(one.number)
+        rows = [f"- {', '.join(found)}: {cell(reason)}" for reason, found in numbers.items()]
+        lines += [f"{verdict.value.capitalize()}:", "", *rows, ""] if rows else []
+    rows = [f"- {one.number}: {cell('; '.join(one.not_observed))}" for one in report.results if one.not_observed]
+    lines += ["Not observed:", "", *rows, ""] if rows else []
     return "\n".join(lines)
 
 
@@ -106,5 +93,7 @@ def _because(result: CaseResult) -> str:
     return f": {'; '.join(parts)}" if parts else ""
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+def cell(text: str) -> str:
+    """Text as it stands in a cell of a Markdown table."""
+    clean = printable(" ".join(text.split()))
+    return clean.replace("|", "\\|").replace("<", "&lt;").replace("](", "\\](")

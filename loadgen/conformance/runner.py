@@ -1,26 +1,17 @@
-"""Runs cases one after the other, looks after the server between them, and goes on after a crash where it can."""
+"""Runs cases one after the other, checks the server between them, and goes on after a crash where it can."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from time import perf_counter
+from typing import Any
 
 from loadgen.conformance.case import Case
-from loadgen.conformance.heartbeat import Heartbeat
 from loadgen.conformance.judgement import judge
-from loadgen.conformance.launching import LaunchError
-from loadgen.conformance.memory import MemoryWatch
-from loadgen.conformance.records import (
-    MIB,
-    CaseResult,
-    Fact,
-    MemoryBound,
-    NotApplicableError,
-    Observation,
-    Verdict,
-)
-from loadgen.conformance.sessions import Session, UnavailableSettingError
+from loadgen.conformance.records import CaseResult, Fact, NotApplicableError, Observation, SkippedError, Verdict
+from loadgen.conformance.sessions import Session
 from loadgen.conformance.subject import Subject, SubjectError
+from loadgen.conformance.watching import Watch
 
 LIVE_SECONDS = 2.0
 RECOVERY_SECONDS = 30.0
@@ -38,10 +29,10 @@ class CaseRun:
     def run(self, cases: Iterable[Case], announce: Callable[[Case], None]) -> tuple[CaseResult, ...]:
         """In an order that starts few servers; the results in the corpus's order."""
         results: list[tuple[tuple[int, str], CaseResult]] = []
-        chosen = list(cases)
-        settings = list(dict.fromkeys(case.setting for case in sorted(chosen, key=lambda case: case.order)))
-        settings.sort(key=lambda setting: (setting.own_servers, bool(setting.wishes)))
-        for case in sorted(chosen, key=lambda case: (settings.index(case.setting), case.order)):
+        chosen = sorted(cases, key=lambda case: case.order)
+        settings = list(dict.fromkeys(case.setting for case in chosen))
+        settings.sort(key=lambda setting: (setting.own_servers, setting.by_kind is not None))
+        for case in sorted(chosen, key=lambda case: settings.index(case.setting)):
             if self.stopped is None:
                 announce(case)
                 result = self._one(case)
@@ -54,46 +45,36 @@ class CaseRun:
         if case.destructive and not self._destructive:
             reason = "not sent to a machine that is not this one; --i-own-this-server sends it"
             return _result(case, Verdict.SKIPPED, reason=reason)
-        try:
-            subject = self._session.subject(case.setting)
-        except UnavailableSettingError as exc:
-            return _result(case, Verdict.SKIPPED, reason=str(exc))
-        except (SubjectError, LaunchError) as exc:
-            self.stopped = str(exc)
-            return _result(case, Verdict.SKIPPED, reason=str(exc))
         started = perf_counter()
         try:
+            subject = self._session.subject(case.setting)
+            started = perf_counter()
             if case.warm_up is not None:
                 case.warm_up(subject)
-            with MemoryWatch(subject.pids) as memory, Heartbeat(subject, case.setting.own_servers) as heartbeat:
-                observation = self._probe(case, subject)
+            with Watch(subject, case.setting.own_servers) as watch:
+                observation = _observe(case, subject)
+        except SubjectError as exc:
+            self.stopped = str(exc)
+            return _result(case, Verdict.SKIPPED, reason=str(exc))
+        except SkippedError as exc:
+            return _result(case, Verdict.SKIPPED, reason=str(exc), seconds=perf_counter() - started)
         except NotApplicableError as exc:
             return _result(case, Verdict.NOT_APPLICABLE, reason=str(exc), seconds=perf_counter() - started)
-        except LaunchError as exc:
-            return _result(case, Verdict.SKIPPED, reason=str(exc), seconds=perf_counter() - started)
         extra: list[Fact] = []
         crash = None
         if not case.setting.own_servers:
-            crash, extra = self._look_after(subject)
+            crash, extra = self._check_server(subject)
             if crash is None:
-                extra.append(heartbeat.fact(LIVE_SECONDS))
+                extra.append(watch.live_fact(LIVE_SECONDS))
         if case.memory is not None and crash is None:
-            extra += _memory_facts(case.memory, memory)
+            extra += watch.memory_facts(case.memory)
         verdict, got, reason, not_observed = judge(case, observation, extra)
         if crash is not None:
             verdict, reason = Verdict.CRASHED, crash
-        return _result(
-            case, verdict, got=got, reason=reason, not_observed=not_observed, seconds=perf_counter() - started
-        )
+        seconds = perf_counter() - started
+        return _result(case, verdict, got=got, reason=reason, not_observed=tuple(not_observed), seconds=seconds)
 
-    def _probe(self, case: Case, subject: Subject) -> Observation:
-        try:
-            return case.probe(subject)
-        except OSError as exc:
-            # A connection that a probe holds itself was cut; whether the server lives is found out next.
-            return Observation(facts=(Fact("the case could be sent", False, str(exc)),))
-
-    def _look_after(self, subject: Subject) -> tuple[str | None, list[Fact]]:
+    def _check_server(self, subject: Subject) -> tuple[str | None, list[Fact]]:
         """Why the server is gone, or whether it is live and answers as before."""
         live = subject.live(LIVE_SECONDS)
         # Its last words are in its log; the table needs only how it ended.
@@ -115,38 +96,21 @@ class CaseRun:
         return None, facts
 
 
-def _memory_facts(bound: MemoryBound, watch: MemoryWatch) -> list[Fact]:
-    facts = []
-    if bound.retained_bytes is not None:
-        facts.append(_bounded("growth", watch.retained_growth_bytes(bound.retained_bytes), bound.retained_bytes))
-    if bound.peak_bytes is not None:
-        facts.append(_bounded("peak growth", watch.peak_growth_bytes, bound.peak_bytes))
-    return facts
+def _observe(case: Case, subject: Subject) -> Observation:
+    try:
+        return case.observe(subject)
+    except OSError as exc:
+        # A connection that a case holds itself was cut; whether the server lives is found out next.
+        return Observation(facts=(Fact("the case could be sent", False, str(exc)),))
 
 
-def _bounded(name: str, growth: int | None, bound: int) -> Fact:
-    if growth is None:
-        return Fact(f"memory {name}", None, "the server's memory cannot be read; use --launch or --pid")
-    return Fact(f"memory {name} < {bound / MIB:g} MiB", growth < bound, f"{growth / MIB:+.1f} MiB")
-
-
-def _result(
-    case: Case,
-    verdict: Verdict,
-    *,
-    got: str = "",
-    reason: str = "",
-    not_observed: Iterable[str] = (),
-    seconds: float = 0.0,
-) -> CaseResult:
+def _result(case: Case, verdict: Verdict, *, seconds: float = 0.0, **columns: Any) -> CaseResult:
     return CaseResult(
         number=case.number,
         title=case.title,
         door=case.door.value,
         expected=case.describe(),
-        got=got,
         verdict=verdict,
-        reason=reason,
-        not_observed=tuple(not_observed),
         seconds=round(seconds, 3),
+        **({"got": ""} | columns),
     )

@@ -1,46 +1,30 @@
-"""Where the server under test comes from: somebody else's URL, or servers of ours in the states that cases want."""
+"""Where the server under test comes from: a URL, or servers started in the states that cases want."""
 
 from __future__ import annotations
 
-import json
+import ipaddress
+import socket
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic, sleep
-from typing import Protocol
 from urllib.parse import urlsplit
 
 import psutil
 
-from loadgen.conformance.cases.pictures import is_image_model
-from loadgen.conformance.grpc_calls import GrpcDoor
-from loadgen.conformance.launching import READY_SECONDS, LaunchedServer, Launcher, LaunchError
+from loadgen.conformance.grpc_calls import GrpcClient
+from loadgen.conformance.launching import READY_SECONDS, LaunchedServer, Launcher
 from loadgen.conformance.model import Model
-from loadgen.conformance.records import Answer
+from loadgen.conformance.records import Answer, SkippedError
 from loadgen.conformance.settings import AS_STARTED, READ_SECONDS, SHORT_READS, SMALL_BODIES, SMALL_BODY_BYTES, Setting
 from loadgen.conformance.subject import Subject, SubjectError, read_model
+from loadgen.documents import read_json
 
-
-class UnavailableSettingError(Exception):
-    """The server cannot be brought into the state that a case wants; the message says why."""
-
-
-class Session(Protocol):
-    """Gives the subject in a wanted state."""
-
-    title: str
-
-    def subject(self, setting: Setting) -> Subject:
-        """Raises `UnavailableSettingError`, or `SubjectError` when there is no server at all."""
-
-    def restart(self) -> bool:
-        """After a crash: whether there is a server again, or will be at the next `subject`."""
-
-    def close(self) -> None:
-        """End what was started."""
+_MOST_MODELS = 100
+"""Of a server, that are asked whether they take an image."""
 
 
 class RemoteSession:
-    """A server that somebody else has started. It is as it is."""
+    """A server that was running already. It stays in its state."""
 
     def __init__(
         self,
@@ -55,11 +39,10 @@ class RemoteSession:
     ) -> None:
         """Raises `SubjectError` when it cannot be tested."""
         self.title = url
-        unknown = Model(model, (), (), None)
         subject = Subject(
             url,
-            unknown,
-            grpc=GrpcDoor(grpc) if grpc else None,
+            Model(model, (), (), None),
+            grpc=GrpcClient(grpc) if grpc else None,
             metrics_url=metrics_url or f"{url.rstrip('/')}/metrics",
             pids=(lambda: _tree(pid)) if pid else tuple,
             failure=(lambda: None if psutil.pid_exists(pid) else f"process {pid} is gone") if pid else (lambda: None),
@@ -72,26 +55,26 @@ class RemoteSession:
         self._subject = complete(subject, model, image_model)
 
     def subject(self, setting: Setting) -> Subject:
-        """The one server there is."""
+        """The one server there is. Raises `SkippedError` where it cannot be in that state."""
         if not setting.anywhere:
-            raise UnavailableSettingError(f"needs a server with {setting.name}; use --launch")
+            raise SkippedError(f"needs a server with {setting.name}; use --launch")
         return self._subject
 
     def restart(self) -> bool:
-        """It is not ours."""
+        """After a crash: only its owner can start it."""
         return False
 
     def close(self) -> None:
-        """Only our channel."""
+        """End the gRPC channel; the server stays."""
         if self._subject.grpc is not None:
             self._subject.grpc.close()
 
 
 class LaunchedSession:
-    """Servers of ours, one at a time, started again where a case wants another state."""
+    """Servers started here, one at a time, and started again where a case wants another state."""
 
     def __init__(self, launcher: Launcher, image_model: str | None = None) -> None:
-        """Starts the first one. Raises `LaunchError` or `SubjectError`."""
+        """Starts the first one. Raises `SkippedError` or `SubjectError`."""
         self._launcher = launcher
         self._setting: Setting | None = None
         self._server: LaunchedServer | None = None
@@ -99,65 +82,62 @@ class LaunchedSession:
         self._image_model = image_model
         self._refused: dict[Setting, str] = {}
         self._current = self._start(AS_STARTED)
-        self.title = self._server.deployment.title or launcher.kind if self._server else launcher.kind
+        self.title = (self._server.title if self._server else None) or launcher.kind
 
     def subject(self, setting: Setting) -> Subject:
-        """A running server in that state; for cases with servers of their own, the last one's facts and no server."""
+        """A running server in that state; for cases with servers of their own, the last one's facts and no server.
+        Raises `SkippedError`, or `SubjectError` when there is no server at all."""
         if setting.own_servers:
-            self._stop()
-            return self._current
-        if setting == self._setting and self._server is not None:
+            self.close()
             return self._current
         options = setting.options(self._launcher.kind)
-        if isinstance(options, str):
-            raise UnavailableSettingError(options)
-        if not options and self._server is not None and self._setting == AS_STARTED:
+        if self._server is not None and (setting == self._setting or (not options and self._setting == AS_STARTED)):
             return self._current
         if setting in self._refused:
-            raise UnavailableSettingError(self._refused[setting])
+            raise SkippedError(self._refused[setting])
         try:
             self._current = self._start(setting)
-        except LaunchError as exc:
+        except SkippedError as exc:
             unknown = "no such option" in str(exc).lower()
             reason = f"serve {self._launcher.kind} has no option for {setting.name}" if unknown else str(exc)
             self._refused[setting] = reason
-            raise UnavailableSettingError(reason) from exc
+            raise SkippedError(reason) from exc
         return self._current
 
     def restart(self) -> bool:
-        """The next `subject` starts a server anew."""
-        self._stop()
+        """After a crash: the next `subject` starts a server anew."""
+        self.close()
         return True
 
     def close(self) -> None:
         """End the server."""
-        self._stop()
-
-    def _start(self, setting: Setting) -> Subject:
-        self._stop()
-        server = self._launcher.start(setting)
-        try:
-            server.wait_ready()
-            blank = Subject(server.url, Model(self._launcher.model, (), (), None), launcher=self._launcher)
-            subject = complete(blank.on(server), self._launcher.model, self._image_model, self._golden)
-        except BaseException:
-            server.stop()
-            raise
-        self._golden = subject.golden
-        self._server, self._setting = server, setting
-        wanted = setting.options(self._launcher.kind)
-        return replace(
-            subject,
-            max_body_bytes=SMALL_BODY_BYTES if setting == SMALL_BODIES else None,
-            read_timeout_s=READ_SECONDS if setting == SHORT_READS and wanted else None,
-        )
-
-    def _stop(self) -> None:
         if self._server is not None:
             if self._current.grpc is not None:
                 self._current.grpc.close()
             self._server.stop()
         self._server = self._setting = None
+
+    def _start(self, setting: Setting) -> Subject:
+        self.close()
+        launcher = self._launcher
+        server = launcher.start(setting)
+        try:
+            server.await_model(launcher.model)
+            blank = Subject(server.url, Model(launcher.model, (), (), None), launcher=launcher)
+            subject = complete(blank.on(server), launcher.model, self._image_model, self._golden)
+        except BaseException:
+            server.stop()
+            raise
+        self._golden = subject.golden
+        self._server, self._setting = server, setting
+        return replace(
+            subject,
+            max_body_bytes=SMALL_BODY_BYTES if setting == SMALL_BODIES else None,
+            read_timeout_s=READ_SECONDS if setting == SHORT_READS and setting.options(launcher.kind) else None,
+        )
+
+
+Session = RemoteSession | LaunchedSession
 
 
 def complete(subject: Subject, model: str, image_model: str | None, golden: Answer | None = None) -> Subject:
@@ -173,6 +153,16 @@ def complete(subject: Subject, model: str, image_model: str | None, golden: Answ
     return replace(found, golden=first)
 
 
+def is_loopback(url: str) -> bool:
+    """True when every address that the host name stands for is a loopback address: the server is on this machine."""
+    host = urlsplit(url if "://" in url else f"http://{url}").hostname
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM) if host else []
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(entry[4][0]).is_loopback for entry in found)
+
+
 def _ready(subject: Subject, model: str) -> bool:
     """A server may be ready for one model while it still loads the next."""
     deadline = monotonic() + READY_SECONDS
@@ -184,25 +174,23 @@ def _ready(subject: Subject, model: str) -> bool:
 
 
 def _image_model(subject: Subject, name: str | None) -> Model | None:
-    """The one that is named, else the first in the repository index that takes an encoded image."""
+    """The named model, else the first in the repository index that takes an encoded image."""
     if name is not None:
         return read_model(subject, name)
     names = [subject.model.name]
     with suppress(ValueError, TypeError, KeyError):
-        names += [
-            str(entry["name"]) for entry in json.loads(subject.http("POST", "/v2/repository/index", body=b"").body)
-        ]
-    for candidate in names:
+        index = subject.http("POST", "/v2/repository/index", body=b"")
+        names += [str(entry["name"]) for entry in read_json(index.body)]
+    for candidate in names[:_MOST_MODELS]:
         with suppress(SubjectError):
             model = read_model(subject, candidate)
-            if is_image_model(model):
+            if model.takes_an_image:
                 return model
     return None
 
 
 def _tree(pid: int) -> tuple[int, ...]:
     try:
-        root = psutil.Process(pid)
-        return (pid, *(child.pid for child in root.children(recursive=True)))
+        return (pid, *(child.pid for child in psutil.Process(pid).children(recursive=True)))
     except psutil.NoSuchProcess:
         return ()

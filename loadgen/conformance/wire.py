@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -25,7 +26,7 @@ class RawConnection:
     """One TCP connection. Use as a context manager."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Raises `OSError` when nobody listens."""
+        """Raises `OSError` when nothing listens."""
         self._socket = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received = bytearray()
@@ -68,9 +69,7 @@ class RawConnection:
                         answer = parse_answer(bytes(self._received), ended is not None, head_only=head_only)
                         if answer is not None or ended is not None:
                             answer = answer or Answer(ended or "closed")
-                            return Answer(
-                                answer.status, answer.headers, answer.body, elapsed_s=perf_counter() - started
-                            )
+                            return replace(answer, elapsed_s=perf_counter() - started)
                     elif sending:
                         try:
                             pending = pending[self._socket.send(pending) :]
@@ -89,7 +88,7 @@ class RawConnection:
                         selector.modify(self._socket, selectors.EVENT_READ)
 
     def names(self) -> tuple[str, str] | None:
-        """Our end and the server's as the kernel's table writes them; None when closed, or not over IPv4."""
+        """The client's end and the server's as the kernel's table writes them; None when closed, or not over IPv4."""
         try:
             if self._socket.family != socket.AF_INET:
                 return None

@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from time import monotonic, perf_counter_ns, sleep
 from typing import Any
 
-import msgspec
 import psutil
 
 from loadgen.clients.endpoint import Endpoint
-from loadgen.clients.http import ConnectionRefused, HttpConnection
+from loadgen.clients.exchange import ConnectionRefused
+from loadgen.clients.http import HttpConnection
 from loadgen.clients.requests import Address, Request, request_head
 from loadgen.deployment.containers import PROJECT, LogLine, ServiceContainer, find_container
 from loadgen.deployment.interface import DeploymentError, StartTimes, poll_ready
+from loadgen.documents import DocumentError, read_json
 from loadgen.records.payloads import BACKEND_ENDINGS
 
 PORTS = {"native": 8100, "triton": 8000}
@@ -181,12 +182,13 @@ class ComposeDeployment:
         connection = HttpConnection(address, timeout_s=10.0)
         try:
             exchange = connection.send(Request(head, b"{}"))
-            rows = msgspec.json.decode(exchange.body) if exchange.status == 200 else []
-        except (ConnectionRefused, ValueError) as exc:
+            rows = read_json(exchange.body) if exchange.status == 200 else []
+        except (ConnectionRefused, DocumentError) as exc:
             raise DeploymentError(f"{self.container.service} does not list its models: {exc}") from exc
         finally:
             connection.close()
-        return sorted(str(row["name"]) for row in rows if row.get("state", "READY") == "READY")
+        entries = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+        return sorted(str(row["name"]) for row in entries if "name" in row and row.get("state", "READY") == "READY")
 
     def _find_addresses(self) -> None:
         inside, published = self.container.addresses(self._port)
@@ -203,9 +205,12 @@ class ComposeDeployment:
             return {}
         content = self.container.file(f"/models/launch/{server}.json")
         try:
-            return {} if content is None else msgspec.json.decode(content, type=dict[str, Any])
-        except ValueError as exc:
+            plan = {} if content is None else read_json(content)
+        except DocumentError as exc:
             raise DeploymentError(f"the launch plan of {server} cannot be read: {exc}") from exc
+        if not isinstance(plan, dict):
+            raise DeploymentError(f"the launch plan of {server} is no JSON object")
+        return plan
 
 
 def require_one_way(deployments: Sequence[object]) -> None:

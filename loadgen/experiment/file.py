@@ -16,11 +16,17 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from loadgen.documents import one_line
 from loadgen.experiment.options import SettingOption
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ExperimentSettings
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 16
+_MOST_NODES = 2000
+_MOST_DEPTH = 20
+_MOST_DIGITS = 20
+_MOST_LINES = 20
+"""Of errors that are shown; a file with more has one cause."""
 OPTION_FORM = "write it as KEY=VALUE, as in max-queue-delay-us=0"
 
 
@@ -28,21 +34,52 @@ class ExperimentFileError(PlanError):
     """A file or an option says something that cannot be; one line for each, with the place and what would do."""
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no types
-    """YAML takes the last of two equal keys without a word; here it is an error, and so is an alias."""
+class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no types
+    """YAML takes the last of two equal keys without a word; here it is an error. So are an alias, a key that is no
+    text, a number with colons, which YAML 1.1 reads to the base 60, and a file of more values than anybody writes."""
+
+    nodes = depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.nodes += 1
+        self.depth += 1
         if self.check_event(yaml.AliasEvent):
-            raise yaml.constructor.ConstructorError(None, None, "aliases are not taken", self.peek_event().start_mark)
-        return super().compose_node(parent, index)
+            raise self._error("aliases are not taken", self.peek_event())
+        if self.nodes > _MOST_NODES or self.depth > _MOST_DEPTH:
+            what = (
+                f"more than {_MOST_NODES} values"
+                if self.nodes > _MOST_NODES
+                else f"nested more than {_MOST_DEPTH} deep"
+            )
+            raise self._error(f"an experiment file is not so large: {what}", self.peek_event())
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise self._error("a key must be text", key)
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
-            seen.add(str(key.value))
+                raise self._error(f"{one_line(key.value, 80)} is given twice", key)
+            seen.add(key.value)
         return dict(super().construct_mapping(node, deep))
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """Raises `ConstructorError` for a number that is not written as one."""
+        if ":" in node.value or len(node.value) > _MOST_DIGITS + 4:
+            raise self._error(f"{one_line(node.value, 40)} is no number; put quotes around a text", node)
+        is_float = node.tag.endswith(":float")
+        return self.construct_yaml_float(node) if is_float else self.construct_yaml_int(node)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _error(problem: str, place: yaml.Node | yaml.Event) -> yaml.constructor.ConstructorError:
+        return yaml.constructor.ConstructorError(None, None, problem, place.start_mark)
+
+
+for _kind in ("int", "float"):
+    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _StrictLoader.construct_number)
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -54,11 +91,14 @@ def read_file(path: Path) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise ExperimentFileError(f"{path} has {len(content)} bytes; an experiment file has at most {MAX_BYTES}")
     try:
-        parsed = yaml.load(content, Loader=_UniqueKeyLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as exc:
+        parsed = yaml.load(content, Loader=_StrictLoader)
+    except yaml.YAMLError as exc:
         mark, problem = getattr(exc, "problem_mark", None), getattr(exc, "problem", None)
         where = f":{mark.line + 1}" if mark is not None else ""
-        raise ExperimentFileError(f"{path}{where}: {problem or exc}") from exc
+        raise ExperimentFileError(f"{path}{where}: {one_line(str(problem or exc))}") from exc
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
+        # PyYAML's own, over a value that does not fit the tag before it, or over bytes that are no text.
+        raise ExperimentFileError(f"{path}: a value in it cannot be read: {one_line(str(exc))}") from exc
     if parsed is None:
         return {}
     if not isinstance(parsed, dict) or not all(isinstance(key, str) for key in parsed):
@@ -75,7 +115,9 @@ def effective_settings(path: Path | None, given: Mapping[SettingOption, object])
         return ExperimentSettings.model_validate(content)
     except ValidationError as exc:
         flags = {option.path: option.flag for option in given}
-        lines = dict.fromkeys(_line(error, path, flags) for error in exc.errors(include_url=False))
+        errors = exc.errors(include_url=False)
+        lines = list(dict.fromkeys(one_line(_line(error, path, flags)) for error in errors[:_MOST_LINES]))
+        lines += [f"{path}: and {len(errors) - _MOST_LINES} more"] if len(errors) > _MOST_LINES else []
         raise ExperimentFileError("\n".join(lines)) from exc
 
 

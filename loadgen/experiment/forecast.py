@@ -13,6 +13,8 @@ from loadgen.records.run import Cell, Experiment, Label
 _START_SECONDS = 10.0
 _BEFORE_LOAD_SECONDS = 45.0
 _BETWEEN_BLOCKS_SECONDS = 0.3
+_WHOLE_BLOCK = 1.25
+"""With the cool-down, over the time in which requests begin."""
 _TRIALS = 8
 """Of a search, or rungs of a ramp, before any has run."""
 
@@ -24,13 +26,21 @@ class Forecast:
         self._blocks = list(blocks)
         self._starts = sum(2 * cell.pairs for cell in experiment.cells if cell.scenario == "cold-start")
         self._start_seconds: list[float] = []
+        self._start_guess = _START_SECONDS
+        self._check_seconds = 0.0
         self._seconds: dict[tuple[str, Label], list[float]] = {}
-        self._preset_seconds = PRESETS[experiment.preset].minutes * 60 if experiment.preset in PRESETS else 300.0
+        self._preset_seconds = 60.0 * (
+            experiment.minutes or (PRESETS[experiment.preset].minutes if experiment.preset in PRESETS else 5.0)
+        )
         self._before_load = _BEFORE_LOAD_SECONDS
         self._load_ends_at: float | None = None
         self._search_seconds = sum(
             2 * cell.pairs * _TRIALS * 2 * cell.seconds for cell in experiment.cells if cell.scenario in ("slo", "ramp")
         )
+
+    def blocks_are(self, blocks: Sequence[ScheduledBlock]) -> None:
+        """What is planned, now that the blocks' lengths are known."""
+        self._blocks = list(blocks)
 
     def searches_take(self, seconds: float) -> None:
         """Searches and ramps that are still to come, as far as those that have run tell."""
@@ -58,6 +68,21 @@ class Forecast:
         """Seconds of one pair of a cell."""
         return self._block_seconds(cell, "a", self._seconds) + self._block_seconds(cell, "b", self._seconds)
 
+    def checks_take(self, seconds: float) -> None:
+        """Comparing the answers under load, after it."""
+        self._check_seconds = seconds
+
+    def start_takes(self, seconds: float) -> None:
+        """What a start of both servers has taken; a cold start is one of them."""
+        self._start_guess = seconds
+
+    def after_load_s(self) -> float:
+        """Checks, cold starts and searches that are still to come."""
+        return self._check_seconds + self._starts * self._start_s() + self._search_seconds
+
+    def _start_s(self) -> float:
+        return fmean(self._start_seconds) if self._start_seconds else self._start_guess
+
     def start_took(self, seconds: float) -> None:
         """One cold start is done."""
         self._start_seconds.append(seconds)
@@ -65,15 +90,14 @@ class Forecast:
 
     def remaining_s(self) -> float:
         """Seconds still to come."""
-        start = fmean(self._start_seconds) if self._start_seconds else _START_SECONDS
         if not self._seconds and self._before_load:
             return max(self._preset_seconds, self._before_load)
         blocks = sum(self._block_seconds(block.cell, block.label, self._seconds) for block in self._blocks)
         if self._load_ends_at is not None:
             blocks = max(0.0, self._load_ends_at - monotonic())
-        return self._before_load + blocks + self._starts * start + self._search_seconds
+        return self._before_load + blocks + self.after_load_s()
 
     @staticmethod
     def _block_seconds(cell: Cell, label: Label, seen: Mapping[tuple[str, Label], list[float]]) -> float:
         own = seen.get((cell.name, label)) or [s for (name, _), many in seen.items() if name == cell.name for s in many]
-        return fmean(own) if own else 2 * cell.seconds + _BETWEEN_BLOCKS_SECONDS
+        return fmean(own) if own else _WHOLE_BLOCK * cell.seconds + _BETWEEN_BLOCKS_SECONDS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,19 @@ import msgspec
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.records.run import ArmRequest, Arrivals, Cell, Scenario
 
-BATCH_SIZES = (1, 4, 8, 16, 32)
+BATCH_SIZES = (8, 32)
+"""A batch of one is the scenario single."""
 CONCURRENCY = (16,)
-GPU_WINDOW_S = 32.0
+GPU_WINDOW_S = 11.0
 GPU_REQUESTS = 110
-"""Of one arm in one cell, where its GPU evidence is to carry a verdict: a little over the thresholds of 30 s and 100
-requests in `loadgen.evidence.thresholds`."""
+"""Of one arm in one cell, where its GPU evidence is to carry a verdict: a little over the thresholds of 10 s and 100
+requests in `loadgen.studies.gpu_proof.records`."""
+GPU_BLOCK_S = 0.8
+"""At least, of a block whose GPU is watched: the energy counter of an H200 goes on every 0.1 s."""
+LEAST_PAIRS = 4
+"""Two balanced rounds, where time or the decision and not `--pairs` says how many there are."""
+SPAN = 3.0
+"""A block lasts at least so many times a request: one goes while the load builds up, two are measured."""
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second one is WSL's
 SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "concurrent")
@@ -33,25 +40,17 @@ class PlanError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """How much of everything. Requests and seconds are of one block; it runs until both are reached, or `most`."""
+    """How much time. `seconds` are of one block at least, `minutes` of the comparison without explaining causes."""
 
-    pairs: int
     cold_starts: int
-    single_requests: int
-    batched_items: int
     seconds: float
     max_seconds: float
     minutes: float
 
 
-# quick: under five minutes on two cores, where one image takes 30–70 ms; a fast machine is bound by `seconds`.
 PRESETS = {
-    "quick": Preset(
-        pairs=4, cold_starts=3, single_requests=20, batched_items=20, seconds=1.2, max_seconds=12.0, minutes=5.0
-    ),
-    "full": Preset(
-        pairs=12, cold_starts=5, single_requests=60, batched_items=64, seconds=3.0, max_seconds=20.0, minutes=25.0
-    ),
+    "quick": Preset(cold_starts=3, seconds=0.6, max_seconds=12.0, minutes=5.0),
+    "full": Preset(cold_starts=5, seconds=1.0, max_seconds=20.0, minutes=25.0),
 }
 
 
@@ -61,17 +60,20 @@ def make_cells(
     *,
     batch_sizes: Sequence[int] = BATCH_SIZES,
     concurrency: Sequence[int] = CONCURRENCY,
-    requests: int = 200,
+    requests: int = 1,
     pairs: int | None = None,
+    least_pairs: int = LEAST_PAIRS,
     gpu: bool = False,
     rates: Sequence[float] = (),
     arrivals: str = "poisson",
     connections: int = CONNECTIONS,
     open_seconds: float = OPEN_SECONDS,
 ) -> tuple[Cell, ...]:
-    """The cells of an experiment, in the order of the report. `requests` is of the concurrent scenario; `pairs`
-    replaces the preset's number of load pairs. `gpu` lengthens the blocks until they carry GPU evidence. `rates` adds
-    an open cell each, of blocks in which requests fall due for `open_seconds`. Raises `PlanError`."""
+    """The cells of an experiment, in the order of the report. `requests` are the least of a concurrent block, `pairs`
+    the number of pairs of each cell; without it time decides, and there are `least_pairs` in any case. How long a block
+    must last is known when a request has been seen (`sized`); with `gpu` all blocks of an arm together last long enough
+    to carry GPU evidence. `rates` adds an open cell each, of blocks in which requests fall due for `open_seconds`.
+    Raises `PlanError`."""
     if preset not in PRESETS:
         raise PlanError(f"--preset {preset}: there are {', '.join(PRESETS)}")
     known = (*SCENARIOS, "open", "slo", "ramp")
@@ -90,18 +92,23 @@ def make_cells(
         if scenario in scenarios and not values:
             raise PlanError(f"{option} (empty): give one size at least, or leave {scenario} out of --scenarios")
     amount = PRESETS[preset]
-    load_pairs = amount.pairs if pairs is None else pairs
-    seconds = max(amount.seconds, GPU_WINDOW_S / load_pairs) if gpu else amount.seconds
-    least_requests = math.ceil(GPU_REQUESTS / load_pairs) if gpu else 1
+    load_pairs, seconds, least_requests = pairs or least_pairs, amount.seconds, 1
+    if gpu:
+        seconds = max(seconds, GPU_BLOCK_S)
+        if pairs is None:
+            load_pairs = max(least_pairs, math.ceil(GPU_WINDOW_S / seconds))
+        else:
+            seconds = max(seconds, GPU_WINDOW_S / pairs)
+        least_requests = math.ceil(GPU_REQUESTS / load_pairs)
 
-    def cell(scenario: Scenario, batch_size: int, users: int, number: int) -> Cell:
+    def cell(scenario: Scenario, batch_size: int, users: int, number: int = 1) -> Cell:
         return Cell(
             scenario=scenario,
             batch_size=batch_size,
             concurrency=users,
             requests=max(number, least_requests),
             seconds=seconds,
-            max_seconds=max(amount.max_seconds, 2.0 * seconds if gpu else seconds),
+            max_seconds=max(amount.max_seconds, 2.0 * seconds),
             pairs=load_pairs,
         )
 
@@ -119,10 +126,10 @@ def make_cells(
             )
         )
     if "single" in scenarios:
-        cells.append(cell("single", 1, 1, amount.single_requests))
+        cells.append(cell("single", 1, 1))
     if "batched" in scenarios:
         for batch_size in sorted(set(batch_sizes)):
-            cells.append(cell("batched", batch_size, 1, max(2, amount.batched_items // batch_size)))
+            cells.append(cell("batched", batch_size, 1))
     if "concurrent" in scenarios:
         cells += [cell("concurrent", 1, users, requests) for users in sorted(set(concurrency))]
     cells += [
@@ -136,6 +143,19 @@ def make_cells(
         for rate in sorted(set(rates))
     ]
     return tuple(cells)
+
+
+def sized(cells: Sequence[Cell], request_seconds: Mapping[str, float]) -> tuple[Cell, ...]:
+    """The cells with blocks of closed loops that last long enough for a request of the slower arm, which is known by
+    the cell's name: the same time for both arms."""
+    return tuple(
+        cell
+        if cell.is_open or cell.name not in request_seconds
+        else msgspec.structs.replace(
+            cell, seconds=min(max(cell.seconds, SPAN * request_seconds[cell.name]), cell.max_seconds)
+        )
+        for cell in cells
+    )
 
 
 def check_open_loop(rates: Sequence[float], arrivals: str, connections: int, seconds: float) -> Arrivals:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loadgen.experiment.plan import PRESETS, PlanError
+from loadgen.experiment.plan import LEAST_PAIRS, PRESETS, PlanError
 from loadgen.experiment.schedule import load_cells
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.run import Cell
 
-LEAST_PAIRS = 4
-"""With `--until decided`, where `--pairs` says nothing: two balanced rounds."""
+
+def least_pairs(settings: ExperimentSettings) -> int:
+    """Pairs of blocks per cell, where `--pairs` does not say it: at least two for each restart."""
+    return max(LEAST_PAIRS, 2 * settings.restarts)
 
 
-def pairs_of(settings: ExperimentSettings) -> int | None:
-    """Pairs of blocks a cell where the preset's do not suit: the least of an open-ended run, two for each restart."""
-    if settings.pairs is not None:
-        return settings.pairs
-    if settings.until == "decided":
-        return LEAST_PAIRS
+def minutes_of(settings: ExperimentSettings) -> float | None:
+    """For the whole comparison, where the number of pairs follows from the time. Raises `PlanError` for both at
+    once."""
+    if settings.pairs is not None or settings.until == "decided":
+        if settings.minutes is not None:
+            other = "--pairs" if settings.pairs is not None else "--until decided"
+            raise PlanError(f"--minutes and {other} both say how long the load goes on: choose one of them")
+        return None
     preset = PRESETS.get(settings.preset)
-    return None if preset is None or settings.restarts == 1 else max(preset.pairs, 2 * settings.restarts)
+    return settings.minutes or (None if preset is None else preset.minutes)
 
 
 def check_repetition(settings: ExperimentSettings, cells: Sequence[Cell]) -> None:

@@ -81,21 +81,22 @@ class RoundPair:
     pair: int
     order: tuple[Label, Label]
 
-    def blocks(self, index: int) -> tuple[ScheduledBlock, ScheduledBlock]:
+    def blocks(self, index: int, restart: int) -> tuple[ScheduledBlock, ScheduledBlock]:
         """Its blocks, numbered from `index`."""
         first, second = self.order
         return (
-            ScheduledBlock(index, self.cell, self.pair, first, 0),
-            ScheduledBlock(index + 1, self.cell, self.pair, second, 1),
+            ScheduledBlock(index, self.cell, self.pair, first, 0, restart),
+            ScheduledBlock(index + 1, self.cell, self.pair, second, 1, restart),
         )
 
 
-def endless_rounds(cells: Sequence[Cell], seed: int) -> Iterator[list[RoundPair]]:
-    """Rounds without end: one pair of every load cell in a random order, balanced as in `schedule`. Which pairs of a
-    round are run is the caller's to decide; leaving a cell out from some round on leaves it balanced."""
+def endless_rounds(cells: Sequence[Cell], seed: int, first: int = 0) -> Iterator[list[RoundPair]]:
+    """Rounds without end, their pairs numbered from `first`: one pair of every load cell in a random order, balanced as
+    in `schedule`. Which pairs of a round are run is the caller's to decide; leaving a cell out from some round on
+    leaves it balanced."""
     random = Random(seed)
     load = load_cells(cells)
-    pair = 0
+    pair = first
     while True:
         orders = {cell.name: pair_orders(2, random) for cell in load}
         for place in range(2):

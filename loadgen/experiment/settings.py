@@ -99,7 +99,7 @@ class ExperimentSettings(Settings):
     )
     batch_sizes: Numbers = Field(BATCH_SIZES, description="Of the batched scenario, separated by commas.")
     concurrency: Numbers = Field(CONCURRENCY, description="Users of the concurrent scenario, separated by commas.")
-    requests: int = Field(200, ge=1, description="Requests of one block of the concurrent scenario.")
+    requests: int = Field(1, ge=1, description="Requests of one block of the concurrent scenario, at least.")
     rates: Rates = Field(
         (), description="Open loop: requests a second that fall due, separated by commas, each a cell."
     )
@@ -114,8 +114,14 @@ class ExperimentSettings(Settings):
         None, ge=1, description="Requests of a trial of that search, at least; default: the preset's (838 or 2,010)."
     )
     ramp_users: int = Field(RAMP_USERS, ge=1, description="Of the scenario ramp, which adds users until saturation.")
+    minutes: float | None = Field(
+        None,
+        gt=0.0,
+        le=1440.0,
+        description="For the comparison, which runs as many rounds as fit; default: the preset's.",
+    )
     pairs: int | None = Field(
-        None, ge=1, description="Pairs of blocks a cell, the least with --until decided; default: the preset's."
+        None, ge=1, description="Pairs of blocks per cell instead of a time; the least with --until decided."
     )
     restarts: int = Field(
         1, ge=1, description="Fresh starts of both servers over which the pairs are spread; 5 or more cover them."

@@ -1,27 +1,75 @@
 """What the runs in a results folder found, for Prometheus, prefixes `abserve_run_` and `abserve_comparison_`.
 
 It only reads what `abserve compare` has stored, so a run needs to know nothing of dashboards. Files that are missing,
-half a run, or of another version show nothing; no value is made up.
+half a run, malformed or of another version show nothing, and take nothing from other runs; no value is made up.
 """
 
 from __future__ import annotations
 
-import json
+import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from loadgen.documents import MOST_RECORD_BYTES, DocumentError, printable, read_record
 from loadgen.storage.run_lock import is_running
 
 NEWEST = 20
 SILENT_SECONDS = 600.0
 """A run that says "running" and has written nothing for so long was killed, unless its process can be seen: nearly
 every block and trial is shorter."""
+
+T = TypeVar("T")
+
+
+class _State(msgspec.Struct):
+    """Of each file, what is shown of it."""
+
+    state: str = ""
+    phase: str = ""
+
+
+class _Verdict(msgspec.Struct):
+    headline: str = ""
+
+
+class _Arm(msgspec.Struct):
+    label: str = ""
+    title: str = ""
+
+
+class _Comparison(msgspec.Struct):
+    scenario: str = ""
+    metric: str = ""
+    verdict: str = ""
+    ratio_b_over_a: float | None = None
+    ci95: tuple[float, float] | None = None
+
+
+class _Result(msgspec.Struct):
+    valid: bool = False
+    verdict: _Verdict = msgspec.field(default_factory=_Verdict)
+    arms: tuple[_Arm, ...] = ()
+    comparisons: tuple[_Comparison, ...] = ()
+
+
+class _Finding(msgspec.Struct):
+    label: str = ""
+    cell: str | None = None
+    finding: str = ""
+    code: str | None = None
+    control: bool = False
+
+
+class _Evidence(msgspec.Struct):
+    records: tuple[_Finding, ...] = ()
 
 
 class RunsCollector(Collector):
@@ -30,53 +78,61 @@ class RunsCollector(Collector):
     def __init__(self, folder: Path, wall_s: Callable[[], float] = time.time) -> None:
         self._folder = folder
         self._wall_s = wall_s
-        self._known: dict[Path, tuple[int, Mapping[str, Any]]] = {}
+        self._known: dict[Path, tuple[int, Any]] = {}
 
     def collect(self) -> Iterable[Metric]:
         """All families; labels name the run by its folder."""
         families = _Families()
         for folder in self._newest():
-            state = self._read(folder / "run.json")
+            state = self._read(folder / "run.json", _State)
             if state is not None:
                 self._add_state(families, folder, state)
-            result = self._read(folder / "result.json")
+            result = self._read(folder / "result.json", _Result)
             if result is not None:
-                _add_result(families, folder.name, result)
-            evidence = self._read(folder / "evidence.json")
+                _add_result(families, printable(folder.name), result)
+            evidence = self._read(folder / "evidence.json", _Evidence)
             if evidence is not None:
-                _add_evidence(families, folder.name, evidence)
+                _add_evidence(families, printable(folder.name), evidence)
         return families.all()
 
     def _newest(self) -> list[Path]:
         """By the run's own first record; the newest last."""
-        try:
-            found = [(path.stat().st_mtime, path.parent) for path in self._folder.glob("*/experiment.json")]
-        except OSError:
-            return []
+        found = []
+        with suppress(OSError):
+            for path in self._folder.glob("*/experiment.json"):
+                with suppress(OSError):
+                    found.append((path.stat().st_mtime, path.parent))
         return [folder for _, folder in sorted(found)[-NEWEST:]]
 
-    def _add_state(self, families: _Families, folder: Path, state: Mapping[str, Any]) -> None:
-        running = state.get("state") == "running" and (
+    def _add_state(self, families: _Families, folder: Path, state: _State) -> None:
+        running = state.state == "running" and (
             is_running(folder) or self._wall_s() - _last_written(folder) < SILENT_SECONDS
         )
-        phase = str(state.get("phase", "")) if running else ""
-        families.add("abserve_run_running", "1 while it runs.", float(running), run=folder.name, phase=phase)
-        started = (folder / "experiment.json").stat().st_mtime
-        families.add("abserve_run_start_timestamp_seconds", "When it began.", started, run=folder.name)
+        phase, name = state.phase if running else "", printable(folder.name)
+        families.add("abserve_run_running", "1 while it runs.", float(running), run=name, phase=phase)
+        with suppress(OSError):  # it has just been removed
+            started = (folder / "experiment.json").stat().st_mtime
+            families.add("abserve_run_start_timestamp_seconds", "When it began.", started, run=name)
 
-    def _read(self, path: Path) -> Mapping[str, Any] | None:
-        """The JSON object in a file, read again when the file has changed; None for anything else."""
+    def _read(self, path: Path, kind: type[T]) -> T | None:
+        """What is shown of a file, read again when the file has changed; None for anything else."""
         try:
-            changed = path.stat().st_mtime_ns
+            found = path.stat()
             known = self._known.get(path)
-            if known is None or known[0] != changed:
-                document = json.loads(path.read_bytes())
-                if not isinstance(document, dict):
-                    return None
-                known = self._known[path] = (changed, document)
-        except (OSError, ValueError):
+            if known is None or known[0] != found.st_mtime_ns:
+                known = self._known[path] = (found.st_mtime_ns, _decoded(path, found.st_mode, found.st_size, kind))
+        except OSError:
             return None
-        return known[1]
+        return known[1]  # type: ignore[no-any-return]
+
+
+def _decoded(path: Path, mode: int, size: int, kind: type[T]) -> T | None:
+    if not stat.S_ISREG(mode) or size > MOST_RECORD_BYTES:  # reading a named pipe would wait for ever
+        return None
+    try:
+        return read_record(path.read_bytes(), kind)  # type: ignore[no-any-return]
+    except DocumentError:
+        return None
 
 
 class _Families:
@@ -97,42 +153,31 @@ class _Families:
         return list(self._families.values())
 
 
-def _add_result(families: _Families, run: str, result: Mapping[str, Any]) -> None:
-    verdict = result.get("verdict") or {}
-    headline = str(verdict.get("headline", ""))
+def _add_result(families: _Families, run: str, result: _Result) -> None:
     families.add(
-        "abserve_run_valid", "1: the verdict holds.", float(result.get("valid") is True), run=run, headline=headline
+        "abserve_run_valid", "1: the verdict holds.", float(result.valid), run=run, headline=result.verdict.headline
     )
-    for arm in result.get("arms") or ():
-        labels = {"run": run, "arm": str(arm.get("label", "")), "title": str(arm.get("title", ""))}
-        families.add("abserve_run_arm_info", "The two sides; always 1.", 1.0, **labels)
-    for comparison in result.get("comparisons") or ():
-        ratio, interval = comparison.get("ratio_b_over_a"), comparison.get("ci95")
-        labels = {
-            "run": run,
-            "scenario": str(comparison.get("scenario", "")),
-            "metric": str(comparison.get("metric", "")),
-            "verdict": str(comparison.get("verdict", "")),
-        }
-        if ratio is not None:
-            families.add("abserve_comparison_ratio", "B over A.", float(ratio), **labels)
-        if interval is not None:
-            families.add(
-                "abserve_comparison_ratio_low", "Lower end of the 95 % interval.", float(interval[0]), **labels
-            )
-            families.add("abserve_comparison_ratio_high", "Its upper end.", float(interval[1]), **labels)
+    for arm in result.arms:
+        families.add("abserve_run_arm_info", "The two sides; always 1.", 1.0, run=run, arm=arm.label, title=arm.title)
+    for one in result.comparisons:
+        labels = {"run": run, "scenario": one.scenario, "metric": one.metric, "verdict": one.verdict}
+        if one.ratio_b_over_a is not None:
+            families.add("abserve_comparison_ratio", "B over A.", one.ratio_b_over_a, **labels)
+        if one.ci95 is not None:
+            families.add("abserve_comparison_ratio_low", "Lower end of the 95 % interval.", one.ci95[0], **labels)
+            families.add("abserve_comparison_ratio_high", "Its upper end.", one.ci95[1], **labels)
 
 
-def _add_evidence(families: _Families, run: str, evidence: Mapping[str, Any]) -> None:
-    for record in evidence.get("records") or ():
-        if record.get("control"):
+def _add_evidence(families: _Families, run: str, evidence: _Evidence) -> None:
+    for record in evidence.records:
+        if record.control:
             continue
         labels = {
             "run": run,
-            "arm": str(record.get("label", "")),
-            "scenario": str(record.get("cell") or "all"),
-            "finding": str(record.get("finding", "")),
-            "code": str(record.get("code") or ""),
+            "arm": record.label,
+            "scenario": record.cell or "all",
+            "finding": record.finding,
+            "code": record.code or "",
         }
         families.add("abserve_run_gpu_evidence", "Where the work ran, as found; always 1.", 1.0, **labels)
 

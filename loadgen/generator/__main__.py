@@ -19,8 +19,8 @@ import msgspec
 from gevent.fileobject import FileObjectPosix
 from gevent.queue import Queue
 
+from loadgen.generator.block import LocalGenerator
 from loadgen.generator.distributed import DistributedGenerator
-from loadgen.generator.local import LocalGenerator
 from loadgen.generator.messages import Abort, Command, Message
 
 

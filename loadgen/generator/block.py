@@ -1,9 +1,14 @@
-"""One block of load, run through Locust: spawn and connect all users, start them together, wait for the last answer."""
+"""What a process of the load generator does: prepares bodies, and runs one block of load at a time through Locust.
+
+All users of a block are spawned and connected first, then start together; a block ends with the last answer. Importing
+this module imports locust, which patches the process with gevent.
+"""
 
 from __future__ import annotations
 
 import gc
 from pathlib import Path
+from statistics import median
 from time import perf_counter_ns, process_time_ns
 from typing import Any
 
@@ -13,15 +18,29 @@ from locust import task
 from locust.env import Environment
 from locust.exception import StopUser
 
-from loadgen.clients.bodies import failure_message
+from loadgen.clients.bodies import choose_items, failure_message
 from loadgen.clients.exchange import ConnectionRefused
-from loadgen.clients.transports import Door, Sendable
-from loadgen.experiment.arrivals import arrival_count, due_offsets_ns
-from loadgen.generator.messages import Open, Outcome
+from loadgen.clients.inputs import InputError, read_inputs
+from loadgen.clients.promise import Promise
+from loadgen.clients.transports import Bodies, Sendable, Target, prepare_bodies
+from loadgen.clients.variation import FreshItems, FreshNumbers, find_variation
+from loadgen.generator.kept_answers import KeptAnswers
+from loadgen.generator.messages import (
+    Abort,
+    Command,
+    Go,
+    Open,
+    Opened,
+    Outcome,
+    Prepare,
+    Prepared,
+    Refusal,
+    Reply,
+)
 from loadgen.generator.pacer import MonotonicTimer, Pacer
 from loadgen.generator.users import InferenceUser, Traffic
-from loadgen.generator.window import LoadWindow
-from loadgen.records.sample_files import SampleWriter, read_samples
+from loadgen.generator.window import Claim, LoadWindow
+from loadgen.records.samples import SampleWriter, median_latency_ns, read_samples
 
 _FLUSH_SECONDS = 0.5
 _GATHER_SECONDS = 30.0
@@ -36,7 +55,16 @@ class BlockError(Exception):
 class Block:
     """From the command to the outcome: `gather`, then `run` once, or `discard`."""
 
-    def __init__(self, command: Open, door: Door, requests: tuple[Sendable, ...], *, settling: Sendable) -> None:
+    def __init__(
+        self,
+        command: Open,
+        target: Target,
+        requests: tuple[Sendable, ...],
+        *,
+        settling: Sendable,
+        fresh: FreshItems | None = None,
+        promise: Promise | None = None,
+    ) -> None:
         self.window = LoadWindow(
             command.requests, command.seconds, command.max_seconds,
             latency_bound_ns=command.latency_bound_ns, late_allowed=command.late_allowed,
@@ -44,40 +72,41 @@ class Block:
         self._path = None if command.samples_path is None else Path(command.samples_path)
         self._concurrency = command.concurrency
         self._writer = SampleWriter(self._path)
-        self._settling = settling
+        self.settling = settling
+        """What every user has answered before the window."""
         self._traffic = Traffic(
-            door, requests, command.batch_size, self._writer,
+            target, requests, command.batch_size, self._writer,
             timeout_s=command.timeout_s, others=(settling,), first_user=command.first_user,
+            fresh=fresh, promise=promise, kept=KeptAnswers(command.keep_answers, command.keep_seed),
         )  # fmt: skip
-        self._offsets_ns = _schedule(command)
+        offsets = command.due_offsets_ns()
+        self._offsets_ns: list[int] | None = (
+            None if offsets is None else offsets[command.part :: command.parts].tolist()
+        )
+        """This worker's share of an open loop's schedule, empty where there are more workers than requests."""
         self.pacer = None if self._offsets_ns is None else Pacer(self.window)
-        self._go = Event()
-        self._users: list[BlockUser] = []
-        self._obstacle: str | None = None
+        self.go = Event()
+        """All users start."""
+        self.connected: list[BlockUser] = []
+        self.obstacle: str | None = None
+        """Why a user cannot take part, so that the block does not start."""
         self._storage_error: str | None = None
         user_class = type("MeasuredUser", (BlockUser,), {"traffic": self._traffic, "block": self})
-        self._environment = Environment(user_classes=[user_class], host=door.url)
+        self._environment = Environment(user_classes=[user_class], host=target.url)
         self._runner: Any = self._environment.create_local_runner()
 
     def gather(self) -> None:
-        """Spawn and connect every user, then send one small request on the first connection, so that the server's
-        threads are awake when the window opens. Raises `BlockError`."""
+        """Spawn and connect every user, each of which has one small request answered, so that no connection is new
+        when the window opens and the server's threads are awake. Raises `BlockError`."""
         self._runner.start(self._concurrency, spawn_rate=self._concurrency)
         deadline_ns = perf_counter_ns() + int(_GATHER_SECONDS * 1e9)
-        while self._obstacle is None and len(self._users) < self._concurrency:
+        while self.obstacle is None and len(self.connected) < self._concurrency:
             if perf_counter_ns() > deadline_ns:
-                self._obstacle = f"only {len(self._users)} of {self._concurrency} users could connect"
+                self.obstacle = f"only {len(self.connected)} of {self._concurrency} users could connect"
             gevent.sleep(0.001)
-        if self._obstacle is None:
-            try:
-                exchange = self._users[0].connection.send(self._settling)
-            except ConnectionRefused as refused:
-                self._obstacle = str(refused)
-            else:
-                self._obstacle = None if exchange.good else failure_message(exchange)
-        if self._obstacle is not None:
+        if self.obstacle is not None:
             self.discard()
-            raise BlockError(self._obstacle)
+            raise BlockError(self.obstacle)
 
     def run(self, start_at_ns: int | None = None) -> Outcome:
         """The window, from now or from a moment to come. Garbage collection is off inside it."""
@@ -89,7 +118,7 @@ class Block:
             start_ns = self._await(start_at_ns)
             cpu_ns = process_time_ns()
             self.window.start(start_ns)
-            self._go.set()
+            self.go.set()
             if self.pacer is not None:
                 self.pacer.run(self._offsets_ns or (), start_ns, self._concurrency)
             self._runner.user_greenlets.join()
@@ -98,9 +127,10 @@ class Block:
             gc.enable()
             gc.unfreeze()
         flusher.kill()
-        reconnects = sum(user.connection.reconnects for user in self._users)
+        reconnects = sum(user.connection.reconnects for user in self.connected)
         self._end_users()
         self._close_samples()
+        stored = self._path if self._storage_error is None else None
         return Outcome(
             window_start_ns=start_ns,
             window_end_ns=max(start_ns, self._traffic.last_end_ns),
@@ -109,14 +139,17 @@ class Block:
             error_messages=tuple(self._traffic.error_messages),
             cpu_ns=cpu_ns,
             reconnects=reconnects,
-            latency_p50_ns=self._median_ns(),
+            cool_down=self._traffic.unmeasured,
+            first_answer_ns=int(median(user.first_answer_ns for user in self.connected)),
+            latency_p50_ns=None if stored is None else median_latency_ns(read_samples(stored)),
             cut_reason=self.window.cut_reason,
             storage_error=self._storage_error,
-            transport=self._traffic.door.transport,
+            transport=self._traffic.target.transport,
             body_payload_bytes=tuple(request.payload_bytes for request in self._traffic.requests),
             offered=None if self._offsets_ns is None else len(self._offsets_ns),
             due_span_ns=self._offsets_ns[-1] - self._offsets_ns[0] if self._offsets_ns else None,
             late=self.window.late,
+            answers=self._traffic.kept.read(),
         )
 
     def _await(self, start_at_ns: int | None) -> int:
@@ -138,19 +171,6 @@ class Block:
         self._runner.quit()
         self._traffic.close()
 
-    def joined(self, user: BlockUser) -> None:
-        """A user is connected; returns when all are to start."""
-        self._users.append(user)
-        self.wait_for_start()
-
-    def wait_for_start(self) -> None:
-        """Returns when all users are to start."""
-        self._go.wait()
-
-    def obstructed(self, reason: str) -> None:
-        """A user cannot take part."""
-        self._obstacle = self._obstacle or reason
-
     def _flush(self) -> None:
         while True:
             gevent.sleep(_FLUSH_SECONDS)
@@ -171,27 +191,6 @@ class Block:
         self._storage_error = self._storage_error or (exc.strerror or str(exc))
         self.window.cut("the samples cannot be stored")
 
-    def _median_ns(self) -> int | None:
-        if self._path is None or self._storage_error is not None:
-            return None
-        samples = read_samples(self._path)
-        good = samples[samples["error"] < 0]
-        if not len(good):
-            return None
-        ordered = sorted((good["end_ns"] - good["intended_ns"]).tolist())
-        return int(ordered[len(ordered) // 2])
-
-
-def _schedule(command: Open) -> list[int] | None:
-    """This worker's share of an open loop's schedule, which is empty where there are more workers than requests; None
-    in a closed loop."""
-    if command.arrivals == "closed" or command.rate_per_s is None:
-        return None
-    count = arrival_count(command.rate_per_s, command.requests, command.seconds, command.max_seconds)
-    offsets = due_offsets_ns(command.arrivals, command.rate_per_s, count, command.arrivals_seed)
-    own: list[int] = offsets[command.part :: command.parts].tolist()
-    return own
-
 
 class BlockUser(InferenceUser):
     """A user that waits for the common start and sends until the window, or the schedule, has had enough."""
@@ -199,30 +198,38 @@ class BlockUser(InferenceUser):
     abstract = True
     fires_events = False
     block: Block
+    first_answer_ns = 0
+    """From the start of the connection to its first answer."""
 
     def on_start(self) -> None:
-        """Connect and wait for the others."""
+        """Connect, have one small request answered and wait for the others."""
+        block, began_ns = self.block, perf_counter_ns()
         try:
             self.connection.connect()
+            exchange = self.connection.send(block.settling)
         except ConnectionRefused as refused:
-            self.block.obstructed(str(refused))  # the block will not start, so `load` is never reached
-            self.block.wait_for_start()
-            return
-        self.block.joined(self)
+            block.obstacle = block.obstacle or str(refused)
+        else:
+            if exchange.good:
+                self.first_answer_ns = exchange.end_ns - began_ns
+                block.connected.append(self)
+            else:
+                block.obstacle = block.obstacle or failure_message(exchange)
+        block.go.wait()  # for ever where the block does not start
 
     @task  # type: ignore[untyped-decorator]  # locust ships no usable types
     def load(self) -> None:
         """The whole loop, inside one Locust task: its scheduler costs more than a small request."""
         window, pacer = self.block.window, self.block.pacer
         while True:
-            intended_ns = None
+            intended_ns, claim = None, None
             if pacer is not None:
                 if (intended_ns := pacer.take()) is None:
                     break
-            elif not window.claim(perf_counter_ns()):
+            elif (claim := window.claim(perf_counter_ns())) is None:
                 break
             try:
-                good = self.infer(intended_ns)
+                good = self.infer(intended_ns, measured=claim is not Claim.COOL_DOWN)
             except ConnectionRefused as refused:
                 window.cut(f"the server takes no connections any more ({refused})")
                 break
@@ -232,5 +239,80 @@ class BlockUser(InferenceUser):
             except Exception as exc:  # noqa: BLE001 (Locust would log it and go on, without the sample)
                 window.cut(f"the load generator failed: {exc!r}")
                 break
-            window.answered(good, 0 if intended_ns is None else self.traffic.last_end_ns - intended_ns)
+            window.answered(good, 0 if intended_ns is None else self.traffic.last_end_ns - intended_ns, claim)
         raise StopUser
+
+
+class LocalGenerator:
+    """Holds the bodies and at most one block."""
+
+    def __init__(self) -> None:
+        self._prepared: dict[str, tuple[Prepare, dict[int, Bodies]]] = {}
+        self._numbers = FreshNumbers()
+        self._block: Block | None = None
+
+    def answer(self, command: Command) -> Reply:
+        """Do what one command says."""
+        try:
+            match command:
+                case Prepare():
+                    return self._prepare(command)
+                case Open():
+                    return self._open(command)
+                case Go():
+                    return self._go(command)
+                case Abort():
+                    return Refusal(reason="no block is running")
+        except (BlockError, InputError, OSError, ValueError) as exc:
+            return Refusal(reason=str(exc))
+
+    def abort(self, reason: str) -> bool:
+        """End the running window early; False where there is none."""
+        if self._block is None:
+            return False
+        self._block.window.cut(reason)
+        return True
+
+    def _prepare(self, command: Prepare) -> Prepared:
+        self._prepared.pop(command.key, None)
+        inputs, signature = read_inputs(Path(command.samples_directory), command.payload), command.signature
+        variation = find_variation(inputs, signature)
+        bodies = {}
+        for size in sorted({1, *command.batch_sizes}):
+            chosen = choose_items(inputs.count, size, command.seed)
+            bodies[size] = prepare_bodies(command.transport, inputs, signature, variation, chosen, self._numbers)
+        self._prepared[command.key] = command, bodies
+        return Prepared(body_bytes=sum(body.payload_bytes for each in bodies.values() for body in each.requests))
+
+    def _open(self, command: Open) -> Opened:
+        self.close()
+        prepared, bodies = self._prepared.get(command.key, (None, {}))
+        if prepared is None or command.batch_size not in bodies:
+            raise BlockError(f"no bodies of batch size {command.batch_size} are prepared")
+        target = Target(prepared.transport, command.url, prepared.signature.model, command.grpc_address)
+        target.connection((), timeout_s=command.timeout_s)  # refused here and not in every user's greenlet
+        chosen = bodies[command.batch_size]
+        self._block = Block(
+            command,
+            target,
+            tuple(target.sendable(body) for body in chosen.requests),
+            settling=target.sendable(bodies[1].requests[0]),
+            fresh=chosen.fresh,
+            promise=Promise(prepared.transport, prepared.signature, command.batch_size),
+        )
+        self._block.gather()
+        return Opened()
+
+    def close(self) -> None:
+        """End a block that was opened and did not run, with what it holds on servers and in shared memory."""
+        if self._block is not None:
+            self._block.discard()
+            self._block = None
+
+    def _go(self, command: Go) -> Outcome:
+        if self._block is None:
+            raise BlockError("no block is open")
+        try:
+            return self._block.run(command.start_ns)
+        finally:
+            self._block = None

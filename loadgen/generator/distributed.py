@@ -22,7 +22,7 @@ from locust.runners import STATE_MISSING
 
 from loadgen.clients.shared_memory import sweep
 from loadgen.deployment.process import ChildProcess, ProcessError
-from loadgen.generator.distribution import Contribution, first_refusal, merge, shares
+from loadgen.generator.distribution import Contribution, merge, shares
 from loadgen.generator.messages import Abort, Command, Go, Open, Opened, Outcome, Prepare, Refusal, Reply
 from loadgen.generator.worker import COMMAND, HELLO, REPLY
 from loadgen.invocation import OWN_MODULE
@@ -116,31 +116,25 @@ class DistributedGenerator:
             replies = self._ask(dict.fromkeys(range(len(parts)), start), stop_at_first_fault=True)
         finally:
             self._running = False
-        refusals = {index: reply.reason for index, reply in replies.items() if isinstance(reply, Refusal)}
-        if refusals:
-            return Refusal(reason=first_refusal(refusals))
+        refusal = next((replies[index] for index in sorted(replies) if isinstance(replies[index], Refusal)), None)
+        if refusal is not None:
+            return refusal
         contributions = []
         for worker, part in zip(self._workers, parts, strict=False):
-            outcome = replies.get(worker.index)
-            contributions.append(
-                Contribution(
-                    index=worker.index,
-                    host=worker.host,
-                    pid=worker.process.pid,
-                    command=part,
-                    outcome=outcome if isinstance(outcome, Outcome) else None,
-                    lost=None if isinstance(outcome, Outcome) else worker.lost,
-                )
-            )
+            reply = replies.get(worker.index)
+            outcome = reply if isinstance(reply, Outcome) else None
+            lost = worker.lost if outcome is None else None
+            contributions.append(Contribution(worker.index, worker.host, worker.process.pid, part, outcome, lost))
         return merge(command, contributions)
 
     def _all_alike(self, commands: Mapping[int, Command]) -> Reply:
-        """The reply that all give, or a refusal where one refuses or is lost."""
+        """The reply that all give, or the first refusal where one refuses or is lost: refusals mostly agree."""
         replies = self._ask(commands)
-        refusals = {index: reply.reason for index, reply in replies.items() if isinstance(reply, Refusal)}
         for index in commands.keys() - replies.keys():
-            refusals[index] = f"load worker {index + 1} of {len(self._workers)} {self._workers[index].lost}"
-        return Refusal(reason=first_refusal(refusals)) if refusals else replies[min(replies)]
+            lost = f"load worker {index + 1} of {len(self._workers)} {self._workers[index].lost}"
+            replies[index] = Refusal(reason=lost)
+        ordered = [replies[index] for index in sorted(replies)]
+        return next((reply for reply in ordered if isinstance(reply, Refusal)), ordered[0])
 
     def _ask(self, commands: Mapping[int, Command], *, stop_at_first_fault: bool = False) -> dict[int, Reply]:
         """The replies of those that are not lost before they give one. With `stop_at_first_fault` the others' window

@@ -7,18 +7,24 @@ machine and share its monotonic clock, so their samples merge as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from loadgen.experiment.arrivals import arrival_count, due_offsets_ns
 from loadgen.generator.messages import Open, Outcome
 from loadgen.records.run import WorkerRecord
-from loadgen.records.sample_files import part_path, read_samples, store_samples
-from loadgen.records.samples import SAMPLE_DTYPE, Samples, good
+from loadgen.records.samples import (
+    SAMPLE_DTYPE,
+    Samples,
+    median_latency_ns,
+    part_path,
+    read_samples,
+    store_samples,
+    with_errors_of,
+)
 
 LOST_MESSAGE = "failed in a load worker that was lost, which could not tell why"
 
@@ -48,6 +54,8 @@ def shares(command: Open, workers: int) -> list[Open]:
             part=part,
             parts=parts,
             first_user=sum(users[:part]),
+            keep_answers=-(-command.keep_answers // parts),
+            keep_seed=command.keep_seed + part,
             samples_path=None if command.samples_path is None else str(worker_path(Path(command.samples_path), part)),
         )
         for part in range(parts)
@@ -79,7 +87,7 @@ def merge(command: Open, parts: Sequence[Contribution]) -> Outcome:
             storage_error = storage_error or reason
     workers = tuple(_record(part, samples) for part in parts)
     started = [worker.window_start_ns for worker in workers if worker.window_start_ns]
-    offered, span_ns = _schedule(command)
+    offsets = command.due_offsets_ns()
     failed = None if samples is None else int((samples["error"] >= 0).sum())
     return Outcome(
         window_start_ns=min(started, default=0),
@@ -89,15 +97,18 @@ def merge(command: Open, parts: Sequence[Contribution]) -> Outcome:
         error_messages=tuple(messages),
         cpu_ns=sum(worker.cpu_ns for worker in workers),
         reconnects=sum(outcome.reconnects for outcome in outcomes.values()),
-        latency_p50_ns=_median_ns(samples),
+        latency_p50_ns=None if samples is None else median_latency_ns(samples),
         cut_reason=cut_reason,
         storage_error=storage_error,
         transport=next((outcome.transport for outcome in outcomes.values()), "http"),
         body_payload_bytes=next((outcome.body_payload_bytes for outcome in outcomes.values()), ()),
-        offered=offered,
-        due_span_ns=span_ns,
+        offered=None if offsets is None else len(offsets),
+        due_span_ns=None if offsets is None else int(offsets[-1]),
         workers=workers,
         late=sum(outcome.late for outcome in outcomes.values()),
+        cool_down=sum(outcome.cool_down for outcome in outcomes.values()),
+        first_answer_ns=max((o.first_answer_ns for o in outcomes.values() if o.first_answer_ns), default=None),
+        answers=tuple(answer for outcome in outcomes.values() for answer in outcome.answers),
     )
 
 
@@ -109,16 +120,12 @@ def _stored(path: Path, parts: Sequence[Contribution], messages: list[str]) -> S
         own = Path(part.command.samples_path or "")
         if part.outcome is None and not own.exists() and not part_path(own).exists():
             continue  # lost before it could open its file
-        piece = read_samples(own).copy()
-        failed = piece["error"] >= 0
-        if part.outcome is not None:
-            numbers = np.array([messages.index(text) for text in part.outcome.error_messages] or [0], dtype=np.int16)
-            piece["error"][failed] = numbers[piece["error"][failed]]
-        elif failed.any():
-            if LOST_MESSAGE not in messages:
-                messages.append(LOST_MESSAGE)
-            piece["error"][failed] = messages.index(LOST_MESSAGE)
-        pieces.append(piece)
+        piece = read_samples(own)
+        texts: Sequence[str] = () if part.outcome is None else part.outcome.error_messages
+        if part.outcome is None and (piece["error"] >= 0).any():
+            texts = [LOST_MESSAGE]
+            messages += [text for text in texts if text not in messages]
+        pieces.append(with_errors_of(piece, texts, messages))
     merged = np.concatenate(pieces) if pieces else np.empty(0, dtype=SAMPLE_DTYPE)
     merged = merged[np.argsort(merged["send_ns"], kind="stable")]
     store_samples(path, merged)
@@ -154,26 +161,5 @@ def _record(part: Contribution, samples: Samples | None) -> WorkerRecord:
     )
 
 
-def _schedule(command: Open) -> tuple[int | None, int | None]:
-    """Number and span of an open loop's requests, whoever sent them."""
-    if command.arrivals == "closed" or command.rate_per_s is None:
-        return None, None
-    count = arrival_count(command.rate_per_s, command.requests, command.seconds, command.max_seconds)
-    offsets = due_offsets_ns(command.arrivals, command.rate_per_s, count, command.arrivals_seed)
-    return count, int(offsets[-1])
-
-
-def _median_ns(samples: Samples | None) -> int | None:
-    answered = good(samples) if samples is not None else None
-    if answered is None or not len(answered):
-        return None
-    return int(np.median(answered["end_ns"] - answered["intended_ns"]))
-
-
 def _even(total: int, parts: int) -> list[int]:
     return [total // parts + (1 if part < total % parts else 0) for part in range(parts)]
-
-
-def first_refusal(reasons: Mapping[int, str]) -> str:
-    """What is told of several refusals: one of them, since they mostly agree."""
-    return reasons[min(reasons)]

@@ -1,7 +1,7 @@
 """What the runner says to the generator and what it answers: one line of JSON each, the type in the field `type`.
 
     Prepare → Prepared      make the bodies of these batch sizes
-    Open    → Opened        users spawned and connected, one settling request answered
+    Open    → Opened        users spawned and connected, each with one settling request answered
     Go      → Outcome       the window, from the moment when all users start together
     Abort                   ends a window early; its Outcome comes as usual, not complete
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from loadgen.clients.endpoint import Signature
+from loadgen.experiment.arrivals import Offsets, arrival_count, due_offsets_ns
 from loadgen.records.run import Arrivals, Transport, WorkerRecord
 
 
@@ -60,6 +61,17 @@ class Open(Message, frozen=True, kw_only=True):
     latency_bound_ns: int | None = None
     """A request that takes longer, from its intended start, is late; with more than `late_allowed` the block ends."""
     late_allowed: int = 0
+    keep_answers: int = 0
+    """How many of the answers are kept and passed on, for a comparison with the reference."""
+    keep_seed: int = 0
+    """Decides which."""
+
+    def due_offsets_ns(self) -> Offsets | None:
+        """The whole schedule of an open loop, of all workers; None for a closed one."""
+        if self.arrivals == "closed" or self.rate_per_s is None:
+            return None
+        count = arrival_count(self.rate_per_s, self.requests, self.seconds, self.max_seconds)
+        return due_offsets_ns(self.arrivals, self.rate_per_s, count, self.arrivals_seed)
 
 
 class Go(Message, frozen=True, kw_only=True):
@@ -83,6 +95,31 @@ class Prepared(Message, frozen=True, kw_only=True):
 
 class Opened(Message, frozen=True, kw_only=True):
     """All users wait for Go."""
+
+
+class KeptTensor(Message, frozen=True, kw_only=True):
+    """Some rows of an output: binary data of a NumPy datatype, or for `O` a MessagePack list of byte strings."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class KeptAnswer(Message, frozen=True, kw_only=True):
+    """An answer under load. Which items the body holds follows from the seed of the bodies and their number; item
+    `i` of the body was sent under the number `first` + i."""
+
+    request: int
+    """How many requests of the block, or of its worker, were sent before."""
+    user: int
+    body: int
+    first: int
+    rows: tuple[int, ...]
+    """Items of the body whose outputs are here."""
+    outputs: tuple[KeptTensor, ...]
+    error: str | None = None
+    """What is wrong with it whatever the reference says."""
 
 
 class Outcome(Message, frozen=True, kw_only=True):
@@ -110,6 +147,11 @@ class Outcome(Message, frozen=True, kw_only=True):
     """Of a distributed generator."""
     late: int = 0
     """Requests that failed or took longer than the block's latency bound."""
+    cool_down: int = 0
+    """Good answers after the measured part of a closed loop, which kept the load up; not among `requests`."""
+    first_answer_ns: int | None = None
+    """From the start of a connection to its first answer, before the window; the median over the users."""
+    answers: tuple[KeptAnswer, ...] = ()
 
 
 class Refusal(Message, frozen=True, kw_only=True):

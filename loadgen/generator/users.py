@@ -14,8 +14,11 @@ from locust import User
 
 from loadgen.clients.bodies import failure_message
 from loadgen.clients.exchange import Connection, ConnectionRefused, Exchange
-from loadgen.clients.transports import Door, Sendable
-from loadgen.records.sample_files import SampleWriter
+from loadgen.clients.promise import Promise
+from loadgen.clients.transports import Sendable, Target, keep_answer
+from loadgen.clients.variation import FreshItems
+from loadgen.generator.kept_answers import KeptAnswers
+from loadgen.records.samples import SampleWriter
 
 GOOD = -1
 _MOST_MESSAGES = 200
@@ -29,26 +32,33 @@ class Traffic:
     """What the users of one block share: where they send, what, and where their samples go."""
 
     def __init__(
-        self, door: Door, requests: tuple[Sendable, ...], batch_size: int, writer: SampleWriter,
+        self, target: Target, requests: tuple[Sendable, ...], batch_size: int, writer: SampleWriter,
         *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (), first_user: int = 0,
+        fresh: FreshItems | None = None, promise: Promise | None = None, kept: KeptAnswers | None = None,
     ) -> None:  # fmt: skip
-        """`others` are requests that a user may send besides."""
-        self.door = door
+        """`others` are requests that a user may send besides. Without `fresh` the bodies are sent again as they are,
+        without `promise` every answer of good status is good."""
+        self.target = target
         self.requests = requests
         self.batch_size = batch_size
         self.writer = writer
         self.timeout_s = timeout_s
         self.error_messages: list[str] = []
         self.errors = 0
+        self.unmeasured = 0
+        """Good answers that were not recorded, as those of a cool-down."""
         self.last_end_ns = 0
         self.user_numbers = count(first_user)
-        self._body_numbers = count()
+        self.kept = kept or KeptAnswers(0, 0)
+        self._fresh = fresh
+        self._promise = promise
+        self._request_numbers = count()
         self._sendable = (*requests, *others)
         self._connections: list[Connection] = []
 
     def connection(self) -> Connection:
         """A user's own; closed at the latest by `close`."""
-        made = self.door.connection(self._sendable, timeout_s=self.timeout_s)
+        made = self.target.connection(self._sendable, timeout_s=self.timeout_s)
         self._connections.append(made)
         return made
 
@@ -57,54 +67,53 @@ class Traffic:
         while self._connections:
             self._connections.pop().close()
 
-    def next_body(self) -> int:
-        """The bodies take turns, over all users."""
-        return next(self._body_numbers) % len(self.requests)
+    def next_request(self) -> tuple[int, int]:
+        """Its number and that of its body: the bodies take turns, over all users."""
+        number = next(self._request_numbers)
+        return number, number % len(self.requests)
+
+    def patches(self, body: int) -> tuple[int, list[bytes]]:
+        """What makes the body's items new, and the number of the first."""
+        return (0, []) if self._fresh is None else self._fresh.patches(body)
 
     def error_index(self, message: str) -> int:
-        """Where `message` stands among the distinct ones."""
-        if message not in self.error_messages:
-            if len(self.error_messages) == _MOST_MESSAGES:
-                return self.error_index("other errors") if "other errors" in self.error_messages else _MOST_MESSAGES - 1
-            last = len(self.error_messages) == _MOST_MESSAGES - 1
-            self.error_messages.append("other errors" if last else message)
-            return len(self.error_messages) - 1
-        return self.error_messages.index(message)
+        """Where `message` stands among the distinct ones, of which there are not more than so many."""
+        known = self.error_messages
+        if message not in known:
+            message = message if len(known) < _MOST_MESSAGES - 1 else "other errors"
+            if message not in known:
+                known.append(message)
+        return known.index(message)
 
-    def record(self, exchange: Exchange, body: int, user: int, intended_ns: int | None = None) -> bool:
-        """Keep the sample; whether the answer was good. In a closed loop a request is due when it is sent."""
-        good = exchange.good
-        if good:
-            error = GOOD
-        else:
-            error = self.error_index(failure_message(exchange))
-            self.errors += 1
+    def fault(self, exchange: Exchange) -> str | None:
+        """Why the answer is a failure, also one of good status; None where it is good."""
+        if not exchange.good:
+            return failure_message(exchange)
+        return None if self._promise is None else self._promise.fault(exchange)
+
+    def record(
+        self, exchange: Exchange, fault: str | None, body: int, user: int, intended_ns: int | None = None
+    ) -> None:
+        """Keep the sample. In a closed loop a request is due when it is sent."""
+        error = GOOD if fault is None else self.error_index(fault)
+        self.errors += fault is not None
         self.last_end_ns = exchange.end_ns
         self.writer.add(
             exchange.send_ns if intended_ns is None else intended_ns, exchange.send_ns, exchange.first_byte_ns,
             exchange.end_ns, exchange.request_bytes,
             exchange.response_bytes, self.batch_size, user, body, exchange.status, error,
         )  # fmt: skip
-        return good
+
+    def pass_over(self, exchange: Exchange) -> None:
+        """Count a good answer that is not measured."""
+        self.unmeasured += 1
+        self.last_end_ns = exchange.end_ns
 
     def record_refused(self, refused: ConnectionRefused, body: int, user: int, intended_ns: int | None = None) -> None:
         """A request for which no connection could be made: nothing was sent, and it counts as an error."""
-        now = perf_counter_ns()
-        self.errors += 1
-        self.last_end_ns = now
-        self.writer.add(
-            now if intended_ns is None else intended_ns,
-            now,
-            0,
-            now,
-            0,
-            0,
-            self.batch_size,
-            user,
-            body,
-            0,
-            self.error_index(str(refused)),
-        )
+        nothing = Exchange()
+        nothing.send_ns = nothing.end_ns = perf_counter_ns()
+        self.record(nothing, str(refused), body, user, intended_ns)
 
 
 class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
@@ -124,27 +133,35 @@ class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
         """Locust calls this when the user ends."""
         self.connection.close()
 
-    def infer(self, intended_ns: int | None = None) -> bool:
+    def infer(self, intended_ns: int | None = None, *, measured: bool = True) -> bool:
         """Send the next body, which in an open loop was due at `intended_ns`, and wait for its answer; whether it was
-        good.
+        good. Unless it is `measured`, only a failure is recorded.
 
         Raises `ConnectionRefused`, after recording it, when the server no longer takes connections.
         """
         traffic = self.traffic
-        body = traffic.next_body()
+        number, body = traffic.next_request()
         request = traffic.requests[body]
+        slot = traffic.kept.slot(number) if measured else None
+        first, patches = traffic.patches(body)
         try:
-            exchange = self.connection.send(request)
+            exchange = self.connection.send(request, patches)
         except ConnectionRefused as refused:
             traffic.record_refused(refused, body, self.number, intended_ns)
             if self.fires_events:
                 self._fire(0.0, 0, str(refused))
             raise
-        good = traffic.record(exchange, body, self.number, intended_ns)
+        fault = traffic.fault(exchange)
+        if not measured and fault is None:
+            traffic.pass_over(exchange)
+            return True
+        traffic.record(exchange, fault, body, self.number, intended_ns)
+        if slot is not None and fault is None:
+            traffic.kept.keep(slot, number, self.number, body, first, keep_answer(self.connection, exchange))
         if self.fires_events:
             latency_ms = (exchange.end_ns - (intended_ns or exchange.send_ns)) / 1e6
-            self._fire(latency_ms, exchange.response_bytes, None if good else failure_message(exchange))
-        return good
+            self._fire(latency_ms, exchange.response_bytes, fault)
+        return fault is None
 
     def _fire(self, latency_ms: float, response_bytes: int, failure: str | None) -> None:
         self.environment.events.request.fire(

@@ -1,8 +1,24 @@
-"""When a block of load ends: requests are shared among its users, and the clock is given, not read."""
+"""When a block of load ends: requests are shared among its users, and the clock is given, not read.
+
+A closed loop whose users stop one by one finishes its last requests at less than the load that was asked for, and the
+users with slow requests finish last. So when a block has had enough, its users go on sending until every request that
+was counted is answered: the cool-down, whose requests keep the load up and are not measured.
+"""
 
 from __future__ import annotations
 
+from enum import Enum
+
 FAILURES_IN_A_ROW = 100
+COOL_DOWN_SHARE = 1.0
+"""The longest cool-down, as a share of the time before it. What is then still under way ends at a falling load."""
+
+
+class Claim(Enum):
+    """What a request of a closed loop is for."""
+
+    COUNTED = "counted"
+    COOL_DOWN = "cool-down"
 
 
 class LoadWindow:
@@ -26,6 +42,10 @@ class LoadWindow:
         self.late = 0
         """Requests that failed or took longer than the bound; 0 without one."""
         self.cut_reason: str | None = None
+        self._under_way = 0
+        """Counted requests that are not answered yet."""
+        self._cool_until_ns: int | None = None
+        """When the cool-down ends at the latest, once it has begun."""
         self._requests = requests
         self._enough_ns = int(seconds * 1e9)
         self._most_ns = int(max_seconds * 1e9)
@@ -38,17 +58,24 @@ class LoadWindow:
         """The window opens."""
         self._start_ns = now_ns
 
-    def claim(self, now_ns: int) -> bool:
-        """Whether the caller is to send one more request."""
+    def claim(self, now_ns: int) -> Claim | None:
+        """What the caller's next request is for; None when it is to send no more."""
+        if self.cut_reason is not None:
+            return None
         elapsed_ns = now_ns - self._start_ns
-        enough = self.claimed >= self._requests and elapsed_ns >= self._enough_ns
-        if self.cut_reason is not None or enough or elapsed_ns >= self._most_ns:
-            return False
-        self.claimed += 1
-        return True
+        if self._cool_until_ns is None:
+            enough = self.claimed >= self._requests and elapsed_ns >= self._enough_ns
+            if not enough and elapsed_ns < self._most_ns:
+                self.claimed += 1
+                self._under_way += 1
+                return Claim.COUNTED
+            self._cool_until_ns = now_ns + int(COOL_DOWN_SHARE * elapsed_ns)
+        return Claim.COOL_DOWN if self._under_way > 0 and now_ns < self._cool_until_ns else None
 
-    def answered(self, good: bool, latency_ns: int = 0) -> None:
-        """Tell what became of a request, and how long after its intended start."""
+    def answered(self, good: bool, latency_ns: int = 0, claim: Claim | None = None) -> None:
+        """Tell what became of a request, how long after its intended start, and what it was for."""
+        if claim is Claim.COUNTED:
+            self._under_way -= 1
         if self._bound_ns is not None and (not good or latency_ns > self._bound_ns):
             self.late += 1
             if self.late > self._late_allowed:

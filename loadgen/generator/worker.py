@@ -17,7 +17,7 @@ import locust.runners
 import msgspec
 from locust.env import Environment
 
-from loadgen.generator.local import LocalGenerator
+from loadgen.generator.block import LocalGenerator
 from loadgen.generator.messages import Abort, Command
 
 HELLO, COMMAND, REPLY = "abserve_hello", "abserve_command", "abserve_reply"

@@ -13,17 +13,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from loadgen.clients.bodies import choose_items
 from loadgen.clients.endpoint import Endpoint, Signature
 from loadgen.clients.grpc import parse_grpc_address
 from loadgen.clients.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
+from loadgen.clients.promise import Promise
 from loadgen.clients.requests import Address, AddressError
-from loadgen.clients.transports import TRANSPORTS, Door, prepare_all
+from loadgen.clients.transports import TRANSPORTS, Target, prepare_bodies
+from loadgen.clients.variation import FreshNumbers, find_variation
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.generator.users import Traffic
-from loadgen.locustfile.merged_samples import WorkerFile
+from loadgen.locustfile.workers import WorkerFile
 from loadgen.records.payloads import PAYLOADS, base_name, variant_name
 from loadgen.records.run import Arrivals, Transport
-from loadgen.records.sample_files import SampleWriter
+from loadgen.records.samples import SampleWriter
 
 logger = logging.getLogger("abserve")
 
@@ -95,14 +98,14 @@ class LoadOptions:
             return f"--rate {self.rate_per_s:g}: give 0 to {RATE_LIMIT_PER_S:g} requests a second"
         return None
 
-    def door(self, address: Address) -> Door:
+    def target(self, address: Address) -> Target:
         """How the server is asked. Raises `AddressError`."""
         grpc = self.grpc or f"{address.authority.rpartition(':')[0]}:{address.port + 1}"
         if self.transport == "grpc":
             parse_grpc_address(grpc)
         if self.transport == "shm" and not address.is_local:
             raise AddressError(f"--protocol shm: {address.url} is not on this machine, whose memory it cannot share")
-        return Door(self.transport, address.url, self.model, grpc)
+        return Target(self.transport, address.url, self.model, grpc)
 
 
 class Session:
@@ -114,6 +117,7 @@ class Session:
         self._open: list[tuple[str, Path | None, Traffic]] = []
         self._signature: Signature | None = None
         self._inputs: SampleInputs | None = None
+        self._numbers = FreshNumbers()
 
     def load_inputs(self) -> None:
         """The images, where they can be had without a server. Raises `InputError` for a folder without any."""
@@ -138,24 +142,33 @@ class Session:
             with _temporary_folder() as folder:
                 write_synthetic(self._signature, folder, self.options.payload, seed=0)
                 self._inputs = read_inputs(folder, self.options.payload)
-        prepared = prepare_all(
-            self.options.transport, self._inputs, self._signature, batch_size, seed=os.getpid(), count=bodies
+        transport, inputs, signature = self.options.transport, self._inputs, self._signature
+        chosen = choose_items(inputs.count, batch_size, os.getpid(), count=bodies)
+        prepared = prepare_bodies(
+            transport, inputs, signature, find_variation(inputs, signature), chosen, self._numbers
         )
-        door = self.options.door(self._address)
-        requests = tuple(door.sendable(body) for body in prepared)
+        target = self.options.target(self._address)
         path: Path | None = None
         if self.options.samples_out:
             stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
             path = Path(self.options.samples_out) / f"{name}-{stamp}-{os.getpid()}.npy"
         writer = SampleWriter(path)
-        traffic = Traffic(door, requests, batch_size, writer, timeout_s=self.options.timeout_s)
+        traffic = Traffic(
+            target,
+            tuple(target.sendable(body) for body in prepared.requests),
+            batch_size,
+            writer,
+            timeout_s=self.options.timeout_s,
+            fresh=prepared.fresh,
+            promise=Promise(transport, signature, batch_size),
+        )
         self._open.append((name, path, traffic))
         return traffic
 
     def idle_traffic(self) -> Traffic:
         """For users that find out later what to send."""
-        door = Door("http", self._address.url, self.options.model)
-        return Traffic(door, (), 1, SampleWriter(None), timeout_s=self.options.timeout_s)
+        target = Target("http", self._address.url, self.options.model)
+        return Traffic(target, (), 1, SampleWriter(None), timeout_s=self.options.timeout_s)
 
     def flush(self) -> None:
         """Samples so far to disk. Raises `OSError`."""
@@ -173,11 +186,7 @@ class Session:
             name, path, traffic = self._open.pop()
             traffic.close()
             traffic.writer.close()
-            finished.append(
-                WorkerFile(
-                    name, path, traffic.writer.count, traffic.errors, tuple(traffic.error_messages), traffic.batch_size
-                )
-            )
+            finished.append(WorkerFile(name, path, tuple(traffic.error_messages), traffic.batch_size))
             if path is not None:
                 about = {
                     "url": self._address.url,

@@ -11,18 +11,22 @@ merged file says which worker sent what and when by its own clock, and the rate 
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import gevent
+import numpy as np
 
-from loadgen.locustfile.merged_samples import WorkerFile, WorkerReport, merge_reports
-from loadgen.records.sample_files import part_path
+from loadgen.records.samples import NS_PER_S, Samples, load_samples, part_path, store_samples, with_errors_of
 
 SHARE, STARTED, REPORT, SAMPLES, FINISH = (
     "abserve_share", "abserve_started", "abserve_report", "abserve_samples", "abserve_finish",
@@ -166,7 +170,7 @@ class MasterSide:
         reports = list(self._reports.values())
         for report in reports:
             if report.lost and report.machine == machine():
-                report.recover(lambda path: path if path.exists() else part_path(path))
+                report.recover()
         folder = self._environment.parsed_options.samples_out
         try:
             for sentence in merge_reports(reports, Path(folder) if folder else None):
@@ -193,3 +197,130 @@ class MasterSide:
         self._heard = monotonic()
         if msg.node_id in self._reports:
             self._reports[msg.node_id].add(msg.data["name"], msg.data["data"])
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFile:
+    """What one user class did in one worker; `path` is None where samples are not stored."""
+
+    name: str
+    path: Path | None
+    error_messages: tuple[str, ...]
+    batch_size: int
+
+    def described(self) -> dict[str, Any]:
+        """As plain data for the master."""
+        return {"name": self.name, "error_messages": list(self.error_messages), "batch_size": self.batch_size}
+
+
+@dataclass(slots=True)
+class WorkerReport:
+    """What a master knows of one worker in one test."""
+
+    client_id: str
+    number: int
+    host: str = ""
+    pid: int = 0
+    machine: str = ""
+    paths: dict[str, str] = field(default_factory=dict)
+    described: dict[str, dict[str, Any]] = field(default_factory=dict)
+    contents: dict[str, bytearray] = field(default_factory=dict)
+    complete: bool = False
+    lost: bool = False
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        where = f" ({self.host}, process {self.pid})" if self.host else f" ({self.client_id})"
+        return f"load worker {self.number + 1}{where}"
+
+    def introduce(self, data: dict[str, Any]) -> None:
+        """Who it is and where it writes."""
+        self.pid, self.host, self.machine, self.paths = data["pid"], data["host"], data["machine"], data["files"]
+
+    def take(self, files: list[dict[str, Any]] | None) -> None:
+        """What each user class did; None after the last of its samples."""
+        if files is None:
+            self.complete = True
+            return
+        self.described = {file["name"]: file for file in files}
+
+    def add(self, name: str, content: bytes) -> None:
+        """A piece of a sample file."""
+        self.contents.setdefault(name, bytearray()).extend(content)
+
+    def recover(self) -> None:
+        """Read what a lost worker of this machine had written. Raises `OSError`."""
+        for name, text in self.paths.items():
+            whole = Path(text)
+            for path in (part_path(whole), whole):
+                if path.exists():
+                    self.contents[name] = bytearray(path.read_bytes())
+
+    def samples(self, name: str) -> Samples | None:
+        """Those of one user class; None where there are none. Raises `ValueError` for what is no sample file."""
+        return load_samples(io.BytesIO(self.contents[name]), name) if name in self.contents else None
+
+
+def merge_reports(reports: Sequence[WorkerReport], folder: Path | None) -> Iterator[str]:
+    """Write FOLDER/merged-CLASS-TIME.npy and .json for each user class; a sentence for each, or none without a folder.
+
+    Users are numbered through over the workers, errors by one list of messages. Raises `OSError`, `ValueError`.
+    """
+    if folder is None:
+        return
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    lost = [report.title for report in reports if report.lost]
+    names = dict.fromkeys(name for report in reports for name in (*report.described, *report.contents))
+    for name in names:
+        pieces, workers, first_user = [], [], 0
+        told = [report.described.get(name, {}).get("error_messages", []) for report in reports]
+        messages = list(dict.fromkeys(text for texts in told for text in texts))
+        for report, texts in zip(reports, told, strict=True):
+            samples = report.samples(name)
+            workers.append(_worker(report, name, samples, first_user))
+            if samples is None or not len(samples):
+                continue
+            piece = with_errors_of(samples, texts, messages)
+            piece["user"] += first_user
+            first_user = int(piece["user"].max()) + 1
+            pieces.append(piece)
+        if not pieces:
+            continue
+        merged = np.concatenate(pieces)
+        path = folder / f"merged-{name}-{stamp}.npy"
+        store_samples(path, merged)
+        machines = {report.machine for report in reports if report.machine}
+        about = {
+            "complete": not lost,
+            "lost": lost,
+            "clock": "one" if len(machines) == 1 else "several",
+            "requests": len(merged),
+            "errors": int((merged["error"] >= 0).sum()),
+            "error_messages": [*messages, *(["in a lost worker"] if lost else [])],
+            "requests_per_s": sum(worker["requests_per_s"] or 0.0 for worker in workers),
+            "workers": workers,
+        }
+        path.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        missing = f"; INCOMPLETE: {', '.join(lost)} lost" if lost else ""
+        yield f"{len(merged):,} samples of {len(pieces)} workers are in {path}{missing}"
+
+
+def _worker(report: WorkerReport, name: str, samples: Samples | None, first_user: int) -> dict[str, Any]:
+    """Its own window by its own clock, and its rate in it."""
+    start_ns = int(samples["intended_ns"].min()) if samples is not None and len(samples) else None
+    end_ns = int(samples["end_ns"].max()) if samples is not None and len(samples) else None
+    seconds = (end_ns - start_ns) / NS_PER_S if start_ns is not None and end_ns is not None else 0.0
+    count = 0 if samples is None else len(samples)
+    return {
+        "host": report.host,
+        "pid": report.pid,
+        "machine": report.machine,
+        "lost": report.lost,
+        "requests": count,
+        "first_user": first_user,
+        "window_start_ns": start_ns,
+        "window_end_ns": end_ns,
+        "requests_per_s": count / seconds if seconds > 0.0 else None,
+        "batch_size": report.described.get(name, {}).get("batch_size"),
+    }

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from loadgen.analysis.result import write_atomically
+from loadgen.documents import DocumentError, read_record
 from loadgen.machine.environment import read_environment
 from loadgen.machine.fingerprint import cache_folder, fingerprint
-from loadgen.records.calibration import Calibration
+from loadgen.records.machine import Calibration
 
 PACKAGES = ("abserve", "gevent", "greenlet", "grpcio", "locust", "msgspec", "numpy", "tritonclient")
 """Whose versions bear on the generator's speed."""
@@ -48,8 +50,8 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 def read_calibration(path: Path) -> Calibration:
     """Raises `CalibrationError` for a missing or unreadable file."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Calibration)
-    except (OSError, ValueError) as exc:
+        return cast("Calibration", read_record(path.read_bytes(), Calibration))
+    except (OSError, DocumentError) as exc:
         raise CalibrationError(f"{path} is no calibration: {exc}; make one with: abserve calibrate") from exc
 
 

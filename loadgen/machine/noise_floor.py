@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
-from loadgen.analysis.noise_floor import COMMAND, floor_entries, gpu_of, is_self_comparison, servers_of
-from loadgen.analysis.pairs import pair_metrics
+from loadgen.analysis.noise_floor import COMMAND, floor_entries, gpu_of, is_self_comparison, servers_of, tail_floors
 from loadgen.analysis.result import Result, write_atomically
+from loadgen.comparison.pairs import pair_metrics
+from loadgen.documents import DocumentError, read_record
 from loadgen.machine.environment import utc_now
 from loadgen.machine.fingerprint import cache_folder, fingerprint
-from loadgen.records.noise_floor import NoiseFloor
+from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import Environment, Experiment
 
 
@@ -37,10 +39,10 @@ def own_floors(environment: Environment, experiment: Experiment) -> tuple[NoiseF
 def read_floors(path: Path) -> tuple[NoiseFloor, ...]:
     """Empty without a file. Raises `NoiseFloorError` for one that is none."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=tuple[NoiseFloor, ...])
+        return cast("tuple[NoiseFloor, ...]", read_record(path.read_bytes(), tuple[NoiseFloor, ...]))
     except FileNotFoundError:
         return ()
-    except (OSError, ValueError) as exc:
+    except (OSError, DocumentError) as exc:
         raise NoiseFloorError(f"{path} holds no noise floors: {exc}; remove it and run: {COMMAND}") from exc
 
 
@@ -52,6 +54,7 @@ def make_floor(result: Result) -> NoiseFloor:
     if not result.valid or result.environment is None:
         raise NoiseFloorError(f"the run is not valid ({result.verdict.headline}); mend that and run: {COMMAND}")
     entries = floor_entries(pair_metrics(experiment.cells, result.blocks, result.cold_starts))
+    entries += tail_floors(result.comparisons)
     if not entries:
         raise NoiseFloorError(f"the run measured no pairs of blocks; give it some with --pairs and run: {COMMAND}")
     return NoiseFloor(

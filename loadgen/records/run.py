@@ -9,10 +9,11 @@
     DIR/blocks/NNNN.json   BlockRecord    written when the block is complete, after its samples
     DIR/samples/NNNN.npy   see `loadgen.records.samples`
     DIR/calibration.json   Calibration    of the load generator on this machine, where there is one
-    DIR/conditions.json    see `loadgen.records.conditions`: the machine right before the load
-    DIR/causes.json, DIR/causes/   see `loadgen.records.causes`; only where differences were explained
-    DIR/ceilings.json      see `loadgen.records.ceilings`; only where engines were measured alone
-    DIR/gpu/, DIR/evidence.json   see `loadgen.evidence.records`; only where there is a GPU
+    DIR/cache_probes.json, DIR/answers.json   see `loadgen.records.probes`: repeated requests, answers under load
+    DIR/conditions.json    see `loadgen.records.probes`: the machine right before the load
+    DIR/causes.json, DIR/causes/   see `loadgen.studies.causes.records`; only where differences were explained
+    DIR/ceilings.json      see `loadgen.studies.ceiling.records`; only where engines were measured alone
+    DIR/gpu/, DIR/evidence.json   see `loadgen.studies.gpu_proof.records`; only where there is a GPU
     DIR/run.json           RunState       "running", then "finished", "interrupted" or "failed"
 
 `result.json`, `report.html` and `summary.md` are made from these alone, at any time, by `abserve report DIR`.
@@ -26,42 +27,263 @@ from typing import Literal
 
 import msgspec
 
-from loadgen.records.blocks import BlockRecord, StageTotals, WorkerRecord
-from loadgen.records.experiment import (
-    ArmRequest,
-    Arrivals,
-    Caches,
-    Cell,
-    DeploymentKind,
-    Experiment,
-    Label,
-    Record,
-    Scenario,
-    Transport,
-)
+from loadgen.records.payloads import variant_name
 
-__all__ = [
-    "ArmRecord",
-    "ArmRequest",
-    "Arrivals",
-    "BlockRecord",
-    "Caches",
-    "Cell",
-    "ColdStart",
-    "ContainerColdStart",
-    "DeploymentKind",
-    "Environment",
-    "Experiment",
-    "Label",
-    "ParityCase",
-    "ParityRecord",
-    "Record",
-    "RunState",
-    "Scenario",
-    "StageTotals",
-    "Transport",
-    "WorkerRecord",
-]
+Label = Literal["a", "b"]
+LABELS: tuple[Label, Label] = ("a", "b")
+Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "ramp"]
+Arrivals = Literal["closed", "constant", "poisson"]
+Transport = Literal["http", "grpc", "shm"]
+DeploymentKind = Literal["embedded", "compose"]
+Caches = Literal["cached", "uncached"]
+
+
+EMBEDDED = ("native", "triton")
+"""Targets whose servers are ours."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything stored: immutable, named fields, unknown fields refused."""
+
+
+def setting_key(option: str) -> str:
+    """A setting whatever its spelling: --max-batch-size, max-batch-size and max_batch_size are one."""
+    return option.lstrip("-").replace("-", "_")
+
+
+def asked_for(settings: dict[str, str], key: str) -> str | None:
+    """A setting, whatever its spelling on the command line."""
+    return next((value for name, value in settings.items() if setting_key(name) == key), None)
+
+
+class ArmRequest(Record, frozen=True, kw_only=True):
+    """One side as asked for. `target` is native, triton or a URL (a server that somebody else started)."""
+
+    label: Label
+    target: str
+    settings: dict[str, str] = {}
+    """Options for `abserve serve …` beyond those that both arms share, without the leading dashes."""
+    payload: str | None = None
+    """Where it differs from the experiment's; such a pair is not a comparison of servers."""
+    grpc: str | None = None
+    """HOST:PORT of the gRPC door of a server that somebody else started."""
+
+    @property
+    def embedded(self) -> bool:
+        """Whether this arm's server is one of ours, and no URL."""
+        return self.target in EMBEDDED
+
+
+class Cell(Record, frozen=True, kw_only=True):
+    """One scenario at one load. A block of it ends after `requests` requests or `seconds`, whichever is later,
+    and never after more than `max_seconds` (requests in flight then are finished and counted). In an open loop that
+    is the time during which requests fall due; see `loadgen.experiment.arrivals` for how long overdue ones are
+    still sent."""
+
+    scenario: Scenario
+    batch_size: int
+    concurrency: int
+    """Users of a closed loop; in an open loop the most connections, so the most requests under way."""
+    requests: int
+    seconds: float
+    max_seconds: float
+    pairs: int
+    arrivals: Arrivals = "closed"
+    """closed: a user's next request leaves when its last one is answered. constant, poisson: requests fall due at
+    `rate_per_s` whatever becomes of the answers (open loop)."""
+    rate_per_s: float | None = None
+    """Requests a second of an open loop; None in a closed one."""
+    latency_bound_ms: float | None = None
+    """X of a search for the highest Poisson rate with p99 ≤ X (the scenario slo), whose rates the search chooses."""
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it is made of blocks at a load that is known beforehand; cold starts, searches and ramps are not."""
+        return self.scenario not in ("cold-start", "slo", "ramp")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests fall due by a schedule, so that latency, and not throughput, is what is measured."""
+        return self.arrivals != "closed"
+
+    @property
+    def name(self) -> str:
+        """As shown: cold-start, single, batched(8), concurrent(16), open(50/s), poisson(50/s), slo(p99≤50ms), ramp."""
+        if self.latency_bound_ms is not None:
+            return f"slo(p99≤{self.latency_bound_ms:g}ms)"
+        if self.is_open:
+            size = f", batch {self.batch_size}" if self.batch_size > 1 else ""
+            return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_per_s or 0.0:g}/s{size})"
+        if self.scenario == "batched":
+            return f"batched({self.batch_size})"
+        if self.scenario == "concurrent":
+            return f"concurrent({self.concurrency})"
+        return self.scenario
+
+
+class Experiment(Record, frozen=True, kw_only=True):
+    """Everything asked for. `seed` decides the order of the blocks; `equivalence_margin` is δ of the verdict."""
+
+    schema: Literal["abserve.experiment/1"] = "abserve.experiment/1"
+    a: ArmRequest
+    b: ArmRequest
+    model: str
+    weights: str
+    payload: str
+    transport: Transport
+    cells: tuple[Cell, ...]
+    preset: str
+    seed: int
+    equivalence_margin: float
+    threads: int
+    gpu_control: bool = True
+    """Whether an arm is run on the CPU too where there is a GPU: the negative control of the evidence."""
+    deployment: DeploymentKind = "embedded"
+    """Servers as processes of ours, or those of a running compose stack, whose settings are its own."""
+    compose_project: str | None = None
+    """Of the stack, with the deployment compose."""
+    settings: dict[str, object] | None = None
+    """The settings in effect, as an experiment file holds them; None in runs of before there were such files."""
+    settings_sha256: str | None = None
+    """Of their canonical content."""
+    processes: int = 1
+    """Of the load generator, which share the users or the rate."""
+    restarts: int = 1
+    """How often both servers are started afresh; each restart gets its share of the pairs."""
+    until_decided: bool = False
+    """Whether pairs are added until the leading comparison of every cell is decided: `Cell.pairs` are the least."""
+    minutes: float | None = None
+    """For the whole comparison, where the number of pairs follows from the time: `Cell.pairs` are the least."""
+    time_limit_minutes: float | None = None
+    """Of load, with `until_decided`: no round begins that would end later."""
+    explain: bool = False
+    """Whether the causes of the differences are tested by counterfactual cells after the load."""
+    explain_seconds: float = 600.0
+    """The longest time for that."""
+    ceiling: bool = False
+    """Whether the engines of our own servers are measured alone when the servers are stopped."""
+
+    @property
+    def payloads(self) -> tuple[str, ...]:
+        """What is sent, A's first."""
+        return tuple(dict.fromkeys(self.payload_of(arm) for arm in (self.a, self.b)))
+
+    def payload_of(self, arm: ArmRequest) -> str:
+        """What an arm is sent."""
+        return arm.payload or self.payload
+
+    def model_of(self, arm: ArmRequest) -> str:
+        """The name under which an arm serves the variant that takes its payload."""
+        return variant_name(self.model, self.payload_of(arm))
+
+
+class StageTotals(Record, frozen=True, kw_only=True):
+    """A server's own account of a block: differences of its statistics, summed over the block's requests.
+
+    The names are Triton's. What a server does not report is None; a negative number means that its counters ran
+    backwards. `receive` and `encode` are the native server's HTTP stages; `decode` is part of compute_input on Triton.
+    """
+
+    requests: int | None
+    items: int | None
+    executions: int | None
+    queue_ns: int | None
+    compute_input_ns: int | None
+    compute_infer_ns: int | None
+    compute_output_ns: int | None
+    receive_ns: int | None = None
+    decode_ns: int | None = None
+    encode_ns: int | None = None
+    batches: dict[int, int] = msgspec.field(default_factory=dict)
+    """Executed batch size → number of executions."""
+
+
+class WorkerRecord(Record, frozen=True, kw_only=True):
+    """What one process of a distributed generator did in a block. Its times are of its own machine's clock."""
+
+    index: int
+    host: str
+    pid: int
+    requests: int
+    cpu_ns: int
+    window_start_ns: int
+    window_end_ns: int
+    lost: str | None = None
+    """How it was lost, where it was; `requests` are then those found in its file."""
+
+
+class MachineLoad(Record, frozen=True, kw_only=True):
+    """Who used the cores that the load generator may use, from just before a block's window to just after it, by the
+    kernel's counters, whose step is 10 ms. None is not known."""
+
+    total_ns: int
+    """All time of these cores: idle, busy, stolen."""
+    steal_ns: int | None
+    """In which a core had work and the hypervisor gave it to another machine. A hypervisor may hide that: then 0."""
+    busy_ns: int
+    """In processes, without interrupts."""
+    known_ns: int | None
+    """CPU time of the servers, the load generator and the tool itself; None where a server on this machine cannot be
+    told from other processes."""
+    others: tuple[str, ...]
+    """The busiest of the other processes: "ffmpeg 0.97 cores"."""
+    runnable: int | None
+    """Threads that ran or waited for a core just before the window, when nothing was sent."""
+    waited_ns: int | None
+    """Time in which at least one thread, whosever it was, waited for a core (pressure stall information)."""
+
+
+class BlockRecord(Record, frozen=True, kw_only=True):
+    """One stretch of load on one arm."""
+
+    index: int
+    cell: str
+    pair: int
+    label: Label
+    position: int
+    """0 when this arm came first in its pair, else 1."""
+    started_at: str
+    window_start_ns: int
+    window_end_ns: int
+    samples: str
+    """Path of the sample file, relative to DIR."""
+    requests: int
+    items: int
+    errors: int
+    error_messages: tuple[str, ...]
+    generator_cpu_ns: int
+    server_cpu_ns: int | None
+    stages: StageTotals | None
+    complete: bool
+    """False when the block was cut short: by a dead server, by Ctrl-C. Such a block takes part in no comparison."""
+    note: str | None = None
+    transport: Transport = "http"
+    body_payload_bytes: tuple[int, ...] = ()
+    """Bytes of tensors in each prepared body, by the number in the samples. They are part of the samples' request
+    bytes, except with the transport shm, where they go through memory."""
+    restart: int = 0
+    """During which start of the servers, from 0."""
+    offered: int | None = None
+    """Requests that fell due in an open loop; those beyond `requests` could not be sent in time."""
+    due_span_ns: int | None = None
+    """From the first to the last moment at which one was due."""
+    cool_down: int = 0
+    """Good answers after the measured requests, while the last of those were under way; not among `requests`."""
+    first_answer_ns: int | None = None
+    """From the start of a connection to its first answer, before the window; the median over the users."""
+    reconnects: int | None = None
+    """Requests before which a connection that the server had closed was made again, inside their latency; None in
+    records of before it was kept."""
+    machine: MachineLoad | None = None
+    """Who used the processors meanwhile; None where /proc cannot be read, and in records of before it was kept."""
+    workers: tuple[WorkerRecord, ...] = ()
+    """Processes of a distributed generator; empty where one process sent everything."""
+
+    @property
+    def executed_items(self) -> int:
+        """Items in good answers, the cool-down's included: what the window's energy and CPU time were spent on."""
+        good = self.requests - self.errors
+        return self.items if good <= 0 else self.items * (good + self.cool_down) // good
 
 
 class Environment(Record, frozen=True, kw_only=True):
@@ -110,15 +332,38 @@ class ParityCase(Record, frozen=True, kw_only=True):
     cosine_min: float
     max_abs: float
     ok: bool
+    relative_max: float | None = None
+    """Largest relative error of an item: ‖b − a‖ over ‖a‖; see `loadgen.statistics.agreement`."""
+    element_max: float | None = None
+    """Largest relative error of an element, of those that are not small beside the others."""
+    output: str | None = None
+    """The output with the largest relative error, where it failed."""
 
 
 class ParityRecord(Record, frozen=True, kw_only=True):
     """Whether both arms compute the same function; speed is compared only then."""
 
-    threshold_cosine: float
     cases: tuple[ParityCase, ...]
     ok: bool
     error: str | None = None
+    precision: str | None = None
+    """The coarsest of both arms, which decides how much rounding may differ."""
+    tolerance_relative: float | None = None
+    """Largest relative error of an item that passes."""
+    tolerance_element: float | None = None
+    """The same of an element."""
+    threshold_cosine: float | None = None
+    """Of runs from before relative errors: the cosine decided."""
+
+    @property
+    def lowest_cosine(self) -> float | None:
+        """Over all cases."""
+        return min((case.cosine_min for case in self.cases), default=None)
+
+    @property
+    def largest_relative_error(self) -> float | None:
+        """Over all cases."""
+        return max((case.relative_max for case in self.cases if case.relative_max is not None), default=None)
 
 
 class ColdStart(Record, frozen=True, kw_only=True):

@@ -6,6 +6,13 @@ A `.part` file that a killed run left behind is readable: its records are fixed-
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from struct import Struct
+from tokenize import TokenError
+from typing import BinaryIO
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,7 +22,7 @@ NS_PER_S = 1e9
 SAMPLE_DTYPE = np.dtype(
     [
         ("intended_ns", "<i8"),  # when the schedule wanted it sent; in a closed loop equal to send_ns
-        ("send_ns", "<i8"),  # just before the first byte went out
+        ("send_ns", "<i8"),  # just before the first byte went out, or before connecting again for it
         ("first_byte_ns", "<i8"),  # first byte of the answer read; 0 where there was no answer
         ("end_ns", "<i8"),  # last byte of the answer read, or the failure noticed
         ("request_bytes", "<i8"),  # on the wire, headers included
@@ -40,3 +47,150 @@ def good(samples: Samples) -> Samples:
 def latencies_ms(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """From the intended start to the last byte, of the given samples."""
     return np.asarray((samples["end_ns"] - samples["intended_ns"]) / NS_PER_MS, dtype=np.float64)
+
+
+def median_latency_ns(samples: Samples) -> int | None:
+    """Of the good answers among them; None without any."""
+    answered = good(samples)
+    return int(np.median(answered["end_ns"] - answered["intended_ns"])) if len(answered) else None
+
+
+def with_errors_of(samples: Samples, own: Sequence[str], messages: Sequence[str]) -> Samples:
+    """A copy whose errors are numbered by `messages`, which hold its `own`; what has no message of its own gets the
+    last of those, or with none of them the number after the last of `messages`."""
+    numbers = np.array([messages.index(text) for text in own] or [len(messages)], dtype=np.int16)
+    copied = samples.copy()
+    failed = copied["error"] >= 0
+    copied["error"][failed] = numbers[np.minimum(copied["error"][failed], len(numbers) - 1)]
+    return copied
+
+
+_RECORD = Struct("<6q3i2h")
+_HEADER_BYTES = 1024
+_BUFFER_RECORDS = 16_384
+
+assert _RECORD.size == SAMPLE_DTYPE.itemsize
+
+
+class SampleWriter:
+    """Appends samples to NAME.npy.part; `close` writes the count into the header and renames to NAME.npy.
+
+    `add` costs about a microsecond and touches no file; `flush` writes what came since the last one and must be
+    called at least every second. With `path` None samples are counted and dropped.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.count = 0
+        self._path = path
+        self._buffer = bytearray(_BUFFER_RECORDS * _RECORD.size)
+        self._pending = 0
+        self._lost: OSError | None = None
+        self._file = -1
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(part_path(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            _write_all(self._file, _header(0))
+
+    def add(
+        self, intended_ns: int, send_ns: int, first_byte_ns: int, end_ns: int, request_bytes: int,
+        response_bytes: int, batch: int, user: int, body: int, status: int, error: int,
+    ) -> None:  # fmt: skip
+        """One sample, its fields in the order of `SAMPLE_DTYPE`."""
+        self.count += 1
+        if self._file < 0:
+            return
+        _RECORD.pack_into(
+            self._buffer, self._pending, intended_ns, send_ns, first_byte_ns, end_ns, request_bytes,
+            response_bytes, batch, user, body, status, error,
+        )  # fmt: skip
+        self._pending += _RECORD.size
+        if self._pending == len(self._buffer):
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand what is buffered to the kernel. Raises `OSError` (disk full)."""
+        if self._file >= 0 and self._pending:
+            pending, self._pending = self._pending, 0
+            try:
+                _write_all(self._file, memoryview(self._buffer)[:pending])
+            except OSError as exc:
+                self._lost = exc
+                raise
+
+    def close(self) -> None:
+        """Finish the file: flush, count, rename. Idempotent. Raises `OSError`, also when an earlier flush failed; then
+        the .part file stays, since it lacks samples."""
+        if self._file < 0 or self._path is None:
+            return
+        file, path = self._file, self._path
+        try:
+            self.flush()
+            if self._lost is not None:
+                raise self._lost
+            os.pwrite(file, _header(self.count), 0)
+        finally:
+            self._file = -1
+            os.close(file)
+        part_path(path).rename(path)
+
+    def abandon(self) -> None:
+        """Remove the unfinished file, for a block that never ran. Idempotent."""
+        if self._file >= 0 and self._path is not None:
+            os.close(self._file)
+            self._file = -1
+            part_path(self._path).unlink(missing_ok=True)
+
+
+def part_path(path: Path) -> Path:
+    """The name of a sample file while it is written."""
+    return path.with_name(path.name + ".part")
+
+
+def store_samples(path: Path, samples: Samples) -> None:
+    """Write a whole file at once, under a temporary name. Raises `OSError`, and then leaves none."""
+    part = part_path(path)
+    try:
+        with part.open("wb") as file:
+            file.write(_header(len(samples)))
+            file.write(samples.tobytes())
+        part.rename(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def read_samples(path: Path) -> Samples:
+    """All whole records of NAME.npy, or of NAME.npy.part if only that exists. Raises `OSError`, `ValueError`."""
+    if not path.exists() and part_path(path).exists():
+        path = part_path(path)
+    with path.open("rb") as file:
+        return load_samples(file, path.name)
+
+
+def load_samples(file: BinaryIO, name: str) -> Samples:
+    """The same of an open file, whose `name` is for messages."""
+    try:
+        np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]  # numpy leaves it untyped
+        _, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]  # the same
+    except (TokenError, SyntaxError) as exc:  # numpy parses the header as Python
+        raise ValueError(f"{name} has no readable header: {exc}") from exc
+    if dtype != SAMPLE_DTYPE:
+        raise ValueError(f"{name} holds no samples but {dtype}")
+    content = file.read()
+    whole = len(content) - len(content) % SAMPLE_DTYPE.itemsize
+    return np.frombuffer(content[:whole], dtype=SAMPLE_DTYPE)
+
+
+def _header(count: int) -> bytes:
+    """A NumPy 1.0 header of fixed length, so that the final count overwrites the first one in place."""
+    text = repr({"descr": SAMPLE_DTYPE.descr, "fortran_order": False, "shape": (count,)}).encode("ascii")
+    body_bytes = _HEADER_BYTES - 10
+    if len(text) >= body_bytes:
+        raise ValueError("the sample record has outgrown its file header")
+    return b"\x93NUMPY\x01\x00" + body_bytes.to_bytes(2, "little") + text.ljust(body_bytes - 1) + b"\n"
+
+
+def _write_all(file: int, content: bytes | memoryview) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(file, view) :]

@@ -14,15 +14,17 @@ def write_reports(out_dir: Path, result: Result) -> list[Path]:
     """Write report.html, summary.md, result.json and the effective experiment.yaml into `out_dir`, each whole or not at
     all; return their paths, the one to look at first. A result.json of an earlier version that says the same is left
     alone. Raises `OSError`."""
-    import loadgen.report.html as page
-    import loadgen.report.markdown as summary
     from loadgen.analysis.result import FILE_NAME, ResultError, encode_result, read_result, write_atomically
     from loadgen.experiment.file import write_content
+    from loadgen.report.contents import result_document
+    from loadgen.report.renderers.html import render_html
+    from loadgen.report.renderers.markdown import render_markdown
 
     settings, sha256 = result.experiment.settings, result.experiment.settings_sha256
+    document = result_document(result)
     contents = {
-        page.FILE_NAME: page.render_html(result).encode(),
-        summary.FILE_NAME: summary.render_markdown(result).encode(),
+        "report.html": render_html(document).encode(),
+        "summary.md": render_markdown(document).encode(),
         FILE_NAME: encode_result(result),
     }
     if settings is not None and sha256 is not None:

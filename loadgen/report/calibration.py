@@ -1,37 +1,25 @@
-"""A calibration of the load generator on the terminal."""
+"""A calibration of the load generator, for the terminal."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+import loadgen.report.document as doc
 from loadgen.quantities import number, share
-from loadgen.records.calibration import CEILING_SHARE_LIMIT, Calibration, CalibrationCell, TimingError
+from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, CalibrationCell, TimingError
+
+HEADINGS = ("images\n/s", "users", "CPU\nµs", "core", "idle\np50", "\np99", "load\np50", "\np99", "\nat")
+"""In two lines each: then a row fits in 80 columns."""
 
 
-def print_calibration(calibration: Calibration, console: Console, stored: Path | None) -> None:
-    """One line a transport, payload and batch size, then what the columns mean."""
+def calibration_document(calibration: Calibration) -> doc.Document:
+    """One row for each transport, payload and batch size, then what the columns mean."""
     host = calibration.host
-    console.print(
+    found = doc.section(
         f"The load generator on {host.get('cpu_model')}, {host.get('cpu_count')} cores, kernel {host.get('kernel')}, "
         f"Python {host.get('python')}; {calibration.made_at}",
-        markup=False,
-        style="bold",
+        doc.Table((*doc.names("cell"), *doc.numbers(*HEADINGS)), [_row(cell) for cell in calibration.cells]),
+        *(doc.Text(note) for note in notes(calibration)),
     )
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("Cell", no_wrap=True)
-    for name in ("Images\n/s", "Users", "CPU\nµs", "Core", "Idle\np50", "\np99", "Load\np50", "\np99", "\nat"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for cell in calibration.cells:
-        table.add_row(*_row(cell))
-    console.print(table)
-    for line in notes(calibration):
-        console.print(line, markup=False, soft_wrap=True)
-    if stored is not None:
-        console.print(f"stored in {stored}", soft_wrap=True, markup=False)
+    return doc.Document("Calibration", (doc.Chapter("", (found,) if found else ()),))
 
 
 def _row(cell: CalibrationCell) -> tuple[str, ...]:

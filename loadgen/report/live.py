@@ -11,7 +11,7 @@ from rich.text import Text
 from loadgen.quantities import ratio, ratio_interval
 from loadgen.run.live_ratios import LiveRatio
 
-FIXED = "The plan is fixed: nothing is stopped by what shows here, and the verdict comes after the checks."
+FIXED = "Nothing is stopped by what shows here, and the verdict comes after the checks."
 OPEN = "Pairs are added until every scenario is decided; these intervals may be looked at after each."
 MIN_TRACK, MAX_TRACK = 10, 40
 _MIN_SPAN = math.log(1.05)

@@ -16,11 +16,12 @@ from rich.padding import Padding
 from rich.spinner import Spinner
 from rich.text import Text
 
-from loadgen.analysis.checks.outcome import Check
-from loadgen.analysis.summaries import BlockSummary
+from loadgen.analysis.checks.registry import Check
+from loadgen.analysis.checks.run import parity_figures
+from loadgen.comparison.summaries import BlockSummary
 from loadgen.records.run import ArmRecord, BlockRecord, ColdStart, ParityRecord
-from loadgen.report.fairness import fairness_lines, fairness_summary
 from loadgen.report.live import FIXED, OPEN, ratio_line, ratio_table
+from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.run.live_ratios import LiveRatios
 
 
@@ -83,8 +84,7 @@ class RichProgress:
     def parity_done(self, record: ParityRecord) -> None:
         """The outcome in a line."""
         if record.ok:
-            lowest = min(case.cosine_min for case in record.cases)
-            self._say(f"same answers: {len(record.cases)} cases, lowest cosine {lowest:.6f}", style="green")
+            self._say(f"same answers: {len(record.cases)} cases, {parity_figures(record)}", style="green")
         else:
             self._say(f"different answers: {record.error or 'see parity.json'}", style="red")
 
@@ -125,7 +125,7 @@ class RichProgress:
         if not self._unprinted or self._ratios is None:
             return self._spinner
         latest = self._ratios.latest
-        note = OPEN if any(one.planned is None for one in latest) else FIXED
+        note = OPEN if self._ratios.until_decided else FIXED
         table = ratio_table(latest, self._console.width)
         return Group(table, Text(f"last: {self._last_block}", style="dim"), Text(note, style="dim"), self._spinner)
 

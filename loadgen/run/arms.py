@@ -8,14 +8,18 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from loadgen.analysis.checks.fairness.model_config import groups, whole
 from loadgen.clients.endpoint import Endpoint, EndpointError, Signature
-from loadgen.clients.transports import Door
+from loadgen.clients.transports import Target
 from loadgen.deployment.interface import Deployment
+from loadgen.documents import one_line
 from loadgen.generator.messages import Open, Prepare
-from loadgen.records.run import ArmRecord, ArmRequest, Transport
+from loadgen.records.model_config import groups, whole
+from loadgen.records.run import ArmRecord, ArmRequest, Cell, Transport
+from loadgen.records.samples import NS_PER_MS
 
 REQUEST_TIMEOUT_S = 60.0
+_MOST_INSTANCES = 2**31
+_MOST_TITLE = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,9 @@ class Arm:
         return f"{self.model} {self.payload} {self.transport}"
 
     @property
-    def door(self) -> Door:
+    def target(self) -> Target:
         """For inference."""
-        return Door(self.transport, self.deployment.url, self.model, self.deployment.grpc_address)
+        return Target(self.transport, self.deployment.url, self.model, self.deployment.grpc_address)
 
     def bodies(self, samples: Path, signature: Signature, batch_sizes: Sequence[int], seed: int) -> Prepare:
         """What has the generator make this arm's request bodies."""
@@ -56,33 +60,29 @@ class Arm:
             key=self.body_key,
         )
 
-    def load(
-        self,
-        *,
-        batch_size: int,
-        concurrency: int,
-        requests: int,
-        seconds: float,
-        max_seconds: float,
-        samples_path: str | None,
-    ) -> Open:
-        """What has the generator load this arm in a closed loop, with the bodies that it has made."""
+    def load(self, cell: Cell, samples: Path | None, *, arrivals_seed: int = 0, late_allowed: int = 0) -> Open:
+        """What has the generator load this arm as the cell says, with the bodies that it has made."""
         return Open(
             url=self.deployment.url,
             grpc_address=self.deployment.grpc_address,
             key=self.body_key,
-            batch_size=batch_size,
-            concurrency=concurrency,
-            requests=requests,
-            seconds=seconds,
-            max_seconds=max_seconds,
+            batch_size=cell.batch_size,
+            concurrency=cell.concurrency,
+            requests=cell.requests,
+            seconds=cell.seconds,
+            max_seconds=cell.max_seconds,
             timeout_s=REQUEST_TIMEOUT_S,
-            samples_path=samples_path,
+            samples_path=None if samples is None else str(samples),
+            arrivals=cell.arrivals,
+            rate_per_s=cell.rate_per_s,
+            arrivals_seed=arrivals_seed,
+            latency_bound_ns=None if cell.latency_bound_ms is None else int(cell.latency_bound_ms * NS_PER_MS),
+            late_allowed=late_allowed,
         )
 
-    def obituary(self) -> str:
+    def failure_message(self) -> str:
         """What is known about a dead server, to end a sentence with; else nothing."""
-        sleep(0.05)  # a process that has just closed its sockets may take a moment to become a corpse
+        sleep(0.05)  # a process that has just closed its sockets takes a moment to end
         failure = self.deployment.failure()
         return "" if failure is None else f"; the server {failure}"
 
@@ -128,8 +128,9 @@ def effective_settings(config: Mapping[str, Any] | None) -> dict[str, object]:
         if delay is not None:
             settings["max_queue_delay_us"] = delay
     counts = [whole(group.get("count", 1)) for group in groups(config)]
-    if counts and None not in counts:
-        settings["instances"] = sum(count for count in counts if count is not None)
+    instances = sum(count for count in counts if count is not None)
+    if counts and None not in counts and instances < _MOST_INSTANCES:
+        settings["instances"] = instances
     return settings
 
 
@@ -143,8 +144,8 @@ def _gpu_info(endpoint: Endpoint) -> dict[str, object] | None:
 def _title(server: Mapping[str, Any], in_effect: Mapping[str, object]) -> str:
     words = [server.get("name") or "unnamed server", server.get("version")]
     words += [in_effect.get(name) for name in ("engine", "precision")]
-    return " ".join(str(word) for word in words if word)
+    return one_line(" ".join(str(word) for word in words if word), _MOST_TITLE)
 
 
 def _text(value: object) -> str | None:
-    return None if value is None else str(value)
+    return None if value is None else one_line(str(value), _MOST_TITLE)

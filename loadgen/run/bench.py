@@ -10,12 +10,14 @@ from loadgen.clients.endpoint import Signature
 from loadgen.experiment.forecast import Forecast
 from loadgen.generator.process import GeneratorProcess
 from loadgen.records.run import ArmRecord, Cell, Experiment, Label
+from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm
 from loadgen.run.gpu_stage import GpuStage
-from loadgen.run.load_phase import LoadPhase
+from loadgen.run.load_runner import LoadRunner
 from loadgen.run.preparation import Inputs
 from loadgen.run.progress import Progress
 from loadgen.storage.store import RunStore
+from loadgen.storage.stored_run import StoredBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +37,36 @@ class Bench:
     samples_folder: Path
     generator: GeneratorProcess
     gpu: GpuStage
+    answers: AnswersUnderLoad
     work: Path
     """A temporary folder of the run."""
     abserve: tuple[str, ...]
     """The command that starts servers, for a phase that needs one with other settings."""
     restart: int
     """From 0."""
+    done: list[StoredBlock]
+    """Blocks of this run's load, those of earlier restarts too, where their number is not fixed."""
+    load_deadline: Callable[[], float]
+    """The moment, of `time.monotonic`, by which this restart's load is to end."""
 
     @property
     def last(self) -> bool:
         """Whether the servers are not started again for load after this."""
         return self.restart + 1 == self.experiment.restarts
 
-    def load_phase(self, arms: Mapping[Label, Arm] | None = None, store: RunStore | None = None) -> LoadPhase:
-        """Runs blocks, on these arms unless others are given; `store` is where they go."""
-        return LoadPhase(
+    def load_runner(
+        self, arms: Mapping[Label, Arm] | None = None, store: RunStore | None = None, *, watched: bool = True
+    ) -> LoadRunner:
+        """Loads these arms, by default this run's own, whose answers are kept for the comparison; `store` is where
+        records go. `watched`: with the GPU beside."""
+        return LoadRunner(
             self.arms if arms is None else arms,
             self.generator,
             self.store if store is None else store,
             self.progress,
-            self.gpu.recording,
+            self.gpu.recording if watched else None,
             self.experiment.seed,
+            self.answers if arms is None else None,
         )
 
     def prepare_bodies(self, batch_sizes: Sequence[int]) -> None:
@@ -68,6 +79,7 @@ class Bench:
                 arm.bodies(self.samples_folder, self.signatures[label], batch_sizes, self.experiment.seed)
             )
 
-    def warm_up(self, cells: Sequence[Cell]) -> None:
-        """Every load shape of these cells on every arm, outside any window. Raises `LoadError`."""
-        LoadPhase(self.arms, self.generator, self.store, self.progress).warm_up(cells)
+    def warm_up(self, cells: Sequence[Cell]) -> dict[str, float]:
+        """Every load shape of these cells on every arm, outside any window; how many seconds a request of each takes on
+        the slower arm. Raises `LoadError`."""
+        return self.load_runner().warm_up(cells)

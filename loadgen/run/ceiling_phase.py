@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 
 from loadgen.deployment.process import ChildProcess, ProcessError
-from loadgen.experiment.ceiling_plan import NAMED, SECONDS_A_SIZE, EngineRun, plan_ceilings
-from loadgen.records.ceilings import Ceiling, Ceilings, EngineDocument
 from loadgen.records.run import ArmRecord, Experiment
 from loadgen.run.interruption import uninterrupted
 from loadgen.run.progress import Progress
 from loadgen.storage.store import RunStore
+from loadgen.studies.ceiling.plan import NAMED, SECONDS_A_SIZE, EngineRun, plan_ceilings
+from loadgen.studies.ceiling.records import Ceiling, Ceilings, EngineDocument
 
 LOAD_TIMEOUT_S = 300.0
 SIZE_TIMEOUT_S = 60.0
@@ -39,13 +39,13 @@ def measure_ceilings(
     """All of them, stored as they are made. Both servers must be stopped. Raises `StorageError`."""
     runs, missing = plan_ceilings(experiment, records)
     done = [Ceiling(labels=(one.label,), reason=one.reason) for one in missing]
-    store.ceilings(Ceilings(measured=tuple(done)))
+    store.write(Ceilings(measured=tuple(done)))
     for run in runs:
         arms = " and ".join(label.upper() for label in run.labels)
         progress.now(f"the engine of {arms} alone, at batches of {', '.join(map(str, run.sizes))}")
         limit_s = LOAD_TIMEOUT_S + SIZE_TIMEOUT_S * len(run.sizes) if timeout_s is None else timeout_s
         done.append(_measure(run, store, work, abserve, limit_s))
-        store.ceilings(Ceilings(measured=tuple(done)))
+        store.write(Ceilings(measured=tuple(done)))
 
 
 def command_of(run: EngineRun) -> tuple[str, ...]:

@@ -35,9 +35,9 @@ def measure_cold_start(arm: Arm, repetition: int, first: Body, timeout_s: float)
     try:
         arm.deployment.start()
         times = arm.deployment.wait_ready(arm.model, timeout_s)
-        door = arm.door
-        request = door.sendable(first)
-        connection = door.connection((request,), timeout_s=timeout_s)
+        target = arm.target
+        request = target.sendable(first)
+        connection = target.connection((request,), timeout_s=timeout_s)
         try:
             exchange = connection.send(request)
             if exchange.good:

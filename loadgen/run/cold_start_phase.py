@@ -78,7 +78,7 @@ class ColdStartPhase:
             else:
                 record = _start_process(arm, first[label], repetition)
             self._starts.append(record)
-            self._store.cold_starts(self._starts)
+            self._store.write_all(ColdStart, self._starts)
             self._forecast.start_took((record.first_answer_ns or 0) / 1e9 + 1.0)
             self._progress.cold_start_done(record)
             self._progress.plan(self._forecast.remaining_s())
@@ -107,7 +107,7 @@ class ColdStartPhase:
         )
         deployment.stop()
         self._container_starts.append(record)
-        self._store.container_cold_starts(self._container_starts)
+        self._store.write_all(ContainerColdStart, self._container_starts)
         return record
 
     def _batch_sizes(self, records: Mapping[Label, ArmRecord]) -> list[int]:

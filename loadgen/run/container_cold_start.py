@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from loadgen.clients.bodies import PreparedBody, failure_message
-from loadgen.clients.http import ConnectionRefused, HttpConnection
+from loadgen.clients.exchange import ConnectionRefused
+from loadgen.clients.http import HttpConnection
 from loadgen.clients.requests import Address
 from loadgen.deployment.compose import ComposeDeployment
 from loadgen.deployment.containers import LogLine, wall_to_monotonic_ns

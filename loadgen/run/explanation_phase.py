@@ -15,31 +15,31 @@ from time import monotonic
 import msgspec
 import numpy as np
 
-from loadgen.analysis.causes.plan import (
+from loadgen.clients.endpoint import EndpointError
+from loadgen.clients.inputs import InputError
+from loadgen.clients.requests import AddressError
+from loadgen.comparison.summaries import summarise_blocks
+from loadgen.deployment.interface import DeploymentError
+from loadgen.deployment.process import ProcessError
+from loadgen.experiment.schedule import schedule
+from loadgen.generator.process import GeneratorError
+from loadgen.records.run import ArmRequest, Cell, Experiment, Label
+from loadgen.run.arms import Arm
+from loadgen.run.bench import Bench
+from loadgen.run.cold_start_phase import READY_SECONDS
+from loadgen.run.load_runner import LoadError, LoadRunner
+from loadgen.run.preparation import make_deployment
+from loadgen.run.progress import SilentProgress
+from loadgen.storage.store import RunStore
+from loadgen.storage.stored_run import StoredBlock, read_run
+from loadgen.studies.causes.plan import (
     cells_worth_explaining,
     changed_settings,
     fit_into,
     plan_counterfactuals,
     seconds_needed,
 )
-from loadgen.analysis.summaries import summarise_blocks
-from loadgen.clients.endpoint import EndpointError
-from loadgen.clients.inputs import InputError
-from loadgen.clients.requests import AddressError
-from loadgen.deployment.interface import DeploymentError
-from loadgen.deployment.process import ProcessError
-from loadgen.experiment.schedule import schedule
-from loadgen.generator.process import GeneratorError
-from loadgen.records.causes import AS_IS, WITHOUT, Counterfactual, Explanation, Untested, Variant
-from loadgen.records.run import ArmRequest, Cell, Experiment, Label
-from loadgen.run.arms import Arm
-from loadgen.run.bench import Bench
-from loadgen.run.cold_start_phase import READY_SECONDS
-from loadgen.run.load_phase import LoadError, LoadPhase
-from loadgen.run.preparation import make_deployment
-from loadgen.run.progress import SilentProgress
-from loadgen.storage.store import RunStore
-from loadgen.storage.stored_run import StoredBlock, read_run
+from loadgen.studies.causes.records import AS_IS, WITHOUT, Counterfactual, Explanation, Untested, Variant
 
 OBSTACLES = (
     AddressError, DeploymentError, EndpointError, GeneratorError, InputError, LoadError, ProcessError,
@@ -110,7 +110,7 @@ class _Explanation:
         self._store()
 
     def _store(self) -> None:
-        self._bench.store.explanation(
+        self._bench.store.write(
             Explanation(
                 cells=tuple(cell.name for cell in self._cells),
                 left_out=self._left_out,
@@ -129,15 +129,15 @@ class _Explanation:
             arms: dict[Label, Arm] = {AS_IS: as_is, WITHOUT: without}
             for arm in arms.values():
                 self._prepare_bodies(arm)
-            phase = LoadPhase(arms, bench.generator, store, SilentProgress(), seed=bench.experiment.seed)
-            phase.warm_up(cells)
+            runner = LoadRunner(arms, bench.generator, store, SilentProgress(), seed=bench.experiment.seed)
+            runner.warm_up(cells)
             blocks = schedule(cells, bench.experiment.seed + counterfactual.number + 1)
             for number, block in enumerate(blocks, start=1):
                 bench.progress.now(
                     f"{counterfactual.label.upper()} with {counterfactual.changed}: block {number} of {len(blocks)}, "
                     f"{block.cell.name} {'as it is' if block.label == AS_IS else 'without'}"
                 )
-                phase.measure(block)
+                runner.measure(block)
 
     @contextmanager
     def _arm(self, label: Label, variant: Variant, store: RunStore, name: str) -> Iterator[Arm]:

@@ -1,4 +1,4 @@
-"""Takes the readings of `loadgen.records.conditions`; less than a second, in which nothing is sent."""
+"""Takes the readings of `loadgen.records.probes`; less than a second, in which nothing is sent."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 import psutil
 
-from loadgen.analysis.checks.fairness.model_config import mapping, whole
 from loadgen.clients.endpoint import EndpointError
 from loadgen.clients.requests import Address
-from loadgen.evidence.devices import own_devices, used_gpu
 from loadgen.machine.environment import utc_now
-from loadgen.records.conditions import ArmConditions, Conditions, GpuCondition
+from loadgen.records.model_config import mapping, whole
+from loadgen.records.probes import ArmConditions, Conditions, GpuCondition
 from loadgen.records.run import ArmRecord, Label
 from loadgen.run.arms import Arm
+from loadgen.studies.gpu_proof.records import own_devices, used_gpu
 
 CONNECTIONS = 9
 CONNECT_SECONDS = 2.0
@@ -100,11 +100,20 @@ def as_condition(device: Mapping[str, Any]) -> GpuCondition:
         [whole(mapping(process).get("pid")) for process in processes] if isinstance(processes, list | tuple) else None
     )
     return GpuCondition(
-        uuid=device.get("uuid"),
-        name=device.get("name"),
-        utilisation=device.get("utilization_ratio"),
-        sm_clock_hertz=device.get("sm_clock_hertz"),
-        temperature_celsius=device.get("temperature_celsius"),
+        uuid=_text(device.get("uuid")),
+        name=_text(device.get("name")),
+        utilisation=_number(device.get("utilization_ratio")),
+        sm_clock_hertz=_number(device.get("sm_clock_hertz")),
+        temperature_celsius=_number(device.get("temperature_celsius")),
         clock_event_reasons=None if reasons is None else tuple(map(str, reasons)),
         pids=None if pids is None else tuple(pid for pid in pids if pid is not None),
     )
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _number(value: object) -> float | None:
+    """A server may tell anything."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

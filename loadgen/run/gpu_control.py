@@ -8,16 +8,18 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.analysis.gpu_evidence import ControlRun
 from loadgen.deployment.interface import Deployment
 from loadgen.experiment.schedule import ScheduledBlock
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, Label
-from loadgen.records.sample_files import read_samples
+from loadgen.records.samples import read_samples
 from loadgen.run.arms import Arm
-from loadgen.run.load_phase import LoadPhase
+from loadgen.run.load_runner import LoadRunner
 from loadgen.storage.store import RunStore
+from loadgen.studies.gpu_proof.analyse import ControlRun
 
-CONTROL_SECONDS = 35.0
+CONTROL_SECONDS = 12.0
+WHOLE_SECONDS = 45.0
+"""With the start of the server and the idle gaps, for planning."""
 _READY_SECONDS = 300.0
 _ON_A_GPU_ONLY = ("mode", "precision")
 
@@ -47,7 +49,7 @@ def run_control(
     cell: Cell,
     directory: Path,
     deploy: Callable[[ArmRequest, RunStore], Deployment],
-    make_phase: Callable[[Mapping[Label, Arm], RunStore], LoadPhase],
+    make_runner: Callable[[Mapping[Label, Arm], RunStore], LoadRunner],
     describe: Callable[[Arm, RunStore], ArmRecord],
     idle: Callable[[], None],
 ) -> ControlRun:
@@ -64,10 +66,10 @@ def run_control(
         deployment.start()
         deployment.wait_ready(control.model, _READY_SECONDS)
         record = describe(control, store)
-        phase = make_phase({label: control}, store)
-        phase.warm_up([cell])
+        runner = make_runner({label: control}, store)
+        runner.warm_up([cell])
         idle()  # again: after the load a GPU cools down for a while, and its idle power with it
-        block = phase.measure(ScheduledBlock(0, cell, 0, label, 0))
+        block = runner.measure(ScheduledBlock(0, cell, 0, label, 0))
         idle()
         pids = frozenset(deployment.pids())
     finally:

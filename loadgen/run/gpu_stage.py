@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from loadgen.analysis.gpu_evidence import ControlRun, Evidence, ask_gpu_info, assess_run
 from loadgen.clients.endpoint import EndpointError
 from loadgen.deployment.interface import Deployment, DeploymentError
 from loadgen.deployment.process import ProcessError
-from loadgen.evidence.devices import used_gpu
-from loadgen.evidence.readings import ReadingsError
+from loadgen.documents import read_json
 from loadgen.generator.process import GeneratorError
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
 from loadgen.run.arms import Arm
 from loadgen.run.gpu_control import control_cell, run_control
 from loadgen.run.gpu_recording import GpuRecording
-from loadgen.run.load_phase import LoadError, LoadPhase
+from loadgen.run.load_runner import LoadError, LoadRunner
 from loadgen.run.preparation import make_deployment
 from loadgen.run.progress import Progress
 from loadgen.storage.store import RunStore
 from loadgen.storage.stored_run import read_run
+from loadgen.studies.gpu_proof.analyse import ControlRun, Evidence, assess_run
+from loadgen.studies.gpu_proof.readings import ReadingsError
+from loadgen.studies.gpu_proof.records import used_gpu
 
-MakePhase = Callable[[Mapping[Label, Arm], RunStore], LoadPhase]
+GPU_INFO_SECONDS = 60.0
+MakeRunner = Callable[[Mapping[Label, Arm], RunStore], LoadRunner]
 _CONTROL_ERRORS = (DeploymentError, EndpointError, GeneratorError, LoadError, ProcessError, OSError, ValueError)
 
 
@@ -65,16 +69,16 @@ class GpuStage:
                 self.close()
                 return
         self._records = described
-        self._store.arms(self._records)
+        self._store.write_all(ArmRecord, self._records)
         self.note_processes()
 
-    def finish(self, make_phase: MakePhase) -> None:
+    def finish(self, make_runner: MakeRunner) -> None:
         """After the load: judge, run the control, judge again with it. What was judged first survives an interrupt."""
         if self.recording is None:
             return
         self.note_processes()
         self._judge({})
-        controls = self._run_controls(make_phase)
+        controls = self._run_controls(make_runner)
         self.recording.stop()
         self._judge(controls)
         self.close()
@@ -102,11 +106,11 @@ class GpuStage:
             controls=controls,
         )
         try:
-            self._store.evidence(assess_run(self._store.directory, [self.recording.file], evidence))
+            self._store.write(assess_run(self._store.directory, [self.recording.file], evidence))
         except ReadingsError as exc:
             self._progress.now(f"no evidence: {exc}")
 
-    def _run_controls(self, make_phase: MakePhase) -> dict[Label, ControlRun]:
+    def _run_controls(self, make_runner: MakeRunner) -> dict[Label, ControlRun]:
         """Of one arm: it tells whether the detector can say no, which does not depend on the arm."""
         assert self.recording is not None
         requests = (self._experiment.a, self._experiment.b)
@@ -123,7 +127,7 @@ class GpuStage:
                 control_cell(self._experiment),
                 self._store.directory / "gpu" / "control",
                 self._deploy,
-                make_phase,
+                make_runner,
                 lambda arm, store: self._described(arm.record(), store),
                 self.recording.gap,
             )
@@ -156,3 +160,16 @@ def gpu_options(records: Sequence[ArmRecord]) -> tuple[str, ...]:
 
 def _on_cpu(record: ArmRecord) -> bool:
     return str(record.in_effect.get("device", "")).startswith("cpu")
+
+
+def ask_gpu_info(arm: ArmRecord, model: str, log_path: Path, abserve: Sequence[str]) -> dict[str, Any] | None:
+    """The `/gpu-info` document of a server that has no such route, made up from its config and its log by
+    `abserve gpu-info`; None where that fails."""
+    argv = [*abserve, "gpu-info", arm.url, "--model", model, "--json"]
+    argv += ["--log", str(log_path)] if log_path.exists() else []
+    try:
+        done = subprocess.run(argv, capture_output=True, check=False, timeout=GPU_INFO_SECONDS)
+        document = read_json(done.stdout) if done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return None
+    return document if isinstance(document, dict) else None

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loadgen.analysis.comparisons import estimate_pairs
-from loadgen.analysis.metrics import leading_metric
-from loadgen.analysis.pairs import pair_metrics
-from loadgen.analysis.summaries import BlockSummary
+from loadgen.comparison.comparisons import estimate_pairs
+from loadgen.comparison.pairs import leading_metric, pair_metrics
+from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import load_cells
 from loadgen.records.run import Cell, Experiment
 
@@ -25,7 +24,7 @@ class LiveRatio:
     """For people."""
     pairs: int
     planned: int | None
-    """None where pairs are added until the cell is decided."""
+    """None where the number of pairs is not fixed."""
     ratio: float | None
     ci95: tuple[float, float] | None
     reason: str | None
@@ -40,6 +39,11 @@ class LiveRatios:
         self._cells: dict[str, Cell] = {cell.name: cell for cell in load_cells(experiment.cells)}
         self._blocks: dict[str, list[BlockSummary]] = {name: [] for name in self._cells}
         self._latest: dict[str, LiveRatio] = {}
+
+    @property
+    def until_decided(self) -> bool:
+        """Whether what shows decides when the run ends."""
+        return self._experiment.until_decided
 
     @property
     def latest(self) -> tuple[LiveRatio, ...]:
@@ -61,12 +65,12 @@ class LiveRatios:
     def _estimate(self, cell: Cell, blocks: list[BlockSummary]) -> LiveRatio:
         metric = leading_metric(cell)
         paired = next(one for one in pair_metrics([cell], blocks, ()) if one.metric == metric)
-        _, estimate = estimate_pairs(paired, self._experiment)
+        _, estimate, _ = estimate_pairs(paired, self._experiment)
         return LiveRatio(
             cell=cell.name,
             metric=metric.title,
             pairs=estimate.pairs,
-            planned=None if self._experiment.until_decided else cell.pairs,
+            planned=cell.pairs if self._experiment.minutes is None and not self._experiment.until_decided else None,
             ratio=estimate.ratio,
             ci95=estimate.ci95,
             reason=paired.reason or estimate.reason,

@@ -1,21 +1,23 @@
-"""Whether both arms compute the same function, asked through the same door as the load: served answers compared."""
+"""Whether both arms compute the same function: the same images sent to both as the load is, and answers compared."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Literal
 
+import msgspec
 import numpy as np
 
 from loadgen.clients.bodies import AnswerError
 from loadgen.clients.endpoint import Signature
 from loadgen.clients.exchange import ConnectionRefused
 from loadgen.clients.inputs import Array, InputError, SampleInputs
-from loadgen.clients.transports import Door, prepare, read_answer
+from loadgen.clients.transports import Target, prepare, read_answer
 from loadgen.records.run import Label, ParityCase, ParityRecord
+from loadgen.statistics.agreement import Tolerance, difference
 
-THRESHOLD_COSINE = 0.999
 _MIXED_SIZES = (2, 3, 1, 5, 1, 4, 7, 1, 8)
 _TIMEOUT_S = 120.0
 
@@ -27,54 +29,67 @@ class ParityError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Questioned:
-    """One arm as parity asks it: through the door that the load takes, with the same pictures in its own payload."""
+class ParityTarget:
+    """One arm as parity asks it: over the transport of the load, with the same pictures in its own payload."""
 
-    door: Door
+    target: Target
     signature: Signature
     inputs: SampleInputs
 
 
-def check_parity(arms: Mapping[Label, Questioned], max_batch_size: int) -> ParityRecord:
+def check_parity(
+    arms: Mapping[Label, ParityTarget], batch_sizes: Collection[int], tolerance: Tolerance
+) -> ParityRecord:
     """Ask both arms the same images: alone, in mixed batches sent at once (so that dynamic batching merges them), and
-    in one batch of `max_batch_size`. Every item must point the same way as its reference (cosine ≥ 0.999): b's as a's,
-    and an arm's in a batch as the same arm's alone."""
-    try:
-        cases = _cases(arms, max_batch_size)
-    except (ParityError, AnswerError, ConnectionRefused, InputError) as exc:
-        return ParityRecord(threshold_cosine=THRESHOLD_COSINE, cases=(), ok=False, error=str(exc))
-    return ParityRecord(
-        threshold_cosine=THRESHOLD_COSINE, cases=tuple(cases), ok=all(case.ok for case in cases), error=None
+    in one batch of each size. Every item must equal its reference but for rounding: b's a's, and an arm's in a batch
+    the same arm's alone."""
+    record = ParityRecord(
+        cases=(),
+        ok=False,
+        precision=tolerance.precision,
+        tolerance_relative=tolerance.relative,
+        tolerance_element=tolerance.element,
     )
+    try:
+        cases = _cases(arms, sorted(set(batch_sizes)), tolerance)
+    except (ParityError, AnswerError, ConnectionRefused, InputError) as exc:
+        return msgspec.structs.replace(record, error=str(exc))
+    return msgspec.structs.replace(record, cases=tuple(cases), ok=all(case.ok for case in cases))
 
 
-def _cases(arms: Mapping[Label, Questioned], max_batch_size: int) -> list[ParityCase]:
+def _cases(arms: Mapping[Label, ParityTarget], batch_sizes: Sequence[int], tolerance: Tolerance) -> list[ParityCase]:
     count = min(arm.inputs.count for arm in arms.values())
-    batches = mixed_batches(count, max_batch_size)
-    largest = [tuple(item % count for item in range(max_batch_size))]
+    batches = mixed_batches(count, max(batch_sizes))
+    whole = {size: tuple(item % count for item in range(size)) for size in batch_sizes if size > 1}
     alone: dict[Label, Answer] = {}
     merged: dict[Label, Answer] = {}
-    full: dict[Label, Answer] = {}
+    full: dict[Label, dict[int, Answer]] = {}
     for label, arm in arms.items():
         try:
             singles = [(item,) for item in range(count)]
             alone[label] = _ask(arm, singles, at_once=1)
             merged[label] = _ask(arm, batches, at_once=len(batches))
-            full[label] = _ask(arm, largest, at_once=1)
+            full[label] = {size: ask(arm, items) for size, items in whole.items()}
         except (AnswerError, ConnectionRefused) as exc:
             raise ParityError(f"arm {label} does not answer the parity images: {exc}") from exc
     mixed_items = [item for batch in batches for item in batch]
     sizes = "+".join(str(len(batch)) for batch in batches)
-    cases = [compare_answers("each image alone", "reference", alone["a"], alone["b"])]
-    cases.append(compare_answers(f"mixed batches {sizes} at once", "reference", merged["a"], merged["b"]))
-    cases.append(compare_answers(f"one batch of {max_batch_size}", "reference", full["a"], full["b"]))
+    compared: list[tuple[str, Literal["reference", "alone"], Answer, Answer]] = [
+        ("each image alone", "reference", alone["a"], alone["b"]),
+        (f"mixed batches {sizes} at once", "reference", merged["a"], merged["b"]),
+    ]
+    compared += [(f"one batch of {size}", "reference", full["a"][size], full["b"][size]) for size in whole]
     for label in arms:
-        expected = {name: array[mixed_items] for name, array in alone[label].items()}
-        cases.append(compare_answers(f"{label}: mixed batches {sizes} against alone", "alone", expected, merged[label]))
-        expected = {name: array[list(largest[0])] for name, array in alone[label].items()}
-        name = f"{label}: batch of {max_batch_size} against alone"
-        cases.append(compare_answers(name, "alone", expected, full[label]))
-    return cases
+        expected = _rows(alone[label], mixed_items)
+        compared.append((f"{label}: mixed batches {sizes} against alone", "alone", expected, merged[label]))
+        for size, items in whole.items():
+            expected = _rows(alone[label], items)
+            compared.append((f"{label}: batch of {size} against alone", "alone", expected, full[label][size]))
+    return [compare_answers(name, kind, expected, actual, tolerance) for name, kind, expected, actual in compared]
+
+
+def _rows(answer: Answer, items: Sequence[int]) -> Answer:
+    return {name: array[list(items)] for name, array in answer.items()}
 
 
 def mixed_batches(items: int, max_batch_size: int) -> list[tuple[int, ...]]:
@@ -88,52 +103,60 @@ def mixed_batches(items: int, max_batch_size: int) -> list[tuple[int, ...]]:
     return batches
 
 
-def compare_answers(name: str, kind: str, expected: Answer, actual: Answer) -> ParityCase:
+def compare_answers(
+    name: str, kind: Literal["reference", "alone"], expected: Answer, actual: Answer, tolerance: Tolerance
+) -> ParityCase:
     """One case over all items of all outputs. Raises `ParityError` for other names, shapes or no finite numbers."""
     if expected.keys() != actual.keys():
         raise ParityError(f"{name}: outputs {sorted(actual)} instead of {sorted(expected)}")
-    cosine_min, max_abs, images = 1.0, 0.0, 0
+    found = ParityCase(
+        name=name, kind=kind, images=0, cosine_min=1.0, max_abs=0.0, ok=True, relative_max=0.0, element_max=0.0
+    )
     for output, reference in expected.items():
         answer = actual[output]
         if answer.shape != reference.shape:
             raise ParityError(f"{name}: {output} has shape {answer.shape} instead of {reference.shape}")
         if reference.size == 0:
             raise ParityError(f"{name}: {output} is empty (shape {reference.shape})")
-        left = reference.reshape(len(reference), -1).astype(np.float64)
-        right = answer.reshape(len(answer), -1).astype(np.float64)
-        if not (np.isfinite(left).all() and np.isfinite(right).all()):
+        if not (_finite(reference) and _finite(answer)):
             raise ParityError(f"{name}: {output} holds NaN or infinite values")
-        norms = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
-        both_zero = (np.abs(left).max(axis=1) == 0) & (np.abs(right).max(axis=1) == 0)
-        cosines = np.where(both_zero, 1.0, (left * right).sum(axis=1) / np.where(norms > 0, norms, 1.0))
-        cosine_min = min(cosine_min, float(cosines.min()))
-        max_abs = max(max_abs, float(np.abs(left - right).max()))
-        images = len(reference)
-    return ParityCase(
-        name=name,
-        kind="reference" if kind == "reference" else "alone",
-        images=images,
-        cosine_min=cosine_min,
-        max_abs=max_abs,
-        ok=cosine_min >= THRESHOLD_COSINE,
-    )
+        apart = difference(reference, answer)
+        ok = bool(tolerance.holds(apart).all())
+        found = msgspec.structs.replace(
+            found,
+            images=len(reference),
+            cosine_min=min(found.cosine_min, float(apart.cosine.min())),
+            max_abs=max(found.max_abs, float(apart.absolute.max())),
+            relative_max=max(found.relative_max or 0.0, float(apart.relative.max())),
+            element_max=max(found.element_max or 0.0, float(apart.element.max())),
+            ok=found.ok and ok,
+            output=found.output if ok or found.output else output,
+        )
+    return found
 
 
-def _ask(arm: Questioned, batches: Sequence[tuple[int, ...]], *, at_once: int) -> Answer:
+def _finite(array: Array) -> bool:
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def ask(arm: ParityTarget, items: Sequence[int]) -> Answer:
+    """The answer to one request, on a connection of its own. Raises `AnswerError`, `ConnectionRefused`."""
+    request = arm.target.sendable(prepare(arm.target.transport, arm.inputs, arm.signature, items))
+    connection = arm.target.connection((request,), timeout_s=_TIMEOUT_S)
+    try:
+        answer = read_answer(connection, connection.send(request))
+    finally:
+        connection.close()
+    for name, array in answer.items():
+        if array.ndim == 0 or len(array) != len(items):
+            raise AnswerError(f"output {name} has shape {array.shape} for {len(items)} images")
+        if array.dtype.hasobject:
+            raise AnswerError(f"output {name} holds texts, which cannot be compared as numbers")
+    return answer
+
+
+def _ask(arm: ParityTarget, batches: Sequence[tuple[int, ...]], *, at_once: int) -> Answer:
     """Every batch's answer, joined in order."""
-
-    def ask(items: tuple[int, ...]) -> Answer:
-        request = arm.door.sendable(prepare(arm.door.transport, arm.inputs, arm.signature, items))
-        connection = arm.door.connection((request,), timeout_s=_TIMEOUT_S)
-        try:
-            answer = read_answer(connection, connection.send(request))
-        finally:
-            connection.close()
-        for name, array in answer.items():
-            if array.ndim == 0 or len(array) != len(items):
-                raise AnswerError(f"output {name} has shape {array.shape} for {len(items)} images")
-        return answer
-
     with ThreadPoolExecutor(max_workers=at_once) as pool:
-        answers = list(pool.map(ask, batches))
+        answers = list(pool.map(lambda items: ask(arm, items), batches))
     return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}

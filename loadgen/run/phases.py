@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loadgen.experiment.schedule import load_cells, schedule
+from loadgen.records.probes import CacheProbe
 from loadgen.records.run import Experiment
 from loadgen.run.bench import Bench
 from loadgen.run.cache_probe import probe_cache
 from loadgen.run.explanation_phase import explain
-from loadgen.run.fairness_phase import look
+from loadgen.run.fairness_phase import check_fairness
+from loadgen.run.rounds import Rounds
 from loadgen.run.search_phase import has_searches, run_searches
-from loadgen.run.until_decided import UntilDecided
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +29,21 @@ class Phase:
 
 
 def _load(bench: Bench) -> None:
-    """This restart's share of the pairs, or pairs until all is decided."""
+    """This restart's share of the pairs, or pairs for as long as there is time, or until all is decided."""
     experiment = bench.experiment
-    bench.enter("load" if experiment.restarts == 1 else f"load, restart {bench.restart + 1} of {experiment.restarts}")
+    title = "load" if experiment.restarts == 1 else f"load, restart {bench.restart + 1} of {experiment.restarts}"
+    rounds = None
+    if experiment.until_decided or experiment.minutes is not None:
+        rounds = Rounds(bench, bench.done, bench.load_deadline())
+        title += f", {rounds.forecast()}"
+    bench.enter(title)
     bench.forecast.load_begins()
-    if experiment.until_decided:
-        UntilDecided(bench).run()
+    if rounds is not None:
+        rounds.run()
         return
     planned = schedule(experiment.cells, experiment.seed, experiment.restarts)
     blocks = [block for block in planned if block.restart == bench.restart]
-    bench.load_phase().run(blocks, bench.forecast, planned=len(planned))
+    bench.load_runner().run(blocks, bench.forecast, planned=len(planned))
 
 
 def _prove_gpu(bench: Bench) -> None:
@@ -48,24 +54,30 @@ def _prove_gpu(bench: Bench) -> None:
         bench.gpu.note_processes()  # this restart's; they are gone when it is judged
         return
     bench.enter("proving where the model ran")
-    bench.gpu.finish(bench.load_phase)
+    bench.gpu.finish(bench.load_runner)
 
 
 def _look(bench: Bench) -> None:
     """Whether the arms are alike and the machine is fit, before anything is measured."""
     if bench.restart == 0:
         bench.enter("checking fairness")
-        look(bench)
+        check_fairness(bench)
 
 
 def _probe(bench: Bench) -> None:
     """Whether an arm answers from memory what the load will repeat."""
     if bench.restart == 0:
-        bench.progress.now("a few new requests to both servers, each sent twice")
+        bench.progress.now("new requests to both servers, among requests that they know")
         probes = [
             probe_cache(arm, bench.inputs[arm.payload], bench.signatures[label]) for label, arm in bench.arms.items()
         ]
-        bench.store.cache_probes(probes)
+        bench.store.write_all(CacheProbe, probes)
+
+
+def _compare_answers(bench: Bench) -> None:
+    """Whether the answers under load were those to the same inputs alone."""
+    bench.enter("comparing answers under load")
+    bench.answers.compare(bench.arms, bench.signatures, bench.inputs, bench.restart)
 
 
 def _explain(bench: Bench) -> None:
@@ -88,6 +100,7 @@ PHASES: tuple[Phase, ...] = (
     Phase(_has_load, _probe),
     Phase(_has_load, _load),
     Phase(has_searches, run_searches),
+    Phase(lambda experiment: _has_load(experiment) or has_searches(experiment), _compare_answers),
     Phase(_has_load, _prove_gpu),
     Phase(_is_explained, _explain),
 )

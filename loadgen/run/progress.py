@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from loadgen.analysis.checks.outcome import Check
-from loadgen.analysis.summaries import BlockSummary
+from loadgen.analysis.checks.registry import Check
+from loadgen.comparison.summaries import BlockSummary
 from loadgen.records.run import ArmRecord, BlockRecord, ColdStart, ParityRecord
 
 

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Literal
+
+import msgspec
 
 from loadgen.clients.endpoint import EndpointError, Signature
 from loadgen.clients.inputs import InputError
@@ -19,22 +23,25 @@ from loadgen.clients.requests import AddressError
 from loadgen.deployment.interface import DeploymentError
 from loadgen.deployment.process import ProcessError
 from loadgen.deployment.work_folder import work_folder
-from loadgen.experiment.ceiling_plan import wants_ceilings
 from loadgen.experiment.forecast import Forecast
+from loadgen.experiment.plan import sized
 from loadgen.experiment.schedule import load_cells, schedule
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.invocation import ABSERVE
 from loadgen.machine.calibration import own_calibration
 from loadgen.machine.environment import read_environment, utc_now
 from loadgen.machine.noise_floor import own_floors
+from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import ArmRecord, Experiment, Label, RunState
+from loadgen.run.answers import LEAST_ANSWERS, AnswersUnderLoad
 from loadgen.run.bench import Bench
 from loadgen.run.ceiling_phase import measure_ceilings
 from loadgen.run.cold_start_phase import ColdStartPhase, repetitions_of
+from loadgen.run.gpu_control import WHOLE_SECONDS
 from loadgen.run.gpu_recording import SAMPLER
 from loadgen.run.gpu_stage import GpuStage
 from loadgen.run.interruption import interruptible, uninterrupted
-from loadgen.run.load_phase import LoadError
+from loadgen.run.load_runner import LoadError
 from loadgen.run.phases import phases_of
 from loadgen.run.preparation import (
     Inputs,
@@ -46,8 +53,11 @@ from loadgen.run.preparation import (
 )
 from loadgen.run.progress import Progress
 from loadgen.run.server_pair import ParityFailedError, ServerPair
+from loadgen.statistics.agreement import tolerance_of
 from loadgen.storage.run_lock import running
 from loadgen.storage.store import RunStore, StorageError
+from loadgen.storage.stored_run import StoredBlock
+from loadgen.studies.ceiling.plan import wants_ceilings
 
 RUN_ERRORS = (
     AddressError,
@@ -79,7 +89,7 @@ def run_experiment(
     Raises `StorageError` only when not even the experiment can be stored.
     """
     store = RunStore(out_dir)
-    store.experiment(experiment)
+    store.write(experiment)
     run = _Run(experiment, store, progress, abserve, sampler)
     error: str | None = None
     ended: Literal["finished", "interrupted", "failed"] = "finished"
@@ -96,11 +106,11 @@ def run_experiment(
             ended, error = "failed", str(exc)
         except BaseException as exc:
             with suppress(StorageError):
-                store.state(RunState(state="failed", phase=run.phase, error=repr(exc), finished_at=utc_now()))
+                store.write(RunState(state="failed", phase=run.phase, error=repr(exc), finished_at=utc_now()))
             raise
         state = RunState(state=ended, phase=run.phase, error=error, finished_at=utc_now())
         with suppress(StorageError), uninterrupted():  # a full disk: "running" without a process says the rest
-            store.state(state)
+            store.write(state)
     return state
 
 
@@ -121,10 +131,13 @@ class _Run:
         self._progress = progress
         self._phases = phases_of(experiment)
         self._forecast = Forecast(experiment, schedule(experiment.cells, experiment.seed, experiment.restarts))
+        self._began = monotonic()
+        self._done: list[StoredBlock] = []
         self._resources = ExitStack()
         self._abserve = tuple(abserve)
         self._sampler = tuple(sampler)
         self._generator: GeneratorProcess | None = None
+        self._answers: AnswersUnderLoad | None = None
         self._work: Path
         self._samples_folder: Path
         self._gpu: GpuStage
@@ -139,7 +152,7 @@ class _Run:
         self._resources.callback(servers.close)
         self.enter("preparing inputs")
         inputs = prepare_inputs(experiment, self._samples_folder, self._abserve)
-        store.environment(read_environment({"status": "unknown"}, {} if inputs is None else describe_inputs(inputs)))
+        store.write(read_environment({"status": "unknown"}, {} if inputs is None else describe_inputs(inputs)))
         if experiment.deployment == "embedded":
             self.enter("exporting the model")
             export_artefacts(experiment, store, progress.now, self._abserve)
@@ -148,17 +161,22 @@ class _Run:
                 self.enter("stopping the servers")
                 servers.stop()
             self.enter("starting the servers")
+            started = monotonic()
             records = servers.start()
+            self._forecast.start_takes(monotonic() - started)
             signatures = servers.signatures()
             if restart == 0:
                 if inputs is None:
                     inputs = synthesise_inputs(experiment, self._samples_folder, signatures)
                 environment = read_environment(_gpu(records), describe_inputs(inputs))
-                store.environment(environment)
-                store.noise_floors(own_floors(environment, experiment))
+                store.write(environment)
+                store.write_all(NoiseFloor, own_floors(environment, experiment))
             assert inputs is not None
             self.enter("checking parity")
-            servers.check_parity(inputs, signatures, records)
+            tolerance = tolerance_of(record.in_effect.get("precision") for record in records)
+            servers.check_parity(inputs, signatures, records, tolerance)
+            if self._answers is None:
+                self._answers = AnswersUnderLoad(store, experiment.seed, tolerance)
             if self._phases:
                 self._load(servers, inputs, signatures, records, restart)
         if self._generator is not None:
@@ -176,7 +194,7 @@ class _Run:
     def enter(self, phase: str) -> None:
         """A phase begins: on disk and on the screen."""
         self.phase = phase
-        self._store.state(RunState(state="running", phase=phase))
+        self._store.write(RunState(state="running", phase=phase))
         self._progress.phase(phase)
 
     def _make_room(self) -> None:
@@ -204,6 +222,8 @@ class _Run:
         restart: int,
     ) -> None:
         """Warm-up and the phases under load, on servers that have just been started."""
+        assert self._answers is not None
+        self._answers.begin()
         self.enter("warming up")
         first = self._generator is None
         if self._generator is None:
@@ -211,7 +231,7 @@ class _Run:
             self._resources.callback(self._generator.stop)
             calibration = own_calibration()
             if calibration is not None:
-                self._store.calibration(calibration)
+                self._store.write(calibration)
         bench = Bench(
             experiment=self._experiment,
             store=self._store,
@@ -225,17 +245,38 @@ class _Run:
             samples_folder=self._samples_folder,
             generator=self._generator,
             gpu=self._gpu,
+            answers=self._answers,
             work=self._work,
             abserve=self._abserve,
             restart=restart,
+            done=self._done,
+            load_deadline=lambda: self._load_deadline(restart),
         )
         cells = load_cells(self._experiment.cells)
         if first and cells:
             bench.prepare_bodies([cell.batch_size for cell in cells])
-        bench.warm_up(cells)
+        took = bench.warm_up(cells)
+        alone_s = min((took[cell.name] / max(cell.batch_size, cell.concurrency) for cell in cells), default=0.0)
+        self._forecast.checks_take(2 * LEAST_ANSWERS * len(cells) * alone_s)
+        if first:
+            self._experiment = msgspec.structs.replace(self._experiment, cells=sized(self._experiment.cells, took))
+            self._store.write(self._experiment)
+            self._forecast.blocks_are(
+                schedule(self._experiment.cells, self._experiment.seed, self._experiment.restarts)
+            )
+        bench = replace(bench, experiment=self._experiment)
         self._gpu.start(servers.arms, records)
         for phase in self._phases:
             phase.run(bench)
+
+    def _load_deadline(self, restart: int) -> float:
+        """What is left of the time, less what comes after the load, in equal parts for this restart and those to
+        come."""
+        if self._experiment.minutes is None:
+            return monotonic() + 60.0 * (self._experiment.time_limit_minutes or 0.0)
+        after = self._forecast.after_load_s() + (WHOLE_SECONDS if self._gpu.recording is not None else 0.0)
+        left = self._began + 60.0 * self._experiment.minutes - after - monotonic()
+        return monotonic() + max(0.0, left) / (self._experiment.restarts - restart)
 
     def _measure_cold_starts(
         self,

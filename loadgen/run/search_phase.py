@@ -14,24 +14,21 @@ from time import monotonic
 
 import msgspec
 
-from loadgen.analysis.searches import search_from
-from loadgen.analysis.steady_state import steady_throughput_per_s
+from loadgen.comparison.loops import measured_answers, throughput_per_s
 from loadgen.experiment.arrivals import arrival_count, schedule_seed
 from loadgen.experiment.schedule import ScheduledBlock, load_cells, search_schedule
 from loadgen.generator.messages import Open, Outcome
-from loadgen.generator.process import GeneratorError
 from loadgen.machine.environment import utc_now
 from loadgen.quantities import number
 from loadgen.records.run import Cell, Experiment, Label
-from loadgen.records.sample_files import read_samples
-from loadgen.records.samples import NS_PER_MS, NS_PER_S, good, latencies_ms
-from loadgen.records.searches import Trial
+from loadgen.records.samples import NS_PER_MS, NS_PER_S, latencies_ms, read_samples
 from loadgen.run.bench import Bench
-from loadgen.run.load_phase import LoadError
-from loadgen.search.concurrency_ladder import ConcurrencyLadder
+from loadgen.run.load_runner import LoadError, closed_loop, common_fields
 from loadgen.statistics.early_stopping import late_allowed
 from loadgen.statistics.percentiles import percentile
-from loadgen.storage.store import StorageError, storage_sentence
+from loadgen.studies.rate_search.analyse import search_from
+from loadgen.studies.rate_search.records import Trial
+from loadgen.studies.rate_search.search import ConcurrencyLadder
 
 WARM_UP_USERS = 16
 _PILOT_SECONDS = 0.5
@@ -45,15 +42,17 @@ def has_searches(experiment: Experiment) -> bool:
 
 def run_searches(bench: Bench) -> None:
     """This restart's share. Raises `LoadError`, `StorageError`."""
-    SearchPhase(bench).run()
+    _Searches(bench).run()
 
 
-class SearchPhase:
+class _Searches:
     """Searches and ramps of one restart of the servers."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
+        self._runner = bench.load_runner(watched=False)
         self._found: dict[tuple[str, Label], float] = {}
+        self._loads = 0
 
     def run(self) -> None:
         """All of them, in order."""
@@ -70,7 +69,7 @@ class SearchPhase:
             entries, began = list(pair), monotonic()
             if cell.scenario == "slo":
                 bench.enter(f"searching for the highest rate with p99 ≤ {cell.latency_bound_ms:g} ms")
-                bench.warm_up([_closed(cell, min(cell.concurrency, WARM_UP_USERS))])
+                bench.warm_up([closed_loop(min(cell.concurrency, WARM_UP_USERS), 1, max_seconds=cell.max_seconds)])
                 for entry in entries:
                     self._search(entry)
             else:
@@ -100,20 +99,14 @@ class SearchPhase:
 
     def _pilot(self, entry: ScheduledBlock) -> float:
         """Requests a second of one user, to begin from; measured, not stored."""
-        command = self._bench.arms[entry.label].load(
-            batch_size=1,
-            concurrency=1,
-            requests=_PILOT_REQUESTS,
-            seconds=_PILOT_SECONDS,
-            max_seconds=30.0,
-            samples_path=None,
-        )
-        outcome = self._load(entry, command)
+        arm = self._bench.arms[entry.label]
+        alone = closed_loop(1, _PILOT_REQUESTS, seconds=_PILOT_SECONDS, max_seconds=30.0)
+        outcome = self._load(entry, arm.load(alone, None))
         seconds = (outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S
         if outcome.cut_reason is not None or outcome.errors or seconds <= 0.0:
             raise LoadError(
                 f"{entry.cell.name} on arm {entry.label}: a single user gets no answers "
-                f"({outcome.cut_reason or outcome.error_messages[0]}){self._bench.arms[entry.label].obituary()}"
+                f"({outcome.cut_reason or outcome.error_messages[0]}){arm.failure_message()}"
             )
         return outcome.requests / seconds
 
@@ -121,43 +114,26 @@ class SearchPhase:
         """One trial of a search: as many queries as the bound needs, at this rate, ended when it cannot hold."""
         cell = entry.cell
         assert cell.latency_bound_ms is not None
-        seconds = max(cell.seconds, cell.requests / rate)
-        planned = arrival_count(rate, cell.requests, cell.seconds, 2.0 * seconds)
+        longest_s = 2.0 * max(cell.seconds, cell.requests / rate)
+        planned = arrival_count(rate, cell.requests, cell.seconds, longest_s)
         allowed = late_allowed(planned)
         if allowed is None:
             raise LoadError(f"{cell.name}: {planned} requests say nothing about p99; a trial needs at least 459")
         self._bench.progress.now(
             f"{entry.label.upper()} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late"
         )
-        index, path = self._bench.store.next_trial()
-        command = msgspec.structs.replace(
-            self._bench.arms[entry.label].load(
-                batch_size=1,
-                concurrency=cell.concurrency,
-                requests=cell.requests,
-                seconds=cell.seconds,
-                max_seconds=2.0 * seconds,
-                samples_path=str(path),
-            ),
-            arrivals="poisson",
-            rate_per_s=rate,
-            arrivals_seed=schedule_seed(self._bench.experiment.seed, cell.name, 1000 * entry.pair + step),
-            latency_bound_ns=int(cell.latency_bound_ms * NS_PER_MS),
-            late_allowed=allowed,
-        )
-        started_at = utc_now()
-        outcome = self._load(entry, command)
-        too_late = outcome.late > allowed
+        asked = msgspec.structs.replace(cell, rate_per_s=rate, max_seconds=longest_s)
+        trial, outcome = self._trial(entry, step, asked, late_allowed=allowed)
         unsent = (outcome.offered or 0) - outcome.requests if outcome.cut_reason is None else 0
         late = outcome.late + max(unsent, 0)
         trial = msgspec.structs.replace(
-            self._record(entry, step, index, started_at, outcome, cell.concurrency),
+            trial,
             rate_per_s=rate,
             planned=planned,
             late=late,
             late_allowed=allowed,
             held=late <= allowed and outcome.cut_reason is None,
-            note=None if too_late else outcome.cut_reason,
+            note=None if outcome.late > allowed else outcome.cut_reason,
         )
         return self._stored(entry, trial, outcome)
 
@@ -171,91 +147,51 @@ class SearchPhase:
             if not turns:
                 return
             users = ladders[turns[0].label].next_concurrency or 1  # the same for all that still climb
-            bench.warm_up([_closed(cell, users)])
+            rung = closed_loop(users, max(cell.requests, 4 * users), seconds=cell.seconds, max_seconds=cell.max_seconds)
+            bench.warm_up([rung])
             for entry in turns if step % 2 == 0 else turns[::-1]:
-                trial = self._rung(entry, step, users)
+                bench.progress.now(f"{entry.label.upper()} with {users} users")
+                trial, outcome = self._trial(entry, step, rung)
+                self._stored(entry, trial, outcome)
                 ladders[entry.label].record(trial.throughput_per_s or 0.0, trial.p50_ms)
             step += 1
 
-    def _rung(self, entry: ScheduledBlock, step: int, users: int) -> Trial:
-        cell = entry.cell
-        self._bench.progress.now(f"{entry.label.upper()} with {users} users")
-        index, path = self._bench.store.next_trial()
-        command = self._bench.arms[entry.label].load(
-            batch_size=1,
-            concurrency=users,
-            requests=max(cell.requests, 4 * users),
-            seconds=cell.seconds,
-            max_seconds=cell.max_seconds,
-            samples_path=str(path),
-        )
+    def _load(self, entry: ScheduledBlock, command: Open) -> Outcome:
+        """Raises `LoadError`."""
+        self._loads += 1
+        return self._runner.load(entry, command, self._loads, "trial")
+
+    def _trial(self, entry: ScheduledBlock, step: int, asked: Cell, *, late_allowed: int = 0) -> tuple[Trial, Outcome]:
+        """One stretch of load and its record, which is not stored yet."""
+        bench = self._bench
+        index, path = bench.store.next_trial()
+        seed = schedule_seed(bench.experiment.seed, entry.cell.name, 1000 * entry.pair + step)
+        command = bench.arms[entry.label].load(asked, path, arrivals_seed=seed, late_allowed=late_allowed)
         started_at = utc_now()
         outcome = self._load(entry, command)
-        trial = self._record(entry, step, index, started_at, outcome, users)
-        return self._stored(entry, msgspec.structs.replace(trial, note=outcome.cut_reason), outcome)
-
-    def _load(self, entry: ScheduledBlock, command: Open) -> Outcome:
-        """Raises `LoadError`. On Ctrl-C the requests in flight finish, and the interrupt goes on."""
-        generator = self._bench.generator
-        try:
-            generator.open(command)
-            return generator.go(command)
-        except GeneratorError as exc:
-            raise LoadError(
-                f"{entry.cell.name} on arm {entry.label}: {exc}{self._bench.arms[entry.label].obituary()}"
-            ) from exc
-        except KeyboardInterrupt:
-            generator.abort("interrupted")
-            raise
-
-    def _stored(self, entry: ScheduledBlock, trial: Trial, outcome: Outcome) -> Trial:
-        """Raises `StorageError`, and `LoadError` for a trial that was cut short by anything but late answers."""
-        self._bench.store.trial(trial)
-        if outcome.storage_error is not None:
-            raise StorageError(storage_sentence(self._bench.store.directory / trial.samples, outcome.storage_error))
-        if trial.note is not None:
-            obituary = self._bench.arms[entry.label].obituary()
-            raise LoadError(f"{entry.cell.name} on arm {entry.label} was cut short: {trial.note}{obituary}")
-        return trial
-
-    def _record(
-        self, entry: ScheduledBlock, step: int, index: int, started_at: str, outcome: Outcome, users: int
-    ) -> Trial:
-        name = f"trials/{index:04d}.npy"
-        samples = read_samples(self._bench.store.directory / name)
-        answered = good(samples)
+        samples = read_samples(path)
+        is_open = outcome.offered is not None
+        answered = measured_answers(samples, is_open=is_open)
         waited_ms = latencies_ms(answered)
-        if outcome.offered is None:
-            speed = steady_throughput_per_s(samples)
-        else:
-            speed = len(answered) / max((outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S, 1e-9)
-        return Trial(
+        speed = len(answered) / max((outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S, 1e-9)
+        trial = Trial(
+            **common_fields(entry, started_at, outcome),
             index=index,
-            cell=entry.cell.name,
-            pair=entry.pair,
-            restart=entry.restart,
-            label=entry.label,
-            position=entry.position,
             step=step,
-            concurrency=users,
-            started_at=started_at,
-            window_start_ns=outcome.window_start_ns,
-            window_end_ns=outcome.window_end_ns,
-            samples=name,
-            requests=outcome.requests,
-            errors=outcome.errors,
-            error_messages=outcome.error_messages,
-            generator_cpu_ns=outcome.cpu_ns,
+            concurrency=asked.concurrency,
+            samples=f"trials/{path.name}",
             generator_processes=max(1, len(outcome.workers)),
-            throughput_per_s=speed,
+            throughput_per_s=speed if is_open else throughput_per_s(samples),
             p50_ms=percentile(waited_ms, 0.5),
             p99_ms=percentile(waited_ms, 0.99),
             send_lag_p99_ms=percentile((samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS, 0.99),
+            note=outcome.cut_reason,
         )
+        return trial, outcome
 
-
-def _closed(cell: Cell, users: int) -> Cell:
-    """The same with so many users in a closed loop."""
-    return msgspec.structs.replace(
-        cell, scenario="concurrent", concurrency=users, arrivals="closed", latency_bound_ms=None
-    )
+    def _stored(self, entry: ScheduledBlock, trial: Trial, outcome: Outcome) -> Trial:
+        """Raises `StorageError`, and `LoadError` for a trial that was cut short by anything but late answers."""
+        bench = self._bench
+        bench.store.trial(trial)
+        self._runner.require_whole(entry, outcome, bench.store.directory / trial.samples, trial.note)
+        return trial

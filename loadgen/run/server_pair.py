@@ -18,9 +18,10 @@ from loadgen.invocation import ABSERVE
 from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord
 from loadgen.run.arms import Arm
 from loadgen.run.cold_start_phase import READY_SECONDS
-from loadgen.run.parity import Questioned, check_parity
+from loadgen.run.parity import ParityTarget, check_parity
 from loadgen.run.preparation import Inputs, make_deployment
 from loadgen.run.progress import Progress
+from loadgen.statistics.agreement import Tolerance
 from loadgen.storage.store import RunStore
 
 
@@ -77,7 +78,7 @@ class ServerPair:
             except (DeploymentError, EndpointError) as exc:
                 raise DeploymentError(f"arm {label} ({arm.request.target}): {exc}") from exc
             self._progress.arm_ready(records[-1])
-        self._store.arms(records)
+        self._store.write_all(ArmRecord, records)
         self._require_batch_sizes(records)
         return records
 
@@ -113,21 +114,32 @@ class ServerPair:
         }
         if interfaces["a"] != interfaces["b"]:
             message = f"the arms do not serve the same model: a takes and gives {interfaces['a']}, b {interfaces['b']}"
-            self._store.parity(ParityRecord(threshold_cosine=0.999, cases=(), ok=False, error=message))
+            self._store.write(ParityRecord(cases=(), ok=False, error=message))
             raise ParityFailedError(message)
         return signatures
 
-    def check_parity(self, inputs: Inputs, signatures: Mapping[Label, Signature], records: Sequence[ArmRecord]) -> None:
-        """Ask both for the same images. Raises `ParityFailedError` after storing what they answered."""
+    def check_parity(
+        self, inputs: Inputs, signatures: Mapping[Label, Signature], records: Sequence[ArmRecord], tolerance: Tolerance
+    ) -> None:
+        """Ask both for the same images, at each batch size of the load. Raises `ParityFailedError` after storing what
+        they answered."""
         self._progress.now(f"{next(iter(inputs.values())).count} images to both servers, alone and in mixed batches")
         sizes = [size for record in records if isinstance(size := record.in_effect.get("max_batch_size"), int)]
-        largest = max((cell.batch_size for cell in self._experiment.cells), default=1)
-        arms = {label: Questioned(arm.door, signatures[label], inputs[arm.payload]) for label, arm in self.arms.items()}
-        record = check_parity(arms, max(1, min([*sizes, max(largest, 8)])))
-        self._store.parity(record)
+        used = {cell.batch_size for cell in self._experiment.cells}
+        arms = {
+            label: ParityTarget(arm.target, signatures[label], inputs[arm.payload]) for label, arm in self.arms.items()
+        }
+        largest = max(1, min([*sizes, max({8, *used})]))
+        record = check_parity(arms, {largest, *(size for size in used if size < largest)}, tolerance)
+        self._store.write(record)
         self._progress.parity_done(record)
         if not record.ok:
-            failed = ", ".join(f"{case.name} (cosine {case.cosine_min:.6f})" for case in record.cases if not case.ok)
+            failed = ", ".join(
+                f"{case.name} (output {case.output}: relative error {case.relative_max or 0.0:.2g}, of one element "
+                f"{case.element_max or 0.0:.2g})"
+                for case in record.cases
+                if not case.ok
+            )
             raise ParityFailedError(
                 f"the arms do not give the same answers, so their speed is not compared: {record.error or failed}"
             )

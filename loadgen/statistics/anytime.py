@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loadgen.statistics.ratios import MIN_LOG_SPREAD, SIGNIFICANCE, RatioEstimate, estimate_ratio
+from loadgen.statistics.ratios import MIN_LOG_SPREAD, SIGNIFICANCE, RatioEstimate, estimate_ratio, widening
 
 MIXTURE = 0.5
 """c². The smaller, the sooner a large effect is seen and the later a small one; anywhere between 0.2 and 2 a decision
@@ -27,34 +27,35 @@ takes about as many pairs."""
 Logs = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def log_bayes_factors(logs: Sequence[float], mean: float) -> Logs:
-    """log BF(`mean`) after each of the log ratios."""
+def log_bayes_factors(logs: Sequence[float], mean: float, wider: float = 1.0) -> Logs:
+    """log BF(`mean`) after each of the log ratios; `wider` of them are worth one independent one."""
     deviations = np.asarray(logs, dtype=np.float64) - mean
-    counts = np.arange(1, len(deviations) + 1, dtype=np.float64)
-    sums, squares = np.cumsum(deviations), np.cumsum(deviations**2)
+    counts = np.arange(1, len(deviations) + 1, dtype=np.float64) / wider
+    sums, squares = np.cumsum(deviations) / wider, np.cumsum(deviations**2) / wider
     share = np.divide(sums**2, (counts + MIXTURE) * squares, out=np.zeros_like(sums), where=squares > 0.0)
     share[:1] = 1.0 / (1.0 + MIXTURE)  # one observation says nothing, also where it is the mean itself
     return np.asarray(0.5 * np.log(MIXTURE / (counts + MIXTURE)) - counts / 2.0 * np.log1p(-share))
 
 
-def half_width(logs: Sequence[float], significance: float = SIGNIFICANCE) -> float:
+def half_width(logs: Sequence[float], significance: float = SIGNIFICANCE, wider: float = 1.0) -> float:
     """Of the interval around the mean of the log ratios after the last of them; infinite with too few of them.
 
     BF(μ) < 1/α solved for (mean − μ)²: Q·(K−1) / (n·(1 − K·c²/(n+c²))) with K = (√((n+c²)/c²)/α)^(2/n) and Q the sum
     of squares about the mean.
     """
-    count = len(logs)
+    count = len(logs) / wider
     values = np.asarray(logs, dtype=np.float64)
     bound = (math.sqrt((count + MIXTURE) / MIXTURE) / significance) ** (2.0 / count)
     room = 1.0 - bound * MIXTURE / (count + MIXTURE)
     if count < 2 or room <= 0.0:
         return math.inf
-    about_mean = float(np.sum((values - values.mean()) ** 2))
+    about_mean = float(np.sum((values - values.mean()) ** 2)) / wider
     return math.sqrt(about_mean * (bound - 1.0) / (count * room))
 
 
-def estimate_anytime(ratios: Sequence[float], margin: float) -> RatioEstimate:
-    """As `estimate_ratio`, with an interval and p values that stay valid however often one looks.
+def estimate_anytime(ratios: Sequence[float], margin: float, correlation: float = 0.0) -> RatioEstimate:
+    """As `estimate_ratio`, with an interval and p values that stay valid however often one looks. Where each pair
+    resembles the next, so many fewer pairs are counted as `ratios.widening` says.
 
     `p_value` is 1 over the largest Bayes factor so far: once a difference is shown it stays shown. `p_equivalence` is
     the smallest α at which the interval lies inside ±`margin`.
@@ -63,11 +64,12 @@ def estimate_anytime(ratios: Sequence[float], margin: float) -> RatioEstimate:
     if plain.ci95 is None or plain.ratio is None or plain.spread_log is None or plain.spread_log < MIN_LOG_SPREAD:
         return plain
     logs = [math.log(value) for value in ratios]
-    centre, half, bound = math.log(plain.ratio), half_width(logs), math.log1p(margin)
-    best = float(np.max(log_bayes_factors(logs, 0.0)))
+    wider, _ = widening(len(logs), correlation)
+    centre, half, bound = math.log(plain.ratio), half_width(logs, wider=wider), math.log1p(margin)
+    best = float(np.max(log_bayes_factors(logs, 0.0, wider)))
     p_equivalence = 1.0
     if abs(centre) < bound:
-        p_equivalence = max(_p(logs, bound), _p(logs, -bound))
+        p_equivalence = max(_p(logs, bound, wider), _p(logs, -bound, wider))
     unbounded = not math.isfinite(half) or half > 700.0
     return RatioEstimate(
         pairs=plain.pairs,
@@ -77,9 +79,10 @@ def estimate_anytime(ratios: Sequence[float], margin: float) -> RatioEstimate:
         p_equivalence=None if unbounded else p_equivalence,
         spread_log=plain.spread_log,
         units=plain.units,
+        correlation=max(correlation, 0.0),
         reason=f"{plain.pairs} pairs are too few for an interval that holds at every look" if unbounded else None,
     )
 
 
-def _p(logs: Sequence[float], mean: float) -> float:
-    return math.exp(-max(float(log_bayes_factors(logs, mean)[-1]), 0.0))
+def _p(logs: Sequence[float], mean: float, wider: float) -> float:
+    return math.exp(-max(float(log_bayes_factors(logs, mean, wider)[-1]), 0.0))

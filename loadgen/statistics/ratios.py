@@ -2,10 +2,10 @@
 
 The unit of replication is the pair of adjacent blocks, and above it the restart of the servers (Kalibera and Jones,
 ISMM 2013), never the request: requests of one block share its weather, pairs of one restart share its memory layout.
-Assumptions: the log ratios of the pairs are independent and about normal. Ratios of
-positive means are closer to that on the log scale, where A over B and B over A are the same statement. A slow drift
-of the machine alternates in sign in ABBA order, so it widens the interval and does not move it.
-What cannot be computed is None with a reason ("undetermined"), never significant.
+Assumptions: the log ratios of the pairs are about normal, and what one pair has in common with the next is a
+first-order autoregression. Ratios of positive means are closer to normal on the log scale, where A over B and B over A
+are the same statement. A slow drift of the machine alternates in sign in ABBA order, so it widens the interval and does
+not move it. What cannot be computed is None with a reason ("undetermined"), never significant.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from scipy import special, stats
+from scipy import optimize, special, stats
 
 CONFIDENCE = 0.95
 SIGNIFICANCE = 0.05
 POWER = 0.80
+LEAST_CORRELATED = 4
+"""Pairs below which nothing can be said of how one resembles the next."""
+MOST_CORRELATION = 0.9
 MIN_LOG_SPREAD = 1e-9
 """Spread of log ratios below which they are copies of one number: clocks tick in 1e-9 of a block."""
 
@@ -38,11 +41,51 @@ class RatioEstimate:
     """Standard deviation of the log ratios of the units."""
     reason: str | None = None
     units: int = 0
-    """How many independent observations the interval rests on: the pairs, or the restarts where there are several."""
+    """How many observations the interval rests on: the pairs, or the restarts where there are several."""
+    correlation: float = 0.0
+    """Of successive pairs, which the interval allows for."""
+    error_log: float | None = None
+    """Standard error of the log ratio."""
+    degrees: float = 0.0
+    """Degrees of freedom of Student's t for that error."""
 
 
-def estimate_ratio(ratios: Sequence[float], margin: float) -> RatioEstimate:
-    """Student's t on the log ratios of the pairs, and two one-sided tests against ±`margin`.
+def lag_one(ratios: Sequence[float]) -> float | None:
+    """Correlation of each log ratio with the next, corrected for its bias; None for fewer than 4 or without spread.
+
+    Taking the mean out makes the plain estimate r too low by about (1 + 4r)/n (Kendall, Biometrika 41, 1954; Marriott
+    and Pope, same volume).
+    """
+    if len(ratios) < LEAST_CORRELATED or any(value <= 0.0 or not math.isfinite(value) for value in ratios):
+        return None
+    logs = np.log(np.asarray(ratios, dtype=np.float64))
+    apart = logs - logs.mean()
+    whole = float(np.sum(apart**2))
+    if whole < len(logs) * MIN_LOG_SPREAD**2:
+        return None
+    plain = float(np.sum(apart[1:] * apart[:-1])) / whole
+    return plain + (1.0 + 4.0 * plain) / len(logs)
+
+
+def widening(count: int, correlation: float) -> tuple[float, float]:
+    """By how much the squared standard error of a mean of `count` values grows when each resembles the next by
+    `correlation`, and the degrees of freedom that are left.
+
+    For a first-order autoregression the variance of the mean is k·σ²/n with
+    k = (1+φ)/(1−φ) − 2φ(1−φⁿ)/(n(1−φ)²), and the sample variance is too low by (1 − k/n)·n/(n−1)
+    (Anderson, The Statistical Analysis of Time Series, 1971, section 8.3).
+    """
+    phi = min(max(correlation, 0.0), MOST_CORRELATION)
+    if phi == 0.0 or count < 2:
+        return 1.0, count - 1.0
+    grown = (1.0 + phi) / (1.0 - phi) - 2.0 * phi * (1.0 - phi**count) / (count * (1.0 - phi) ** 2)
+    seen = max((1.0 - grown / count) * count / (count - 1.0), 0.05)
+    return grown / seen, max(count / grown - 1.0, 1.0)
+
+
+def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 0.0) -> RatioEstimate:
+    """Student's t on the log ratios of the pairs, and two one-sided tests against ±`margin`. The interval is widened
+    for pairs of which each resembles the next by `correlation`.
 
     `p_value` tests "the ratio is 1" (two-sided); `p_equivalence` is the larger p of the two one-sided tests of
     "outside [1/(1+margin), 1+margin]" (Schuirmann, J. Pharmacokin. Biopharm. 15, 1987). Identical ratios say nothing
@@ -62,8 +105,8 @@ def estimate_ratio(ratios: Sequence[float], margin: float) -> RatioEstimate:
     if spread < MIN_LOG_SPREAD:
         reason = "all pairs have the same ratio, so their spread is unknown"
         return RatioEstimate(count, math.exp(centre), None, None, None, spread, reason)
-    error = spread / math.sqrt(count)
-    degrees = count - 1
+    wider, degrees = widening(count, correlation)
+    error = spread * math.sqrt(wider / count)
     half = critical_t(degrees, SIGNIFICANCE) * error
     bound = math.log1p(margin)
     below = 1.0 - float(special.stdtr(degrees, (centre + bound) / error))
@@ -76,21 +119,24 @@ def estimate_ratio(ratios: Sequence[float], margin: float) -> RatioEstimate:
         p_equivalence=max(below, above),
         spread_log=spread,
         units=count,
+        correlation=max(correlation, 0.0),
+        error_log=error,
+        degrees=degrees,
     )
 
 
-def estimate_restarts(groups: Sequence[Sequence[float]], margin: float) -> RatioEstimate:
+def estimate_restarts(groups: Sequence[Sequence[float]], margin: float, correlation: float = 0.0) -> RatioEstimate:
     """`estimate_ratio` with each restart as one observation: the mean log ratio of its pairs (`groups`).
 
     With as many pairs in each restart, the variance of these means is σ²(between) + σ²(within)/pairs, the only one that
     a mean over all pairs has: Student's t with restarts − 1 degrees of freedom is then exact for normal effects
     whatever the two variances are, which pooled degrees of freedom are not (Kalibera and Jones, ISMM 2013, section 6:
-    the spread at the highest level is all that enters). One group is one restart: then the pairs are the units, and
-    the interval says nothing of what a restart changes.
+    the spread at the highest level is all that enters). One group is one restart: then the pairs are the units, of
+    which each may resemble the next by `correlation`, and the interval says nothing of what a restart changes.
     """
     filled = [group for group in groups if group]
     if len(filled) < 2:
-        return estimate_ratio(filled[0] if filled else (), margin)
+        return estimate_ratio(filled[0] if filled else (), margin, correlation)
     pairs = sum(map(len, filled))
     if any(value <= 0.0 or not math.isfinite(value) for group in filled for value in group):
         return replace(estimate_ratio([0.0], margin), pairs=pairs)
@@ -128,7 +174,7 @@ def interval_of_mean(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 @lru_cache(maxsize=4096)
-def critical_t(degrees: int, significance: float) -> float:
+def critical_t(degrees: float, significance: float) -> float:
     """Two-sided critical value of Student's t."""
     return float(stats.t.ppf(1.0 - significance / 2.0, degrees))
 
@@ -151,36 +197,30 @@ def adjust_holm(p_values: Sequence[float | None], weights: Sequence[float] | Non
     return adjusted
 
 
-def detectable_effect(spread_log: float, pairs: int, family: int) -> float | None:
+def detectable_effect(error_log: float, degrees: float, family: int) -> float | None:
     """Smallest true difference (0.03 for 3 %) that such a run calls with 80 % power at a family-wise 5 %.
 
-    `spread_log` is the standard deviation of the log ratios, `family` the number of comparisons, whose strictest
-    Holm step (5 % / family) is what a winner may have to pass. The spread is itself an estimate from few pairs; the
-    power is averaged over that uncertainty, so the promise holds for another run of the same plan. None for fewer
-    than 2 pairs.
+    `error_log` is the standard error of the log ratio with so many degrees of freedom, `family` the number of
+    comparisons, whose strictest Holm step (5 % / family) is what a winner may have to pass. The error is itself an
+    estimate from few pairs; the power is averaged over that uncertainty, so the promise holds for another run of the
+    same plan. None without a degree of freedom.
     """
-    if pairs < 2:
+    if degrees < 1:
         return None
-    log_effect = _effect_in_errors(pairs - 1, SIGNIFICANCE / max(family, 1)) * spread_log / math.sqrt(pairs)
+    log_effect = _effect_in_errors(round(degrees, 1), SIGNIFICANCE / max(family, 1)) * error_log
     return math.expm1(log_effect) if log_effect < 700.0 else None
 
 
 @lru_cache(maxsize=1024)
-def _effect_in_errors(degrees: int, significance: float) -> float:
+def _effect_in_errors(degrees: float, significance: float) -> float:
     """k with P(|Z + k·S| > t·S') = 80 %, where Z is standard normal and S, S' are two independent estimates of the
     standard error, √(χ²/degrees), by the midpoint rule over their quantiles."""
-    grid = (np.arange(400) + 0.5) / 400
+    grid = (np.arange(120) + 0.5) / 120
     errors = np.sqrt(special.chdtri(degrees, 1.0 - grid) / degrees)
     threshold = critical_t(degrees, significance) * errors[:, None]
 
-    def power(effect: float) -> float:
-        shift = effect * errors[None, :]
-        return float(np.mean(special.ndtr(shift - threshold) + special.ndtr(-shift - threshold)))
+    def missing(log_effect: float) -> float:
+        shift = math.exp(log_effect) * errors[None, :]
+        return POWER - float(np.mean(special.ndtr(shift - threshold) + special.ndtr(-shift - threshold)))
 
-    low, high = 0.0, 1.0
-    while power(high) < POWER:
-        low, high = high, high * 2.0
-    for _ in range(40):
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if power(middle) < POWER else (low, middle)
-    return high
+    return math.exp(float(optimize.brentq(missing, -3.0, 30.0, xtol=1e-4)))

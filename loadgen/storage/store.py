@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from loadgen.evidence.records import EvidenceFile
-from loadgen.records.calibration import Calibration
-from loadgen.records.causes import Explanation
-from loadgen.records.ceilings import Ceilings
-from loadgen.records.conditions import Conditions
-from loadgen.records.noise_floor import NoiseFloor
-from loadgen.records.probes import CacheProbe
+from loadgen.records.machine import Calibration, NoiseFloor
+from loadgen.records.probes import AnswersCompared, CacheProbe, Conditions
 from loadgen.records.run import (
     ArmRecord,
     BlockRecord,
@@ -23,9 +18,35 @@ from loadgen.records.run import (
     Environment,
     Experiment,
     ParityRecord,
+    Record,
     RunState,
 )
-from loadgen.records.searches import Trial
+from loadgen.studies.causes.records import Explanation
+from loadgen.studies.ceiling.records import Ceilings
+from loadgen.studies.gpu_proof.records import EvidenceFile
+from loadgen.studies.rate_search.records import Trial
+
+FILES: Mapping[type[Record], str] = {
+    Experiment: "experiment.json",
+    Environment: "environment.json",
+    ParityRecord: "parity.json",
+    RunState: "run.json",
+    EvidenceFile: "evidence.json",
+    Conditions: "conditions.json",
+    Explanation: "causes.json",
+    Ceilings: "ceilings.json",
+    Calibration: "calibration.json",
+}
+"""One record each, relative to DIR; `loadgen.records.run` says what they are."""
+LISTS: Mapping[type[Record], str] = {
+    ArmRecord: "arms.json",
+    ColdStart: "cold_starts.json",
+    ContainerColdStart: "container_cold_starts.json",
+    NoiseFloor: "noise_floors.json",
+    CacheProbe: "cache_probes.json",
+    AnswersCompared: "answers.json",
+}
+"""All records of a kind each."""
 
 
 class StorageError(Exception):
@@ -50,37 +71,13 @@ class RunStore:
         except OSError as exc:
             raise StorageError(f"cannot write to {directory}: {exc.strerror or exc}; choose another --out") from exc
 
-    def experiment(self, record: Experiment) -> None:
-        """What was asked for."""
-        self._write("experiment.json", record)
+    def write(self, record: Record) -> None:
+        """One record of `FILES`, as it is now."""
+        self._write(FILES[type(record)], record)
 
-    def environment(self, record: Environment) -> None:
-        """Machine and software."""
-        self._write("environment.json", record)
-
-    def arms(self, records: Sequence[ArmRecord]) -> None:
-        """Both sides as in effect."""
-        self._write("arms.json", list(records))
-
-    def parity(self, record: ParityRecord) -> None:
-        """Whether both compute the same."""
-        self._write("parity.json", record)
-
-    def cold_starts(self, records: Sequence[ColdStart]) -> None:
-        """All repetitions so far."""
-        self._write("cold_starts.json", list(records))
-
-    def container_cold_starts(self, records: Sequence[ContainerColdStart]) -> None:
-        """The same of containers, taken apart."""
-        self._write("container_cold_starts.json", list(records))
-
-    def noise_floors(self, records: Sequence[NoiseFloor]) -> None:
-        """Of this machine, as known when the run began."""
-        self._write("noise_floors.json", list(records))
-
-    def cache_probes(self, records: Sequence[CacheProbe]) -> None:
-        """How long new and repeated requests took."""
-        self._write("cache_probes.json", list(records))
+    def write_all(self, kind: type[Record], records: Sequence[Record]) -> None:
+        """Every record of a kind of `LISTS` so far."""
+        self._write(LISTS[kind], list(records))
 
     def block(self, record: BlockRecord) -> None:
         """One block, after its samples."""
@@ -99,30 +96,6 @@ class RunStore:
             raise StorageError(storage_sentence(folder, exc.strerror or str(exc))) from exc
         index = len(list(folder.glob("*.json")))
         return index, (folder / f"{index:04d}.npy").resolve()
-
-    def state(self, record: RunState) -> None:
-        """How the run stands."""
-        self._write("run.json", record)
-
-    def evidence(self, record: EvidenceFile) -> None:
-        """Where the arms ran."""
-        self._write("evidence.json", record)
-
-    def conditions(self, record: Conditions) -> None:
-        """The machine right before the load."""
-        self._write("conditions.json", record)
-
-    def explanation(self, record: Explanation) -> None:
-        """Which causes were taken away so far."""
-        self._write("causes.json", record)
-
-    def ceilings(self, record: Ceilings) -> None:
-        """What the engines can do alone, as far as they are measured."""
-        self._write("ceilings.json", record)
-
-    def calibration(self, record: Calibration) -> None:
-        """What the load generator can do on this machine."""
-        self._write("calibration.json", record)
 
     def samples_path(self, index: int) -> Path:
         """Where the generator writes a block's samples."""

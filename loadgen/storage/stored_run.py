@@ -6,21 +6,14 @@ missing is None or empty; whatever is there and cannot be read is an error, neve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
-import msgspec
-
-from loadgen.evidence.readings import Readings, ReadingsError, read_readings
-from loadgen.evidence.records import EvidenceFile
-from loadgen.records.calibration import Calibration
-from loadgen.records.causes import Counterfactual, Explanation
-from loadgen.records.ceilings import Ceilings
-from loadgen.records.conditions import Conditions
-from loadgen.records.noise_floor import NoiseFloor
-from loadgen.records.probes import CacheProbe
+from loadgen.documents import DocumentError, read_record
+from loadgen.records.machine import Calibration, NoiseFloor
+from loadgen.records.probes import AnswersCompared, CacheProbe, Conditions
 from loadgen.records.run import (
     ArmRecord,
     BlockRecord,
@@ -30,13 +23,19 @@ from loadgen.records.run import (
     Environment,
     Experiment,
     ParityRecord,
+    Record,
     RunState,
 )
-from loadgen.records.sample_files import read_samples
-from loadgen.records.samples import Samples
-from loadgen.records.searches import Trial
+from loadgen.records.samples import Samples, read_samples
+from loadgen.storage.run_lock import is_running
+from loadgen.storage.store import FILES, LISTS
+from loadgen.studies.causes.records import Explanation
+from loadgen.studies.ceiling.records import Ceilings
+from loadgen.studies.gpu_proof.readings import Readings, ReadingsError, read_readings
+from loadgen.studies.gpu_proof.records import EvidenceFile
+from loadgen.studies.rate_search.records import Trial
 
-T = TypeVar("T")
+R = TypeVar("R", bound=Record)
 
 
 class StoredRunError(Exception):
@@ -67,13 +66,15 @@ class StoredRun:
 
     directory: Path
     experiment: Experiment
-    environment: Environment | None
-    arms: tuple[ArmRecord, ...]
-    parity: ParityRecord | None
-    cold_starts: tuple[ColdStart, ...]
-    blocks: tuple[StoredBlock, ...]
-    partial_blocks: tuple[PartialBlock, ...]
-    state: RunState | None
+    environment: Environment | None = None
+    arms: tuple[ArmRecord, ...] = ()
+    parity: ParityRecord | None = None
+    cold_starts: tuple[ColdStart, ...] = ()
+    blocks: tuple[StoredBlock, ...] = ()
+    partial_blocks: tuple[PartialBlock, ...] = ()
+    state: RunState | None = None
+    running: bool = False
+    """Whether a process of this machine ran it when the records were read."""
     evidence: EvidenceFile | None = None
     readings: Readings | None = None
     """Of the GPU, where there is evidence."""
@@ -84,6 +85,8 @@ class StoredRun:
     """Of the load generator on the machine of the run, where there is one."""
     cache_probes: tuple[CacheProbe, ...] = ()
     """One an arm, where there was load."""
+    answers: tuple[AnswersCompared, ...] | None = None
+    """One for each arm, cell and start of the servers; None in runs of before answers under load were compared."""
     noise_floors: tuple[NoiseFloor, ...] = ()
     """Of the machine, as known when the run began."""
     conditions: Conditions | None = None
@@ -97,48 +100,47 @@ class StoredRun:
 
 def read_run(directory: Path) -> StoredRun:
     """Read DIR. Raises `StoredRunError` where there is no run or a record is unreadable."""
-    experiment = _read(directory / "experiment.json", Experiment)
+    experiment = _one(directory, Experiment)
     if experiment is None:
         raise StoredRunError(
             f"{directory} holds no run: experiment.json is missing; give the directory that `abserve compare` wrote to"
         )
-    cells = {cell.name: cell for cell in experiment.cells}
-    records = [_read(path, BlockRecord) for path in sorted((directory / "blocks").glob("*.json"))]
-    blocks = tuple(
-        read_block(directory, record, cells) for record in sorted(filter(None, records), key=lambda r: r.index)
-    )
-    evidence = _read(directory / "evidence.json", EvidenceFile)
-    explanation = _read(directory / "causes.json", Explanation)
+    blocks = _read_blocks(directory, experiment.cells)
+    evidence = _one(directory, EvidenceFile)
+    explanation = _one(directory, Explanation)
     return StoredRun(
         directory=directory,
         experiment=experiment,
-        environment=_read(directory / "environment.json", Environment),
-        arms=_read(directory / "arms.json", tuple[ArmRecord, ...]) or (),
-        parity=_read(directory / "parity.json", ParityRecord),
-        cold_starts=_read(directory / "cold_starts.json", tuple[ColdStart, ...]) or (),
+        environment=_one(directory, Environment),
+        arms=_all(directory, ArmRecord) or (),
+        parity=_one(directory, ParityRecord),
+        cold_starts=_all(directory, ColdStart) or (),
         blocks=blocks,
         partial_blocks=_read_partial(directory, {block.record.samples for block in blocks}),
-        state=_read(directory / "run.json", RunState),
+        state=_one(directory, RunState),
+        running=is_running(directory),
         evidence=evidence,
         readings=_read_gpu(directory, evidence),
-        container_cold_starts=_read(directory / "container_cold_starts.json", tuple[ContainerColdStart, ...]) or (),
-        trials=tuple(filter(None, (_read(path, Trial) for path in sorted((directory / "trials").glob("*.json"))))),
-        calibration=_read(directory / "calibration.json", Calibration),
-        cache_probes=_read(directory / "cache_probes.json", tuple[CacheProbe, ...]) or (),
-        noise_floors=_read(directory / "noise_floors.json", tuple[NoiseFloor, ...]) or (),
-        conditions=_read(directory / "conditions.json", Conditions),
+        container_cold_starts=_all(directory, ContainerColdStart) or (),
+        trials=tuple(_numbered(directory / "trials", Trial)),
+        calibration=_one(directory, Calibration),
+        cache_probes=_all(directory, CacheProbe) or (),
+        answers=_all(directory, AnswersCompared),
+        noise_floors=_all(directory, NoiseFloor) or (),
+        conditions=_one(directory, Conditions),
         explanation=explanation,
         counterfactual_blocks=tuple(
-            _read_counterfactual(directory / one.folder, one) for one in (explanation.done if explanation else ())
+            _read_blocks(directory / one.folder, one.cells) for one in (explanation.done if explanation else ())
         ),
-        ceilings=_read(directory / "ceilings.json", Ceilings),
+        ceilings=_one(directory, Ceilings),
     )
 
 
-def _read_counterfactual(directory: Path, counterfactual: Counterfactual) -> tuple[StoredBlock, ...]:
-    cells = {cell.name: cell for cell in counterfactual.cells}
-    records = (_read(path, BlockRecord) for path in sorted((directory / "blocks").glob("*.json")))
-    return tuple(read_block(directory, record, cells) for record in records if record is not None)
+def _read_blocks(directory: Path, cells: Sequence[Cell]) -> tuple[StoredBlock, ...]:
+    """In the order in which they ran."""
+    named = {cell.name: cell for cell in cells}
+    records = sorted(_numbered(directory / "blocks", BlockRecord), key=lambda record: record.index)
+    return tuple(read_block(directory, record, named) for record in records)
 
 
 def _read_gpu(directory: Path, evidence: EvidenceFile | None) -> Readings | None:
@@ -150,12 +152,26 @@ def _read_gpu(directory: Path, evidence: EvidenceFile | None) -> Readings | None
         raise StoredRunError(str(exc)) from exc
 
 
-def _read(path: Path, kind: type[T]) -> T | None:
+def _one(directory: Path, kind: type[R]) -> R | None:
+    return cast("R | None", _read(directory / FILES[kind], kind))
+
+
+def _all(directory: Path, kind: type[R]) -> tuple[R, ...] | None:
+    return cast("tuple[R, ...] | None", _read(directory / LISTS[kind], tuple[kind, ...]))  # type: ignore[valid-type]
+
+
+def _numbered(folder: Path, kind: type[R]) -> list[R]:
+    records = (_read(path, kind) for path in sorted(folder.glob("*.json")))
+    return [cast("R", record) for record in records if record is not None]
+
+
+def _read(path: Path, kind: object) -> object | None:
+    """None where there is no such file."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return cast("object", read_record(path.read_bytes(), kind))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as exc:  # that is msgspec's, and what is no UTF-8
+    except (OSError, DocumentError) as exc:
         raise StoredRunError(f"{path} cannot be read: {exc}") from exc
 
 

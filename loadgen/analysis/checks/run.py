@@ -1,152 +1,318 @@
-"""Checks on the run as a whole: did it finish, do the arms agree, what do they run on."""
+"""Checks on the run as a whole: did it finish, are the answers right, is everything there that is compared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
 
-from loadgen.analysis.checks.outcome import PLAN, Check, CheckName, cell_scope, make_check
-from loadgen.analysis.comparisons import MIN_PAIRS, Comparison
-from loadgen.quantities import share
-from loadgen.storage.run_lock import is_running
-from loadgen.storage.stored_run import StoredRun
+import numpy as np
+
+from loadgen.analysis.checks.registry import PLAN, Facts, Outcome, cell_scope, check
+from loadgen.comparison.comparisons import MIN_PAIRS, leading_comparisons
+from loadgen.quantities import number, share
+from loadgen.records.probes import AnswersCompared, CacheProbe
+from loadgen.records.run import LABELS, Cell, Label, ParityRecord
+
+LEAST_SHARE = 0.9
+"""Of a new request's time, in the median: what a repeated one takes on a server that computes each answer."""
+SIGNIFICANCE = 0.005
+"""Of the test of one arm: of two arms without a cache 1 % at most is called one, if they repeat faster by chance."""
 
 
-def check_run(run: StoredRun) -> list[Check]:
-    """Everything that does not need a sample."""
-    return [_finished(run), _parity(run), *_cold_starts(run), _weights(run), *_native_backend(run)]
-
-
-def _finished(run: StoredRun) -> Check:
-    state = run.state
+@check(
+    title="the run finished as planned",
+    severity="invalidates",
+    unknown="invalidates",
+    remedy="Run the comparison again and let it finish.",
+)
+def run_finished(facts: Facts) -> Iterator[Outcome]:
+    state = facts.run.state
     if state is None:
-        return make_check(CheckName.RUN_FINISHED, None, scope=PLAN, threshold="finished", detail="run.json is missing")
-    unfinished = "the run still runs" if is_running(run.directory) else "the run was killed during"
+        yield Outcome(None, "run.json is missing", threshold="finished", scope=PLAN)
+        return
+    unfinished = "the run still runs" if facts.run.running else "the run was killed during"
     detail = {
         "running": f"{unfinished}: {state.phase}",
         "finished": "finished",
         "interrupted": f"interrupted during: {state.phase}",
         "failed": f"failed during {state.phase}: {state.error}",
     }[state.state]
-    return make_check(
-        CheckName.RUN_FINISHED,
-        state.state == "finished",
-        scope=PLAN,
-        value=state.state,
-        threshold="finished",
-        detail=detail,
-    )
+    yield Outcome(state.state == "finished", detail, state.state, "finished", PLAN)
 
 
-def _parity(run: StoredRun) -> Check:
-    parity = run.parity
-    if parity is None or (not parity.cases and parity.error is None):
-        return make_check(CheckName.PARITY, None, detail="parity was not measured")
-    lowest = min((case.cosine_min for case in parity.cases), default=None)
-    failed = [case.name for case in parity.cases if not case.ok]
-    if parity.error is not None:
-        detail = parity.error
+@check(
+    title="both arms give the same answers",
+    severity="invalidates",
+    unknown="invalidates",
+    remedy="Make both arms serve the same weights, precision and preprocessing; the parity table names the case.",
+)
+def parity(facts: Facts) -> Iterator[Outcome]:
+    record = facts.run.parity
+    if record is None or (not record.cases and record.error is None):
+        yield Outcome(None, "parity was not measured")
+        return
+    relative, figures = record.largest_relative_error, parity_figures(record)
+    failed = [case.name for case in record.cases if not case.ok]
+    if record.error is not None:
+        detail = record.error
     elif failed:
-        detail = (
-            f"{len(failed)} of {len(parity.cases)} cases disagree ({', '.join(failed)}); lowest cosine {lowest:.6f}"
-        )
+        detail = f"{len(failed)} of {len(record.cases)} cases disagree ({', '.join(failed)}); {figures}"
     else:
-        detail = f"lowest cosine {lowest:.6f} over {len(parity.cases)} cases"
-    return make_check(
-        CheckName.PARITY,
-        parity.ok and not failed and parity.error is None,
-        value=lowest,
-        threshold=parity.threshold_cosine,
-        detail=detail,
+        detail = f"{figures} over {len(record.cases)} cases"
+    yield Outcome(
+        record.ok and not failed and record.error is None,
+        detail,
+        record.lowest_cosine if relative is None else relative,
+        record.threshold_cosine if relative is None else record.tolerance_relative,
     )
 
 
-def _cold_starts(run: StoredRun) -> list[Check]:
-    checks = []
+def parity_figures(record: ParityRecord) -> str:
+    """The figures of the worst case, for people."""
+    relative, cosine = record.largest_relative_error, f"lowest cosine {record.lowest_cosine or 0.0:.6f}"
+    if relative is None or record.tolerance_relative is None:
+        return cosine
+    return f"largest relative error {relative:.1e} (tolerance {record.tolerance_relative:.1e}), {cosine}"
+
+
+@check(
+    title="both arms were sent the same payload", severity="invalidates", remedy="Give both arms the same --payload."
+)
+def same_payload(facts: Facts) -> Iterator[Outcome]:
+    experiment = facts.run.experiment
+    a, b = experiment.payload_of(experiment.a), experiment.payload_of(experiment.b)
+    if a != b:
+        yield Outcome(False, f"A is sent {a}, B {b}: not a comparison of servers", f"{a}, {b}", "equal")
+    elif facts.run.blocks or facts.run.cold_starts:
+        yield Outcome(True, f"{a} over {experiment.transport}", a, "equal")
+    else:
+        yield Outcome(None, "nothing was sent", a, "equal")
+
+
+@check(
+    title="no request failed",
+    severity="invalidates",
+    unknown="invalidates",
+    remedy="Read the error messages and the log of the server named.",
+)
+def request_errors(facts: Facts) -> Iterator[Outcome]:
+    """A search has none: it counts a failed request as a late one."""
+    for load in facts.loads:
+        sent = {label: sum(b.requests for b in load.blocks if b.label == label) for label in LABELS}
+        errors = sum(block.errors for block in load.blocks)
+        silent = [label.upper() for label, requests in sent.items() if not requests]
+        found = _errors(
+            load.cell, sum(sent.values()), errors, (m for b in load.stored for m in b.record.error_messages)
+        )
+        if silent:
+            detail = f"no request was sent to {' and '.join(silent)}"
+            found = Outcome(False if errors else None, detail, found.value, 0, load.scope)
+        yield found
+    for cell in facts.run.experiment.cells:
+        if cell.scenario == "ramp":
+            trials = [trial for trial in facts.run.trials if trial.cell == cell.name]
+            requests, errors = sum(t.requests for t in trials), sum(t.errors for t in trials)
+            found = _errors(cell, requests, errors, (m for trial in trials for m in trial.error_messages))
+            yield found if requests else Outcome(None, "no request was sent", None, 0, found.scope)
+
+
+def _errors(cell: Cell, requests: int, errors: int, messages: Iterable[str]) -> Outcome:
+    detail = f"{errors:,} of {requests:,} requests failed"
+    first = next(iter(messages), None)
+    if first is not None:
+        detail += f"; first message: {first}"
+    return Outcome(not errors, detail, errors / requests if requests else None, 0, cell_scope(cell.name))
+
+
+@check(
+    title="answers under load equal those to the same inputs alone",
+    severity="invalidates",
+    unknown="invalidates",
+    remedy="Look at what that server answers to several requests at once: its speed means nothing while it is wrong.",
+)
+def answers_under_load(facts: Facts) -> Iterator[Outcome]:
+    """None in runs of before answers under load were compared."""
+    run = facts.run
+    if run.answers is None:
+        return
     for cell in run.experiment.cells:
-        if cell.scenario != "cold-start":
+        loaded = {(block.record.label, block.record.restart) for block in run.blocks if block.record.cell == cell.name}
+        loaded |= {(trial.label, trial.restart) for trial in run.trials if trial.cell == cell.name}
+        if loaded:
+            yield _answers(cell, [one for one in run.answers if one.cell == cell.name], loaded)
+
+
+def _answers(cell: Cell, found: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]) -> Outcome:
+    wrong = [one for one in found if one.wrong]
+    errors = [one.error for one in found if one.error]
+    missing = sorted({label.upper() for label, _ in loaded - {(one.label, one.restart) for one in found}})
+    if wrong:
+        detail = "; ".join(
+            f"{sum(one.wrong for one in wrong if one.label == label):,} of "
+            f"{sum(one.answers for one in found if one.label == label):,} answers of {label.upper()} are wrong: "
+            + next(str(one.fault) for one in wrong if one.label == label)
+            for label in dict.fromkeys(one.label for one in wrong)
+        )
+    elif errors:
+        detail = errors[0]
+    elif missing:
+        detail = f"no answers of {' and '.join(missing)} were compared"
+    else:
+        worst = max((one.relative_max or 0.0 for one in found), default=0.0)
+        detail = (
+            f"{sum(one.answers for one in found):,} answers ({sum(one.items for one in found):,} items) differ by at "
+            f"most {worst:.1e} (tolerance {found[0].tolerance_relative:.1e})"
+        )
+    checked = not errors and not missing
+    return Outcome(
+        False if wrong else True if checked else None,
+        detail,
+        sum(one.wrong for one in found) if checked else None,
+        0,
+        cell_scope(cell.name),
+    )
+
+
+@check(
+    title="a repeated request takes as long as a new one",
+    severity="invalidates",
+    remedy="Turn off the response cache of that server.",
+)
+def repeated_requests(facts: Facts) -> Iterator[Outcome]:
+    probes = facts.run.cache_probes
+    if not probes:
+        return
+    shares = {probe.label: found for probe in probes if (found := shortened_to(probe)) is not None}
+    cached = [probe.label for probe in probes if answers_from_memory(probe)]
+    errors = [f"{probe.label.upper()} did not answer it: {probe.error}" for probe in probes if probe.error]
+    told = " and ".join(f"{share(found)} on {label.upper()}" for label, found in shares.items())
+    detail = "; ".join([*([f"a repeated request takes the time of a new one to {told}"] if told else []), *errors])
+    ok = False if cached else None if errors else True
+    yield Outcome(ok, detail, min(shares.values(), default=None), LEAST_SHARE)
+
+
+def shortened_to(probe: CacheProbe) -> float | None:
+    """Median share of a new request's time that a repeated one of its group takes; None without a whole probe."""
+    return median(median(group) / fresh for fresh, group in _groups(probe)) if probe.fresh_ns else None
+
+
+def answers_from_memory(probe: CacheProbe) -> bool:
+    """Whether repeated requests are faster by what matters and by more than chance (see `chance`)."""
+    found = shortened_to(probe)
+    return found is not None and found < LEAST_SHARE and chance(probe) < SIGNIFICANCE
+
+
+def chance(probe: CacheProbe) -> float:
+    """One-sided p of new requests being slower. Where none is remembered, the new one of a group has each rank with the
+    same probability, so the sum of ranks has a known distribution; it assumes nothing of the times but that groups are
+    independent."""
+    groups = _groups(probe)
+    if not groups:
+        return 1.0
+    size = len(groups[0][1]) + 1
+    ranks = sum(sum(again < fresh for again in group) for fresh, group in groups)
+    sums = np.ones(1)
+    for _ in groups:
+        sums = np.convolve(sums, np.full(size, 1.0 / size))
+    return float(sums[ranks:].sum())
+
+
+def _groups(probe: CacheProbe) -> list[tuple[int, tuple[int, ...]]]:
+    each = len(probe.repeated_ns) // max(1, len(probe.fresh_ns))
+    return [(fresh, probe.repeated_ns[n * each : (n + 1) * each]) for n, fresh in enumerate(probe.fresh_ns)]
+
+
+@check(
+    title="every planned block is complete",
+    severity="invalidates",
+    unknown="invalidates",
+    remedy="Find out what cut the block short (a dead server, Ctrl-C, a full disk) and run again.",
+)
+def blocks_complete(facts: Facts) -> Iterator[Outcome]:
+    for load in facts.planned:
+        planned = 2 * load.cell.pairs
+        complete = [block for block in load.blocks if block.complete]
+        notes = [f"block {block.index}: {block.note}" for block in load.blocks if not block.complete and block.note]
+        detail = f"{len(complete)} of {planned} blocks are complete"
+        if notes:
+            detail += f"; {notes[0]}"
+        elif len(complete) < planned and facts.run.partial_blocks:
+            lost = sum(partial.requests for partial in facts.run.partial_blocks)
+            detail += f"; {lost:,} requests of an unfinished block are not compared"
+        ok = len(complete) >= planned and len(complete) == len(load.blocks)
+        yield Outcome(ok, detail, len(complete), planned, load.scope)
+
+
+@check(
+    title="every search and ramp came to a value",
+    severity="invalidates",
+    unknown="invalidates",
+    remedy="Choose a bound within both servers' reach (--slo-p99-ms), let a ramp go further (--ramp-users), or find "
+    "out what cut it short.",
+)
+def searches_ended(facts: Facts) -> Iterator[Outcome]:
+    """One for each pair and arm. That no rate holds the bound, or that all do, is no rate to compare."""
+    for cell in facts.run.experiment.cells:
+        note = ""
+        if cell.scenario == "slo":
+            rates = [rate for rate in facts.rates if rate.cell == cell.name]
+            done = sum(rate.ended == "found" for rate in rates)
+            for one in [rate for rate in rates if rate.ended in ("none", "highest")][:1]:
+                note = f"; {one.label.upper()} " + (
+                    f"is late even at {number(one.failed_rate_per_s or 0.0)}/s, the lowest rate tried"
+                    if one.ended == "none"
+                    else f"holds {number(one.rate_per_s or 0.0)}/s, the highest rate tried"
+                )
+            what = f"searches found a rate{note}"
+        elif cell.scenario == "ramp":
+            ramps = [ramp for ramp in facts.ramps if ramp.cell == cell.name]
+            done = sum(ramp.saturated for ramp in ramps)
+            for short in [ramp for ramp in ramps if not ramp.saturated and ramp.saturation_per_s is not None][:1]:
+                note = f"; {short.label.upper()} still gained with {cell.concurrency} users: raise --ramp-users"
+            what = f"ramps reached saturation{note}"
+        else:
             continue
         planned = 2 * cell.pairs
-        good = [start for start in run.cold_starts if start.error is None and start.first_answer_ns is not None]
-        errors = [start.error for start in run.cold_starts if start.error]
-        detail = f"{len(good)} of {planned} starts came up" + (f"; first error: {errors[0]}" if errors else "")
-        checks.append(
-            make_check(
-                CheckName.COLD_STARTS_SUCCEEDED,
-                len(good) >= planned and not errors,
-                scope=cell_scope(cell.name),
-                value=len(good),
-                threshold=planned,
-                detail=detail,
-            )
-        )
-    return checks
+        yield Outcome(done >= planned, f"{done} of {planned} {what}", done, planned, cell_scope(cell.name))
 
 
-def _weights(run: StoredRun) -> Check:
-    weights = run.experiment.weights
-    if run.experiment.deployment == "compose":  # the stack chose them
-        told = dict.fromkeys(str(w) for arm in run.arms if (w := arm.in_effect.get("weights")) is not None)
-        if not told:
-            detail = "no server of the stack tells its weights"
-            return make_check(CheckName.TRAINED_WEIGHTS, None, threshold="trained", detail=detail)
-        weights = next((name for name in told if name.startswith("random")), ", ".join(told))
-    random = weights.startswith("random")
-    detail = f"weights: {weights}"
-    if random:
-        detail = f"random weights ({weights}): the speed is real, the embeddings mean nothing"
-    return make_check(CheckName.TRAINED_WEIGHTS, not random, value=weights, threshold="trained", detail=detail)
+@check(
+    title="no sample was lost",
+    severity="invalidates",
+    unknown="invalidates",
+    remedy="Check the disk and run again: a lost sample hides a slow one.",
+)
+def samples_complete(facts: Facts) -> Iterator[Outcome]:
+    for load in facts.loads:
+        problems = [block.problem for block in load.stored if block.problem]
+        detail = problems[0] if problems else f"{len(load.stored)} sample files agree with their records"
+        yield Outcome(not problems, detail, len(problems), 0, load.scope)
 
 
-def _native_backend(run: StoredRun) -> list[Check]:
-    checks = []
-    for arm in run.arms:
-        backend = str((arm.model_config or {}).get("backend", ""))
-        if backend == "python":
-            checks.append(
-                make_check(
-                    CheckName.NATIVE_BACKEND,
-                    False,
-                    value="python",
-                    threshold="onnxruntime or tensorrt",
-                    detail=f"{arm.label.upper()} is Triton {arm.server_version or ''} with its python backend: "
-                    "this says nothing about Triton's native onnxruntime and tensorrt backends",
-                )
-            )
-    return checks
+@check(
+    title="every start came up",
+    severity="invalidates",
+    unknown="invalidates",
+    remedy="Read the log of the server that did not start.",
+)
+def cold_starts_succeeded(facts: Facts) -> Iterator[Outcome]:
+    for cell in facts.run.experiment.cells:
+        if cell.scenario != "cold-start":
+            continue
+        planned, starts = 2 * cell.pairs, facts.run.cold_starts
+        good = sum(start.error is None and start.first_answer_ns is not None for start in starts)
+        errors = [start.error for start in starts if start.error]
+        detail = f"{good} of {planned} starts came up" + (f"; first error: {errors[0]}" if errors else "")
+        yield Outcome(good >= planned and not errors, detail, good, planned, cell_scope(cell.name))
 
 
-def check_comparisons(comparisons: Sequence[Comparison], margin: float) -> list[Check]:
-    """How much the pairs can tell, from each cell's leading metric."""
-    checks = []
-    for leading in leading_comparisons(comparisons):
-        scope = cell_scope(leading.scenario)
-        checks.append(
-            make_check(
-                CheckName.ENOUGH_PAIRS,
-                leading.pairs >= MIN_PAIRS,
-                scope=scope,
-                value=leading.pairs,
-                threshold=MIN_PAIRS,
-                detail=f"{leading.pairs} complete pair{'' if leading.pairs == 1 else 's'}",
-            )
-        )
-        effect = leading.minimal_detectable_effect
-        checks.append(
-            make_check(
-                CheckName.SENSITIVITY,
-                None if effect is None else effect <= margin,
-                scope=scope,
-                value=effect,
-                threshold=margin,
-                detail="the smallest difference that it can see is unknown"
-                if effect is None
-                else f"a true difference of {share(effect)} would be named in 80 % of such runs (δ is {share(margin)})",
-            )
-        )
-    return checks
-
-
-def leading_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """One a scenario: its throughput, the median latency of an open loop, the time to the first answer of a cold
-    start."""
-    return [c for c in comparisons if c.leading]
+@check(
+    title="enough pairs for an interval",
+    severity="warns",
+    unknown="warns",
+    remedy="Ask for more pairs: 2 are the least, 6 or more are useful.",
+)
+def enough_pairs(facts: Facts) -> Iterator[Outcome]:
+    for leading in leading_comparisons(facts.comparisons):
+        detail = f"{leading.pairs} complete pair{'' if leading.pairs == 1 else 's'}"
+        yield Outcome(leading.pairs >= MIN_PAIRS, detail, leading.pairs, MIN_PAIRS, cell_scope(leading.scenario))

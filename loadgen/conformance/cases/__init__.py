@@ -1,1 +1,1 @@
-"""The corpus: one module for each family of cases; `loadgen.conformance.corpus` puts them in order."""
+"""The corpus: one table of cases for each theme; `loadgen.conformance.corpus` puts them in order."""

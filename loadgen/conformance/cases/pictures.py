@@ -2,130 +2,68 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from loadgen.conformance.case import Case, Probe
+from loadgen.conformance.case import Case, Probe, Section
 from loadgen.conformance.images import claiming_jpeg, flat_jpeg, flat_png
-from loadgen.conformance.model import Body, Model
-from loadgen.conformance.probes import BAD
-from loadgen.conformance.records import MIB, Answer, Expectation, MemoryBound, NotApplicableError, Observation
+from loadgen.conformance.records import MIB, Answer, Door, MemoryBound, NotApplicableError, Observation, expect
 from loadgen.conformance.settings import WITH_IMAGES
 from loadgen.conformance.subject import Subject
 
 CLAIMED_PIXELS, CLAIMING_BYTES = 65_500, 692
 HUGE_WIDTH, HUGE_HEIGHT = 10_000, 8_000
-
-
-def is_image_model(model: Model) -> bool:
-    """Whether it takes one encoded image: a single BYTES input with one element an item."""
-    if len(model.inputs) != 1 or model.inputs[0].datatype != "BYTES":
-        return False
-    shape = model.shape(model.inputs[0], 1)
-    return int(np.prod(shape)) == 1
-
-
-def _model(subject: Subject) -> Model:
-    if subject.image_model is None:
-        raise NotApplicableError("no model takes an encoded image; name one with --image-model")
-    return subject.image_model
-
-
-def _body(model: Model, image: bytes) -> Body:
-    array = np.empty(model.shape(model.inputs[0], 1), object)
-    array[...] = image
-    return model.binary_of([array], 1)
+PICTURE = flat_jpeg(224, 224)
 
 
 def _ask(subject: Subject, image: bytes) -> Answer:
-    model = _model(subject)
-    return subject.infer(_body(model, image), model=model, deadline_s=60.0)
+    model = subject.image_model
+    if model is None:
+        raise NotApplicableError("no model takes an encoded image; name one with --image-model")
+    array = np.empty(model.shape(model.inputs[0], 1), object)
+    array.fill(image)
+    request = model.request(arrays=[array])
+    return subject.infer(request.body(), path=request.path, deadline_s=60.0)
 
 
-def _images(*images: bytes) -> Probe:
-    return lambda subject: Observation(tuple(_ask(subject, image) for image in images))
+def images(*pictures: bytes) -> Probe:
+    """Each as one request."""
+    return lambda subject, _: Observation(tuple(_ask(subject, picture) for picture in pictures))
 
 
-def _huge(subject: Subject) -> Observation:
-    _model(subject)
+def _huge(subject: Subject, _: Door) -> Observation:
     return Observation((_ask(subject, flat_jpeg(HUGE_WIDTH, HUGE_HEIGHT)),))
 
 
-def _warm(subject: Subject) -> None:
-    _ask(subject, flat_jpeg(224, 224))
-
-
-def _flipped() -> tuple[bytes, ...]:
+def _flipped(position: int) -> bytes:
     """Bits turned over in the coded blocks: some decoders notice, and must then refuse."""
-    whole = flat_jpeg(224, 224)
-    flipped = []
-    for position in (10, 30, 60):
-        data = bytearray(whole)
-        data[-position] ^= 0x55
-        flipped.append(bytes(data))
-    return tuple(flipped)
+    data = bytearray(PICTURE)
+    data[-position] ^= 0x55
+    return bytes(data)
 
 
-_DOCUMENTED = Expectation(statuses=("200", "400"), note="a documented result")
+BAD, DOCUMENTED = expect("400"), expect("200", "400", note="a documented result")
+TOO_LARGE = expect("400", note="over the pixel limit")
+CLAIMING = claiming_jpeg(CLAIMED_PIXELS, CLAIMED_PIXELS, CLAIMING_BYTES)
+TRUNCATED = (larger := flat_jpeg(448, 448))[: len(larger) * 4 // 5]
+FLIPPED = images(*(_flipped(position) for position in (10, 30, 60)))
+HERE: dict[str, Any] = {"setting": WITH_IMAGES}
+LYING = HERE | {"memory": MemoryBound(peak_bytes=16 * MIB), "destructive": True}
 
+# fmt: off
 CASES = (
-    Case(
-        number="25",
-        setting=WITH_IMAGES,
-        title=f"JPEG header claiming {CLAIMED_PIXELS}×{CLAIMED_PIXELS} in {CLAIMING_BYTES} bytes",
-        probe=_images(claiming_jpeg(CLAIMED_PIXELS, CLAIMED_PIXELS, CLAIMING_BYTES)),
-        warm_up=_warm,
-        expected=BAD,
-        memory=MemoryBound(peak_bytes=16 * MIB),
-        destructive=True,
-    ),
-    Case(
-        number="26",
-        setting=WITH_IMAGES,
-        title=f"honest JPEG of {HUGE_WIDTH * HUGE_HEIGHT // 1_000_000} megapixels",
-        probe=_huge,
-        expected=Expectation(statuses=("400",), note="over the pixel limit"),
-        destructive=True,
-    ),
-    Case(
-        number="27a",
-        setting=WITH_IMAGES,
-        title="JPEG truncated at 80 %",
-        probe=lambda subject: _images((whole := flat_jpeg(448, 448))[: len(whole) * 4 // 5])(subject),
-        expected=BAD,
-    ),
-    Case(
-        number="27b",
-        setting=WITH_IMAGES,
-        title="JPEG with flipped bits",
-        probe=_images(*_flipped()),
-        expected=_DOCUMENTED,
-    ),
-    Case(
-        number="27c",
-        setting=WITH_IMAGES,
-        title="no image at all; empty",
-        probe=_images(b"not a picture", b""),
-        expected=BAD,
-    ),
-    Case(
-        number="27d",
-        setting=WITH_IMAGES,
-        title="a PNG named .jpg",
-        probe=_images(flat_png(64, 64)),
-        expected=_DOCUMENTED,
-    ),
-    Case(
-        number="27e",
-        setting=WITH_IMAGES,
-        title="CMYK JPEG",
-        probe=_images(flat_jpeg(224, 224, 4)),
-        expected=_DOCUMENTED,
-    ),
-    Case(
-        number="27f",
-        setting=WITH_IMAGES,
-        title="grey JPEG",
-        probe=_images(flat_jpeg(224, 224, 1)),
-        expected=Expectation(statuses=("200",)),
-    ),
+    Case("25", f"JPEG header claiming {CLAIMED_PIXELS}×{CLAIMED_PIXELS} in {CLAIMING_BYTES} bytes",
+         images(CLAIMING), BAD, warm_up=lambda subject: _ask(subject, PICTURE), **LYING),
+    Case("26", f"honest JPEG of {HUGE_WIDTH * HUGE_HEIGHT // 1_000_000} megapixels", _huge, TOO_LARGE,
+         destructive=True, **HERE),
+    Case("27a", "JPEG truncated at 80 %", images(TRUNCATED), BAD, **HERE),
+    Case("27b", "JPEG with flipped bits", FLIPPED, DOCUMENTED, **HERE),
+    Case("27c", "no image at all; empty", images(b"not a picture", b""), BAD, **HERE),
+    Case("27d", "a PNG named .jpg", images(flat_png(64, 64)), DOCUMENTED, **HERE),
+    Case("27e", "CMYK JPEG", images(flat_jpeg(224, 224, 4)), DOCUMENTED, **HERE),
+    Case("27f", "grey JPEG", images(flat_jpeg(224, 224, 1)), expect("200"), **HERE),
 )
+# fmt: on
+
+SECTIONS = (Section("Pictures", "A decoder limits what it decodes before it takes memory for it.", CASES),)

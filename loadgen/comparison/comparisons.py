@@ -1,0 +1,295 @@
+"""Compares the arms: one ratio, interval and verdict for each metric of each scenario.
+
+Verdict of a comparison, in this order:
+- invalid: a check that covers it failed;
+- undecided: no interval can be computed;
+- equivalent: the 95 % interval lies inside [1/(1+δ), 1+δ] (two one-sided tests at 2.5 %);
+- a_faster, b_faster: the interval excludes 1 and Holm's adjusted p over all comparisons of the run is below 5 %;
+- undecided: everything else, and what lies within the machine's noise floor (`loadgen.analysis.noise_floor`).
+
+Which interval: Student's t over the pairs; over the restarts where there are several; with `--until decided` one that
+may be looked at after every pair (`loadgen.statistics.anytime`). High percentiles are taken from the samples of all
+pairs together (`loadgen.statistics.tails`). All of them allow for pairs that resemble the next ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from loadgen.comparison.pairs import Latencies, PairedMetric, leading_metric, pair_metrics
+from loadgen.comparison.summaries import BlockSummary
+from loadgen.records.run import ColdStart, Experiment, Record
+from loadgen.statistics.anytime import estimate_anytime
+from loadgen.statistics.ratios import (
+    SIGNIFICANCE,
+    RatioEstimate,
+    adjust_holm,
+    between_restarts,
+    detectable_effect,
+    estimate_ratio,
+    estimate_restarts,
+    geometric_mean,
+    lag_one,
+    widening,
+)
+from loadgen.statistics.tails import Tail, estimate_tail_ratio
+from loadgen.studies.rate_search.records import RampFound, RateFound
+
+Outcome = Literal["a_faster", "b_faster", "equivalent", "undecided", "invalid"]
+Method = Literal[
+    "t over pairs", "t over restarts", "anytime-valid over pairs", "order statistics", "anytime-valid order statistics"
+]
+MIN_PAIRS = 2
+CORRELATION_ALLOWANCE = 0.7
+"""Standard errors (1/√n) by which the run's mean correlation of successive pairs may be too low: by simulation the
+least with which at most 6 % of identical arms get a winner from 6 rounds that resemble each other by 0.5."""
+LEAST_ALONE = 16
+"""Pairs from which a comparison's own correlation counts beside the run's: that of few is noise."""
+LEADING_SHARE = 0.8
+"""Of the 5 % for false winners, where the leading comparisons decide when to stop: the others have what is left."""
+
+
+class Comparison(Record, frozen=True, kw_only=True):
+    """One metric in one scenario. `a` and `b` are geometric means over the pairs, in `unit`, so that their ratio is
+    the ratio; None where the metric could not be had, with the reason."""
+
+    scenario: str
+    metric: str
+    unit: str
+    higher_is_better: bool
+    a: float | None
+    b: float | None
+    ratio_b_over_a: float | None
+    ci95: tuple[float, float] | None
+    verdict: Outcome
+    pairs: int
+    minimal_detectable_effect: float | None
+    """Smallest true difference that a run of this plan calls with 80 % power, as a share: 0.03 is 3 %. None where
+    the number of pairs was not planned."""
+    p_value: float | None
+    p_adjusted: float | None
+    """After Holm, over all comparisons of the run."""
+    p_equivalence: float | None
+    """Of two one-sided tests against ±δ; not adjusted."""
+    ratios: tuple[float, ...]
+    """One a pair, in the order in which they ran."""
+    reason: str | None
+    """Why there is no ratio, no interval, or no verdict."""
+    leading: bool = False
+    """Whether it stands for its scenario in the verdict, and decides when to stop."""
+    method: Method = "t over pairs"
+    """What the interval is made of."""
+    restarts: int = 1
+    """Starts of the servers that the pairs come from."""
+    restart_effect: float | None = None
+    """Spread of what a restart adds to the ratio, as a share: 0.01 is 1 %. None with one restart."""
+    error_log: float | None = None
+    """Standard error of the log ratio, as wide as the interval."""
+    degrees: float = 0.0
+    """Degrees of freedom of that error."""
+    correlation: float = 0.0
+    """Of each pair with the next, as far as the interval allows for it; 0 for none."""
+    a_ci95: tuple[float, float] | None = None
+    """95 % interval of `a` by itself, where the metric is a percentile of all rounds together."""
+    b_ci95: tuple[float, float] | None = None
+    """95 % interval of `b` by itself, where the metric is a percentile of all rounds together."""
+    noise_floor: float | None = None
+    """Difference that identical arms show on this machine, as a share; None where it is not known."""
+
+
+def compare_all(
+    experiment: Experiment,
+    blocks: Sequence[BlockSummary],
+    cold_starts: Sequence[ColdStart],
+    found: Sequence[RateFound | RampFound] = (),
+    latencies: Latencies | None = None,
+) -> tuple[Comparison, ...]:
+    """Every comparison that the experiment asked for, none of them invalid yet; see `invalidate`. `found` is what
+    searches and ramps came to, `latencies` what high percentiles are taken from."""
+    paired = pair_metrics(experiment.cells, blocks, cold_starts, found, latencies)
+    shared, allowance = shared_correlation(paired)
+    estimates = [estimate_pairs(one, experiment, shared) for one in paired]
+    adjusted = _adjust(paired, [estimate for _, estimate, _ in estimates], experiment)
+    family = sum(1 for _, estimate, _ in estimates if estimate.p_value is not None)
+    return tuple(
+        _comparison(one, method, estimate, values, p_adjusted, family, experiment.equivalence_margin, allowance)
+        for one, (method, estimate, values), p_adjusted in zip(paired, estimates, adjusted, strict=True)
+    )
+
+
+def shared_correlation(paired: Sequence[PairedMetric]) -> tuple[float, float]:
+    """How much a pair resembles the next one over all scenarios of the run, with an allowance for what so few pairs can
+    hide, and that allowance. A single series of ten pairs tells little of it, and what makes an arm drift acts on every
+    scenario."""
+    found = [(_own_correlation(one), len(one.pairs)) for one in paired if one.leads]
+    known = [(value, pairs) for value, pairs in found if value is not None]
+    if not known:
+        return 0.0, 0.0
+    allowance = CORRELATION_ALLOWANCE / math.sqrt(sum(pairs for _, pairs in known))
+    return math.fsum(value for value, _ in known) / len(known) + allowance, allowance
+
+
+def _own_correlation(paired: PairedMetric) -> float | None:
+    """None for cold starts, searches and restarts, each of which begins anew."""
+    if not paired.cell.has_blocks or len(paired.by_restart()) > 1:
+        return None
+    return lag_one([pair.ratio for pair in paired.pairs])
+
+
+def estimate_pairs(
+    paired: PairedMetric, experiment: Experiment, shared: float = 0.0
+) -> tuple[Method, RatioEstimate, tuple[Tail, Tail] | None]:
+    """How the interval is made, the estimate, and what A and B measured. `shared` is the correlation that the run's
+    scenarios have in common: the larger of it and the own one counts.
+
+    Each cold start is a restart of its own, so there pairs and restarts are the same. What has no blocks has as many
+    pairs as planned, also where blocks go on until decided."""
+    margin, ratios = experiment.equivalence_margin, [pair.ratio for pair in paired.pairs]
+    open_ended = experiment.until_decided and paired.cell.has_blocks
+    groups = paired.by_restart()
+    middles = _middle([pair.a for pair in paired.pairs], groups), _middle([pair.b for pair in paired.pairs], groups)
+    values = None if middles[0] is None or middles[1] is None else (Tail(middles[0], None), Tail(middles[1], None))
+    own = _own_correlation(paired)
+    alone = own if own is not None and len(ratios) >= LEAST_ALONE else 0.0
+    correlation = 0.0 if own is None and not paired.rounds else max(shared, alone, 0.0)
+    if paired.rounds and paired.metric.quantile is not None:
+        restarted = len({one.unit for one in paired.rounds}) < len(paired.rounds)
+        tail, values = estimate_tail_ratio(
+            paired.rounds, paired.metric.quantile, margin, 0.0 if restarted else correlation, looks=open_ended
+        )
+        return ("anytime-valid order statistics" if open_ended else "order statistics"), tail, values
+    if paired.cell.scenario == "cold-start":
+        return "t over pairs", estimate_ratio(ratios, margin), values
+    if open_ended:
+        return "anytime-valid over pairs", estimate_anytime(ratios, margin, correlation), values
+    method: Method = "t over restarts" if len(groups) > 1 else "t over pairs"
+    return method, estimate_restarts(groups, margin, correlation), values
+
+
+def _adjust(
+    paired: Sequence[PairedMetric], estimates: Sequence[RatioEstimate], experiment: Experiment
+) -> list[float | None]:
+    """Holm over the run. Where one looks after every pair, the family is what was planned and not what has an interval
+    so far, or the thresholds of an early look would be too easy."""
+    p_values = [estimate.p_value for estimate in estimates]
+    if not experiment.until_decided:
+        return adjust_holm(p_values)
+    leading = [one.metric == leading_metric(one.cell) for one in paired]
+    others = len(leading) - sum(leading)
+    weights = [LEADING_SHARE / sum(leading) if leads else (1.0 - LEADING_SHARE) / others for leads in leading]
+    adjusted = adjust_holm([1.0 if p is None else p for p in p_values], weights)
+    return [None if p is None else a for p, a in zip(p_values, adjusted, strict=True)]
+
+
+def _comparison(
+    paired: PairedMetric,
+    method: Method,
+    estimate: RatioEstimate,
+    values: tuple[Tail, Tail] | None,
+    p_adjusted: float | None,
+    family: int,
+    margin: float,
+    allowance: float,
+) -> Comparison:
+    metric, pairs = paired.metric, paired.pairs
+    verdict = judge(estimate.ci95, p_adjusted, margin, metric.higher_is_better)
+    if _own_correlation(paired) is None:
+        allowance = 0.0
+    sensitivity = None if method.startswith("anytime") else _sensitivity(estimate, family, allowance)
+    reason = paired.reason or estimate.reason
+    if verdict == "undecided" and reason is None:
+        reason = _too_little(estimate.ci95)
+    groups = paired.by_restart()
+    added = between_restarts(groups) if method == "t over restarts" else None
+    return Comparison(
+        scenario=paired.cell.name,
+        metric=metric.name,
+        unit=metric.unit,
+        higher_is_better=metric.higher_is_better,
+        a=None if values is None else values[0].value,
+        b=None if values is None else values[1].value,
+        a_ci95=None if values is None else values[0].ci95,
+        b_ci95=None if values is None else values[1].ci95,
+        ratio_b_over_a=estimate.ratio,
+        ci95=estimate.ci95,
+        verdict=verdict,
+        pairs=estimate.pairs,
+        minimal_detectable_effect=sensitivity,
+        p_value=estimate.p_value,
+        p_adjusted=p_adjusted,
+        p_equivalence=estimate.p_equivalence,
+        ratios=tuple(pair.ratio for pair in pairs),
+        reason=reason,
+        leading=paired.leads,
+        method=method,
+        restarts=len(groups) or 1,
+        error_log=estimate.error_log,
+        degrees=estimate.degrees,
+        correlation=estimate.correlation,
+        restart_effect=None if added is None else math.expm1(added),
+    )
+
+
+def _sensitivity(estimate: RatioEstimate, family: int, allowance: float) -> float | None:
+    """What another run of this plan would find. It estimates the correlation anew, and one that comes out larger costs
+    more power than a smaller one gains: so the allowance counts once more."""
+    if estimate.error_log is None:
+        return None
+    before, degrees = widening(estimate.units, estimate.correlation)[0], estimate.degrees
+    after = before
+    if allowance:
+        after, degrees = widening(estimate.units, estimate.correlation + allowance)
+    return detectable_effect(estimate.error_log * math.sqrt(after / before), degrees, family)
+
+
+def _too_little(ci95: tuple[float, float] | None) -> str:
+    """Why an interval decides nothing."""
+    if ci95 is not None and not ci95[0] <= 1.0 <= ci95[1]:
+        return "the interval excludes 1, but among so many comparisons that is not enough to name a winner"
+    return "the interval is too wide to name a winner or to call the arms equivalent"
+
+
+def _middle(values: Sequence[float], groups: Sequence[Sequence[float]]) -> float | None:
+    """Geometric mean of the restarts' geometric means, as the ratio is; None without a value."""
+    if not values:
+        return None
+    means, start = [], 0
+    for group in groups:
+        means.append(geometric_mean(values[start : start + len(group)]))
+        start += len(group)
+    return geometric_mean(means)
+
+
+def judge(ci95: tuple[float, float] | None, p_adjusted: float | None, margin: float, higher_is_better: bool) -> Outcome:
+    """The rule in this module's text, without the checks."""
+    if ci95 is None or p_adjusted is None:
+        return "undecided"
+    low, high = ci95
+    if 1.0 / (1.0 + margin) <= low and high <= 1.0 + margin:
+        return "equivalent"
+    if p_adjusted >= SIGNIFICANCE or low <= 1.0 <= high:
+        return "undecided"
+    return "b_faster" if (low > 1.0) == higher_is_better else "a_faster"
+
+
+def invalidate(comparisons: Sequence[Comparison], why_invalid: Callable[[str], str | None]) -> tuple[Comparison, ...]:
+    """Mark as invalid whatever a failed check covers. `why_invalid` gives a scenario's reason, None where all is well.
+
+    Figures stay: they are what was measured, and what it cannot carry is a verdict.
+    """
+    return tuple(
+        msgspec.structs.replace(comparison, verdict="invalid", reason=why)
+        if (why := why_invalid(comparison.scenario))
+        else comparison
+        for comparison in comparisons
+    )
+
+
+def leading_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """One a scenario: its throughput, the median latency of an open loop, the time to the first answer of a cold
+    start."""
+    return [c for c in comparisons if c.leading]

@@ -1,0 +1,237 @@
+"""What one block measured: a closed loop at full load, an open loop at the rate that was asked for.
+
+Closed loop: a block stores the requests that its users began before the block had enough (`loadgen.generator.window`);
+the load stays full until all of them are answered. Of these, each user's requests count that began after every user had
+its first answer: the first ones meet an empty queue and a new connection.
+
+With N users that are always waiting for an answer, throughput is N over the mean time from one request to the next
+(Little's law; Denning and Buzen, Computing Surveys 10, 1978, "response time law" with no think time):
+
+    throughput = N · items of the counted requests / summed time of the users' counted requests
+
+No window cuts a request in two. A user's counted requests end with the first one that begins too late, which is decided
+before its duration is known; so the expected time of the counted requests is their expected number times the mean
+(Wald's equation), whatever the variance. The ratio of the two sums is off by about CV²/requests, where throughput in a
+window that ends with the first user to retire is off by CV²/2 · users/requests. `tests/truth` shows both.
+
+Open loop: the rate of the answers is (answers − 1) / (last − first answer). At a rate that the arm sustains it is the
+rate of the arrivals, beyond it the arm's capacity, and neither depends on how long a single request takes.
+
+A request leaves late for one of two reasons. All connections were busy: then it waited for the server, and its latency,
+which counts from when it was due, rightly includes that. Or the generator was late by itself: then the latency is
+partly the generator's, and a run with much of it is client-limited. The moment at which a connection was free for it,
+had the generator lost no time, separates the two; see `split_lag_ms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapreplace
+
+import numpy as np
+import numpy.typing as npt
+
+from loadgen.quantities import number
+from loadgen.records.run import Record
+from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencies_ms
+from loadgen.statistics.percentiles import percentile
+
+FIRST_SHARE = 0.2
+"""Of a block's counted requests: those compared with the rest where slow first requests are looked for."""
+FIRST_LEAST = 5
+
+
+def counted(samples: Samples) -> Samples:
+    """Those of full load: begun after every user had its first answer. All where that leaves nothing, as in a block of
+    one request per user."""
+    if len(samples) == 0:
+        return samples
+    users, places = np.unique(samples["user"], return_inverse=True)
+    first = np.full(len(users), np.iinfo(np.int64).max)
+    np.minimum.at(first, places, samples["end_ns"])
+    steady = samples[samples["intended_ns"] >= first.max()]
+    return steady if len(steady) else samples
+
+
+def measured_answers(samples: Samples, *, is_open: bool) -> Samples:
+    """The good answers whose latencies count: of a closed loop those of full load."""
+    return good(samples if is_open else counted(samples))
+
+
+def throughput_per_s(samples: Samples) -> float | None:
+    """Items per second at full load, from good answers; None without one. `samples` are a whole block's: a request that
+    failed takes its time and brings no items."""
+    steady = counted(samples)
+    if len(steady) == 0:
+        return None
+    _, places = np.unique(steady["user"], return_inverse=True)
+    began = np.full(int(places.max()) + 1, np.iinfo(np.int64).max)
+    ended = np.zeros(len(began), dtype=np.int64)
+    np.minimum.at(began, places, steady["intended_ns"])
+    np.maximum.at(ended, places, steady["end_ns"])
+    seconds = float(np.sum(ended - began)) / NS_PER_S
+    items = float(good(steady)["batch"].sum())
+    return len(np.unique(samples["user"])) * items / seconds if seconds > 0.0 and items > 0.0 else None
+
+
+def full_load_share(samples: Samples) -> float | None:
+    """The share of the users' time, from the block's start to its last counted answer, that the figures come from."""
+    steady = counted(samples)
+    if len(steady) == 0:
+        return None
+    whole = int(samples["end_ns"].max()) - int(samples["intended_ns"].min())
+    own = float(np.sum(steady["end_ns"] - steady["intended_ns"])) / len(np.unique(samples["user"]))
+    return min(1.0, own / whole) if whole > 0 else None
+
+
+def slow_start(samples: Samples) -> float | None:
+    """How much of a block's counted time its first requests lost against the others: (mean latency of the first fifth −
+    mean of the rest) · the fifth, over the whole. It is the error that missing warm-up puts into the throughput, one
+    number per block: requests that are under way together are slow together. None with fewer than 20 good answers.
+    """
+    answered = np.sort(good(counted(samples)), order="intended_ns")
+    first = max(int(FIRST_SHARE * len(answered)), FIRST_LEAST)
+    if len(answered) < 4 * FIRST_LEAST:
+        return None
+    latency = latencies_ms(answered)
+    return float(first * (np.mean(latency[:first]) - np.mean(latency[first:])) / np.sum(latency))
+
+
+LEAST_BACKLOG_SHARE = 0.05
+"""Of the offered requests, at the end of the schedule: less than this is a queue, not a rate that is too high."""
+_GROWTH = ((0.5, 0.25), (0.75, 0.5))
+"""At each of these shares of the schedule, the least share of the final backlog for a backlog that grew all along."""
+_LEAST_GROWTH = 1.5
+"""Of the backlog from the middle of the schedule to its end: 2 where the rate is too high, 1 where it is not."""
+
+
+class OpenLoop(Record, frozen=True, kw_only=True):
+    """One block, or all complete blocks of an arm in a cell; then lags are those of the worst block."""
+
+    offered: int
+    """Requests that fell due."""
+    offered_per_s: float
+    """As the schedule had it."""
+    unsent: int
+    """Those that could not be sent even some time after the last was due."""
+    answered_in_window: int
+    """Good answers until the last request was due."""
+    answered_share: float
+    """Of those offered. A little below 1 at best: the last requests are still under way."""
+    achieved_per_s: float | None
+    """Good answers a second."""
+    saturation: str | None
+    """"saturated at this rate: …" where the arm did not sustain it, else None."""
+    generator_lag_p99_ms: float | None
+    """Send lag that was the generator's own."""
+    generator_lag_max_ms: float | None
+    connection_wait_p99_ms: float | None
+    """Send lag because all connections were busy."""
+    connection_wait_max_ms: float | None
+
+
+def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connections: int) -> OpenLoop:
+    """One block from its samples, of which there is at least one, from its schedule and its most connections."""
+    start_ns = int(samples["intended_ns"].min())
+    answered = good(samples)
+    ends_ns = answered["end_ns"]
+    last_due_ns = start_ns + due_span_ns
+    achieved = None
+    if len(answered) > 1 and int(ends_ns.max()) > int(ends_ns.min()):
+        achieved = (len(answered) - 1) * NS_PER_S / (int(ends_ns.max()) - int(ends_ns.min()))
+    own_ms, waits_ms = split_lag_ms(samples, connections)
+    in_window = int((ends_ns <= last_due_ns).sum())
+    unsent = max(offered - len(samples), 0)
+    offered_per_s = (offered - 1) * NS_PER_S / max(due_span_ns, 1)
+    return OpenLoop(
+        offered=offered,
+        offered_per_s=offered_per_s,
+        unsent=unsent,
+        answered_in_window=in_window,
+        answered_share=in_window / offered,
+        achieved_per_s=achieved,
+        saturation=_saturation(in_window, offered, achieved, offered_per_s)
+        if unsent or backlog_grew(samples, offered, due_span_ns)
+        else None,
+        generator_lag_p99_ms=percentile(own_ms, 0.99),
+        generator_lag_max_ms=float(own_ms.max()),
+        connection_wait_p99_ms=percentile(waits_ms, 0.99),
+        connection_wait_max_ms=float(waits_ms.max()),
+    )
+
+
+def split_lag_ms(samples: Samples, connections: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Of each sample, in the order in which they were due, how much of its send lag was the generator's, and how much
+    the wait for a connection.
+
+    Requests are played through once more, first come first served: each takes the connection that is free first, and
+    gives it back when it was really answered. It could have left when it was due and had one; what it left later than
+    that is the generator's. Whichever connection a request really went over does not matter: a generator that was
+    held up hands an overdue request to one that has just become free, though others were idle.
+    """
+    ordered = samples[np.argsort(samples["intended_ns"], kind="stable")]
+    free_ns = [int(np.iinfo(np.int64).min)] * connections
+    waits_ns = np.zeros(len(ordered), dtype=np.int64)
+    for place, (due_ns, end_ns) in enumerate(
+        zip(ordered["intended_ns"].tolist(), ordered["end_ns"].tolist(), strict=True)
+    ):
+        waits_ns[place] = max(heapreplace(free_ns, end_ns) - due_ns, 0)
+    lags_ns = ordered["send_ns"] - ordered["intended_ns"]
+    waits_ns = np.minimum(waits_ns, lags_ns)
+    return (
+        np.asarray((lags_ns - waits_ns) / NS_PER_MS, dtype=np.float64),
+        np.asarray(waits_ns / NS_PER_MS, dtype=np.float64),
+    )
+
+
+def backlog_grew(samples: Samples, offered: int, due_span_ns: int) -> bool:
+    """Whether requests under way and waiting became more and more until the schedule's end.
+
+    At a rate beyond an arm's capacity they grow linearly; at one below it they hover about rate × latency (Little's
+    law). A stall near the end raises the last count alone, so counts on the way must have grown too.
+    """
+    start_ns = int(samples["intended_ns"].min())
+
+    def backlog(share: float) -> int:
+        moment_ns = start_ns + int(share * due_span_ns)
+        due, ended = int((samples["intended_ns"] <= moment_ns).sum()), int((samples["end_ns"] <= moment_ns).sum())
+        return due - ended
+
+    last = backlog(1.0) + max(offered - len(samples), 0)
+    if last < max(2.0, LEAST_BACKLOG_SHARE * offered) or last < _LEAST_GROWTH * backlog(0.5):
+        return False
+    return all(backlog(share) >= least * last for share, least in _GROWTH)
+
+
+def pool_open_loops(parts: Sequence[OpenLoop]) -> OpenLoop | None:
+    """All blocks of an arm together; None where there is none."""
+    if not parts:
+        return None
+    offered, in_window = sum(part.offered for part in parts), sum(part.answered_in_window for part in parts)
+    rates = [part.achieved_per_s for part in parts if part.achieved_per_s is not None]
+    offered_per_s = float(np.mean([part.offered_per_s for part in parts]))
+    achieved = float(np.mean(rates)) if rates else None
+    return OpenLoop(
+        offered=offered,
+        offered_per_s=offered_per_s,
+        unsent=sum(part.unsent for part in parts),
+        answered_in_window=in_window,
+        answered_share=in_window / offered,
+        achieved_per_s=achieved,
+        saturation=_saturation(in_window, offered, achieved, offered_per_s)
+        if any(part.saturation for part in parts)
+        else None,
+        generator_lag_p99_ms=_worst([part.generator_lag_p99_ms for part in parts]),
+        generator_lag_max_ms=_worst([part.generator_lag_max_ms for part in parts]),
+        connection_wait_p99_ms=_worst([part.connection_wait_p99_ms for part in parts]),
+        connection_wait_max_ms=_worst([part.connection_wait_max_ms for part in parts]),
+    )
+
+
+def _saturation(answered: int, offered: int, achieved_per_s: float | None, offered_per_s: float) -> str:
+    rate = "" if achieved_per_s is None else f", {number(achieved_per_s)}/s of {number(offered_per_s)}/s"
+    return f"saturated at this rate: answered {answered:,} of {offered:,} in time{rate}"
+
+
+def _worst(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)

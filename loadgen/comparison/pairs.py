@@ -1,0 +1,234 @@
+"""The metrics of a cell and their values side by side: one of each arm from every complete pair of blocks or starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from loadgen.comparison.summaries import BlockSummary, measured_samples
+from loadgen.experiment.arrivals import arrival_count
+from loadgen.records.run import Cell, ColdStart, Label, Record
+from loadgen.records.samples import NS_PER_S, latencies_ms
+from loadgen.statistics.percentiles import samples_needed
+from loadgen.statistics.tails import Round, Values
+from loadgen.storage.stored_run import StoredBlock
+from loadgen.studies.rate_search.records import RampFound, RateFound
+
+
+class Metric(Record, frozen=True, kw_only=True):
+    """One measured quantity, and which direction is better."""
+
+    name: str
+    title: str
+    unit: str
+    higher_is_better: bool
+    quantile: float | None = None
+    """Of the latency, where the metric is one."""
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether it is a percentile that a block alone says little of, so that it is taken from all of them."""
+        return self.quantile is not None and self.quantile > 0.5
+
+
+THROUGHPUT = Metric(name="throughput", title="throughput", unit="images/s", higher_is_better=True)
+ACHIEVED_RATE = Metric(name="achieved_rate", title="achieved rate", unit="images/s", higher_is_better=True)
+"""Of an open loop: below the rate asked for where an arm does not sustain it."""
+LATENCIES = tuple(
+    Metric(
+        name=f"latency_p{percent}",
+        title=f"p{percent} latency",
+        unit="ms",
+        higher_is_better=False,
+        quantile=percent / 100,
+    )
+    for percent in (50, 90, 99)
+)
+TIME_TO_READY = Metric(name="time_to_ready", title="time to ready", unit="s", higher_is_better=False)
+TIME_TO_FIRST_ANSWER = Metric(
+    name="time_to_first_answer", title="time to first answer", unit="s", higher_is_better=False
+)
+SLO_RATE = Metric(name="slo_rate", title="rate within the bound", unit="requests/s", higher_is_better=True)
+"""The highest Poisson rate whose p99 holds the cell's bound."""
+SATURATION = Metric(name="saturation", title="throughput at saturation", unit="images/s", higher_is_better=True)
+"""The best of a ramp, where more users bring no more."""
+METRICS = {
+    m.name: m
+    for m in (THROUGHPUT, ACHIEVED_RATE, *LATENCIES, TIME_TO_READY, TIME_TO_FIRST_ANSWER, SLO_RATE, SATURATION)
+}
+
+
+def metrics_of(cell: Cell) -> tuple[Metric, ...]:
+    """What is compared in a cell, in the order of the report. An open loop asks for the same throughput of both arms,
+    so there latencies tell them apart, and the achieved rate where one does not keep up."""
+    if cell.scenario == "cold-start":
+        return (TIME_TO_READY, TIME_TO_FIRST_ANSWER)
+    if cell.scenario in ("slo", "ramp"):
+        return (SLO_RATE if cell.scenario == "slo" else SATURATION,)
+    return (ACHIEVED_RATE, *LATENCIES) if cell.is_open else (THROUGHPUT, *LATENCIES)
+
+
+def leading_metric(cell: Cell) -> Metric:
+    """The one that stands for the cell in the verdict, and that decides when to stop. In an open loop it is the
+    highest percentile that the planned pairs have requests for: an open loop is there to show the tail."""
+    if cell.scenario == "cold-start":
+        return TIME_TO_FIRST_ANSWER
+    if cell.scenario in ("slo", "ramp"):
+        return SLO_RATE if cell.scenario == "slo" else SATURATION
+    if not cell.is_open or cell.rate_per_s is None:
+        return THROUGHPUT
+    requests = cell.pairs * arrival_count(cell.rate_per_s, cell.requests, cell.seconds, cell.max_seconds)
+    supported = [m for m in LATENCIES if m.quantile is not None and samples_needed(m.quantile) <= requests]
+    return supported[-1] if supported else LATENCIES[0]
+
+
+T = TypeVar("T")
+Latencies = Mapping[int, Values]
+"""Of the measured good answers of each block, in ms, by the block's index."""
+
+
+def latencies_of(blocks: Sequence[StoredBlock]) -> Latencies:
+    """What the comparison of high percentiles is made of."""
+    return {block.record.index: latencies_ms(measured_samples(block)) for block in blocks}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What both arms measured side by side, and during which start of the servers."""
+
+    a: float
+    b: float
+    restart: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """B over A."""
+        return self.b / self.a
+
+
+@dataclass(frozen=True, slots=True)
+class PairedMetric:
+    """One comparison's data; without pairs `reason` may say why."""
+
+    cell: Cell
+    metric: Metric
+    pairs: tuple[Pair, ...]
+    reason: str | None = None
+    rounds: tuple[Round, ...] = ()
+    """Of a high percentile, which is taken from the samples of all pairs together; `pairs` are then for looking at."""
+    saturated: bool = False
+    """Whether an arm did not sustain the rate of an open loop, so that the achieved rate is what tells them apart."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether it stands for its cell."""
+        return self.metric == (ACHIEVED_RATE if self.saturated else leading_metric(self.cell))
+
+    def by_restart(self) -> list[list[float]]:
+        """Ratios, one list for each start of the servers."""
+        groups: dict[int, list[float]] = {}
+        for pair in self.pairs:
+            groups.setdefault(pair.restart, []).append(pair.ratio)
+        return list(groups.values())
+
+
+def side_by_side(values: Mapping[tuple[int, Label], T]) -> list[tuple[int, T, T]]:
+    """Number and both arms' values, A's first, of every number that both arms have, in order."""
+    numbers = sorted({number for number, _ in values})
+    return [(n, values[n, "a"], values[n, "b"]) for n in numbers if {(n, "a"), (n, "b")} <= values.keys()]
+
+
+def pair_metrics(
+    cells: Sequence[Cell],
+    blocks: Sequence[BlockSummary],
+    cold_starts: Sequence[ColdStart],
+    found: Sequence[RateFound | RampFound] = (),
+    latencies: Latencies | None = None,
+) -> list[PairedMetric]:
+    """Every metric of every cell, in the order of the report. `found` is what searches and ramps came to. Without
+    `latencies` high percentiles have no data."""
+
+    def pairs(cell: Cell, metric: Metric) -> PairedMetric:
+        if cell.scenario == "cold-start":
+            return _start_pairs(cell, metric, cold_starts)
+        if cell.has_blocks:
+            return _block_pairs(cell, metric, blocks, latencies or {})
+        return _search_pairs(cell, metric, found)
+
+    return [pairs(cell, metric) for cell in cells for metric in metrics_of(cell)]
+
+
+def _search_pairs(cell: Cell, metric: Metric, found: Sequence[RateFound | RampFound]) -> PairedMetric:
+    """One a pair of searches or ramps that both came to a value."""
+    values = {
+        (one.pair, one.label): (value, one.restart)
+        for one in found
+        if one.cell == cell.name and (value := one.rate_per_s if isinstance(one, RateFound) else one.saturation_per_s)
+    }
+    return PairedMetric(cell, metric, tuple(Pair(a, b, restart) for _, (a, restart), (b, _) in side_by_side(values)))
+
+
+def _block_pairs(cell: Cell, metric: Metric, blocks: Sequence[BlockSummary], latencies: Latencies) -> PairedMetric:
+    """With the reason where the samples do not suffice."""
+    usable = {(block.pair, block.label): block for block in blocks if block.cell == cell.name and block.complete}
+    couples = [(a, b) for _, a, b in side_by_side(usable)]
+    saturated = next(
+        (block for couple in couples for block in couple if block.open_loop and block.open_loop.saturation), None
+    )
+    if metric.quantile is not None and saturated is not None and saturated.open_loop is not None:
+        # Requests that were not answered in time are in no percentile, or in one that grows with the block's length.
+        reason = f"{saturated.label.upper()} was {saturated.open_loop.saturation}"
+        return PairedMetric(cell, metric, (), reason, saturated=True)
+    if metric.quantile is not None:
+        needed = samples_needed(metric.quantile)
+        if metric.is_tail or any(min(a.latency.samples, b.latency.samples) < needed for a, b in couples):
+            return _tail(cell, metric, metric.quantile, couples, latencies)
+    values = [(_value(a, metric), _value(b, metric), a.restart) for a, b in couples]
+    pairs = tuple(Pair(a, b, restart) for a, b, restart in values if a is not None and b is not None)
+    if len(pairs) < len(values):
+        return PairedMetric(cell, metric, (), "a block has no good answer to measure")
+    return PairedMetric(cell, metric, pairs, saturated=saturated is not None)
+
+
+def _tail(
+    cell: Cell,
+    metric: Metric,
+    quantile: float,
+    couples: Sequence[tuple[BlockSummary, BlockSummary]],
+    latencies: Latencies,
+) -> PairedMetric:
+    """Independent are the starts of the servers where there are several, else the rounds."""
+    several = len({a.restart for a, _ in couples}) > 1
+    none = np.empty(0)
+    rounds = tuple(
+        Round(latencies.get(a.index, none), latencies.get(b.index, none), a.restart if several else a.pair)
+        for a, b in couples
+    )
+    needed = samples_needed(quantile)
+    fewest = min(sum(len(one.a) for one in rounds), sum(len(one.b) for one in rounds))
+    if rounds and fewest < needed:
+        return PairedMetric(cell, metric, (), f"{metric.title} needs {needed} samples of each arm, one has {fewest}")
+    values = [(_value(a, metric), _value(b, metric), a.restart) for a, b in couples]
+    pairs = tuple(Pair(a, b, restart) for a, b, restart in values if a is not None and b is not None)
+    return PairedMetric(cell, metric, pairs if len(pairs) == len(values) else (), rounds=rounds)
+
+
+def _value(block: BlockSummary, metric: Metric) -> float | None:
+    if metric.quantile is None:
+        return block.throughput_per_s
+    value: float | None = getattr(block.latency, f"{metric.name.removeprefix('latency_')}_ms")
+    return value
+
+
+def _start_pairs(cell: Cell, metric: Metric, starts: Sequence[ColdStart]) -> PairedMetric:
+    """Seconds from process start in each repetition in which both arms got there."""
+    reached: dict[tuple[int, Label], float] = {}
+    for start in starts:
+        elapsed_ns = start.ready_ns if metric == TIME_TO_READY else start.first_answer_ns
+        if start.error is None and elapsed_ns:
+            reached[start.repetition, start.label] = elapsed_ns / NS_PER_S
+    pairs = [Pair(a, b, repetition) for repetition, a, b in side_by_side(reached)]
+    return PairedMetric(cell, metric, tuple(pairs))

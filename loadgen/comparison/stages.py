@@ -1,0 +1,210 @@
+"""One account of time for both arms: where a request's time went, in the same stages, with what is left over.
+
+    client total = send_delay + receive + decode + queue + compute_input + compute_infer + compute_output + encode
+                 + read_answer + unattributed
+
+All are means a request, because means add up and medians do not. The names are Triton's; the first and the one before
+the last are the client's own. Requests are encoded before the load, so that is no stage; sending one overlaps its
+`receive`. A server reports what it has: on Triton `decode` is part of compute_input, and `receive` and `encode` are
+not reported, so they stay inside `unattributed`, with the network, the protocol and whatever no one times. To compare
+two arms, a stage that only one of them reports is folded into where the other one keeps it. In a dynamic batch every
+request is charged the whole execution that it waited for: this is an account of waiting time, not of work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from loadgen.quantities import number
+from loadgen.records.run import Label, Record, StageTotals
+from loadgen.records.samples import NS_PER_MS, Samples, good, latencies_ms
+from loadgen.storage.stored_run import StoredBlock
+
+STAGES = (
+    "send_delay",
+    "receive",
+    "decode",
+    "queue",
+    "compute_input",
+    "compute_infer",
+    "compute_output",
+    "encode",
+    "read_answer",
+    "unattributed",
+)
+CLIENT_STAGES = ("send_delay", "read_answer")
+TITLES = {
+    "send_delay": "waiting to be sent",
+    "receive": "receiving the request",
+    "decode": "decoding the input",
+    "queue": "waiting in the queue",
+    "compute_input": "preparing the batch",
+    "compute_infer": "executing the model",
+    "compute_output": "splitting the outputs",
+    "encode": "encoding the answer",
+    "read_answer": "reading the answer",
+    "unattributed": "outside the server's account",
+}
+OVERLAP_LIMIT = 0.02
+"""Of a request: stages may add up to so much more than the client measured, since both clocks are read in software."""
+COUNT_LIMIT = 0.01
+"""Of a block's requests: a hundredth more or fewer, or a single one, moves no mean by more than that."""
+FOLDED_INTO = {
+    "decode": "compute_input",
+    "receive": "unattributed",
+    "encode": "unattributed",
+    "read_answer": "unattributed",
+}
+
+
+class ArmStages(Record, frozen=True, kw_only=True):
+    """Means a request of one arm in one cell, in ms; None where the server does not report a stage."""
+
+    label: Label
+    requests: int
+    """As the server counted them."""
+    client_requests: int
+    client_total_ms: float
+    stages_ms: dict[str, float | None]
+    """By the names of STAGES. A negative `unattributed` means that the server's stages overlap."""
+    contradictions: tuple[str, ...] = ()
+    """What cannot be, in words: stages longer than the requests, counters that ran backwards, counts of other requests.
+    Where there is any, the stages are no latency breakdown and none is shown."""
+
+
+class StageDifference(Record, frozen=True, kw_only=True):
+    """B minus A in one stage, and its share of the difference of the client totals; None where those are equal."""
+
+    stage: str
+    b_minus_a_ms: float
+    share: float | None
+
+
+class StageAccount(Record, frozen=True, kw_only=True):
+    """Both arms of one cell. `differences` is empty unless both report what adds up; the largest comes first."""
+
+    cell: str
+    a: ArmStages | None
+    b: ArmStages | None
+    total_b_minus_a_ms: float | None
+    differences: tuple[StageDifference, ...]
+
+
+def account_arm(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
+    """Account of the given blocks, all of one arm and cell; None where none has both samples and stages."""
+    used = [(good(block.samples), block.record.stages) for block in blocks if block.samples is not None]
+    cool_down = sum(block.record.cool_down for block in blocks if block.samples is not None and block.record.stages)
+    reported = [
+        (samples, stages)
+        for samples, stages in used
+        if stages is not None and stages.requests is not None and len(samples)
+    ]
+    if not reported:
+        return None
+    total_ms = float(np.mean(np.concatenate([latencies_ms(samples) for samples, _ in reported])))
+    totals = [stages for _, stages in reported]
+    served = (stage for stage in STAGES if stage != "unattributed" and stage not in CLIENT_STAGES)
+    means = _client_means_ms(np.concatenate([samples for samples, _ in reported]))
+    means |= {stage: _mean_ms(totals, stage) for stage in served}
+    rest_ms = total_ms - sum(value for value in means.values() if value is not None)
+    contradictions = _contradictions(blocks)
+    if rest_ms < -OVERLAP_LIMIT * total_ms:
+        contradictions.insert(0, f"its stages add up to {number(total_ms - rest_ms)} ms")
+    return ArmStages(
+        label=label,
+        requests=sum(stages.requests or 0 for stages in totals),
+        client_requests=sum(len(samples) for samples, _ in reported) + cool_down,
+        client_total_ms=total_ms,
+        stages_ms=means | {"unattributed": rest_ms},
+        contradictions=tuple(contradictions),
+    )
+
+
+def _contradictions(blocks: Sequence[StoredBlock]) -> list[str]:
+    """Each kind once, with its first block and the number of the others."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for block in blocks:
+        for kind, text in contradictions_in(block).items():
+            found.setdefault(kind, []).append((block.record.index, text))
+    return [
+        f"{seen[0][1]} in block {seen[0][0]}" + (f" and {len(seen) - 1} more" if len(seen) > 1 else "")
+        for seen in found.values()
+    ]
+
+
+def contradictions_in(block: StoredBlock) -> dict[str, str]:
+    """What a server's statistics say of a block that cannot be, in words, by what they say it of; empty for a server
+    that reports none."""
+    stages = block.record.stages
+    if stages is None or block.samples is None:
+        return {}
+    values = msgspec.structs.asdict(stages)
+    numbers = [value for name, value in values.items() if name != "batches"] + list(stages.batches.values())
+    if any(value is not None and value < 0 for value in numbers):
+        return {"counters": "its counters ran backwards"}
+    answers = good(block.samples)
+    found = {}
+    sent_items, good_items, size = int(block.samples["batch"].sum()), int(answers["batch"].sum()), block.cell.batch_size
+    for name, counted, seen, sent, single in (
+        ("requests", stages.requests, len(answers), len(block.samples), 1),
+        ("images", stages.items, good_items, sent_items, size),
+    ):  # a request that failed on its way back may have been counted, too
+        seen, sent = seen + block.record.cool_down * single, sent + block.record.cool_down * single
+        tolerance = max(COUNT_LIMIT * seen, single)
+        if counted is not None and not seen - tolerance <= counted <= sent + tolerance:
+            found[name] = f"it counted {counted:,} {name} where {seen:,} were answered"
+    return found
+
+
+def _client_means_ms(samples: Samples) -> dict[str, float | None]:
+    """Of good answers: from the intended start to the first byte out, and from the answer's first byte to its last."""
+    reading_ns = samples["end_ns"] - samples["first_byte_ns"]
+    return {
+        "send_delay": float(np.mean(samples["send_ns"] - samples["intended_ns"])) / NS_PER_MS,
+        "read_answer": float(np.mean(reading_ns)) / NS_PER_MS if reading_ns.any() else None,
+    }
+
+
+def _mean_ms(totals: Sequence[StageTotals], stage: str) -> float | None:
+    values = [getattr(stages, f"{stage}_ns") for stages in totals]
+    if any(value is None for value in values):
+        return None
+    requests = sum(stages.requests or 0 for stages in totals)
+    return float(sum(values)) / requests / NS_PER_MS if requests > 0 else None
+
+
+def account_cell(cell: str, blocks: Sequence[StoredBlock]) -> StageAccount:
+    """Account of both arms over the given blocks of one cell, and what explains their difference."""
+    a = account_arm("a", [block for block in blocks if block.record.label == "a"])
+    b = account_arm("b", [block for block in blocks if block.record.label == "b"])
+    if a is None or b is None:
+        return StageAccount(cell=cell, a=a, b=b, total_b_minus_a_ms=None, differences=())
+    total = b.client_total_ms - a.client_total_ms
+    if a.contradictions or b.contradictions:
+        return StageAccount(cell=cell, a=a, b=b, total_b_minus_a_ms=total, differences=())
+    folded_a, folded_b = folded(a, b), folded(b, a)
+    differences = [
+        StageDifference(
+            stage=stage,
+            b_minus_a_ms=folded_b[stage] - folded_a[stage],
+            share=(folded_b[stage] - folded_a[stage]) / total if abs(total) > 0.0 else None,
+        )
+        for stage in folded_a
+    ]
+    differences.sort(key=lambda difference: -abs(difference.b_minus_a_ms))
+    return StageAccount(cell=cell, a=a, b=b, total_b_minus_a_ms=total, differences=tuple(differences))
+
+
+def folded(arm: ArmStages, other: ArmStages) -> dict[str, float]:
+    """The stages of `arm` at the granularity that both arms share; they still add up to the client total."""
+    result = {stage: value for stage, value in arm.stages_ms.items() if value is not None}
+    for stage, target in FOLDED_INTO.items():
+        if stage in result and other.stages_ms.get(stage) is None:
+            result[target] = result.get(target, 0.0) + result.pop(stage)
+    for stage in STAGES:
+        if stage not in result and other.stages_ms.get(stage) is not None and stage not in FOLDED_INTO:
+            result[stage] = 0.0
+    return {stage: result[stage] for stage in STAGES if stage in result}

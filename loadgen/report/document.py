@@ -1,0 +1,328 @@
+"""A report as data: chapters of sections, made of texts, lists, tables and charts. It knows no study and no markup.
+
+All text is plain; each renderer escapes it for its format. Text between backticks is set as code where a format has
+code. Every block says in which formats it appears, so a section is written once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Flag, auto
+from typing import Any, Literal
+
+Style = Literal["ok", "failed", "warning", "unknown", "note", "a", "b"]
+"""What a text means, for its colour and its mark; `a` and `b` are the arms' own colours."""
+MARKS: dict[str, str] = {"failed": "✗", "warning": "!", "unknown": "?", "note": "·", "ok": "✓"}
+Figure = dict[str, Any]
+"""A part of a Plotly figure, as plain data."""
+
+
+class Format(Flag):
+    """The formats of a report. CSV takes every table with a name, JUnit every named table whose rows have outcomes."""
+
+    TERMINAL = auto()
+    HTML = auto()
+    MARKDOWN = auto()
+    CSV = auto()
+    JUNIT = auto()
+
+
+TERMINAL, HTML, MARKDOWN, CSV, JUNIT = Format
+PAGES = HTML | MARKDOWN
+READ = TERMINAL | PAGES
+ALL = READ | CSV | JUNIT
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph; with the style "warning" it stands out, with "note" it stands back."""
+
+    text: str
+    style: Style | None = None
+    on: Format = READ
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """To a chapter ("#why") or to another file."""
+
+    text: str
+    target: str
+    on: Format = PAGES
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A command or another text to copy."""
+
+    text: str
+    on: Format = PAGES
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """`lead` stands in bold before the text, `below` are paragraphs of their own."""
+
+    text: str
+    style: Style | None = None
+    lead: str = ""
+    below: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list."""
+
+    items: Sequence[Item]
+    on: Format = READ
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A text of a table with its meaning; `short` replaces it on a terminal, `hint` is shown on demand."""
+
+    text: str
+    style: Style | None = None
+    short: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """An interval to draw, as places on an axis from -1 to 1; the band is what counts as no difference."""
+
+    centre: float
+    low: float | None
+    high: float | None
+    band: tuple[float, float]
+    style: Style
+    hint: str
+
+
+Value = str | int | float | bool | None | Cell | Strip
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A `name` stays on one line, a `number` is aligned right, a `text` may wrap.
+
+    `short` is the heading on a terminal. A page leaves a `roomy` column out on a narrow screen, and shows one that is
+    `below` under its row.
+    """
+
+    title: str
+    kind: Literal["name", "number", "text"] = "name"
+    short: str = ""
+    roomy: bool = False
+    below: bool = False
+    on: Format = ALL
+
+
+def names(*titles: str) -> tuple[Column, ...]:
+    """Columns of short texts."""
+    return tuple(Column(title) for title in titles)
+
+
+def numbers(*titles: str) -> tuple[Column, ...]:
+    """Columns of numbers."""
+    return tuple(Column(title, "number") for title in titles)
+
+
+def texts(*titles: str) -> tuple[Column, ...]:
+    """Columns of sentences."""
+    return tuple(Column(title, "text") for title in titles)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a row means to a CI system; `kind` names the type of a failure."""
+
+    state: Literal["passed", "failure", "skipped"]
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text, or of values for CSV, which takes them unrounded.
+
+    `name`: under which CSV and JUnit have it. `grouped`: rows that begin alike belong together. `total`: the last row
+    sums up. `outcomes`: one for each row, for JUnit, which takes the first cell as the name and the rest as the text;
+    `seconds` is how long it took to measure them.
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Value]]
+    name: str = ""
+    title: str = ""
+    caption: str = ""
+    grouped: bool = False
+    total: bool = False
+    outcomes: Sequence[Outcome] = ()
+    seconds: float = 0.0
+    on: Format = ALL
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One choice of a chart's buttons: which traces it shows, and what it changes in the layout."""
+
+    label: str
+    traces: list[int]
+    layout: Figure = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """`caption` says how to read it; `data` and `layout` are Plotly's, colours are names of the page's CSS variables
+    ("--a"), resolved in the browser. Its figures also stand in a table."""
+
+    name: str
+    title: str
+    caption: str
+    data: list[Figure]
+    layout: Figure
+    views: list[View] = field(default_factory=list)
+    on: Format = HTML
+
+    def figure(self) -> Figure:
+        """For the page's script."""
+        views = [{"label": view.label, "traces": view.traces, "layout": view.layout} for view in self.views]
+        return {"data": self.data, "layout": self.layout, "views": views}
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Blocks that a page shows on demand."""
+
+    summary: str
+    blocks: tuple[Block, ...]
+    on: Format = PAGES
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """What the whole document says, in a word and a sentence."""
+
+    badge: str
+    style: Style
+    headline: str
+    blocks: tuple[Block, ...]
+    on: Format = READ
+
+
+Block = Text | Link | Code | Items | Table | Chart | Fold | Panel
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """`half`: a page has room for two of them side by side."""
+
+    title: str
+    blocks: tuple[Block, ...]
+    half: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """Sections that a page shows under one heading."""
+
+    title: str
+    sections: tuple[Section, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """`about` and `started_at` stand at the top of a page; JUnit stores when it started, too."""
+
+    title: str
+    chapters: tuple[Chapter, ...]
+    about: str = ""
+    started_at: str | None = None
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """All of them in order."""
+        return tuple(section for chapter in self.chapters for section in chapter.sections)
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """All that stand in a section itself."""
+        return tuple(block for section in self.sections for block in section.blocks if isinstance(block, Table))
+
+
+def section(title: str, *blocks: Block | None, on: Format = ALL, half: bool = False) -> Section | None:
+    """A section of the blocks that say something, in the formats `on` only; None where there is none."""
+    found = [block for block in blocks if block is not None and block.on & on and _says(block)]
+    return Section(title, tuple(replace(block, on=block.on & on) for block in found), half) if found else None
+
+
+def only(document: Document, on: Format) -> Document:
+    """What one format shows of a document, its columns included."""
+    chapters = []
+    for chapter in document.chapters:
+        kept = [replace(one, blocks=blocks) for one in chapter.sections if (blocks := _shown(one.blocks, on))]
+        if kept:
+            chapters.append(replace(chapter, sections=tuple(kept)))
+    return replace(document, chapters=tuple(chapters))
+
+
+def _says(block: Block) -> bool:
+    """Whether there is anything to show; a table for programs has its headings also without rows."""
+    match block:
+        case Table():
+            return bool(block.rows) or not block.on & READ
+        case Items(items=content) | Text(text=content) | Code(text=content):
+            return bool(content)
+        case Fold():
+            return any(_says(inner) for inner in block.blocks)
+        case _:
+            return True
+
+
+def _shown(blocks: tuple[Block, ...], on: Format) -> tuple[Block, ...]:
+    found: list[Block] = []
+    for block in blocks:
+        if block.on & on and _says(block):
+            match block:
+                case Fold() | Panel():
+                    found.append(replace(block, blocks=_shown(block.blocks, on)))
+                case Table():
+                    found.append(_columns(block, on))
+                case _:
+                    found.append(block)
+    return tuple(block for block in found if not isinstance(block, Fold) or block.blocks)
+
+
+def _columns(table: Table, on: Format) -> Table:
+    """Without those of other formats, nor, for a reader, those that are empty in every row."""
+    kept = [
+        place
+        for place, column in enumerate(table.columns)
+        if column.on & on and (not on & READ or any(row[place] not in ("", None) for row in table.rows))
+    ]
+    columns = tuple(table.columns[place] for place in kept)
+    return replace(table, columns=columns, rows=[[row[place] for place in kept] for row in table.rows])
+
+
+def text_of(value: Value, *, short: bool = False) -> str:
+    """What a reader sees of a value in a table."""
+    match value:
+        case Cell():
+            return value.short if short and value.short else value.text
+        case Strip():
+            return value.hint
+        case None:
+            return "–"
+        case _:
+            return str(value)
+
+
+def style_of(value: Value) -> Style | None:
+    """The meaning of a value in a table, if it has any."""
+    return value.style if isinstance(value, Cell | Strip) else None
+
+
+def repeats(table: Table, place: int) -> bool:
+    """Whether this row begins as the one before and belongs to it."""
+    return table.grouped and place > 0 and text_of(table.rows[place][0]) == text_of(table.rows[place - 1][0])

@@ -1,0 +1,91 @@
+"use strict";
+// Draws the figures that stand in the page as JSON; colours are names of CSS variables, so both schemes work.
+(function () {
+  const scheme = window.matchMedia("(prefers-color-scheme: dark)");
+
+  function resolved(value, style) {
+    if (typeof value === "string") {
+      return value.startsWith("--") ? style.getPropertyValue(value).trim() : value;
+    }
+    if (Array.isArray(value)) return value.map((item) => resolved(item, style));
+    if (value && typeof value === "object") {
+      return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolved(item, style)]));
+    }
+    return value;
+  }
+
+  function merged(base, more) {
+    const result = { ...base };
+    for (const [key, value] of Object.entries(more || {})) {
+      const nested = value && typeof value === "object" && !Array.isArray(value);
+      result[key] = nested ? merged(base[key] || {}, value) : value;
+    }
+    return result;
+  }
+
+  function draw(holder) {
+    const figure = JSON.parse(document.getElementById(holder.dataset.figure).textContent);
+    const style = getComputedStyle(document.documentElement);
+    const narrow = holder.clientWidth < 640;
+    const shown = figure.views.length ? figure.views[Number(holder.dataset.view || 0)] : null;
+    const data = shown ? shown.traces.map((index) => figure.data[index]) : figure.data;
+    const ink = "--ink", grid = "--grid";
+    const axis = { gridcolor: grid, linecolor: grid, tickcolor: grid, color: ink, title: { font: { size: 13 } } };
+    const base = {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: style.fontFamily, size: 13, color: ink },
+      margin: { l: 12, r: 16, t: 52, b: 48 }, hovermode: "closest",
+      hoverlabel: { bgcolor: "--card", bordercolor: "--grid", font: { color: ink } },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: "--muted", activecolor: ink },
+    };
+    let layout = merged(merged(base, figure.layout), shown ? shown.layout : {});
+    for (const key of Object.keys(layout)) {
+      if (/^[xy]axis\d?$/.test(key)) layout[key] = merged(axis, layout[key]);
+    }
+    if (narrow) layout.font.size = 11;
+    holder.textContent = "";
+    Plotly.newPlot(holder, resolved(data, style), resolved(layout, style), {
+      responsive: true, displaylogo: false, displayModeBar: "hover",
+      // Listed one by one: Plotly's own set has a button that uploads the chart to its makers' service.
+      modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"]],
+      plotlyServerURL: "",
+      toImageButtonOptions: { format: "svg", filename: "abserve-" + holder.id },
+    });
+  }
+
+  function buttons(holder) {
+    const figure = JSON.parse(document.getElementById(holder.dataset.figure).textContent);
+    if (figure.views.length < 2) return;
+    const row = document.createElement("div");
+    row.className = "views";
+    row.setAttribute("role", "group");
+    figure.views.forEach((view, index) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = view.label;
+      button.setAttribute("aria-pressed", String(index === 0));
+      button.addEventListener("click", () => {
+        row.querySelectorAll("button").forEach((other) => other.setAttribute("aria-pressed", "false"));
+        button.setAttribute("aria-pressed", "true");
+        holder.dataset.view = String(index);
+        Plotly.purge(holder);
+        draw(holder);
+      });
+      row.append(button);
+    });
+    holder.before(row);
+  }
+
+  const holders = [...document.querySelectorAll(".chart")];
+  holders.forEach((holder) => { buttons(holder); draw(holder); });
+  scheme.addEventListener("change", () => holders.forEach((holder) => { Plotly.purge(holder); draw(holder); }));
+
+  document.querySelectorAll(".copy").forEach((copy) => {
+    if (!navigator.clipboard) return;
+    copy.hidden = false;
+    copy.addEventListener("click", () => {
+      navigator.clipboard.writeText(copy.previousElementSibling.textContent);
+      copy.textContent = "copied";
+    });
+  });
+})();

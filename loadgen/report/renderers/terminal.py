@@ -1,0 +1,108 @@
+"""A document on a terminal, in as few as 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel as Frame
+from rich.table import Table as Grid
+from rich.text import Text as Words
+
+import loadgen.report.document as doc
+
+STYLES = {
+    "ok": "green",
+    "failed": "bold red",
+    "warning": "yellow",
+    "unknown": "yellow",
+    "note": "dim",
+    "a": "bold blue",
+    "b": "bold dark_orange",
+}
+
+
+def print_document(document: doc.Document, console: Console) -> None:
+    """Print what a document shows on a terminal, its titles in bold and an empty line after each section."""
+    console.print()
+    for section in doc.only(document, doc.TERMINAL).sections:
+        if section.title:
+            console.print(Words(section.title, style="bold"))
+        for block in section.blocks:
+            for part in _parts(block):
+                console.print(part)
+        if section.title:
+            console.print()
+
+
+def _parts(block: doc.Block) -> Iterator[RenderableType]:
+    match block:
+        case doc.Text():
+            yield Words(block.text, style=STYLES.get(block.style or "", ""))
+        case doc.Items():
+            for item in block.items:
+                yield _item(item)
+        case doc.Table():
+            yield from _table(block)
+        case doc.Panel():
+            yield _panel(block)
+        case doc.Fold():
+            yield Words(block.summary, style="bold")
+            for inner in block.blocks:
+                yield from _parts(inner)
+        case doc.Code():
+            yield Words(block.text)
+        case doc.Link():
+            yield Words(f"{block.text}: {block.target}")
+        case _:
+            yield Words(f"{block.title}: see report.html", style="dim")
+
+
+def _item(item: doc.Item) -> RenderableType:
+    """The mark alone in the first two columns, also where the text is wrapped."""
+    style = STYLES.get(item.style or "", "")
+    mark = doc.MARKS.get(item.style or "", "")
+    lead = (f"{item.lead}{':' if item.text and len(item.lead) > 1 else ''} ", style if not mark else "bold")
+    first = Words.assemble(lead if item.lead else "", item.text)
+    grid = Grid.grid(padding=(0, 1, 0, 0))
+    grid.add_column(width=1)
+    grid.add_column(overflow="fold")
+    if first:
+        grid.add_row(Words(mark, style=style), first)
+    for text in item.below:
+        grid.add_row("", Words(text))
+    return grid
+
+
+def _table(table: doc.Table) -> Iterator[RenderableType]:
+    if table.title:
+        yield Words(table.title, style="bold")
+    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for column in table.columns:
+        right = column.kind == "number"
+        grid.add_column(column.short or column.title, justify="right" if right else "left", overflow="fold")
+    last = len(table.rows) - 1
+    clustered = any(doc.repeats(table, place) for place in range(len(table.rows)))
+    for place, row in enumerate(table.rows):
+        cells = [Words(doc.text_of(cell, short=True), style=STYLES.get(doc.style_of(cell) or "", "")) for cell in row]
+        if doc.repeats(table, place):
+            cells[0] = Words()
+        ends = clustered and place < last and not doc.repeats(table, place + 1)
+        grid.add_row(*cells, end_section=ends, style="bold" if table.total and place == last else "")
+    yield grid
+    if table.caption:
+        yield Words(table.caption, style="dim")
+
+
+def _panel(panel: doc.Panel) -> RenderableType:
+    colour = "green" if panel.style == "ok" else "red"
+    parts = [part for block in panel.blocks for part in _parts(block)]
+    return Frame(
+        Group(Words(panel.headline, style="bold"), *parts),
+        title=Words(f" {panel.badge} ", style=f"bold white on {colour}"),
+        title_align="left",
+        border_style=colour,
+        box=box.ROUNDED,
+        padding=(0, 1),
+    )

@@ -1,0 +1,177 @@
+"""What the charts share: lines, bars and axes as Plotly takes them.
+
+A and B also differ by marker and by line, for eyes and printers that see no colour.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import loadgen.report.document as doc
+from loadgen.analysis.result import Result
+from loadgen.documents import printable
+
+MARKERS = {"a": "circle", "b": "diamond"}
+DASHES = {"a": "solid", "b": "dash"}
+LEGEND_ABOVE: doc.Figure = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
+LEAST_GAP = 1 / 8
+"""Between two ticks, as a share of the axis: a label of five characters at the width of a small window."""
+_TIERS = (
+    (1.0,), (2.0, 5.0), (1.5, 3.0, 7.0), (1.25, 4.0, 6.0, 8.0), (1.1, 9.0), (1.05, 9.5), (1.02, 9.8), (1.01, 9.9),
+    (1.005, 9.95),
+)  # fmt: skip
+"""Mantissas, the roundest first."""
+
+
+def titles(result: Result) -> dict[str, str]:
+    """The arms by label, for people."""
+    names = {"a": result.experiment.a.target, "b": result.experiment.b.target}
+    return names | {arm.label: arm.title for arm in result.arms}
+
+
+def arm_name(result: Result, label: str) -> str:
+    """An arm in a legend."""
+    return label_text(f"{label.upper()} {titles(result)[label]}")
+
+
+def label_text(text: str) -> str:
+    """Text for a chart, whose library takes some HTML in it."""
+    return printable(text).replace("&", "&amp;").replace("<", "&lt;")
+
+
+def rounded(value: float) -> float:
+    """Six significant digits: a picture needs no more, and the file is a third smaller."""
+    return float(f"{value:.6g}")
+
+
+def line(
+    result: Result,
+    label: str,
+    points: Iterable[tuple[float, float]],
+    hover: str,
+    *,
+    name: str = "",
+    marker: doc.Figure | None = None,
+    style: doc.Figure | None = None,
+    **more: object,
+) -> doc.Figure:
+    """Points of one arm, joined and marked; `hover` says what stands at one of them, `name` is added to the arm's."""
+    found = list(points)
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": arm_name(result, label) + name,
+        "legendgroup": label + name,
+        "x": [rounded(x) for x, _ in found],
+        "y": [rounded(y) for _, y in found],
+        "line": {"color": f"--{label}", "width": 1.5, "dash": DASHES[label], **(style or {})},
+        "marker": {"symbol": MARKERS[label], "size": 8, "color": f"--{label}", **(marker or {})},
+        "hovertemplate": f"{hover}<extra>{label.upper()}</extra>",
+        **more,
+    }
+
+
+def hollow(label: str, filled: Iterable[bool]) -> doc.Figure:
+    """Markers of which some are not filled."""
+    return {"symbol": [MARKERS[label] + ("" if one else "-open") for one in filled]}
+
+
+def bars_across(
+    name: str, rows: Sequence[str], values: Iterable[float], marker: doc.Figure, **more: object
+) -> doc.Figure:
+    """Horizontal bars, one for each row."""
+    lengths = [rounded(value) for value in values]
+    return {"type": "bar", "orientation": "h", "name": name, "y": list(rows), "x": lengths, "marker": marker, **more}
+
+
+def errors(values: Sequence[float], bounds: Sequence[tuple[float, float] | None], **more: object) -> doc.Figure:
+    """The bars of the intervals around these values."""
+    pairs = [(value, limits or (value, value)) for value, limits in zip(values, bounds, strict=True)]
+    return {
+        "type": "data",
+        "array": [rounded(max(high - value, 0.0)) for value, (_, high) in pairs],
+        "arrayminus": [rounded(max(value - low, 0.0)) for value, (low, _) in pairs],
+        "thickness": 1.5,
+        "width": 4,
+        **more,
+    }
+
+
+def axis(title: str, **more: object) -> doc.Figure:
+    """A linear axis, as wide as its labels need."""
+    return {"title": {"text": title}, "automargin": True, "zeroline": False, **more}
+
+
+ROWS: doc.Figure = {"automargin": True, "autorange": "reversed"}
+"""The y axis of horizontal bars, the first on top."""
+
+
+def doubling(values: Iterable[int]) -> doc.Figure:
+    """A logarithmic axis with a tick at each of these sizes."""
+    sizes = sorted(set(values))
+    return {"type": "log", "tickmode": "array", "tickvals": sizes, "ticktext": [str(size) for size in sizes]}
+
+
+def two_panels(height: int, across: str, left: doc.Figure, right: doc.Figure, ticks: doc.Figure) -> doc.Figure:
+    """The layout of two plots side by side over the same quantity, with their y axes."""
+    return {
+        "height": height,
+        "xaxis": axis(across, domain=[0, 0.45], anchor="y", **ticks),
+        "yaxis": {**left, "anchor": "x"},
+        "xaxis2": axis(across, domain=[0.55, 1], anchor="y2", **ticks),
+        "yaxis2": {**right, "anchor": "x2"},
+        "legend": LEGEND_ABOVE,
+    }
+
+
+def add_view(data: list[doc.Figure], label: str, traces: list[doc.Figure], **layout: object) -> doc.View:
+    """A button of a chart that shows these traces, which are added to its data."""
+    view = doc.View(label, list(range(len(data), len(data) + len(traces))), layout)
+    data += traces
+    return view
+
+
+def chart_by_scenario(
+    result: Result, make: Callable[[str], list[doc.Figure]], name: str, title: str, caption: str, **layout: object
+) -> doc.Chart | None:
+    """One view for each scenario with traces, opening with the most loaded; None without any."""
+    data: list[doc.Figure] = []
+    found = [(cell.name, traces) for cell in result.experiment.cells if (traces := make(cell.name))]
+    found.sort(key=lambda one: one[0] != result.verdict.main_scenario)
+    views = [add_view(data, cell, traces) for cell, traces in found]
+    return doc.Chart(name, title, caption, data, layout, views) if data else None
+
+
+def round_ticks(low: float, high: float) -> list[float]:
+    """Round numbers of `low` to `high`, both above 0, ascending, no two nearer than `LEAST_GAP`.
+
+    Plotly's own stand too close in narrow ranges and in wide ones. The roundest numbers take their places first; a less
+    round one gets a tick only where no other is near.
+    """
+    start, end = math.log10(low), math.log10(high)
+    gap = (end - start) * LEAST_GAP
+    taken: list[float] = []
+    decades = sorted(range(math.floor(start), math.floor(end) + 1), key=abs)
+    for tier in _TIERS:
+        for decade in decades:
+            for mantissa in tier:
+                place = math.log10(float(f"{mantissa}e{decade}"))
+                if start <= place <= end and all(abs(place - other) >= gap for other in taken):
+                    taken.append(place)
+    return [float(f"{10**place:.4g}") for place in sorted(taken)]
+
+
+def log_axis(values: Iterable[float]) -> doc.Figure:
+    """A Plotly axis over all `values` above 0 with a little room beyond them; Plotly's own where no number is round."""
+    shown = [value for value in values if value > 0.0]
+    if not shown:
+        return {"type": "log"}
+    low, high = min(shown), max(shown)
+    room = max((high / low) ** 0.04, 1.02)
+    low, high = low / room, high * room
+    found: doc.Figure = {"type": "log", "range": [math.log10(low), math.log10(high)]}
+    ticks = round_ticks(low, high)
+    if len(ticks) > 1:
+        found |= {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
+    return found

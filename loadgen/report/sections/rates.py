@@ -1,0 +1,276 @@
+"""Open loops, searches for the highest rate within a bound, and ramps to saturation."""
+
+from __future__ import annotations
+
+import loadgen.report.document as doc
+from loadgen.analysis.result import Result
+from loadgen.quantities import measured, number, share
+from loadgen.records.run import LABELS
+from loadgen.report.sections.charts import (
+    LEGEND_ABOVE,
+    MARKERS,
+    add_view,
+    axis,
+    doubling,
+    hollow,
+    line,
+    log_axis,
+    two_panels,
+)
+from loadgen.studies.rate_search.records import RampFound, RampRung, RateFound
+
+RATE_CAPTION = (
+    "The highest Poisson rate whose p99 held the bound at 99 % confidence (MLPerf's early-stopping bound: 0 late of "
+    "459 requests, 10 of 2,010, 100 of 12,571), and the lowest that did not; every trial is in result.json."
+)
+RAMP_CAPTION = (
+    "Users are doubled until two rungs in a row gain less than 5 % throughput while the median latency grows. The knee "
+    "is the first rung from which no later one is 5 % better."
+)
+
+
+def open_loops(result: Result) -> doc.Section | None:
+    """What was offered, what was achieved, and whose the lag was."""
+    rows = []
+    for summary in result.summaries:
+        loop = summary.open_loop
+        if loop is None:
+            continue
+        blocks = [b for b in result.blocks if (b.cell, b.label, b.complete) == (summary.cell, summary.label, True)]
+        lags = [
+            max((lag for block in blocks if (lag := getattr(block, name)) is not None), default=None)
+            for name in ("send_lag_p50_ms", "send_lag_p99_ms", "send_lag_max_ms")
+        ]
+        rows.append(
+            (
+                summary.cell,
+                summary.label.upper(),
+                f"{loop.offered:,}",
+                number(loop.offered_per_s),
+                measured(loop.achieved_per_s, None),
+                share(loop.answered_share, 3),
+                f"{loop.unsent:,}",
+                *(measured(lag, None) for lag in lags),
+                measured(loop.generator_lag_p99_ms, None),
+            )
+        )
+    columns = (
+        *doc.names("scenario", "arm"),
+        doc.Column("due", "number", on=doc.PAGES),
+        doc.Column("due a second", "number", "due/s"),
+        doc.Column("answered a second", "number", "done/s"),
+        doc.Column("answered in time", "number", "in time"),
+        *doc.numbers("unsent"),
+        doc.Column("lag p50, ms", "number", on=doc.PAGES),
+        doc.Column("lag p99, ms", "number", "lag p99"),
+        doc.Column("largest lag, ms", "number", "max"),
+        doc.Column("generator's p99, ms", "number", "own p99"),
+    )
+    caption = (
+        "Requests fall due by a schedule. In time: before the last one was due. Lag, in ms, is how much later than due "
+        "a request left, in the worst block; the generator's own is the part of it that was no wait for a busy "
+        "connection."
+    )
+    return doc.section("Open loops", doc.Table(columns, rows, caption=caption, grouped=True))
+
+
+def rate_search(result: Result) -> doc.Section | None:
+    """What each search found, and, where there is room, every trial."""
+    found = [
+        (
+            one.cell,
+            str(one.pair + 1),
+            one.label.upper(),
+            _number(one.rate_per_s),
+            _number(one.failed_rate_per_s),
+            str(one.trials),
+            number(one.seconds),
+            _rate_note(one),
+        )
+        for one in result.rates
+    ]
+    trials = [
+        (
+            trial.cell,
+            str(trial.pair + 1),
+            trial.label.upper(),
+            str(trial.step + 1),
+            _number(trial.rate_per_s),
+            f"{trial.requests:,} of {trial.planned or 0:,}",
+            f"{trial.late or 0:,} of {trial.late_allowed or 0:,}",
+            _number(trial.p99_ms),
+            "held" if trial.held else "failed",
+        )
+        for trial in result.trials
+        if trial.rate_per_s is not None
+    ]
+    key = (*doc.names("scenario"), *doc.numbers("pair"), *doc.names("arm"))
+    results = (*key, *doc.numbers("holds, requests/s", "fails at", "trials", "under load, s"), *doc.texts("note"))
+    details = (*key, *doc.numbers("trial", "requests/s", "sent", "late", "p99, ms"), *doc.names("note"))
+    late = "Late: of how many that may be. A trial ends as soon as it cannot hold any more."
+    return doc.section(
+        "The highest rate within the bound",
+        doc.Table(results, found, caption=RATE_CAPTION, grouped=True),
+        doc.Fold(
+            f"Every trial of the searches: {len(trials)}", (doc.Table(details, trials, caption=late),), on=doc.HTML
+        ),
+        trial_chart(result),
+    )
+
+
+def trial_chart(result: Result) -> doc.Chart | None:
+    """Every trial of every search: the rate tried, and whether it held."""
+
+    def trace(found: RateFound) -> doc.Figure:
+        own = (found.cell, found.pair, found.label)
+        trials = [trial for trial in result.trials if (trial.cell, trial.pair, trial.label) == own]
+        return line(
+            result,
+            found.label,
+            [(trial.step + 1, trial.rate_per_s or 0.0) for trial in trials],
+            "%{y:.4~g} requests/s %{customdata[2]}: %{customdata[0]} of %{customdata[1]} late"
+            f" in search {found.pair + 1}",
+            marker=hollow(found.label, [bool(trial.held) for trial in trials]),
+            showlegend=found.pair == 0,
+            customdata=[[trial.late, trial.planned, "held" if trial.held else "failed"] for trial in trials],
+        )
+
+    data: list[doc.Figure] = []
+    views = [
+        add_view(data, cell, [trace(found) for found in result.rates if found.cell == cell])
+        for cell in dict.fromkeys(found.cell for found in result.rates)
+    ]
+    if not data:
+        return None
+    return doc.Chart(
+        "slo-trials",
+        "Search for the highest rate within the bound",
+        "Each point is a trial at a Poisson rate: filled where p99 held the bound, open where it did not. The rate is "
+        "doubled while it holds, then bisected.",
+        data,
+        {
+            "height": 380,
+            "xaxis": axis("trial", tickformat="d", range=[0.5, 0.5 + max(len(trace["x"]) for trace in data)]),
+            "yaxis": axis("requests/s", **log_axis(rate for trace in data for rate in trace["y"])),
+            "legend": LEGEND_ABOVE,
+        },
+        views if len(views) > 1 else [],
+    )
+
+
+def ramp(result: Result) -> doc.Section | None:
+    """What each ramp found, and the curve of the first ramp of each arm."""
+    found = [
+        (
+            one.cell,
+            str(one.pair + 1),
+            one.label.upper(),
+            _number(one.saturation_per_s),
+            "–" if one.knee_concurrency is None else str(one.knee_concurrency),
+            str(len(one.rungs)),
+            _ramp_note(one),
+        )
+        for one in result.ramps
+    ]
+    curves = [
+        next(({rung.concurrency: rung for rung in one.rungs} for one in result.ramps if one.label == label), {})
+        for label in LABELS
+    ]
+    rungs = [
+        (str(users), *(text for curve in curves for text in _rung(curve.get(users))))
+        for users in sorted({users for curve in curves for users in curve})
+    ]
+    columns = (
+        *doc.names("scenario"),
+        *doc.numbers("pair"),
+        *doc.names("arm"),
+        *doc.numbers("best, images/s", "users at the knee", "rungs"),
+        *doc.texts("note"),
+    )
+    figures = [f"{label.upper()}{what}" for label in LABELS for what in (", images/s", " p50, ms", " p99, ms")]
+    return doc.section(
+        "Ramp to saturation",
+        doc.Table(columns, found, caption=RAMP_CAPTION, grouped=True),
+        doc.Table(doc.numbers("users", *figures), rungs, title="The first ramp of each arm"),
+        ramp_chart(result),
+    )
+
+
+def _rung(rung: RampRung | None) -> tuple[str, str, str]:
+    if rung is None:
+        return "–", "–", "–"
+    return number(rung.throughput_per_s), _number(rung.p50_ms), _number(rung.p99_ms)
+
+
+def ramp_chart(result: Result) -> doc.Chart | None:
+    """Throughput and latency over the number of users, every ramp a line."""
+    data: list[doc.Figure] = []
+    named: set[tuple[str, str]] = set()
+    for panel, attribute, what, unit in (
+        ("", "throughput_per_s", "", "images/s"),
+        ("2", "p50_ms", ", p50", "ms"),
+        ("2", "p99_ms", ", p99", "ms"),
+    ):
+        for found in result.ramps:
+            points = [
+                (rung.concurrency, value) for rung in found.rungs if (value := getattr(rung, attribute)) is not None
+            ]
+            if not points:
+                continue
+            knees = [not panel and users == found.knee_concurrency for users, _ in points]
+            star = {"symbol": ["star" if knee else MARKERS[found.label] for knee in knees]}
+            data.append(
+                line(
+                    result,
+                    found.label,
+                    points,
+                    f"%{{x}} users: %{{y:.4~g}} {unit}{what}, ramp {found.pair + 1}",
+                    name=what,
+                    marker=star | {"size": [13 if knee else 7 for knee in knees]},
+                    style={"dash": "dot"} if attribute == "p99_ms" else {},
+                    showlegend=(found.label, attribute) not in named,
+                    xaxis=f"x{panel}",
+                    yaxis=f"y{panel}",
+                )
+            )
+            named.add((found.label, attribute))
+    if not data:
+        return None
+    latencies = (ms for found in result.ramps for rung in found.rungs for ms in (rung.p50_ms, rung.p99_ms) if ms)
+    return doc.Chart(
+        "ramp",
+        "Throughput and latency over the number of users",
+        "Users are doubled until more of them bring no more throughput; a star marks the knee, the first rung from "
+        "which no later one is 5 % better.",
+        data,
+        two_panels(
+            400,
+            "users",
+            axis("images/s", rangemode="tozero"),
+            axis("latency, ms", **log_axis(latencies)),
+            doubling(rung.concurrency for found in result.ramps for rung in found.rungs),
+        ),
+    )
+
+
+def _rate_note(found: RateFound) -> str:
+    if found.client_limited:
+        return "the generator was busy: the server may hold more"
+    return {
+        "found": "",
+        "highest": "held the highest rate tried",
+        "none": "late even at the lowest rate tried",
+        None: "cut short",
+    }[found.ended]
+
+
+def _ramp_note(found: RampFound) -> str:
+    if found.client_limited:
+        return "the generator was busy: the server may do more"
+    if found.saturation_per_s is None:
+        return "cut short"
+    return "" if found.saturated else "not saturated: still gaining on the last rung"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else number(value)

@@ -1,0 +1,109 @@
+"""How far apart two answers to one input are, and how far rounding may take them.
+
+Two engines that compute the same function in the same precision differ by rounding alone. With unit roundoff u, the
+error of a chain of n rounded operations is about √n · u (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019); a network
+of some dozens of layers has n of a few hundred, so √n is about 16. In FP16, TF32 and BF16 the operands are rounded and
+sums are kept in FP32, so u is theirs: 2⁻¹¹, 2⁻¹¹ and 2⁻⁸. In FP32 each sum over some thousand products rounds as well:
+√(300 · 3000) · 2⁻²⁴ is 6 · 10⁻⁵, rounded up. An element may differ by more than its row: the largest of a million
+normal deviations is 4.9 times their root mean square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.generic]
+Floats = npt.NDArray[np.float64]
+
+ELEMENT_FACTOR = 8.0
+_COARSEST_FIRST = ("bf16", "fp16", "tf32", "fp32")
+_RELATIVE = {"bf16": 16 * 2.0**-8, "fp16": 16 * 2.0**-11, "tf32": 16 * 2.0**-11, "fp32": 1e-4}
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How large a difference may be that is called rounding."""
+
+    precision: str
+    """The coarsest of the precisions in effect; unknown ones get what FP16 does."""
+    relative: float
+    """Of a row: ‖b − a‖ over ‖a‖."""
+
+    @property
+    def element(self) -> float:
+        """Of an element: |b − a| over |a|."""
+        return ELEMENT_FACTOR * self.relative
+
+    def holds(self, difference: Difference) -> npt.NDArray[np.bool_]:
+        """For each row."""
+        return (difference.relative <= self.relative) & (difference.element <= self.element)
+
+
+def tolerance_of(precisions: Iterable[object]) -> Tolerance:
+    """Of arms with these precisions in effect, by name."""
+    told = {str(precision).lower() for precision in precisions}
+    if not told <= set(_COARSEST_FIRST):
+        precision = "bf16" if "bf16" in told else UNKNOWN
+        return Tolerance(precision, _RELATIVE["bf16" if precision == "bf16" else "fp16"])
+    precision = next((name for name in _COARSEST_FIRST if name in told), "fp32")
+    return Tolerance(precision, _RELATIVE[precision])
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Of one output, for each row. Infinite where one of the two is not finite."""
+
+    relative: Floats
+    """‖b − a‖ over ‖a‖, or over the typical ‖a‖ where that is larger: what cancels to nearly nothing keeps the
+    rounding of what cancelled."""
+    element: Floats
+    """The largest |b − a| over |a|, or over the root mean square of all elements where that is larger."""
+    absolute: Floats
+    """The largest |b − a|."""
+    cosine: Floats
+    """Shown, and decides nothing: of one value, or of a vector times a hundred, it is 1."""
+
+
+def difference(expected: Array, actual: Array, typical: float | None = None) -> Difference:
+    """Of arrays of one shape whose first dimension is the row. `typical` is the root mean square of the output's
+    elements, here of `expected` unless it is given. Byte strings are equal or infinitely far apart."""
+    rows = len(expected)
+    if expected.dtype.hasobject or actual.dtype.hasobject:
+        same = np.asarray([list(a.ravel()) == list(b.ravel()) for a, b in zip(expected, actual, strict=True)])
+        apart = np.where(same, 0.0, np.inf)
+        return Difference(apart, apart, apart, np.where(same, 1.0, 0.0))
+    a = expected.reshape(rows, -1).astype(np.float64)
+    b = actual.reshape(rows, -1).astype(np.float64)
+    finite = np.isfinite(a).all(axis=1) & np.isfinite(b).all(axis=1)
+    a, b = np.where(finite[:, None], a, 0.0), np.where(finite[:, None], b, 0.0)
+    scale = root_mean_square(a) if typical is None else typical
+    apart = np.abs(b - a)
+    norms, lengths = np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)
+    cosine = np.where((norms == 0) & (lengths == 0), 1.0, _over((a * b).sum(axis=1), norms * lengths, when_nothing=0.0))
+    relative = _over(np.linalg.norm(b - a, axis=1), np.maximum(norms, scale * np.sqrt(a.shape[1])))
+    element = _over(apart, np.maximum(np.abs(a), scale)).max(axis=1)
+    return Difference(
+        relative=np.where(finite, relative, np.inf),
+        element=np.where(finite, element, np.inf),
+        absolute=np.where(finite, apart.max(axis=1), np.inf),
+        cosine=np.where(finite, cosine, 0.0),
+    )
+
+
+def root_mean_square(array: Array) -> float:
+    """Of all elements; 0 of byte strings."""
+    if array.dtype.hasobject or not array.size:
+        return 0.0
+    return float(np.sqrt(np.mean(np.square(array.astype(np.float64)))))
+
+
+def _over(distance: Floats, size: Floats, when_nothing: float = np.inf) -> Floats:
+    """The quotient; no distance is 0, a distance from nothing is infinite."""
+    quotient = np.where(distance == 0, 0.0, when_nothing)
+    np.divide(distance, size, out=quotient, where=size > 0)
+    return quotient

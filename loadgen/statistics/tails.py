@@ -1,0 +1,237 @@
+"""Interval and tests of the ratio of a high percentile, from the raw samples of all rounds together.
+
+A percentile of every round by itself, averaged, is not the run's percentile: with 1.2 % slow requests the p99 of a
+small block is fast more often than not, and more rounds only make that more certain. So each arm's samples are pooled,
+and the interval of its percentile is made of order statistics, which hold whatever the distribution is, jumps included.
+
+Requests of one round share its weather. How much that matters is read off the rounds: the variance of the share of
+samples at or below the percentile, over rounds (Woodruff, JASA 47, 1952), gives the number of independent samples that
+the pool is worth, and the exact binomial interval of that many (Korn and Graubard, Survey Methodology 24, 1998) says
+which order statistics to take. The two arms' intervals are combined by the method of variance estimates recovery
+(Donner and Zou, Stat. Methods Med. Res. 21, 2012) on the log scale; it takes them as independent, which makes the
+interval wider than it need be and never narrower.
+
+A machine whose speed drifts would smear both pools alike. So every sample is divided by its round's speed first: the
+geometric mean of both arms' medians in that round.
+
+What is left of a round's speed is one number for each round. Where an arm's latency varies less within a round than
+that, its pool is worth as many samples as there are rounds. So where a pool is worth fewer samples than the percentile
+needs, each sample is divided by the median of its own arm and round instead, if that is worth more. The percentiles of
+these pools are the arms' shapes, and the ratio is that of the rounds' medians (Student's t) times that of the shapes.
+The three intervals are combined as above, and the range of the rounds' ratios is added in full, since the percentile of
+all rounds together may lie anywhere in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from loadgen.statistics.percentiles import samples_needed
+from loadgen.statistics.ratios import MIN_LOG_SPREAD, SIGNIFICANCE, RatioEstimate, critical_t, widening
+
+Values = npt.NDArray[np.float64]
+_LEAST_P = 1e-12
+_DIGITS = 6
+"""Of the logs of samples: a millionth, well above what a clock's ticks make of equal latencies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Positive samples of both arms that were taken side by side. `unit` numbers what is independent of the rest: the
+    round itself, or the start of the servers that it belongs to."""
+
+    a: Values
+    b: Values
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """One arm's percentile and its 95 % interval, None where the samples do not reach so far."""
+
+    value: float
+    ci95: tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """One arm's samples: their logs in ascending order, and how many independent ones they are worth."""
+
+    logs: Values
+    quantile: float
+    centre: float
+    worth: float
+    degrees: float
+
+    def tail(self, speed: float, *, exact: bool) -> Tail:
+        """At a speed, given as a log; with an interval only where that speed adds nothing to it."""
+        low, high = self.interval(SIGNIFICANCE) if self.degrees > 0.0 and exact else (-math.inf, math.inf)
+        known = _known((low, high))
+        return Tail(math.exp(self.centre + speed), (math.exp(low + speed), math.exp(high + speed)) if known else None)
+
+    def interval(self, significance: float) -> tuple[float, float]:
+        """Logs of the order statistics around the percentile; infinite where the pool does not reach so far."""
+        count = len(self.logs)
+        normal = float(special.ndtri(1.0 - significance / 2.0))
+        worth = self.worth * (normal / critical_t(self.degrees, significance)) ** 2
+        below = self.quantile * worth
+        low = float(special.betaincinv(below, worth - below + 1.0, significance / 2.0))
+        high = float(special.betaincinv(below + 1.0, worth - below, 1.0 - significance / 2.0))
+        first, last = math.floor(low * count) - 1, math.ceil(high * count)
+        return (
+            float(self.logs[first]) if first >= 0 else -math.inf,
+            float(self.logs[last]) if last < count else math.inf,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """The rounds' medians, B over A as logs: their mean, its standard error, and how far single rounds lie from it."""
+
+    centre: float
+    error: float
+    degrees: float
+    lowest: float
+    highest: float
+
+
+_NOTHING = _Between(0.0, 0.0, 1.0, 0.0, 0.0)
+"""Where the pools hold the rounds' medians already."""
+
+
+def estimate_tail_ratio(
+    rounds: Sequence[Round], quantile: float, margin: float, correlation: float = 0.0, *, looks: bool = False
+) -> tuple[RatioEstimate, tuple[Tail, Tail] | None]:
+    """The ratio of B's percentile over A's, and both percentiles at the run's mean speed, whose ratio it is.
+
+    `correlation`: how much a round resembles the next; see `ratios.widening`. With `looks` the interval and the p
+    values may be looked at after every round: the n-th look spends 1/(n(n+1)) of the significance, which adds up to all
+    of it (union bound). `ratio` is None without samples; without an interval there is a `reason`.
+    """
+    spent = 1.0 / (len(rounds) * (len(rounds) + 1.0)) if looks and rounds else 1.0
+    units = len({one.unit for one in rounds})
+    if not rounds or any(len(one.a) == 0 or len(one.b) == 0 for one in rounds):
+        return RatioEstimate(len(rounds), None, None, None, None, None, "no complete pair of blocks"), None
+    middles = np.log([(float(np.median(one.a)), float(np.median(one.b))) for one in rounds])
+    speeds = middles.mean(axis=1)
+    a, b = _pools(rounds, speeds, speeds, quantile, correlation)
+    a_speed = b_speed = float(speeds.mean())
+    between = _NOTHING
+    if units > 1 and min(a.worth, b.worth) < samples_needed(quantile):
+        shapes = _pools(rounds, middles[:, 0], middles[:, 1], quantile, correlation)
+        apart = _between(rounds, middles[:, 1] - middles[:, 0], correlation)
+        if apart is not None and min(one.worth for one in shapes) > min(a.worth, b.worth):
+            (a, b), between = shapes, apart
+            a_speed, b_speed = (float(speed) for speed in middles.mean(axis=0))
+    values = a.tail(a_speed, exact=between is _NOTHING), b.tail(b_speed, exact=between is _NOTHING)
+    ratio = values[1].value / values[0].value
+    if units < 2:
+        reason = "one pair shows no spread; 2 are the least"
+        return RatioEstimate(len(rounds), ratio, None, None, None, None, reason, units=units), values
+    low, high = _interval(a, b, between, SIGNIFICANCE * spent)
+    if not _known((low, high)):
+        reason = "too few independent samples beyond the percentile for an interval"
+        return RatioEstimate(len(rounds), ratio, None, None, None, None, reason, units=units), values
+    bound = math.log1p(margin)
+    error = (high - low) / 2.0 / critical_t(a.degrees, SIGNIFICANCE * spent)
+    estimate = RatioEstimate(
+        pairs=len(rounds),
+        ratio=ratio,
+        ci95=(math.exp(low), math.exp(high)),
+        p_value=min(1.0, _smallest(lambda level: _excludes(_interval(a, b, between, level), 0.0)) / spent),
+        p_equivalence=min(1.0, _smallest(lambda level: _within(_interval(a, b, between, 2.0 * level), bound)) / spent),
+        spread_log=error * math.sqrt(units),
+        units=units,
+        correlation=max(correlation, 0.0),
+        error_log=error,
+        degrees=a.degrees,
+    )
+    return estimate, values
+
+
+def _pools(
+    rounds: Sequence[Round], a_speeds: Values, b_speeds: Values, quantile: float, correlation: float
+) -> tuple[_Pool, _Pool]:
+    """Each arm's samples over the speeds of its rounds, which are logs."""
+    a = [np.log(one.a) - speed for one, speed in zip(rounds, a_speeds, strict=True)]
+    b = [np.log(one.b) - speed for one, speed in zip(rounds, b_speeds, strict=True)]
+    return _pool(a, rounds, quantile, correlation), _pool(b, rounds, quantile, correlation)
+
+
+def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, correlation: float) -> _Pool:
+    logs = np.concatenate(parts).round(_DIGITS)
+    units = np.concatenate([np.full(len(part), one.unit) for part, one in zip(parts, rounds, strict=True)])
+    order = np.argsort(logs, kind="stable")
+    logs, units = logs[order], np.unique(units[order], return_inverse=True)[1]
+    count, kinds = len(logs), int(units.max()) + 1
+    sizes = np.bincount(units, minlength=kinds)
+    place = max(1, math.ceil(quantile * count))
+    first, last = (int(np.searchsorted(logs, logs[place - 1], side)) for side in ("left", "right"))
+    # Of equal samples at the percentile every unit has its share below it.
+    tied = np.bincount(units[first:last], minlength=kinds) * ((place - first) / (last - first))
+    below = np.bincount(units[:first], minlength=kinds) + tied
+    wider, degrees = widening(kinds, correlation)
+    apart = below - sizes * (float(below.sum()) / count)
+    alone = quantile * (1.0 - quantile) / count
+    variance = wider * kinds / max(kinds - 1, 1) * float(np.sum(apart**2)) / count**2
+    centre = float(np.quantile(logs, quantile, method="median_unbiased"))
+    return _Pool(
+        logs,
+        quantile,
+        centre,
+        count * min(1.0, alone / variance) if variance > 0.0 else count,
+        max(degrees, 1.0) if kinds > 1 else 0.0,
+    )
+
+
+def _between(rounds: Sequence[Round], logs: Values, correlation: float) -> _Between | None:
+    """Of the log ratios of the rounds' medians; None without a spread, which says nothing of it."""
+    units = np.unique([one.unit for one in rounds], return_inverse=True)[1]
+    means = np.bincount(units, weights=logs) / np.bincount(units)
+    apart = means - means.mean()
+    spread = float(np.std(means, ddof=1))
+    if spread < MIN_LOG_SPREAD:
+        return None
+    wider, degrees = widening(len(means), correlation)
+    error = spread * math.sqrt(wider / len(means))
+    return _Between(float(means.mean()), error, degrees, float(apart.min()), float(apart.max()))
+
+
+def _interval(a: _Pool, b: _Pool, between: _Between, significance: float) -> tuple[float, float]:
+    """Of the log ratio."""
+    (a_low, a_high), (b_low, b_high) = a.interval(significance), b.interval(significance)
+    half = critical_t(between.degrees, significance) * between.error if between.error else 0.0
+    centre = b.centre - a.centre + between.centre
+    low = centre - math.hypot(b.centre - b_low, a_high - a.centre, half) + between.lowest
+    return low, centre + math.hypot(b_high - b.centre, a.centre - a_low, half) + between.highest
+
+
+def _known(interval: tuple[float, float]) -> bool:
+    return math.isfinite(interval[0]) and math.isfinite(interval[1])
+
+
+def _excludes(interval: tuple[float, float], value: float) -> bool:
+    return not interval[0] <= value <= interval[1]
+
+
+def _within(interval: tuple[float, float], bound: float) -> bool:
+    return -bound <= interval[0] and interval[1] <= bound
+
+
+def _smallest(shown: Callable[[float], bool]) -> float:
+    """The smallest significance at which something is shown, by bisection on the log scale; 1 where it never is."""
+    low, high = math.log(_LEAST_P), math.log(0.499)
+    if not shown(math.exp(high)):
+        return 1.0
+    if shown(math.exp(low)):
+        return _LEAST_P
+    for _ in range(24):
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if shown(math.exp(middle)) else (middle, high)
+    return math.exp(high)

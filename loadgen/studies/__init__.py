@@ -1,0 +1,1 @@
+"""One question each: its records, its analysis. A study never imports another."""

@@ -1,0 +1,59 @@
+"""What is stored of the engines measured alone: DIR/ceilings.json, with the documents that `abserve engine` wrote."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from loadgen.records.run import Label, Record
+
+
+class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One batch size of a document of `abserve engine`; docs/engines.md says what the times are. What later versions
+    add to it is passed over."""
+
+    batch: int
+    repeats: int
+    execution_ns: int | None
+    call_ns: int
+    """Median of the whole call with its copies, which a server cannot do without."""
+    call_p99_ns: int | None
+    """None of too few calls."""
+    images_per_second: float
+    """By the execution alone where the engine tells it, so copies may be left out."""
+    tflops: float
+    share_of_matrix_product: float | None
+    cosine_to_fp32: float
+
+
+class EngineDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """A document of `abserve engine --json`, as far as it is needed here; the rest is passed over."""
+
+    schema: Literal["abserve.engine/1"] = "abserve.engine/1"
+    model: str
+    flops_per_item: float
+    engine: dict[str, object]
+    """Settings in effect: kind, version, precision, mode, device, threads, max_batch_size, weights, details."""
+    matrix_product_tflops: float | None
+    load_seconds: float
+    batches: tuple[EngineBatch, ...]
+
+
+class Ceiling(Record, frozen=True, kw_only=True):
+    """One engine alone, or why there is no such measurement."""
+
+    labels: tuple[Label, ...]
+    """The arms that it is the ceiling of: two where their engines have the same settings."""
+    command: str | None = None
+    """What measured it; None where nothing was started."""
+    document: EngineDocument | None = None
+    reason: str | None = None
+    """Why there is no document."""
+
+
+class Ceilings(Record, frozen=True, kw_only=True):
+    """DIR/ceilings.json, rewritten after each measurement."""
+
+    schema: Literal["abserve.ceilings/1"] = "abserve.ceilings/1"
+    measured: tuple[Ceiling, ...]

@@ -1,0 +1,1 @@
+"""The highest rate within a latency bound, and the throughput at saturation."""
