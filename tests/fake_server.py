@@ -56,9 +56,11 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--crash", action="store_true", help="die before listening")
     parser.add_argument("--ignore-sigterm", action="store_true")
     parser.add_argument("--no-stats", action="store_true")
+    parser.add_argument("--close", action="store_true", help="the connection, with every answer to an inference")
     parser.add_argument("--device", default="cpu", help="what it says that it executes on")
     parser.add_argument("--cpu-burn-ms", type=float, default=0, help="of work in every inference on the device cpu")
     parser.add_argument("--tell-engine", help="what it says that it executes with; see `measure_engine`")
+    parser.add_argument("--lies", type=Path, help="JSON: path → [body, status, after so many inferences]")
     parser.add_argument("--children", type=int, default=0, help="child processes that just sleep")
     return parser.parse_args(argv)
 
@@ -90,6 +92,7 @@ class FakeServer:
         self.inferences = 0
         self.slots = asyncio.Semaphore(settings.slots) if settings.slots else None
         self.batches: Counter[int] = Counter()
+        self.lies = {} if settings.lies is None else json.loads(settings.lies.read_text())
         self.log: list[str] = []
 
     @property
@@ -112,14 +115,22 @@ class FakeServer:
                     return
                 status, extra, content = answer
                 text = f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n"
+                closes = self.settings.close and path.endswith("/infer")
+                text += "Connection: close\r\n" if closes else ""
                 writer.write((text + "".join(f"{k}: {v}\r\n" for k, v in extra.items()) + "\r\n").encode() + content)
                 await writer.drain()
+                if closes:
+                    return
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
             writer.close()
 
     async def answer(self, method: str, path: str, headers: dict, body: bytes):
+        if path in self.lies:
+            text, status, first_inference = self.lies[path]
+            if self.inferences >= first_inference:
+                return status, {}, text.encode()
         model = f"/v2/models/{self.settings.model}"
         documents = {
             "/v2": {"name": "fake", "version": "1.0", "extensions": ["binary_tensor_data", "statistics"]},

@@ -14,13 +14,11 @@ from pathlib import Path
 from time import monotonic_ns, time_ns
 
 import psutil
+from scripted_reader import Fault, Phase, ScriptedMachine, ScriptedReader
 
-from servers.gpu.reader import GpuProcess
+from servers.gpu.readings import EdgeReading, GpuProcess, GpuReader
 from servers.gpu.recording import Intervals, Line, Recording
 from servers.gpu.sampler import SamplerProcess
-from servers.gpu.scripted import Fault, Phase, ScriptedMachine, ScriptedReader
-from servers.gpu.selection import SelectedReader
-from servers.gpu.series import EdgeReading, SeriesReader
 
 END_OF_TIME = 2**62
 
@@ -49,7 +47,7 @@ class ObedientRecording(Recording):
     """Reads the runner's own labels."""
 
     def __init__(
-        self, reader: ObedientReader, blocks: int, lose_in_block: int | None, machine: SeriesReader | None = None
+        self, reader: ObedientReader, blocks: int, lose_in_block: int | None, machine: GpuReader | None = None
     ) -> None:
         super().__init__(machine or reader, Intervals(), monotonic_ns, time_ns)
         self._lose_in = lose_in_block
@@ -86,7 +84,7 @@ def main() -> None:
             )
             for number in range(options.others)
         ]
-        machine = SelectedReader(ScriptedMachine([*others, gpu]), options.gpu, lambda _: None)
+        machine = ScriptedMachine([*others, gpu], options.gpu)
         recording = ObedientRecording(gpu, options.blocks, options.lose_in_block, machine)
         SamplerProcess(recording, file, sys.stdout).run(0)
 

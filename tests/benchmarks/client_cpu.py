@@ -48,16 +48,19 @@ from locust.exception import StopUser
 from loadgen.calibration.measurement import signature, write_images
 from loadgen.clients.requests import Address
 from loadgen.clients.inputs import read_inputs
-from loadgen.records.sample_files import SampleWriter
-from loadgen.clients.transports import Door, prepare
+from loadgen.records.samples import SampleWriter
+from loadgen.clients.transports import Target, prepare
 from loadgen.generator.users import InferenceUser, Traffic
 
 url, grpc_address, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 write_images(folder / "samples")
 inputs = read_inputs(folder / "samples", "fp32")
-doors = {name: Door(name, url, "sink", grpc_address) for name in ("http", "grpc", "shm")}
-doors["shm, copied once"] = doors["shm"]
-bodies = {name: door.sendable(prepare(door.transport, inputs, signature("fp32"), (0,))) for name, door in doors.items()}
+targets = {name: Target(name, url, "sink", grpc_address) for name in ("http", "grpc", "shm")}
+targets["shm, copied once"] = targets["shm"]
+bodies = {
+    name: target.sendable(prepare(target.transport, inputs, signature("fp32"), (0,)))
+    for name, target in targets.items()
+}
 
 def run(user_class):
     environment = Environment(user_classes=[user_class], host=url)
@@ -81,14 +84,14 @@ def ours(name, requests):
     writer = SampleWriter(folder / "samples.npy")
     class Ours(InferenceUser):
         fires_events = False
-        traffic = Traffic(doors[name], (bodies[name],), 1, writer)
+        traffic = Traffic(targets[name], (bodies[name],), 1, writer)
         @task
         def load(self):
             self.infer()
             if name == "shm, copied once":
                 prepared = self.connection._prepared
-                for request, (head, _) in list(prepared.items()):
-                    prepared[request] = (head, ())
+                for request, (head, *_) in list(prepared.items()):
+                    prepared[request] = (head, (), ())
             type(self).cpu_us = measured(self.infer, requests)
             raise StopUser
     found = run(Ours)

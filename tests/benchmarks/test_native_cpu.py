@@ -75,7 +75,7 @@ from servers.contract.tensors import TensorSpec
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification, Preprocessing
-from servers.native.inference import BatchingSettings, InferenceService
+from servers.native.inference import InferenceService
 from servers.native.listener import bind
 from servers.native.served_models import ServedModels
 from servers.native.server import serve
@@ -87,7 +87,7 @@ specification = ModelSpecification(
     load_module=lambda weights: None, pretrained_tags=tuple)
 service = InferenceService(
     specification, lambda: NullEngine(specification, EngineSettings(kind="null")),
-    BatchingSettings(max_queue_delay_us=0))
+    NativeSettings(max_queue_delay_us=0))
 import structlog
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
 serve(NativeSettings(grpc_port=0), ServedModels([service]), bind("127.0.0.1", int(sys.argv[1])))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -31,15 +33,24 @@ UP_SECONDS = 900
 
 
 @dataclass
+class Peak:
+    """The most that `docker stats` has shown of one container; memory without the page cache."""
+
+    memory_bytes: float = 0.0
+    processes: int = 0
+
+
+@dataclass
 class Stack:
-    """The running stack. `seconds` holds what was measured on the way: build, up."""
+    """The running stack. `seconds` holds what was measured on the way: build, up; `peaks` grows by service."""
 
     folder: Path
     ports: dict[str, int]
     environment: dict[str, str]
-    base_images: dict[str, str]
+    base_images: stand_ins.BaseImages
     project: str = PROJECT
     seconds: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, Peak] = field(default_factory=dict)
 
     @property
     def results(self) -> Path:
@@ -50,12 +61,13 @@ class Stack:
         """Of a published port, by the name of its setting."""
         return f"http://127.0.0.1:{self.ports[port]}"
 
-    def compose(self, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        """`docker compose …` with the real file, our override and the cpu profile."""
+    def compose(self, *arguments: str, timeout: float = 300, **settings: str) -> subprocess.CompletedProcess[str]:
+        """`docker compose …` with the real file, the example's settings, our override and the cpu profile."""
+        environment = {**self.environment, **settings}
         return subprocess.run(
-            ["docker", "compose", "-p", PROJECT, "-f", "docker-compose.yml", "-f", str(HERE / "override.yml"),
-             "--profile", "cpu", *arguments],
-            cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False, timeout=timeout,
+            ["docker", "compose", "-p", PROJECT, "--env-file", ".env.example", "-f", "docker-compose.yml",
+             "-f", str(HERE / "override.yml"), "--profile", "cpu", *arguments],
+            cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=timeout,
         )  # fmt: skip
 
     def containers(self) -> list[dict[str, Any]]:
@@ -73,6 +85,33 @@ class Stack:
         ) as got:
             found: list[dict[str, Any]] = json.loads(got.read())["data"]["result"]
         return found
+
+
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def watch_peaks(running: Stack) -> subprocess.Popen[str]:
+    """Keep `running.peaks` up to date until the returned process is ended."""
+    process = subprocess.Popen(
+        ["docker", "stats", "--format", "{{json .}}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                document = re.search(r"\{.*\}", line)  # between codes for a terminal
+                told = json.loads(document[0]) if document else {}
+                used = re.match(r"([\d.]+)([KMG]?i?B)", told.get("MemUsage", ""))
+                name = re.fullmatch(rf"{PROJECT}-(.+)-\d+", told.get("Name", ""))
+                if used is None or name is None:
+                    continue
+                peak = running.peaks.setdefault(name[1], Peak())
+                peak.memory_bytes = max(peak.memory_bytes, float(used[1]) * UNITS[used[2]])
+                peak.processes = max(peak.processes, int(told["PIDs"]) if told["PIDs"].isdecimal() else 0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return process
 
 
 def docker(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -98,7 +137,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     if docker("compose", "version").returncode != 0:
         pytest.skip("docker compose is not installed")
     try:
-        base_images = stand_ins.ensure_base_images()
+        base_images = stand_ins.ensure_base_images(tmp_path_factory.mktemp("registry"))
     except stand_ins.StandInError as exc:
         pytest.skip(str(exc))
     folder = tmp_path_factory.mktemp("compose")
@@ -107,10 +146,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         parent.chmod(0o755)
     (folder / "results").mkdir()
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
-    grafana = docker("image", "inspect", "grafana/grafana:12.1.1").returncode == 0
+    grafana = docker("image", "inspect", stand_ins.pinned_images()["GRAFANA_IMAGE"]).returncode == 0
     environment = {
         **os.environ,
         **{name: str(port) for name, port in ports.items()},
+        **base_images.settings,
         "GRAFANA_ADMIN_PASSWORD": "only-in-a-test",
         "THREADS": "1",
         "ABSERVE_TEST_FILES": str(HERE),
@@ -118,6 +158,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "ABSERVE_TEST_GRAFANA_PROFILE": "cpu" if grafana else "left-out",
     }
     running = Stack(folder, ports, environment, base_images)
+    watching = watch_peaks(running)
     try:
         _timed(running, "build", "build", "models-cpu", "locust-master", timeout=BUILD_SECONDS)
         _timed(running, "up", "up", "--detach", "--wait", "--no-build", "--quiet-pull", timeout=UP_SECONDS)
@@ -125,6 +166,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     finally:
         if os.environ.get("ABSERVE_TEST_KEEP") != "1":
             running.compose("down", "--volumes", "--timeout", "20")
+        watching.kill()
+        watching.wait()
+        if base_images.registry is not None:
+            base_images.registry.close()
 
 
 def _timed(running: Stack, name: str, *arguments: str, timeout: float) -> None:

@@ -7,10 +7,10 @@ import threading
 from dataclasses import replace
 from time import monotonic_ns, time_ns
 
-from servers.gpu.exporter import GpuExporter
-from servers.gpu.polling import GpuPolling
-from servers.gpu.scripted import Fault, Phase, ScriptedReader
-from servers.gpu.series import Reading
+from scripted_reader import Fault, Phase, ScriptedReader
+
+from servers.gpu.exporter import GpuExporter, GpuPolling
+from servers.gpu.readings import Reading
 
 DAY_NS = 86_400_000_000_000
 

@@ -1,6 +1,4 @@
-"""Base images for a machine that cannot pull any: a Debian under the names that our Dockerfile and compose file use.
-
-    python tests/compose/stand_ins.py        makes what is missing and cannot be pulled
+"""Base images for a machine that cannot pull any: a Debian, in a registry of this machine, pinned by its digest there.
 
 The Python and Prometheus in them are Debian's, so they test our files and programs and not the vendors' images. This
 machine's CA certificates and pip configuration are in the stand-ins, so that our own files need not know of them.
@@ -9,12 +7,16 @@ machine's CA certificates and pip configuration are in the stand-ins, so that ou
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,35 +31,89 @@ class StandInError(Exception):
     """A base image can neither be pulled nor made; the message says what is missing."""
 
 
-def python_image() -> str:
-    """What the Dockerfile builds on."""
-    found = re.search(r"^ARG PYTHON_IMAGE=(\S+)$", (ROOT / "docker/Dockerfile").read_text(), re.MULTILINE)
-    assert found is not None
-    return found.group(1)
+def pinned_images() -> dict[str, str]:
+    """What .env.example asks for, by setting: each reference a tag with its digest."""
+    return dict(re.findall(r"^(\w+_IMAGE)=(\S+)$", (ROOT / ".env.example").read_text(), re.MULTILINE))
 
 
-def prometheus_image() -> str:
-    """What the compose file names."""
-    found = re.search(r"image: (prom/prometheus:\S+)", (ROOT / "docker-compose.yml").read_text())
-    assert found is not None
-    return found.group(1)
+@dataclass(frozen=True, slots=True)
+class BaseImages:
+    """What the settings of the base images must be here, and where each image came from."""
+
+    settings: dict[str, str]
+    origins: dict[str, str]
+    registry: Registry | None
+    """Holds the stand-ins; None where all images could be pulled."""
 
 
-def ensure_base_images() -> dict[str, str]:
-    """Every base image of the cpu profile → "present", "pulled" or "stand-in". Raises `StandInError`."""
-    made = {}
-    for image, packages, entrypoint in (
-        (python_image(), PYTHON_PACKAGES, None),
-        (prometheus_image(), PROMETHEUS_PACKAGES, '["/usr/bin/prometheus"]'),
+class Registry:
+    """Debian's docker-registry on a free port, with its files in `folder`: it gives a stand-in a digest."""
+
+    def __init__(self, folder: Path) -> None:
+        if shutil.which("docker-registry") is None:
+            raise StandInError("the base images cannot be pulled, and stand-ins need docker-registry (apt-get install)")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = f"localhost:{free.getsockname()[1]}"
+        configuration = {
+            "version": 0.1,
+            "storage": {"filesystem": {"rootdirectory": str(folder)}},
+            "http": {"addr": self.address},
+        }
+        file = folder / "registry.yml"
+        file.write_text(json.dumps(configuration))
+        with (folder / "registry.log").open("wb") as log:
+            self._process = subprocess.Popen(["docker-registry", "serve", str(file)], stdout=log, stderr=log)
+
+    def push(self, image: str, name: str) -> str:
+        """`image` under `name`, a repository with a tag; returns the reference to pull it by: tag and digest."""
+        reference = f"{self.address}/{name}"
+        _docker("tag", image, reference)
+        for _ in range(100):
+            done = _docker("push", reference)
+            if done.returncode == 0:
+                found = re.search(r"digest: (sha256:[0-9a-f]{64})", done.stdout)
+                assert found is not None
+                return f"{reference}@{found[1]}"
+            time.sleep(0.1)  # it has just been started
+        raise StandInError(f"{reference} could not be pushed: {done.stderr.strip()[-300:]}")
+
+    def close(self) -> None:
+        """End it; the engine keeps the images, without the names that lead here."""
+        self._process.terminate()
+        self._process.wait(timeout=20)
+        form = "{{.Repository}}:{{.Tag}} {{.Repository}}@{{.Digest}}"
+        for line in _docker("image", "ls", "--digests", "--format", form).stdout.splitlines():
+            for reference in line.split():
+                if reference.startswith(f"{self.address}/") and "<none>" not in reference:
+                    _docker("image", "rm", reference)
+
+
+def ensure_base_images(folder: Path) -> BaseImages:
+    """Every base image of the cpu profile, pulled or made. `folder` is for the registry. Raises `StandInError`."""
+    wanted = pinned_images()
+    images = BaseImages({}, {}, None)
+    for setting, packages, entrypoint in (
+        ("PYTHON_IMAGE", PYTHON_PACKAGES, None),
+        ("PROMETHEUS_IMAGE", PROMETHEUS_PACKAGES, '["/usr/bin/prometheus"]'),
     ):
-        if _docker("image", "inspect", image).returncode == 0:
-            made[image] = "present"
-        elif _pull(image):
-            made[image] = "pulled"
+        reference = wanted[setting]
+        if _docker("image", "inspect", reference).returncode == 0:
+            images.origins[setting] = "present"
+        elif _pull(reference):
+            images.origins[setting] = "pulled"
         else:
-            _make(image, packages, entrypoint)
-            made[image] = "stand-in"
-    return made
+            name = reference.partition("@")[0]
+            stand_in = f"stand-in/{name}"
+            if _docker("image", "inspect", stand_in).returncode != 0:
+                _make(stand_in, packages, entrypoint)
+            if images.registry is None:
+                images = replace(images, registry=Registry(folder))
+            assert images.registry is not None
+            reference = images.registry.push(stand_in, name)
+            images.origins[setting] = "stand-in"
+        images.settings[setting] = reference
+    return images
 
 
 def _pull(image: str) -> bool:
@@ -116,8 +172,3 @@ def pip_configuration() -> str:
 
 def _docker(*arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False, timeout=timeout)
-
-
-if __name__ == "__main__":
-    for name, how in ensure_base_images().items():
-        sys.stdout.write(f"{name}: {how}\n")

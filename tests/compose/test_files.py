@@ -9,12 +9,18 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from servers.export.tensorrt_plan import TENSORRT_IMAGE
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -45,10 +51,27 @@ def test_services_are_hardened(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
+def test_services_have_limits(name: str) -> None:
+    service = SERVICES[name]
+    assert re.fullmatch(r"\$\{[A-Z]+_MEMORY:-\d+[mg]\}", service["mem_limit"])
+    assert service["memswap_limit"] == service["mem_limit"]
+    assert service["pids_limit"] == "${PIDS_LIMIT:-4096}"
+
+
+@pytest.mark.parametrize("name", SERVICES)
 def test_images_are_pinned(name: str) -> None:
-    image, _, tag = SERVICES[name]["image"].rpartition(":")
-    assert image
-    assert re.search(r"\d+\.\d+", tag), f"{tag} pins nothing"
+    """Ours by a version, all others by a digest that stands in .env.example alone."""
+    image = SERVICES[name]["image"]
+    if "build" in SERVICES[name]:
+        assert re.fullmatch(r"abserve/[a-z]+:\d+\.\d+\.\d+", image)
+        assert SERVICES[name]["build"]["args"]["PYTHON_IMAGE"].startswith("${PYTHON_IMAGE:?")
+    else:
+        assert re.fullmatch(r"\$\{[A-Z]+_IMAGE:\?is not set; copy its line from \.env\.example\}", image)
+
+
+@pytest.mark.parametrize("setting", sorted(name for name in SETTINGS if name.endswith("_IMAGE")))
+def test_digests_are_whole(setting: str) -> None:
+    assert re.fullmatch(r"\S+:[^:@]*\d+\.\d+[^:@]*@sha256:[0-9a-f]{64}", SETTINGS[setting])
 
 
 @pytest.mark.parametrize("name", sorted(set(SERVICES) - ONE_SHOT - {"locust-worker"}))
@@ -95,7 +118,7 @@ def test_every_setting_is_documented_and_no_other() -> None:
     used = dict(re.findall(r"\$\{([A-Z_]+)(?::([-?][^}]*))?\}", (ROOT / "docker-compose.yml").read_text()))
     assert set(SETTINGS) == {*used, "COMPOSE_PROFILES"}
     for name, default in used.items():
-        assert default.startswith("-") or name == "GRAFANA_ADMIN_PASSWORD"
+        assert default.startswith("-") or name == "GRAFANA_ADMIN_PASSWORD" or name.endswith("_IMAGE")
         if default.startswith("-"):
             assert SETTINGS[name] == default[1:], f"{name}: the documented default is another"
 
@@ -113,13 +136,18 @@ def test_triton_gets_nothing_that_widens_its_door() -> None:
 
 
 def test_plan_and_triton_are_of_the_same_month() -> None:
-    tags = {SERVICES[name]["image"].rpartition(":")[2] for name in ("triton", "triton-tensorrt", "plan")}
+    tags = {SETTINGS[name].partition("@")[0].rpartition(":")[2] for name in ("TRITON_IMAGE", "TENSORRT_IMAGE")}
     assert len(tags) == 1
+    assert SERVICES["triton"]["image"] == SERVICES["triton-tensorrt"]["image"]
+    assert SETTINGS["TENSORRT_IMAGE"] == TENSORRT_IMAGE
 
 
 def test_the_dockerfile_keeps_its_rules() -> None:
     text = (ROOT / "docker/Dockerfile").read_text()
-    assert re.search(r"^ARG PYTHON_IMAGE=python:\d+\.\d+\.\d+-slim-\w+$", text, re.MULTILINE)
+    assert re.search(r"^ARG PYTHON_IMAGE$", text, re.MULTILINE)
+    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${PYTHON_IMAGE}", "build", "runtime"}
+    for line in re.findall(r"pip (?:install|wheel) .*", text):
+        assert re.search(r"--require-hashes|--no-index|--no-build-isolation|TORCH_INDEX_URL", line), line
     stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
     final = {stage.split()[2]: stage for stage in stages if stage.split()[2] in {"load", "servers"}}
     assert set(final) == {"load", "servers"}
@@ -129,6 +157,54 @@ def test_the_dockerfile_keeps_its_rules() -> None:
     for line in re.findall(r"apt-get install.*", text):
         assert "--no-install-recommends" in line
         assert "rm -rf /var/lib/apt/lists" in line
+
+
+LOCKS = ROOT / "docker/locks"
+LOCKED = {
+    path.stem: {
+        canonicalize_name(name): (version, hashes.split())
+        for name, version, hashes in re.findall(
+            r"^([A-Za-z0-9._-]+)==(\S+) \\\n((?: +--hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)",
+            path.read_text(),
+            re.MULTILINE,
+        )
+    }
+    for path in LOCKS.glob("*.txt")
+}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONSTRAINTS = {
+    canonicalize_name(name): version
+    for name, version in re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "docker/constraints.txt").read_text(), re.MULTILINE)
+}
+
+
+@pytest.mark.parametrize(
+    ("locks", "extras"), [(("load",), ()), (("torch", "servers"), ("servers", "triton"))], ids=["load", "servers"]
+)
+def test_the_locks_hold_what_the_project_asks_for(locks: tuple[str, ...], extras: tuple[str, ...]) -> None:
+    found = {name: version for lock in locks for name, (version, _) in LOCKED[lock].items()}
+    lines = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
+    image = {**default_environment(), "python_version": "3.11", "platform_machine": "x86_64"}
+    wanted = [one for one in map(Requirement, lines) if one.marker is None or one.marker.evaluate(image)]
+    wrong = [str(one) for one in wanted if not one.specifier.contains(found.get(canonicalize_name(one.name), "0"))]
+    assert not wrong, "make lock"
+
+
+def test_the_locks_agree_with_the_constraints_and_with_each_other() -> None:
+    for lock, packages in LOCKED.items():
+        wrong = [n for n, (version, _) in packages.items() if CONSTRAINTS.get(n, version) != version]
+        assert not wrong, f"{lock}: make lock"
+    both = LOCKED["torch"].keys() & LOCKED["servers"].keys()
+    assert [name for name in both if LOCKED["torch"][name][0] != LOCKED["servers"][name][0]] == []
+    assert LOCKED["build"]["setuptools"] == LOCKED["torch"]["setuptools"]
+
+
+@pytest.mark.parametrize("lock", sorted(LOCKED))
+def test_a_lock_is_nothing_but_pinned_and_hashed_packages(lock: str) -> None:
+    """No index, no address, no package without a hash: every line that is no comment belongs to what was read above."""
+    lines = [line for line in (LOCKS / f"{lock}.txt").read_text().splitlines() if not line.lstrip().startswith("#")]
+    assert len(lines) == sum(1 + sum(word != "\\" for word in hashes) for _, hashes in LOCKED[lock].values())
+    assert {"build": {"pip", "setuptools"}}.get(lock, set()) <= LOCKED[lock].keys()
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "docker/bin").iterdir()), ids=lambda path: path.name)
@@ -218,6 +294,18 @@ def test_compose_takes_the_file(profile: str) -> None:
     environment = {**os.environ, "GRAFANA_ADMIN_PASSWORD": "chosen"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@needs_compose
+@pytest.mark.parametrize("image", ["PYTHON_IMAGE", "PROMETHEUS_IMAGE"])
+def test_without_its_image_a_service_is_told_where_to_find_it(image: str, tmp_path: Path) -> None:
+    settings = (ROOT / ".env.example").read_text()
+    (tmp_path / ".env").write_text(re.sub(rf"^{image}=.*\n", "", settings, flags=re.MULTILINE))
+    environment = {**os.environ, "GRAFANA_ADMIN_PASSWORD": "chosen"}
+    command = ["docker", "compose", "--env-file", str(tmp_path / ".env"), "config", "--quiet"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert f"{image} is missing a value: is not set; copy its line from .env.example" in done.stderr
 
 
 @needs_compose

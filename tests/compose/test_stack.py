@@ -68,11 +68,11 @@ def test_up_returns_when_all_is_ready(stack: Any, record_property: Any) -> None:
         assert Endpoint(stack.url(port)).ready(MODEL)
     sizes = {
         image: int(docker("image", "inspect", "-f", "{{.Size}}", image).stdout) / 1e6
-        for image in ("abserve/servers:0.1.0", "abserve/load:0.1.0", *stack.base_images)
+        for image in ("abserve/servers:0.1.0", "abserve/load:0.1.0", *stack.base_images.settings.values())
     }
     for name, value in {**stack.seconds, **sizes}.items():
         record_property(name, round(value, 1))
-    sys.stdout.write(f"\nbase images: {stack.base_images}\n")
+    sys.stdout.write(f"\nbase images: {stack.base_images.origins}\n")
     sys.stdout.write("".join(f"{name}: {value:.0f} s\n" for name, value in stack.seconds.items()))
     sys.stdout.write("".join(f"{name}: {size:.0f} MB\n" for name, size in sizes.items()))
 
@@ -83,6 +83,8 @@ def test_containers_can_do_no_more_than_they_must(stack: Any) -> None:
         assert host["ReadonlyRootfs"], service
         assert host["CapDrop"] == ["ALL"], service
         assert not host["Privileged"], service
+        assert 0 < host["Memory"] == host["MemorySwap"], service
+        assert host["PidsLimit"] > 0, service
         assert container["Config"]["User"].split(":")[0] not in {"", "0", "root"}, service
         assert not any("docker.sock" in mount["Source"] for mount in container["Mounts"]), service
         for published in (host["PortBindings"] or {}).values():
@@ -92,6 +94,36 @@ def test_containers_can_do_no_more_than_they_must(stack: Any) -> None:
         tried = docker("exec", name, "sh", "-c", "id -u; touch /usr/x /etc/x 2>/dev/null && echo written")
         assert tried.stdout.split()[:1] != ["0"], service
         assert "written" not in tried.stdout, service
+
+
+def test_an_image_is_the_one_of_its_digest_whatever_its_tag_becomes(stack: Any, tmp_path: Path) -> None:
+    registry, pinned = stack.base_images.registry, stack.base_images.settings["PROMETHEUS_IMAGE"]
+    before = by_service(stack)["prometheus"]
+    assert before["Config"]["Image"] == pinned
+    assert "@sha256:" in pinned
+    if registry is None:
+        pytest.skip("the images were pulled: their registry's tags cannot be moved")
+    name = pinned.partition("@")[0].removeprefix(f"{registry.address}/")
+    moved = registry.push(stack.base_images.settings["PYTHON_IMAGE"], name)
+    assert moved != pinned
+    assert stack.compose("pull", "prometheus").returncode == 0
+    assert stack.compose("up", "--detach", "--wait", "--no-build", "prometheus").returncode == 0
+    after = by_service(stack)["prometheus"]
+    assert (after["Id"], after["Image"]) == (before["Id"], before["Image"])
+
+    digest = "0" * 64
+    unknown = stack.compose("pull", "prometheus", PROMETHEUS_IMAGE=f"{registry.address}/{name}@sha256:{digest}")
+    assert unknown.returncode != 0
+    assert "not found" in unknown.stderr or "unknown" in unknown.stderr
+
+    settings = tmp_path / ".env"
+    settings.write_text(f"KEPT=1\nPROMETHEUS_IMAGE={pinned}\n")
+    done = subprocess.run(
+        [sys.executable, ROOT / "docker/pin_images.py", settings], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert settings.read_text() == f"KEPT=1\nPROMETHEUS_IMAGE={moved}\n"
+    assert pinned.partition("@")[2] in done.stdout
 
 
 def test_a_second_up_changes_nothing(stack: Any) -> None:
@@ -285,3 +317,28 @@ def test_triton_without_its_stub_is_started_again(stack: Any) -> None:
 def test_data_from_before_the_kills_is_still_there(stack: Any) -> None:
     assert stack.query("abserve_native_items_total > 0", seconds=1800)
     assert stack.query('abserve_run_valid{run="by-url"}', seconds=60)
+
+
+def test_every_service_stays_far_below_its_limits(stack: Any) -> None:
+    """Over all that the tests above did. A limit that is reached is a kill, so half of it is the most."""
+    limits = {service: one["HostConfig"] for service, one in by_service(stack).items()}
+    for service, peak in sorted(stack.peaks.items()):
+        host = limits[service]
+        sys.stdout.write(
+            f"{service}: {peak.memory_bytes / 2**20:.0f} of {host['Memory'] / 2**20:.0f} MiB, "
+            f"{peak.processes} of {host['PidsLimit']} processes and threads\n"
+        )
+        assert peak.memory_bytes < host["Memory"] / 2, service
+        assert 0 < peak.processes < host["PidsLimit"] / 2, service
+    assert set(LONG_RUNNING) <= set(stack.peaks)
+    assert not any(one["State"]["OOMKilled"] for one in stack.containers())
+
+
+def test_a_container_over_its_memory_is_killed_and_started_again(stack: Any) -> None:
+    """The limit holds, and what it does to a service is what the docs say."""
+    name = by_service(stack)["results"]["Name"].lstrip("/")
+    limit = by_service(stack)["results"]["HostConfig"]["Memory"]
+    program = f"import sys; held = bytearray({limit * 2}); sys.exit('all of it was given')"
+    killed = docker("exec", name, "python3", "-c", program)
+    assert killed.returncode == 137, killed.stderr
+    wait_until(lambda: healthy(stack, "results"), "the service goes on", RESTART_SECONDS)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from loadgen.clients.endpoint import TensorSignature
 from loadgen.conformance.fuzz import ROUTES, VERBS, fuzz, make_request
-from loadgen.conformance.model import Model, Tensor
+from loadgen.conformance.model import Model
 from loadgen.conformance.settings import AS_STARTED
 
-MODEL = Model("m", (Tensor("x", "FP32", (-1, 3)),), (Tensor("y", "FP32", (-1, 3)),), 4)
+MODEL = Model("m", (TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),), 4)
 SHORT, LONG = 500, 10_000
 
 

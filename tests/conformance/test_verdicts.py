@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.conformance.records import CaseResult, Verdict
+from loadgen.conformance.case import Ask, Case, infers
+from loadgen.conformance.records import CaseResult, Verdict, expect
+from loadgen.conformance.runner import CaseRun
 
 
 def failures(results: dict[str, CaseResult]) -> dict[str, str]:
@@ -23,6 +25,15 @@ def test_a_server_that_does_as_it_should_conforms(run_cases) -> None:
     grpc = [result for result in results.values() if result.door == "grpc"]
     assert grpc
     assert all(result.verdict is Verdict.NOT_APPLICABLE for result in grpc)
+
+
+def test_a_new_case_is_one_row(sessions) -> None:
+    rows = (
+        Case("36a", "a shape of words", infers({"inputs": [{"name": "x", "shape": "wide"}]}), expect("400")),
+        Case("36b", "an unknown route that is expected to be there", Ask("GET /v2/no"), expect("200")),
+    )
+    results = CaseRun(sessions(), destructive=False).run(rows, announce=lambda _: None)
+    assert [result.verdict for result in results] == [Verdict.CONFORMS, Verdict.DEVIATES]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import numpy as np
 
 MODEL = "toy"
 WIDTH = 4
+MAX_HEAD_BYTES = 65_536
 MAX_BATCH = 8
 MAX_CHUNKS = 65_536
 REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 413: "Too Large"}
@@ -48,6 +49,18 @@ def check_request(document: Any, binary: bytes, any_output: bool) -> Any:
             raise RefusalError(400, f"the shape has {expected} bytes, {size} were declared and {len(binary)} came")
         return np.frombuffer(binary, "<f4").reshape(shape)
     return np.asarray(entry["data"], "<f4").reshape(shape)
+
+
+async def read_head(reader: asyncio.StreamReader) -> bytes:
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        line = await reader.readuntil(b"\n")
+        head += line
+        if not line.endswith(b"\r\n"):
+            raise RefusalError(400, "a line does not end with CR LF")
+        if len(head) > MAX_HEAD_BYTES:
+            raise RefusalError(431, "the request's head is larger than this server takes")
+    return head
 
 
 def parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:

@@ -21,17 +21,18 @@ import numpy as np
 from toy_options import parser
 from toy_requests import (
     MAX_BATCH,
+    MAX_HEAD_BYTES,
     MODEL,
     WIDTH,
     RefusalError,
     check_request,
     parse_head,
     read_chunks,
+    read_head,
     render,
 )  # beside this file: it is run as a program
 
 MAX_DEPTH = 100
-MAX_HEAD_BYTES = 65_536
 LEAK_BYTES = 256 * 1024
 
 
@@ -66,7 +67,7 @@ class Toy:
         try:
             try:
                 async with asyncio.timeout(deadline if "no-deadline" not in self.faults else None):
-                    head = await reader.readuntil(b"\r\n\r\n")
+                    head = await read_head(reader)
             except asyncio.LimitOverrunError:
                 raise RefusalError(431, "the request's head is larger than this server takes") from None
             method, path, headers = parse_head(head)

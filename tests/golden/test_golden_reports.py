@@ -10,8 +10,9 @@ from rich.console import Console
 from syrupy.assertion import SnapshotAssertion
 
 from loadgen.analysis.analysis import analyse
-from loadgen.report.markdown import render_markdown
-from loadgen.report.terminal import print_result
+from loadgen.report.contents import result_document
+from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.renderers.terminal import print_document
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 PLANS = {
@@ -23,21 +24,31 @@ PLANS = {
 }
 
 
+def shown(directory: Path, width: int) -> list[str]:
+    """The lines of a terminal of this width."""
+    stream = io.StringIO()
+    document = result_document(analyse(directory))
+    print_document(document, Console(file=stream, width=width, color_system=None))
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_terminal(tmp_path: Path, name: str, snapshot: SnapshotAssertion) -> None:
-    stream = io.StringIO()
-    print_result(analyse(write_run(tmp_path, PLANS[name])), Console(file=stream, width=100, color_system=None))
-    assert "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) == snapshot
+    assert "\n".join(shown(write_run(tmp_path, PLANS[name]), 100)) == snapshot
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_markdown(tmp_path: Path, name: str, snapshot: SnapshotAssertion) -> None:
-    assert render_markdown(analyse(write_run(tmp_path, PLANS[name]))) == snapshot
+    assert render_markdown(result_document(analyse(write_run(tmp_path, PLANS[name])))) == snapshot
 
 
 def test_the_terminal_fits_eighty_columns(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    print_result(analyse(write_run(tmp_path, PLANS["decided"])), Console(file=stream, width=80, color_system=None))
-    lines = stream.getvalue().splitlines()
+    lines = shown(write_run(tmp_path, PLANS["decided"]), 80)
     assert max(len(line) for line in lines) <= 80
+    assert not any("…" in line for line in lines)
+
+
+def test_a_tiny_terminal_loses_nothing(tmp_path: Path) -> None:
+    lines = shown(write_run(tmp_path, PLANS["decided"]), 40)
+    assert max(len(line) for line in lines) <= 40
     assert not any("…" in line for line in lines)

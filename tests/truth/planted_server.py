@@ -16,6 +16,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 
 import grpc
 import numpy as np
@@ -23,6 +24,7 @@ from tritonclient.grpc import service_pb2
 
 MODEL, FEATURES, OUTPUTS = "planted", 64, 8
 SPIN_NS = 2_500_000
+FAULTS = ("wrong", "zeros", "nan")
 MATRIX = np.random.default_rng(0).standard_normal((FEATURES, OUTPUTS)).astype("<f4")
 METADATA = {
     "name": MODEL,
@@ -45,10 +47,20 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--slow-body-ms", type=float, default=0.0, help="from the first byte of an answer to the last")
     parser.add_argument("--drift", type=float, default=0.0, help="share by which delays grow in a minute since …")
     parser.add_argument("--drift-from-ns", type=int, default=0, help="… this moment of the monotonic clock")
+    parser.add_argument("--first-ms", type=float, default=0.0, help="more, for the first answer of an HTTP connection")
     parser.add_argument("--wrong-batches", action="store_true", help="rows of a batch are mixed up")
-    parser.add_argument("--good-first", type=int, default=0, help="requests before any error")
+    parser.add_argument("--wrong-batch", type=int, default=0, help="rows of a batch of this size are mixed up")
+    parser.add_argument("--scale", type=float, default=1.0, help="of every output")
+    parser.add_argument("--fault", choices=FAULTS, help="of outputs …")
+    parser.add_argument("--fault-from", type=int, default=1, help="… while so many requests are under way")
+    parser.add_argument(
+        "--short-every", type=int, default=0, help="a quarter of the outputs missing, every Nth request"
+    )
+    parser.add_argument("--hollow-share", type=float, default=0.0, help="of requests get 200 and {} at once")
+    parser.add_argument("--good-first", type=int, default=0, help="requests before any error, short or hollow answer")
     parser.add_argument("--error-every", type=int, default=0, help="503, every Nth request")
-    parser.add_argument("--cache", action="store_true", help="a repeated body is answered at once")
+    parser.add_argument("--cache-from", type=int, default=0, help="a body that comes for the Nth time is answered …")
+    parser.add_argument("--cache-saves", type=float, default=1.0, help="… so much sooner, as a share of the time")
     parser.add_argument("--no-spin", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
@@ -66,23 +78,38 @@ class Planted:
         self.random = random.Random(settings.seed)
         self.requests = 0
         self.free_ns = 0
-        self.known: set[bytes] = set()
+        self.under_way = 0
+        self.known: Counter[bytes] = Counter()
 
-    async def infer(self, tensor: bytes) -> bytes:
-        """The outputs' bytes, not before the planted time is over. Raises `PlantedError`."""
-        now_ns = time.monotonic_ns()
+    async def infer(self, tensor: bytes) -> np.ndarray | None:
+        """The outputs, not before the planted time is over; None for an answer without any. Raises `PlantedError`."""
+        settings, now_ns = self.settings, time.monotonic_ns()
         self.requests += 1
-        counted = self.requests - self.settings.good_first
-        known = self.settings.cache and tensor in self.known
-        self.known |= {tensor} if self.settings.cache else set()
-        if not known:
-            await self.until(self.done_ns(now_ns))
-        if self.settings.error_every and counted > 0 and counted % self.settings.error_every == 0:
+        self.under_way += 1
+        most = self.under_way
+        counted = self.requests - settings.good_first
+        try:
+            if counted > 0 and self.random.random() < settings.hollow_share:
+                return None
+            done_ns = self.done_ns(now_ns)
+            if settings.cache_from:
+                self.known[tensor] += 1
+                if self.known[tensor] >= settings.cache_from:
+                    done_ns -= int((done_ns - now_ns) * settings.cache_saves)
+            await self.until(done_ns)
+            most = max(most, self.under_way)
+        finally:
+            self.under_way -= 1
+        if settings.error_every and counted > 0 and counted % settings.error_every == 0:
             raise PlantedError("the queue is full")
-        answer = np.frombuffer(tensor, dtype="<f4").reshape(-1, FEATURES) @ MATRIX
-        if self.settings.wrong_batches and len(answer) > 1:
+        answer = np.frombuffer(tensor, dtype="<f4").reshape(-1, FEATURES) @ MATRIX * np.float32(settings.scale)
+        if (settings.wrong_batches and len(answer) > 1) or len(answer) == settings.wrong_batch:
             answer = answer[::-1]
-        return np.ascontiguousarray(answer).tobytes()
+        if settings.fault and most >= settings.fault_from:
+            answer = {"wrong": -answer, "zeros": 0 * answer, "nan": np.nan * answer}[settings.fault]
+        if settings.short_every and counted > 0 and counted % settings.short_every == 0:
+            answer = answer[:, : OUTPUTS * 3 // 4]
+        return np.ascontiguousarray(answer, dtype="<f4")
 
     def done_ns(self, now_ns: int) -> int:
         """When a request that arrives now is done."""
@@ -122,6 +149,7 @@ class HttpDoor(asyncio.Protocol):
         self.planted = planted
         self.received = b""
         self.transport: asyncio.Transport | None = None
+        self.used = False
         self.tasks: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -154,12 +182,18 @@ class HttpDoor(asyncio.Protocol):
         if method == "post" and path == f"/v2/models/{MODEL}/infer":
             json_bytes = int(headers["inference-header-content-length"])
             try:
-                data = await self.planted.infer(body[json_bytes:])
+                answer = await self.planted.infer(body[json_bytes:])
+                if not self.used:
+                    await asyncio.sleep(self.planted.settings.first_ms / 1000)
+                self.used = True
             except PlantedError as exc:
                 self.send(503, json.dumps({"error": str(exc)}).encode())
                 return
-            rows = len(data) // (4 * OUTPUTS)
-            output = {"name": "y", "datatype": "FP32", "shape": [rows, OUTPUTS],
+            if answer is None:
+                self.send(200, b"{}")
+                return
+            data = answer.tobytes()
+            output = {"name": "y", "datatype": "FP32", "shape": list(answer.shape),
                       "parameters": {"binary_data_size": len(data)}}  # fmt: skip
             text = json.dumps({"model_name": MODEL, "model_version": "1", "outputs": [output]}).encode()
             await self.send_slowly(text + data, f"Inference-Header-Content-Length: {len(text)}\r\n")
@@ -207,11 +241,13 @@ class GrpcDoor(grpc.GenericRpcHandler):
 
     async def infer(self, request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerContext):
         try:
-            data = await self.planted.infer(request.raw_input_contents[0])
+            outputs = await self.planted.infer(request.raw_input_contents[0])
         except PlantedError as exc:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(exc))
-        answer = service_pb2.ModelInferResponse(model_name=MODEL, model_version="1", raw_output_contents=[data])
-        answer.outputs.add(name="y", datatype="FP32", shape=[len(data) // (4 * OUTPUTS), OUTPUTS])
+        answer = service_pb2.ModelInferResponse(model_name=MODEL, model_version="1")
+        if outputs is not None:
+            answer.raw_output_contents.append(outputs.tobytes())
+            answer.outputs.add(name="y", datatype="FP32", shape=outputs.shape)
         return answer
 
 

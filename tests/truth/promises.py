@@ -9,11 +9,16 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import special
 
-from loadgen.analysis.comparisons import LEADING_SHARE, compare_all
 from loadgen.analysis.noise_floor import floor_of
+from loadgen.comparison.comparisons import LEADING_SHARE, compare_all, estimate_pairs, shared_correlation
+from loadgen.comparison.pairs import THROUGHPUT, Pair, PairedMetric
+from loadgen.run.rounds import NEEDY
 from loadgen.statistics.anytime import half_width, log_bayes_factors
-from loadgen.statistics.ratios import SIGNIFICANCE, critical_t, estimate_ratio, estimate_restarts
+from loadgen.statistics.ratios import SIGNIFICANCE, adjust_holm, critical_t, estimate_ratio, estimate_restarts
+from loadgen.statistics.tails import Round, estimate_tail_ratio
+from tests.truth.closed_loops import Times, compare
 from tests.truth.simulated_runs import Noise, experiment, names_a_winner, simulate, simulate_blocks
 
 WITHIN = 0.02
@@ -38,11 +43,84 @@ class Share:
         return self.value + 1.96 * math.sqrt(max(self.value * (1 - self.value), 1 / self.trials) / self.trials)
 
 
-def false_winners(trials: int, noise: Noise, pairs: int, *, restarts: int = 1, restart_spread: float = 0.0) -> Share:
+MANY = 1000
+"""Trials from which the comparisons of p90 and p99 are simulated too."""
+
+
+def false_winners(
+    trials: int, noise: Noise, pairs: int, *, restarts: int = 1, restart_spread: float = 0.0,
+    resemblance: float = 0.0, cells: int = 7, margin: float = 0.05,
+) -> Share:  # fmt: skip
     """Runs of identical arms, seven scenarios with four metrics each, that name any winner."""
-    plan, rng = experiment(7, pairs, 0.05, restarts=restarts), np.random.default_rng(2024)
-    runs = (simulate(plan, rng, noise, restart_spread=restart_spread) for _ in range(trials))
+    plan, rng = experiment(cells, pairs, margin, restarts=restarts), np.random.default_rng(2024)
+    runs = (
+        simulate(plan, rng, noise, 1.0, "", restart_spread, resemblance, tails=trials >= MANY) for _ in range(trials)
+    )
     return Share(sum(map(names_a_winner, runs)), trials)
+
+
+def tail_coverage(trials: int, slow: float, pairs: int, requests: int) -> tuple[Share, Share]:
+    """Intervals of the p99 that hold its true ratio where so large a share of B's requests takes four times as long,
+    and what the interval over the blocks' own p99 would hold. The machine wanders by a tenth over the run."""
+    rng = np.random.default_rng(15)
+    truth = _p99_of_a_mixture(slow) / _p99_of_a_mixture(0.0)
+    covered = by_blocks = 0
+    for _ in range(trials):
+        speed = np.cumsum(rng.normal(0.0, 0.1 / math.sqrt(pairs), pairs))
+        rounds = []
+        for pair in range(pairs):
+            a, b = (np.exp(rng.normal(speed[pair] + rng.normal(0.0, 0.01), 0.1, requests)) for _ in "ab")
+            b[rng.random(requests) < slow * rng.gamma(4.0, 0.25)] *= 4.0
+            rounds.append(Round(a, b, pair))
+        estimate, _ = estimate_tail_ratio(rounds, 0.99, 0.05)
+        low, high = estimate.ci95 or (0.0, math.inf)
+        covered += low <= truth <= high
+        p99s = [tuple(np.quantile(arm, 0.99, method="median_unbiased") for arm in (one.a, one.b)) for one in rounds]
+        low, high = estimate_ratio([b / a for a, b in p99s], 0.05).ci95 or (0.0, math.inf)
+        by_blocks += low <= truth <= high
+    return Share(covered, trials), Share(by_blocks, trials)
+
+
+def _p99_of_a_mixture(slow: float) -> float:
+    """Of a log-normal of which a share is four times as large, by bisection."""
+    low, high = 0.5, 10.0
+    for _ in range(60):
+        middle = (low + high) / 2.0
+        below = (1 - slow) * special.ndtr(math.log(middle) / 0.1) + slow * special.ndtr(math.log(middle / 4.0) / 0.1)
+        low, high = (middle, high) if below < 0.99 else (low, middle)
+    return low
+
+
+def two_stages(trials: int, effect: float) -> tuple[Share, Share]:
+    """Runs by time: scenarios of unlike spread, of which those with the larger standard error get further pairs.
+    Intervals that hold the true ratio, and runs of identical arms that name a winner."""
+    rng, spreads = np.random.default_rng(16), (0.01, 0.02, 0.03, 0.05)
+    plan, covered, named = experiment(len(spreads), 6, 0.05), 0, 0
+    for _ in range(trials):
+        logs = [rng.normal(math.log(effect), spread, 6).tolist() for spread in spreads]
+        for _ in range(6):
+            errors = [np.std(values, ddof=1) / math.sqrt(len(values)) for values in logs]
+            for values, spread, error in zip(logs, spreads, errors, strict=True):
+                if error >= NEEDY * max(errors):
+                    values += rng.normal(math.log(effect), spread, 2).tolist()
+        paired = [
+            PairedMetric(one, THROUGHPUT, tuple(Pair(1.0, math.exp(value)) for value in values))
+            for one, values in zip(plan.cells, logs, strict=True)
+        ]
+        shared, _ = shared_correlation(paired)
+        found = [estimate_pairs(one, plan, shared)[1] for one in paired]
+        covered += sum((one.ci95 or (0, 0))[0] <= effect <= (one.ci95 or (0, 0))[1] for one in found)
+        named += any((p or 1.0) < SIGNIFICANCE for p in adjust_holm([one.p_value for one in found]))
+    return Share(covered, trials * len(spreads)), Share(named, trials)
+
+
+def closed_loop_coverage(trials: int, times: Times, users: int, rounds: int, spans: float) -> tuple[Share, Share]:
+    """Intervals of the throughput that hold the truth, 1, and those that lie beside it, whose arm would be the
+    winner."""
+    rng = np.random.default_rng(17)
+    intervals = [compare(rng, times, users, spans, rounds) for _ in range(trials)]
+    covered = sum(low <= 1.0 <= high for low, high in intervals)
+    return Share(covered, trials), Share(trials - covered, trials)
 
 
 def false_winners_until_decided(trials: int, noise: Noise, pairs: int) -> Share:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from loadgen.analysis.comparisons import Comparison, compare_all
-from loadgen.analysis.summaries import BlockSummary, LatencySummary
+from loadgen.comparison.comparisons import Comparison, compare_all
+from loadgen.comparison.pairs import Latencies
+from loadgen.comparison.summaries import BlockSummary, LatencySummary
 from loadgen.records.run import ArmRequest, Cell, Experiment
 
 Noise = Callable[[np.random.Generator, int], np.ndarray]
@@ -32,6 +33,20 @@ def weather(rng: np.random.Generator, blocks: int) -> np.ndarray:
     neighbours = (rng.random(blocks) < 0.05) * rng.exponential(0.10, size=blocks)
     second = 0.004 * (np.arange(blocks) % 2)
     return drift + lasting + neighbours + second + rng.normal(0.0, 0.01, size=blocks)
+
+
+def autoregression(rng: np.random.Generator, phi: float, shape: tuple[int, int, int]) -> np.ndarray:
+    """Stationary first-order series along the last axis, with a spread of 2 %."""
+    values = rng.normal(0.0, 0.02, size=shape)
+    for place in range(1, shape[-1]):
+        values[..., place] = phi * values[..., place - 1] + math.sqrt(1.0 - phi**2) * values[..., place]
+    return values
+
+
+def latencies(blocks: Sequence[BlockSummary], rng: np.random.Generator) -> Latencies:
+    """Requests behind such blocks: log-normal about the block's median, 660 in four pairs and as many in more."""
+    count = -(-700 // (len({block.pair for block in blocks})))
+    return {block.index: (block.latency.p50_ms or 1.0) * np.exp(rng.normal(0.0, 0.3, count)) for block in blocks}
 
 
 def experiment(cells: int, pairs: int, margin: float, *, restarts: int = 1, until_decided: bool = False) -> Experiment:
@@ -58,11 +73,14 @@ def simulate_blocks(
     effect: float = 1.0,
     on: str = "",
     restart_spread: float = 0.0,
+    resemblance: float = 0.0,
 ) -> list[BlockSummary]:
     """One run of `plan`; B's blocks of the cell `on` (all of them where empty) are `effect` times as fast. Each
-    restart shifts each arm by a normal factor of `restart_spread`/√2, so that the ratio has that spread."""
+    restart shifts each arm by a normal factor of `restart_spread`/√2, so that the ratio has that spread. With
+    `resemblance` φ the noise of each arm's blocks, in each cell, is a first-order autoregression of its own."""
     pairs = plan.cells[0].pairs
     logs = noise(rng, 2 * pairs * len(plan.cells))
+    own = autoregression(rng, resemblance, (len(plan.cells), 2, pairs)) if resemblance else None
     blocks = []
     for place, one in enumerate(plan.cells):
         swapped = rng.random() < 0.5
@@ -71,7 +89,8 @@ def simulate_blocks(
             pair, position = divmod(slot, 2)
             label = "ab"[(position + (pair % 4 in (1, 2)) + swapped) % 2]
             restart = pair * plan.restarts // pairs
-            seconds = math.exp(logs[place * 2 * pairs + slot] + shifts[restart, "ab".index(label)])
+            weather = logs[place * 2 * pairs + slot] if own is None else own[place, "ab".index(label), pair]
+            seconds = math.exp(weather + shifts[restart, "ab".index(label)])
             if label == "b" and on in ("", one.name):
                 seconds /= effect
             p50, p90, p99 = (seconds * math.exp(rng.normal(0.0, spread)) for spread in (0.004, 0.012, 0.05))
@@ -82,7 +101,7 @@ def simulate_blocks(
                     throughput_per_s=100.0 / seconds, full_load_share=1.0,
                     latency=LatencySummary(samples=700, mean_ms=p50, p50_ms=p50, p90_ms=p90, p95_ms=p90, p99_ms=p99,
                                            p99_9_ms=None),
-                    send_lag_p99_ms=0.0, send_lag_max_ms=0.0, warm_up_share=0.0, warm_up_error_share=0.0,
+                    send_lag_p99_ms=0.0, send_lag_max_ms=0.0, warm_up_share=0.0,
                     generator_cpu_share=0.1, server_cpu_cores=1.0, request_bytes=1.0, response_bytes=1.0, note=None,
                     restart=restart,
                 )
@@ -97,9 +116,14 @@ def simulate(
     effect: float = 1.0,
     on: str = "",
     restart_spread: float = 0.0,
+    resemblance: float = 0.0,
+    *,
+    tails: bool = False,
 ) -> tuple[Comparison, ...]:
-    """The comparisons of `simulate_blocks`."""
-    return compare_all(plan, simulate_blocks(plan, rng, noise, effect, on, restart_spread), [])
+    """The comparisons of `simulate_blocks`; `tails` for those of p90 and p99 too, which take a hundred times as
+    long."""
+    blocks = simulate_blocks(plan, rng, noise, effect, on, restart_spread, resemblance)
+    return compare_all(plan, blocks, [], latencies=latencies(blocks, rng) if tails else None)
 
 
 def names_a_winner(comparisons: Sequence[Comparison]) -> bool:

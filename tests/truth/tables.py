@@ -1,15 +1,17 @@
-"""Prints the tables of docs/measurement.md that are simulated: `python -m tests.truth.tables`, some minutes.
+"""Prints the tables of docs/measurement.md that are simulated: `python -m tests.truth.tables [NAME …]`, half an hour.
 
 They depend on seeds and on the code, not on the machine.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 
 from loadgen.statistics.ratios import detectable_effect
 from tests.truth import promises
+from tests.truth.closed_loops import KINDS, bias
 from tests.truth.planted_runs import TRUTHS, try_truth
 from tests.truth.simulated_runs import plain, weather
 
@@ -29,7 +31,7 @@ def table(headings: str, rows: Iterator[str], first: int = 1) -> str:
 def detectable() -> Iterator[str]:
     """Smallest differences that are named."""
     for pairs in (4, 6, 12):
-        effects = [detectable_effect(0.02, pairs, family) for family in (1, 10, 20)]
+        effects = [detectable_effect(0.02 / math.sqrt(pairs), pairs - 1, family) for family in (1, 10, 20)]
         yield f"{pairs} | " + " | ".join(f"{100 * (effect or 0.0):.1f} %" for effect in effects)
 
 
@@ -100,6 +102,44 @@ def durations() -> Iterator[str]:
             yield " | ".join(cells)
 
 
+def closed_loops() -> Iterator[str]:
+    """Bias and coverage of the throughput of a closed loop."""
+    for users in (1, 16, 64, 256):
+        for kind, times in KINDS.items():
+            spans = 60.0 if users == 1 else 6.0
+            found, naive = bias(100, times, users, spans)
+            shares = [promises.closed_loop_coverage(100, times, users, rounds, spans)[0] for rounds in (12, 24)]
+            yield f"{users} | {kind} | {100 * found:+.1f} % | {100 * naive:+.1f} % | {' | '.join(map(percent, shares))}"
+
+
+def tails() -> Iterator[str]:
+    """Coverage of the p99."""
+    for slow in (0.005, 0.009, 0.012, 0.02):
+        cells = []
+        for pairs in (12, 24, 48):
+            cells += [percent(share) for share in promises.tail_coverage(300, slow, pairs, 100)]
+        yield f"{100 * slow:.1f} % | {' | '.join(cells)}"
+
+
+def resemblance() -> Iterator[str]:
+    """False winners where rounds are not independent."""
+    for phi in (0.0, 0.3, 0.5, 0.8):
+        shares = [
+            promises.false_winners(200, plain, pairs, resemblance=phi, margin=0.001, cells=cells)
+            for cells in (1, 7)
+            for pairs in (6, 12, 24, 48)
+        ]
+        yield f"{phi:g} | {' | '.join(map(percent, shares))}"
+
+
+def by_time() -> Iterator[str]:
+    """Two stages."""
+    covered, _ = promises.two_stages(2000, 1.05)
+    _, named = promises.two_stages(8000, 1.0)
+    yield f"95 % intervals that cover a true ratio of 1.05, of 8,000 (92–98 %) | {percent(covered)}"
+    yield f"runs of identical arms with any winner, of 8,000 | {percent(named)}"
+
+
 def noise_floor() -> Iterator[str]:
     """What the floor stops."""
     for between in (0.0, 0.01, 0.02, 0.04):
@@ -121,6 +161,22 @@ def planted() -> Iterator[str]:
 TABLES = (
     ("pairs | 1 comparison | 10 comparisons | 20 comparisons", detectable, 0),
     ("promise of a fixed plan | noise | 4 pairs | 12 pairs", fixed_plan, 2),
+    (
+        "users | request times | bias | up to the last answer | coverage, 12 rounds | 24 rounds",
+        closed_loops,
+        2,
+    ),
+    (
+        "slow requests of B | p99, 12 rounds | by blocks | 24 rounds | by blocks | 48 rounds | by blocks",
+        tails,
+        0,
+    ),
+    (
+        "φ | 1 scenario, 6 rounds | 12 | 24 | 48 | 7 scenarios, 6 rounds | 12 | 24 | 48",
+        resemblance,
+        0,
+    ),
+    ("promise of rounds by time | share", by_time, 1),
     ("restarts | pairs each | spread of a restart | interval over restarts | interval over pairs", restarts, 0),
     ("promise with 5 restarts, 10 pairs | spread of a restart | share", restarts_run, 1),
     ("promise of --until decided | noise | share", until_decided, 2),
@@ -136,8 +192,10 @@ TABLES = (
 
 
 def main() -> None:
-    """All of them, each as soon as it is there."""
+    """All of them, or those whose functions are named, each as soon as it is there."""
     for headings, rows, first in TABLES:
+        if sys.argv[1:] and rows.__name__ not in sys.argv[1:]:
+            continue
         sys.stdout.write(table(headings, rows(), first) + "\n")
         sys.stdout.flush()
 

@@ -11,11 +11,9 @@ import sys
 import numpy as np
 import pytest
 
-from loadgen.analysis.causes.differences import combine, difference
-from loadgen.analysis.causes.effects import CauseEffect, MeasuredEffect
-from loadgen.analysis.causes.ranking import rank_causes
-from loadgen.records.causes import CauseName
 from loadgen.records.run import Cell, Label
+from loadgen.studies.causes.analyse import CauseEffect, MeasuredEffect, combine, difference, rank_causes
+from loadgen.studies.causes.records import CauseName
 
 TRIALS = 2000
 WEATHER, NOISE = 0.03, 0.01

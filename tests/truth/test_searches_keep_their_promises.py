@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from loadgen.analysis.searches import search_from
 from loadgen.experiment.search_plan import make_search_cells
 from loadgen.records.run import Cell
 from loadgen.statistics.early_stopping import late_allowed
 from loadgen.statistics.ratios import estimate_ratio
+from loadgen.studies.rate_search.analyse import search_from
 
 pytestmark = pytest.mark.slow
 

@@ -11,10 +11,12 @@ import math
 import numpy as np
 import pytest
 
-from loadgen.statistics.ratios import SIGNIFICANCE, detectable_effect
+from loadgen.analysis.checks.generator import WARM_UP_LIMIT, WARM_UP_SIGNIFICANCE
+from loadgen.statistics.ratios import SIGNIFICANCE, adjust_holm, critical_t, detectable_effect, estimate_ratio
 from tests.truth import promises
+from tests.truth.closed_loops import KINDS, bias, slow_starts_of_pauses
 from tests.truth.planted_runs import TRUTHS, Truth, try_truth
-from tests.truth.simulated_runs import Noise, experiment, plain, simulate, weather
+from tests.truth.simulated_runs import Noise, autoregression, experiment, plain, simulate, weather
 
 NOISES = pytest.mark.parametrize("noise", [plain, weather])
 
@@ -45,6 +47,67 @@ def assert_covers(share: promises.Share, *, may_exceed: bool = False) -> None:
 def test_identical_arms_name_a_winner_in_at_most_one_run_in_twenty(noise: Noise, pairs: int, trials: int) -> None:
     """Seven cells with four metrics each: one false name among 28 spoils the run."""
     assert_at_most(promises.false_winners(trials, noise, pairs))
+
+
+@trials(100, 1000)
+@pytest.mark.parametrize("phi", [0.5, pytest.param(0.8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pairs", [pytest.param(12, marks=pytest.mark.slow), 24])
+def test_nor_where_each_round_resembles_the_next(phi: float, pairs: int, trials: int) -> None:
+    """Arms that drift each by itself: clocks, caches, neighbours."""
+    assert_at_most(promises.false_winners(trials, plain, pairs, resemblance=phi, margin=0.001), 0.06)
+
+
+def test_without_an_allowance_for_resemblance_they_would() -> None:
+    """The test above can fail: by plain Student's t every other such run names a winner."""
+    rng, named = np.random.default_rng(5), 0
+    for _ in range(200):
+        series = np.exp(autoregression(rng, 0.5, (14, 2, 24))).tolist()
+        logs = [[b / a for a, b in zip(*arms, strict=True)] for arms in series]
+        named += any((p or 1.0) < SIGNIFICANCE for p in adjust_holm([estimate_ratio(r, 0.05).p_value for r in logs]))
+    assert named / 200 > 0.2
+
+
+@pytest.mark.parametrize("users", [1, 64, *(pytest.param(users, marks=pytest.mark.slow) for users in (16, 256))])
+@pytest.mark.parametrize("kind", ["exponential, CV 1", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS)])
+def test_unlike_request_times_of_equal_mean_are_no_difference_in_throughput(kind: str, users: int) -> None:
+    """64 users, exponential against constant: by the window up to the first user's end this named B in every run."""
+    spans = 30.0 if users == 1 else 16.0
+    found, naive = bias(40, KINDS[kind], users, spans)
+    assert abs(found) < 0.03 or users == 1 or "CV 3" in kind
+    covered, _ = promises.closed_loop_coverage(40, KINDS[kind], users, 12, spans)
+    assert_covers(covered, may_exceed=True)
+    if kind == "exponential, CV 1" and users >= 16:
+        assert naive < -0.1, "the stopwatch charges the last requests to the server"
+
+
+@trials(40, 1000)
+@pytest.mark.parametrize(
+    "slow", [0.012, *(pytest.param(slow, marks=pytest.mark.slow) for slow in (0.005, 0.009, 0.02))]
+)
+@pytest.mark.parametrize("pairs", [pytest.param(12, marks=pytest.mark.slow), 24])
+def test_the_interval_of_a_p99_covers_it_also_at_a_jump(slow: float, pairs: int, trials: int) -> None:
+    covered, by_blocks = promises.tail_coverage(trials, slow, pairs, 100)
+    assert_covers(covered, may_exceed=True)
+    if (slow, pairs) == (0.012, 24):
+        assert by_blocks.value < 0.5, "the mean of the blocks' p99 is not the p99"
+
+
+@trials(150, 2000)
+def test_further_rounds_for_what_is_known_least_well_leave_the_promises_alone(trials: int) -> None:
+    covered, _ = promises.two_stages(trials, 1.05)
+    assert_covers(covered)
+    _, named = promises.two_stages(trials, 1.0)
+    assert_at_most(named)
+
+
+def test_rare_pauses_of_a_warm_server_are_no_missing_warm_up() -> None:
+    """64 users meet a pause at once: one observation, not 64. At 0.1 % nearly no A/A run may say so."""
+    rng, fired = np.random.default_rng(6), 0
+    for _ in range(60):
+        lost = slow_starts_of_pauses(rng, 64, 12)
+        error = float(np.std(lost, ddof=1)) / math.sqrt(len(lost))
+        fired += float(np.mean(lost)) > max(WARM_UP_LIMIT, critical_t(11, 2 * WARM_UP_SIGNIFICANCE) * error)
+    assert fired <= 1
 
 
 @NOISES
@@ -128,9 +191,10 @@ def test_the_noise_floor_stops_what_a_restart_would_make_a_winner_of() -> None:
 @trials(8, 400)
 @pytest.mark.parametrize("truth", TRUTHS, ids=lambda truth: truth.name)
 def test_a_planted_truth_is_covered_and_gets_its_verdict(truth: Truth, trials: int) -> None:
-    """Request by request, through the summaries too. What all blocks meet alike may only widen the interval."""
+    """Request by request, through the summaries too. The allowance for rounds that resemble each other, and what all
+    blocks meet alike, may only widen the interval."""
     found = try_truth(truth, trials)
-    assert_covers(promises.Share(found.covered, trials), may_exceed="slow down" in truth.name or "stall" in truth.name)
+    assert_covers(promises.Share(found.covered, trials), may_exceed=True)
     assert found.right(truth) >= (0.9 if trials >= 400 else 0.5)
 
 
@@ -150,5 +214,5 @@ def test_pairing_absorbs_a_drift_that_would_fool_one_arm_after_the_other() -> No
 
 def test_more_comparisons_cost_sensitivity() -> None:
     for pairs in (4, 6, 12):
-        effects = [detectable_effect(0.02, pairs, family) for family in (1, 10, 20)]
+        effects = [detectable_effect(0.02 / math.sqrt(pairs), pairs - 1, family) for family in (1, 10, 20)]
         assert effects == sorted(effects, key=lambda e: e or 0.0)

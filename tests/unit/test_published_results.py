@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from loadgen.analysis.result import read_result
-from loadgen.report.terminal import print_result
+from loadgen.report.contents import result_document
+from loadgen.report.renderers.terminal import print_document
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = sorted((ROOT / "docs/results").glob("*/manifest.json"))
@@ -30,7 +31,7 @@ def test_every_file_is_listed_with_its_hash(manifest: Path) -> None:
 
 
 def test_both_arms_of_a_ranked_run_are_verified_and_the_control_is_not() -> None:
-    result = json.loads((ROOT / "docs/results/2026-11-20-h200/http-uint8/result.json").read_text())
+    result = json.loads((ROOT / "docs/results/2026-11-22-h200/http-uint8/result.json").read_text())
     findings = {(e["label"], e["control"], e["cell"]): e["finding"] for e in result["evidence"]["records"]}
     assert result["valid"]
     assert {findings[label, False, None] for label in "ab"} == {"GPU_VERIFIED"}
@@ -40,8 +41,8 @@ def test_both_arms_of_a_ranked_run_are_verified_and_the_control_is_not() -> None
 def test_the_readme_quotes_the_published_result(capsys: pytest.CaptureFixture[str]) -> None:
     """Whole, as the terminal shows it, caveats included; the frame around the headline is left out."""
     quoted = re.findall(r"^```text\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    result = read_result(ROOT / "docs/results/2026-11-20-h200/http-uint8/result.json")
-    print_result(result, Console(width=100))
+    result = read_result(ROOT / "docs/results/2026-11-22-h200/http-uint8/result.json")
+    print_document(result_document(result), Console(width=100))
     shown = re.sub(r"[╭╮╰╯│─]", " ", capsys.readouterr().out)
     assert [block.replace("─", " ").split() for block in quoted] == [shown.split()]
     assert sum("images/s" in line for line in quoted[0].splitlines()) > 5

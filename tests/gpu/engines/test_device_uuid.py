@@ -15,7 +15,7 @@ from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
 from servers.export.file_form import executed_form
-from servers.gpu.cuda_devices import device_uuid
+from servers.gpu.cuda_library import device_uuid
 from servers.gpu.info import Runtime, gpu_info
 from servers.models.registry import get_variant
 from servers.models.weights import RandomWeights
@@ -26,7 +26,7 @@ WEIGHTS = RandomWeights(0)
 ARTEFACTS = Path(__file__).resolve().parents[3] / ".artefacts"
 CODE = """
 import json, pynvml, torch
-from servers.gpu.cuda_devices import device_uuid
+from servers.gpu.cuda_library import device_uuid
 found = [device_uuid(n) for n in range(torch.cuda.device_count())]
 torchs = [f"GPU-{torch.cuda.get_device_properties(n).uuid}" for n in range(torch.cuda.device_count())]
 pynvml.nvmlInit()

@@ -1,4 +1,4 @@
-"""The engines on a real GPU: parity with FP32, ownership, slots in flight, placement, and the canary."""
+"""The engines on a real GPU: parity with FP32, ownership, staging, placement, and the canary."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from servers.engines.batches import row_cosines
 from servers.engines.factory import build_engine
-from servers.engines.interface import Engine, EngineError, pipeline_of
+from servers.engines.interface import Engine, EngineError, staging_of
 from servers.engines.measurement import matrix_tflops
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
 from servers.export.file_form import executed_form
-from servers.export.parity import corpus_pixels, row_cosines
+from servers.export.parity import corpus_pixels
 from servers.models.preprocessing import normalise
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
@@ -126,41 +127,18 @@ def test_the_description_proves_the_gpu(loaded: tuple[Engine, ModelSpecification
         assert seen.details["cpu_time_ratio"] <= 0.01  # type: ignore[operator]
 
 
-def test_slots_in_flight_do_not_mix(loaded: tuple[Engine, ModelSpecification, str], pixels: np.ndarray) -> None:
-    engine, specification, _ = loaded
-    pipeline = pipeline_of(engine)
-    if pipeline is None:
-        assert engine.describe().kind == "onnxruntime"
-        return
-    batches = [given_to(specification, pixels[start : start + 1 + start % 4])["pixel_values"] for start in range(8)]
-    alone = [engine.infer({"pixel_values": batch})["embedding"] for batch in batches]
-    flying: list[int] = []
-    for index, batch in enumerate(batches):
-        if len(flying) == pipeline.slots:
-            oldest = flying.pop(0)
-            answer = pipeline.collect(oldest % pipeline.slots)["embedding"]
-            np.testing.assert_allclose(answer, alone[oldest], rtol=1e-5)
-        slot = index % pipeline.slots
-        pipeline.staging(slot)["pixel_values"][: len(batch)] = batch
-        pipeline.submit(slot, len(batch))
-        flying.append(index)
-    for oldest in flying:
-        answer = pipeline.collect(oldest % pipeline.slots)["embedding"]
-        np.testing.assert_allclose(answer, alone[oldest], rtol=1e-5)
-
-
-def test_what_lies_in_the_first_slot_is_executed_from_there(
+def test_what_lies_in_the_staging_is_executed_from_there(
     loaded: tuple[Engine, ModelSpecification, str], pixels: np.ndarray
 ) -> None:
-    """As the native server assembles a batch without the pipeline."""
+    """As the native server assembles a batch."""
     engine, specification, _ = loaded
-    pipeline = pipeline_of(engine)
-    if pipeline is None:
+    staging = staging_of(engine)
+    if not staging:
         assert engine.describe().kind == "onnxruntime"
         return
     batch = given_to(specification, pixels[:5])["pixel_values"]
     elsewhere = engine.infer({"pixel_values": batch})["embedding"]
-    own = pipeline.staging(0)["pixel_values"]
+    own = staging["pixel_values"]
     own[:] = 0
     own[: len(batch)] = batch
     np.testing.assert_allclose(engine.infer({"pixel_values": own[: len(batch)]})["embedding"], elsewhere, rtol=1e-5)

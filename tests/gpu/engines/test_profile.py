@@ -9,7 +9,7 @@ import pytest
 from servers.engines.factory import build_engine
 from servers.engines.measurement import measure_engine
 from servers.engines.profiling.names import ATTENTION, CATEGORIES, PRODUCTS
-from servers.engines.profiling.run import profile_engine
+from servers.engines.profiling.profile import profile_engine
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
 from servers.export.file_form import executed_form

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from servers.gpu.recording import Intervals, Recording  # noqa: E402 (runs from a checkout that is not installed)
-from servers.gpu.scripted import Phase, ScriptedReader  # noqa: E402 (the same)
+from tests.scripted_reader import Phase, ScriptedReader  # noqa: E402 (the same)
 
 SCHEMA = "abserve.gpu-capture/1"
 PHASES = (("idle", 14.0), ("gpu", 31.0), ("idle", 10.0), ("cpu", 31.0), ("idle", 8.0))

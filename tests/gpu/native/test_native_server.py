@@ -1,4 +1,4 @@
-"""The native server on a real GPU: CUDA shared memory between two processes, and the torch engine's two slots.
+"""The native server on a real GPU: CUDA shared memory between two processes, and merged batches.
 
     python -m pytest -m gpu tests/gpu/native
 
@@ -64,30 +64,19 @@ class Server:
                     pass
                 time.sleep(0.1)
 
-    def parameters(self) -> dict[str, str]:
-        with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{self.grpc}") as client:
-            config = client.get_model_config(MODEL, as_json=True)["config"]
-        return {name: value["string_value"] for name, value in config["parameters"].items()}
-
     def stop(self) -> None:
         self.process.terminate()
         assert self.process.wait(40) == 0
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """With two slots and with one."""
-    folder = tmp_path_factory.mktemp("servers")
-    started = [
-        Server(folder, "--pipeline", pipeline, "--allow-shared-memory", "true") for pipeline in ("true", "false")
-    ]
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    started = Server(tmp_path_factory.mktemp("server"), "--allow-shared-memory", "true")
     try:
-        for server in started:
-            server.wait_ready()
-        yield started[0], started[1]
+        started.wait_ready()
+        yield started
     finally:
-        for server in started:
-            server.stop()
+        started.stop()
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +101,11 @@ def infer(port: int, data: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_tensors_travel_through_cuda_memory_both_ways(
-    servers: tuple[Server, Server], cuda_memory: Any, protocol: str, rows: int
+    server: Server, cuda_memory: Any, protocol: str, rows: int
 ) -> None:
     import torch
 
-    server, data = servers[0], images(rows, rows)
+    data = images(rows, rows)
     module = tritonclient.http if protocol == "http" else tritonclient.grpc
     address = f"127.0.0.1:{server.http if protocol == 'http' else server.grpc}"
     given = cuda_memory.create_shared_memory_region("given", data.nbytes, 0)
@@ -145,12 +134,11 @@ def test_tensors_travel_through_cuda_memory_both_ways(
     assert infer(server.grpc, data).shape == (rows, 512)
 
 
-def test_two_slots_answer_as_one_does(servers: tuple[Server, Server]) -> None:
-    assert [server.parameters()["batch_slots"] for server in servers] == ["2", "1"]
+def test_requests_of_a_merged_batch_get_their_own_rows(server: Server) -> None:
     requests = [images(1 + seed % 32, seed) for seed in range(64)]
-    expected = [infer(servers[1].grpc, data) for data in requests]
+    expected = [infer(server.grpc, data) for data in requests]
     with ThreadPoolExecutor(16) as pool:
-        got = list(pool.map(lambda data: infer(servers[0].grpc, data), requests))
+        got = list(pool.map(lambda data: infer(server.grpc, data), requests))
     for one, other in zip(expected, got, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-2)  # another bucket may take another kernel
         cosines = (one * other).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(other, axis=1)
@@ -158,8 +146,7 @@ def test_two_slots_answer_as_one_does(servers: tuple[Server, Server]) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_perf_analyzer_over_cuda_memory(servers: tuple[Server, Server], perf_analyzer: Any, protocol: str) -> None:
-    server = servers[0]
+def test_perf_analyzer_over_cuda_memory(server: Server, perf_analyzer: Any, protocol: str) -> None:
     output = perf_analyzer.run(
         *("-m", MODEL, "-i", protocol, "-b", "8", "--concurrency-range", "4"),
         *("-u", f"127.0.0.1:{server.http if protocol == 'http' else server.grpc}"),

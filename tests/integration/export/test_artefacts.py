@@ -22,16 +22,22 @@ from rich.console import Console
 
 from servers.contract.tensors import TensorSpec
 from servers.engines.interface import EngineError
-from servers.export.artefacts import Artefact, artefact_folder, ensure_artefact, find_artefact
+from servers.export.artefacts import Artefact, artefact_folder, ensure_artefact, executed_file, find_artefact
 from servers.export.command import _build_plan
 from servers.export.errors import ExportError, ParityError
-from servers.export.executed_file import executed_file
 from servers.export.file_form import FileForm
 from servers.export.manifest import package_versions, read_manifest
 from servers.export.tensorrt_plan import plan_path
 from servers.models.atomic_folder import FolderError
 from servers.models.specification import ModelSpecification
-from servers.models.weights import CheckpointWeights, RandomWeights, WeightsSource
+from servers.models.weights import (
+    CheckpointWeights,
+    PretrainedWeights,
+    RandomWeights,
+    WeightsError,
+    WeightsSource,
+    parse_weights,
+)
 
 
 class Patches(torch.nn.Module):
@@ -117,6 +123,39 @@ def test_another_checkpoint_of_the_same_name_is_another_artefact(
     assert not ensure_artefact(small(specification), weights, tmp_path / "artefacts").made_now
     checkpoint.write_bytes(b"two")
     assert ensure_artefact(small(specification), weights, tmp_path / "artefacts").made_now
+
+
+def test_a_tag_whose_file_changed_is_refused_until_it_is_wanted(
+    specification: ModelSpecification, tmp_path: Path
+) -> None:
+    old, new = ("a" * 40, b"one"), ("b" * 40, b"two")
+    newest = [old]
+
+    def find(source: PretrainedWeights) -> Path:
+        commit, content = next((one for one in (old, new) if one[0] == source.revision), newest[0])
+        path = tmp_path / "snapshots" / commit / "weights.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return path
+
+    model, weights, root = replace(small(specification), find_pretrained=find), parse_weights("tag"), tmp_path / "made"
+    first = ensure_artefact(model, weights, root).manifest
+    hashes = [hashlib.sha256(content).hexdigest() for _, content in (old, new)]
+    assert (first.weights, first.weights_sha256) == (f"pretrained weights tag, SHA-256 {hashes[0]}", hashes[0])
+    assert first.weights_revision == old[0]
+    assert not ensure_artefact(model, weights, root).made_now
+    newest[0] = new
+    with pytest.raises(WeightsError) as caught:
+        ensure_artefact(model, weights, root)
+    assert str(caught.value) == (
+        f"the file of tag has SHA-256 {hashes[1]}, and the last export was made from {hashes[0]}; keep that one with "
+        f"--weights tag@{old[0]}@sha256:{hashes[0]}, or take the new one with "
+        f"abserve export --force --weights tag@{new[0]}@sha256:{hashes[1]}"
+    )
+    assert not ensure_artefact(model, parse_weights(f"tag@{old[0]}"), root).made_now
+    assert not ensure_artefact(model, parse_weights(f"tag@sha256:{hashes[0]}"), root).made_now
+    assert ensure_artefact(model, weights, root, force=True).manifest.weights_sha256 == hashes[1]
+    assert not ensure_artefact(model, weights, root).made_now
 
 
 def test_bad_parity_is_an_error_and_leaves_nothing(specification: ModelSpecification, tmp_path: Path) -> None:

@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from servers.contract.tensors import TensorSpec
+from servers.engines.batches import row_cosines
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import artefact_folder, ensure_artefact, find_artefact
 from servers.export.errors import ExportError, ParityError
 from servers.export.file_form import FileForm
-from servers.export.parity import corpus_pixels, row_cosines
-from servers.models.payloads import payload_variants
+from servers.export.parity import corpus_pixels
 from servers.models.preprocessing import normalise
+from servers.models.registry import payload_variants
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images
 from servers.models.weights import RandomWeights, WeightsSource

@@ -14,15 +14,15 @@ import torch
 from open_clip.transformer import QuickGELU, VisionTransformer
 
 from servers.contract.tensors import Array, TensorSpec
+from servers.engines.batches import row_cosines
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import artefact_folder, ensure_artefact, find_artefact
 from servers.export.errors import ExportError
 from servers.export.file_form import FileForm, executed_form
-from servers.export.parity import row_cosines
 from servers.export.tower_graph import tower_graph
-from servers.models.payloads import payload_variants
 from servers.models.preprocessing import normalise
+from servers.models.registry import payload_variants
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
 

@@ -37,16 +37,24 @@ sys.argv = sys.argv[:1]
 from loadgen.clients.http import HttpConnection
 from loadgen.generator.__main__ import main
 send, sent = HttpConnection.send, []
-def fail_at_the_sixth(self, request):
+def fail_at_the_sixth(self, request, *patches):
     sent.append(request)
     if len(sent) == 6:
         raise RuntimeError("ours")
-    return send(self, request)
+    return send(self, request, *patches)
 HttpConnection.send = fail_at_the_sixth
 main()
 """
 FAULTY_GENERATOR = (sys.executable, "-c", _FAULTY)
 """In place of the generator's command: a fault of its own at its sixth request."""
+_UNWATCHED = """
+import loadgen.run.machine_watch
+loadgen.run.machine_watch.read_processors = lambda: None
+from loadgen.entry import main
+main()
+"""
+UNWATCHED_ABSERVE = (sys.executable, "-P", "-c", _UNWATCHED)
+"""The command line for a test that needs a verdict on a machine whose other work may take it away."""
 T = TypeVar("T")
 
 
@@ -115,6 +123,18 @@ def descendants() -> set[str]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+@pytest.fixture
+def watched_machine() -> None:
+    """For a test that is about what else uses the machine."""
+
+
+@pytest.fixture(autouse=True)
+def machine_to_itself(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else the machine of the tests does must decide no other test: a run is told that it cannot be read."""
+    if "watched_machine" not in request.fixturenames:
+        monkeypatch.setattr("loadgen.run.machine_watch.read_processors", lambda: None)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from loadgen.clients.endpoint import Endpoint
 from loadgen.clients.grpc import GrpcConnection, GrpcRequest
 from loadgen.entry import build
 from loadgen.machine.calibration import default_path, own_calibration, read_calibration, write_calibration
-from loadgen.records.calibration import Calibration, ceiling_images_per_s
+from loadgen.records.machine import Calibration, ceiling_images_per_s
 
 
 def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_the_sink_keeps_requests_as_long_as_it_is_told(tmp_path: Path) -> None:
         for address in (sink.grpc_address, sink.library_grpc_address):
             connection = GrpcConnection(address)
             for size in (1, 602_112, 20_000_000):
-                exchange = connection.send(GrpcRequest(bytes(size), size, 1))
+                exchange = connection.send(GrpcRequest(bytes(size), size))
                 assert exchange.failure is None
                 assert len(exchange.body) > 2048
                 assert exchange.end_ns - exchange.send_ns > 2_900_000

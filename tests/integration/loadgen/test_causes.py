@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.records.causes import Explanation
 from loadgen.records.run import ArmRequest, Cell
 from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
+from loadgen.studies.causes.records import Explanation
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -69,7 +69,7 @@ PLANTED = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 @pytest.mark.timeout(600)
 def test_a_planted_queue_delay_and_a_planted_payload_are_found_on_their_arms(tmp_path: Path) -> None:
     """10 ms of queue delay on B, four times the bytes on A: opposite causes of one difference."""

@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.records.ceilings import Ceiling, Ceilings
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, RunState
 from loadgen.report import write_reports
 from loadgen.run.ceiling_phase import measure_ceilings
 from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import RunStore
+from loadgen.studies.ceiling.records import Ceiling, Ceilings
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment, start_runner, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -25,7 +25,7 @@ def test_the_open_loop_sees_the_stall_that_the_closed_loop_waits_out(
     signature = Endpoint(url).signature("openclip_vit_b32")
     write_synthetic(signature, tmp_path / "samples", "fp32", 0)
     generator = GeneratorProcess(tmp_path / "generator.log")
-    stalled_shares = {}
+    stalled = {}
     try:
         generator.prepare(
             Prepare(
@@ -51,9 +51,10 @@ def test_the_open_loop_sees_the_stall_that_the_closed_loop_waits_out(
             samples = np.load(path)
             latency_ms = (samples["end_ns"] - samples["intended_ns"]) / 1e6
             assert latency_ms.max() > STALL_MS / 2, "both meet the stall"
-            stalled_shares[name] = float((latency_ms > STALL_MS / 2).mean())
+            stalled[name] = int((latency_ms > STALL_MS / 2).sum())
     finally:
         generator.stop()
-    # Of every second 100 ms are more than 100 ms before a stall's end: a tenth of the requests of independent clients.
-    assert 0.05 < stalled_shares["open"] < 0.2
-    assert stalled_shares["closed"] < 0.4 * stalled_shares["open"]
+    # Of every second 100 ms are more than 100 ms before a stall's end: a tenth of the 240 requests of independent
+    # clients come then. The one user of the closed loop meets each stall once. A slow machine adds to both.
+    assert stalled["open"] >= 10
+    assert 1 <= stalled["closed"] < stalled["open"] / 2

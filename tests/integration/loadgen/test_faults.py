@@ -19,13 +19,13 @@ import psutil
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.analysis.checks.outcome import invalidating
+from loadgen.analysis.checks.registry import invalidating
 from loadgen.analysis.result import Result
 from loadgen.records.run import ArmRequest, Cell, Experiment, RunState
 from loadgen.report import write_reports
 from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
-from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment
+from tests.integration.loadgen.conftest import FAKE_ABSERVE, UNWATCHED_ABSERVE, await_true, make_experiment
 
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]
 
@@ -33,7 +33,7 @@ RUNNER = """
 import sys
 from pathlib import Path
 import msgspec
-import loadgen.run.load_phase
+import loadgen.run.load_runner
 from loadgen.run.progress import SilentProgress
 from loadgen.records.run import Experiment
 from loadgen.run.runner import run_experiment
@@ -48,7 +48,7 @@ calls = []
 def stepped():
     calls.append(1)
     return (datetime.now(UTC) + timedelta(hours=3 if len(calls) > 2 else 0)).isoformat(timespec="seconds")
-loadgen.run.load_phase.utc_now = stepped
+loadgen.run.load_runner.utc_now = stepped
 """
 SAMPLER = (sys.executable, str(Path(__file__).parents[2] / "scripted_sampler.py"))
 
@@ -183,7 +183,7 @@ def test_thresholds_decide_the_exit_status_of_a_valid_run_and_stand_in_its_files
         "fail_if: [b.p50 > 1e9, b.p99_9 > 1e9]\n"
     )
     formats = ["--junit", str(tmp_path / "j.xml"), "--csv", str(tmp_path / "c.csv")]
-    command = [sys.executable, "-P", "-m", "loadgen.entry", "compare", str(written), *NULL_ENGINES, *formats]
+    command = [*UNWATCHED_ABSERVE, "compare", str(written), *NULL_ENGINES, *formats]
     out = tmp_path / "run"
     done = subprocess.run(
         [*command, "--fail-if", "b.p50 > a.p50 + 10", "--out", str(out)],

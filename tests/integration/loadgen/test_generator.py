@@ -64,20 +64,25 @@ def block(
     return generator.go(command)
 
 
-def test_users_start_together_and_share_the_requests(generator: GeneratorProcess, url: str, tmp_path: Path) -> None:
+def test_users_start_together_and_share_the_requests(
+    generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str]
+) -> None:
+    """The server takes 400 ms, in which eight users start on a busy machine, too."""
+    url = prepared(generator, tmp_path, fake_url("--delay-ms", "400"))
     outcome = block(generator, url, tmp_path / "0000.npy", concurrency=8, requests=24)
     samples = np.load(tmp_path / "0000.npy")
     assert len(samples) == outcome.requests == 24
-    starts = np.sort(samples["send_ns"])[:8] - outcome.window_start_ns
-    assert (starts >= 0).all()
-    assert starts.max() < 50e6, "the last user started after the first one had its answer"
+    starts = np.sort(samples["send_ns"])[:8]
+    assert outcome.window_start_ns <= starts.min()
+    assert starts.max() < samples["first_byte_ns"].min(), "the last user started after the first one had its answer"
     assert (np.bincount(samples["user"]) >= 2).all()
-    assert outcome.window_end_ns == samples["end_ns"].max()
+    assert outcome.window_end_ns >= samples["end_ns"].max(), "the cool-down is part of the window"
+    assert 0 < outcome.cool_down <= 8 * 3, "while the last counted requests are under way the others go on"
     serial_ns = (samples["end_ns"] - samples["send_ns"]).sum()
     assert outcome.window_end_ns - outcome.window_start_ns < serial_ns / 4, "the users waited for each other"
     assert 0 < outcome.cpu_ns < outcome.window_end_ns - outcome.window_start_ns
     assert outcome.latency_p50_ns is not None
-    assert outcome.latency_p50_ns > 50e6
+    assert outcome.latency_p50_ns > 400e6
 
 
 def test_a_warm_up_stores_nothing(generator: GeneratorProcess, url: str, tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import loadgen.run.load_runner
 from loadgen.analysis.analysis import analyse
-from loadgen.evidence.readings import read_readings
-from loadgen.evidence.records import EvidenceFile
 from loadgen.records.run import ArmRequest, Cell, RunState
 from loadgen.report import write_reports
 from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
+from loadgen.studies.gpu_proof.readings import read_readings
+from loadgen.studies.gpu_proof.records import EvidenceFile
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -54,8 +55,9 @@ def test_of_four_gpus_the_one_that_the_servers_name_is_read(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_what_a_gpu_run_records(tmp_path: Path) -> None:
+def test_what_a_gpu_run_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two short pairs: the gaps lie around the rounds, the edges beside the blocks; so little load proves nothing."""
+    monkeypatch.setattr(loadgen.run.load_runner, "GAP_EVERY_SECONDS", 0.0)
     out = tmp_path / "run"
     state = gpu_run(out, single(0.3, 2), busy_blocks=4, control=False)
     assert (state.state, state.error) == ("finished", None)

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from loadgen.records.sample_files import read_samples
+from loadgen.records.samples import read_samples
 from tests.integration.loadgen.conftest import FAKE, await_true
 from tests.integration.loadgen.test_locustfile import LOCUSTFILE
 

@@ -47,9 +47,9 @@ def test_headless_without_knowing_anything(fake_url: Callable[..., str], images:
     assert entry["num_requests"] == len(samples) == about["requests"] > 20
     assert entry["num_failures"] == about["errors"] == 0
     assert set(samples["user"]) == {0, 1, 2, 3}
-    median_ms = float(np.median(samples["end_ns"] - samples["send_ns"])) / 1e6
-    assert median_ms > 5
-    assert abs(entry["total_response_time"] / entry["num_requests"] - median_ms) < 0.5 * median_ms + 5
+    latency_ms = (samples["end_ns"] - samples["send_ns"]) / 1e6
+    assert latency_ms.min() >= 5
+    assert entry["total_response_time"] == pytest.approx(latency_ms.sum(), rel=0.2), "Locust and we time the same"
 
 
 def test_batches_single_users_and_processes(fake_url: Callable[..., str], images: Path, tmp_path: Path) -> None:
@@ -169,14 +169,15 @@ def test_against_the_native_server(images: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["grpc", "shm"])
 def test_other_transports_and_payloads(tmp_path: Path, protocol: str) -> None:
-    """With a fixed time per answer: users that wait for each other would show."""
+    """With a fixed time per answer: users that wait for each other would show. On a busy machine the first request
+    leaves seconds after the start."""
     options = {"engine": "null", "model": "openclip_vit_b32", "payloads": "uint8", "added-delay-ms": "200"}
     server = EmbeddedDeployment("native", {**options, "allow-shared-memory": "true"}, tmp_path / "server.log")
     server.start()
     try:
         server.wait_ready("openclip_vit_b32_uint8", 90)
         given = ["--protocol", protocol, "--payload", "uint8", "--grpc", server.grpc_address or "", "-u", "8"]
-        done = locust(server.url, *given, "-r", "8", "--samples-out", str(tmp_path / "raw"), seconds=4)
+        done = locust(server.url, *given, "-r", "8", "--samples-out", str(tmp_path / "raw"), seconds=12)
     finally:
         server.stop()
     assert done.returncode == 0, done.stderr
@@ -184,7 +185,7 @@ def test_other_transports_and_payloads(tmp_path: Path, protocol: str) -> None:
     samples = np.load(path)
     seconds = (samples["end_ns"].max() - samples["send_ns"].min()) / 1e9
     assert set(samples["status"]) == {1000 if protocol == "grpc" else 200}
-    assert len(samples) / seconds > 0.5 * 8 / 0.2, "the users waited for each other"
+    assert len(samples) / seconds > 2 / 0.2, "the users waited for each other"
     assert not list(Path("/dev/shm").glob("abserve-load-*"))
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
+
 FakeUrl = Callable[..., str]
 
 
 def abserve(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "loadgen.entry", *arguments]
+    command = [*UNWATCHED_ABSERVE, *arguments]
     environment = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
 

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadgen.analysis.full_load import throughput_per_s
 from loadgen.clients.endpoint import Endpoint
 from loadgen.clients.inputs import write_synthetic
+from loadgen.comparison.loops import throughput_per_s
 from loadgen.deployment.embedded import EmbeddedDeployment
 from loadgen.generator.messages import Open, Prepare
 from loadgen.generator.process import GeneratorProcess
 from loadgen.records.run import Transport
 from loadgen.records.samples import latencies_ms
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(600)]
 
 ABSERVE = (sys.executable, "-P", "-m", "loadgen.entry")
 MODEL = "openclip_vit_b32"

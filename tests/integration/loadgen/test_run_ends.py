@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.analysis.checks.outcome import Check
+from loadgen.analysis.checks.registry import Check
 from loadgen.deployment.work_folder import remove_abandoned
 from loadgen.experiment.schedule import schedule
 from loadgen.records.run import Cell, Experiment, RunState
-from loadgen.records.sample_files import read_samples
+from loadgen.records.samples import read_samples
 from loadgen.report import write_reports
 from tests.integration.loadgen.conftest import await_true, blocks, make_experiment, start_runner, stored
 
@@ -164,10 +164,10 @@ from pathlib import Path
 from loadgen.records.run import RunState
 from loadgen.storage.store import RunStore, StorageError
 store = RunStore(Path(sys.argv[1]))
-store.state(RunState(state="running", phase="first"))
+store.write(RunState(state="running", phase="first"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 try:
-    store.state(RunState(state="running", phase="second" * 100))
+    store.write(RunState(state="running", phase="second" * 100))
 except StorageError as exc:
     print(exc)
 """

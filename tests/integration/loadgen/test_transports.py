@@ -20,20 +20,22 @@ from loadgen.clients.endpoint import Endpoint
 from loadgen.clients.exchange import ConnectionRefused
 from loadgen.clients.inputs import SampleInputs, read_inputs, write_samples
 from loadgen.clients.shared_memory import FOLDER
-from loadgen.clients.transports import TRANSPORTS, Door, prepare, read_answer
+from loadgen.clients.transports import TRANSPORTS, Target, prepare, read_answer
 from loadgen.deployment.embedded import EmbeddedDeployment
 from loadgen.experiment.arrivals import due_offsets_ns
 from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.records.payloads import PAYLOADS, variant_name
 from loadgen.records.run import Transport
-from loadgen.run.parity import Questioned, check_parity
+from loadgen.run.parity import ParityTarget, check_parity
+from loadgen.statistics.agreement import tolerance_of
 from tests.integration.loadgen.conftest import await_true
 
 ABSERVE = (sys.executable, "-P", "-m", "loadgen.entry")
 MODEL = "openclip_vit_b32"
 DELAY_S = 0.3
 USERS = 8
+REQUESTS = 3 * USERS
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +67,23 @@ def generator(tmp_path: Path) -> Iterator[GeneratorProcess]:
     process.stop()
 
 
-def question(deployment: EmbeddedDeployment, samples: Path, transport: Transport, payload: str) -> Questioned:
+def question(deployment: EmbeddedDeployment, samples: Path, transport: Transport, payload: str) -> ParityTarget:
     name = variant_name(MODEL, payload)
-    door = Door(transport, deployment.url, name, deployment.grpc_address)
-    return Questioned(door, Endpoint(deployment.url).signature(name), read_inputs(samples, payload))
+    target = Target(transport, deployment.url, name, deployment.grpc_address)
+    return ParityTarget(target, Endpoint(deployment.url).signature(name), read_inputs(samples, payload))
 
 
-def ask(arm: Questioned, items: list[int]) -> dict[str, np.ndarray]:
-    request = arm.door.sendable(prepare(arm.door.transport, arm.inputs, arm.signature, items))
-    connection = arm.door.connection((request,), timeout_s=30)
+def ask(arm: ParityTarget, items: list[int]) -> dict[str, np.ndarray]:
+    request = arm.target.sendable(prepare(arm.target.transport, arm.inputs, arm.signature, items))
+    connection = arm.target.connection((request,), timeout_s=30)
     try:
         return dict(read_answer(connection, connection.send(request)))
     finally:
         connection.close()
 
 
-def open_block(generator: GeneratorProcess, arm: Questioned, samples: Path, payload: str, **changes: object) -> Open:
-    transport = arm.door.transport
+def open_block(generator: GeneratorProcess, arm: ParityTarget, samples: Path, payload: str, **changes: object) -> Open:
+    transport = arm.target.transport
     generator.prepare(
         Prepare(
             samples_directory=str(samples), payload=payload, signature=arm.signature, batch_sizes=(1,), seed=0,
@@ -89,8 +91,8 @@ def open_block(generator: GeneratorProcess, arm: Questioned, samples: Path, payl
         )
     )  # fmt: skip
     fields: dict[str, object] = {
-        "url": arm.door.url, "grpc_address": arm.door.grpc_address, "key": payload, "batch_size": 1,
-        "concurrency": USERS, "requests": 6 * USERS, "seconds": 0.0, "max_seconds": 60.0, "timeout_s": 20.0,
+        "url": arm.target.url, "grpc_address": arm.target.grpc_address, "key": payload, "batch_size": 1,
+        "concurrency": USERS, "requests": REQUESTS, "seconds": 0.0, "max_seconds": 60.0, "timeout_s": 20.0,
     }  # fmt: skip
     command = Open(**{**fields, **changes})  # type: ignore[arg-type]
     generator.open(command)
@@ -130,7 +132,7 @@ def test_an_open_loop_keeps_its_schedule_over_every_transport(
     assert (np.sort(rows["intended_ns"]) - rows["intended_ns"].min()).tolist() == due.tolist()
     assert (outcome.errors, outcome.offered, outcome.cut_reason) == (0, 80, None)
     late_ms = (rows["send_ns"] - rows["intended_ns"]) / 1e6
-    assert np.median(late_ms) < 100 < 1000 * DELAY_S <= np.median((rows["end_ns"] - rows["intended_ns"]) / 1e6)
+    assert np.median(late_ms) < 1000 * DELAY_S <= np.median((rows["end_ns"] - rows["intended_ns"]) / 1e6)
     assert not regions_of_load()
 
 
@@ -140,14 +142,14 @@ def test_users_do_not_wait_for_each_other(
     server: EmbeddedDeployment, generator: GeneratorProcess, samples: Path, tmp_path: Path,
     transport: Transport, payload: str,
 ) -> None:  # fmt: skip
-    """N users of a server that takes a fixed time reach N / time, not 1 / time."""
+    """N users of a server that takes a fixed time reach N / time, not 1 / time. More than two at a time tell."""
     arm = question(server, samples, transport, payload)
     path = tmp_path / "0000.npy"
     command = open_block(generator, arm, samples, payload, samples_path=str(path))
     outcome: Outcome = generator.go(command)
     rate = outcome.requests / ((outcome.window_end_ns - outcome.window_start_ns) / 1e9)
-    assert (outcome.requests, outcome.errors, outcome.transport) == (6 * USERS, 0, transport)
-    assert rate > 0.5 * USERS / DELAY_S, "the users waited for each other"
+    assert (outcome.requests, outcome.errors, outcome.transport) == (REQUESTS, 0, transport)
+    assert rate > 2 / DELAY_S, "the users waited for each other"
     sent = np.load(path)
     assert set(sent["status"]) == {1000 if transport == "grpc" else 200}
     payload_bytes = np.array(outcome.body_payload_bytes)[sent["body"]]
@@ -175,11 +177,11 @@ def test_parity_is_asked_through_the_arms_own_doors(server: EmbeddedDeployment, 
     few = {name: array[:3] for name, array in read_inputs(samples, "uint8").arrays.items()}
     inputs = SampleInputs(few, "photographs")
     arms = {
-        label: Questioned(arm.door, arm.signature, inputs)
+        label: ParityTarget(arm.target, arm.signature, inputs)
         for label, transport in (("a", "grpc"), ("b", "shm"))
         for arm in [question(server, samples, transport, "uint8")]  # type: ignore[arg-type]
     }
-    record = check_parity(arms, 4)  # type: ignore[arg-type]
+    record = check_parity(arms, [2, 4], tolerance_of(["fp32"]))  # type: ignore[arg-type]
     assert record.ok, record.error
     assert all(case.max_abs == 0 for case in record.cases)
     assert regions_of_load() == []

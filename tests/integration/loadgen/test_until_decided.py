@@ -1,8 +1,9 @@
-"""Runs that go on until they are decided, on fake servers whose difference is known."""
+"""Runs whose number of rounds is not fixed, on fake servers: by time, and until they are decided."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
@@ -51,3 +52,28 @@ def test_the_least_pairs_are_run_and_then_the_limit_ends_what_is_open(tmp_path: 
     assert result.stopping.ended_by == "time limit"
     assert result.stopping.undecided == ("batched(1)",)
     assert "undecided: batched(1)" in result.stopping.sentence
+
+
+@pytest.mark.parametrize("minutes", [1e-6, pytest.param(0.6, marks=pytest.mark.slow)])
+def test_rounds_go_on_for_as_long_as_there_is_time(tmp_path: Path, minutes: float) -> None:
+    """Every scenario in each of the first rounds, each arm as often first as second, and the end when it was
+    promised."""
+    out = tmp_path / "run"
+    experiment = make_experiment(cells=(cell(1), cell(2)), minutes=minutes, b_settings={"delay-ms": "5"})
+    began = monotonic()
+    assert run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE).error is None
+    took = monotonic() - began
+    result = analyse(out)
+    pairs = {c.scenario: c.pairs for c in result.comparisons if c.leading}
+    if minutes < 0.1:
+        assert set(pairs.values()) == {2}, "the least"
+    else:
+        assert min(pairs.values()) > 2
+        assert took < 60.0 * minutes + 10.0
+    assert (result.stopping.rule, result.stopping.ended_by) == ("by time", "time")
+    assert "minutes allowed" in result.stopping.sentence
+    for scenario in pairs:
+        first = [b.label for b in result.blocks if b.cell == scenario and b.position == 0]
+        assert abs(first.count("a") - first.count("b")) <= 1
+    assert [block.index for block in result.blocks] == list(range(len(result.blocks)))
+    assert all(block.complete for block in result.blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import struct
 from collections.abc import Iterator
 
 import numpy as np
@@ -72,3 +73,74 @@ def check_well(server) -> None:
     assert status == 200
     length = int(headers["inference-header-content-length"])
     np.testing.assert_array_equal(np.frombuffer(body[length:], "<f4"), PIXELS[:512])
+
+
+class UnfinishedCall:
+    """A gRPC call that sends all of a message but its end, as fast as the server's windows let it."""
+
+    def __init__(self, port: int, message_bytes: int, method: str = "ModelInfer") -> None:
+        self._left = message_bytes - 1
+        self._windows = {0: 65535, 1: 65535}
+        self.ended = False
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=0.02)
+        fields = {
+            ":method": "POST",
+            ":scheme": "http",
+            ":path": f"/inference.GRPCInferenceService/{method}",
+            ":authority": "x",
+            "te": "trailers",
+            "content-type": "application/grpc",
+        }
+        block = b"".join(
+            bytes([0, len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+            for name, value in fields.items()
+        )
+        self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + self._frame(4, 0, 0, b""))
+        self._socket.sendall(self._frame(1, 4, 1, block))
+        self._received = b""
+        self._data = struct.pack(">BI", 0, message_bytes)  # the prefix first, then zeros
+
+    def advance(self) -> None:
+        """Send what the windows allow, and read what came."""
+        try:
+            while not self.ended and self._left > 0 and (room := min(16384, *self._windows.values())) > 0:
+                data = (self._data + bytes(min(room, self._left)))[:room]
+                self._left -= len(data) - len(self._data)
+                self._data = b""
+                self._windows = {stream: window - len(data) for stream, window in self._windows.items()}
+                self._socket.settimeout(20)
+                self._socket.sendall(self._frame(0, 0, 1, data))
+            self._socket.settimeout(0.02)
+            part = self._socket.recv(65536)
+            self.ended = self.ended or not part
+            self._received += part
+        except TimeoutError:
+            return
+        except OSError:
+            self.ended = True
+        self._use_frames()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _use_frames(self) -> None:
+        while len(self._received) >= 9:
+            size, kind, flags = int.from_bytes(self._received[:3], "big"), self._received[3], self._received[4]
+            stream = int.from_bytes(self._received[5:9], "big")
+            if len(self._received) < 9 + size:
+                return
+            payload, self._received = self._received[9 : 9 + size], self._received[9 + size :]
+            if kind == 8:
+                self._windows[stream] += int.from_bytes(payload, "big")
+            elif kind == 4 and not flags & 1:
+                settings = dict(struct.iter_unpack(">HI", payload))
+                self._windows[1] += settings.get(4, 65535) - 65535
+                self._socket.sendall(self._frame(4, 1, 0, b""))
+            elif kind == 6 and not flags & 1:
+                self._socket.sendall(self._frame(6, 1, 0, payload))
+            elif kind in (3, 7) or (kind == 1 and flags & 1):
+                self.ended = True
+
+    @staticmethod
+    def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload

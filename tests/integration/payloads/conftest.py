@@ -8,16 +8,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from servers.contract.tensors import Array
-from servers.engines.settings import EngineSettings
 from servers.export.artefacts import Artefact, ensure_artefact
 from servers.export.file_form import executed_form
 from servers.models.corpus import jpeg_paths
@@ -165,7 +165,7 @@ def native(folder: Path, *options: str) -> Iterator[Server]:
 
 @contextmanager
 def triton(
-    folder: Path, engine: EngineSettings, models: Sequence[PlacedModel], extra: Callable[[Path], None] | None = None
+    folder: Path, engine: Mapping[str, Any], models: Sequence[PlacedModel], extra: Callable[[Path], None] | None = None
 ) -> Iterator[Server]:
     http_port, grpc_port, metrics_port = free_ports(3)
     settings = TritonSettings(
@@ -173,9 +173,10 @@ def triton(
         http_port=http_port,
         grpc_port=grpc_port,
         metrics_port=metrics_port,
-        engine=engine,
-        decoding=DECODING,
+        decode_threads=DECODING.threads,
+        max_image_pixels=DECODING.max_pixels,
         work_dir=folder / "work",
+        **engine,
     )
     plan = prepare(settings, models, RandomWeights(0))
     if extra is not None:
@@ -198,7 +199,7 @@ def native_null(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def triton_null(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    engine = EngineSettings(kind="null", max_batch_size=32)
+    engine = {"engine": "null", "max_batch_size": 32}
     with triton(tmp_path_factory.mktemp("triton-null"), engine, [PlacedModel(s) for s in VARIANTS.values()]) as server:
         yield server
 
@@ -223,7 +224,7 @@ def real_native(
 def real_triton(
     artefact: Artefact, uint8_artefact: Artefact, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    engine = EngineSettings(kind="onnxruntime", device="cpu", threads=2, max_batch_size=8)
+    engine = {"engine": "onnxruntime", "device": "cpu", "threads": 2, "max_batch_size": 8}
     files_of = {"fp32": artefact, "uint8": uint8_artefact, "jpeg": uint8_artefact}
     models = [PlacedModel(s, files_of[p].path, files_of[p].manifest.to_dict()) for p, s in VARIANTS.items()]
     with triton(tmp_path_factory.mktemp("triton"), engine, models) as server:

@@ -17,9 +17,8 @@ import pytest
 from PIL import Image
 
 from servers.contract.tensors import Array
-from servers.engines.settings import EngineSettings
-from servers.export.jpeg_config import MODEL_PY, ensemble_config, preprocess_config, preprocess_name
-from servers.export.parity import row_cosines
+from servers.engines.batches import row_cosines
+from servers.export.triton_config import MODEL_PY, ensemble_config, preprocess_config, preprocess_name
 from servers.models.preprocessing import normalise
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
@@ -248,7 +247,7 @@ def test_native_backends_get_jpeg_through_an_ensemble(
             if code is not None:
                 (models / name / "1" / "model.py").write_text(code)
 
-    engine = EngineSettings(kind="null", max_batch_size=32)
+    engine = {"engine": "null", "max_batch_size": 32}
     with start_triton(tmp_path, engine, [PlacedModel(UINT8)], add_ensemble) as server:
         model = f"{JPEG.name}_onnx"
         answer = server.infer("jpeg", batch_of(*photographs[:4]), model=model).embedding

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from servers.engines.settings import EngineSettings
 from servers.export.artefacts import Artefact
 from servers.launch_plan import LaunchPlan
 from servers.models.specification import ModelSpecification
@@ -58,22 +58,15 @@ def free_ports() -> tuple[int, int, int]:
     return http, grpc, metrics
 
 
-def settings(folder: Path, engine: EngineSettings) -> TritonSettings:
+def settings(folder: Path, **options: Any) -> TritonSettings:
     http, grpc, metrics = free_ports()
-    return TritonSettings(
-        model="openclip_vit_b32",
-        http_port=http,
-        grpc_port=grpc,
-        metrics_port=metrics,
-        engine=engine,
-        work_dir=folder / "work",
-    )
+    return TritonSettings(http_port=http, grpc_port=grpc, metrics_port=metrics, work_dir=folder / "work", **options)
 
 
 @pytest.fixture
 def own_settings(tmp_path: Path) -> TritonSettings:
     """For a server whose model costs nothing: it is ready in a second."""
-    return settings(tmp_path, EngineSettings(kind="null", max_batch_size=8))
+    return settings(tmp_path, engine="null", max_batch_size=8)
 
 
 @pytest.fixture
@@ -88,7 +81,7 @@ def triton(
 ) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("triton")
     plan = prepare(
-        settings(folder, EngineSettings(kind="onnxruntime", device="cpu", threads=2)),
+        settings(folder, engine="onnxruntime", device="cpu", threads=2),
         [PlacedModel(specification, artefact.path, artefact.manifest.to_dict())],
         RandomWeights(0),
     )

@@ -14,7 +14,6 @@ import psutil
 import pytest
 import tritonclient.http as http_client
 
-from servers.engines.settings import EngineSettings
 from servers.launch_plan import LaunchPlan
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
@@ -99,13 +98,14 @@ def test_a_broken_artefact_is_the_reason_that_is_given(
 ) -> None:
     artefact = tmp_path / "model.onnx"
     artefact.write_bytes(b"not an ONNX file")
-    engine = EngineSettings(kind="onnxruntime", device="cpu", threads=1)
     settings = TritonSettings(
         model=MODEL,
         http_port=own_settings.http_port,
         grpc_port=own_settings.grpc_port,
         metrics_port=own_settings.metrics_port,
-        engine=engine,
+        engine="onnxruntime",
+        device="cpu",
+        threads=1,
         work_dir=own_settings.work_dir,
     )
     plan = prepare(settings, [PlacedModel(specification, artefact)], RandomWeights(0))

@@ -158,3 +158,36 @@ def test_buckets_hold_every_duration_once() -> None:
 def test_what_is_no_count_is_refused() -> None:
     with pytest.raises(TypeError, match="not a count"):
         DurationCounts().merge({"counts": [1, 2], "total_s": 0.0})
+
+
+NONSENSE = [None, True, -1, 2**70, 1e308, "\x1b[31m\nx", "\ud800", [], [1], {}, {"a": 1}, "x" * 100]
+
+
+def test_a_malformed_run_takes_nothing_from_the_others(tmp_path: Path) -> None:
+    """Any value of any record may be anything; a pipe is not waited for, a link may lead nowhere."""
+    good = {"valid": True, "verdict": {"headline": "B wins"}, "comparisons": [COMPARISON], "arms": [{"label": "a"}]}
+    evidence = {"records": [{"label": "a", "cell": None, "finding": "GPU_VERIFIED"}]}
+    store(tmp_path / "good", run={"state": "finished", "phase": "finished"}, result=good, evidence=evidence)
+    expected = scraped(RunsCollector(tmp_path))
+    random.seed(3)
+    for number in range(18):
+        run = tmp_path / f"bad{number}"
+        store(run, run={"state": random.choice(NONSENSE)}, result=spoilt(good), evidence=spoilt(evidence))
+    for number, content in enumerate((b"[" * 100_000, b"\xff", b"", b"9" * 5000)):
+        (tmp_path / f"bad{number}" / "result.json").write_bytes(content)
+    (tmp_path / "bad9" / "result.json").unlink()
+    os.mkfifo(tmp_path / "bad9" / "result.json")
+    (tmp_path / "bad10" / "experiment.json").unlink()
+    (tmp_path / "bad10" / "experiment.json").symlink_to(tmp_path / "nowhere")
+    found = scraped(RunsCollector(tmp_path))
+    for name, samples in expected.items():
+        assert samples.items() <= found[name].items()
+
+
+def spoilt(value: Any) -> Any:
+    """With some values replaced by nonsense."""
+    if random.random() < 0.2:
+        return random.choice(NONSENSE)
+    if isinstance(value, dict):
+        return {key: spoilt(one) for key, one in value.items()}
+    return [spoilt(one) for one in value] if isinstance(value, list) else value

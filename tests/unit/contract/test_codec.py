@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ def test_binary_inputs_are_views_of_the_body() -> None:
     item = InferInput("x", [1, 4], "FP32")
     item.set_data_from_numpy(np.arange(4, dtype=np.float32).reshape(1, 4))
     body, length = InferenceServerClient.generate_request_body([item])
-    buffer = np.frombuffer(body, np.uint8)
+    buffer: Any = np.frombuffer(body, np.uint8)
     request = decode_request(memoryview(buffer), length, SIGNATURE)
     assert np.shares_memory(request.inputs[0].data, buffer)
 

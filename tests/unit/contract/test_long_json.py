@@ -10,11 +10,10 @@ import numpy as np
 import orjson
 import pytest
 
-from servers.contract import json_tensors, long_json
+from servers.contract import json_tensors
 from servers.contract.codec import decode_request
 from servers.contract.errors import ContractError, InvalidRequestError
-from servers.contract.json_tensors import MAX_SPECIAL_BYTES, parse_request
-from servers.contract.long_json import LONG_BYTES, LongArray
+from servers.contract.json_tensors import LONG_BYTES, MAX_SPECIAL_BYTES, LongArray, parse_request
 from servers.contract.signature import ModelSignature
 from servers.contract.tensors import TensorSpec
 
@@ -105,13 +104,12 @@ def test_long_data_are_parsed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
         lengths.append(len(text))
         return orjson.loads(text)
 
-    for module in (long_json, json_tensors):
-        monkeypatch.setattr(module, "orjson", SimpleNamespace(loads=loads, JSONDecodeError=orjson.JSONDecodeError))
+    monkeypatch.setattr(json_tensors, "orjson", SimpleNamespace(loads=loads, JSONDecodeError=orjson.JSONDecodeError))
     body = request(values("FP32"))
     decode_request(body, None, SIGNATURE)
     longest_value = 32
     assert sum(lengths) > 0.9 * body.nbytes - 2 * COUNT  # less the separators
-    assert max(lengths) <= long_json.PIECE_BYTES + longest_value
+    assert max(lengths) <= json_tensors.PIECE_BYTES + longest_value
 
 
 def test_a_document_without_inputs_is_told_so() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servers.engines.buckets import bucket_of, bucket_sizes
+from servers.engines.batches import bucket_of, bucket_sizes
 
 
 def test_known_ladders() -> None:

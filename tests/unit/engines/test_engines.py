@@ -8,17 +8,19 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from servers.contract.tensors import TensorSpec
+from servers.engines.batches import row_cosines
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import Artefact
-from servers.export.parity import corpus_pixels, row_cosines
+from servers.export.parity import corpus_pixels
 from servers.models.preprocessing import normalise
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
@@ -27,7 +29,7 @@ WEIGHTS = RandomWeights(0)
 KINDS = ("torch", "onnxruntime")
 
 
-def engine_of(kind: str, specification: ModelSpecification, path: Path | None, **settings: object) -> Engine:
+def engine_of(kind: str, specification: ModelSpecification, path: Path | None, **settings: Any) -> Engine:
     return build_engine(specification, WEIGHTS, EngineSettings(kind=kind, **{"device": "cpu", **settings}), path)
 
 
@@ -53,7 +55,7 @@ def embeddings(specification: ModelSpecification, images: np.ndarray) -> np.ndar
 
 
 def test_a_batch_answers_as_torch_does_alone(engine: Engine, images: np.ndarray, embeddings: np.ndarray) -> None:
-    answer = engine.infer({"pixel_values": images})["embedding"]
+    answer: np.ndarray = engine.infer({"pixel_values": images})["embedding"]
     assert (answer.dtype, answer.shape) == (np.float32, (4, 512))
     assert answer.flags.c_contiguous
     assert row_cosines(embeddings, answer).min() > 0.999999
@@ -85,8 +87,8 @@ def test_the_input_is_left_as_it_was(engine: Engine, images: np.ndarray) -> None
 def test_one_row_of_nan_leaves_the_others_alone(engine: Engine, images: np.ndarray) -> None:
     batch = images.copy()
     batch[1] = np.nan
-    answer = engine.infer({"pixel_values": batch})["embedding"]
-    clean = engine.infer({"pixel_values": images})["embedding"]
+    answer: np.ndarray = engine.infer({"pixel_values": batch})["embedding"]
+    clean: np.ndarray = engine.infer({"pixel_values": images})["embedding"]
     assert np.isnan(answer[1]).all()
     np.testing.assert_allclose(answer[[0, 2, 3]], clean[[0, 2, 3]], atol=1e-5)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from servers.engines.factory import build_engine
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
-from servers.export.tensorrt_plan import build_plan, container_command, plan_path
+from servers.export.tensorrt_plan import TENSORRT_IMAGE, build_plan, container_command, plan_path
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 
@@ -42,7 +43,7 @@ def test_without_tensorrt_the_remedy_is_named(specification: ModelSpecification,
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
-    settings: dict[str, str], message: str, specification: ModelSpecification, tmp_path: Path
+    settings: dict[str, Any], message: str, specification: ModelSpecification, tmp_path: Path
 ) -> None:
     engine = build_engine(
         specification, WEIGHTS, EngineSettings(kind="tensorrt", **settings), tmp_path / "missing.plan"
@@ -64,7 +65,7 @@ def test_the_container_command_builds_that_plan(specification: ModelSpecificatio
     assert words[:3] == ["docker", "run", "--rm"]
     assert f"{onnx.parent}:/onnx:ro" in words
     assert f"{plan.parent}:/plan" in words
-    assert "nvcr.io/nvidia/tensorrt:26.08-py3" in words
+    assert TENSORRT_IMAGE in words
     assert "--onnx=/onnx/model_fp16.onnx" in words
     assert "--saveEngine=/plan/model_fp16.plan" in words
     assert "--minShapes=pixel_values:1x3x224x224" in words

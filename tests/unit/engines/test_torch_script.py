@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from servers.engines import torch_script
+from servers.engines import torch_towers
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.engines.torch import MODES
-from servers.engines.torch_script import APIS, to_torchscript
-from servers.engines.torch_towers import OWN_MODULE, own_tower
+from servers.engines.torch_towers import APIS, OWN_MODULE, own_tower, to_torchscript
 from servers.export.parity import corpus_pixels
 from servers.models.preprocessing import normalise
 from servers.models.registry import get_variant
@@ -64,10 +63,10 @@ def test_every_batch_size_is_answered_as_eagerly(
     given = pixels if payload == "uint8" else normalise(pixels, specification.preprocessing)
     eager = engine_of("eager", payload)
     eager.load()
-    expected = eager.infer({"pixel_values": given})["embedding"]
+    expected: np.ndarray = eager.infer({"pixel_values": given})["embedding"]
     eager.close()
     for rows in BATCHES:
-        answer = engine.infer({"pixel_values": given[-rows:].copy()})["embedding"]
+        answer: np.ndarray = engine.infer({"pixel_values": given[-rows:].copy()})["embedding"]
         assert (answer.dtype, answer.shape) == (np.float32, (rows, 512))
         np.testing.assert_allclose(answer, expected[-rows:], atol=1e-5)
 
@@ -166,7 +165,7 @@ def test_one_image_at_a_time_is_optimised_at_load_too(mode: str) -> None:
 
 
 def test_a_fuser_that_fails_is_left_out_and_the_description_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_script, "FUSED", [("NO SUCH KIND", 1)])
+    monkeypatch.setattr(torch_towers, "FUSED", [("NO SUCH KIND", 1)])
     script = to_torchscript(_Pointwise().eval(), "traced", rows_of, 8, title="it")
     assert script.kernels.startswith("torch.jit.trace of it, without its fuser, which failed: ")
     assert "\n" not in script.kernels

@@ -8,7 +8,7 @@ import torch
 
 from servers.engines.torch_towers import OWN_MODULE, fast_tower, own_tower
 from servers.engines.vit.plans import CUBLAS, hopper_plan, portable_plans
-from servers.engines.vit.weights import TowerShape
+from servers.engines.vit.tower import TowerShape
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images

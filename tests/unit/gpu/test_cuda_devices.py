@@ -14,7 +14,7 @@ Evaluate = Callable[..., Any]
 SOURCE = Path(__file__).with_name("cuda_stub.c")
 CODE = """
 import json, sys
-from servers.gpu.cuda_devices import device_uuid
+from servers.gpu.cuda_library import device_uuid
 assert "torch" not in sys.modules
 print(json.dumps([device_uuid(ordinal) for ordinal in range(4)]))
 """

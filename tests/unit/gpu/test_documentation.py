@@ -8,10 +8,10 @@ from typing import get_args
 
 import msgspec
 
-from loadgen.evidence.records import Code, Finding
-from loadgen.evidence.thresholds import DEFAULT_THRESHOLDS
-from servers.gpu.exporter import DEFAULT_PORT, DEFINITIONS
-from servers.gpu.reader import Status
+from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS, Code, Finding
+from servers.gpu.command import ExporterSettings
+from servers.gpu.exporter import DEFINITIONS
+from servers.gpu.readings import Status
 
 TEXT = (Path(__file__).parents[3] / "docs/gpu-proof.md").read_text()
 
@@ -33,7 +33,7 @@ def test_every_metric_is_documented_and_exists() -> None:
         (name.strip("`"), kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows("Metric")
     ]
     assert documented == [(d.name, d.kind, d.labels) for d in DEFINITIONS]
-    assert f"127.0.0.1:{DEFAULT_PORT}" in TEXT
+    assert f"127.0.0.1:{ExporterSettings().port}" in TEXT
 
 
 def test_every_code_is_documented_and_exists() -> None:

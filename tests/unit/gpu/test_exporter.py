@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from servers.gpu.exporter import DEFINITIONS, GpuExporter
-from servers.gpu.polling import GpuPolling
-from servers.gpu.reader import GpuProcess
-from servers.gpu.scripted import Fault, NullReader, Phase, ScriptedReader
-from servers.gpu.series import EdgeReading, Reading
+from servers.gpu.exporter import DEFINITIONS, GpuExporter, GpuPolling
+from servers.gpu.readings import EdgeReading, GpuProcess, Reading
+from tests.scripted_reader import Fault, NullReader, Phase, ScriptedReader
 
 S = 1_000_000_000
 UUID = "GPU-5c719ed0-0000-0000-0000-000000000000"
@@ -63,7 +61,7 @@ def scrape(port: int) -> Samples:
     }
 
 
-def value(samples: Samples, name: str, **labels: str) -> float | None:
+def value(samples: Samples, name: str, **labels: str) -> Any:
     return samples.get((name, tuple(sorted(labels.items()))))
 
 
@@ -91,7 +89,7 @@ def test_every_family_of_a_full_reading(export: Any, clock: Clock) -> None:
             return EdgeReading((GpuProcess(1, None),), {"corrected": 2, "uncorrected": 0}, failed)
 
     phases = [Phase(100 * S, 120 * S, 0.5, 500.0)]
-    polling = GpuPolling(Full(clock.monotonic_ns, clock.wall_ns, phases), clock.monotonic_ns)
+    polling = GpuPolling(Full(clock.monotonic_ns, clock.wall_ns, phases), clock.monotonic_ns, clock.wall_ns)
     exporter = export(polling)
     poll_for(polling, clock, 20)
     found = scrape(exporter.port)
@@ -120,7 +118,9 @@ def test_without_a_gpu_nothing_looks_like_one(export: Any) -> None:
 
 def test_a_lost_gpu_loses_its_series_and_comes_back(export: Any, clock: Clock) -> None:
     fault = Fault(110 * S, 120 * S, "*", "GPU_IS_LOST")
-    polling = GpuPolling(ScriptedReader(clock.monotonic_ns, clock.wall_ns, (), [fault]), clock.monotonic_ns)
+    polling = GpuPolling(
+        ScriptedReader(clock.monotonic_ns, clock.wall_ns, (), [fault]), clock.monotonic_ns, clock.wall_ns
+    )
     exporter = export(polling)
     poll_for(polling, clock, 5)
     before = scrape(exporter.port)
@@ -140,7 +140,9 @@ def test_a_lost_gpu_loses_its_series_and_comes_back(export: Any, clock: Clock) -
 
 def test_a_failed_reading_is_absent_and_counted(export: Any, clock: Clock) -> None:
     faults = [Fault(0, 2**62, "power", "UNKNOWN"), Fault(0, 2**62, "energy", "NOT_SUPPORTED")]
-    polling = GpuPolling(ScriptedReader(clock.monotonic_ns, clock.wall_ns, (), faults), clock.monotonic_ns)
+    polling = GpuPolling(
+        ScriptedReader(clock.monotonic_ns, clock.wall_ns, (), faults), clock.monotonic_ns, clock.wall_ns
+    )
     poll_for(polling, clock, 3)
     assert dict(polling.state.errors) == {("power", "UNKNOWN"): 3, ("energy", "NOT_SUPPORTED"): 1}
     found = scrape(export(polling).port)
@@ -157,7 +159,7 @@ def test_wrapping_counters(clock: Clock, first: float, second: float, grown: flo
         def reading(self, index: int) -> Reading:
             return Reading(values={RECEIVED: float(next(readings))})
 
-    polling = GpuPolling(Wrapping(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns)
+    polling = GpuPolling(Wrapping(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns, clock.wall_ns)
     poll_for(polling, clock, 2)
     assert polling.state.devices[0].pcie_bytes[RECEIVED] == grown
 
@@ -169,7 +171,7 @@ def test_a_driver_that_counts_from_zero_again_has_not_moved_gigabytes(clock: Clo
         def reading(self, index: int) -> Reading:
             return next(readings, Reading({RECEIVED: 10.0}))
 
-    polling = GpuPolling(Reloaded(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns)
+    polling = GpuPolling(Reloaded(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns, clock.wall_ns)
     poll_for(polling, clock, 6)
     assert polling.state.devices[0].pcie_bytes[RECEIVED] == 5
 
@@ -192,12 +194,15 @@ def test_the_command(stub_library: Path, library_environment: Any, with_library:
     finally:
         process.kill()
         process.wait()
+        assert process.stdout is not None
         process.stdout.close()
 
 
 def test_a_hole_in_the_samples_is_not_observed_time(clock: Clock) -> None:
     """Held up for 30 s, of which the driver kept 14.2: what was lost counts as one sample of at most 1 s."""
-    polling = GpuPolling(ScriptedReader(clock.monotonic_ns, clock.wall_ns, idle_busy=0.5), clock.monotonic_ns)
+    polling = GpuPolling(
+        ScriptedReader(clock.monotonic_ns, clock.wall_ns, idle_busy=0.5), clock.monotonic_ns, clock.wall_ns
+    )
     poll_for(polling, clock, 1)
     before = polling.state.devices[0]
     clock.now_ns += 30 * S

@@ -14,22 +14,27 @@ from typing import Any
 
 import pytest
 
-from servers.gpu.info import Runtime, gpu_info
-from servers.gpu.reader import DeviceSnapshot, GpuSnapshot
-from servers.gpu.triton_info import ExporterReader, engine_in_log, placed_nodes, triton_info
+from servers.gpu.info import ExporterReader, Runtime, engine_in_log, gpu_info, placed_nodes, triton_info
+from servers.gpu.readings import Connection, DeviceIdentity, EdgeReading, Reading
+from tests.scripted_reader import NullReader
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
-class OneGpu:
+class OneGpu(NullReader):
     def __init__(self, *uuids: str) -> None:
+        super().__init__()
         self._uuids = uuids
 
-    def read(self) -> GpuSnapshot:
-        return GpuSnapshot("ok", devices=tuple(DeviceSnapshot(n, uuid=uuid) for n, uuid in enumerate(self._uuids)))
+    def connect(self) -> Connection:
+        devices = tuple(DeviceIdentity(n, uuid) for n, uuid in enumerate(self._uuids))
+        return Connection("ok", devices=devices, device_count=len(devices))
 
-    def close(self) -> None:
-        pass
+    def reading(self, index: int) -> Reading:
+        return Reading()
+
+    def edge(self, index: int) -> EdgeReading:
+        return EdgeReading()
 
 
 @pytest.mark.parametrize(
@@ -142,15 +147,17 @@ nvml_device_memory_used_bytes{{uuid="GPU-1"}} 1.5e+09
 
 
 def test_gpus_as_the_exporter_shows_them() -> None:
-    snapshot = ExporterReader(METRICS).read()
-    assert (snapshot.status, snapshot.driver_version) == ("ok", "580.65")
-    (device,) = snapshot.devices
-    assert (device.uuid, device.mig_enabled, device.power_watts) == ("GPU-1", False, 81.5)
-    assert device.name == 'NVIDIA "H200"'
-    assert device.memory_used_bytes == 1_500_000_000
-    assert device.utilization_ratio is None
-    assert ExporterReader("nvml_up 0.0\n").read().error == "the exporter reports nvml_up 0"
-    assert ExporterReader("").read().status == "error"
+    document: Any = gpu_info(None, ExporterReader(METRICS))
+    assert (document["status"], document["nvml"]["driver_version"]) == ("ok", "580.65")
+    (device,) = document["devices"]
+    assert (device["uuid"], device["mig_enabled"], device["power_watts"]) == ("GPU-1", False, 81.5)
+    assert device["name"] == 'NVIDIA "H200"'
+    assert device["memory_used_bytes"] == 1_500_000_000
+    assert device["utilization_ratio"] is None
+    assert ExporterReader("nvml_up 0.0\n").connect().error == "the exporter reports nvml_up 0"
+    assert ExporterReader("").connect().status == "error"
+    assert ExporterReader("<html>").connect().status == "error"
+    assert ExporterReader('nvml_up{a="x", ="y"} 1\n').connect().status == "error"
 
 
 @pytest.fixture

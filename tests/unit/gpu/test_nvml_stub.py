@@ -11,8 +11,8 @@ import pytest
 Evaluate = Callable[..., Any]
 CONNECT = """
 import dataclasses, json
-from servers.gpu.nvml_series import NvmlSeriesReader
-reader = NvmlSeriesReader()
+from servers.gpu.nvml import NvmlReader
+reader = NvmlReader()
 connection = reader.connect()
 show = dataclasses.asdict(connection)
 for name in ("reading", "edge"):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from servers.gpu.readings import SampleBatch
 from servers.gpu.recording import Intervals, Recording
-from servers.gpu.scripted import Fault, Phase, ScriptedReader
-from servers.gpu.series import SampleBatch
+from tests.scripted_reader import Fault, Phase, ScriptedReader
 
 S = 1_000_000_000
 WALL = 1_700_000_000 * S

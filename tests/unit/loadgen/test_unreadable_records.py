@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from loadgen.analysis.result import ResultError, read_result
-from loadgen.evidence.readings import ReadingsError, read_readings
 from loadgen.machine.calibration import CalibrationError, read_calibration
 from loadgen.machine.environment import read_environment
 from loadgen.machine.noise_floor import NoiseFloorError, read_floors
-from loadgen.records.sample_files import load_samples
+from loadgen.records.samples import load_samples
 from loadgen.storage.store import RunStore, StorageError
 from loadgen.storage.stored_run import StoredRunError, read_run
+from loadgen.studies.gpu_proof.readings import ReadingsError, read_readings
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import pytest
@@ -18,7 +20,7 @@ from servers.models.weights import CheckpointWeights, PretrainedWeights, RandomW
 
 
 @pytest.fixture(scope="module")
-def clip() -> torch.nn.Module:
+def clip() -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         return open_clip.create_model(ARCHITECTURE, pretrained=None).eval()
@@ -78,9 +80,7 @@ def test_random_weights_of_models_that_load_at_the_same_time_are_those_of_one_al
 
 
 @pytest.mark.parametrize("kind", ["whole", "tower", "nested", "data-parallel", "safetensors", "half"])
-def test_a_checkpoint_gives_open_clips_own_answers(
-    kind: str, clip: torch.nn.Module, images: torch.Tensor, tmp_path: Path
-) -> None:
+def test_a_checkpoint_gives_open_clips_own_answers(kind: str, clip: Any, images: torch.Tensor, tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     whole = hollow(clip.state_dict()) | clip.visual.state_dict(prefix="visual.")
     if kind == "whole":
@@ -103,10 +103,10 @@ def test_a_checkpoint_gives_open_clips_own_answers(
     torch.testing.assert_close(outputs(module, images), outputs(clip.visual, images), rtol=tolerance, atol=tolerance)
 
 
-def test_the_name_of_a_file_chooses_quickgelu(clip: torch.nn.Module, images: torch.Tensor, tmp_path: Path) -> None:
+def test_the_name_of_a_file_chooses_quickgelu(clip: Any, images: torch.Tensor, tmp_path: Path) -> None:
     path = tmp_path / "vit_b_32-quickgelu-mine.pt"
     torch.save(clip.visual.state_dict(), path)
-    quick = open_clip.create_model("ViT-B-32-quickgelu", pretrained=None).eval().visual
+    quick: Any = open_clip.create_model("ViT-B-32-quickgelu", pretrained=None).eval().visual
     quick.load_state_dict(clip.visual.state_dict())
     answer = outputs(load_image_tower(CheckpointWeights(path)), images)
     torch.testing.assert_close(answer, outputs(quick, images), rtol=0, atol=0)
@@ -143,7 +143,9 @@ def write_list(path: Path, state: dict[str, torch.Tensor]) -> None:
         (write_list, "holds no state dict"),
     ],
 )
-def test_an_unfit_checkpoint_is_refused_in_one_sentence(write, message, clip, tmp_path: Path) -> None:
+def test_an_unfit_checkpoint_is_refused_in_one_sentence(
+    write: Callable[[Path, dict[str, torch.Tensor]], None], message: str, clip: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "weights.pt"
     write(path, hollow(clip.visual.state_dict()))
     with pytest.raises(WeightsError, match=message) as caught:

@@ -12,9 +12,15 @@ from PIL import Image
 from servers.contract.tensors import Array, TensorSpec
 from servers.models.corpus import jpeg_paths
 from servers.models.image_decoder import DecodingSettings, ImageDecoder
-from servers.models.payloads import payload_variants
-from servers.models.preprocessing import MAX_SCANS, ImageError, decode_jpeg, resize_and_crop
-from servers.models.registry import SPECIFICATIONS, UnknownModelError, get_specification, get_variant, get_variants
+from servers.models.preprocessing import MAX_PASSES, MAX_SCANS, ImageError, decode_jpeg, resize_and_crop
+from servers.models.registry import (
+    SPECIFICATIONS,
+    UnknownModelError,
+    get_specification,
+    get_variant,
+    get_variants,
+    payload_variants,
+)
 from servers.models.specification import ModelSpecification
 
 
@@ -97,3 +103,15 @@ def test_a_picture_of_countless_scans_is_refused() -> None:
     scan = data.rindex(b"\xff\xda")
     with pytest.raises(ImageError, match=f"more than {MAX_SCANS} scans"):
         decode_jpeg(data[:scan] + data[scan:-2] * (MAX_SCANS + 1) + data[-2:])
+
+
+def test_a_picture_whose_scans_have_too_many_pixels_together_is_refused() -> None:
+    """100 scans of 40 million pixels in 475 KB took 17 s."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(buffer, "JPEG", progressive=True)
+    data = buffer.getvalue()
+    scan, scans = data.rindex(b"\xff\xda"), data.count(b"\xff\xda")
+    assert decode_jpeg(data, 64 * 64).shape == (64, 64, 3)
+    more = data[:scan] + data[scan:-2] * (MAX_PASSES - scans + 2) + data[-2:]
+    with pytest.raises(ImageError, match=f"13 scans of 64 x 64 pixels, at most {12 * 64 * 64} pixels"):
+        decode_jpeg(more, 64 * 64)

@@ -1,8 +1,7 @@
-"""A batcher with real threads, before an engine that stops where a test wants it to, with a pipeline or without."""
+"""A batcher with real threads, before an engine that stops where a test wants it to."""
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,9 +10,8 @@ import numpy as np
 import pytest
 
 from servers.contract.tensors import Array
-from servers.engines.interface import EngineError
-from servers.native.batcher import Batcher
-from servers.native.entries import Entry
+from servers.native.batcher import Batcher, QueuedRequest
+from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 
 WIDTH = 2
@@ -53,65 +51,13 @@ class Engine:
         self.closed = True
 
 
-class PipelinedEngine(Engine):
-    """Two slots and one thread that executes them in order, as a device would. `events` tells what happened when.
-
-    668 makes `submit` raise. A slot's memory is spoilt as soon as its batch is collected.
-    """
-
-    slots = 2
+class EngineWithMemory(Engine):
+    """One that has memory of its own for merged batches, as a GPU engine has."""
 
     def __init__(self, max_batch_size: int) -> None:
         super().__init__()
-        self.events: list[tuple[str, int]] = []
-        self.staged = threading.Semaphore(0)
-        self.memory = [np.full((max_batch_size, WIDTH), -1, np.float32) for _ in range(self.slots)]
-        self.in_flight = [0] * self.slots
-        self._jobs: queue.SimpleQueue[tuple[int, Array] | None] = queue.SimpleQueue()
-        self._results: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(self.slots)]
-        self._device = threading.Thread(target=self._execute)
-        self._device.start()
-        self.pipeline = self
-
-    def staging(self, slot: int) -> Mapping[str, Array]:
-        return {"x": self.memory[slot]}
-
-    def warm_up(self, batch_sizes: Sequence[int]) -> None:
-        assert self.in_flight == [0, 0]  # it uses slot 0
-        self.memory[0][: max(batch_sizes)] = 0
-        super().warm_up(batch_sizes)
-
-    def submit(self, slot: int, count: int) -> None:
-        assert not self.in_flight[slot], "the slot is still the engine's"
-        if (self.memory[slot][:count] == 668).any():
-            raise RuntimeError("planted")
-        self.in_flight[slot] = count
-        self.events.append(("submitted", count))
-        self._jobs.put((slot, self.memory[slot][:count]))
-        self.staged.release()
-
-    def collect(self, slot: int) -> Mapping[str, Array]:
-        result = self._results[slot].get(timeout=10)
-        self.memory[slot][:] = -1
-        self.events.append(("collected", self.in_flight[slot]))
-        self.in_flight[slot] = 0
-        if isinstance(result, Exception):
-            raise EngineError("planted") from result
-        return result
-
-    def close(self) -> None:
-        assert self.in_flight == [0, 0]
-        self._jobs.put(None)
-        self._device.join(10)
-        super().close()
-
-    def _execute(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            slot, batch = job
-            try:
-                self._results[slot].put(self.infer({"x": batch}))
-            except RuntimeError as error:
-                self._results[slot].put(error)
+        self.memory = np.full((max_batch_size, WIDTH), -1, np.float32)
+        self.staging = {"x": self.memory}
 
 
 class Harness:
@@ -121,29 +67,21 @@ class Harness:
         max_batch_size: int = 8,
         delay_us: int = 0,
         queue_size: int = 1000,
-        pipelined: bool = False,
-        pipeline: bool = True,
+        own_memory: bool = False,
     ) -> None:
-        self.engine = PipelinedEngine(max_batch_size) if pipelined else Engine()
+        self.engine = EngineWithMemory(max_batch_size) if own_memory else Engine()
         self.statistics = Statistics(max_batch_size)
         self.calls: list[int] = []
         self.broken = threading.Semaphore(0)
-        self.batcher = Batcher(
-            max_batch_size=max_batch_size,
-            max_queue_delay_ns=delay_us * 1000,
-            queue_size=queue_size,
-            statistics=self.statistics,
-            on_complete=self._complete,
-            on_broken=self.broken.release,
-            pipeline=pipeline,
-        )
+        settings = NativeSettings(max_batch_size=max_batch_size, max_queue_delay_us=delay_us, queue_size=queue_size)
+        self.batcher = Batcher(settings, self.statistics, self._complete, self.broken.release)
         self.batcher.start(lambda: self.engine)  # type: ignore[arg-type,return-value]
 
-    def _complete(self, entries: Sequence[Entry]) -> None:
+    def _complete(self, entries: Sequence[QueuedRequest]) -> None:
         self.calls.append(len(entries))
         for entry in entries:
-            assert isinstance(entry.token, threading.Event)
-            entry.token.set()
+            assert isinstance(entry.waiter, threading.Event)
+            entry.waiter.set()
 
     def submit(
         self,
@@ -151,21 +89,21 @@ class Harness:
         deadline_ns: int | None = None,
         width: int = WIDTH,
         windows: Sequence[Any] = (),
-    ) -> Entry:
+    ) -> QueuedRequest:
         array = np.repeat(np.array(values, np.float32)[:, None], width, axis=1)
-        entry = Entry({"x": array}, len(values), deadline_ns, threading.Event(), windows)
+        entry = QueuedRequest({"x": array}, len(values), deadline_ns, threading.Event(), windows)
         self.batcher.submit(entry)
         return entry
 
-    def answer(self, entry: Entry) -> list[float]:
-        assert isinstance(entry.token, threading.Event)
-        assert entry.token.wait(10)
+    def answer(self, entry: QueuedRequest) -> list[float]:
+        assert isinstance(entry.waiter, threading.Event)
+        assert entry.waiter.wait(10)
         if entry.error is not None:
             raise entry.error
         assert entry.outputs is not None
         return entry.outputs["y"][:, 0].tolist()
 
-    def occupy(self) -> Entry:
+    def occupy(self) -> QueuedRequest:
         """Send one request and wait until the engine has it and waits at the gate."""
         entry = self.submit([0])
         assert self.engine.reached.acquire(timeout=10)

@@ -11,12 +11,19 @@ import numpy as np
 import pytest
 
 from servers.contract.codec import window_array
-from servers.contract.errors import InternalError, InvalidRequestError, UnsupportedError
+from servers.contract.errors import (
+    InternalError,
+    InvalidRequestError,
+    TooLargeError,
+    UnavailableError,
+    UnsupportedError,
+)
 from servers.contract.shared_memory import RegionReference
 from servers.gpu import cuda_library
 from servers.gpu.cuda_library import CudaError
-from servers.native.cuda_regions import NO_CUDA_MEMORY, CudaAccess, CudaRegion, DeviceMemory
-from servers.native.regions import RegionTable
+from servers.native.cuda_regions import NO_CUDA_MEMORY, CudaAccess, CudaRegion
+from servers.native.limits import ByteBudget, InputMemory
+from servers.native.regions import RegionTable, Window
 
 
 @pytest.mark.parametrize("library", ["libabserve_absent.so.1", "libc.so.6"])  # no such file; none of its functions
@@ -55,6 +62,9 @@ class Driver:
         raise CudaError("whatever it is, nobody can do anything about it")
 
 
+MEMORY = InputMemory(1000, ByteBudget(1000))
+
+
 @pytest.fixture
 def driver():
     return Driver()
@@ -62,11 +72,11 @@ def driver():
 
 @pytest.fixture
 def region(driver):
-    return CudaRegion("r", 0, 64, DeviceMemory("r", driver, 0, 4096))
+    return CudaRegion("r", driver, 0, 4096, 64)
 
 
 def window(region, size=8):
-    return region.window(RegionReference("r", size, 0))
+    return Window(region, RegionReference("r", size, 0), MEMORY)
 
 
 def test_a_handle_is_closed_once_and_after_its_last_use(driver, region):
@@ -75,7 +85,7 @@ def test_a_handle_is_closed_once_and_after_its_last_use(driver, region):
         assert driver.copying.wait(10)
         closing = [pool.submit(region.close) for _ in range(2)]
         deadline = time.monotonic() + 10
-        while not region._memory._is_closing():
+        while not region.is_closing:
             assert time.monotonic() < deadline
         with pytest.raises(InvalidRequestError, match="unregistered before its input was read"):
             window(region).fetch()
@@ -108,6 +118,21 @@ def test_an_input_is_a_view_over_host_memory_of_its_size(region):
         window_array(window(region), "BYTES", (1,), "x")
 
 
+def test_the_host_memory_of_inputs_is_bounded_and_counted(region):
+    budget = ByteBudget(60)
+    memory = InputMemory(40, budget)
+    with pytest.raises(TooLargeError, match="41 bytes, the server takes at most 40"):
+        Window(region, RegionReference("r", 41, 0), memory).view()
+    first = Window(region, RegionReference("r", 40, 0), memory)
+    array = window_array(first, "FP32", (1, 10), "x")
+    del first
+    assert budget.held == 40
+    with pytest.raises(UnavailableError, match="holds as many bytes"):
+        Window(region, RegionReference("r", 40, 0), memory).view()
+    del array
+    assert budget.held == 0
+
+
 def test_a_client_that_leaves_while_its_region_is_opened_leaves_nothing_open(driver, region, monkeypatch):
     """Until then the name is taken, so that two registrations at once cannot both succeed."""
     opening, proceed = threading.Event(), threading.Event()
@@ -120,7 +145,7 @@ def test_a_client_that_leaves_while_its_region_is_opened_leaves_nothing_open(dri
     monkeypatch.setattr(CudaAccess, "open", open_slowly)
 
     async def register_and_leave() -> RegionTable:
-        table = RegionTable(True)
+        table = RegionTable(True, MEMORY)
         task = asyncio.ensure_future(table.register_cuda("r", b"", 0, 64))
         await asyncio.to_thread(opening.wait, 10)
         with pytest.raises(InvalidRequestError, match="registered already"):

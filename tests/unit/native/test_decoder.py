@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
 
 from servers.contract.records import InferRequest, InputTensor
-from servers.contract.tensors import Array
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.corpus import jpeg_paths
-from servers.models.image_decoder import DecodingSettings
+from servers.models.image_decoder import Decoding, DecodingSettings
 from servers.models.preprocessing import ImageError
 from servers.models.registry import get_variant
 from servers.native.decoder import RequestDecoder
 from servers.native.errors import QueueFullError, RequestExpiredError
-from servers.native.inference import BatchingSettings, InferenceService, State
+from servers.native.inference import InferenceService, State
+from servers.native.settings import NativeSettings
 
 JPEG = get_variant("openclip_vit_b32", "jpeg")
 
 
-def request(*images: bytes) -> dict[str, Array]:
+def request(*images: bytes) -> InputTensor:
     array = np.empty((len(images), 1), object)
     array[:, 0] = images
-    return {"image": array}
+    return InputTensor("image", "BYTES", array.shape, array)
 
 
 GOOD = request(jpeg_paths()[8].read_bytes())
@@ -75,7 +77,7 @@ def test_no_more_wait_than_the_queue_holds(decoder: RequestDecoder, gate: thread
 def test_unloading_finishes_requests_whose_images_are_still_decoded() -> None:
     async def run() -> None:
         service = InferenceService(
-            JPEG, lambda: NullEngine(JPEG.executed, EngineSettings("null")), BatchingSettings(max_queue_delay_us=0)
+            JPEG, lambda: NullEngine(JPEG.executed, EngineSettings("null")), NativeSettings(max_queue_delay_us=0)
         )
         service.start(lambda: None)
         while not service.ready:
@@ -84,8 +86,7 @@ def test_unloading_finishes_requests_whose_images_are_still_decoded() -> None:
         gate = threading.Event()
         for _ in range(service._decoder.settings.thread_count):
             service._decoder._decoder._threads.submit(gate.wait)
-        images = InputTensor("image", "BYTES", (1, 1), GOOD["image"])
-        accepted = asyncio.create_task(service.infer(InferRequest("", (images,))))
+        accepted = asyncio.create_task(service.infer(InferRequest("", (GOOD,))))
         while not service.pending:
             await asyncio.sleep(0)
         unloading = asyncio.create_task(service.unload())
@@ -100,11 +101,40 @@ def test_unloading_finishes_requests_whose_images_are_still_decoded() -> None:
     asyncio.run(run())
 
 
-def test_a_deadline_ends_the_wait(decoder: RequestDecoder, gate: threading.Event) -> None:
-    with pytest.raises(RequestExpiredError, match="timeout expired"):
-        asyncio.run(decoder.decode(GOOD, time.perf_counter_ns() + 20_000_000))
+@pytest.mark.parametrize("own", [True, False], ids=["the request's", "the server's"])
+def test_a_deadline_ends_the_wait(
+    decoder: RequestDecoder, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    begun: list[Decoding] = []
+    start = decoder._decoder.start
+    monkeypatch.setattr(decoder._decoder, "start", lambda images: begun.append(start(images)) or begun[-1])
+    if not own:
+        monkeypatch.setattr("servers.native.decoder.DECODING_S", 0.02)
+    with pytest.raises(RequestExpiredError, match="timeout expired" if own else "not decoded within 0.02 s"):
+        asyncio.run(decoder.decode(GOOD, time.perf_counter_ns() + 20_000_000 if own else None))
     assert decoder.pending == 0
-    assert decoder._decoder._threads._work_queue.get_nowait().future.cancelled()
+    assert all(image.cancelled() for image in begun[0].images)
+
+
+def test_images_of_several_requests_take_turns(decoder: RequestDecoder, gate: threading.Event) -> None:
+    order: queue.SimpleQueue[str] = queue.SimpleQueue()
+    file: bytes = GOOD.data[0, 0]  # type: ignore[assignment]
+    decodings = [decoder._decoder.start(request(*[file] * count).data) for count in (3, 1)]
+    for name, decoding in zip("ab", decodings, strict=True):
+        for image in decoding.images:
+            image.add_done_callback(lambda _, name=name: order.put(name))
+    gate.set()
+    assert decodings[0].result().shape == (3, 224, 224, 3)
+    assert "".join(order.get(timeout=10) for _ in range(4)) == "abaa"
+
+
+def test_what_has_not_begun_when_the_threads_end_is_dropped(decoder: RequestDecoder, gate: threading.Event) -> None:
+    decoding = decoder._decoder.start(request(*[b""] * 3).data)
+    decoder.close()
+    with pytest.raises(CancelledError):
+        decoding.result()
+    with pytest.raises(CancelledError):
+        decoder._decoder.start(request(b"").data).result()
 
 
 def test_a_client_that_leaves_frees_its_place(decoder: RequestDecoder, gate: threading.Event) -> None:

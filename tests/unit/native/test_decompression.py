@@ -9,7 +9,7 @@ import zlib
 import pytest
 
 from servers.contract.errors import InvalidRequestError, TooLargeError
-from servers.native.infer_door import INFLATED_STEP_BYTES, decompress
+from servers.native.http_front_end import INFLATED_STEP_BYTES, decompress
 
 STEP = INFLATED_STEP_BYTES
 LIMIT = 9 * STEP

@@ -8,8 +8,12 @@ from pathlib import Path
 from servers.contract.binary_tensors import MAX_BYTES_ELEMENTS
 from servers.contract.codec import MAX_ID_CHARACTERS
 from servers.contract.json_tensors import MAX_DEPTH, MAX_SPECIAL_BYTES
-from servers.native.limits import CONTROL_BODY_BYTES, HttpLimits
-from servers.native.protobuf_wire import MAX_FIELDS
+from servers.native.decoder import DECODING_S
+from servers.native.grpc_messages import MAX_FIELDS
+from servers.native.http_body import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
+from servers.native.http_connection import PIECES_A_TURN
+from servers.native.http_front_end import MAX_INFLATING
+from servers.native.limits import CONTROL_BODY_BYTES
 from servers.native.settings import NativeSettings
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs/native-server.md").read_text()
@@ -22,13 +26,10 @@ def test_every_row_is_a_setting_with_its_default() -> None:
         assert NativeSettings.model_fields[name].description
 
 
-def test_every_limit_of_the_door_has_a_row() -> None:
-    assert len(ROWS) >= len(HttpLimits.__dataclass_fields__)
+def test_every_limit_has_a_row() -> None:
     for name in NativeSettings.model_fields:
         if name.startswith("max_") and name != "max_queue_delay_us":
             assert name in ROWS
-    limits = HttpLimits.of(NativeSettings(max_body_bytes=7, read_timeout_s=3))
-    assert (limits.body_bytes, limits.read_timeout_s) == (7, 3)
 
 
 def test_the_fixed_limits_are_as_written() -> None:
@@ -38,6 +39,10 @@ def test_the_fixed_limits_are_as_written() -> None:
     assert f"at most {MAX_BYTES_ELEMENTS:,} BYTES elements" in TEXT
     assert f"at most {MAX_FIELDS:,} fields" in TEXT
     assert f"at most {MAX_SPECIAL_BYTES // 2**20} MiB" in TEXT
+    assert f"at most {PIECES_A_TURN} requests, or pieces" in TEXT
+    assert f"Beyond {FREE_CHUNKS} chunks they must have {MIN_MEAN_CHUNK_BYTES} bytes on average" in TEXT
+    assert f"At most {MAX_INFLATING} compressed bodies" in TEXT
+    assert f"{DECODING_S:g} s for all of them" in TEXT
 
 
 def test_modules_that_are_named_exist() -> None:

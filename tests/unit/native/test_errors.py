@@ -8,8 +8,8 @@ import pytest
 
 from servers.contract import errors as contract
 from servers.native import errors as native
-from servers.native.answers import error_body, error_status
-from servers.native.heads import infer_target
+from servers.native.http_answers import error_body, error_status
+from servers.native.http_parser import infer_target
 
 
 def subclasses(root: type[Exception]) -> set[type[Exception]]:

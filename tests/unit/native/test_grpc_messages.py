@@ -10,11 +10,11 @@ from tritonclient.grpc import service_pb2
 
 from servers.contract.binary_tensors import MAX_BYTES_ELEMENTS
 from servers.contract.errors import ContractError, InvalidRequestError
-from servers.native.grpc_messages import PIECE_VALUES, decode_message, parse_message
-from servers.native.protobuf_wire import MAX_FIELDS
+from servers.native.grpc_messages import MAX_FIELDS, PIECE_VALUES, decode_message, parse_message
+from servers.native.limits import ByteBudget, InputMemory
 from servers.native.regions import RegionTable
 
-REGIONS = RegionTable(allowed=False)
+REGIONS = RegionTable(False, InputMemory(1, ByteBudget(1)))
 texts = st.text(max_size=20)
 
 

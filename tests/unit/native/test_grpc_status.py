@@ -7,7 +7,7 @@ import pytest
 
 from servers.contract import errors
 from servers.native.errors import QueueFullError
-from servers.native.grpc_status import details_of, status_of
+from servers.native.grpc_messages import details_of, status_of
 
 
 @pytest.mark.parametrize(

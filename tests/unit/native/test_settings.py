@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
+import re
 from pathlib import Path
 
 import pytest
+import typer
 from pydantic import ValidationError
 
-from servers.native.arguments import from_argv, to_argv, validation_sentence
 from servers.native.command import serve_native
-from servers.native.settings import NativeSettings
+from servers.native.settings import NativeSettings, from_argv, to_argv
+from servers.options import validation_sentence
 
 
 def test_arguments_bring_back_the_same_settings(monkeypatch):
@@ -20,12 +21,28 @@ def test_arguments_bring_back_the_same_settings(monkeypatch):
     assert from_argv([]).http_port == 4321
 
 
-def test_every_field_is_documented_and_its_default_is_the_commands():
-    options = inspect.signature(serve_native).parameters
+def test_every_field_is_an_option_with_its_help_variable_and_default():
+    app = typer.Typer()
+    app.command()(serve_native)
+    options = {one.name: one for one in typer.main.get_command(app).params}
     for name, field in NativeSettings.model_fields.items():
         assert field.description, name
-        if name in options:
-            assert options[name].default == field.default, name
+        if name in ("artefact", "artefact_uint8"):  # the command finds them itself
+            assert name not in options
+            continue
+        option = options[name]
+        assert (option.envvar, option.help) == (f"ABSERVE_NATIVE_{name.upper()}", field.description)
+        assert option.opts == [f"--{name.replace('_', '-')}"]
+        assert option.default == field.default
+
+
+def test_the_stack_leaves_a_setting_at_the_servers_own_default():
+    """docker-compose.yml cannot import it."""
+    text = (Path(__file__).resolve().parents[3] / "docker-compose.yml").read_text()
+    defaults = re.findall(r"ABSERVE_NATIVE_(\w+): \$\{\w+:-(.*)\}", text)
+    assert dict(defaults)["MAX_QUEUE_DELAY_US"]
+    for name, default in defaults:
+        assert str(NativeSettings.model_fields[name.lower()].default) == default, name
 
 
 def test_a_contradiction_is_one_sentence_with_the_option():
@@ -40,8 +57,8 @@ def test_times_that_no_request_and_no_timer_takes_are_refused_at_the_start(name,
         NativeSettings(**{name: value})
 
 
-def test_two_doors_need_two_ports():
+def test_http_and_grpc_need_different_ports():
     with pytest.raises(ValidationError) as caught:
         NativeSettings(http_port=1234, grpc_port=1234)
-    sentence = "--grpc-port: Value error, each door needs a port of its own, and this is --http-port, got 1234"
+    sentence = "--grpc-port: Value error, HTTP and gRPC need different ports, and this is --http-port, got 1234"
     assert validation_sentence(caught.value) == sentence

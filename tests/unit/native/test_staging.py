@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servers.native.staging import Staging
+from servers.native.batcher import Staging
 
 
 def test_a_contiguous_aligned_request_is_passed_on_without_a_copy():
@@ -13,20 +13,15 @@ def test_a_contiguous_aligned_request_is_passed_on_without_a_copy():
     assert Staging(4).gather([request]) is request
 
 
-def test_several_requests_are_copied_into_one_slot_that_is_used_again():
-    allocated = []
-
-    def allocate(shape, dtype):
-        allocated.append(np.empty(shape, dtype))
-        return allocated[-1]
-
-    staging = Staging(4, allocate)
+def test_several_requests_are_copied_into_memory_that_is_used_again():
+    staging = Staging(4)
     parts = [{"x": np.full((rows, 3), rows, np.float32)} for rows in (1, 2)]
+    first = staging.gather(parts)["x"]
+    assert first.base.shape == (4, 3)
     for _ in range(3):
         merged = staging.gather(parts)["x"]
         assert merged[:, 0].tolist() == [1, 2, 2]
-        assert np.shares_memory(merged, allocated[0])
-    assert [array.shape for array in allocated] == [(4, 3)]
+        assert merged.ctypes.data == first.ctypes.data
 
 
 def test_unaligned_and_strided_requests_are_made_fit():
@@ -39,13 +34,13 @@ def test_unaligned_and_strided_requests_are_made_fit():
         np.testing.assert_array_equal(fit, array)
 
 
-def test_variable_shapes_do_not_collect_slots_for_ever():
-    live = []
-    staging = Staging(2, lambda shape, dtype: live.append(shape) or np.empty(shape, dtype))
-    for width in (*range(1, 30), 3):
-        staging.gather([{"x": np.zeros((1, width), np.float32)}] * 2)
-    assert len(staging._slots) == 8
-    assert len(live) == 29
+def test_variable_shapes_do_not_collect_memory_for_ever():
+    staging = Staging(2)
+    merged = {width: staging.gather([{"x": np.zeros((1, width), np.float32)}] * 2)["x"] for width in range(1, 30)}
+    assert len(staging._own) == 8
+    again = {width: staging.gather([{"x": np.zeros((1, width), np.float32)}] * 2)["x"] for width in (3, 29)}
+    assert np.shares_memory(again[3], merged[3])
+    assert not np.shares_memory(again[29], merged[29])
 
 
 def test_the_engines_own_memory_is_used_where_it_fits():

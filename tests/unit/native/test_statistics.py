@@ -93,3 +93,13 @@ def test_metrics_are_in_seconds_and_cumulative():
     assert samples[("abserve_native_executed_batch_size_bucket", "+Inf")] == 1
     assert samples[("abserve_native_pending_requests", None)] == 3
     assert samples[("abserve_native_ready", None)] == 0
+
+
+def test_a_family_is_written_once_for_all_models_and_labels_are_escaped():
+    first, second = Service(), Service()
+    name = 'a"b\\c\nd'
+    second.signature = type("Signature", (), {"name": name, "version": "1"})  # type: ignore[assignment]
+    text = Metrics([first, second]).render().decode()  # type: ignore[list-item]
+    assert text.count("# TYPE abserve_native_items_total counter") == 1
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert [sample.labels["model"] for sample in families["abserve_native_items"].samples] == ["m", name]

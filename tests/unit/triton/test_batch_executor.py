@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ class Recorder:
         self.given: list[Array] = []
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        array = inputs["pixel_values"]
+        array: np.ndarray = inputs["pixel_values"]
         self.given.append(array)
         if len(array) == 7:
             raise EngineError("seven")
@@ -43,7 +44,7 @@ def engine() -> Recorder:
 
 
 @pytest.fixture
-def executor(engine: Recorder, specification: ModelSpecification) -> BatchExecutor:
+def executor(engine: Recorder, specification: ModelSpecification) -> Any:
     return BatchExecutor(engine, specification, 16)
 
 
@@ -51,11 +52,11 @@ def pixels(rows: int, seed: int) -> Array:
     return np.random.default_rng(seed).standard_normal((rows, 3, 224, 224), np.float32)
 
 
-def alone(array: Array) -> Array:
+def alone(array: np.ndarray) -> np.ndarray:
     return array.reshape(len(array), -1)[:, :512] * np.float32(2)
 
 
-def test_each_request_gets_its_rows(executor: BatchExecutor, engine: Recorder) -> None:
+def test_each_request_gets_its_rows(executor: Any, engine: Recorder) -> None:
     requests = [pixels(rows, seed) for seed, rows in enumerate((1, 4, 2, 1))]
     answers = executor.execute([{"pixel_values": array} for array in requests])
     assert [len(given) for given in engine.given] == [8]
@@ -66,14 +67,14 @@ def test_each_request_gets_its_rows(executor: BatchExecutor, engine: Recorder) -
         assert answer["embedding"].flags.c_contiguous
 
 
-def test_a_batch_of_one_request_is_not_copied(executor: BatchExecutor, engine: Recorder) -> None:
+def test_a_batch_of_one_request_is_not_copied(executor: Any, engine: Recorder) -> None:
     array = pixels(3, 0)
     (answer,) = executor.execute([{"pixel_values": array}])
     assert engine.given[0] is array
     np.testing.assert_array_equal(answer["embedding"], alone(array))
 
 
-def test_one_nan_request_leaves_the_others_alone(executor: BatchExecutor) -> None:
+def test_one_nan_request_leaves_the_others_alone(executor: Any) -> None:
     requests = [pixels(1, 1), np.full((1, 3, 224, 224), np.nan, np.float32), pixels(2, 2)]
     first, bad, last = executor.execute([{"pixel_values": array} for array in requests])
     np.testing.assert_array_equal(first["embedding"], alone(requests[0]))
@@ -81,7 +82,7 @@ def test_one_nan_request_leaves_the_others_alone(executor: BatchExecutor) -> Non
     np.testing.assert_array_equal(last["embedding"], alone(requests[2]))
 
 
-def test_a_later_batch_does_not_change_earlier_answers(executor: BatchExecutor) -> None:
+def test_a_later_batch_does_not_change_earlier_answers(executor: Any) -> None:
     answers = executor.execute([{"pixel_values": pixels(1, 1)}, {"pixel_values": pixels(1, 2)}])
     kept = [answer["embedding"].copy() for answer in answers]
     executor.execute([{"pixel_values": pixels(1, 3)}, {"pixel_values": pixels(1, 4)}])
@@ -89,14 +90,14 @@ def test_a_later_batch_does_not_change_earlier_answers(executor: BatchExecutor) 
         np.testing.assert_array_equal(answer["embedding"], before)
 
 
-def test_the_full_batch_fits_and_the_next_one_does_not_see_it(executor: BatchExecutor, engine: Recorder) -> None:
+def test_the_full_batch_fits_and_the_next_one_does_not_see_it(executor: Any, engine: Recorder) -> None:
     executor.execute([{"pixel_values": pixels(8, 1)}, {"pixel_values": pixels(8, 2)}])
     executor.execute([{"pixel_values": pixels(1, 3)}, {"pixel_values": pixels(1, 4)}])
     assert [len(given) for given in engine.given] == [16, 2]
     assert np.shares_memory(engine.given[0], engine.given[1]), "the staging array is used again"
 
 
-def test_the_engines_failure_is_the_batchs(executor: BatchExecutor) -> None:
+def test_the_engines_failure_is_the_batchs(executor: Any) -> None:
     with pytest.raises(EngineError, match="seven"):
         executor.execute([{"pixel_values": pixels(3, 1)}, {"pixel_values": pixels(4, 2)}])
 
@@ -112,7 +113,7 @@ def test_a_bad_image_leaves_the_batch(engine: Recorder, specification: ModelSpec
         array[:, 0] = images
         return {"image": array}
 
-    answers = executor.execute([request(photographs[0]), request(b"broken"), request(*photographs[1:])])
+    answers: Any = executor.execute([request(photographs[0]), request(b"broken"), request(*photographs[1:])])
     assert isinstance(answers[1], ImageError)
     assert [array.shape for array in engine.given] == [(3, 224, 224, 3)]
     for index, row in enumerate([answers[0]["embedding"][0], *answers[2]["embedding"]]):

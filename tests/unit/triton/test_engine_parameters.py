@@ -47,6 +47,15 @@ def test_settings_come_back(settings: EngineSettings) -> None:
     assert settings_from_parameters(parameters_from_settings(settings, RandomWeights(0), None, None), 8) == settings
 
 
+def test_another_file_under_the_same_name_is_told_and_refused() -> None:
+    told, loaded = (CheckpointWeights(Path("/models/a.pt"), digit * 64) for digit in "12")
+    parameters = parameters_from_settings(ON_CPU, told, None, None)
+    assert parameters["weights"] == f"checkpoint a.pt, SHA-256 {'1' * 64}"
+    assert contradictions(parameters, 8, replace(IN_EFFECT, weights=told.label)) == ()
+    (wrong,) = contradictions(parameters, 8, replace(IN_EFFECT, weights=loaded.label))
+    assert "2" * 64 in wrong
+
+
 def test_an_engine_that_is_what_the_config_says() -> None:
     assert contradictions(PARAMETERS, 8, IN_EFFECT) == ()
 

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2 as pb
 
-from servers.export.model_config import (
+from servers.export.triton_config import (
     BatchingSettings,
     onnxruntime_config,
     python_config,
     quote,
     tensorrt_config,
     warm_up_sizes,
+    write_model_repository,
 )
-from servers.export.model_repository import write_model_repository
 from servers.models.registry import SPECIFICATIONS
 from servers.models.specification import ModelSpecification
 
@@ -138,7 +138,7 @@ def test_warm_up_sizes(maximum: int, sizes: tuple[int, ...]) -> None:
     assert warm_up_sizes(maximum) == sizes
 
 
-@given(st.text(alphabet=st.characters(exclude_categories=("Cs",))))
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
 def test_any_label_survives_the_text_format(label: str) -> None:
     text = f"parameters {{ key: {quote(label)} value: {{ string_value: {quote(label)} }} }}"
     assert dict(parse(text).parameters.items())[label].string_value == label

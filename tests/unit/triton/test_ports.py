@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from servers.triton.errors import PortTakenError, TritonUnavailableError
-from servers.triton.ports import assert_free
+from servers.triton.launch import assert_free
 
 
 @pytest.fixture

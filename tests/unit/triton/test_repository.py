@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from servers.engines.settings import EngineSettings
-from servers.export.model_config import BatchingSettings
+from servers.export.triton_config import BatchingSettings
 from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.triton.errors import TritonUnavailableError
-from servers.triton.interpreter import Interpreter
 from servers.triton.repository import PlacedModel, Repository, lay_out
-from servers.triton.wheel import find_wheel
+from servers.triton.wheel import Interpreter, find_wheel
 
 ENGINE = EngineSettings(kind="onnxruntime", mode="session", device="cpu", threads=2, max_batch_size=8)
 
@@ -26,7 +25,6 @@ def laid_out(folder: Path, interpreter: Interpreter, specification: ModelSpecifi
         find_wheel(interpreter),
         [PlacedModel(specification, Path("/artefacts/model.onnx"), {"sha256": "ab12"})],
         RandomWeights(0),
-        "random:0",
         ENGINE,
         BatchingSettings(max_batch_size=8),
         DecodingSettings(),

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from servers.triton.errors import TritonUnavailableError
-from servers.triton.interpreter import Interpreter, current_interpreter
-from servers.triton.wheel import diagnose, find_wheel
+from servers.triton.wheel import Interpreter, current_interpreter, diagnose, find_wheel
 
 
 def failing(interpreter: Interpreter) -> dict[str, tuple[str, str]]:

@@ -20,12 +20,10 @@ from servers.engines.factory import build_engine
 from servers.engines.interface import EngineDescription
 from servers.engines.measurement import BatchMeasurement
 from servers.engines.null import NullEngine
-from servers.engines.profiling import device
+from servers.engines.profiling import profile as profile_module
 from servers.engines.profiling.names import CATEGORIES, kernel_category
-from servers.engines.profiling.records import EngineProfile, ProfileError, Total, summarised
-from servers.engines.profiling.run import profile_engine
+from servers.engines.profiling.profile import EngineProfile, Launch, ProfileError, Total, profile_engine, summarised
 from servers.engines.profiling.table import show_profile
-from servers.engines.profiling.timeline import Launch
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
@@ -134,7 +132,7 @@ def test_each_batch_gets_the_launches_of_its_own_executions(
             groups.append([Launch("nvjet_hsh_64x8_64x16_4x1_v_bz_TNT", 0, end_ns), *fill, *copies])
         return groups
 
-    monkeypatch.setattr(device, "device_launches", launched)
+    monkeypatch.setattr(profile_module, "device_launches", launched)
     measured = [replace(MEASURED, batch=batch, execution_ns=None if batch == 8 else 3000) for batch in (2, 8)]
     profile = profile_engine(engine, specification, measured)
     assert profile.missing is None
@@ -157,7 +155,7 @@ def test_each_batch_gets_the_launches_of_its_own_executions(
     def nothing(executions: Sequence[Callable[[], object]], on: str) -> list[list[Launch]]:
         raise ProfileError("torch's profiler reports no kernel")
 
-    monkeypatch.setattr(device, "device_launches", nothing)
+    monkeypatch.setattr(profile_module, "device_launches", nothing)
     assert profile_engine(engine, specification, measured).missing == "torch's profiler reports no kernel"
 
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from servers.engines.profiling.device import split
-from servers.engines.profiling.records import ProfileError, Total, summarised
-from servers.engines.profiling.timeline import Launch, add_busy_time, between_marks, span_ns
+from servers.engines.profiling.profile import (
+    Launch,
+    ProfileError,
+    Total,
+    add_busy_time,
+    between_marks,
+    span_ns,
+    split,
+    summarised,
+)
 
 MARK = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 

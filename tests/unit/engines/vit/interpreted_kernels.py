@@ -9,20 +9,27 @@ import json
 import sys
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from open_clip.transformer import QuickGELU, VisionTransformer
 from torch import Tensor
 
-from servers.engines.vit.device_weights import FusedWeights
-from servers.engines.vit.fused import FusedVisionTower, Workspace
+from servers.engines.vit.fused import FusedVisionTower, FusedWeights, Workspace
+from servers.engines.vit.kernels import gelu
 from servers.engines.vit.plans import CUBLAS, Plan, Tile
-from servers.engines.vit.product_kernel import gelu
 from servers.engines.vit.tower import LeanVisionTower
+from servers.models.openclip import SPECIFICATION
 
 OURS = Tile(16, 64)
+
+
+def everywhere(tile: Tile) -> Plan:
+    """A plan that runs every product with one tile."""
+    return Plan(tile, tile, tile, tile, tile, tile, tile, tile, tile)
+
+
 PLANS = {
-    "pointers": Plan(*[OURS] * 9),
+    "pointers": everywhere(OURS),
     "split": Plan(
         patch=Tile(32, 64, 128, split=4),
         qkv=OURS,
@@ -34,14 +41,14 @@ PLANS = {
         class_mlp_out=Tile(16, 32, split=4),
         head=OURS,
     ),
-    "descriptors": Plan(*[Tile(64, 64, descriptors=True)] * 9),
+    "descriptors": everywhere(Tile(64, 64, descriptors=True)),
     "cublas": CUBLAS,
     "ours after cublas": Plan(None, OURS, None, OURS, None, None, OURS, None, OURS),
     "cublas after ours": Plan(OURS, None, OURS, None, OURS, OURS, None, OURS, None),
 }
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def gelu_kernel(x, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + lane, gelu(tl.load(x + lane)))
@@ -64,7 +71,9 @@ def small_tower(quick: bool) -> LeanVisionTower:
         for parameter in visual.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    return LeanVisionTower.from_open_clip(visual.eval())
+    return LeanVisionTower.from_open_clip(
+        visual.eval(), SPECIFICATION.preprocessing.mean, SPECIFICATION.preprocessing.std
+    )
 
 
 def errors(tower: LeanVisionTower, plan: Plan, images: int, signatures: tuple[str, ...]) -> dict[str, float]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import open_clip
 import pytest
 import torch
 from open_clip.transformer import VisionTransformer
 
-from servers.engines.vit.tower import LeanVisionTower
-from servers.engines.vit.weights import CLIP_MEAN, CLIP_STD, UnsupportedTowerError, read_shape
+from servers.engines.vit.tower import LeanVisionTower, UnsupportedTowerError, read_shape
+from servers.models.openclip import SPECIFICATION
+
+MEAN, STD = SPECIFICATION.preprocessing.mean, SPECIFICATION.preprocessing.std
 
 
 def _loud(module: torch.nn.Module) -> torch.nn.Module:
@@ -34,22 +38,23 @@ def _relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 @torch.no_grad()
 def test_floats_and_bytes_in_either_layout_match_open_clip(visual: torch.nn.Module) -> None:
     raw = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    mean, std = (torch.tensor(values)[:, None, None] for values in (CLIP_MEAN, CLIP_STD))
+    mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
     pixels = (raw / 255 - mean) / std
     reference = visual(pixels)
-    tower = LeanVisionTower.from_open_clip(visual)
+    tower = LeanVisionTower.from_open_clip(visual, MEAN, STD)
     assert _relative_error(tower(pixels), reference) < 3e-6
     assert _relative_error(tower(raw), reference) < 3e-6
     assert torch.equal(tower(raw.permute(0, 2, 3, 1).contiguous()), tower(raw))
     # The tolerance discriminates: one gain of the last block off by 1 % is seen.
-    tower.blocks[-1].mlp_in.weight[:, 5].mul_(1.01)
+    last: Any = tower.blocks[-1]
+    last.mlp_in.weight[:, 5].mul_(1.01)
     assert _relative_error(tower(pixels), reference) > 3e-6
 
 
 @torch.no_grad()
 def test_the_tower_owns_its_weights_and_leaves_the_module_alone(visual: torch.nn.Module) -> None:
     before = {name: value.clone() for name, value in visual.state_dict().items()}
-    tower = LeanVisionTower.from_open_clip(visual)
+    tower = LeanVisionTower.from_open_clip(visual, MEAN, STD)
     for tensor in (*tower.parameters(), *tower.buffers()):
         tensor.zero_()
     assert all(torch.equal(value, before[name]) for name, value in visual.state_dict().items())
@@ -69,7 +74,7 @@ def test_a_tower_that_computes_something_else_is_refused(options: dict[str, obje
         image_size=64, patch_size=32, width=64, layers=1, heads=1, mlp_ratio=4.0, output_dim=16, **options
     )
     with pytest.raises(UnsupportedTowerError, match="mode eager"):
-        LeanVisionTower.from_open_clip(visual)
+        LeanVisionTower.from_open_clip(visual, MEAN, STD)
 
 
 def test_what_is_not_a_tower_at_all_is_refused_like_one_that_is_not_covered() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.analysis.gpu_evidence import ControlRun, Evidence, assess_run
-from loadgen.evidence.records import EvidenceFile, Window
 from loadgen.records.run import ArmRecord, BlockRecord, Cell
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.storage.stored_run import read_run
+from loadgen.studies.gpu_proof.analyse import ControlRun, Evidence, assess_run
+from loadgen.studies.gpu_proof.records import EvidenceFile, Window
 from tests.golden.synthetic_run import Plan, write_run
 
 CAPTURE = json.loads((Path(__file__).parents[3] / "captures/h200.json").read_text())

@@ -10,19 +10,16 @@ import msgspec
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.analysis.checks.fairness.arms import check_before_load
-from loadgen.analysis.checks.fairness.conditions import check_conditions
-from loadgen.analysis.checks.fairness.definitions import FAIRNESS_DEFINITIONS
-from loadgen.analysis.checks.fairness.graphs import captured_sizes
-from loadgen.analysis.checks.fairness.settings import check_settings
-from loadgen.analysis.checks.outcome import Check
+from loadgen.analysis.checks.arms import captured_sizes
+from loadgen.analysis.checks.registry import CHECKS, Check, Facts, check_before_load
 from loadgen.clients.requests import Address
 from loadgen.experiment.plan import make_cells
-from loadgen.records.conditions import ArmConditions, Conditions
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
-from loadgen.report.fairness import fairness_lines, fairness_summary
+from loadgen.records.probes import ArmConditions, Conditions
+from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, Label
+from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.run.arms import effective_settings
 from loadgen.run.fairness_readings import as_condition, connect_ms, read_governors
+from loadgen.storage.stored_run import StoredRun
 from tests.golden.synthetic_run import Plan, write_run
 
 EXPERIMENT = Experiment(
@@ -32,6 +29,12 @@ EXPERIMENT = Experiment(
     cells=make_cells("quick", ("single", "batched", "concurrent"), batch_sizes=(1, 8, 32)),
     preset="quick", seed=0, equivalence_margin=0.05, threads=2,
 )  # fmt: skip
+
+SETTINGS = (
+    "batch_limit", "serial_queue_delay", "tf32", "model_warm_up", "metrics", "response_cache", "cores", "cuda_graphs",
+    "graph_sizes", "preferred_sizes",
+)  # fmt: skip
+MACHINE = ("client_distance", "machine_idle", "cpu_governor", "gpu_exclusive", "gpu_idle", "gpu_clocks")
 
 ONNX: dict[str, Any] = {
     "name": "m_onnx", "backend": "onnxruntime", "max_batch_size": 32,
@@ -71,14 +74,30 @@ def native(config: dict[str, Any] | None = None) -> ArmRecord:
     return arm(config or NATIVE, "a", server_name="abserve-native", target="native")
 
 
+def made(*arms: ArmRecord, conditions: Conditions | None = None) -> list[Check]:
+    """Every check before the load, on a machine with two cores."""
+    machine = Environment(started_at="", command="", git_commit=None, host={"cpu_count": 2}, packages={}, gpu={})
+    run = StoredRun(Path(), EXPERIMENT, machine, arms, conditions=conditions)
+    return check_before_load(Facts(run))
+
+
+def of_settings(record: ArmRecord) -> list[Check]:
+    """Those that look at one arm by itself."""
+    return [check for check in made(record) if check.name in SETTINGS]
+
+
+def of_machine(readings: Conditions, *arms: ArmRecord) -> list[Check]:
+    return [check for check in made(*arms, conditions=readings) if check.name in MACHINE]
+
+
 def found(record: ArmRecord, name: str) -> Check:
-    (check,) = [check for check in check_settings(EXPERIMENT, [record], 2) if check.name == name]
+    (check,) = [check for check in of_settings(record) if check.name == name]
     return check
 
 
 @pytest.mark.parametrize("record", [arm(ONNX), arm(TENSORRT), native()], ids=["onnxruntime", "tensorrt", "native"])
 def test_sound_settings_need_no_look(record: ArmRecord) -> None:
-    assert [check for check in check_settings(EXPERIMENT, [record], 2) if check.ok is False] == []
+    assert [check for check in of_settings(record) if check.ok is False] == []
 
 
 def test_the_preferred_size_that_triton_fills_in_itself_is_none() -> None:
@@ -131,7 +150,7 @@ def test_a_setting_that_misleads_is_named(record: ArmRecord, name: str, words: s
 
 
 def test_a_server_that_tells_nothing_is_unknown_in_everything() -> None:
-    checks = check_settings(EXPERIMENT, [arm(None, argv=None, server_name=None)], 2)
+    checks = of_settings(arm(None, argv=None, server_name=None))
     assert {check.ok for check in checks} == {None}
     assert all(check.severity == "informs" for check in checks)
 
@@ -155,7 +174,7 @@ def test_the_sizes_with_a_graph_are_those_that_triton_captures(change: dict[str,
 def test_arms_whose_settings_differ_unasked_are_told_apart(key: str) -> None:
     b = msgspec.structs.replace(arm(ONNX), in_effect={**arm(ONNX).in_effect, key: 4})
     name = f"same_{key.removesuffix('_us').removeprefix('max_')}"
-    (check,) = [c for c in check_before_load(EXPERIMENT, [native(), b], None, 2) if c.name == name]
+    (check,) = [c for c in made(native(), b) if c.name == name]
     assert (check.ok, check.severity) == (False, "warns")
 
 
@@ -178,9 +197,9 @@ def conditions(gpu: dict[str, Any] | None = None, **changes: Any) -> Conditions:
 
 
 def test_a_gpu_that_nobody_tells_of_is_unknown_and_not_left_out() -> None:
-    checks = {check.name: check.ok for check in check_conditions(conditions(gpus=()), [arm(ONNX)])}
+    checks = {check.name: check.ok for check in of_machine(conditions(gpus=()), arm(ONNX))}
     assert {checks[name] for name in ("gpu_exclusive", "gpu_idle", "gpu_clocks")} == {None}
-    assert "gpu_idle" not in {check.name for check in check_conditions(conditions(gpus=()), [native()])}
+    assert "gpu_idle" not in {check.name for check in of_machine(conditions(gpus=()), native())}
 
 
 def away(label: Label, connect_ms: float | None) -> ArmConditions:
@@ -188,7 +207,7 @@ def away(label: Label, connect_ms: float | None) -> ArmConditions:
 
 
 def test_a_calm_machine_needs_no_look() -> None:
-    assert {check.ok for check in check_conditions(conditions(), [])} == {True}
+    assert {check.ok for check in of_machine(conditions())} == {True}
 
 
 @pytest.mark.parametrize(
@@ -204,6 +223,7 @@ def test_a_calm_machine_needs_no_look() -> None:
         (conditions(cpu_governors=None), "cpu_governor", None, "does not tell"),
         (conditions({"processes": [{"pid": 11}, {"pid": 12}, {"pid": 99}]}), "gpu_exclusive", False, "99"),
         (conditions({"processes": [{"pid": 98}, {"pid": 99}]}), "gpu_exclusive", None, "on another host"),
+        (conditions({"processes": []}), "gpu_exclusive", None, "lists no process on the GPU, not even the arms'"),
         (conditions({"processes": None}), "gpu_exclusive", None, "not told"),
         (conditions({"utilization_ratio": 0.4}), "gpu_idle", False, "40 % of the time"),
         (conditions({"utilization_ratio": None}), "gpu_idle", None, "not told"),
@@ -213,7 +233,7 @@ def test_a_calm_machine_needs_no_look() -> None:
     ],
 )  # fmt: skip
 def test_a_machine_that_is_not_fit_is_named(readings: Conditions, name: str, ok: bool | None, words: str) -> None:
-    (check,) = [check for check in check_conditions(readings, []) if check.name == name]
+    (check,) = [check for check in of_machine(readings) if check.name == name]
     assert check.ok is ok
     assert words in check.detail
 
@@ -231,8 +251,8 @@ def test_a_run_keeps_its_conditions_and_its_checks(tmp_path: Path) -> None:
 
 
 def test_every_definition_is_made_somewhere(tmp_path: Path) -> None:
-    made = {check.name for check in check_before_load(EXPERIMENT, [native(), arm(ONNX)], conditions(), 2)}
-    assert {name.value for name in FAIRNESS_DEFINITIONS} <= made
+    names = {check.name for check in made(native(), arm(ONNX), conditions=conditions())}
+    assert names == {name for name, definition in CHECKS.items() if definition.before_load}
 
 
 def test_readings_are_taken_from_here(tmp_path: Path) -> None:
@@ -273,7 +293,7 @@ def test_a_configuration_in_which_anything_is_anything_fails_nothing() -> None:
     }
     for path in places(whole):
         for value in ODD:
-            check_before_load(EXPERIMENT, [native(), arm(replaced(whole, path, value))], None, 2)
+            made(native(), arm(replaced(whole, path, value)))
 
 
 def test_a_queue_delay_that_is_no_number_is_not_told() -> None:

@@ -11,12 +11,14 @@ import pytest
 from rich.console import Console
 
 from loadgen.analysis.analysis import analyse
-from loadgen.analysis.checks.outcome import Check
+from loadgen.analysis.checks.registry import Check
 from loadgen.analysis.result import Result, read_result
-from loadgen.evidence.records import EvidenceFile
 from loadgen.report import write_reports
-from loadgen.report.evidence import evidence_rows, gpu_chart
-from loadgen.report.terminal import print_result
+from loadgen.report.contents import result_document
+from loadgen.report.renderers.terminal import print_document
+from loadgen.report.sections.gpu_verification import findings as finding_rows
+from loadgen.report.sections.gpu_verification import gpu_chart
+from loadgen.studies.gpu_proof.records import EvidenceFile
 from tests.unit.loadgen.analysis.gpu_run import CAPTURE, write_gpu_run
 
 Show = Callable[[Result], str]
@@ -26,7 +28,7 @@ Show = Callable[[Result], str]
 def terminal() -> Show:
     def show(result: Result) -> str:
         stream = io.StringIO()
-        print_result(result, Console(file=stream, width=200, color_system=None))
+        print_document(result_document(result), Console(file=stream, width=200, color_system=None))
         return stream.getvalue()
 
     return show
@@ -123,7 +125,7 @@ def test_the_reports_show_the_findings_and_what_the_gpu_did(tmp_path: Path) -> N
         assert "Where the arms ran" in text
     assert "GPU\\_VERIFIED" in summary
     assert 'id="gpu-figure"' in page
-    assert [(row.arm, row.scenario, row.finding, row.repeats) for row in evidence_rows(result)] == [
+    assert [(row.arm, row.scenario, row.words, row.repeats) for row in finding_rows(result)] == [
         ("A", "all scenarios", "GPU_VERIFIED", False),
         ("B", "all scenarios", "GPU_VERIFIED", False),
         ("A", "single", "GPU_VERIFIED", True),

@@ -70,7 +70,7 @@ def test_the_same_plan_on_another_day_shows_no_change(runs: dict[str, Path]) -> 
     for told in (output, markdown):
         assert "Not compared" in told
         assert "p99 latency in single" in told, "which one it is"
-        assert "not measured in the old run: p99 latency needs 662 samples a block" in told
+        assert "not measured in the old run: p99 latency needs 662 samples of each arm" in told
 
 
 def test_the_interval_is_welchs(runs: dict[str, Path]) -> None:

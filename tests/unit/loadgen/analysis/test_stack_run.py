@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.analysis.checks.outcome import Check
+from loadgen.analysis.checks.registry import Check
 from loadgen.analysis.result import Result
 from loadgen.experiment.stack_request import AS_SERVED
-from loadgen.report.tables import experiment_rows
+from loadgen.report.sections.conditions import experiment_rows
 from tests.golden.synthetic_run import Plan, write_run
 
 
@@ -37,8 +37,9 @@ def check(result: Result, name: str) -> Check:
 @pytest.mark.parametrize(
     ("a", "b", "ok", "said"),
     [
-        ({}, {}, None, "no server of the stack tells its weights"),
-        ({"weights": "laion2b"}, {}, True, "weights: laion2b"),
+        ({}, {}, None, "weights unknown: A and B do not report them"),
+        ({"weights": "laion2b"}, {}, None, "weights: laion2b; B does not report them"),
+        ({"weights": "laion2b"}, {"weights": "laion2b"}, True, "weights: laion2b"),
         ({"weights": "laion2b"}, {"weights": "random:3"}, False, "random weights (random:3)"),
     ],
 )

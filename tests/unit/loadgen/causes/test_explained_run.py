@@ -13,11 +13,12 @@ from rich.console import Console
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.result import Result, encode_result, read_result
-from loadgen.records.causes import CauseName, Counterfactual, Explanation, Untested, Variant
 from loadgen.records.run import Cell, Experiment, Label
-from loadgen.report.html import render_html
-from loadgen.report.markdown import render_markdown
-from loadgen.report.terminal import print_result
+from loadgen.report.contents import result_document
+from loadgen.report.renderers.html import render_html
+from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.renderers.terminal import print_document
+from loadgen.studies.causes.records import CauseName, Counterfactual, Explanation, Untested, Variant
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 PLAN = Plan(a=SimulatedArm(transport_ms=1.0), b=SimulatedArm(transport_ms=11.0), pairs=4, requests=80)
@@ -62,7 +63,7 @@ def write_explained(
 
 def shown(result: Result) -> str:
     stream = io.StringIO()
-    print_result(result, Console(file=stream, width=100, color_system=None))
+    print_document(result_document(result), Console(file=stream, width=100, color_system=None))
     return " ".join(stream.getvalue().split())
 
 
@@ -83,7 +84,7 @@ def test_the_whole_difference_is_the_cause_that_takes_it_away(tmp_path: Path) ->
 
 def test_every_report_shows_it(tmp_path: Path) -> None:
     result = analyse(write_explained(tmp_path))
-    page, text = render_html(result), render_markdown(result)
+    page, text = render_html(result_document(result)), render_markdown(result_document(result))
     for document in (page, text, shown(result)):
         assert "100 % payload transfer of B" in document
         assert "No time was left for batched(4): raise --explain-minutes." in document
@@ -98,7 +99,7 @@ def test_a_run_without_counterfactuals_says_that_its_account_is_an_inference(tmp
     result = analyse(write_run(tmp_path, PLAN))
     assert result.causes == ()
     assert "no cause was taken away" in shown(result)
-    assert "an inference" in render_markdown(result)
+    assert "an inference" in render_markdown(result_document(result))
 
 
 def test_a_run_that_ended_before_its_counterfactuals_says_so(tmp_path: Path) -> None:

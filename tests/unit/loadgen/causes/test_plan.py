@@ -8,18 +8,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.analysis.causes.plan import (
+from loadgen.comparison.summaries import BlockSummary, summarise_latency
+from loadgen.experiment.plan import make_cells
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
+from loadgen.run.explanation_phase import varied_experiment, varied_request
+from loadgen.studies.causes.plan import (
     cells_worth_explaining,
     changed_settings,
     fit_into,
     pairs_of,
     plan_counterfactuals,
 )
-from loadgen.analysis.summaries import BlockSummary, summarise_latency
-from loadgen.experiment.plan import make_cells
-from loadgen.records.causes import Counterfactual, Untested, Variant
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
-from loadgen.run.explanation_phase import varied_experiment, varied_request
+from loadgen.studies.causes.records import Counterfactual, Untested, Variant
 
 CELLS = make_cells("quick", ("single", "batched", "concurrent"), batch_sizes=(4, 32))
 BYTES: dict[Label, float] = {"a": 602_112.0, "b": 602_112.0}

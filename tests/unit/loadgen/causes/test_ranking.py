@@ -5,12 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.analysis.causes.differences import Difference, combine, difference
-from loadgen.analysis.causes.effects import CauseEffect, MeasuredEffect
-from loadgen.analysis.causes.ranking import CellCauses, rank_causes
-from loadgen.analysis.stages import ArmStages, StageAccount, StageDifference
-from loadgen.records.causes import CauseName, Untested
+from loadgen.comparison.stages import ArmStages, StageAccount, StageDifference
 from loadgen.records.run import Cell, Label
+from loadgen.studies.causes.analyse import (
+    CauseEffect,
+    CellCauses,
+    Difference,
+    MeasuredEffect,
+    combine,
+    difference,
+    rank_causes,
+)
+from loadgen.studies.causes.records import CauseName, Untested
 
 CELL = Cell(scenario="batched", batch_size=32, concurrency=1, requests=9, seconds=1.0, max_seconds=9.0, pairs=4)
 

@@ -15,7 +15,7 @@ from loadgen.clients.exchange import ConnectionRefused
 from loadgen.clients.grpc import SERVICE, GrpcConnection, GrpcRequest, parse_grpc_address
 from loadgen.clients.requests import AddressError
 
-REQUEST = GrpcRequest(b"question", 5, 1)
+REQUEST = GrpcRequest(b"question", 5)
 
 
 class Scripted(grpc.GenericRpcHandler):

@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter_ns
 from typing import Any
 
 import grpc
@@ -92,7 +93,7 @@ def scripted() -> Iterator[Callable[[Script], GrpcConnection]]:
 
 
 def ask(connection: GrpcConnection, message: bytes = b"question") -> Any:
-    return connection.send(GrpcRequest(message, len(message), 1))
+    return connection.send(GrpcRequest(message, len(message)))
 
 
 def test_flow_control_is_kept(scripted: Any) -> None:
@@ -199,7 +200,7 @@ def test_an_answer_before_the_end_of_the_request(scripted: Any) -> None:
     assert ask(connection, bytes(5000)).good
 
 
-def test_a_server_that_leaves_is_connected_to_again(scripted: Any) -> None:
+def test_a_server_that_leaves_is_connected_to_again(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def leaving(peer: Peer) -> None:
         peer.send(4, 0, 0)
         stream, _ = peer.message()
@@ -211,10 +212,15 @@ def test_a_server_that_leaves_is_connected_to_again(scripted: Any) -> None:
         peer.send(4, 0, 0)
         peer.answer(peer.message()[0])
 
+    connected_ns, connect = [], socket.create_connection
+    monkeypatch.setattr(
+        socket, "create_connection", lambda *a, **o: (connected_ns.append(perf_counter_ns()), connect(*a, **o))[1]
+    )
     connection = scripted(leaving, staying)
     assert ask(connection).good
-    assert ask(connection).good
-    assert connection.reconnects == 1
+    exchange = ask(connection)
+    assert (exchange.good, connection.reconnects) == (True, 1)
+    assert exchange.send_ns <= connected_ns[1], "the time to connect again is in the latency"
 
 
 def test_a_connection_that_dies_under_a_request(scripted: Any) -> None:
@@ -232,7 +238,17 @@ def test_a_connection_that_dies_under_a_request(scripted: Any) -> None:
         (b"\x8e", "gRPC UNKNOWN: HTTP status 500 and no gRPC status"),
         (b"\x08\x03503", "gRPC UNAVAILABLE: HTTP status 503 and no gRPC status"),
         (b"\x88\0\x0bgrpc-status\x010", "gRPC INTERNAL: the answer is not one uncompressed message"),
-        (b"\xff\x01", "gRPC UNAVAILABLE: the server refers to a header table that it was told not to keep"),
+        *(
+            (block, "gRPC UNAVAILABLE: the server's headers cannot be decoded")
+            for block in (
+                b"\xbe",  # an entry of the dynamic table, which the server was told not to keep
+                b"\x7f\x00\x01a",
+                b"\x3f\xe1\x1f\x88",  # the size of that table
+                b"\x80",
+                b"\0\x05ab",
+                b"\0\x01x\x82\xff\xff",
+            )
+        ),
     ],
 )
 def test_answers_that_are_none(scripted: Any, answer: bytes, failure: str) -> None:

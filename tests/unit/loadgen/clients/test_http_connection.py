@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.clients.http import ConnectionRefused, HttpConnection
+from loadgen.clients.exchange import ConnectionRefused
+from loadgen.clients.http import HttpConnection
 from loadgen.clients.requests import Address, Request, request_head
 
 Handler = Callable[[socket.socket], None]

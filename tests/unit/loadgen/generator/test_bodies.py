@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from loadgen.clients.bodies import AnswerError, body_count, failure_message, parse_answer, prepare_bodies, prepare_body
+from loadgen.clients.bodies import AnswerError, body_count, choose_items, failure_message, parse_answer, prepare_body
 from loadgen.clients.endpoint import Signature, TensorSignature
-from loadgen.clients.http import Exchange
+from loadgen.clients.exchange import Exchange
 from loadgen.clients.inputs import InputError, SampleInputs
 from loadgen.clients.requests import Address
 
@@ -25,7 +25,6 @@ INPUTS = SampleInputs({"pixel_values": PIXELS}, "photographs")
 
 def test_a_body_is_json_and_then_the_images_bytes() -> None:
     body = prepare_body(INPUTS, SIGNATURE, [3, 1])
-    assert body.json_bytes is not None
     head = json.loads(body.body[: body.json_bytes])
     assert head["inputs"] == [
         {
@@ -50,14 +49,15 @@ def test_the_head_names_both_lengths_and_the_model() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 4, 8, 16, 32])
 def test_bodies_of_a_batch_size_differ_and_use_different_images(batch_size: int) -> None:
-    bodies = prepare_bodies(INPUTS, SIGNATURE, batch_size, seed=0)
+    chosen = choose_items(INPUTS.count, batch_size, seed=0)
+    bodies = [prepare_body(INPUTS, SIGNATURE, items) for items in chosen]
     assert len(bodies) == body_count(batch_size) >= 4
-    assert len({body.items for body in bodies}) >= min(len(bodies), 18)
-    for body in bodies:
-        assert len(set(body.items)) >= min(batch_size, 18) * 0.6, "a batch of few different images"
-    used = Counter(item for body in bodies for item in body.items)
+    assert len({body.body for body in bodies}) >= min(len(bodies), 18)
+    for items in chosen:
+        assert len(set(items)) >= min(batch_size, 18) * 0.6, "a batch of few different images"
+    used = Counter(item for items in chosen for item in items)
     assert max(used.values()) - min(used.values()) <= 2
-    assert bodies == prepare_bodies(INPUTS, SIGNATURE, batch_size, seed=0)
+    assert chosen == choose_items(INPUTS.count, batch_size, seed=0)
 
 
 def test_missing_or_misfitting_inputs_are_refused() -> None:

@@ -16,9 +16,9 @@ import loadgen.generator.distribution
 from loadgen.experiment.arrivals import arrival_count, due_offsets_ns, endless_offsets_ns
 from loadgen.generator.distribution import LOST_MESSAGE, Contribution, merge, shares, worker_path
 from loadgen.generator.messages import Open, Outcome
-from loadgen.locustfile.merged_samples import WorkerReport, merge_reports
+from loadgen.locustfile.workers import WorkerReport, merge_reports
 from loadgen.records.run import Arrivals
-from loadgen.records.sample_files import SampleWriter, part_path, read_samples
+from loadgen.records.samples import SampleWriter, read_samples
 
 
 def command(path: Path | None = None, **changes: object) -> Open:
@@ -166,7 +166,7 @@ def test_a_lost_workers_unfinished_file_is_read_where_it_can_be(tmp_path: Path) 
     write(path, [0, 1], close=False)
     lost = WorkerReport("client0", 0, lost=True)
     lost.introduce({"pid": 1, "host": "h", "machine": "boot", "files": {"Single": str(path)}})
-    lost.recover(lambda path: path if path.exists() else part_path(path))
+    lost.recover()
     (told,) = merge_reports([lost, report(1, tmp_path, [0], "boot")], tmp_path)
     assert "INCOMPLETE: load worker 1 (h, process 1) lost" in told
     (merged,) = tmp_path.glob("merged-*.json")

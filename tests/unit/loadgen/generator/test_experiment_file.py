@@ -87,12 +87,28 @@ def test_the_hash_is_of_what_is_asked_for_and_not_of_how_it_is_written(tmp_path:
         ("a: [\n", "e.yaml:2"),
         ("model: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
         ("preset: fast\n", "there are quick, full"),
+        ("[a, b]: 1\n", "e.yaml:1: a key must be text"),
+        ("{a: b}: 1\n", "e.yaml:1: a key must be text"),
+        ("requests: 1:30\n", "e.yaml:1: 1:30 is no number; put quotes around a text"),
+        ("margin: " + ":".join(["59"] * 3000) + ".5\n", "is no number"),
+        ("requests: 0x" + "f" * 50_000 + "\n", "is no number"),
+        ("".join(f"k{number}: 1\n" for number in range(80_000)), "an experiment file has at most 65536"),
+        ("".join(f"k{number}: 1\n" for number in range(5000)), "e.yaml:1000: an experiment file is not so large"),
+        ("".join(f"k{number}: 1\n" for number in range(50)), "e.yaml: and 30 more"),
+        ("a: " + "[" * 5000 + "\n", "nested more than 20 deep"),
+        ("model: !!timestamp x\n", "e.yaml: a value in it cannot be read"),
+        ("model: !!int ''\n", "e.yaml: a value in it cannot be read|is no number"),
+        ("model: !!bool x\n", "e.yaml: a value in it cannot be read"),
+        ('"\\e[31mrequests": 1\n', "requests: no such key; did you mean requests?"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_place(tmp_path: Path, text: str, said: str) -> None:
     status, output = run(written(tmp_path, text), "--out", str(tmp_path / "run"))
     assert status == 2
-    assert said in " ".join(output.split())
+    shown = " ".join(output.split())
+    assert any(words in shown for words in said.split("|"))
+    assert shown.isprintable()
+    assert len(shown) < 8000
     assert not (tmp_path / "run").exists()
 
 

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from loadgen.run.parity import ParityError, compare_answers, mixed_batches
+from loadgen.statistics.agreement import Tolerance, tolerance_of
 
 REFERENCE = np.random.default_rng(0).standard_normal((6, 512))
+FP32, FP16 = tolerance_of(["fp32"]), tolerance_of(["fp16", "fp32"])
 
 
-def case(answer: np.ndarray, reference: np.ndarray = REFERENCE):
-    return compare_answers("x", "reference", {"embedding": reference}, {"embedding": answer})
+def case(answer: np.ndarray, reference: np.ndarray = REFERENCE, tolerance: Tolerance = FP32):
+    return compare_answers("x", "reference", {"embedding": reference}, {"embedding": answer}, tolerance)
 
 
 def test_equal_answers_agree_whatever_their_length() -> None:
@@ -28,18 +30,50 @@ def test_one_wrong_row_among_good_ones_is_found() -> None:
     assert found.cosine_min < 0.5
 
 
-def test_the_threshold_is_0_999() -> None:
-    def turned(cosine: float) -> np.ndarray:
-        across = np.random.default_rng(1).standard_normal(512)
-        row = REFERENCE[0]
-        across -= row * (across @ row) / (row @ row)
-        across *= np.linalg.norm(row) / np.linalg.norm(across)
-        answer = REFERENCE.copy()
-        answer[0] = cosine * row + np.sqrt(1 - cosine**2) * across
-        return answer
+def rounded(error: float, seed: int = 1) -> np.ndarray:
+    """Every element off by a normal deviation of that size."""
+    return REFERENCE * (1 + error * np.random.default_rng(seed).standard_normal(REFERENCE.shape))
 
-    assert case(turned(0.9991)).ok
-    assert not case(turned(0.9989)).ok
+
+def test_the_tolerance_is_that_of_the_coarser_precision() -> None:
+    assert case(rounded(1e-5)).ok
+    assert not case(rounded(1.5e-3)).ok
+    assert case(rounded(1.5e-3), tolerance=FP16).ok, "what FP16 differs by on a GPU"
+    assert not case(rounded(2e-2), tolerance=FP16).ok
+    assert case(rounded(2e-2), tolerance=tolerance_of(["bf16", "fp32"])).ok
+    assert (FP32.precision, FP16.precision, tolerance_of(["tf32", "fp32"]).precision) == ("fp32", "fp16", "tf32")
+    unknown = tolerance_of(["fp32", None])
+    assert (unknown.precision, unknown.relative) == ("unknown", FP16.relative)
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [
+        (np.full((4, 1), 1.1), np.full((4, 1), 7.0)),
+        (REFERENCE, 100 * REFERENCE),
+        (REFERENCE, REFERENCE / 3),
+        (np.tile(REFERENCE, 400), np.where(np.arange(512 * 400) == 7, 0.0, np.tile(REFERENCE, 400))),
+    ],
+    ids=["one value", "times 100", "a third", "one element of 200,000 missing"],
+)
+def test_what_the_cosine_does_not_see(reference: np.ndarray, answer: np.ndarray) -> None:
+    found = case(answer, reference, FP16)
+    assert found.cosine_min == pytest.approx(1.0, abs=1e-4)
+    assert not found.ok
+    assert found.output == "embedding"
+
+
+def test_what_cancels_to_nearly_nothing_may_keep_the_rounding_of_what_cancelled() -> None:
+    """A logit of 0.002 beside others of about 3: rounding turns its sign, and its cosine to −1."""
+    reference = np.array([[3.0], [-2.5], [0.002], [3.5]])
+    assert case(reference + np.array([[0.0], [0.0], [-0.004], [0.0]]), reference, FP16).ok
+    assert not case(reference + np.array([[0.0], [0.0], [0.3], [0.0]]), reference, FP16).ok
+
+
+def test_byte_strings_are_equal_or_not() -> None:
+    words = np.array([[b"cat"], [b"dog"]], dtype=object)
+    assert case(words.copy(), words).ok
+    assert not case(words[::-1], words).ok
 
 
 def test_zero_against_something_is_no_agreement() -> None:
@@ -52,6 +86,7 @@ def test_zero_against_something_is_no_agreement() -> None:
     [
         (REFERENCE[:3], r"shape \(3, 512\) instead of \(6, 512\)"),
         (np.where(np.arange(512) == 7, np.nan, REFERENCE), "NaN or infinite"),
+        (np.where(np.arange(512) == 7, np.inf, REFERENCE), "NaN or infinite"),
     ],
 )
 def test_what_cannot_be_compared_says_why(answer: np.ndarray, words: str) -> None:
@@ -66,7 +101,7 @@ def test_empty_answers_of_both_arms_are_no_agreement() -> None:
 
 def test_other_outputs_are_told() -> None:
     with pytest.raises(ParityError, match="outputs"):
-        compare_answers("x", "alone", {"embedding": REFERENCE}, {"logits": REFERENCE})
+        compare_answers("x", "alone", {"embedding": REFERENCE}, {"logits": REFERENCE}, FP32)
 
 
 @pytest.mark.parametrize(("items", "limit"), [(18, 32), (6, 32), (18, 4), (1, 1)])

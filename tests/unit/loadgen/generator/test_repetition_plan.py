@@ -28,14 +28,15 @@ def pairs(planned: Experiment) -> set[int]:
     return {cell.pairs for cell in load_cells(planned.cells)}
 
 
-def test_a_fixed_plan_of_one_start_is_the_default() -> None:
+def test_as_many_rounds_of_one_start_as_fit_are_the_default() -> None:
     planned = experiment()
     assert (planned.restarts, planned.until_decided, planned.time_limit_minutes) == (1, False, None)
+    assert (planned.minutes, experiment(preset="full").minutes, experiment(minutes=2).minutes) == (5.0, 25.0, 2.0)
+    assert (pairs(planned), experiment(pairs=9).minutes) == ({4}, None)
 
 
 def test_restarts_get_two_pairs_each_unless_told_otherwise() -> None:
     assert pairs(experiment(restarts=5)) == {10}
-    assert pairs(experiment(restarts=5, preset="full")) == {12}
     assert pairs(experiment(restarts=5, pairs=7)) == {7}
 
 
@@ -49,6 +50,8 @@ def test_until_decided_has_a_limit_and_a_least_number_of_pairs() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"minutes": 3, "pairs": 3}, "--minutes and --pairs both say how long"),
+        ({"minutes": 3, "until": "decided"}, "--minutes and --until decided both say how long"),
         ({"until": "bored"}, "--until bored: give planned or decided"),
         ({"until": "decided", "restarts": 5}, "choose one of them"),
         ({"restarts": 5, "pairs": 3}, "ask for --pairs 5 or more"),
@@ -111,8 +114,8 @@ def test_endless_rounds_hold_every_cell_once_and_are_balanced_over_two(number: i
     for one in cells:
         first = [pair.order[0] for chosen in rounds for pair in chosen if pair.cell == one]
         assert all(set(first[place : place + 2]) == {"a", "b"} for place in (0, 2, 4))
-    blocks = rounds[0][0].blocks(8)
-    assert [(block.index, block.position) for block in blocks] == [(8, 0), (9, 1)]
+    blocks = rounds[0][0].blocks(8, 3)
+    assert [(block.index, block.position, block.restart) for block in blocks] == [(8, 0, 3), (9, 1, 3)]
 
 
 @pytest.mark.parametrize("arms", [{"a": "http://127.0.0.1:8100"}, {"a": "http://h:1", "b": "http://h:2"}])

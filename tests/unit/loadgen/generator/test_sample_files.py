@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.records.sample_files import SampleWriter, part_path, read_samples
-from loadgen.records.samples import SAMPLE_DTYPE
+from loadgen.records.samples import SAMPLE_DTYPE, SampleWriter, part_path, read_samples
 from loadgen.storage.stored_run import read_samples as read_for_analysis
 
 LONG = st.integers(0, 2**62)
@@ -77,7 +76,7 @@ def test_another_layout_is_refused(tmp_path: Path) -> None:
 FULL = """
 import resource, sys
 from pathlib import Path
-from loadgen.records.sample_files import SampleWriter
+from loadgen.records.samples import SampleWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 writer = SampleWriter(Path(sys.argv[1]))
 for i in range(1000):

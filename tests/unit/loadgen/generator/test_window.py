@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadgen.generator.window import FAILURES_IN_A_ROW, LoadWindow
+from loadgen.generator.window import FAILURES_IN_A_ROW, Claim, LoadWindow
 
 SECOND = 1_000_000_000
 
@@ -13,25 +13,53 @@ def window(requests: int = 5, seconds: float = 2.0, max_seconds: float = 10.0) -
     return made
 
 
+def answer_all(load: LoadWindow) -> None:
+    for _ in range(load.claimed):
+        load.answered(good=True, claim=Claim.COUNTED)
+
+
 def test_a_fast_server_is_bound_by_the_seconds() -> None:
     load = window()
-    assert all(load.claim(100 * SECOND + i) for i in range(1000))
-    assert load.claim(102 * SECOND - 1)
-    assert not load.claim(102 * SECOND)
+    assert all(load.claim(100 * SECOND + i) is Claim.COUNTED for i in range(1000))
+    assert load.claim(102 * SECOND - 1) is Claim.COUNTED
+    answer_all(load)
+    assert load.claim(102 * SECOND) is None
     assert load.claimed == 1001
 
 
 def test_a_slow_server_is_bound_by_the_requests() -> None:
     load = window()
-    assert [load.claim((101 + 2 * i) * SECOND) for i in range(5)] == [True] * 5  # the fifth at 9 s
-    assert not load.claim(int(109.5 * SECOND))
+    assert [load.claim((101 + 2 * i) * SECOND) for i in range(5)] == [Claim.COUNTED] * 5  # the fifth at 9 s
+    answer_all(load)
+    assert load.claim(int(109.5 * SECOND)) is None
 
 
 def test_the_most_seconds_bind_in_any_case() -> None:
     load = window()
-    assert load.claim(101 * SECOND)
-    assert not load.claim(110 * SECOND)
+    assert load.claim(101 * SECOND) is Claim.COUNTED
+    answer_all(load)
+    assert load.claim(110 * SECOND) is None
     assert load.cut_reason is None
+
+
+def test_users_go_on_until_every_counted_request_is_answered() -> None:
+    """Two users; one has its last counted request under way when the time is up."""
+    load = window(requests=1)
+    assert [load.claim(100 * SECOND), load.claim(int(101.9 * SECOND))] == [Claim.COUNTED] * 2
+    load.answered(good=True, claim=Claim.COUNTED)
+    assert [load.claim(102 * SECOND), load.claim(int(102.5 * SECOND))] == [Claim.COOL_DOWN] * 2
+    load.answered(good=True, claim=Claim.COOL_DOWN)
+    assert load.claim(103 * SECOND) is Claim.COOL_DOWN
+    load.answered(good=True, claim=Claim.COUNTED)
+    assert load.claim(int(103.1 * SECOND)) is None
+    assert load.claimed == 2
+
+
+def test_a_request_that_is_never_answered_does_not_keep_the_load_up_for_ever() -> None:
+    load = window(requests=1)
+    assert load.claim(100 * SECOND) is Claim.COUNTED
+    assert load.claim(102 * SECOND) is Claim.COOL_DOWN
+    assert load.claim(104 * SECOND) is None
 
 
 def test_a_cut_ends_it_with_the_first_reason() -> None:

@@ -11,10 +11,12 @@ from rich.console import Console
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.result import Result, encode_result, read_result
 from loadgen.records.run import ContainerColdStart
-from loadgen.report.container_starts import headings, rows
-from loadgen.report.html import render_html
-from loadgen.report.markdown import render_markdown
-from loadgen.report.terminal import print_result
+from loadgen.report.contents import result_document
+from loadgen.report.document import Table
+from loadgen.report.renderers.html import render_html
+from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.renderers.terminal import print_document
+from loadgen.report.sections.cold_starts import container_starts
 from loadgen.storage.store import RunStore
 from tests.golden.synthetic_run import Plan, write_run
 
@@ -37,14 +39,22 @@ def result(tmp_path: Path) -> Result:
     """Stored as a run stores it, read back, through a result file."""
     folder = tmp_path / "run"
     store = RunStore(folder)
-    store.container_cold_starts([NATIVE, TRITON])
+    store.write_all(ContainerColdStart, [NATIVE, TRITON])
     write_run(folder, Plan(pairs=2))
     (tmp_path / "result.json").write_bytes(encode_result(analyse(folder)))
     return read_result(tmp_path / "result.json")
 
 
+def tables(result: Result) -> list[Table]:
+    """That of A and that of B."""
+    section = container_starts(result)
+    assert section is not None
+    return [block for block in section.blocks if isinstance(block, Table)]
+
+
 def test_every_step_has_its_column(result: Result) -> None:
-    assert dict(zip(headings(result, "a"), rows(result, "a")[0], strict=True)) == {
+    table = tables(result)[0]
+    assert dict(zip((column.title for column in table.columns), table.rows[0], strict=True)) == {
         "start": "1 cached", "container": "0.21 s", "first log line": "0.62 s", "imported": "3.71 s",
         "weights": "4.05 s", "graphs or engine": "5.40 s", "ready": "5.43 s", "first answer": "5.51 s",
         "batch 1": "82.0 ms", "batch 8": "366 ms",
@@ -52,19 +62,21 @@ def test_every_step_has_its_column(result: Result) -> None:
 
 
 def test_what_a_server_did_not_reach_is_missing_and_said(result: Result) -> None:
-    assert rows(result, "b") == [("1 uncached failed", "0.20 s", "0.33 s", "–", "–", "–", "–", "–")]
-    assert "1 uncached: the server ended with exit status 1: no \\<model>" in render_markdown(result)
-    assert "1 uncached: the server ended with exit status 1: no &lt;model&gt;" in render_html(result)
+    assert [tuple(row) for row in tables(result)[1].rows] == [
+        ("1 uncached failed", "0.20 s", "0.33 s", "–", "–", "–", "–", "–")
+    ]
+    assert "1 uncached: the server ended with exit status 1: no \\<model>" in render_markdown(result_document(result))
+    assert "1 uncached: the server ended with exit status 1: no &lt;model&gt;" in render_html(result_document(result))
 
 
 def test_all_three_reports_show_the_same_figures(result: Result) -> None:
     stream = io.StringIO()
-    print_result(result, Console(file=stream, width=140, color_system=None))
-    for text in (stream.getvalue(), render_markdown(result), render_html(result)):
-        for part in (*rows(result, "a")[0], *rows(result, "b")[0], "native-cpu", "triton-cpu"):
+    print_document(result_document(result), Console(file=stream, width=140, color_system=None))
+    for text in (stream.getvalue(), render_markdown(result_document(result)), render_html(result_document(result))):
+        for part in (*(cell for table in tables(result) for cell in table.rows[0]), "native-cpu", "triton-cpu"):
             assert part in text
 
 
 def test_a_run_without_containers_says_nothing_of_them(tmp_path: Path) -> None:
     plain = analyse(write_run(tmp_path, Plan(pairs=2)))
-    assert "of the containers" not in render_markdown(plain) + render_html(plain)
+    assert "of the containers" not in render_markdown(result_document(plain)) + render_html(result_document(plain))

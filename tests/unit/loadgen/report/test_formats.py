@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.result import Result
 from loadgen.entry import build
-from loadgen.report.csv import blocks_csv, comparisons_csv
-from loadgen.report.files import write_csv, write_junit
-from loadgen.report.junit import clean, render_junit
+from loadgen.report.contents import result_document
+from loadgen.report.files import formats, write_csv, write_junit
+from loadgen.report.renderers.junit import clean, render_junit
 from tests.golden.synthetic_run import Plan, write_run
 
 ATTRIBUTES = {
@@ -79,7 +79,7 @@ def failures(root: ET.Element, suite: str) -> dict[str, str]:
 
 
 def test_a_valid_run_fails_nowhere_but_in_its_thresholds(results: dict[str, Result]) -> None:
-    root = parsed(render_junit({"": results["valid"]}))
+    root = parsed(render_junit({"": result_document(results["valid"])}))
     assert failures(root, "checks") == {}
     assert failures(root, "comparisons") == {}
     found = failures(root, "thresholds")
@@ -91,11 +91,11 @@ def test_a_valid_run_fails_nowhere_but_in_its_thresholds(results: dict[str, Resu
 
 
 def test_what_takes_a_verdict_away_is_a_failure(results: dict[str, Result]) -> None:
-    root = parsed(render_junit({"": results["errors"]}))
+    root = parsed(render_junit({"": result_document(results["errors"])}))
     (broken,) = failures(root, "checks")
     assert broken.startswith("request_errors [cell ")
     assert failures(root, "comparisons")
-    killed = parsed(render_junit({"": results["killed"]}))
+    killed = parsed(render_junit({"": result_document(results["killed"])}))
     assert "killed" in failures(killed, "checks")["run_finished [plan]"]
 
 
@@ -114,13 +114,13 @@ def test_what_xml_cannot_hold_is_replaced() -> None:
 
 def test_csv_has_every_comparison_and_every_block_in_full_precision(results: dict[str, Result], tmp_path: Path) -> None:
     result = results["valid"]
-    rows = list(csv.DictReader(io.StringIO(comparisons_csv({"": result}))))
+    rows = list(csv.DictReader(io.StringIO(formats(result)["csv"]())))
     assert [(row["scenario"], row["metric"]) for row in rows] == [(c.scenario, c.metric) for c in result.comparisons]
     for row, one in zip(rows, result.comparisons, strict=True):
         assert (float(row["ratio_b_over_a"]) if row["ratio_b_over_a"] else None) == one.ratio_b_over_a
         assert (row["ci95_low"] == "") == (one.ci95 is None)
         assert row["verdict"] == one.verdict
-    blocks = list(csv.DictReader(io.StringIO(blocks_csv({"": result}))))
+    blocks = list(csv.DictReader(io.StringIO(formats(result)["csv-blocks"]())))
     assert [int(row["index"]) for row in blocks] == [block.index for block in result.blocks]
     assert [float(row["throughput_per_s"]) for row in blocks] == [block.throughput_per_s for block in result.blocks]
     write_csv(tmp_path / "r.csv", {"x": result, "y": None})
@@ -131,7 +131,8 @@ def test_csv_has_every_comparison_and_every_block_in_full_precision(results: dic
 def test_a_reason_that_looks_like_a_formula_is_text(results: dict[str, Result]) -> None:
     result = results["valid"]
     evil = msgspec.structs.replace(result.comparisons[0], reason="=HYPERLINK(1)")
-    (row,) = csv.DictReader(io.StringIO(comparisons_csv({"": msgspec.structs.replace(result, comparisons=(evil,))})))
+    changed = msgspec.structs.replace(result, comparisons=(evil,))
+    (row,) = csv.DictReader(io.StringIO(formats(changed)["csv"]()))
     assert row["reason"] == "'=HYPERLINK(1)"
 
 

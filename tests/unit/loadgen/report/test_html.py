@@ -12,7 +12,8 @@ import plotly.graph_objects as go
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.report.html import code, render_html
+from loadgen.report.contents import result_document
+from loadgen.report.renderers.html import code, render_html
 from tests.golden.synthetic_run import Plan, write_run
 
 TOKEN = re.compile(r"--[a-z][a-z0-9-]*")
@@ -51,7 +52,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return render_html(analyse(write_run(tmp_path_factory.mktemp("run"))))
+    return render_html(result_document(analyse(write_run(tmp_path_factory.mktemp("run")))))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_what_a_server_calls_itself_is_text(tmp_path: Path) -> None:
     arms = json.loads(path.read_text())
     arms[1]["title"] = name
     path.write_text(json.dumps(arms))
-    text = render_html(analyse(tmp_path))
+    text = render_html(result_document(analyse(tmp_path)))
     assert "alert(1)</script>" not in text
     assert "<img src=x" not in text
     assert html.escape(name) in text
@@ -124,7 +125,7 @@ def test_what_a_server_calls_itself_is_text(tmp_path: Path) -> None:
     ids=["no blocks", "killed", "no parity"],
 )
 def test_an_invalid_run_says_so_first(tmp_path: Path, plan: Plan) -> None:
-    page = Page(render_html(analyse(write_run(tmp_path, plan))))
+    page = Page(render_html(result_document(analyse(write_run(tmp_path, plan)))))
     assert page.text.index("INVALID") < page.text.index("Proof")
     assert " VALID" not in page.text.replace("INVALID", "")
 

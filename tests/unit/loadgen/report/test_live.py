@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from loadgen.analysis.analysis import analyse
-from loadgen.analysis.summaries import BlockSummary, summarise_blocks
+from loadgen.comparison.summaries import BlockSummary, summarise_blocks
 from loadgen.records.run import ColdStart
 from loadgen.report.live import ratio_line, ratio_table, track_of
 from loadgen.report.progress import RichProgress
@@ -89,7 +89,7 @@ def test_a_terminal_keeps_the_table_and_a_log_has_a_line_a_pair(run: StoredRun, 
             for block, summary in zip(run.blocks, summaries(run), strict=True):
                 progress.block_done(block.record, summary, 1_000_000)
             progress.phase("stopping the servers")
-    assert "The plan is fixed" in shown.getvalue()
+    assert "Nothing is stopped" in shown.getvalue()
     assert "95 % interval" in shown.getvalue()
     table = io.StringIO()
     live = LiveRatios(run.experiment)

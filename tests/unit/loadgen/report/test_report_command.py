@@ -60,12 +60,12 @@ def test_of_a_matrix_one_run_must_be_named(tmp_path: Path) -> None:
     for name in ("http-fp32", "http-uint8"):
         write_run(tmp_path / name, Plan(pairs=2))
     status, output = run(str(tmp_path))
-    assert (status, "holds several runs; give one of its folders: http-fp32, http-uint8" in output) == (1, True)
+    assert (status, "holds several runs; give one of its folders: http-fp32, http-uint8" in output) == (2, True)
 
 
 def test_a_directory_without_a_run_gets_one_sentence(tmp_path: Path) -> None:
     status, output = run(str(tmp_path))
-    assert status == 1
+    assert status == 2
     assert "holds no run" in output
     assert "Traceback" not in output
     assert list(tmp_path.iterdir()) == []

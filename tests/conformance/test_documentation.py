@@ -1,0 +1,33 @@
+"""The list of cases in the documentation is the corpus; `pytest tests/conformance --snapshot-update` renews it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loadgen.conformance.corpus import SECTIONS
+from loadgen.conformance.rendering import cell
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "conformance.md"
+BEGIN, END = "<!-- cases -->\n", "<!-- end cases -->"
+
+
+def case_list() -> str:
+    lines = []
+    for section in SECTIONS:
+        lines += [f"### {section.title}", "", section.why, "", "| Case | Door | Expected |", "|---|---|---|"]
+        lines += [
+            f"| {case.number} {cell(case.title)} | {case.door} | {cell(case.describe())} |" for case in section.cases
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def test_the_document_lists_the_cases(request: pytest.FixtureRequest) -> None:
+    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
+    listed, _, after = rest.partition(END)
+    if request.config.getoption("update_snapshots"):
+        DOCUMENT.write_text(f"{before}{BEGIN}{case_list()}{END}{after}", encoding="utf-8")
+    else:
+        assert listed == case_list()

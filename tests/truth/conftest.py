@@ -1,0 +1,57 @@
+"""Runs one comparison of two planted servers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.result import Result
+from loadgen.records.run import ArmRequest, Cell, Experiment
+from loadgen.run.progress import SilentProgress
+from loadgen.run.runner import run_experiment
+
+SERVER = Path(__file__).with_name("planted_server.py")
+Compare = Callable[..., Result]
+NO_SAMPLES = (sys.executable, "-c", "raise SystemExit(1)")
+"""In place of `abserve`: the model is not one of ours, so its inputs are made up."""
+
+
+@pytest.fixture
+def compare(tmp_path: Path) -> Iterator[Compare]:
+    """Starts both servers with their options and runs one comparison."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(label: str, options: str) -> ArmRequest:
+        argv = [sys.executable, str(SERVER), "--seed", str(len(running)), *options.split()]
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        running.append(process)
+        assert process.stdout is not None
+        http, grpc = process.stdout.readline().split()
+        return ArmRequest(label=label, target=f"http://127.0.0.1:{http}", grpc=f"127.0.0.1:{grpc}")  # type: ignore[arg-type]
+
+    def run(a: str, b: str, *cells: Cell, margin: float = 0.05, **changes: object) -> Result:
+        fields: dict[str, object] = {
+            "a": start("a", a), "b": start("b", b), "model": "planted", "weights": "none", "payload": "fp32",
+            "transport": "http", "cells": cells, "preset": "quick", "seed": 3, "equivalence_margin": margin,
+            "threads": 0,
+        }  # fmt: skip
+        out = tmp_path / "run"
+        run_experiment(Experiment(**(fields | changes)), out, SilentProgress(), abserve=NO_SAMPLES)  # type: ignore[arg-type]
+        return analyse(out)
+
+    yield run
+    for process in running:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def state(result: Result, check: str) -> bool | None:
+    found = [c.ok for c in result.checks if c.name == check]
+    return False if False in found else None if None in found or not found else True

@@ -1,0 +1,38 @@
+"""What must not count as a difference under load: new connections, and request times that vary."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from loadgen.records.run import Cell
+from tests.truth.conftest import Compare
+
+
+def users(number: int, requests: int, pairs: int) -> Cell:
+    return Cell(
+        scenario="concurrent", batch_size=1, concurrency=number, requests=requests, seconds=0.0, max_seconds=30.0,
+        pairs=pairs,
+    )  # fmt: skip
+
+
+def test_a_slow_first_answer_of_a_connection_is_in_no_percentile(compare: Compare) -> None:
+    """Every block has new connections: with 12 requests on each, 20 ms for the first would be B's p90 and p99."""
+    result = compare("--delay-ms 4 --no-spin", "--delay-ms 4 --no-spin --first-ms 60", users(8, 96, 3))
+    verdicts = {c.metric: c.verdict for c in result.comparisons}
+    assert "a_faster" not in verdicts.values()
+    first = {summary.label: summary.first_answer_ms or 0.0 for summary in result.summaries}
+    assert first["b"] >= 60.0
+    assert first["b"] > first["a"] + 40.0
+    p90 = {summary.label: summary.latency.p90_ms or 0.0 for summary in result.summaries}
+    assert p90["b"] < 60.0
+
+
+@pytest.mark.benchmark
+def test_request_times_that_vary_are_no_difference_in_throughput(compare: Compare) -> None:
+    """16 users, exponential against constant, equal means."""
+    result = compare("--delay-ms 120 --no-spin", "--delay-ms 120 --cv 1 --no-spin", users(16, 160, 8))
+    found = next(c for c in result.comparisons if c.metric == "throughput")
+    sys.stdout.write(f"\nexponential against constant: {found.ratio_b_over_a} {found.ci95} {found.verdict}\n")
+    assert found.verdict not in ("a_faster", "b_faster")

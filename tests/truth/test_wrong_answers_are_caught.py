@@ -1,0 +1,120 @@
+"""Servers that are fast because they are wrong, or because they remember: none of them may be VALID.
+
+Every fault is planted in B and goes through real sockets, the real generator and the whole analysis. The slow ones are
+variations of those in the default run.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from loadgen.analysis.result import Result
+from loadgen.records.run import Cell
+from tests.truth.conftest import Compare, state
+
+USERS = 16
+
+
+def users(requests: int = 160, *, pairs: int = 2, concurrency: int = USERS) -> Cell:
+    return Cell(
+        scenario="concurrent", batch_size=1, concurrency=concurrency, requests=requests, seconds=0.0, max_seconds=30.0,
+        pairs=pairs,
+    )  # fmt: skip
+
+
+def batches(batch_size: int, requests: int = 20, *, pairs: int = 2) -> Cell:
+    return Cell(
+        scenario="batched", batch_size=batch_size, concurrency=1, requests=requests, seconds=0.0, max_seconds=30.0,
+        pairs=pairs,
+    )  # fmt: skip
+
+
+def require_invalid(result: Result, check: str, *words: str) -> None:
+    """No comparison that the check covers has a verdict, for the reason given."""
+    failed = [found for found in result.checks if found.name == check and found.ok is False]
+    told = " ".join(found.detail for found in failed)
+    sys.stdout.write(f"\n{check}: {told}\n")
+    assert failed
+    assert not result.valid
+    scopes = {found.scope for found in failed}
+    covered = [c for c in result.comparisons if scopes & {"run", f"cell {c.scenario}"}]
+    assert {comparison.verdict for comparison in covered} <= {"invalid"}
+    for word in words:
+        assert word in told
+
+
+def test_answers_that_are_wrong_only_under_load(compare: Compare) -> None:
+    """From 12 requests in flight, which neither parity nor a single user ever makes; and of every fifth of those under
+    load a quarter is missing."""
+    server = "--delay-ms 4 --no-spin"
+    planted = f"{server} --fault wrong --fault-from 12 --good-first 330 --short-every 5"
+    result = compare(server, planted, users(), batches(1))
+    require_invalid(result, "answers_under_load", "answers of B are wrong", "output y")
+    require_invalid(result, "request_errors", "output y is FP32 [1, 6] instead of FP32 [1, 8]")
+    assert state(result, "parity") is True
+    scopes = {check.scope for check in result.checks if check.name == "answers_under_load" and check.ok is False}
+    assert scopes == {f"cell {users().name}"}, "the single user's answers were right"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+@pytest.mark.parametrize("fault", ["zeros", "nan"])
+def test_answers_that_are_zeros_or_nan_only_under_load(compare: Compare, fault: str, transport: str) -> None:
+    server = "--delay-ms 4 --no-spin"
+    result = compare(server, f"{server} --fault {fault} --fault-from 12", users(), transport=transport)
+    require_invalid(result, "answers_under_load", "answers of B are wrong", "output y")
+
+
+@pytest.mark.slow
+def test_answers_that_are_wrong_in_an_open_loop_of_two_processes(compare: Compare) -> None:
+    cell = Cell(
+        scenario="open", batch_size=1, concurrency=64, requests=1, seconds=1.0, max_seconds=1.0, pairs=2,
+        arrivals="poisson", rate_per_s=400.0,
+    )  # fmt: skip
+    server = "--delay-ms 40 --no-spin"
+    result = compare(server, f"{server} --fault zeros --fault-from 12", cell, processes=2)
+    require_invalid(result, "answers_under_load", "answers of B are wrong")
+
+
+def test_answers_that_are_wrong_only_at_one_batch_size(compare: Compare) -> None:
+    result = compare("", "--wrong-batch 16", batches(16), batches(32))
+    require_invalid(result, "parity", "batch of 16")
+    assert result.blocks == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+@pytest.mark.parametrize("planted", ["--short-every 5", "--hollow-share 0.3"])
+def test_answers_with_too_little_in_them_are_errors(compare: Compare, planted: str, transport: str) -> None:
+    """A quarter of the outputs in 20 % of the responses, or all of them in 30 %, which come at once besides."""
+    server = "--delay-ms 4 --no-spin"
+    result = compare(server, f"{server} --good-first 330 {planted}", users(), transport=transport)
+    require_invalid(result, "request_errors", "the answer is not what the model promises")
+
+
+@pytest.mark.parametrize("planted", ["--scale 100", pytest.param("--fault nan", marks=pytest.mark.slow)])
+def test_outputs_of_another_size_are_no_parity(compare: Compare, planted: str) -> None:
+    """Logits times 100 point the same way: their cosine is 1."""
+    result = compare("", planted, batches(1))
+    require_invalid(result, "parity")
+    assert result.blocks == ()
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        "--cache-from 3",
+        pytest.param("--cache-from 2", marks=pytest.mark.slow),
+        pytest.param("--cache-from 2 --cache-saves 0.34", marks=pytest.mark.slow),
+    ],
+)
+def test_a_response_cache_takes_the_verdict_and_wins_nothing(compare: Compare, cache: str) -> None:
+    """B computes each answer in 6 ms and has it, or a third of it, in memory when it is asked again. The load never
+    asks again, so what is measured is the 6 ms."""
+    result = compare("--delay-ms 6", f"--delay-ms 6 {cache}", batches(1, 40))
+    require_invalid(result, "repeated_requests", "on B")
+    assert state(result, "answers_under_load") is True
+    medians = [summary.latency.p50_ms or 0.0 for summary in result.summaries]
+    assert min(medians) >= 6.0

@@ -1,0 +1,143 @@
+"""The account of time adds up for both arms, whatever each of them reports."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.verdict import explain_stages
+from loadgen.comparison.stages import STAGES, folded
+from loadgen.report.contents import result_document
+from loadgen.report.renderers.html import render_html
+from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.renderers.terminal import print_document
+from loadgen.report.sections.why import stage_rows
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
+
+
+def test_every_account_adds_up(tmp_path: Path) -> None:
+    result = analyse(write_run(tmp_path, Plan(pairs=2)))
+    assert len(result.stages) == 7
+    for account in result.stages:
+        assert account.a is not None
+        assert account.b is not None
+        for arm, other in ((account.a, account.b), (account.b, account.a)):
+            assert set(arm.stages_ms) == set(STAGES)
+            assert sum(v for v in arm.stages_ms.values() if v is not None) == pytest.approx(arm.client_total_ms)
+            assert sum(folded(arm, other).values()) == pytest.approx(arm.client_total_ms)
+        assert sum(d.b_minus_a_ms for d in account.differences) == pytest.approx(account.total_b_minus_a_ms)
+        assert sum(d.share or 0.0 for d in account.differences) == pytest.approx(1.0)
+
+
+def test_a_stage_that_one_arm_lacks_is_folded_into_where_the_other_keeps_it(tmp_path: Path) -> None:
+    account = analyse(write_run(tmp_path, Plan(pairs=2))).stages[0]
+    assert account.a is not None
+    assert account.b is not None
+    assert account.b.stages_ms["decode"] is None
+    shared = folded(account.a, account.b)
+    assert set(shared) == {"send_delay", "queue", "compute_input", "compute_infer", "compute_output", "unattributed"}
+    assert shared["compute_input"] == pytest.approx(
+        (account.a.stages_ms["compute_input"] or 0) + (account.a.stages_ms["decode"] or 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("b", "stage"),
+    [
+        (SimulatedArm(item_ms=14.0, reports_http=False), "executing the model +"),
+        (SimulatedArm(transport_ms=9.0, reports_http=False), "outside the server's account +"),
+    ],
+)
+def test_the_planted_cause_leads_the_reasons(tmp_path: Path, b: SimulatedArm, stage: str) -> None:
+    account = analyse(write_run(tmp_path, Plan(b=b, pairs=3))).stages[0]
+    text = explain_stages(account)[0]
+    assert f"are: {stage}" in text
+
+
+def test_an_arm_without_stages_gets_no_explanation(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(pairs=2))
+    for path in (tmp_path / "blocks").glob("*.json"):
+        block = json.loads(path.read_text())
+        if block["label"] == "b":
+            path.write_text(json.dumps(block | {"stages": None}))
+    result = analyse(tmp_path)
+    assert all(account.b is None and account.a is not None for account in result.stages)
+    assert all(explain_stages(account) == [] for account in result.stages)
+
+
+def lie(directory: Path, **told: int) -> None:
+    """B's statistics of every block say this, per request; `requests` and `items` as a factor of what is true."""
+    for path in (directory / "blocks").glob("*.json"):
+        block = json.loads(path.read_text())
+        if block["label"] == "b":
+            stages = block["stages"]
+            for name, value in told.items():
+                stages[name] = stages[name] * value if name in ("requests", "items") else value * block["requests"]
+            path.write_text(json.dumps(block))
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"compute_infer_ns": 100_000_000}, "its stages add up to 10"),
+        ({"queue_ns": -5_000_000}, "its counters ran backwards in block 1"),
+        ({"requests": 3}, "it counted 198 requests where 66 were answered"),
+        ({"items": 2}, "it counted 132 images where 66 were answered"),
+        ({"requests": 0, "items": 0}, "it counted 0 requests where 66 were answered"),
+    ],
+)
+def test_statistics_that_contradict_the_latency_are_no_reason(tmp_path: Path, told: dict[str, int], words: str) -> None:
+    """The attacker's server: "executing the model +10.2 ms (560 %)" was printed as the reason, over a failed check."""
+    write_run(tmp_path, Plan(pairs=3))
+    lie(tmp_path, **told)
+    result = analyse(tmp_path)
+    account = result.stages[0]
+    assert account.cell == "single"
+    assert account.b is not None
+    assert account.differences == ()
+    reasons = explain_stages(account)
+    assert len(reasons) == 1
+    assert reasons[0].startswith("B's own statistics contradict the measured latency (13.")
+    assert words in reasons[0]
+    verdict = next(one for one in result.verdict.scenarios if one.scenario == "single")
+    assert not any("executing the model" in reason for reason in verdict.reasons)
+    check = next(c for c in result.checks if (c.name, c.scope) == ("stage_account", "cell single"))
+    assert (check.ok, check.severity) == (False, "warns")
+    assert f"B: {words}" in check.detail
+    rows = stage_rows(result, "single")
+    assert {row[2] for row in rows[:-1]} == {"–"}, "B's stages"
+    assert all(row[1] != "–" and row[3] == "–" for row in rows), "A's are shown"
+    stream = io.StringIO()
+    print_document(result_document(result), Console(file=stream, width=100, color_system=None))
+    for shown in (
+        " ".join(stream.getvalue().split()),
+        render_markdown(result_document(result)),
+        render_html(result_document(result)),
+    ):
+        assert "own statistics contradict the measured latency" in shown.replace("&#39;", "'")
+        assert "executing the model +" not in shown
+
+
+def test_batches_that_the_counts_contradict_are_not_told(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(pairs=3))
+    lie(tmp_path, items=2)
+    result = analyse(tmp_path)
+    means = {(s.cell, s.label): s.executed_batch_mean for s in result.summaries}
+    assert means["concurrent(16)", "b"] is None
+    assert means["concurrent(16)", "a"] is not None
+
+
+def test_one_request_more_or_less_is_no_contradiction(tmp_path: Path) -> None:
+    """Statistics are counted a moment after the answer."""
+    write_run(tmp_path, Plan(pairs=3))
+    path = tmp_path / "blocks" / "0001.json"
+    block = json.loads(path.read_text())
+    block["stages"]["requests"] += 1
+    path.write_text(json.dumps(block))
+    arms = [arm for account in analyse(tmp_path).stages for arm in (account.a, account.b)]
+    assert not any(arm.contradictions for arm in arms if arm is not None)

@@ -1,0 +1,108 @@
+"""The first screen: verdict, leading ratios with their intervals, why, proof; in this order and without a script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.result import Result
+from loadgen.report.contents import result_document
+from loadgen.report.document import Strip, Style, Table, Value, style_of, text_of
+from loadgen.report.renderers.html import STRIP_WIDTH, render_html, strip_x
+from loadgen.report.sections.verdict import overview, proof
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return analyse(write_run(tmp_path_factory.mktemp("run"), Plan(pairs=4, requests=120)))
+
+
+def table(result: Result) -> Table:
+    """Of the overview."""
+    section = overview(result)
+    assert section is not None
+    assert isinstance(section.blocks[0], Table)
+    return section.blocks[0]
+
+
+def strip_of(row: Sequence[Value]) -> Strip:
+    (strip,) = [cell for cell in row if isinstance(cell, Strip)]
+    return strip
+
+
+def test_a_row_a_scenario_with_its_interval_on_the_better_arms_side(result: Result) -> None:
+    rows = table(result).rows
+    assert [row[0] for row in rows] == [cell.name for cell in result.experiment.cells]
+    styles: set[Style | None] = set()
+    for row in rows:
+        strip = strip_of(row)
+        assert strip.low is not None
+        assert strip.high is not None
+        assert -1 < strip.low < strip.centre < strip.high < 1
+        assert strip.band[0] < 0 < strip.band[1]
+        style = style_of(row[-1])
+        if style == "b":
+            assert strip.low > 0
+        if style == "a":  # a cold start: less is better, so the ratio is above 1 and A's side is left
+            assert text_of(row[5]).startswith("1.8")
+            assert strip.high < 0
+        styles.add(style)
+    assert styles == {"a", "b"}
+    assert any(re.fullmatch(r"A 2\.\d+× ← 1 → B 2\.\d+×", column.title) for column in table(result).columns)
+
+
+def test_an_interval_that_is_much_wider_than_the_differences_is_cut_and_does_not_squeeze_the_others(
+    result: Result,
+) -> None:
+    one, *others = [c for c in result.comparisons if c.leading]
+    wide = msgspec.structs.replace(one, ratio_b_over_a=1.1, ci95=(1e-6, 1e6))
+    rows = table(msgspec.structs.replace(result, comparisons=(wide, *others))).rows
+    strips = [strip_of(row) for row in rows]
+    assert (strips[0].low, strips[0].high) == (-1.0, 1.0)
+    assert max(abs(strip.centre) for strip in strips) > 0.5
+    assert (strip_x(-1.0), strip_x(0.0), strip_x(1.0)) == (6.0, STRIP_WIDTH / 2, STRIP_WIDTH - 6.0)
+
+
+def test_proof_says_what_stands_behind_it_and_what_does_not(tmp_path: Path, result: Result) -> None:
+    texts = {line.text: line.style for line in proof(result)}
+    words = "largest relative error 2.0e-05 (tolerance 1.0e-04), lowest cosine 0.999998 in 4 cases"
+    assert texts[f"Both arms give the same answers: {words}."] == "ok"
+    assert texts["This machine has no GPU: this is a CPU comparison."] == "note"
+    requests = sum(summary.requests for summary in result.summaries)
+    assert texts[f"0 of {requests:,} requests failed."] == "ok"
+    bad = analyse(write_run(tmp_path, Plan(pairs=2, requests=60, parity_cosine=0.9, failing_block=3)))
+    states = [line.style for line in proof(bad)]
+    assert states.count("failed") == 3
+    assert any("“both arms give the same answers”" in line.text for line in proof(bad))
+
+
+def test_the_order_is_verdict_ratios_why_proof_then_detail(result: Result) -> None:
+    body = render_html(result_document(result)).split("<body>")[1]
+    marks = [
+        result.verdict.headline, "<h3>Overview</h3>", "<h3>Why</h3>", "<h3>Proof</h3>", 'id="comparisons"',
+        'id="why"', 'id="proof"', "Conditions",
+    ]  # fmt: skip
+    places = [body.index(mark) for mark in marks]
+    assert places == sorted(places)
+    for target in re.findall(r'href="#([a-z]+)"', body):
+        assert f'id="{target}"' in body
+    first = body[: places[4]]
+    assert first.count("<svg") == len(table(result).rows)
+    assert "<script" not in first
+
+
+def test_a_threshold_that_is_not_kept_stands_beside_the_verdict(tmp_path: Path) -> None:
+    run = write_run(tmp_path, Plan(pairs=2, requests=60, b=SimulatedArm()))
+    document = msgspec.json.decode((run / "experiment.json").read_bytes())
+    document["settings"] = {"fail_if": ["b.p50 > 1", "b.p50 > 1e9"]}
+    (run / "experiment.json").write_bytes(msgspec.json.encode(document))
+    body = render_html(result_document(analyse(run))).split("<body>")[1]
+    said = "1 of 2 thresholds not kept: b.p50 &gt; 1 in concurrent(16)"
+    assert said in body[: body.index("<h3>Overview</h3>")]
+    assert "<h3>Thresholds</h3>" in body

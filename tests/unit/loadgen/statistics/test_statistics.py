@@ -1,0 +1,105 @@
+"""Interval, tests, adjustment and sensitivity against textbook values and their own definitions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from loadgen.statistics.ratios import adjust_holm, detectable_effect, estimate_ratio, geometric_mean, interval_of_mean
+
+RATIOS = st.lists(st.floats(0.2, 5.0), min_size=2, max_size=20).filter(lambda v: np.std(np.log(v)) > 1e-6)
+
+
+@given(RATIOS)
+def test_the_interval_is_scipys_t_interval_on_logs(ratios: list[float]) -> None:
+    estimate = estimate_ratio(ratios, 0.05)
+    logs = np.log(ratios)
+    low, high = stats.t.interval(0.95, len(logs) - 1, loc=logs.mean(), scale=stats.sem(logs))
+    assert estimate.ci95 == pytest.approx((math.exp(low), math.exp(high)), rel=1e-6)
+    assert estimate.p_value == pytest.approx(stats.ttest_1samp(logs, 0.0).pvalue, rel=1e-6, abs=1e-12)
+
+
+@given(RATIOS)
+def test_swapping_the_arms_mirrors_everything(ratios: list[float]) -> None:
+    forward, backward = estimate_ratio(ratios, 0.05), estimate_ratio([1 / r for r in ratios], 0.05)
+    assert forward.ci95 is not None
+    assert backward.ci95 is not None
+    assert forward.ci95[0] == pytest.approx(1 / backward.ci95[1])
+    assert forward.p_value == pytest.approx(backward.p_value)
+    assert forward.p_equivalence == pytest.approx(backward.p_equivalence, rel=1e-6, abs=1e-12)
+
+
+def test_equivalence_agrees_with_the_interval() -> None:
+    """Two one-sided tests at 2.5 % pass exactly where the 95 % interval lies inside the margin."""
+    rng = np.random.default_rng(3)
+    seen = set()
+    for _ in range(500):
+        estimate = estimate_ratio(list(np.exp(rng.normal(0.0, 0.04, size=6))), 0.05)
+        assert estimate.ci95 is not None
+        assert estimate.p_equivalence is not None
+        inside = estimate.ci95[0] >= 1 / 1.05 and estimate.ci95[1] <= 1.05
+        assert inside == (estimate.p_equivalence <= 0.025)
+        seen.add(inside)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("ratios", "reason"),
+    [
+        ([], "no complete pair"),
+        ([1.3], "one pair"),
+        ([1.3, 1.3, 1.3], "same ratio"),
+        ([1.0, 0.0], "nothing to divide"),
+        ([1.0, math.inf], "nothing to divide"),
+    ],
+)
+def test_what_cannot_be_computed_is_undetermined(ratios: list[float], reason: str) -> None:
+    estimate = estimate_ratio(ratios, 0.05)
+    assert estimate.ci95 is None
+    assert estimate.p_value is None
+    assert estimate.p_equivalence is None
+    assert reason in (estimate.reason or "")
+
+
+def test_identical_pairs_are_not_infinitely_certain() -> None:
+    assert estimate_ratio([1.5] * 10, 0.05).p_value is None
+    assert interval_of_mean([100.0, 100.0]) is None
+
+
+def test_holm_against_the_worked_example() -> None:
+    """p = 0.01, 0.04, 0.03, 0.005 with m = 4 adjusts to 0.03, 0.06, 0.06, 0.02."""
+    assert adjust_holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(0.0, 1.0)), max_size=30))
+def test_holm_is_between_raw_and_bonferroni_and_keeps_the_order(p_values: list[float | None]) -> None:
+    adjusted = adjust_holm(p_values)
+    family = sum(p is not None for p in p_values)
+    known = sorted((p, a) for p, a in zip(p_values, adjusted, strict=True) if p is not None and a is not None)
+    assert [a is None for a in adjusted] == [p is None for p in p_values]
+    assert all(p <= a <= min(1.0, family * p) + 1e-12 for p, a in known)
+    assert [a for _, a in known] == sorted(a for _, a in known)
+
+
+def test_the_detectable_effect_shrinks_with_pairs_and_grows_with_the_family() -> None:
+    effects = [detectable_effect(0.02 / math.sqrt(pairs), pairs - 1, 10) for pairs in (2, 4, 8, 16, 64)]
+    assert all(e is not None for e in effects)
+    assert effects == sorted(effects, key=lambda e: -(e or 0))
+    assert (detectable_effect(0.007, 7, 30) or 0) > (detectable_effect(0.007, 7, 1) or 1)
+    assert detectable_effect(0.02, 0, 1) is None
+
+
+def test_the_detectable_effect_approaches_the_planning_formula() -> None:
+    """For many pairs and one comparison: 2.80 · sd / √n."""
+    assert detectable_effect(0.01 / math.sqrt(2000), 1999, 1) == pytest.approx(2.802 * 0.01 / math.sqrt(2000), rel=0.01)
+
+
+def test_the_ratio_of_geometric_means_is_the_mean_ratio() -> None:
+    a, b = [2.0, 3.0, 5.0], [3.0, 3.5, 9.0]
+    ratio = estimate_ratio([y / x for x, y in zip(a, b, strict=True)], 0.05).ratio
+    assert geometric_mean(b) / geometric_mean(a) == pytest.approx(ratio)

@@ -1,0 +1,159 @@
+"""Whole requests come out of bytes however these are cut, without a socket and without an event loop."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from servers.contract.errors import ContractError, NotFoundError, UnavailableError
+from servers.native.http_body import BodyPool
+from servers.native.http_parser import HeadReader, Request, RequestHead, RequestParser
+from servers.native.limits import ByteBudget, HttpError
+from servers.native.settings import NativeSettings
+
+INFER = "/v2/models/m/infer"
+SETTINGS = NativeSettings(max_body_bytes=5000)
+
+
+def parser(budget: ByteBudget | None = None, refusal: ContractError | None = None) -> tuple[RequestParser, ByteBudget]:
+    budget = budget or ByteBudget(10_000)
+    return RequestParser(HeadReader(SETTINGS), BodyPool(0), budget, lambda _head: refusal), budget
+
+
+def post(body: bytes, *lines: str, path: str = INFER) -> bytes:
+    head = "\r\n".join([f"POST {path} HTTP/1.1", f"Content-Length: {len(body)}", *lines, "", ""])
+    return head.encode() + body
+
+
+def chunked(*chunks: bytes) -> bytes:
+    head = f"POST {INFER} HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    return head + b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+
+
+def requests(one: RequestParser, stream: bytes, cuts: list[int]) -> list[tuple[str, bytes]]:
+    """As a connection reads them: into the body's own memory where that is offered, else through a buffer."""
+    found: list[tuple[str, bytes]] = []
+    unparsed = bytearray()
+
+    def note(complete: Request | RequestHead | None) -> None:
+        if isinstance(complete, Request):
+            found.append((complete.head.path, bytes(complete.body)))
+            complete.release()
+
+    edges = sorted({min(cut, len(stream)) for cut in cuts} | {0, len(stream)})
+    for start, end in itertools.pairwise(edges):
+        data = stream[start:end]
+        while data:
+            space = None if unparsed else one.space()
+            if space is not None:
+                count = min(len(space), len(data))
+                space[:count] = data[:count]
+                data = data[count:]
+                note(one.received(count))
+                continue
+            unparsed += data
+            data = b""
+            while unparsed:
+                used, complete = one.parse(unparsed, 0, len(unparsed))
+                if not used:
+                    break
+                del unparsed[:used]
+                note(complete)
+    assert not unparsed
+    return found
+
+
+@given(
+    st.lists(st.one_of(st.binary(max_size=300), st.lists(st.binary(min_size=1, max_size=40), max_size=4)), max_size=5),
+    st.lists(st.integers(0, 2500), max_size=30),
+)
+def test_every_cut_of_a_stream_gives_the_same_requests_and_holds_nothing_afterwards(
+    bodies: list[bytes | list[bytes]], cuts: list[int]
+) -> None:
+    stream = b"".join(post(body) if isinstance(body, bytes) else chunked(*body) for body in bodies)
+    one, budget = parser()
+    assert requests(one, stream, cuts) == [
+        (INFER, body if isinstance(body, bytes) else b"".join(body)) for body in bodies
+    ]
+    assert budget.held == 0
+    assert not one.in_body
+
+
+def test_a_request_holds_its_bytes_until_it_is_released() -> None:
+    one, budget = parser()
+    data = bytearray(post(b"x" * 100))
+    used, request = one.parse(data, 0, len(data))
+    assert used == len(data)
+    assert isinstance(request, Request)
+    assert budget.held == 100
+    for _ in range(2):
+        request.release()
+        assert budget.held == 0
+
+
+def test_bytes_that_the_engine_may_still_read_are_held_as_long_as_it_can() -> None:
+    one, budget = parser()
+    data = bytearray(post(b"x" * 100))
+    _, request = one.parse(data, 0, len(data))
+    assert isinstance(request, Request)
+    view = request.body
+    request.release(read=False)
+    assert budget.held == 100
+    del view
+    assert budget.held == 0
+
+
+def test_a_head_comes_alone_while_its_body_is_missing() -> None:
+    one, budget = parser()
+    data = bytearray(post(b"x" * 100, "Expect: 100-continue")[:-70])
+    used, head = one.parse(data, 0, len(data))
+    assert used == len(data)
+    assert isinstance(head, RequestHead)
+    assert head.expects_continue
+    assert (one.in_body, one.body_arrived, budget.held) == (True, 30, 30)
+    one.give_up()
+    assert (one.in_body, one.body_arrived, budget.held) == (False, 0, 0)
+
+
+def test_a_refused_request_has_its_body_dropped_and_the_next_one_is_read() -> None:
+    refusal = NotFoundError("unknown")
+    one, budget = parser(refusal=refusal)
+    data = bytearray(post(b"x" * 100) + post(b"y", path="/v2"))
+    used, request = one.parse(data, 0, len(data))
+    assert isinstance(request, Request)
+    assert (request.refusal, bytes(request.body), budget.held) == (refusal, b"", 0)
+    _, other = one.parse(data, used, len(data))
+    assert isinstance(other, Request)
+    assert (other.refusal, bytes(other.body)) == (None, b"y")
+
+
+def test_who_waits_for_leave_to_send_a_refused_body_is_told_before() -> None:
+    one, _ = parser(refusal=NotFoundError("unknown"))
+    data = bytearray(post(b"x" * 100, "Expect: 100-continue")[:-100])
+    with pytest.raises(HttpError, match="unknown") as caught:
+        one.parse(data, 0, len(data))
+    assert caught.value.status == 404
+
+
+def test_a_body_without_room_takes_no_more_bytes_and_can_be_dropped() -> None:
+    one, budget = parser(ByteBudget(200))
+    data = bytearray(post(b"x" * 150)[:-140])
+    one.parse(data, 0, len(data))
+    assert budget.hold(190)
+    assert one.starved
+    assert one.space() is None
+    rest = bytearray(b"x" * 140)
+    assert one.parse(rest, 0, len(rest)) == (0, None)
+    budget.release(1)
+    space = one.space()
+    assert space is not None
+    assert len(space) == 1
+    one.drop_body(UnavailableError("full"))
+    assert budget.held == 189
+    used, request = one.parse(rest, 0, len(rest))
+    assert used == len(rest)
+    assert isinstance(request, Request)
+    assert str(request.refusal) == "full"

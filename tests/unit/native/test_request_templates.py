@@ -1,0 +1,133 @@
+"""A kept header means what decoding it again would mean, and what may not be kept is not."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from servers.contract.codec import decode_request, encode_response
+from servers.contract.errors import InvalidRequestError
+from servers.contract.records import InferResponse, OutputTensor
+from servers.contract.signature import ModelSignature
+from servers.contract.tensors import TensorSpec
+from servers.native.request_templates import TemplateCache
+
+SIGNATURE = ModelSignature(
+    "m",
+    "1",
+    (TensorSpec("x", "FP32", (-1, 4)), TensorSpec("n", "UINT8", (-1, -1))),
+    (TensorSpec("y", "FP32", (-1, 2)), TensorSpec("z", "INT64", (-1,))),
+    max_batch_size=8,
+)
+
+
+def request(rows: int = 2, width: int = 3, **changes: object) -> tuple[bytes, bytes]:
+    x = np.arange(rows * 4, dtype="<f4")
+    n = np.arange(rows * width, dtype=np.uint8)
+    document = {
+        "inputs": [
+            {"name": "x", "datatype": "FP32", "shape": [rows, 4], "parameters": {"binary_data_size": x.nbytes}},
+            {"name": "n", "datatype": "UINT8", "shape": [rows, width], "parameters": {"binary_data_size": n.nbytes}},
+        ],
+        "parameters": {"binary_data_output": True},
+        **changes,
+    }
+    return json.dumps(document).encode(), x.tobytes() + n.tobytes()
+
+
+@given(st.integers(1, 8), st.integers(1, 5), st.sampled_from(["", "seven"]))
+def test_a_template_gives_what_decoding_gives(rows: int, width: int, request_id: str) -> None:
+    header, data = request(rows, width, id=request_id)
+    body = memoryview(header + data)
+    decoded = decode_request(body, len(header), SIGNATURE)
+    templates = TemplateCache(SIGNATURE)
+    assert templates.find(header, body.nbytes) is None
+    template = templates.keep(header, decoded, body.nbytes)
+    assert template is not None
+    assert templates.find(header, body.nbytes) is template
+    assert templates.find(header, body.nbytes + 1) is None
+    checked_rows, checked = SIGNATURE.validate(decoded)
+    arrays = template.arrays(body)
+    assert template.rows == checked_rows
+    assert list(arrays) == list(checked)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, checked[name])
+        assert array.dtype == checked[name].dtype
+        assert np.shares_memory(array, np.frombuffer(body, np.uint8))  # a view, not a copy
+    for count in (rows, 1):  # the second is another shape of the same template
+        outputs = {"y": np.full((count, 2), 2.5, "<f4"), "z": np.arange(count, dtype="<i8")}
+        answer = template.answer(outputs, SIGNATURE, b"date: today\r\n")
+        tensors = tuple(OutputTensor(spec.name, spec.datatype, outputs[spec.name], True) for spec in SIGNATURE.outputs)
+        content, json_bytes = encode_response(InferResponse("m", "1", request_id, tensors))
+        head, _, body_sent = answer.partition(b"\r\n\r\n")
+        assert body_sent == content
+        assert head.split(b"\r\n") == [
+            b"HTTP/1.1 200 OK",
+            b"date: today",
+            b"content-type: application/octet-stream",
+            b"inference-header-content-length: %d" % (json_bytes or 0),
+            b"content-length: %d" % len(content),
+        ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parameters": {"binary_data_output": True, "timeout": 5}},
+        {"parameters": {}},
+        {"outputs": [{"name": "y"}], "parameters": {}},
+        {
+            "outputs": [
+                {"name": "y", "parameters": {"binary_data": True}},
+                {"name": "z", "parameters": {"binary_data": False}},
+            ]
+        },
+        {"id": "i" * 5000},
+    ],
+)
+def test_what_has_to_be_decoded_each_time_is_not_kept(changes: dict[str, object]) -> None:
+    header, data = request(**changes)
+    body = memoryview(header + data)
+    if len(header) > 5000:  # the id itself is too long for the protocol
+        with pytest.raises(InvalidRequestError):
+            decode_request(body, len(header), SIGNATURE)
+        return
+    templates = TemplateCache(SIGNATURE)
+    assert templates.keep(header, decode_request(body, len(header), SIGNATURE), body.nbytes) is None
+    assert templates.find(header, body.nbytes) is None
+
+
+def test_values_in_the_header_are_not_kept() -> None:
+    document = {
+        "inputs": [
+            {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]},
+            {"name": "n", "datatype": "UINT8", "shape": [1, 2], "parameters": {"binary_data_size": 2}},
+        ],
+        "parameters": {"binary_data_output": True},
+    }
+    header = json.dumps(document).encode()
+    body = memoryview(header + b"ab")
+    templates = TemplateCache(SIGNATURE)
+    assert templates.keep(header, decode_request(body, len(header), SIGNATURE), body.nbytes) is None
+
+
+def test_a_request_that_does_not_fit_the_model_is_refused_and_not_kept() -> None:
+    header, data = request(rows=9)
+    body = memoryview(header + data)
+    templates = TemplateCache(SIGNATURE)
+    with pytest.raises(InvalidRequestError, match="batch-size"):
+        templates.keep(header, decode_request(body, len(header), SIGNATURE), body.nbytes)
+    assert templates.find(header, body.nbytes) is None
+
+
+def test_headers_that_differ_each_time_do_not_collect() -> None:
+    templates = TemplateCache(SIGNATURE)
+    for index in range(1000):
+        header, data = request(id=str(index))
+        body = memoryview(header + data)
+        assert templates.keep(header, decode_request(body, len(header), SIGNATURE), body.nbytes) is not None
+    assert len(templates._templates) <= 256
