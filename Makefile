@@ -7,7 +7,7 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare test test-slow test-compose benchmark lint format doctor repo lock pin-images clean
+.PHONY: help setup compare test test-slow test-compose benchmark lint schema format doctor repo lock pin-images clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,10 @@ lint: setup ## ruff, mypy --strict, and the files of docker compose (with docker
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/compose/test_files.py
+
+schema: setup ## write the JSON Schema of result.json anew
+	@$(BIN)/python -m loadgen.analysis.result_schema > docs/result.schema.json.new
+	@mv docs/result.schema.json.new docs/result.schema.json
 
 format: setup ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .

@@ -57,14 +57,14 @@ AB_OVERVIEW = (
     ),
     Panel("Alerts", "none", (), "Prometheus' alerts that fire or are about to.", "alertlist", 8),
     Panel(
-        "B over A, newest runs", "none",
-        (("{{run}} {{scenario}} {{metric}}: {{verdict}}", "abserve_comparison_ratio"),),
+        "Arms over their baseline, newest runs", "none",
+        (("{{run}} {{scenario}} {{metric}} {{arm}}/{{baseline}}: {{verdict}}", "abserve_comparison_ratio"),),
         "Ratio and verdict of each comparison.", "table", 8,
     ),
     Panel(
         "… with 95 % intervals", "none",
-        (("low {{run}} {{scenario}} {{metric}}", "abserve_comparison_ratio_low"),
-         ("high {{run}} {{scenario}} {{metric}}", "abserve_comparison_ratio_high")),
+        (("low {{run}} {{scenario}} {{metric}} {{arm}}/{{baseline}}", "abserve_comparison_ratio_low"),
+         ("high {{run}} {{scenario}} {{metric}} {{arm}}/{{baseline}}", "abserve_comparison_ratio_high")),
         "Where both ends are on one side of 1, the arms differ.", "table", 8,
     ),
     Panel(

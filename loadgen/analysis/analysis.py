@@ -21,7 +21,6 @@ from loadgen.comparison.pairs import latencies_of
 from loadgen.comparison.stages import account_cell
 from loadgen.comparison.summaries import summarise_blocks, summarise_cell
 from loadgen.documents import one_line
-from loadgen.records.run import LABELS
 from loadgen.storage.stored_run import StoredRun, StoredRunError, read_run
 from loadgen.studies.causes.analyse import find_causes
 from loadgen.studies.ceiling.analyse import divide_by_ceilings
@@ -39,14 +38,17 @@ def analyse(out_dir: Path) -> Result:
 
 def analyse_run(run: StoredRun) -> Result:
     """The same, of records already read."""
+    labels, pairings = run.experiment.labels, run.experiment.pairings
     loads = [cell for cell in run.experiment.cells if cell.has_blocks]
     blocks = summarise_blocks(run.blocks)
-    summaries = tuple(summarise_cell(cell.name, label, run.blocks, blocks) for cell in loads for label in LABELS)
+    summaries = tuple(summarise_cell(cell.name, label, run.blocks, blocks) for cell in loads for label in labels)
     complete = [
         block for block, summary in zip(run.blocks, blocks, strict=True) if summary.complete
     ]  # one that was cut short explains nothing
     accounts = tuple(
-        account_cell(cell.name, [block for block in complete if block.record.cell == cell.name]) for cell in loads
+        account
+        for cell in loads
+        for account in account_cell(cell.name, [one for one in complete if one.record.cell == cell.name], pairings)
     )
     rates, ramps = find_rates(run.experiment.cells, run.trials), find_ramps(run.experiment.cells, run.trials)
     drafts = compare_all(run.experiment, blocks, run.cold_starts, [*rates, *ramps], latencies_of(run.blocks))
@@ -58,7 +60,7 @@ def analyse_run(run: StoredRun) -> Result:
     checks = make_checks(facts)
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
     facts = replace(facts, comparisons=comparisons)
-    titles = {label: request.target for label, request in (("a", run.experiment.a), ("b", run.experiment.b))}
+    titles = {request.label: request.target for request in run.experiment.arms}
     titles |= {arm.label: arm.title for arm in run.arms}
     causes = find_causes(run, blocks, accounts)
     verdict = reach_verdict(facts, titles, checks, causes)

@@ -1,6 +1,6 @@
 """How much identical arms differ on one machine, and that no comparison claims less.
 
-A run of the same arm twice (A/A) in which both servers are started R times gives R mean log ratios d whose true mean is
+A run of the same arm twice (A/A) in which the servers are started R times gives R mean log ratios d whose true mean is
 0. The floor of a metric is t(R; 97.5 %) · √(Σd²/R): 95 % of single starts of identical arms lie within it (a prediction
 interval with a known mean). It holds what the interval over the pairs of one start cannot see: where memory, threads
 and ports happened to fall. With fewer than 3 starts it is the far end of the 95 % interval of the A/A run instead,
@@ -30,14 +30,14 @@ _LOCAL = {"localhost", "127.0.0.1", "::1", ""}
 
 
 def is_self_comparison(experiment: Experiment) -> bool:
-    """Whether both arms were asked for in the same words."""
-    a, b = (msgspec.structs.replace(arm, label="a") for arm in (experiment.a, experiment.b))
-    return a == b
+    """Whether all arms were asked for in the same words."""
+    first, *others = (msgspec.structs.replace(arm, label="") for arm in experiment.arms)
+    return all(other == first for other in others)
 
 
 def servers_of(experiment: Experiment) -> str:
     """Hosts of servers that somebody else runs on other machines; empty where all is on this one."""
-    return ", ".join(sorted({_host(arm) for arm in (experiment.a, experiment.b)} - _LOCAL))
+    return ", ".join(sorted({_host(arm) for arm in experiment.arms} - _LOCAL))
 
 
 def floor_entries(paired: Sequence[PairedMetric]) -> tuple[FloorEntry, ...]:
@@ -97,16 +97,18 @@ def apply_floor(
 
 
 def _applied(comparison: Comparison, floor: float | None, margin: float) -> Comparison:
-    ratio = comparison.ratio_b_over_a
+    ratio = comparison.ratio
     if floor is None or ratio is None:
         return comparison
     comparison = msgspec.structs.replace(comparison, noise_floor=floor)
     reason = None
-    if comparison.verdict in ("a_faster", "b_faster") and abs(math.log(ratio)) <= math.log1p(floor):
+    if comparison.winner and abs(math.log(ratio)) <= math.log1p(floor):
         reason = f"within this machine's noise floor: identical arms differ by up to {share(floor)} here"
-    elif comparison.verdict == "equivalent" and floor > margin:
+    elif comparison.verdict == "no_difference" and floor > margin:
         reason = f"the margin of {share(margin)} is below this machine's noise floor of {share(floor)}"
-    return comparison if reason is None else msgspec.structs.replace(comparison, verdict="undecided", reason=reason)
+    if reason is None:
+        return comparison
+    return msgspec.structs.replace(comparison, verdict="inconclusive", reason=reason)
 
 
 def floor_sentence(floors: Sequence[NoiseFloor], comparisons: Sequence[Comparison], experiment: Experiment) -> str:

@@ -1,4 +1,4 @@
-"""`result.json`: everything seen and everything concluded, schema abserve.result/1; see docs/result-format.md.
+"""`result.json`: everything seen and everything concluded, schema abserve.result/2; see docs/result-format.md.
 
 The report is rendered from this alone. Fields are only ever added, each with a default, so that a later reader takes
 an older file; any other change raises the schema's number.
@@ -45,7 +45,7 @@ FILE_NAME = "result.json"
 class Result(Record, frozen=True, kw_only=True):
     """The whole result. None and empty mean that the run did not get that far."""
 
-    schema: Literal["abserve.result/1"] = "abserve.result/1"
+    schema: Literal["abserve.result/2"] = "abserve.result/2"
     valid: bool
     """No check that takes a verdict away failed, or is unknown where it must be known."""
     state: RunState | None

@@ -1,4 +1,4 @@
-"""Whether the ratio between the arms has changed from one run to another, with an interval and a test.
+"""Whether the ratios between the arms have changed from one run to another, with an interval and a test.
 
 The change of a comparison is the new ratio over the old one. Each run's log ratio comes with a standard error, taken
 from its 95 % interval and the units behind it (pairs of blocks, or restarts); the two runs are independent, so their
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from scipy import stats
 
 from loadgen.analysis.result import Result
 from loadgen.comparison.comparisons import Comparison, Outcome
 from loadgen.comparison.pairs import METRICS
-from loadgen.records.run import Experiment, Record
+from loadgen.records.run import Experiment, Label, Pairing, Record, shown
 from loadgen.statistics.ratios import SIGNIFICANCE, adjust_holm, critical_t
 from loadgen.studies.gpu_proof.records import own_devices, used_gpu
 
@@ -44,7 +44,7 @@ def differences(old: Result, new: Result) -> tuple[Difference, ...]:
         ("machine", (_machine(old), _machine(new))),
         ("gpu", (_gpu(old), _gpu(new))),
         ("software", (_software(old), _software(new))),
-        ("load", (_load(old.experiment), _load(new.experiment))),
+        ("load", (_load(old.experiment, new.experiment), _load(new.experiment, old.experiment))),
         ("load", (_inputs(old), _inputs(new))),
         ("arm", (_arms(old), _arms(new))),
     )
@@ -93,14 +93,17 @@ def _software(result: Result) -> dict[str, str | None]:
     return dict(result.environment.packages) if result.environment else {}
 
 
-def _load(experiment: Experiment) -> dict[str, str | None]:
+def _load(experiment: Experiment, other: Experiment) -> dict[str, str | None]:
+    """With the payloads of those arms that both runs have: an arm that one of them lacks loads no other."""
+    payloads = {
+        f"payload of {arm.label}": experiment.payload_of(arm) for arm in experiment.arms if arm.label in other.labels
+    }
     cells = {f"cell {cell.name}": f"{cell.requests} requests, {cell.seconds:g} s a block" for cell in experiment.cells}
     return {
         "model": experiment.model,
         "weights": experiment.weights,
         "transport": experiment.transport,
-        "payload of a": experiment.payload_of(experiment.a),
-        "payload of b": experiment.payload_of(experiment.b),
+        **payloads,
         "threads": str(experiment.threads),
         "deployment": experiment.deployment,
         **cells,
@@ -114,7 +117,7 @@ def _inputs(result: Result) -> dict[str, str | None]:
 
 def _arms(result: Result) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
-    for request in (result.experiment.a, result.experiment.b):
+    for request in result.experiment.arms:
         found[f"{request.label}: target"] = request.target
         found |= {f"{request.label}: {name}": value for name, value in request.settings.items()}
     for arm in result.arms:
@@ -130,10 +133,13 @@ Change = Literal["changed", "no change shown", "not comparable"]
 
 
 class ComparisonChange(Record, frozen=True, kw_only=True):
-    """One metric of one scenario in both runs. Ratios are B over A; `change` is new over old."""
+    """One metric of two arms in one scenario of both runs. Ratios are `arm` over `baseline`; `change` is new over
+    old."""
 
     scenario: str
     metric: str
+    baseline: Label
+    arm: Label
     old_ratio: float | None
     old_ci95: tuple[float, float] | None
     new_ratio: float | None
@@ -146,7 +152,7 @@ class ComparisonChange(Record, frozen=True, kw_only=True):
     change_ci95: tuple[float, float] | None
     p_adjusted: float | None
     outcome: Change
-    better_for: Literal["a", "b"] | None
+    better_for: Label | None
     """Which arm has gained on the other, where it changed."""
     reason: str | None
 
@@ -154,7 +160,7 @@ class ComparisonChange(Record, frozen=True, kw_only=True):
 class RunDifference(Record, frozen=True, kw_only=True):
     """Two runs beside each other."""
 
-    schema: Literal["abserve.diff/1"] = "abserve.diff/1"
+    schema: Literal["abserve.diff/2"] = "abserve.diff/2"
     old: str
     new: str
     comparable: bool
@@ -174,7 +180,7 @@ def compare_runs(
     found = differences(old, new)
     binding = [one for one in found if one.kind in BINDING]
     refused = () if allow_different else tuple(one.name for one in binding)
-    changes = () if refused else _changes(old.comparisons, new.comparisons)
+    changes = () if refused else _changes(old, new)
     return RunDifference(
         old=names[0],
         new=names[1],
@@ -186,11 +192,21 @@ def compare_runs(
     )
 
 
-def _changes(old: Sequence[Comparison], new: Sequence[Comparison]) -> tuple[ComparisonChange, ...]:
-    before = {(one.scenario, one.metric): one for one in old}
-    after = {(one.scenario, one.metric): one for one in new}
+class _Key(NamedTuple):
+    scenario: str
+    metric: str
+    pairing: Pairing
+
+
+def _changes(old: Result, new: Result) -> tuple[ComparisonChange, ...]:
+    before, after = (
+        {_Key(one.scenario, one.metric, one.pairing): one for one in run.comparisons} for run in (old, new)
+    )
     keys = list(dict.fromkeys((*before, *after)))
-    tests = [_test(before.get(key), after.get(key)) for key in keys]
+    why_missing = [
+        _why_missing(key, "old" if key not in before else "new", old.experiment, new.experiment) for key in keys
+    ]
+    tests = [_test(before.get(key), after.get(key), why) for key, why in zip(keys, why_missing, strict=True)]
     adjusted = adjust_holm([test.p for test in tests])
     return tuple(
         _change(key, before.get(key), after.get(key), test, p)
@@ -205,20 +221,30 @@ class _Test(Record, frozen=True, kw_only=True):
     reason: str | None = None
 
 
-def _test(old: Comparison | None, new: Comparison | None) -> _Test:
+def _why_missing(key: _Key, name: str, old: Experiment, new: Experiment) -> str:
+    """Why the run of this name has no such comparison."""
+    lacking = [label for label in key.pairing if label not in (old if name == "old" else new).labels]
+    if lacking:
+        return f"the {name} run has no arm {shown(lacking[0])}"
+    if old.baseline.label != new.baseline.label:
+        return f"the baseline was {shown(old.baseline.label)} and is {shown(new.baseline.label)}"
+    return f"the {name} run has no such comparison"
+
+
+def _test(old: Comparison | None, new: Comparison | None, why_missing: str) -> _Test:
     for name, one in (("old", old), ("new", new)):
         if one is None:
-            return _Test(reason=f"the {name} run has no such comparison")
+            return _Test(reason=why_missing)
         if one.verdict == "invalid":
             return _Test(reason=f"invalid in the {name} run: {one.reason}")
-        if one.ratio_b_over_a is None:
+        if one.ratio is None:
             return _Test(reason=f"not measured in the {name} run: {one.reason}")
     first, second = _spread(old), _spread(new)
     assert old is not None
     assert new is not None
-    assert old.ratio_b_over_a is not None
-    assert new.ratio_b_over_a is not None
-    centre = math.log(new.ratio_b_over_a) - math.log(old.ratio_b_over_a)
+    assert old.ratio is not None
+    assert new.ratio is not None
+    centre = math.log(new.ratio) - math.log(old.ratio)
     if first is None or second is None:
         missing = old if first is None else new
         return _Test(change=math.exp(centre), reason=f"no interval in one of the runs: {missing.reason}")
@@ -248,20 +274,23 @@ def _spread(comparison: Comparison | None) -> tuple[float, float] | None:
 
 
 def _change(
-    key: tuple[str, str], old: Comparison | None, new: Comparison | None, test: _Test, p_adjusted: float | None
+    key: _Key, old: Comparison | None, new: Comparison | None, test: _Test, p_adjusted: float | None
 ) -> ComparisonChange:
     shown = test.ci95 is not None and not test.ci95[0] <= 1.0 <= test.ci95[1]
     changed = shown and p_adjusted is not None and p_adjusted < SIGNIFICANCE
     outcome: Change = "not comparable" if test.ci95 is None else "changed" if changed else "no change shown"
-    better: Literal["a", "b"] | None = None
+    better: Label | None = None
     if changed and test.change is not None:
-        better = "b" if (test.change > 1.0) == METRICS[key[1]].higher_is_better else "a"
+        arm_gained = (test.change > 1.0) == METRICS[key.metric].higher_is_better
+        better = key.pairing.arm if arm_gained else key.pairing.baseline
     return ComparisonChange(
-        scenario=key[0],
-        metric=key[1],
-        old_ratio=None if old is None else old.ratio_b_over_a,
+        scenario=key.scenario,
+        metric=key.metric,
+        baseline=key.pairing.baseline,
+        arm=key.pairing.arm,
+        old_ratio=None if old is None else old.ratio,
         old_ci95=None if old is None else old.ci95,
-        new_ratio=None if new is None else new.ratio_b_over_a,
+        new_ratio=None if new is None else new.ratio,
         new_ci95=None if new is None else new.ci95,
         old_verdict=None if old is None else old.verdict,
         new_verdict=None if new is None else new.verdict,

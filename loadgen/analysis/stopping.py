@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from loadgen.comparison.comparisons import Comparison
@@ -23,11 +23,11 @@ class Stopping(Record, frozen=True, kw_only=True):
     time_limit_minutes: float | None
     """Of load, where pairs were added until decided."""
     restarts: int
-    """Fresh starts of both servers."""
+    """Fresh starts of the servers."""
     pairs: dict[str, int]
-    """Complete pairs of blocks by scenario."""
+    """Complete pairs of blocks by scenario; of several arms those that have the fewest."""
     undecided: tuple[str, ...]
-    """Scenarios whose leading comparison names neither a winner nor equivalence."""
+    """Scenarios in which a leading comparison with the baseline names neither a winner nor equivalence."""
     sentence: str
     """How it ended."""
     coverage: str
@@ -37,14 +37,17 @@ class Stopping(Record, frozen=True, kw_only=True):
 def describe_stopping(experiment: Experiment, state: RunState | None, comparisons: Sequence[Comparison]) -> Stopping:
     """Of the comparisons before any check takes a verdict away: when to stop was decided without the checks."""
     names = [cell.name for cell in load_cells(experiment.cells)]
-    leading = {c.scenario: c for c in comparisons if c.leading and c.scenario in names}
-    undecided = tuple(name for name, c in leading.items() if c.verdict == "undecided")
+    baseline = experiment.baseline.label
+    leading = [c for c in comparisons if c.leading and c.scenario in names and c.baseline == baseline]
+    undecided = tuple(dict.fromkeys(c.scenario for c in leading if c.verdict == "inconclusive"))
     ended: Literal["plan", "time", "decided", "time limit"] | None = None
     if state is not None and state.state == "finished":
         ended = "plan" if experiment.minutes is None else "time"
         if experiment.until_decided:
             ended = "time limit" if undecided else "decided"
-    pairs = {name: c.pairs for name, c in leading.items()}
+    pairs: dict[str, int] = {}
+    for c in leading:
+        pairs[c.scenario] = min(c.pairs, pairs.get(c.scenario, c.pairs))
     return Stopping(
         rule="until decided" if experiment.until_decided else "planned" if experiment.minutes is None else "by time",
         ended_by=ended,
@@ -53,7 +56,7 @@ def describe_stopping(experiment: Experiment, state: RunState | None, comparison
         pairs=pairs,
         undecided=undecided,
         sentence=_sentence(experiment, ended, pairs, undecided),
-        coverage=_coverage(experiment) + _resemblance(leading.values()) if pairs else "",
+        coverage=_coverage(experiment) + _resemblance(leading) if pairs else "",
     )
 
 
@@ -66,7 +69,8 @@ def _sentence(
     if not pairs:
         return "No pair of blocks was planned."
     fewest, most = min(pairs.values()), max(pairs.values())
-    count = f"{fewest} pairs" if fewest == most else f"{fewest} to {most} pairs"
+    what = "pairs" if len(experiment.arms) == 2 else "rounds"
+    count = f"{fewest} {what}" if fewest == most else f"{fewest} to {most} {what}"
     if experiment.until_decided:
         how = {
             "decided": f"Stopped when every scenario was decided, after {count} each",
@@ -74,7 +78,7 @@ def _sentence(
             f"load, after {count} each; undecided: {', '.join(undecided)}",
         }.get(ended or "", f"Ended before it was decided, after {count} each")
         return f"{how}."
-    starts = f" over {experiment.restarts} starts of both servers" if experiment.restarts > 1 else ""
+    starts = f" over {experiment.restarts} starts of the servers" if experiment.restarts > 1 else ""
     if ended is None:
         return f"Ended before the plan did, after {count} of each scenario{starts}."
     cold = sum(cell.pairs for cell in experiment.cells if cell.scenario == "cold-start")
@@ -91,7 +95,7 @@ def _coverage(experiment: Experiment) -> str:
     return looks + ONE_START
 
 
-def _resemblance(leading: Iterable[Comparison]) -> str:
+def _resemblance(leading: Sequence[Comparison]) -> str:
     """The allowance that is made in any case is too small to speak of."""
     most = max((c.correlation for c in leading), default=0.0)
     if most < WORTH_SAYING:
@@ -99,4 +103,4 @@ def _resemblance(leading: Iterable[Comparison]) -> str:
     return f" Each round resembles the next (correlation up to {most:.1f}), and the intervals are wider for it."
 
 
-ONE_START = "Both servers were started once, so the intervals do not cover what a restart changes."
+ONE_START = "The servers were started once, so the intervals do not cover what a restart changes."

@@ -4,17 +4,18 @@ A condition holds for one cell at a time. Without a scenario it is for the most 
 where only they have what it names; `batched:` stands for each cell of that scenario, `all:` for every cell that has it.
 A condition whose quantities were not measured, or whose cell is invalid, is not kept: silence is no pass.
 
-Point estimates are those of the comparisons: geometric means over the pairs of blocks. A percentile for which single
-blocks have too few samples is that of all blocks of the arm together, and then it has no interval. The interval of an
-arm is Student's t over its blocks (or starts); that of a ratio is the comparison's.
+Point estimates are those of the comparisons with the baseline: geometric means over the pairs of blocks. A percentile
+for which single blocks have too few samples is that of all blocks of the arm together, and then it has no interval. The
+interval of an arm is Student's t over its blocks (or starts); that of a ratio is the comparison's.
 
 The language: comparisons of measured quantities, parsed by Python's own parser and never executed.
 
     [SCENARIO:] CONDITION       concurrent(16): b.p99 > 1.05 * a.p99 and b.throughput < 0.95 * a.throughput
 
-Quantities are `a.METRIC`, `b.METRIC` and `ratio.METRIC` (B over A), each also with `.low` and `.high` for the bounds of
-its 95 % interval; without them it is the point estimate. There are numbers, + - * /, < <= > >= == !=, and, or, not, and
-brackets. Anything else is refused, so a condition cannot call, index or reach anything.
+Quantities are `b.METRIC`, of an arm by its label, and `ratio(b).METRIC`, that arm over the baseline; with two arms
+`ratio.METRIC` will do. Each also has `.low` and `.high` for the bounds of its 95 % interval; without them it is the
+point estimate. There are numbers, + - * /, < <= > >= == !=, and, or, not, and brackets. Anything else is refused, so a
+condition cannot call, index or reach anything.
 """
 
 from __future__ import annotations
@@ -29,17 +30,16 @@ from itertools import pairwise
 from typing import Literal
 
 from loadgen.analysis.checks.registry import Facts
-from loadgen.comparison.claims import weight
+from loadgen.comparison.claims import join, weight
 from loadgen.comparison.comparisons import Comparison
 from loadgen.comparison.pairs import METRICS, TIME_TO_FIRST_ANSWER, TIME_TO_READY, metrics_of
 from loadgen.comparison.summaries import CellSummary, LatencySummary
 from loadgen.experiment.plan import PlanError
 from loadgen.quantities import number
-from loadgen.records.run import Cell, Label, Record
+from loadgen.records.run import Cell, Label, Record, shown
 from loadgen.records.samples import NS_PER_S
 from loadgen.statistics.ratios import geometric_mean, interval_of_mean
 
-Side = Literal["a", "b", "ratio"]
 Bound = Literal["low", "high"]
 
 COMPARED = tuple(name.removeprefix("latency_") for name in METRICS)
@@ -62,6 +62,8 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
+_HYPHEN = "·"
+"""Stands for the hyphen of a label, which Python's grammar would take for a minus sign."""
 _SCENARIO = re.compile(r"\s*([a-z][a-z-]*(?:\([^()]*\))?)\s*:(.*)", re.DOTALL)
 
 
@@ -77,15 +79,25 @@ class UndefinedValueError(Exception):
 class Quantity:
     """One measured number that a condition names."""
 
-    side: Side
+    side: str
+    """As written: a label, "ratio" or "ratio(LABEL)"."""
+    arm: Label
+    """Whose value, or ratio to the baseline, it is."""
     metric: str
     bound: Bound | None = None
+
+    @property
+    def is_ratio(self) -> bool:
+        """And not one arm's value."""
+        return self.side != self.arm
 
     def __str__(self) -> str:
         return ".".join(filter(None, (self.side, self.metric, self.bound)))
 
 
 Values = Mapping[Quantity, float]
+Take = Callable[[ast.expr], Quantity]
+"""Finds what a name stands for, and remembers it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,46 +113,60 @@ class Condition:
     """Whether it is true of the values, one for each of `quantities`. Raises `UndefinedValueError`."""
 
 
-def parse_condition(text: str) -> Condition:
-    """Raises `ThresholdError`."""
+def parse_condition(text: str, labels: Sequence[Label]) -> Condition:
+    """`labels` are those of the arms, the baseline's first. Raises `ThresholdError`."""
     if len(text) > MAX_LENGTH:
         raise ThresholdError(f"a condition has at most {MAX_LENGTH} characters; use several")
     selected = _SCENARIO.fullmatch(text)
     scenario, body = (selected[1], selected[2]) if selected else (None, text)
+    for label in sorted(filter(lambda label: "-" in label, labels), key=len, reverse=True):
+        body = re.sub(rf"(?<!\w){label}(?=\s*[.)])", label.replace("-", _HYPHEN), body)
     try:
         tree = ast.parse(body.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as exc:
-        raise ThresholdError("it is no condition; write one like b.p99 > 1.05 * a.p99") from exc
+        raise ThresholdError(f"it is no condition; write one like {_example(labels)}") from exc
     if not isinstance(tree, ast.Compare | ast.BoolOp) and not _is_not(tree):
-        raise ThresholdError("it compares nothing; write a condition like b.p99 > 1.05 * a.p99")
+        raise ThresholdError(f"it compares nothing; write a condition like {_example(labels)}")
     found: dict[Quantity, None] = {}
-    holds = _truth(tree, found)
+
+    def take(node: ast.expr) -> Quantity:
+        quantity = _quantity(_written(node), labels)
+        found[quantity] = None
+        return quantity
+
+    holds = _truth(tree, take)
     if not found:
-        raise ThresholdError(
-            f"it names nothing that is measured; there are a, b and ratio with {', '.join(QUANTITIES)}"
-        )
+        raise ThresholdError(f"it names nothing that is measured; {_sides(labels)} with {', '.join(QUANTITIES)}")
     return Condition(" ".join(text.split()), scenario, tuple(found), holds)
+
+
+def _example(labels: Sequence[Label]) -> str:
+    return f"{labels[1]}.p99 > 1.05 * {labels[0]}.p99"
+
+
+def _written(node: ast.expr) -> str:
+    return ast.unparse(node).replace(_HYPHEN, "-")
 
 
 def _is_not(node: ast.expr) -> bool:
     return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
 
 
-def _truth(node: ast.expr, found: dict[Quantity, None]) -> Callable[[Values], bool]:
-    """What a condition computes; the quantities that it names are added to `found`."""
+def _truth(node: ast.expr, take: Take) -> Callable[[Values], bool]:
+    """What a condition computes."""
     if isinstance(node, ast.BoolOp):
-        parts = [_truth(value, found) for value in node.values]
+        parts = [_truth(value, take) for value in node.values]
         join = all if isinstance(node.op, ast.And) else any
         return lambda values: join([part(values) for part in parts])  # all of them: none may hide behind another
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        operand = _truth(node.operand, found)
+        operand = _truth(node.operand, take)
         return lambda values: not operand(values)
     if not isinstance(node, ast.Compare):
-        raise ThresholdError(f"{ast.unparse(node)} is not a comparison; and, or and not join comparisons")
+        raise ThresholdError(f"{_written(node)} is not a comparison; and, or and not join comparisons")
     if any(type(operation) not in _COMPARISONS for operation in node.ops):
         raise ThresholdError("in, is and the like are not taken; compare with < <= > >= == !=")
     tests = [_COMPARISONS[type(operation)] for operation in node.ops]
-    sides = [_number(value, found) for value in (node.left, *node.comparators)]
+    sides = [_number(value, take) for value in (node.left, *node.comparators)]
 
     def compare(values: Values) -> bool:
         numbers = [side(values) for side in sides]
@@ -149,7 +175,7 @@ def _truth(node: ast.expr, found: dict[Quantity, None]) -> Callable[[Values], bo
     return compare
 
 
-def _number(node: ast.expr, found: dict[Quantity, None]) -> Callable[[Values], float]:
+def _number(node: ast.expr, take: Take) -> Callable[[Values], float]:
     """What an expression computes."""
     if isinstance(node, ast.Constant):
         value = node.value
@@ -157,34 +183,36 @@ def _number(node: ast.expr, found: dict[Quantity, None]) -> Callable[[Values], f
             raise ThresholdError(f"{value!r} is not a number")
         return lambda _: value
     if isinstance(node, ast.Attribute | ast.Name):
-        quantity = _quantity(node)
-        found[quantity] = None
+        quantity = take(node)
         return lambda values: values[quantity]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        sign, operand = operator.neg if isinstance(node.op, ast.USub) else operator.pos, _number(node.operand, found)
+        sign, operand = operator.neg if isinstance(node.op, ast.USub) else operator.pos, _number(node.operand, take)
         return lambda values: float(sign(operand(values)))
     if not isinstance(node, ast.BinOp) or type(node.op) not in _ARITHMETIC:
-        raise ThresholdError(f"{ast.unparse(node)} is not taken; there are quantities, numbers, + - * / and brackets")
-    operation, left, right = _ARITHMETIC[type(node.op)], _number(node.left, found), _number(node.right, found)
+        raise ThresholdError(f"{_written(node)} is not taken; there are quantities, numbers, + - * / and brackets")
+    operation, left, right = _ARITHMETIC[type(node.op)], _number(node.left, take), _number(node.right, take)
 
     def compute(values: Values) -> float:
         try:
             result = operation(left(values), right(values))
         except (ZeroDivisionError, OverflowError) as exc:
-            raise UndefinedValueError(f"{ast.unparse(node)} has no value: {exc}") from exc
+            raise UndefinedValueError(f"{_written(node)} has no value: {exc}") from exc
         if not math.isfinite(result):
-            raise UndefinedValueError(f"{ast.unparse(node)} is not finite")
+            raise UndefinedValueError(f"{_written(node)} is not finite")
         return result
 
     return compute
 
 
-def _quantity(node: ast.Attribute | ast.Name) -> Quantity:
-    parts = ast.unparse(node).split(".")
+def _quantity(text: str, labels: Sequence[Label]) -> Quantity:
+    parts = text.split(".")
     side, metric, *rest = [*parts, ""] if len(parts) == 1 else parts
-    if side not in ("a", "b", "ratio"):
-        raise ThresholdError(f"there is no {side}; there are a, b and ratio (B over A), as in b.p99 or ratio.p50.low")
-    known = COMPARED if side == "ratio" else QUANTITIES
+    arms = {label: label for label in labels} | {f"ratio({label})": label for label in labels[1:]}
+    if len(labels) == 2:
+        arms["ratio"] = labels[1]
+    if side not in arms:
+        raise ThresholdError(f"there is no {side}; {_sides(labels)}, as in {labels[1]}.p99")
+    known = QUANTITIES if side in labels else COMPARED
     if metric not in known:
         raise ThresholdError(f"{side} has no metric {metric or '(none given)'}; there are {', '.join(known)}")
     if rest and (len(rest) > 1 or rest[0] not in ("low", "high")):
@@ -192,7 +220,15 @@ def _quantity(node: ast.Attribute | ast.Name) -> Quantity:
     if rest and metric == "errors":
         raise ThresholdError("errors are counted, so they have no interval")
     bound: Bound | None = None if not rest else "low" if rest[0] == "low" else "high"
-    return Quantity("a" if side == "a" else "b" if side == "b" else "ratio", metric, bound)
+    return Quantity(side, arms[side], metric, bound)
+
+
+def _sides(labels: Sequence[Label]) -> str:
+    """What a condition can name, in words."""
+    base, *others = labels
+    ratios = [f"ratio({label})" for label in others] if len(others) > 1 else ["ratio"]
+    arm = shown(others[0]) if len(others) == 1 else "that arm"
+    return f"there are {join([*labels, *ratios])} ({arm} over {shown(base)})"
 
 
 State = Literal["kept", "broken", "not_measurable"]
@@ -208,15 +244,18 @@ class ThresholdOutcome(Record, frozen=True, kw_only=True):
     detail: str
     """The quantities with their values, or why there are none."""
     values: dict[str, float | None]
-    """By name: "b.p99", "ratio.p50.low"; None where it was not facts."""
+    """By name: "b.p99", "ratio.p50.low"; None where it was not measured."""
 
 
-def plan_conditions(texts: Sequence[str], cells: Sequence[Cell]) -> list[tuple[Condition, tuple[Cell, ...]]]:
-    """Each condition with the planned cells that it is about. Raises `PlanError` for what can never be facts."""
+def plan_conditions(
+    texts: Sequence[str], cells: Sequence[Cell], labels: Sequence[Label]
+) -> list[tuple[Condition, tuple[Cell, ...]]]:
+    """Each condition with the planned cells that it is about; `labels` are those of the arms, the baseline's first.
+    Raises `PlanError` for what can never be measured."""
     planned = []
     for text in texts:
         try:
-            condition = parse_condition(text)
+            condition = parse_condition(text, labels)
             planned.append((condition, _cells_of(condition, cells)))
         except ThresholdError as exc:
             raise PlanError(f"--fail-if '{text}': {exc}") from exc
@@ -231,7 +270,7 @@ def judge_thresholds(facts: Facts) -> tuple[ThresholdOutcome, ...]:
         return ()
     return tuple(
         _judge(condition, cell, facts)
-        for condition, chosen in plan_conditions([str(text) for text in texts], experiment.cells)
+        for condition, chosen in plan_conditions([str(text) for text in texts], experiment.cells, experiment.labels)
         for cell in chosen
     )
 
@@ -295,19 +334,25 @@ def _judge(condition: Condition, cell: Cell, facts: Facts) -> ThresholdOutcome:
 
 
 def _shown(quantity: Quantity, value: float) -> str:
-    if quantity.side == "ratio":
+    if quantity.is_ratio:
         return f"{value:.4g}"
     unit = "" if quantity.metric == "errors" else METRICS[name].unit if (name := quantity.metric) in METRICS else "ms"
     return f"{number(value, 4)} {unit}".rstrip()
 
 
-def _comparison(metric: str, cell: str, facts: Facts) -> Comparison | None:
-    names = {metric, f"latency_{metric}"}
-    return next((c for c in facts.comparisons if c.scenario == cell and c.metric in names), None)
+def _comparison(quantity: Quantity, cell: str, facts: Facts) -> Comparison | None:
+    """Of the arm with the baseline; for the baseline itself the first that was measured."""
+    names, baseline = {quantity.metric, f"latency_{quantity.metric}"}, facts.run.experiment.baseline.label
+    found = [
+        c
+        for c in facts.comparisons
+        if c.scenario == cell and c.metric in names and c.baseline == baseline and quantity.arm in c.pairing
+    ]
+    return next((c for c in found if c.ratio is not None), found[0] if found else None)
 
 
 def _why_missing(quantity: Quantity, cell: str, facts: Facts) -> str:
-    compared = _comparison(quantity.metric, cell, facts)
+    compared = _comparison(quantity, cell, facts)
     if compared is not None and compared.reason:
         return compared.reason
     if quantity.bound is not None:
@@ -316,24 +361,26 @@ def _why_missing(quantity: Quantity, cell: str, facts: Facts) -> str:
 
 
 def _value(quantity: Quantity, cell: str, facts: Facts) -> float | None:
-    compared = _comparison(quantity.metric, cell, facts)
-    if quantity.side == "ratio":
+    compared = _comparison(quantity, cell, facts)
+    if quantity.is_ratio:
         if compared is None:
             return None
-        return compared.ratio_b_over_a if quantity.bound is None else _bound(compared.ci95, quantity)
+        return compared.ratio if quantity.bound is None else _bound(compared.ci95, quantity)
     if quantity.metric == "errors":
-        summary = _summary(quantity.side, cell, facts)
+        summary = _summary(quantity.arm, cell, facts)
         return None if summary is None or not summary.blocks else float(summary.errors)
-    singles = _singles(quantity.metric, quantity.side, cell, facts)
+    singles = _singles(quantity.metric, quantity.arm, cell, facts)
     if quantity.bound is not None:
         if compared is not None and "order statistics" in compared.method:
-            return _bound(compared.a_ci95 if quantity.side == "a" else compared.b_ci95, quantity)
+            return _bound(compared.arm_ci95 if quantity.arm == compared.arm else compared.baseline_ci95, quantity)
         return _bound(interval_of_mean(singles) if singles else None, quantity)
-    if compared is not None and (own := compared.a if quantity.side == "a" else compared.b) is not None:
-        return own
+    if compared is not None:
+        own = compared.arm_value if quantity.arm == compared.arm else compared.baseline_value
+        if own is not None:
+            return own
     if singles:
         return geometric_mean(singles)
-    summary = _summary(quantity.side, cell, facts)
+    summary = _summary(quantity.arm, cell, facts)
     return None if summary is None else _latency(summary.latency, quantity.metric)
 
 

@@ -12,13 +12,14 @@ from loadgen.analysis.batching import FORMED_FACTOR
 from loadgen.analysis.checks.generator import RECONNECT_LIMIT
 from loadgen.analysis.checks.registry import CHECKS, Check, Facts, complaint, complaints, invalidating
 from loadgen.analysis.checks.run import same_payload
-from loadgen.comparison.claims import claim, decided_besides, groups, join, place, weight
+from loadgen.comparison.claims import claim, decided_besides, groups, join, place, places, weight
 from loadgen.comparison.comparisons import Comparison, Outcome, leading_comparisons
 from loadgen.comparison.pairs import METRICS
+from loadgen.comparison.ranking import Ranking, neighbours, rank
 from loadgen.comparison.stages import TITLES, StageAccount
 from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import number, sentence, share, signed_ms
-from loadgen.records.run import Cell, Experiment, Record
+from loadgen.records.run import Cell, Experiment, Label, Record, shown
 from loadgen.studies.causes.analyse import CellCauses
 
 MIN_STAGE_SHARE = 0.05
@@ -29,25 +30,25 @@ def explain_stages(account: StageAccount) -> list[str]:
     """Which stages make up the difference of the mean latencies, the largest first; empty without both accounts. Where
     a server contradicts what was measured, that, and no breakdown."""
     if refused := [
-        f"{arm.label.upper()}'s own statistics contradict the measured latency ({number(arm.client_total_ms)} ms on "
+        f"{shown(arm.label)}'s own statistics contradict the measured latency ({number(arm.client_total_ms)} ms on "
         f"average), so no latency breakdown is shown: {'; '.join(arm.contradictions[:MAX_STAGES])}."
-        for arm in (account.a, account.b)
+        for arm in account.sides
         if arm is not None and arm.contradictions
     ]:
         return refused
-    if account.a is None or account.b is None or account.total_b_minus_a_ms is None:
+    base, arm, total = account.baseline_stages, account.arm_stages, account.difference_ms
+    if base is None or arm is None or total is None:
         return []
-    total = account.total_b_minus_a_ms
-    larger = max(account.a.client_total_ms, account.b.client_total_ms)
-    means = f"{number(account.a.client_total_ms)} ms on A and {number(account.b.client_total_ms)} ms on B"
+    larger = max(base.client_total_ms, arm.client_total_ms)
+    means = " and ".join(f"{number(side.client_total_ms)} ms on {shown(side.label)}" for side in (base, arm))
     if abs(total) < 0.01 * larger:
         return [f"Requests take the same time on both arms ({means})."]
     parts = [
-        f"{TITLES[d.stage]} {signed_ms(d.b_minus_a_ms)}" + (f" ({_percent(d.share)})" if d.share is not None else "")
+        f"{TITLES[d.stage]} {signed_ms(d.difference_ms)}" + (f" ({_percent(d.share)})" if d.share is not None else "")
         for d in account.differences[:MAX_STAGES]
-        if abs(d.b_minus_a_ms) >= MIN_STAGE_SHARE * abs(total)
+        if abs(d.difference_ms) >= MIN_STAGE_SHARE * abs(total)
     ]
-    return [f"Requests take {means} on average. B's {signed_ms(total)} are: {'; '.join(parts)}."]
+    return [f"Requests take {means} on average. {shown(arm.label)}'s {signed_ms(total)} are: {'; '.join(parts)}."]
 
 
 def _percent(value: float) -> str:
@@ -57,7 +58,7 @@ def _percent(value: float) -> str:
 def explain_saturation(summaries: Sequence[CellSummary]) -> list[str]:
     """Which arm did not sustain the rate of an open loop."""
     return [
-        sentence(f"{summary.label.upper()} was {summary.open_loop.saturation}")
+        sentence(f"{shown(summary.label)} was {summary.open_loop.saturation}")
         for summary in summaries
         if summary.open_loop is not None and summary.open_loop.saturation
     ]
@@ -66,7 +67,7 @@ def explain_saturation(summaries: Sequence[CellSummary]) -> list[str]:
 def explain_reconnects(summaries: Sequence[CellSummary]) -> list[str]:
     """Which server closed its connections, so that clients had to connect again."""
     return [
-        f"{summary.label.upper()} closed its connection before {share(summary.reconnect_share)} of the requests; the "
+        f"{shown(summary.label)} closed its connection before {share(summary.reconnect_share)} of the requests; the "
         "time to connect again is part of its latency."
         for summary in summaries
         if summary.reconnect_share is not None and summary.reconnect_share > RECONNECT_LIMIT
@@ -76,7 +77,7 @@ def explain_reconnects(summaries: Sequence[CellSummary]) -> list[str]:
 def explain_batching(cell: Cell, summaries: Sequence[CellSummary]) -> list[str]:
     if cell.concurrency <= 1:
         return []
-    means = {s.label.upper(): s.executed_batch_mean for s in summaries if s.executed_batch_mean is not None}
+    means = {shown(s.label): s.executed_batch_mean for s in summaries if s.executed_batch_mean is not None}
     if not means:
         return []
     text = ", ".join(f"{number(mean)} on {label}" for label, mean in sorted(means.items()))
@@ -85,9 +86,12 @@ def explain_batching(cell: Cell, summaries: Sequence[CellSummary]) -> list[str]:
 
 
 class ScenarioVerdict(Record, frozen=True, kw_only=True):
-    """One scenario: the outcome of its leading metric, in one sentence, and why in a few more."""
+    """One arm beside the baseline in one scenario: the outcome of the leading metric, in one sentence, and why in a few
+    more."""
 
     scenario: str
+    baseline: Label
+    arm: Label
     metric: str
     outcome: Outcome
     sentence: str
@@ -95,30 +99,35 @@ class ScenarioVerdict(Record, frozen=True, kw_only=True):
 
 
 class Verdict(Record, frozen=True, kw_only=True):
-    """What a reader takes away. `caveats` come first where they are shown, then `headline`."""
+    """What a reader takes away. `caveats` come first where they are shown, then `sentence`."""
 
     valid: bool
-    headline: str
+    sentence: str
     """Names every metric with a decided difference, also those that do not lead their scenario."""
     main_scenario: str | None
     """The most loaded scenario; its reasons stand for the others where there is room for one."""
     scenarios: tuple[ScenarioVerdict, ...]
+    rankings: tuple[Ranking, ...]
+    """One a scenario with a valid comparison."""
     failed: tuple[str, ...]
     """Each check that took a verdict away, with what it covers."""
     caveats: tuple[str, ...]
 
 
 def reach_verdict(
-    facts: Facts, titles: dict[str, str], checks: Sequence[Check], causes: Sequence[CellCauses]
+    facts: Facts, titles: dict[Label, str], checks: Sequence[Check], causes: Sequence[CellCauses]
 ) -> Verdict:
     """`titles` names the arms for people, by label; the comparisons are those after the checks."""
     experiment, failed = facts.run.experiment, invalidating(checks)
-    scenarios = tuple(_scenario(facts, leading, causes) for leading in leading_comparisons(facts.comparisons))
+    against = [one for one in facts.comparisons if one.baseline == experiment.baseline.label]
+    scenarios = tuple(_scenario(facts, leading, causes) for leading in leading_comparisons(against))
+    rankings = rank(facts.comparisons, experiment.baseline.label)
     return Verdict(
         valid=not failed,
-        headline=_headline(experiment, titles, facts.comparisons, failed),
+        sentence=_sentence(experiment, titles, facts.comparisons, rankings, failed),
         main_scenario=_main_scenario(experiment, scenarios),
         scenarios=scenarios,
+        rankings=rankings,
         failed=complaints(checks),
         caveats=_caveats(checks),
     )
@@ -138,8 +147,12 @@ def _main_scenario(experiment: Experiment, scenarios: Sequence[ScenarioVerdict])
     return max((cell for cell in experiment.cells if cell.name in usable), key=weight).name if usable else None
 
 
-def _headline(
-    experiment: Experiment, titles: dict[str, str], comparisons: Sequence[Comparison], failed: Sequence[Check]
+def _sentence(
+    experiment: Experiment,
+    titles: dict[Label, str],
+    comparisons: Sequence[Comparison],
+    rankings: Sequence[Ranking],
+    failed: Sequence[Check],
 ) -> str:
     apart = next((check for check in failed if check.name == same_payload.name), None)
     if apart is not None:
@@ -152,26 +165,57 @@ def _headline(
     if not usable:
         return f"No verdict: {complaint(failed[0])}." if failed else "No verdict."
     stands = ""
-    lost = len(leading) - len(usable)
+    scenarios, lost = ({c.scenario for c in group} for group in (leading, set(leading) - set(usable)))
     if lost:
-        stands = f"No verdict on {lost} of {len(leading)} scenarios, see the failed checks; otherwise: "
+        stands = f"No verdict on {len(lost)} of {len(scenarios)} scenarios, see the failed checks; otherwise: "
     elif failed:
         stands = "The run is not valid as a whole, see the failed checks; in what stands: "
+    names = {label: f"{shown(label)} ({title})" for label, title in titles.items()}
+    if len(experiment.arms) == 2:
+        return stands + _two_arms(comparisons, usable, cells, names, stands)
+    return stands + _many_arms(comparisons, rankings, cells, names)
+
+
+def _two_arms(
+    comparisons: Sequence[Comparison],
+    usable: Sequence[Comparison],
+    cells: dict[str, Cell],
+    names: dict[Label, str],
+    before: str,
+) -> str:
     loads = [c for c in usable if c.metric == "throughput"] or usable
-    decided = [c for c in loads if c.verdict in ("a_faster", "b_faster")]
-    if not decided:
-        decided = [c for c in usable if c.verdict in ("a_faster", "b_faster")]
-    a, b = f"A ({titles['a']})", f"B ({titles['b']})"
+    decided = [c for c in loads if c.winner] or [c for c in usable if c.winner]
     if not decided:
         besides = decided_besides(comparisons, cells)
         metrics = dict.fromkeys(METRICS[c.metric].title for c in usable) if besides else ()
         what = f" in {join(list(metrics))}" if metrics else ""
         parts = [*groups(usable, cells), *besides]
-        return f"{stands}{'no' if stands else 'No'} winner{what} between {a} and {b}: {'; '.join(parts)}."
+        return f"{'no' if before else 'No'} winner{what} between {' and '.join(names.values())}: {'; '.join(parts)}."
     main = max(decided, key=lambda c: weight(cells[c.scenario]))
-    first = claim(main, a, b, f" {place(cells[main.scenario])}")
+    first = claim(main, names, f" {place(cells[main.scenario])}")
     rest = groups([c for c in usable if c is not main], cells)
-    return stands + "; ".join([first, *rest, *decided_besides(comparisons, cells)]) + "."
+    return "; ".join([first, *rest, *decided_besides(comparisons, cells)]) + "."
+
+
+def _many_arms(
+    comparisons: Sequence[Comparison],
+    rankings: Sequence[Ranking],
+    cells: dict[str, Cell],
+    names: dict[Label, str],
+) -> str:
+    """The order in the most loaded scenario with the largest lead there, then the order in the others."""
+    loads = [one for one in rankings if one.metric == "throughput"] or rankings
+    main = max(loads, key=lambda one: weight(cells[one.scenario]))
+    apart = [claim(one) for one in neighbours(comparisons, main) if one.winner]
+    first = f"By {METRICS[main.metric].title} {place(cells[main.scenario])}: {main.words(names)}."
+    first += f" {sentence('; '.join(apart))}" if apart else ""
+    same: dict[str, list[Cell]] = {}
+    for one in rankings:
+        if one is not main:
+            same.setdefault(one.words(), []).append(cells[one.scenario])
+    rest = [f"{places(where)}: {words}" for words, where in same.items()]
+    besides = decided_besides(comparisons, cells)
+    return " ".join([first, *(sentence("; ".join(part)) for part in (rest, besides) if part)])
 
 
 def _scenario(facts: Facts, leading: Comparison, causes: Sequence[CellCauses]) -> ScenarioVerdict:
@@ -179,20 +223,27 @@ def _scenario(facts: Facts, leading: Comparison, causes: Sequence[CellCauses]) -
     others = [
         claim(c)
         for c in facts.comparisons
-        if c.scenario == leading.scenario and c is not leading and c.verdict in ("a_faster", "b_faster", "equivalent")
+        if (c.scenario, c.pairing) == (leading.scenario, leading.pairing)
+        and c is not leading
+        and c.verdict in ("arm_better", "baseline_better", "no_difference")
     ]
     reasons = [
-        text for found in causes if found.cell == leading.scenario for text in (found.sentence, *found.notes)
+        text
+        for found in causes
+        if (found.cell, found.pairing) == (leading.scenario, leading.pairing)
+        for text in (found.sentence, *found.notes)
     ]  # also without a verdict: what was taken away was seen to matter, whatever the arms were compared for
     if leading.verdict != "invalid" or reasons:
         for account in facts.accounts:
-            if account.cell == leading.scenario:
+            if (account.cell, account.baseline, account.arm) == (leading.scenario, *leading.pairing):
                 reasons += explain_stages(account)
         cell = next(cell for cell in facts.run.experiment.cells if cell.name == leading.scenario)
-        own = [summary for summary in facts.summaries if summary.cell == leading.scenario]
+        own = [s for s in facts.summaries if s.cell == leading.scenario and s.label in leading.pairing]
         reasons += [*explain_saturation(own), *explain_reconnects(own), *explain_batching(cell, own)]
     return ScenarioVerdict(
         scenario=leading.scenario,
+        baseline=leading.baseline,
+        arm=leading.arm,
         metric=leading.metric,
         outcome=leading.verdict,
         sentence=sentence("; ".join([main, *others])),

@@ -14,7 +14,7 @@ from loadgen.experiment.repetition import check_repetition, least_pairs, minutes
 from loadgen.experiment.search_plan import make_search_cells
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.experiment.stack_request import AS_SERVED, DEFAULT_PROJECT, check_stack_request, parse_deployment
-from loadgen.records.run import ArmRequest, Experiment, Label
+from loadgen.records.run import ArmRequest, Experiment, Label, option_of
 from loadgen.studies.ceiling.plan import has_own_engines
 
 
@@ -29,14 +29,13 @@ class ExperimentPlan:
 
 def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     """What to run. Raises `PlanError` for what does not exist and for what contradicts itself."""
-    a, b = make_arm("a", settings.a), make_arm("b", settings.b)
-    combinations = plan_combinations(a, b, settings.model, settings.transport, settings.payload, matrix=settings.matrix)
-    scenarios = _measurable(settings.scenarios, a, b)
+    arms = tuple(make_arm(label, arm) for label, arm in settings.arms.items())
+    combinations = plan_combinations(arms, settings.model, settings.transport, settings.payload, matrix=settings.matrix)
+    scenarios = _measurable(settings.scenarios, arms)
     kind = parse_deployment(settings.deployment, settings.compose_project)
     if kind == "compose":
         check_stack_request(
-            a,
-            b,
+            arms,
             transports=[one.transport for one in combinations],
             scenarios=scenarios,
             weights=settings.weights,
@@ -50,7 +49,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         requests=settings.requests,
         pairs=settings.pairs,
         least_pairs=least_pairs(settings),
-        gpu=expects_gpu(a, b),
+        gpu=expects_gpu(*arms),
         rates=settings.rates,
         arrivals=settings.arrivals,
         connections=settings.connections,
@@ -67,16 +66,16 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     names = [cell.name for cell in cells]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise PlanError(f"two loads would both be called {twice}: give values that differ in their first six digits")
-    if expects_gpu(a, b) and not any(cell.has_blocks for cell in cells):
+    if expects_gpu(*arms) and not any(cell.has_blocks for cell in cells):
         raise PlanError("where the model ran is proven by blocks of load: add one, as in --scenarios single,ramp")
-    own_engines = has_own_engines(a, b, kind)
+    own_engines = has_own_engines(arms, kind)
     if settings.ceiling and not own_engines:
         raise PlanError("--ceiling measures engines of servers that abserve starts; there is none here: leave it out")
     if settings.ceiling and not any(cell.has_blocks for cell in cells):
         raise PlanError("--ceiling is what a load is divided by: add a scenario of load, as in --scenarios batched")
     check_repetition(settings, cells)
     minutes = minutes_of(settings)
-    plan_conditions(settings.fail_if, cells)
+    plan_conditions(settings.fail_if, cells, tuple(settings.arms))
     is_matrix = settings.matrix or len(combinations) > 1
 
     def experiment(combination: Combination) -> Experiment:
@@ -84,8 +83,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         alone = {"transport": (transport,), "payload": (payload,), "matrix": False}
         own = settings.model_copy(update=alone) if is_matrix else settings
         return Experiment(
-            a=a,
-            b=b,
+            arms=arms,
             model=own.model,
             weights=AS_SERVED if kind == "compose" else own.weights,
             payload=payload,
@@ -113,10 +111,10 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     return ExperimentPlan(tuple((one, experiment(one)) for one in combinations), is_matrix)
 
 
-def _measurable(scenarios: Sequence[str], a: ArmRequest, b: ArmRequest) -> Sequence[str]:
+def _measurable(scenarios: Sequence[str], arms: Sequence[ArmRequest]) -> Sequence[str]:
     """Without the default's cold starts where an arm is a URL: nobody but its owner can start that server. Raises
     `PlanError` where they were asked for."""
-    if "cold-start" not in scenarios or (a.embedded and b.embedded):
+    if "cold-start" not in scenarios or all(arm.embedded for arm in arms):
         return scenarios
     if tuple(scenarios) != SCENARIOS:
         raise PlanError(
@@ -127,15 +125,15 @@ def _measurable(scenarios: Sequence[str], a: ArmRequest, b: ArmRequest) -> Seque
 
 
 def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
-    """One side. Raises `PlanError` for a target that is none and for what has no effect on it."""
+    """One arm. Raises `PlanError` for a target that is none and for what has no effect on it."""
     target, options = arm.target, _without_dashes(arm.options)
     if target not in {"native", "triton"}:
         if "://" not in target and ":" not in target:
-            raise PlanError(f"--{label} {target}: give native, triton or a URL like http://127.0.0.1:8000")
+            raise PlanError(f"{option_of(label)} {target}: give native, triton or a URL like http://127.0.0.1:8000")
         if options:
-            raise PlanError(f"--{label}-option has no effect on {target}, which is not started by us")
+            raise PlanError(f"{option_of(label)}-option has no effect on {target}, which is not started by us")
     elif arm.grpc is not None:
-        raise PlanError(f"--{label}-grpc has no effect on {target}, whose address we choose ourselves")
+        raise PlanError(f"{option_of(label)}-grpc has no effect on {target}, whose address we choose ourselves")
     return ArmRequest(label=label, target=target, settings=options, payload=arm.payload, grpc=arm.grpc)
 
 

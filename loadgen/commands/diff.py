@@ -1,4 +1,4 @@
-"""`abserve diff OLD NEW`: has the ratio between the arms changed from one run to the other?"""
+"""`abserve diff OLD NEW`: have the ratios between the arms changed from one run to the other?"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def diff(
             help="Compare what both runs have, although machine, software or load differ.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, schema abserve.diff/1.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, schema abserve.diff/2.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
     """Compare two finished runs: old ratio, new ratio, the change with its interval, and whether verdicts changed.

@@ -13,7 +13,8 @@ from loadgen.commands.compare import EXIT_INVALID, EXIT_USAGE, EXIT_VALID, run_a
 from loadgen.experiment.file import effective_settings
 from loadgen.experiment.options import given_options, takes_settings
 from loadgen.experiment.plan import PlanError
-from loadgen.experiment.settings import ArmB, ExperimentSettings
+from loadgen.experiment.settings import ExperimentSettings
+from loadgen.records.run import EMBEDDED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +31,11 @@ def noise_floor(
     context: typer.Context,
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="EXPERIMENT.YAML", show_default=False, help="As for `abserve compare`; b is ignored."),
+        typer.Argument(
+            metavar="EXPERIMENT.YAML",
+            show_default=False,
+            help="As for `abserve compare`; only its baseline runs.",
+        ),
     ] = None,
     from_run: Annotated[
         Path | None,
@@ -66,24 +71,25 @@ def noise_floor(
 
 
 def self_comparison(settings: ExperimentSettings) -> ExperimentSettings:
-    """The settings with B as A, and this command's defaults where nothing was given. Raises `PlanError` for a B."""
-    given = settings.model_fields_set
-    launched = settings.a.target in ("native", "triton")
+    """The settings with the baseline as A and as B, without thresholds, which are about other arms; and this command's
+    defaults where nothing was given."""
+    given, arm = settings.model_fields_set, next(iter(settings.arms.values()))
+    launched = arm.target in EMBEDDED
     defaults: dict[str, object] = {
         "scenarios": SCENARIOS,
         "restarts": RESTARTS if launched else 1,
         "pairs": PAIRS if launched else PAIRS_OF_ONE_START,
     }
     own = {name: value for name, value in defaults.items() if name not in given}
-    return settings.model_copy(update={**own, "b": ArmB(**settings.a.model_dump())})
+    return settings.model_copy(update={**own, "arms": {"a": arm, "b": arm}, "fail_if": ()})
 
 
 def _measured(
     context: typer.Context, file: Path | None, out: Path | None, options: dict[str, object]
 ) -> tuple[Result | None, int]:
     given = given_options(context, options)
-    if stray := [option.flag for option in given if option.path[0] == "b"]:
-        raise PlanError(f"{stray[0]}: the noise floor compares --a with itself; leave --b and its options out")
+    if stray := [option.flag for option in given if option.path[0] == "arms" and option.path[1] != "a"]:
+        raise PlanError(f"{stray[0]}: the noise floor compares --a with itself; leave the other arms out")
     settings = self_comparison(effective_settings(file, given))
     plan = plan_experiment(settings)
     if plan.is_matrix:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from loadgen.comparison.comparisons import Comparison, Outcome
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import inverse, measured, ratio, ratio_interval
-from loadgen.records.run import Cell
+from loadgen.records.run import Cell, Label, shown
 
 
 def place(cell: Cell) -> str:
@@ -27,18 +27,21 @@ def place(cell: Cell) -> str:
     return "one request at a time" if cell.scenario == "single" else "from a cold start"
 
 
-def claim(comparison: Comparison, a: str = "A", b: str = "B", where: str = "") -> str:
-    """Who wins one comparison, by how much, with the interval; the winner is the subject of the sentence."""
+def claim(comparison: Comparison, names: Mapping[Label, str] | None = None, where: str = "") -> str:
+    """Who wins one comparison, by how much, with the interval; the winner is the subject of the sentence. `names` are
+    those of the arms, where their labels do not suffice."""
     metric = METRICS[comparison.metric]
-    if comparison.verdict == "equivalent":
-        return f"{a} and {b} are equivalent in {metric.title}{where} ({_b_over_a(comparison)})"
-    if comparison.verdict == "undecided":
-        return f"undecided in {metric.title}{where} ({_b_over_a(comparison)})"
+    base, arm = ((names or {}).get(label, shown(label)) for label in comparison.pairing)
+    if comparison.verdict == "no_difference":
+        return f"{base} and {arm} are equivalent in {metric.title}{where} ({_as_measured(comparison)})"
+    if comparison.verdict == "inconclusive":
+        return f"undecided in {metric.title}{where} ({_as_measured(comparison)})"
     if comparison.verdict == "invalid":
         return f"no verdict on {metric.title}{where}: {comparison.reason}"
-    winner, loser = (b, a) if comparison.verdict == "b_faster" else (a, b)
-    value, interval = comparison.ratio_b_over_a, comparison.ci95
-    if value is not None and winner == a:
+    arm_wins = comparison.verdict == "arm_better"
+    winner, loser = (arm, base) if arm_wins else (base, arm)
+    value, interval = comparison.ratio, comparison.ci95
+    if value is not None and not arm_wins:
         value, interval = 1.0 / value, inverse(interval)
     bounds = f"(95 % interval {ratio_interval(interval)})"
     if metric.name in ("throughput", "achieved_rate", "slo_rate", "saturation"):
@@ -46,12 +49,13 @@ def claim(comparison: Comparison, a: str = "A", b: str = "B", where: str = "") -
     return f"{winner}'s {metric.title} is {ratio(value, interval)} that of {loser}{where} {bounds}"
 
 
-def _b_over_a(comparison: Comparison) -> str:
-    if comparison.ratio_b_over_a is None:
+def _as_measured(comparison: Comparison) -> str:
+    what = f"{shown(comparison.arm)}/{shown(comparison.baseline)}"
+    if comparison.ratio is None:
         return comparison.reason or "not measured"
     if comparison.ci95 is None:
-        return f"B/A {ratio(comparison.ratio_b_over_a, None)}, no interval: {comparison.reason}"
-    return f"B/A {ratio(comparison.ratio_b_over_a, comparison.ci95)}, {ratio_interval(comparison.ci95)}"
+        return f"{what} {ratio(comparison.ratio, None)}, no interval: {comparison.reason}"
+    return f"{what} {ratio(comparison.ratio, comparison.ci95)}, {ratio_interval(comparison.ci95)}"
 
 
 def weight(cell: Cell) -> tuple[int, int]:
@@ -63,43 +67,51 @@ def weight(cell: Cell) -> tuple[int, int]:
 
 
 def groups(comparisons: Sequence[Comparison], cells: dict[str, Cell]) -> list[str]:
-    """The other scenarios by outcome: "B leads one request at a time and at batch 1, 4 (1.12–1.38×)"."""
-    texts = {"b_faster": "B leads", "a_faster": "A leads", "equivalent": "equivalent", "undecided": "undecided"}
-    parts = []
-    for outcome, text in texts.items():
-        for cold in (False, True):
-            chosen = [
-                c for c in comparisons if c.verdict == outcome and (cells[c.scenario].scenario == "cold-start") == cold
-            ]
-            if chosen:
-                parts.append(f"{text} {_places([cells[c.scenario] for c in chosen])}{_leads(chosen)}")
-    return parts
+    """The other scenarios of two arms by outcome: "B leads one request at a time and at batch 1, 4 (1.12–1.38×)"."""
+    outcomes: dict[tuple[str, bool], list[Comparison]] = {}
+    texts = {"no_difference": "equivalent", "inconclusive": "undecided"}
+    for one in sorted(
+        comparisons, key=lambda one: (ORDER.index(one.verdict), cells[one.scenario].scenario == "cold-start")
+    ):
+        text = f"{shown(one.winner)} leads" if one.winner else texts.get(one.verdict)
+        if text is not None:
+            outcomes.setdefault((text, cells[one.scenario].scenario == "cold-start"), []).append(one)
+    return [
+        f"{text} {places([cells[one.scenario] for one in chosen])}{_leads(chosen)}"
+        for (text, _), chosen in outcomes.items()
+    ]
+
+
+ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", "inconclusive", "invalid")
+"""Of outcomes, as they are listed."""
 
 
 def decided_besides(comparisons: Sequence[Comparison], cells: dict[str, Cell]) -> list[str]:
     """Every decided metric that does not lead its scenario. Those that name the same arm as their scenario's leading
     metric share one clause; each other one says where and by how much: "but A has the lower p99 latency at batch 4
     (1.90×)"."""
-    leading = {c.scenario: c.verdict for c in comparisons if c.leading}
+    leading = {(c.scenario, c.pairing): c.winner for c in comparisons if c.leading}
+    several = len({c.pairing for c in comparisons}) > 1
     agreeing: dict[str, None] = {}
-    against: dict[tuple[Outcome, str], list[Comparison]] = {}
+    against: dict[tuple[Label, Label, str], list[Comparison]] = {}
     for one in comparisons:
-        if one.leading or one.verdict not in ("a_faster", "b_faster"):
+        if one.leading or one.winner is None or one.loser is None:
             continue
-        if leading.get(one.scenario) == one.verdict:
+        if leading.get((one.scenario, one.pairing)) == one.winner:
             agreeing[METRICS[one.metric].title] = None
         else:
-            against.setdefault((one.verdict, one.metric), []).append(one)
+            against.setdefault((one.winner, one.loser, one.metric), []).append(one)
     parts = []
     if agreeing:
         few = len(agreeing) == 1
         ends = "agrees with this where it is" if few else "agree with this where they are"
         parts.append(f"{join(list(agreeing))} {ends} decided")
-    for (outcome, name), chosen in against.items():
+    for (winner, loser, name), chosen in against.items():
         best = "higher" if METRICS[name].higher_is_better else "lower"
-        where = _places([cells[c.scenario] for c in chosen])
-        arm = "A" if outcome == "a_faster" else "B"
-        parts.append(f"but {arm} has the {best} {METRICS[name].title} {where}{_leads(chosen)}")
+        where = places([cells[c.scenario] for c in chosen])
+        than = f" than {shown(loser)}" if several else ""
+        article = "a" if several else "the"
+        parts.append(f"but {shown(winner)} has {article} {best} {METRICS[name].title}{than} {where}{_leads(chosen)}")
     return parts
 
 
@@ -108,7 +120,8 @@ def join(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def _places(cells: Sequence[Cell]) -> str:
+def places(cells: Sequence[Cell]) -> str:
+    """Where the same holds: "one request at a time and at batch 4, 8"."""
     batches = [str(cell.batch_size) for cell in cells if cell.scenario == "batched"]
     names = [place(cell) for cell in cells if cell.scenario != "batched"]
     names += [f"at batch {', '.join(batches)}"] if batches else []
@@ -119,8 +132,8 @@ def _leads(comparisons: Sequence[Comparison]) -> str:
     """The winner's advantages as factors above 1, the least and the largest."""
     factors = []
     for comparison in comparisons:
-        value, interval = comparison.ratio_b_over_a, comparison.ci95
-        if value is None or comparison.verdict not in ("a_faster", "b_faster"):
+        value, interval = comparison.ratio, comparison.ci95
+        if value is None or comparison.winner is None:
             return ""
         factors.append((value, interval) if value >= 1.0 else (1.0 / value, inverse(interval)))
     factors.sort(key=lambda factor: factor[0])
@@ -128,9 +141,9 @@ def _leads(comparisons: Sequence[Comparison]) -> str:
     return f" ({largest})" if least == largest else f" ({least.removesuffix('×')}–{largest})"
 
 
-def figure(comparison: Comparison, cells: Sequence[CellSummary], label: str) -> str:
+def figure(comparison: Comparison, cells: Sequence[CellSummary], label: Label) -> str:
     """One arm's value of a comparison, without its unit, with the digits that its interval supports."""
-    value = comparison.a if label == "a" else comparison.b
+    value = comparison.arm_value if label == comparison.arm else comparison.baseline_value
     interval = None
     for summary in cells:
         if summary.cell == comparison.scenario and summary.label == label:

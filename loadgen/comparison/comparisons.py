@@ -1,11 +1,13 @@
-"""Compares the arms: one ratio, interval and verdict for each metric of each scenario.
+"""Compares the arms: one ratio, interval and verdict for each metric of each scenario and each pairing of arms.
 
-Verdict of a comparison, in this order:
+Each arm is compared with the baseline, and for the ranking the others with each other. Verdict of a comparison, in this
+order:
 - invalid: a check that covers it failed;
-- undecided: no interval can be computed;
-- equivalent: the 95 % interval lies inside [1/(1+δ), 1+δ] (two one-sided tests at 2.5 %);
-- a_faster, b_faster: the interval excludes 1 and Holm's adjusted p over all comparisons of the run is below 5 %;
-- undecided: everything else, and what lies within the machine's noise floor (`loadgen.analysis.noise_floor`).
+- inconclusive: no interval can be computed;
+- no_difference: the 95 % interval lies inside [1/(1+δ), 1+δ] (two one-sided tests at 2.5 %);
+- arm_better, baseline_better: the interval excludes 1 and Holm's adjusted p over all comparisons of the run, whatever
+  the number of arms, is below 5 %;
+- inconclusive: everything else, and what lies within the machine's noise floor (`loadgen.analysis.noise_floor`).
 
 Which interval: Student's t over the pairs; over the restarts where there are several; with `--until decided` one that
 may be looked at after every pair (`loadgen.statistics.anytime`). High percentiles are taken from the samples of all
@@ -22,7 +24,7 @@ import msgspec
 
 from loadgen.comparison.pairs import Latencies, PairedMetric, leading_metric, pair_metrics
 from loadgen.comparison.summaries import BlockSummary
-from loadgen.records.run import ColdStart, Experiment, Record
+from loadgen.records.run import ColdStart, Experiment, Label, Pairing, Record
 from loadgen.statistics.anytime import estimate_anytime
 from loadgen.statistics.ratios import (
     SIGNIFICANCE,
@@ -39,7 +41,7 @@ from loadgen.statistics.ratios import (
 from loadgen.statistics.tails import Tail, estimate_tail_ratio
 from loadgen.studies.rate_search.records import RampFound, RateFound
 
-Outcome = Literal["a_faster", "b_faster", "equivalent", "undecided", "invalid"]
+Outcome = Literal["arm_better", "baseline_better", "no_difference", "inconclusive", "invalid"]
 Method = Literal[
     "t over pairs", "t over restarts", "anytime-valid over pairs", "order statistics", "anytime-valid order statistics"
 ]
@@ -54,16 +56,19 @@ LEADING_SHARE = 0.8
 
 
 class Comparison(Record, frozen=True, kw_only=True):
-    """One metric in one scenario. `a` and `b` are geometric means over the pairs, in `unit`, so that their ratio is
-    the ratio; None where the metric could not be had, with the reason."""
+    """One metric of two arms in one scenario. The values are geometric means over the pairs, in `unit`, so that their
+    ratio is the ratio; None where the metric could not be had, with the reason."""
 
     scenario: str
     metric: str
     unit: str
     higher_is_better: bool
-    a: float | None
-    b: float | None
-    ratio_b_over_a: float | None
+    baseline: Label
+    arm: Label
+    baseline_value: float | None
+    arm_value: float | None
+    ratio: float | None
+    """Arm over baseline."""
     ci95: tuple[float, float] | None
     verdict: Outcome
     pairs: int
@@ -76,7 +81,7 @@ class Comparison(Record, frozen=True, kw_only=True):
     p_equivalence: float | None
     """Of two one-sided tests against ±δ; not adjusted."""
     ratios: tuple[float, ...]
-    """One a pair, in the order in which they ran."""
+    """One a round, in the order in which they ran."""
     reason: str | None
     """Why there is no ratio, no interval, or no verdict."""
     leading: bool = False
@@ -93,12 +98,27 @@ class Comparison(Record, frozen=True, kw_only=True):
     """Degrees of freedom of that error."""
     correlation: float = 0.0
     """Of each pair with the next, as far as the interval allows for it; 0 for none."""
-    a_ci95: tuple[float, float] | None = None
-    """95 % interval of `a` by itself, where the metric is a percentile of all rounds together."""
-    b_ci95: tuple[float, float] | None = None
-    """95 % interval of `b` by itself, where the metric is a percentile of all rounds together."""
+    baseline_ci95: tuple[float, float] | None = None
+    """95 % interval of `baseline_value` by itself, where the metric is a percentile of all rounds together."""
+    arm_ci95: tuple[float, float] | None = None
+    """95 % interval of `arm_value` by itself, where the metric is a percentile of all rounds together."""
     noise_floor: float | None = None
     """Difference that identical arms show on this machine, as a share; None where it is not known."""
+
+    @property
+    def pairing(self) -> Pairing:
+        """Which arms are compared."""
+        return Pairing(self.baseline, self.arm)
+
+    @property
+    def winner(self) -> Label | None:
+        """The arm that the verdict names as the better one, if any."""
+        return {"arm_better": self.arm, "baseline_better": self.baseline}.get(self.verdict)
+
+    @property
+    def loser(self) -> Label | None:
+        """The other one, where there is a winner."""
+        return {"arm_better": self.baseline, "baseline_better": self.arm}.get(self.verdict)
 
 
 def compare_all(
@@ -110,7 +130,7 @@ def compare_all(
 ) -> tuple[Comparison, ...]:
     """Every comparison that the experiment asked for, none of them invalid yet; see `invalidate`. `found` is what
     searches and ramps came to, `latencies` what high percentiles are taken from."""
-    paired = pair_metrics(experiment.cells, blocks, cold_starts, found, latencies)
+    paired = pair_metrics(experiment, blocks, cold_starts, found, latencies)
     shared, allowance = shared_correlation(paired)
     estimates = [estimate_pairs(one, experiment, shared) for one in paired]
     adjusted = _adjust(paired, [estimate for _, estimate, _ in estimates], experiment)
@@ -125,12 +145,15 @@ def shared_correlation(paired: Sequence[PairedMetric]) -> tuple[float, float]:
     """How much a pair resembles the next one over all scenarios of the run, with an allowance for what so few pairs can
     hide, and that allowance. A single series of ten pairs tells little of it, and what makes an arm drift acts on every
     scenario."""
-    found = [(_own_correlation(one), len(one.pairs)) for one in paired if one.leads]
-    known = [(value, pairs) for value, pairs in found if value is not None]
+    known = [value for one in paired if one.leads and (value := _own_correlation(one)) is not None]
     if not known:
         return 0.0, 0.0
-    allowance = CORRELATION_ALLOWANCE / math.sqrt(sum(pairs for _, pairs in known))
-    return math.fsum(value for value, _ in known) / len(known) + allowance, allowance
+    rounds: dict[str, int] = {}  # of a cell once, however many arms share them
+    for one in paired:
+        if one.leads and _own_correlation(one) is not None:
+            rounds[one.cell.name] = max(len(one.pairs), rounds.get(one.cell.name, 0))
+    allowance = CORRELATION_ALLOWANCE / math.sqrt(sum(rounds.values()))
+    return math.fsum(known) / len(known) + allowance, allowance
 
 
 def _own_correlation(paired: PairedMetric) -> float | None:
@@ -143,15 +166,18 @@ def _own_correlation(paired: PairedMetric) -> float | None:
 def estimate_pairs(
     paired: PairedMetric, experiment: Experiment, shared: float = 0.0
 ) -> tuple[Method, RatioEstimate, tuple[Tail, Tail] | None]:
-    """How the interval is made, the estimate, and what A and B measured. `shared` is the correlation that the run's
-    scenarios have in common: the larger of it and the own one counts.
+    """How the interval is made, the estimate, and what baseline and arm measured. `shared` is the correlation that
+    the run's scenarios have in common: the larger of it and the own one counts.
 
     Each cold start is a restart of its own, so there pairs and restarts are the same. What has no blocks has as many
     pairs as planned, also where blocks go on until decided."""
     margin, ratios = experiment.equivalence_margin, [pair.ratio for pair in paired.pairs]
     open_ended = experiment.until_decided and paired.cell.has_blocks
     groups = paired.by_restart()
-    middles = _middle([pair.a for pair in paired.pairs], groups), _middle([pair.b for pair in paired.pairs], groups)
+    middles = (
+        _middle([pair.baseline for pair in paired.pairs], groups),
+        _middle([pair.arm for pair in paired.pairs], groups),
+    )
     values = None if middles[0] is None or middles[1] is None else (Tail(middles[0], None), Tail(middles[1], None))
     own = _own_correlation(paired)
     alone = own if own is not None and len(ratios) >= LEAST_ALONE else 0.0
@@ -201,7 +227,7 @@ def _comparison(
         allowance = 0.0
     sensitivity = None if method.startswith("anytime") else _sensitivity(estimate, family, allowance)
     reason = paired.reason or estimate.reason
-    if verdict == "undecided" and reason is None:
+    if verdict == "inconclusive" and reason is None:
         reason = _too_little(estimate.ci95)
     groups = paired.by_restart()
     added = between_restarts(groups) if method == "t over restarts" else None
@@ -210,11 +236,13 @@ def _comparison(
         metric=metric.name,
         unit=metric.unit,
         higher_is_better=metric.higher_is_better,
-        a=None if values is None else values[0].value,
-        b=None if values is None else values[1].value,
-        a_ci95=None if values is None else values[0].ci95,
-        b_ci95=None if values is None else values[1].ci95,
-        ratio_b_over_a=estimate.ratio,
+        baseline=paired.pairing.baseline,
+        arm=paired.pairing.arm,
+        baseline_value=None if values is None else values[0].value,
+        arm_value=None if values is None else values[1].value,
+        baseline_ci95=None if values is None else values[0].ci95,
+        arm_ci95=None if values is None else values[1].ci95,
+        ratio=estimate.ratio,
         ci95=estimate.ci95,
         verdict=verdict,
         pairs=estimate.pairs,
@@ -250,7 +278,7 @@ def _too_little(ci95: tuple[float, float] | None) -> str:
     """Why an interval decides nothing."""
     if ci95 is not None and not ci95[0] <= 1.0 <= ci95[1]:
         return "the interval excludes 1, but among so many comparisons that is not enough to name a winner"
-    return "the interval is too wide to name a winner or to call the arms equivalent"
+    return "the interval is too wide to name a winner or to say that there is no difference"
 
 
 def _middle(values: Sequence[float], groups: Sequence[Sequence[float]]) -> float | None:
@@ -267,13 +295,13 @@ def _middle(values: Sequence[float], groups: Sequence[Sequence[float]]) -> float
 def judge(ci95: tuple[float, float] | None, p_adjusted: float | None, margin: float, higher_is_better: bool) -> Outcome:
     """The rule in this module's text, without the checks."""
     if ci95 is None or p_adjusted is None:
-        return "undecided"
+        return "inconclusive"
     low, high = ci95
     if 1.0 / (1.0 + margin) <= low and high <= 1.0 + margin:
-        return "equivalent"
+        return "no_difference"
     if p_adjusted >= SIGNIFICANCE or low <= 1.0 <= high:
-        return "undecided"
-    return "b_faster" if (low > 1.0) == higher_is_better else "a_faster"
+        return "inconclusive"
+    return "arm_better" if (low > 1.0) == higher_is_better else "baseline_better"
 
 
 def invalidate(comparisons: Sequence[Comparison], why_invalid: Callable[[str], str | None]) -> tuple[Comparison, ...]:
@@ -290,6 +318,6 @@ def invalidate(comparisons: Sequence[Comparison], why_invalid: Callable[[str], s
 
 
 def leading_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """One a scenario: its throughput, the median latency of an open loop, the time to the first answer of a cold
-    start."""
+    """One a scenario and pairing: its throughput, the highest supported percentile of an open loop, the time to the
+    first answer of a cold start."""
     return [c for c in comparisons if c.leading]

@@ -1,4 +1,4 @@
-"""The metrics of a cell and their values side by side: one of each arm from every complete pair of blocks or starts."""
+"""The metrics of a cell and their values side by side: of two arms, from every round that both completed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from loadgen.comparison.summaries import BlockSummary, measured_samples
 from loadgen.experiment.arrivals import arrival_count
-from loadgen.records.run import Cell, ColdStart, Label, Record
+from loadgen.records.run import Cell, ColdStart, Experiment, Label, Pairing, Record, shown
 from loadgen.records.samples import NS_PER_S, latencies_ms
 from loadgen.statistics.percentiles import samples_needed
 from loadgen.statistics.tails import Round, Values
@@ -97,16 +97,16 @@ def latencies_of(blocks: Sequence[StoredBlock]) -> Latencies:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What both arms measured side by side, and during which start of the servers."""
+    """What two arms measured side by side, and during which start of the servers."""
 
-    a: float
-    b: float
+    baseline: float
+    arm: float
     restart: int = 0
 
     @property
     def ratio(self) -> float:
-        """B over A."""
-        return self.b / self.a
+        """Arm over baseline."""
+        return self.arm / self.baseline
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,7 @@ class PairedMetric:
 
     cell: Cell
     metric: Metric
+    pairing: Pairing
     pairs: tuple[Pair, ...]
     reason: str | None = None
     rounds: tuple[Round, ...] = ()
@@ -135,67 +136,83 @@ class PairedMetric:
         return list(groups.values())
 
 
-def side_by_side(values: Mapping[tuple[int, Label], T]) -> list[tuple[int, T, T]]:
-    """Number and both arms' values, A's first, of every number that both arms have, in order."""
+def side_by_side(values: Mapping[tuple[int, Label], T], pairing: Pairing) -> list[tuple[int, T, T]]:
+    """Number and both arms' values, the baseline's first, of every number that both arms have, in order."""
+    base, arm = pairing
     numbers = sorted({number for number, _ in values})
-    return [(n, values[n, "a"], values[n, "b"]) for n in numbers if {(n, "a"), (n, "b")} <= values.keys()]
+    return [(n, values[n, base], values[n, arm]) for n in numbers if {(n, base), (n, arm)} <= values.keys()]
 
 
 def pair_metrics(
-    cells: Sequence[Cell],
+    experiment: Experiment,
     blocks: Sequence[BlockSummary],
     cold_starts: Sequence[ColdStart],
     found: Sequence[RateFound | RampFound] = (),
     latencies: Latencies | None = None,
 ) -> list[PairedMetric]:
-    """Every metric of every cell, in the order of the report. `found` is what searches and ramps came to. Without
-    `latencies` high percentiles have no data."""
+    """Every metric of every cell of each arm beside the baseline, in the order of the report; then, for the ranking,
+    the leading one of the other arms among themselves. `found` is what searches and ramps came to. Without `latencies`
+    high percentiles have no data."""
 
-    def pairs(cell: Cell, metric: Metric) -> PairedMetric:
+    def pairs(cell: Cell, metric: Metric, pairing: Pairing) -> PairedMetric:
         if cell.scenario == "cold-start":
-            return _start_pairs(cell, metric, cold_starts)
+            return _start_pairs(cell, metric, pairing, cold_starts)
         if cell.has_blocks:
-            return _block_pairs(cell, metric, blocks, latencies or {})
-        return _search_pairs(cell, metric, found)
+            return _block_pairs(cell, metric, pairing, blocks, latencies or {})
+        return _search_pairs(cell, metric, pairing, found)
 
-    return [pairs(cell, metric) for cell in cells for metric in metrics_of(cell)]
+    paired = []
+    for cell in experiment.cells:
+        paired += [pairs(cell, metric, two) for metric in metrics_of(cell) for two in experiment.pairings]
+        others = (pairs(cell, metric, two) for metric in metrics_of(cell) for two in experiment.pairings_of_others)
+        paired += [one for one in others if one.leads]
+    return paired
 
 
-def _search_pairs(cell: Cell, metric: Metric, found: Sequence[RateFound | RampFound]) -> PairedMetric:
+def _search_pairs(cell: Cell, metric: Metric, pairing: Pairing, found: Sequence[RateFound | RampFound]) -> PairedMetric:
     """One a pair of searches or ramps that both came to a value."""
     values = {
         (one.pair, one.label): (value, one.restart)
         for one in found
         if one.cell == cell.name and (value := one.rate_per_s if isinstance(one, RateFound) else one.saturation_per_s)
     }
-    return PairedMetric(cell, metric, tuple(Pair(a, b, restart) for _, (a, restart), (b, _) in side_by_side(values)))
+    both = side_by_side(values, pairing)
+    return PairedMetric(cell, metric, pairing, tuple(Pair(base, arm, restart) for _, (base, restart), (arm, _) in both))
 
 
-def _block_pairs(cell: Cell, metric: Metric, blocks: Sequence[BlockSummary], latencies: Latencies) -> PairedMetric:
+def _block_pairs(
+    cell: Cell, metric: Metric, pairing: Pairing, blocks: Sequence[BlockSummary], latencies: Latencies
+) -> PairedMetric:
     """With the reason where the samples do not suffice."""
     usable = {(block.pair, block.label): block for block in blocks if block.cell == cell.name and block.complete}
-    couples = [(a, b) for _, a, b in side_by_side(usable)]
+    couples = [(base, arm) for _, base, arm in side_by_side(usable, pairing)]
     saturated = next(
         (block for couple in couples for block in couple if block.open_loop and block.open_loop.saturation), None
     )
     if metric.quantile is not None and saturated is not None and saturated.open_loop is not None:
         # Requests that were not answered in time are in no percentile, or in one that grows with the block's length.
-        reason = f"{saturated.label.upper()} was {saturated.open_loop.saturation}"
-        return PairedMetric(cell, metric, (), reason, saturated=True)
+        reason = f"{shown(saturated.label)} was {saturated.open_loop.saturation}"
+        return PairedMetric(cell, metric, pairing, (), reason, saturated=True)
     if metric.quantile is not None:
         needed = samples_needed(metric.quantile)
-        if metric.is_tail or any(min(a.latency.samples, b.latency.samples) < needed for a, b in couples):
-            return _tail(cell, metric, metric.quantile, couples, latencies)
-    values = [(_value(a, metric), _value(b, metric), a.restart) for a, b in couples]
-    pairs = tuple(Pair(a, b, restart) for a, b, restart in values if a is not None and b is not None)
-    if len(pairs) < len(values):
-        return PairedMetric(cell, metric, (), "a block has no good answer to measure")
-    return PairedMetric(cell, metric, pairs, saturated=saturated is not None)
+        if metric.is_tail or any(block.latency.samples < needed for couple in couples for block in couple):
+            return _tail(cell, metric, pairing, metric.quantile, couples, latencies)
+    pairs = _pairs(couples, metric)
+    if len(pairs) < len(couples):
+        return PairedMetric(cell, metric, pairing, (), "a block has no good answer to measure")
+    return PairedMetric(cell, metric, pairing, pairs, saturated=saturated is not None)
+
+
+def _pairs(couples: Sequence[tuple[BlockSummary, BlockSummary]], metric: Metric) -> tuple[Pair, ...]:
+    """Of those couples of which both have the value."""
+    values = [(_value(base, metric), _value(arm, metric), base.restart) for base, arm in couples]
+    return tuple(Pair(base, arm, restart) for base, arm, restart in values if base is not None and arm is not None)
 
 
 def _tail(
     cell: Cell,
     metric: Metric,
+    pairing: Pairing,
     quantile: float,
     couples: Sequence[tuple[BlockSummary, BlockSummary]],
     latencies: Latencies,
@@ -210,10 +227,10 @@ def _tail(
     needed = samples_needed(quantile)
     fewest = min(sum(len(one.a) for one in rounds), sum(len(one.b) for one in rounds))
     if rounds and fewest < needed:
-        return PairedMetric(cell, metric, (), f"{metric.title} needs {needed} samples of each arm, one has {fewest}")
-    values = [(_value(a, metric), _value(b, metric), a.restart) for a, b in couples]
-    pairs = tuple(Pair(a, b, restart) for a, b, restart in values if a is not None and b is not None)
-    return PairedMetric(cell, metric, pairs if len(pairs) == len(values) else (), rounds=rounds)
+        reason = f"{metric.title} needs {needed} samples of each arm, one has {fewest}"
+        return PairedMetric(cell, metric, pairing, (), reason)
+    pairs = _pairs(couples, metric)
+    return PairedMetric(cell, metric, pairing, pairs if len(pairs) == len(couples) else (), rounds=rounds)
 
 
 def _value(block: BlockSummary, metric: Metric) -> float | None:
@@ -223,12 +240,12 @@ def _value(block: BlockSummary, metric: Metric) -> float | None:
     return value
 
 
-def _start_pairs(cell: Cell, metric: Metric, starts: Sequence[ColdStart]) -> PairedMetric:
+def _start_pairs(cell: Cell, metric: Metric, pairing: Pairing, starts: Sequence[ColdStart]) -> PairedMetric:
     """Seconds from process start in each repetition in which both arms got there."""
     reached: dict[tuple[int, Label], float] = {}
     for start in starts:
         elapsed_ns = start.ready_ns if metric == TIME_TO_READY else start.first_answer_ns
         if start.error is None and elapsed_ns:
             reached[start.repetition, start.label] = elapsed_ns / NS_PER_S
-    pairs = [Pair(a, b, repetition) for repetition, a, b in side_by_side(reached)]
-    return PairedMetric(cell, metric, tuple(pairs))
+    pairs = tuple(Pair(base, arm, repetition) for repetition, base, arm in side_by_side(reached, pairing))
+    return PairedMetric(cell, metric, pairing, pairs)

@@ -1,4 +1,4 @@
-"""One account of time for both arms: where a request's time went, in the same stages, with what is left over.
+"""One account of time for all arms: where a request's time went, in the same stages, with what is left over.
 
     client total = send_delay + receive + decode + queue + compute_input + compute_infer + compute_output + encode
                  + read_answer + unattributed
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from loadgen.quantities import number
-from loadgen.records.run import Label, Record, StageTotals
+from loadgen.records.run import Label, Pairing, Record, StageTotals
 from loadgen.records.samples import NS_PER_MS, Samples, good, latencies_ms
 from loadgen.storage.stored_run import StoredBlock
 
@@ -76,21 +76,30 @@ class ArmStages(Record, frozen=True, kw_only=True):
 
 
 class StageDifference(Record, frozen=True, kw_only=True):
-    """B minus A in one stage, and its share of the difference of the client totals; None where those are equal."""
+    """Arm minus baseline in one stage, and its share of the difference of the client totals; None where those are
+    equal."""
 
     stage: str
-    b_minus_a_ms: float
+    difference_ms: float
     share: float | None
 
 
 class StageAccount(Record, frozen=True, kw_only=True):
-    """Both arms of one cell. `differences` is empty unless both report what adds up; the largest comes first."""
+    """Two arms in one cell. `differences` is empty unless both report what adds up; the largest comes first."""
 
     cell: str
-    a: ArmStages | None
-    b: ArmStages | None
-    total_b_minus_a_ms: float | None
+    baseline: Label
+    arm: Label
+    baseline_stages: ArmStages | None
+    arm_stages: ArmStages | None
+    difference_ms: float | None
+    """Of the client totals, arm minus baseline."""
     differences: tuple[StageDifference, ...]
+
+    @property
+    def sides(self) -> tuple[ArmStages | None, ArmStages | None]:
+        """The baseline's first."""
+        return self.baseline_stages, self.arm_stages
 
 
 def account_arm(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
@@ -176,26 +185,35 @@ def _mean_ms(totals: Sequence[StageTotals], stage: str) -> float | None:
     return float(sum(values)) / requests / NS_PER_MS if requests > 0 else None
 
 
-def account_cell(cell: str, blocks: Sequence[StoredBlock]) -> StageAccount:
-    """Account of both arms over the given blocks of one cell, and what explains their difference."""
-    a = account_arm("a", [block for block in blocks if block.record.label == "a"])
-    b = account_arm("b", [block for block in blocks if block.record.label == "b"])
-    if a is None or b is None:
-        return StageAccount(cell=cell, a=a, b=b, total_b_minus_a_ms=None, differences=())
-    total = b.client_total_ms - a.client_total_ms
-    if a.contradictions or b.contradictions:
-        return StageAccount(cell=cell, a=a, b=b, total_b_minus_a_ms=total, differences=())
-    folded_a, folded_b = folded(a, b), folded(b, a)
-    differences = [
-        StageDifference(
-            stage=stage,
-            b_minus_a_ms=folded_b[stage] - folded_a[stage],
-            share=(folded_b[stage] - folded_a[stage]) / total if abs(total) > 0.0 else None,
-        )
-        for stage in folded_a
-    ]
-    differences.sort(key=lambda difference: -abs(difference.b_minus_a_ms))
-    return StageAccount(cell=cell, a=a, b=b, total_b_minus_a_ms=total, differences=tuple(differences))
+def account_cell(cell: str, blocks: Sequence[StoredBlock], pairings: Sequence[Pairing]) -> list[StageAccount]:
+    """Account of the arms over the given blocks of one cell, and what explains the difference of each pairing."""
+    labels = dict.fromkeys(label for pairing in pairings for label in pairing)
+    arms = {label: account_arm(label, [block for block in blocks if block.record.label == label]) for label in labels}
+    return [_account(cell, pairing, arms[pairing.baseline], arms[pairing.arm]) for pairing in pairings]
+
+
+def _account(cell: str, pairing: Pairing, baseline: ArmStages | None, arm: ArmStages | None) -> StageAccount:
+    account = StageAccount(
+        cell=cell,
+        baseline=pairing.baseline,
+        arm=pairing.arm,
+        baseline_stages=baseline,
+        arm_stages=arm,
+        difference_ms=None,
+        differences=(),
+    )
+    if baseline is None or arm is None:
+        return account
+    total = arm.client_total_ms - baseline.client_total_ms
+    differences = []
+    if not (baseline.contradictions or arm.contradictions):
+        before, after = folded(baseline, arm), folded(arm, baseline)
+        apart = {stage: after[stage] - before[stage] for stage in before}
+        differences = [
+            StageDifference(stage=stage, difference_ms=ms, share=ms / total if abs(total) > 0.0 else None)
+            for stage, ms in sorted(apart.items(), key=lambda one: -abs(one[1]))
+        ]
+    return msgspec.structs.replace(account, difference_ms=total, differences=tuple(differences))
 
 
 def folded(arm: ArmStages, other: ArmStages) -> dict[str, float]:

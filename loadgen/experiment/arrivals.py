@@ -68,5 +68,5 @@ def drain_ns(span_ns: int) -> int:
 
 
 def schedule_seed(seed: int, cell: str, pair: int) -> int:
-    """The seed of one pair's schedule: the same for both arms, another for every pair and cell of the run."""
+    """The seed of one round's schedule: the same for all arms, another for every round and cell of the run."""
     return int(np.random.SeedSequence([seed & (2**64 - 1), zlib.crc32(cell.encode()), pair]).generate_state(1)[0])

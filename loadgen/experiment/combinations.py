@@ -11,12 +11,12 @@ from loadgen.clients.requests import Address, AddressError
 from loadgen.clients.transports import TRANSPORTS
 from loadgen.experiment.plan import PlanError
 from loadgen.records.payloads import PAYLOADS, implied_payload
-from loadgen.records.run import ArmRequest, Transport
+from loadgen.records.run import ArmRequest, Transport, option_of
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """One transport with one payload, for both arms."""
+    """One transport with one payload, for every arm."""
 
     transport: Transport
     payload: str
@@ -33,8 +33,7 @@ class Combination:
 
 
 def plan_combinations(
-    a: ArmRequest,
-    b: ArmRequest,
+    arms: Sequence[ArmRequest],
     model: str,
     transports: Sequence[str] | None,
     payloads: Sequence[str] | None,
@@ -48,11 +47,13 @@ def plan_combinations(
     known = [name for name in TRANSPORTS if name in chosen]
     _refuse_unknown("--transport", chosen, TRANSPORTS)
     _refuse_unknown("--payload", images, PAYLOADS)
-    for arm in (a, b):
+    for arm in arms:
         if arm.payload is not None:
-            _refuse_unknown(f"--{arm.label}-payload", (arm.payload,), PAYLOADS)
+            _refuse_unknown(f"{option_of(arm.label)}-payload", (arm.payload,), PAYLOADS)
             if len(images) > 1:
-                raise PlanError(f"--{arm.label}-payload and several payloads contradict each other; give one --payload")
+                raise PlanError(
+                    f"{option_of(arm.label)}-payload and several payloads contradict each other; give one --payload"
+                )
         for transport in known:
             _check_reachable(arm, transport)
     ordered = [next(name for name in known if name == wanted) for wanted in chosen]
@@ -68,6 +69,7 @@ def _refuse_unknown(option: str, given: Sequence[str], known: Sequence[str]) -> 
 def _check_reachable(arm: ArmRequest, transport: Transport) -> None:
     if arm.embedded:
         return
+    option = option_of(arm.label)
     try:
         address = Address.parse(arm.target)
         if arm.grpc is not None:
@@ -75,8 +77,8 @@ def _check_reachable(arm: ArmRequest, transport: Transport) -> None:
     except AddressError as exc:
         raise PlanError(f"arm {arm.label}: {exc}") from None
     if transport == "grpc" and arm.grpc is None:
-        raise PlanError(f"--{arm.label} {arm.target} says nothing about gRPC; add --{arm.label}-grpc HOST:PORT")
+        raise PlanError(f"{option} {arm.target} says nothing about gRPC; add {option}-grpc HOST:PORT")
     if transport == "shm" and not address.is_local:
         raise PlanError(
-            f"--{arm.label} {arm.target} is not on this machine, whose memory it cannot share; use --transport http"
+            f"{option} {arm.target} is not on this machine, whose memory it cannot share; use --transport http"
         )

@@ -1,7 +1,7 @@
 """Experiment files: YAML read safely, options over it, validated; and written again as what is in effect.
 
 What sets a value, strongest first: the option on the command line, the variable ABSERVE_COMPARE_…, the file, the
-default. `--a-option` and `--b-option` set single keys of the file's options, `--fail-if` adds to the file's thresholds;
+default. `--a-option` sets single keys of the file's options, `--fail-if` adds to the file's thresholds;
 every other option takes the place of the file's value.
 """
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from loadgen.documents import one_line
 from loadgen.experiment.options import SettingOption
 from loadgen.experiment.plan import PlanError
-from loadgen.experiment.settings import ExperimentSettings
+from loadgen.experiment.settings import DEFAULT_TARGETS, ArmSettings, ExperimentSettings, gather_arms
 
 MAX_BYTES = 1 << 16
 _MOST_NODES = 2000
@@ -108,7 +108,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def effective_settings(path: Path | None, given: Mapping[SettingOption, object]) -> ExperimentSettings:
     """The file with what was given over it. Raises `ExperimentFileError`."""
-    content: dict[str, Any] = {} if path is None else read_file(path)
+    content = gather_arms({} if path is None else read_file(path))
     for option, value in given.items():
         _set(content, option, value)
     try:
@@ -150,7 +150,7 @@ def _set(content: dict[str, Any], option: SettingOption, value: object) -> None:
     place = content
     for step in option.path[:-1]:
         inner = place.get(step, {})
-        place[step] = {"target": inner} if isinstance(inner, str) else dict(inner) if isinstance(inner, dict) else {}
+        place[step] = dict(inner) if isinstance(inner, dict) else {}
         place = place[step]
     last = option.path[-1]
     before = place.get(last)
@@ -163,6 +163,9 @@ def _set(content: dict[str, Any], option: SettingOption, value: object) -> None:
 
 def _line(error: ErrorDetails, path: Path | None, flags: Mapping[tuple[str, ...], str]) -> str:
     location = tuple(str(part) for part in error["loc"])
+    if error["type"] == "missing":  # nothing but an arm's target has no default
+        place = f"--{location[1]}" if path is None else f"{path}: {'.'.join(location)}"
+        return f"{place}: give native, triton or the URL of a server"
     flag = next((name for place, name in flags.items() if location[: len(place)] == place), None)
     where = flag or f"{path}: {'.'.join(location)}"
     if error["type"] == "extra_forbidden":
@@ -171,15 +174,12 @@ def _line(error: ErrorDetails, path: Path | None, flags: Mapping[tuple[str, ...]
         return f"{where}: no such key; " + (f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}")
     given = error["input"]
     shown = f" {given}" if isinstance(given, str | int | float) and len(str(given)) <= 80 else ""
-    what = error["msg"].replace("Input should be", "must be")
+    what = error["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
     return f"{where}{shown}: {what}" if flag else f"{where}:{shown}{',' if shown else ''} {what}"
 
 
 def _keys_at(location: tuple[str, ...]) -> list[str]:
-    model: type[BaseModel] = ExperimentSettings
-    for step in location:
-        inner = model.model_fields[step].annotation if step in model.model_fields else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return []
-        model = inner
-    return list(model.model_fields)
+    """Of the settings, or of an arm."""
+    if location:
+        return list(ArmSettings.model_fields) if location[0] == "arms" else []
+    return [*ExperimentSettings.model_fields, *DEFAULT_TARGETS]

@@ -24,7 +24,8 @@ class Forecast:
 
     def __init__(self, experiment: Experiment, blocks: Sequence[ScheduledBlock]) -> None:
         self._blocks = list(blocks)
-        self._starts = sum(2 * cell.pairs for cell in experiment.cells if cell.scenario == "cold-start")
+        self._labels = experiment.labels
+        self._starts = sum(len(self._labels) * cell.pairs for cell in experiment.cells if cell.scenario == "cold-start")
         self._start_seconds: list[float] = []
         self._start_guess = _START_SECONDS
         self._check_seconds = 0.0
@@ -35,7 +36,9 @@ class Forecast:
         self._before_load = _BEFORE_LOAD_SECONDS
         self._load_ends_at: float | None = None
         self._search_seconds = sum(
-            2 * cell.pairs * _TRIALS * 2 * cell.seconds for cell in experiment.cells if cell.scenario in ("slo", "ramp")
+            len(self._labels) * cell.pairs * _TRIALS * 2 * cell.seconds
+            for cell in experiment.cells
+            if cell.scenario in ("slo", "ramp")
         )
 
     def blocks_are(self, blocks: Sequence[ScheduledBlock]) -> None:
@@ -64,16 +67,16 @@ class Forecast:
         if block in self._blocks:
             self._blocks.remove(block)
 
-    def pair_s(self, cell: Cell) -> float:
-        """Seconds of one pair of a cell."""
-        return self._block_seconds(cell, "a", self._seconds) + self._block_seconds(cell, "b", self._seconds)
+    def round_s(self, cell: Cell) -> float:
+        """Seconds of one round of a cell."""
+        return sum(self._block_seconds(cell, label, self._seconds) for label in self._labels)
 
     def checks_take(self, seconds: float) -> None:
         """Comparing the answers under load, after it."""
         self._check_seconds = seconds
 
     def start_takes(self, seconds: float) -> None:
-        """What a start of both servers has taken; a cold start is one of them."""
+        """What a start of all servers has taken; a cold start is one of them."""
         self._start_guess = seconds
 
     def after_load_s(self) -> float:

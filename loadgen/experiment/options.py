@@ -12,22 +12,26 @@ import annotated_types
 import typer
 from pydantic.fields import FieldInfo
 
-from loadgen.experiment.settings import ArmSettings, ExperimentSettings, Flag
+from loadgen.experiment.settings import DEFAULT_TARGETS, LETTERS, ArmSettings, ExperimentSettings, Flag
 
+SHOWN_ARMS = "abc"
 GIVEN = {"COMMANDLINE", "ENVIRONMENT"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SettingOption:
-    """One option and the place of its value in the settings."""
+    """One option and the place of its value in the settings. Equal to itself only, so that it can be a key."""
 
     path: tuple[str, ...]
-    """("pairs",) or ("a", "payload")."""
+    """("pairs",) or ("arms", "a", "payload")."""
     parameter: str
     flag: str
     variable: str | None
     field: FieldInfo
     repeated: bool
+    default: Any = None
+    hidden: bool = False
+    """From the help, which shows three arms and says that there are more."""
 
     @property
     def is_mapping(self) -> bool:
@@ -44,7 +48,9 @@ class SettingOption:
         }
         kind, default = _command_line_type(self)
         names = [f"{self.flag}/--no-{self.flag[2:]}" if kind in (bool, bool | None) else self.flag]
-        option = typer.Option(*names, envvar=self.variable, show_envvar=False, help=self.field.description, **limits)
+        option = typer.Option(
+            *names, envvar=self.variable, show_envvar=False, help=self.field.description, hidden=self.hidden, **limits
+        )
         return inspect.Parameter(
             self.parameter, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default
         )
@@ -54,9 +60,9 @@ def setting_options() -> tuple[SettingOption, ...]:
     """Of every field, in order."""
     options: list[SettingOption] = []
     for name, field in ExperimentSettings.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, ArmSettings):
-            options += [_option((name, inner), one, name) for inner, one in kind.model_fields.items()]
+        if name == "arms":
+            fields = ArmSettings.model_fields.items()
+            options += [_option(("arms", letter, inner), one, letter) for letter in LETTERS for inner, one in fields]
         else:
             options.append(_option((name,), field, None))
     return tuple(options)
@@ -97,17 +103,19 @@ def _option(path: tuple[str, ...], field: FieldInfo, arm: str | None) -> Setting
         variable=None if flag.repeated else f"ABSERVE_COMPARE_{full}",
         field=field,
         repeated=flag.repeated,
+        default=field.get_default() if arm is None or path[-1] != "target" else DEFAULT_TARGETS.get(arm),
+        hidden=arm is not None and arm > SHOWN_ARMS[-1],
     )
 
 
 def _command_line_type(option: SettingOption) -> tuple[Any, Any]:
     """What click parses a field's value as, and the default that its help shows."""
-    field, default = option.field, option.field.get_default()
+    field, default = option.field, option.default
     if option.repeated or option.is_mapping:
         return list[str] | None, None
     kind: Any = field.annotation
-    optional = get_origin(kind) in {Union, UnionType} and type(None) in get_args(kind)
-    if optional:
+    optional = default is None
+    if get_origin(kind) in {Union, UnionType}:
         kind = next(one for one in get_args(kind) if one is not type(None))
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]

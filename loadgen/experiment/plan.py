@@ -146,8 +146,8 @@ def make_cells(
 
 
 def sized(cells: Sequence[Cell], request_seconds: Mapping[str, float]) -> tuple[Cell, ...]:
-    """The cells with blocks of closed loops that last long enough for a request of the slower arm, which is known by
-    the cell's name: the same time for both arms."""
+    """The cells with blocks of closed loops that last long enough for a request of the slowest arm, which is known by
+    the cell's name: the same time for all arms."""
     return tuple(
         cell
         if cell.is_open or cell.name not in request_seconds

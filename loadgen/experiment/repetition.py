@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from loadgen.experiment.plan import LEAST_PAIRS, PRESETS, PlanError
 from loadgen.experiment.schedule import load_cells
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.records.run import Cell
+from loadgen.records.run import Cell, option_of
 
 
 def least_pairs(settings: ExperimentSettings) -> int:
-    """Pairs of blocks per cell, where `--pairs` does not say it: at least two for each restart."""
-    return max(LEAST_PAIRS, 2 * settings.restarts)
+    """Rounds per cell, where `--pairs` does not say it: at least two for each restart, and so many that each arm comes
+    equally often in each place."""
+    arms = len(settings.arms)
+    return math.ceil(max(LEAST_PAIRS, 2 * settings.restarts) / arms) * arms
 
 
 def minutes_of(settings: ExperimentSettings) -> float | None:
-    """For the whole comparison, where the number of pairs follows from the time. Raises `PlanError` for both at
-    once."""
+    """For the whole comparison, where the number of rounds follows from the time; more arms get more. Raises
+    `PlanError` for both at once."""
     if settings.pairs is not None or settings.until == "decided":
         if settings.minutes is not None:
             other = "--pairs" if settings.pairs is not None else "--until decided"
             raise PlanError(f"--minutes and {other} both say how long the load goes on: choose one of them")
         return None
     preset = PRESETS.get(settings.preset)
-    return settings.minutes or (None if preset is None else preset.minutes)
+    return settings.minutes or (None if preset is None else preset.minutes * len(settings.arms) / 2)
 
 
 def check_repetition(settings: ExperimentSettings, cells: Sequence[Cell]) -> None:
@@ -37,11 +40,11 @@ def check_repetition(settings: ExperimentSettings, cells: Sequence[Cell]) -> Non
         raise PlanError(
             "--until decided looks after every pair and --restarts makes one observation of many: choose one of them"
         )
-    for label, arm in (("a", settings.a), ("b", settings.b)):
+    for label, arm in settings.arms.items():
         if arm.target not in ("native", "triton"):
             raise PlanError(
-                f"--restarts {settings.restarts}: --{label} {arm.target} is not started by us, so it cannot be started "
-                "again; leave --restarts out, or let abserve start both servers"
+                f"--restarts {settings.restarts}: {option_of(label)} {arm.target} is not started by us, so it cannot "
+                "be started again; leave --restarts out, or let abserve start all servers"
             )
     fewest = min((cell.pairs for cell in load_cells(cells)), default=settings.restarts)
     if fewest < settings.restarts:

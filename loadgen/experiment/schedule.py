@@ -1,14 +1,15 @@
-"""In which order blocks run: a pure function of the cells and a seed.
+"""In which order blocks run: a pure function of the cells, the arms and a seed.
 
-Blocks come in pairs, one of each arm side by side, so that what drifts slowly (temperature, clocks, neighbours) touches
-both alike. Inside a pair the order is drawn at random, balanced: of every two successive pairs of a cell one starts
-with a and one with b (ABBA or BAAB), so an advantage of coming first or second cancels.
+Blocks come in rounds: one of each arm, one after the other, so that what drifts slowly (temperature, clocks,
+neighbours) touches all alike. Inside a round the order is drawn at random, balanced: in as many successive rounds of a
+cell as there are arms each arm comes once in each place (a Latin square; of two arms ABBA or BAAB), so an advantage of
+coming first or last cancels.
 
-Pairs of different cells are interleaved in rounds: each round holds one pair of every cell that has pairs left, in a
-random order. A cell's pairs are thus spread over the whole run, their scatter includes the machine's drift and the
-interval is not narrower than the truth; and a run that is interrupted has some pairs of every cell.
+The cells are interleaved: each pass holds one round of every cell that has any left, in a random order. A cell's rounds
+are thus spread over the whole run, their scatter includes the machine's drift and the interval is not narrower than the
+truth; and a run that is interrupted has some rounds of every cell.
 
-With several restarts of the servers each gets its share of every cell's pairs, as even as can be, in the same rounds.
+With several restarts of the servers each gets its share of every cell's rounds, as even as can be, in the same passes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from loadgen.records.run import Cell, Label
+from loadgen.records.run import Cell, Experiment, Label
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBlock:
-    """One block to come. `position` is 0 where its arm is first in the pair."""
+    """One block to come. `position` is 0 where its arm is first in the round."""
 
     index: int
     cell: Cell
@@ -37,75 +38,86 @@ def load_cells(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if cell.has_blocks]
 
 
-def pair_orders(pairs: int, random: Random) -> list[tuple[Label, Label]]:
-    """The order inside each of `pairs` successive pairs, balanced over every two of them."""
-    orders: list[tuple[Label, Label]] = []
-    while len(orders) < pairs:
-        two: list[tuple[Label, Label]] = [("a", "b"), ("b", "a")]
-        random.shuffle(two)
-        orders.extend(two)
-    return orders[:pairs]
+def arm_orders(labels: Sequence[Label], rounds: int, random: Random) -> list[tuple[Label, ...]]:
+    """The order of the arms in each of so many successive rounds, balanced over every `len(labels)` of them."""
+    orders: list[tuple[Label, ...]] = []
+    while len(orders) < rounds:
+        first = list(labels)
+        random.shuffle(first)
+        square = [(*first[shift:], *first[:shift]) for shift in range(len(first))]
+        random.shuffle(square)
+        orders.extend(square)
+    return orders[:rounds]
 
 
-def schedule(cells: Sequence[Cell], seed: int, restarts: int = 1) -> tuple[ScheduledBlock, ...]:
-    """All load blocks, in order. The same cells, seed and number of restarts give the same schedule."""
-    return _interleave(load_cells(cells), seed, restarts)
+def schedule(experiment: Experiment) -> tuple[ScheduledBlock, ...]:
+    """All load blocks, in order. The same cells, arms, seed and number of restarts give the same schedule."""
+    load = load_cells(experiment.cells)
+    return interleave(load, experiment.labels, experiment.seed, experiment.restarts)
 
 
-def search_schedule(cells: Sequence[Cell], seed: int, restarts: int = 1) -> tuple[ScheduledBlock, ...]:
+def search_schedule(experiment: Experiment) -> tuple[ScheduledBlock, ...]:
     """The same for searches and ramps: each entry is one of them on one arm, with as many trials as it takes."""
-    return _interleave([cell for cell in cells if cell.scenario in ("slo", "ramp")], seed, restarts)
+    searches = [cell for cell in experiment.cells if cell.scenario in ("slo", "ramp")]
+    return interleave(searches, experiment.labels, experiment.seed, experiment.restarts)
 
 
-def _interleave(load: Sequence[Cell], seed: int, restarts: int) -> tuple[ScheduledBlock, ...]:
+def interleave(
+    cells: Sequence[Cell], labels: Sequence[Label], seed: int, restarts: int = 1
+) -> tuple[ScheduledBlock, ...]:
+    """Every round of the cells, as the module's text says."""
     random = Random(seed)
-    orders = {cell.name: pair_orders(cell.pairs, random) for cell in load}
+    orders = {cell.name: arm_orders(labels, cell.pairs, random) for cell in cells}
     blocks: list[ScheduledBlock] = []
     for restart in range(restarts):
-        shares = {cell.name: range(*_share(cell.pairs, restart, restarts)) for cell in load}
+        shares = {cell.name: range(*_share(cell.pairs, restart, restarts)) for cell in cells}
         for place in range(max((len(share) for share in shares.values()), default=0)):
-            in_round = [cell for cell in load if place < len(shares[cell.name])]
-            random.shuffle(in_round)
-            for cell in in_round:
-                pair = shares[cell.name][place]
-                for position, label in enumerate(orders[cell.name][pair]):
-                    blocks.append(ScheduledBlock(len(blocks), cell, pair, label, position, restart))
+            in_pass = [cell for cell in cells if place < len(shares[cell.name])]
+            random.shuffle(in_pass)
+            for cell in in_pass:
+                number = shares[cell.name][place]
+                blocks += round_of(cell, number, orders[cell.name][number], len(blocks), restart)
     return tuple(blocks)
 
 
+def round_of(cell: Cell, number: int, order: Sequence[Label], index: int, restart: int) -> list[ScheduledBlock]:
+    """The blocks of one round, numbered from `index`."""
+    return [
+        ScheduledBlock(index + position, cell, number, label, position, restart) for position, label in enumerate(order)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
-class RoundPair:
-    """One pair of a round of an open-ended schedule, its arms in their order."""
+class OpenRound:
+    """One round of an open-ended schedule, its arms in their order."""
 
     cell: Cell
     pair: int
-    order: tuple[Label, Label]
+    order: tuple[Label, ...]
 
-    def blocks(self, index: int, restart: int) -> tuple[ScheduledBlock, ScheduledBlock]:
+    def blocks(self, index: int, restart: int) -> list[ScheduledBlock]:
         """Its blocks, numbered from `index`."""
-        first, second = self.order
-        return (
-            ScheduledBlock(index, self.cell, self.pair, first, 0, restart),
-            ScheduledBlock(index + 1, self.cell, self.pair, second, 1, restart),
-        )
+        return round_of(self.cell, self.pair, self.order, index, restart)
 
 
-def endless_rounds(cells: Sequence[Cell], seed: int, first: int = 0) -> Iterator[list[RoundPair]]:
-    """Rounds without end, their pairs numbered from `first`: one pair of every load cell in a random order, balanced as
-    in `schedule`. Which pairs of a round are run is the caller's to decide; leaving a cell out from some round on
+def endless_passes(
+    cells: Sequence[Cell], labels: Sequence[Label], seed: int, first: int = 0
+) -> Iterator[list[OpenRound]]:
+    """Passes without end, their rounds numbered from `first`: one round of every load cell in a random order, balanced
+    as in `schedule`. Which rounds of a pass are run is the caller's to decide; leaving a cell out from some pass on
     leaves it balanced."""
     random = Random(seed)
     load = load_cells(cells)
-    pair = first
+    number = first
     while True:
-        orders = {cell.name: pair_orders(2, random) for cell in load}
-        for place in range(2):
-            in_round = [RoundPair(cell, pair + place, orders[cell.name][place]) for cell in load]
-            random.shuffle(in_round)
-            yield in_round
-        pair += 2
+        orders = {cell.name: arm_orders(labels, len(labels), random) for cell in load}
+        for place in range(len(labels)):
+            in_pass = [OpenRound(cell, number + place, orders[cell.name][place]) for cell in load]
+            random.shuffle(in_pass)
+            yield in_pass
+        number += len(labels)
 
 
-def _share(pairs: int, restart: int, restarts: int) -> tuple[int, int]:
-    """First and past-the-last pair of one restart."""
-    return pairs * restart // restarts, pairs * (restart + 1) // restarts
+def _share(rounds: int, restart: int, restarts: int) -> tuple[int, int]:
+    """First and past-the-last round of one restart."""
+    return rounds * restart // restarts, rounds * (restart + 1) // restarts

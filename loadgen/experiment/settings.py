@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from loadgen.experiment.plan import BATCH_SIZES, CONCURRENCY, CONNECTIONS, OPEN_SECONDS, SCENARIOS
 from loadgen.experiment.search_plan import RAMP_USERS
@@ -65,9 +67,9 @@ class Settings(BaseModel):
 
 
 class ArmSettings(Settings):
-    """One side; in a file also just its target. `--a`, `--a-option`, `--a-payload`, `--a-grpc`, and likewise b."""
+    """One arm; in a file also just its target. `--a`, `--a-option`, `--a-payload`, `--a-grpc`, and likewise b to h."""
 
-    target: Annotated[str, Flag("")] = Field("native", description="native, triton or the URL of a server.")
+    target: Annotated[str, Flag("")] = Field(description="native, triton or the URL of a server.")
     options: Annotated[dict[str, Annotated[str, BeforeValidator(_text_of)]], Flag("option", "OPTIONS")] = Field(
         default={}, description="KEY=VALUE for `abserve serve` of this arm; repeatable."
     )
@@ -80,22 +82,40 @@ class ArmSettings(Settings):
         return {"target": value} if isinstance(value, str) else value
 
 
-class ArmB(ArmSettings):
-    """The same with its own default."""
+LETTERS = "abcdefgh"
+"""What the command line calls arms, and an experiment file where it gives them no names. There are no more."""
+DEFAULT_TARGETS = {"a": "native", "b": "triton"}
+ARM_NAME = re.compile(r"[a-h]|[a-z][a-z0-9_-]{1,23}")
 
-    target: Annotated[str, Flag("")] = Field("triton", description="native, triton or the URL of a server.")
+
+def gather_arms(content: dict[str, Any]) -> dict[str, Any]:
+    """The same with every arm below `arms`, also those that stand beside it by their letters; and the two that are
+    compared where nothing else is said."""
+    own = content.get("arms")
+    if own is not None and not isinstance(own, dict):
+        return content
+    arms = {name: _as_mapping(arm) for name, arm in (own or DEFAULT_TARGETS).items()}
+    for letter in LETTERS:
+        if letter in content:
+            given = _as_mapping(content[letter])
+            arms[letter] = {**(arms.get(letter) or {}), **given} if isinstance(given, dict) else given
+    return {"arms": arms} | {key: value for key, value in content.items() if key not in {"arms", *LETTERS}}
+
+
+def _as_mapping(arm: object) -> Any:
+    return {"target": arm} if isinstance(arm, str) else arm
 
 
 class ExperimentSettings(Settings):
     """One experiment as asked for, with everything that a default has filled in."""
 
-    a: ArmSettings = ArmSettings()
-    b: ArmB = ArmB()
-    model: str = Field("openclip_vit_b32", description="A registered model, or one that both URLs serve.")
+    arms: dict[str, ArmSettings] = Field(description="The arms by their names, the baseline first.")
+    model: str = Field("openclip_vit_b32", description="A registered model, or one that all URLs serve.")
     weights: str = Field(DEFAULT_WEIGHTS, description="random:SEED, a pretrained tag or a checkpoint file.")
     scenarios: Names = Field(SCENARIOS, description="Which, separated by commas.")
     preset: str = Field(
-        "quick", description="quick (5 minutes) or full (about 25, narrower intervals; then up to 10 for the causes)."
+        "quick",
+        description="quick (5 minutes with two arms) or full (about 25, narrower intervals; then up to 10 for causes).",
     )
     batch_sizes: Numbers = Field(BATCH_SIZES, description="Of the batched scenario, separated by commas.")
     concurrency: Numbers = Field(CONCURRENCY, description="Users of the concurrent scenario, separated by commas.")
@@ -124,13 +144,13 @@ class ExperimentSettings(Settings):
         None, ge=1, description="Pairs of blocks per cell instead of a time; the least with --until decided."
     )
     restarts: int = Field(
-        1, ge=1, description="Fresh starts of both servers over which the pairs are spread; 5 or more cover them."
+        1, ge=1, description="Fresh starts of the servers over which the pairs are spread; 5 or more cover them."
     )
     until: str = Field(
         "planned", description="planned (as many pairs as asked for) or decided (until every scenario is, see --pairs)."
     )
     time_limit: float = Field(30.0, gt=0.0, description="Minutes of load after which --until decided ends undecided.")
-    threads: int = Field(0, ge=0, description="Engine threads, the same for both; 0: all cores.")
+    threads: int = Field(0, ge=0, description="Engine threads, the same for every arm; 0: all cores.")
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Decides the order of the blocks.")
     margin: float = Field(0.05, ge=0.001, le=1.0, description="Differences within it are equivalence.")
     gpu_control: bool = Field(
@@ -153,6 +173,35 @@ class ExperimentSettings(Settings):
         "yes, quick no.",
     )
     fail_if: Lines = Field((), description="A condition that fails the run, as in b.p99 > 1.05 * a.p99; repeatable.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _arms_together(cls, value: Any) -> Any:
+        return gather_arms(value) if isinstance(value, dict) else value
+
+    @field_validator("arms", mode="before")
+    @classmethod
+    def _check_names(cls, arms: Any) -> Any:
+        """Before the arms themselves: an option for --b beside named arms is told as that, and not as half an arm."""
+        if not isinstance(arms, dict):
+            return arms
+        names = [str(name) for name in arms]
+        for name in names:
+            if not ARM_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name} cannot be the name of an arm: use 2 to 24 of a to z, 0 to 9, - and _, or one letter from "
+                    f"{LETTERS[0]} to {LETTERS[-1]}"
+                )
+            if name == "ratio" or iskeyword(name):
+                raise ValueError(f"an arm cannot be called {name}, which means something else in --fail-if")
+        if len({len(name) == 1 for name in names}) > 1:
+            raise ValueError(
+                f"letters and names do not mix, and there are {', '.join(names)}; --a and --a-option are for arms "
+                "without names"
+            )
+        if not 2 <= len(names) <= len(LETTERS):
+            raise ValueError(f"a comparison has 2 to {len(LETTERS)} arms, not {len(names)}")
+        return arms
 
     def content(self) -> dict[str, Any]:
         """What a file would hold, with the defaults and without what is not set; plain values, in the fields' order."""

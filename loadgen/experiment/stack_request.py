@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loadgen.experiment.plan import PlanError
-from loadgen.records.run import ArmRequest, DeploymentKind
+from loadgen.records.run import ArmRequest, DeploymentKind, option_of
 
 DEFAULT_PROJECT = "abserve"
 DEFAULT_WEIGHTS = "random:0"
@@ -25,8 +25,7 @@ def parse_deployment(text: str, project: str | None) -> DeploymentKind:
 
 
 def check_stack_request(
-    a: ArmRequest,
-    b: ArmRequest,
+    arms: Sequence[ArmRequest],
     *,
     transports: Sequence[str],
     scenarios: Sequence[str],
@@ -34,12 +33,12 @@ def check_stack_request(
     threads: int,
 ) -> None:
     """Raises `PlanError` for whatever a running stack cannot honour, with the remedy."""
-    if {a.target, b.target} != {"native", "triton"}:
+    if sorted(arm.target for arm in arms) != ["native", "triton"]:
         raise PlanError("--deployment compose compares native with triton; for a URL leave --deployment out")
-    for arm in (a, b):
+    for arm in arms:
         if arm.settings:
             raise PlanError(
-                f"--{arm.label}-option has no effect with --deployment compose: set it in .env, then "
+                f"{option_of(arm.label)}-option has no effect with --deployment compose: set it in .env, then "
                 "docker compose up --detach --wait"
             )
     for option, name, changed in (

@@ -37,7 +37,7 @@ class _State(msgspec.Struct):
 
 
 class _Verdict(msgspec.Struct):
-    headline: str = ""
+    sentence: str = ""
 
 
 class _Arm(msgspec.Struct):
@@ -49,7 +49,9 @@ class _Comparison(msgspec.Struct):
     scenario: str = ""
     metric: str = ""
     verdict: str = ""
-    ratio_b_over_a: float | None = None
+    baseline: str = ""
+    arm: str = ""
+    ratio: float | None = None
     ci95: tuple[float, float] | None = None
 
 
@@ -155,14 +157,17 @@ class _Families:
 
 def _add_result(families: _Families, run: str, result: _Result) -> None:
     families.add(
-        "abserve_run_valid", "1: the verdict holds.", float(result.valid), run=run, headline=result.verdict.headline
+        "abserve_run_valid", "1: the verdict holds.", float(result.valid), run=run, sentence=result.verdict.sentence
     )
     for arm in result.arms:
-        families.add("abserve_run_arm_info", "The two sides; always 1.", 1.0, run=run, arm=arm.label, title=arm.title)
+        families.add("abserve_run_arm_info", "The arms; always 1.", 1.0, run=run, arm=arm.label, title=arm.title)
     for one in result.comparisons:
-        labels = {"run": run, "scenario": one.scenario, "metric": one.metric, "verdict": one.verdict}
-        if one.ratio_b_over_a is not None:
-            families.add("abserve_comparison_ratio", "B over A.", one.ratio_b_over_a, **labels)
+        labels = {
+            "run": run, "scenario": one.scenario, "metric": one.metric, "baseline": one.baseline, "arm": one.arm,
+            "verdict": one.verdict,
+        }  # fmt: skip
+        if one.ratio is not None:
+            families.add("abserve_comparison_ratio", "Arm over baseline.", one.ratio, **labels)
         if one.ci95 is not None:
             families.add("abserve_comparison_ratio_low", "Lower end of the 95 % interval.", one.ci95[0], **labels)
             families.add("abserve_comparison_ratio_high", "Its upper end.", one.ci95[1], **labels)

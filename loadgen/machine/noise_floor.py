@@ -50,17 +50,17 @@ def make_floor(result: Result) -> NoiseFloor:
     """From a run of an arm against itself. Raises `NoiseFloorError` for any other run and an invalid one."""
     experiment = result.experiment
     if not is_self_comparison(experiment):
-        raise NoiseFloorError("the run compares two different arms; a noise floor is measured with the same arm twice")
+        raise NoiseFloorError("the run compares different arms; a noise floor is measured with the same arm twice")
     if not result.valid or result.environment is None:
-        raise NoiseFloorError(f"the run is not valid ({result.verdict.headline}); mend that and run: {COMMAND}")
-    entries = floor_entries(pair_metrics(experiment.cells, result.blocks, result.cold_starts))
+        raise NoiseFloorError(f"the run is not valid ({result.verdict.sentence}); mend that and run: {COMMAND}")
+    entries = floor_entries(pair_metrics(experiment, result.blocks, result.cold_starts))
     entries += tail_floors(result.comparisons)
     if not entries:
         raise NoiseFloorError(f"the run measured no pairs of blocks; give it some with --pairs and run: {COMMAND}")
     return NoiseFloor(
         fingerprint=_digest(result.environment),
         servers=servers_of(experiment),
-        title=next((arm.title for arm in result.arms), experiment.a.target),
+        title=next((arm.title for arm in result.arms), experiment.baseline.target),
         made_at=utc_now(),
         restarts=experiment.restarts,
         entries=entries,

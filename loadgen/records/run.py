@@ -23,14 +23,15 @@ only label. A missing reading is None, never 0. Every file is written to a tempo
 
 from __future__ import annotations
 
-from typing import Literal
+from itertools import combinations
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from loadgen.records.payloads import variant_name
 
-Label = Literal["a", "b"]
-LABELS: tuple[Label, Label] = ("a", "b")
+Label = str
+"""What an arm is called: a, b, c, …, or a name of its own from an experiment file."""
 Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "ramp"]
 Arrivals = Literal["closed", "constant", "poisson"]
 Transport = Literal["http", "grpc", "shm"]
@@ -46,6 +47,23 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of everything stored: immutable, named fields, unknown fields refused."""
 
 
+def shown(label: Label) -> str:
+    """A label in a sentence: A for a, and a name as it is."""
+    return label.upper() if len(label) == 1 else label
+
+
+def option_of(label: Label) -> str:
+    """Where an arm is asked for: --a, or its place in an experiment file."""
+    return f"--{label}" if len(label) == 1 else f"arms.{label}"
+
+
+class Pairing(NamedTuple):
+    """Two arms that are compared: ratios are `arm` over `baseline`."""
+
+    baseline: Label
+    arm: Label
+
+
 def setting_key(option: str) -> str:
     """A setting whatever its spelling: --max-batch-size, max-batch-size and max_batch_size are one."""
     return option.lstrip("-").replace("-", "_")
@@ -57,7 +75,7 @@ def asked_for(settings: dict[str, str], key: str) -> str | None:
 
 
 class ArmRequest(Record, frozen=True, kw_only=True):
-    """One side as asked for. `target` is native, triton or a URL (a server that somebody else started)."""
+    """One arm as asked for. `target` is native, triton or a URL (a server that somebody else started)."""
 
     label: Label
     target: str
@@ -124,9 +142,9 @@ class Cell(Record, frozen=True, kw_only=True):
 class Experiment(Record, frozen=True, kw_only=True):
     """Everything asked for. `seed` decides the order of the blocks; `equivalence_margin` is δ of the verdict."""
 
-    schema: Literal["abserve.experiment/1"] = "abserve.experiment/1"
-    a: ArmRequest
-    b: ArmRequest
+    schema: Literal["abserve.experiment/2"] = "abserve.experiment/2"
+    arms: tuple[ArmRequest, ...]
+    """The baseline first, and one more at least."""
     model: str
     weights: str
     payload: str
@@ -149,7 +167,7 @@ class Experiment(Record, frozen=True, kw_only=True):
     processes: int = 1
     """Of the load generator, which share the users or the rate."""
     restarts: int = 1
-    """How often both servers are started afresh; each restart gets its share of the pairs."""
+    """How often the servers are started afresh; each restart gets its share of the pairs."""
     until_decided: bool = False
     """Whether pairs are added until the leading comparison of every cell is decided: `Cell.pairs` are the least."""
     minutes: float | None = None
@@ -164,9 +182,33 @@ class Experiment(Record, frozen=True, kw_only=True):
     """Whether the engines of our own servers are measured alone when the servers are stopped."""
 
     @property
+    def labels(self) -> tuple[Label, ...]:
+        """Of the arms, the baseline's first."""
+        return tuple(arm.label for arm in self.arms)
+
+    @property
+    def baseline(self) -> ArmRequest:
+        """What the other arms are compared with."""
+        return self.arms[0]
+
+    def arm(self, label: Label) -> ArmRequest:
+        """By its label."""
+        return next(arm for arm in self.arms if arm.label == label)
+
+    @property
+    def pairings(self) -> tuple[Pairing, ...]:
+        """The baseline with each other arm."""
+        return tuple(Pairing(self.arms[0].label, arm.label) for arm in self.arms[1:])
+
+    @property
+    def pairings_of_others(self) -> tuple[Pairing, ...]:
+        """The other arms among themselves, which are ranked, too."""
+        return tuple(Pairing(*two) for two in combinations(self.labels[1:], 2))
+
+    @property
     def payloads(self) -> tuple[str, ...]:
-        """What is sent, A's first."""
-        return tuple(dict.fromkeys(self.payload_of(arm) for arm in (self.a, self.b)))
+        """What is sent, the baseline's first."""
+        return tuple(dict.fromkeys(self.payload_of(arm) for arm in self.arms))
 
     def payload_of(self, arm: ArmRequest) -> str:
         """What an arm is sent."""
@@ -241,7 +283,7 @@ class BlockRecord(Record, frozen=True, kw_only=True):
     pair: int
     label: Label
     position: int
-    """0 when this arm came first in its pair, else 1."""
+    """0 when this arm came first in its round."""
     started_at: str
     window_start_ns: int
     window_end_ns: int
@@ -302,7 +344,7 @@ class Environment(Record, frozen=True, kw_only=True):
 
 
 class ArmRecord(Record, frozen=True, kw_only=True):
-    """One side as in effect. None where the server does not tell."""
+    """One arm as in effect. None where the server does not tell."""
 
     label: Label
     title: str
@@ -323,17 +365,19 @@ class ArmRecord(Record, frozen=True, kw_only=True):
 
 
 class ParityCase(Record, frozen=True, kw_only=True):
-    """Answers of both arms to the same images. `reference` compares b with a; `alone` an arm's mixed batch with its
+    """Answers to the same images. `reference` compares an arm with the baseline; `alone` an arm's mixed batch with its
     own single answers."""
 
     name: str
+    label: Label
+    """Whose answers are compared."""
     kind: Literal["reference", "alone"]
     images: int
     cosine_min: float
     max_abs: float
     ok: bool
     relative_max: float | None = None
-    """Largest relative error of an item: ‖b − a‖ over ‖a‖; see `loadgen.statistics.agreement`."""
+    """Largest relative error of an item: ‖answer − expected‖ over ‖expected‖; see `loadgen.statistics.agreement`."""
     element_max: float | None = None
     """Largest relative error of an element, of those that are not small beside the others."""
     output: str | None = None
@@ -341,13 +385,13 @@ class ParityCase(Record, frozen=True, kw_only=True):
 
 
 class ParityRecord(Record, frozen=True, kw_only=True):
-    """Whether both arms compute the same function; speed is compared only then."""
+    """Whether all arms compute the same function; speed is compared only then."""
 
     cases: tuple[ParityCase, ...]
     ok: bool
     error: str | None = None
     precision: str | None = None
-    """The coarsest of both arms, which decides how much rounding may differ."""
+    """The coarsest of all arms, which decides how much rounding may differ."""
     tolerance_relative: float | None = None
     """Largest relative error of an item that passes."""
     tolerance_element: float | None = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import loadgen.report.document as doc
 from loadgen.analysis.result import Result
+from loadgen.comparison.claims import join
 from loadgen.report.sections import (
     checks,
     cold_starts,
@@ -20,12 +21,12 @@ from loadgen.report.sections import (
     verdict,
     why,
 )
-from loadgen.report.sections.charts import titles
+from loadgen.report.sections.charts import several, titles
 
 MakeSection = Callable[[Result], doc.Section | None]
 CONTENTS: Sequence[tuple[str, Sequence[MakeSection]]] = (
     ("", (verdict.caveats, verdict.verdict, verdict.overview, verdict.brief_why, verdict.brief_proof)),
-    ("Comparisons", (comparisons.comparisons, comparisons.thresholds)),
+    ("Comparisons", (comparisons.comparisons, comparisons.ranking, comparisons.thresholds)),
     ("Why", (why.why,)),
     (
         "Detail",
@@ -50,13 +51,14 @@ CONTENTS: Sequence[tuple[str, Sequence[MakeSection]]] = (
 
 def result_document(result: Result, contents: Sequence[tuple[str, Sequence[MakeSection]]] = CONTENTS) -> doc.Document:
     """The document of a result."""
-    arms = titles(result)
+    base, *others = titles(result).values()
+    what = f"{len(others) + 1} arms serving" if several(result) else "A/B of"
     return doc.Document(
-        f"{'VALID' if result.verdict.valid else 'INVALID'} · {arms['a']} against {arms['b']}",
+        f"{'VALID' if result.verdict.valid else 'INVALID'} · {base} against {join(others)}",
         tuple(
             doc.Chapter(title, tuple(section for make in makers if (section := make(result)) is not None))
             for title, makers in contents
         ),
-        about=f"A/B of {result.experiment.model}",
+        about=f"{what} {result.experiment.model}",
         started_at=result.environment.started_at if result.environment is not None else None,
     )

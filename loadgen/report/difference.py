@@ -6,16 +6,19 @@ import loadgen.report.document as doc
 from loadgen.analysis.run_difference import ComparisonChange, RunDifference
 from loadgen.comparison.pairs import METRICS
 from loadgen.quantities import ratio, ratio_interval
-from loadgen.report.sections.comparisons import SHORT, VERDICTS
+from loadgen.records.run import Label, Pairing, shown
+from loadgen.report.sections.comparisons import SHORT, verdict_words
 
 
 def difference(found: RunDifference) -> doc.Document:
     """The outcome, every comparison that both runs have, what was not compared, and what differs."""
     both = [one for one in found.comparisons if one.old_ratio is not None and one.new_ratio is not None]
+    several = _several(found)
+    ratios = "ratio" if several else next(map(_arms, both), "")
     missing: dict[str, list[str]] = {}
     for one in found.comparisons:
         if one.reason is not None:
-            missing.setdefault(one.reason, []).append(_name(one))
+            missing.setdefault(one.reason, []).append(_name(one, several))
     sections = (
         doc.section(
             "",
@@ -24,17 +27,19 @@ def difference(found: RunDifference) -> doc.Document:
             *(doc.Text(caveat, "warning") for caveat in found.caveats),
             doc.Table(
                 (
-                    *doc.names("scenario", "metric"),
-                    *doc.numbers("old B/A", "new B/A", "change", "95 % interval"),
+                    *doc.names("scenario", "metric", *(["arms"] if several else [])),
+                    *doc.numbers(f"old {ratios}", f"new {ratios}", "change", "95 % interval"),
                     *doc.names("outcome"),
                     doc.Column("verdict", on=doc.PAGES),
                 ),
-                [_row(one) for one in both],
+                [_row(one, found) for one in both],
                 grouped=True,
             ),
         ),
         _list(
-            "Other verdicts", [f"{_name(one)}: {_verdict(one)}" for one in both if one.verdict_changed], doc.TERMINAL
+            "Other verdicts",
+            [f"{_name(one, several)}: {_verdict(one)}" for one in both if one.verdict_changed],
+            doc.TERMINAL,
         ),
         _list("Not compared", [f"{', '.join(parts)}: {reason}" for reason, parts in missing.items()]),
         _list("What differs", [f"{one.name}: {_short(one.old)} → {_short(one.new)}" for one in found.differences]),
@@ -55,32 +60,48 @@ def headline(found: RunDifference) -> str:
     changed = [one for one in usable if one.outcome == "changed"]
     if not changed:
         return f"No change shown in any of {len(usable)} comparisons."
-    better = {arm: sum(1 for one in changed if one.better_for == arm) for arm in ("a", "b")}
-    parts = [f"{number} for {arm.upper()}" for arm, number in better.items() if number]
+    better = {arm: sum(1 for one in changed if one.better_for == arm) for arm in _labels(found)}
+    parts = [f"{number} for {shown(arm)}" for arm, number in better.items() if number]
     return f"{len(changed)} of {len(usable)} comparisons changed: {', '.join(parts)}."
 
 
-def _row(one: ComparisonChange) -> tuple[str | doc.Cell, ...]:
+def _labels(found: RunDifference) -> list[Label]:
+    """Of the arms of either run, the baseline's first."""
+    return list(dict.fromkeys(label for one in found.comparisons for label in (one.baseline, one.arm)))
+
+
+def _several(found: RunDifference) -> bool:
+    return len({(one.baseline, one.arm) for one in found.comparisons}) > 1
+
+
+def _arms(one: ComparisonChange) -> str:
+    return f"{shown(one.arm)}/{shown(one.baseline)}"
+
+
+def _row(one: ComparisonChange, found: RunDifference) -> tuple[str | doc.Cell, ...]:
     arm = one.better_for
-    short = f"{arm.upper()} gained" if arm else "?" if one.change_ci95 is None else " "
+    short = f"{shown(arm)} gained" if arm else "?" if one.change_ci95 is None else " "
+    style = doc.ARM_STYLES[_labels(found).index(arm) % len(doc.ARM_STYLES)] if arm else None
     return (
         one.scenario,
         doc.Cell(METRICS[one.metric].title, short=SHORT.get(one.metric, "")),
+        *([_arms(one)] if _several(found) else []),
         ratio(one.old_ratio, one.old_ci95),
         ratio(one.new_ratio, one.new_ci95),
         ratio(one.change, one.change_ci95),
         ratio_interval(one.change_ci95),
-        doc.Cell(one.outcome + (f", better for {arm.upper()}" if arm else ""), arm, short),
+        doc.Cell(one.outcome + (f", better for {shown(arm)}" if arm else ""), style, short),
         _verdict(one),
     )
 
 
-def _name(one: ComparisonChange) -> str:
-    return f"{METRICS[one.metric].title} in {one.scenario}"
+def _name(one: ComparisonChange, several: bool) -> str:
+    return f"{METRICS[one.metric].title} in {one.scenario}" + (f" ({_arms(one)})" if several else "")
 
 
 def _verdict(one: ComparisonChange) -> str:
-    old, new = (VERDICTS[name][0] if name is not None else "–" for name in (one.old_verdict, one.new_verdict))
+    pairing = Pairing(one.baseline, one.arm)
+    old, new = ("–" if name is None else verdict_words(name, pairing) for name in (one.old_verdict, one.new_verdict))
     return f"{old} → {new}" if one.verdict_changed else new
 
 

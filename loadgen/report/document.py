@@ -11,8 +11,12 @@ from dataclasses import dataclass, field, replace
 from enum import Flag, auto
 from typing import Any, Literal
 
-Style = Literal["ok", "failed", "warning", "unknown", "note", "a", "b"]
-"""What a text means, for its colour and its mark; `a` and `b` are the arms' own colours."""
+Style = Literal[
+    "ok", "failed", "warning", "unknown", "note",
+    "arm-0", "arm-1", "arm-2", "arm-3", "arm-4", "arm-5", "arm-6", "arm-7",
+]  # fmt: skip
+"""What a text means, for its colour and its mark; each arm has a colour of its own, by its place in the experiment."""
+ARM_STYLES: tuple[Style, ...] = ("arm-0", "arm-1", "arm-2", "arm-3", "arm-4", "arm-5", "arm-6", "arm-7")
 MARKS: dict[str, str] = {"failed": "✗", "warning": "!", "unknown": "?", "note": "·", "ok": "✓"}
 Figure = dict[str, Any]
 """A part of a Plotly figure, as plain data."""
@@ -175,7 +179,7 @@ class View:
 @dataclass(frozen=True, slots=True)
 class Chart:
     """`caption` says how to read it; `data` and `layout` are Plotly's, colours are names of the page's CSS variables
-    ("--a"), resolved in the browser. Its figures also stand in a table."""
+    ("--arm-0"), resolved in the browser. Its figures also stand in a table."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""How the cells stand while a run goes on: a table with a narrowing interval each, or a line a pair."""
+"""How the cells stand while a run goes on: a table with a narrowing interval for each arm, or a line for each pair."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.quantities import ratio, ratio_interval
+from loadgen.records.run import shown
 from loadgen.run.live_ratios import LiveRatio
 
 FIXED = "Nothing is stopped by what shows here, and the verdict comes after the checks."
@@ -20,26 +21,40 @@ _MIN_SPAN = math.log(1.05)
 def ratio_line(one: LiveRatio) -> str:
     """For a log: "concurrent(16) throughput B/A 1.31× (1.22–1.40) after 3 of 8 pairs"."""
     of = "" if one.planned is None else f" of {one.planned}"
-    standing = "B/A –" if one.ratio is None else f"B/A {ratio(one.ratio, one.ci95)}"
+    standing = f"{_which(one)} {ratio(one.ratio, one.ci95)}"
     interval = f" ({ratio_interval(one.ci95)})" if one.ci95 is not None else ""
     why = "" if one.ci95 is not None else f"; no interval: {one.reason}"
     return f"{one.cell}  {one.metric} {standing}{interval} after {one.pairs}{of} pairs{why}"
 
 
+def _which(one: LiveRatio) -> str:
+    return f"{shown(one.arm)}/{shown(one.baseline)}"
+
+
 def ratio_table(ratios: Sequence[LiveRatio], width: int) -> Table:
-    """A row a cell, for a terminal of `width` columns; all intervals on one axis, 1 in its middle."""
-    track = min(MAX_TRACK, max(MIN_TRACK, width - 62))
+    """A row for each cell and arm, for a terminal of `width` columns; all intervals on one axis, 1 in its middle. With
+    two arms the heading says which ratio it is, with more each row does."""
+    arms = {shown(one.arm) for one in ratios}
+    several = len(arms) > 1
+    heading = next((f"arm/{shown(one.baseline)}" if several else _which(one) for one in ratios), "")
+    used = 62 + max(0, len(heading) - 6) + (2 + max(map(len, arms)) if several else 0)
+    track = min(MAX_TRACK, max(MIN_TRACK, width - used))
     span = max((_reach(one) for one in ratios), default=_MIN_SPAN)
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for heading in ("cell", "pairs", "metric", "B/A", "95 % interval"):
-        right = heading in ("pairs", "B/A", "95 % interval")
-        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+    table.add_column("cell", no_wrap=True)
+    table.add_column("pairs", justify="right", no_wrap=True)
+    table.add_column("metric", no_wrap=True)
+    if several:
+        table.add_column("arm", overflow="fold")
+    table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("95 % interval", justify="right", no_wrap=True)
     table.add_column(_axis(track, span), no_wrap=True, width=track)
     for one in ratios:
         table.add_row(
             one.cell,
             f"{one.pairs}" if one.planned is None else f"{one.pairs}/{one.planned}",
             one.metric.removesuffix(" latency"),
+            *([shown(one.arm)] if several else []),
             ratio(one.ratio, one.ci95),
             ratio_interval(one.ci95),
             track_of(one, track, span),

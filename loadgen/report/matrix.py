@@ -1,6 +1,6 @@
 """`summary.md` and `index.html` of a matrix: a section for each transport and payload, with links to its reports.
 
-Every row compares A with B over the same transport with the same payload. Rows of different tables were measured one
+Every row compares arms over the same transport with the same payload. Rows of different tables were measured one
 after the other, not interleaved, and are not compared.
 """
 
@@ -16,10 +16,10 @@ from loadgen.comparison.comparisons import leading_comparisons
 from loadgen.experiment.combinations import Combination
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
-from loadgen.report.sections.comparisons import COLUMNS, comparison_cells
+from loadgen.report.sections.comparisons import against_baseline, comparison_cells, comparison_columns
 
 NOTE = (
-    "Each table compares A with B over one transport with one payload. The tables were measured one after the other, "
+    "Each table compares the arms over one transport with one payload. The tables were measured one after the other, "
     "so their figures are not compared with each other."
 )
 
@@ -50,22 +50,27 @@ def index(entries: Sequence[MatrixEntry]) -> doc.Document:
 
 def _section(entry: MatrixEntry) -> doc.Section:
     combination, result = entry.combination, entry.result
-    leading = [] if result is None else leading_comparisons(result.comparisons)
+    tables = [] if result is None else [_table(result)]
     return doc.Section(
         f"{combination.title}: {'VALID' if result is not None and result.valid else 'INVALID'}",
         (
-            doc.Text("This run stored nothing." if result is None else result.verdict.headline),
+            doc.Text("This run stored nothing." if result is None else result.verdict.sentence),
             doc.Link("summary", f"{combination.folder}/summary.md", on=doc.MARKDOWN),
             doc.Link("report", f"{combination.folder}/report.html"),
-            doc.Table(
-                (*COLUMNS, *doc.numbers("bytes of tensors a request")),
-                [
-                    (*comparison_cells(result, one), _payload(result, one.scenario))
-                    for one in leading
-                    if result is not None and one.ratio_b_over_a is not None
-                ],
-            ),
+            *tables,
         ),
+    )
+
+
+def _table(result: Result) -> doc.Table:
+    return doc.Table(
+        (*comparison_columns(result), *doc.numbers("bytes of tensors a request")),
+        [
+            (*comparison_cells(result, one), _payload(result, one.scenario))
+            for one in leading_comparisons(against_baseline(result))
+            if one.ratio is not None
+        ],
+        grouped=True,
     )
 
 

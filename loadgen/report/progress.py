@@ -19,7 +19,7 @@ from rich.text import Text
 from loadgen.analysis.checks.registry import Check
 from loadgen.analysis.checks.run import parity_figures
 from loadgen.comparison.summaries import BlockSummary
-from loadgen.records.run import ArmRecord, BlockRecord, ColdStart, ParityRecord
+from loadgen.records.run import ArmRecord, BlockRecord, ColdStart, ParityRecord, shown
 from loadgen.report.live import FIXED, OPEN, ratio_line, ratio_table
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.run.live_ratios import LiveRatios
@@ -69,15 +69,15 @@ class RichProgress:
 
     def arm_ready(self, record: ArmRecord) -> None:
         """Which server answers as which arm."""
-        self._say(f"{record.label.upper()} is {record.title} at {record.url}")
+        self._say(f"{shown(record.label)} is {record.title} at {record.url}")
 
     def cold_start_done(self, record: ColdStart) -> None:
         """One start."""
         if record.error is not None or record.ready_ns is None or record.first_answer_ns is None:
-            self._say(f"{record.label.upper()}  did not start: {record.error}", style="red")
+            self._say(f"{shown(record.label)}  did not start: {record.error}", style="red")
             return
         self._say(
-            f"{record.label.upper()}  ready after {record.ready_ns / 1e9:.2f} s, "
+            f"{shown(record.label)}  ready after {record.ready_ns / 1e9:.2f} s, "
             f"first answer after {record.first_answer_ns / 1e9:.2f} s"
         )
 
@@ -96,22 +96,23 @@ class RichProgress:
             self._say(f"! {line}")
 
     def block_done(self, record: BlockRecord, summary: BlockSummary, p50_ns: int | None) -> None:
-        """Throughput and median of one block; after its second one the ratio of the cell."""
+        """Throughput and median of one block; after the second of a pair its ratio."""
         seconds = (record.window_end_ns - record.window_start_ns) / 1e9
         rate = f"{record.items / seconds:9.1f} items/s" if seconds > 0 else "  no items  "
         p50 = "p50 –" if p50_ns is None else f"p50 {p50_ns / 1e6:8.2f} ms"
         problem = "" if record.complete and not record.errors else f"  {record.errors} errors {record.note or ''}"
-        line = f"{record.label.upper()}  {record.cell:<14} pair {record.pair + 1:<3}{rate}  {p50}{problem}"
+        line = f"{shown(record.label)}  {record.cell:<14} pair {record.pair + 1:<3}{rate}  {p50}{problem}"
         if problem or not self._console.is_terminal or self._ratios is None:
             self._say(line, style="red" if problem else "")
-        self._last_block = " ".join(f"{record.label.upper()} {record.cell}: {rate}, {p50}".split())
-        found = self._ratios.add(summary) if self._ratios is not None else None
-        if found is not None:
+        self._last_block = " ".join(f"{shown(record.label)} {record.cell}: {rate}, {p50}".split())
+        found = self._ratios.add(summary) if self._ratios is not None else []
+        if found:
             self._unprinted = True
-            if self._console.is_terminal:
-                self._live.refresh()
-            else:
-                self._say(ratio_line(found))
+        if found and self._console.is_terminal:
+            self._live.refresh()
+        elif found:
+            for one in found:
+                self._say(ratio_line(one))
 
     def _elapsed(self) -> float:
         return monotonic() - self._started
@@ -124,7 +125,8 @@ class RichProgress:
         self._spinner.update(text=Text(f"{self._phase}: {self._now}  ({_clock(self._elapsed())}{left})"))
         if not self._unprinted or self._ratios is None:
             return self._spinner
-        latest = self._ratios.latest
+        room = max(1, self._console.height - 5)
+        latest = self._ratios.latest[-room:]  # what is higher than the terminal would hide the moving line
         note = OPEN if self._ratios.until_decided else FIXED
         table = ratio_table(latest, self._console.width)
         return Group(table, Text(f"last: {self._last_block}", style="dim"), Text(note, style="dim"), self._spinner)

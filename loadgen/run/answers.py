@@ -1,7 +1,7 @@
 """Compares answers that were given under load with those to the same inputs sent alone.
 
 The generator keeps a seeded sample of each block's answers (`loadgen.generator.kept_answers`). When the load of a start
-of the servers is over, each kept item is sent again, alone, to arm A; an arm that is sent another payload than A is its
+of the servers is over, each kept item is sent again, alone, to the baseline; an arm that is sent another payload is its
 own reference, since values that vary are not the same picture in two payloads. So nothing is asked between blocks.
 """
 
@@ -72,8 +72,9 @@ class AnswersUnderLoad:
         self, arms: Mapping[Label, Arm], signatures: Mapping[Label, Signature], inputs: Inputs, restart: int
     ) -> None:
         """All that is kept, in one go, while nothing is under load. Raises `StorageError`."""
+        first = next(iter(arms))  # the baseline
         for label, arm in arms.items():
-            reference: Label = "a" if arms["a"].payload == arm.payload else label
+            reference = first if arms[first].payload == arm.payload else label
             own = [kept for kept in self.kept if kept.label == label]
             asked = ParityTarget(arms[reference].target, signatures[reference], inputs[arm.payload])
             cells = list(dict.fromkeys(kept.cell.name for kept in own))

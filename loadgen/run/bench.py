@@ -1,4 +1,4 @@
-"""What a phase under load works with: both servers up, alike in their answers and warmed, and a generator at hand."""
+"""What a phase under load works with: all servers up, alike in their answers and warmed, and a generator at hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures the arms' engines alone, by `abserve engine` in a process of its own, when both servers are stopped.
+"""Measures the arms' engines alone, by `abserve engine` in a process of its own, when all servers are stopped.
 
 A measurement that cannot be had is stored with its reason, and the run goes on.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from loadgen.deployment.process import ChildProcess, ProcessError
-from loadgen.records.run import ArmRecord, Experiment
+from loadgen.records.run import ArmRecord, Experiment, shown
 from loadgen.run.interruption import uninterrupted
 from loadgen.run.progress import Progress
 from loadgen.storage.store import RunStore
@@ -41,7 +41,7 @@ def measure_ceilings(
     done = [Ceiling(labels=(one.label,), reason=one.reason) for one in missing]
     store.write(Ceilings(measured=tuple(done)))
     for run in runs:
-        arms = " and ".join(label.upper() for label in run.labels)
+        arms = " and ".join(shown(label) for label in run.labels)
         progress.now(f"the engine of {arms} alone, at batches of {', '.join(map(str, run.sizes))}")
         limit_s = LOAD_TIMEOUT_S + SIZE_TIMEOUT_S * len(run.sizes) if timeout_s is None else timeout_s
         done.append(_measure(run, store, work, abserve, limit_s))

@@ -1,27 +1,28 @@
 """From no process to the first answer, several times, the arms taking turns.
 
-The page cache is warm: the files of both arms have been read before (by the export, by earlier repetitions), and nobody
-drops it. Ports are fresh for every start. The other arm is not running meanwhile.
+The page cache is warm: the files of all arms have been read before (by the export, by earlier repetitions), and nobody
+drops it. Ports are fresh for every start. The other arms are not running meanwhile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from loadgen.clients.bodies import failure_message
 from loadgen.clients.exchange import ConnectionRefused
 from loadgen.clients.transports import Body
 from loadgen.deployment.interface import DeploymentError, StartTimes
-from loadgen.experiment.schedule import pair_orders
+from loadgen.experiment.schedule import arm_orders
 from loadgen.records.run import ColdStart, Label
 from loadgen.run.arms import Arm
 
-CONDITIONS = "page cache warm, fresh ports, the other server stopped"
+CONDITIONS = "page cache warm, fresh ports, the other servers stopped"
 
 
-def cold_start_order(repetitions: int, seed: int) -> list[tuple[int, Label]]:
-    """(repetition, arm) in order: pairs of starts, the order inside them balanced as for blocks."""
-    orders = pair_orders(repetitions, Random(seed))
+def cold_start_order(labels: Sequence[Label], repetitions: int, seed: int) -> list[tuple[int, Label]]:
+    """(repetition, arm) in order: rounds of starts, the order inside them balanced as for blocks."""
+    orders = arm_orders(labels, repetitions, Random(seed))
     return [(repetition, label) for repetition, order in enumerate(orders) for label in order]
 
 

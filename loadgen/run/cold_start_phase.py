@@ -1,4 +1,4 @@
-"""The phase of cold starts: every repetition of both arms, of processes or of containers, each on disk at once.
+"""The phase of cold starts: every repetition of all arms, of processes or of containers, each on disk at once.
 
 Containers: the repetitions that are compared keep the compile caches; one more start of each arm, after them, finds
 those emptied and is in the account alone.
@@ -14,7 +14,7 @@ from loadgen.clients.transports import Body, prepare
 from loadgen.deployment.compose import ComposeDeployment
 from loadgen.deployment.embedded import EmbeddedDeployment
 from loadgen.experiment.forecast import Forecast
-from loadgen.records.run import ArmRecord, Caches, ColdStart, ContainerColdStart, Experiment, Label
+from loadgen.records.run import ArmRecord, Caches, ColdStart, ContainerColdStart, Experiment, Label, shown
 from loadgen.run.arms import Arm
 from loadgen.run.cold_start import cold_start_order, measure_cold_start
 from loadgen.run.container_cold_start import measure_container_cold_start
@@ -30,12 +30,12 @@ CONTAINER_BATCH_SIZES = (1, 8)
 
 
 def repetitions_of(experiment: Experiment) -> int:
-    """Pairs of starts that the experiment asks for."""
+    """Rounds of starts that the experiment asks for."""
     return sum(cell.pairs for cell in experiment.cells if cell.scenario == "cold-start")
 
 
 class ColdStartPhase:
-    """Begins with both servers stopped and leaves them so."""
+    """Begins with all servers stopped and leaves them so."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ColdStartPhase:
         repetitions = repetitions_of(self._experiment)
         order = [
             entry
-            for entry in cold_start_order(repetitions, self._experiment.seed)
+            for entry in cold_start_order(tuple(self._arms), repetitions, self._experiment.seed)
             if self._arms[entry[1]].deployment.launched
         ]
         sizes = self._batch_sizes(records)
@@ -71,7 +71,7 @@ class ColdStartPhase:
             else:
                 first[label] = prepare(arm.transport, inputs[arm.payload], signatures[label], [0])
         for number, (repetition, label) in enumerate(order, start=1):
-            self._progress.now(f"start {number} of {len(order)}: {label.upper()}")
+            self._progress.now(f"start {number} of {len(order)}: {shown(label)}")
             arm = self._arms[label]
             if isinstance(arm.deployment, ComposeDeployment):
                 record = as_cold_start(self._start_container(arm.deployment, arm, bodies[label], repetition, "cached"))
@@ -84,7 +84,7 @@ class ColdStartPhase:
             self._progress.plan(self._forecast.remaining_s())
         for label, arm in self._arms.items():
             if isinstance(arm.deployment, ComposeDeployment):
-                self._progress.now(f"{label.upper()} once more, with its compile caches emptied")
+                self._progress.now(f"{shown(label)} once more, with its compile caches emptied")
                 uncached = self._start_container(arm.deployment, arm, bodies[label], 0, "uncached")
                 self._progress.cold_start_done(as_cold_start(uncached))
 
@@ -111,7 +111,7 @@ class ColdStartPhase:
         return record
 
     def _batch_sizes(self, records: Mapping[Label, ArmRecord]) -> list[int]:
-        """The same for both arms: what both of them take."""
+        """The same for all arms: what all of them take."""
         limits = [size for r in records.values() if isinstance(size := r.in_effect.get("max_batch_size"), int)]
         wanted = {*CONTAINER_BATCH_SIZES, *(cell.batch_size for cell in self._experiment.cells)}
         return sorted(size for size in wanted if size <= max(1, min(limits, default=1)))
@@ -141,5 +141,5 @@ def as_cold_start(record: ContainerColdStart) -> ColdStart:
         ready_ns=record.ready_ns,
         first_answer_ns=record.first_answer_ns,
         error=record.error,
-        conditions=f"{record.conditions}, the other server stopped",
+        conditions=f"{record.conditions}, the other servers stopped",
     )

@@ -21,9 +21,9 @@ from loadgen.clients.requests import AddressError
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.deployment.interface import DeploymentError
 from loadgen.deployment.process import ProcessError
-from loadgen.experiment.schedule import schedule
+from loadgen.experiment.schedule import interleave
 from loadgen.generator.process import GeneratorError
-from loadgen.records.run import ArmRequest, Cell, Experiment, Label
+from loadgen.records.run import ArmRequest, Cell, Experiment, Label, shown
 from loadgen.run.arms import Arm
 from loadgen.run.bench import Bench
 from loadgen.run.cold_start_phase import READY_SECONDS
@@ -39,7 +39,7 @@ from loadgen.studies.causes.plan import (
     plan_counterfactuals,
     seconds_needed,
 )
-from loadgen.studies.causes.records import AS_IS, WITHOUT, Counterfactual, Explanation, Untested, Variant
+from loadgen.studies.causes.records import AS_IS, BESIDE, WITHOUT, Counterfactual, Explanation, Untested, Variant
 
 OBSTACLES = (
     AddressError, DeploymentError, EndpointError, GeneratorError, InputError, LoadError, ProcessError,
@@ -94,7 +94,7 @@ class _Explanation:
                 continue
             self._bench.progress.plan(self._bench.forecast.remaining_s() + needed * (1 - (number - 1) / len(plan)))
             self._bench.progress.now(
-                f"cause {number} of {len(plan)}: {counterfactual.label.upper()} with {counterfactual.changed}"
+                f"cause {number} of {len(plan)}: {shown(counterfactual.label)} with {counterfactual.changed}"
             )
             try:
                 self._measure(counterfactual)
@@ -131,10 +131,10 @@ class _Explanation:
                 self._prepare_bodies(arm)
             runner = LoadRunner(arms, bench.generator, store, SilentProgress(), seed=bench.experiment.seed)
             runner.warm_up(cells)
-            blocks = schedule(cells, bench.experiment.seed + counterfactual.number + 1)
+            blocks = interleave(cells, BESIDE, bench.experiment.seed + counterfactual.number + 1)
             for number, block in enumerate(blocks, start=1):
                 bench.progress.now(
-                    f"{counterfactual.label.upper()} with {counterfactual.changed}: block {number} of {len(blocks)}, "
+                    f"{shown(counterfactual.label)} with {counterfactual.changed}: block {number} of {len(blocks)}, "
                     f"{block.cell.name} {'as it is' if block.label == AS_IS else 'without'}"
                 )
                 runner.measure(block)
@@ -194,10 +194,8 @@ def varied_request(request: ArmRequest, variant: Variant) -> ArmRequest:
 
 def varied_experiment(experiment: Experiment, request: ArmRequest, variant: Variant) -> Experiment:
     """The experiment with that arm in its place."""
-    changed = {request.label: request}
-    return msgspec.structs.replace(
-        experiment, a=changed.get("a", experiment.a), b=changed.get("b", experiment.b), transport=variant.transport
-    )
+    arms = tuple(request if arm.label == request.label else arm for arm in experiment.arms)
+    return msgspec.structs.replace(experiment, arms=arms, transport=variant.transport)
 
 
 def _payload_bytes(blocks: Sequence[StoredBlock]) -> Mapping[Label, float]:

@@ -1,4 +1,4 @@
-"""Looks at both arms and at the machine right before the load, with the servers up and warm and nothing sent."""
+"""Looks at all arms and at the machine right before the load, with the servers up and warm and nothing sent."""
 
 from __future__ import annotations
 

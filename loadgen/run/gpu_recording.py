@@ -48,7 +48,7 @@ class GpuRecording:
         started has the status `error`."""
         self.file = "gpu/0000.jsonl"
         self.gaps: list[Window] = []
-        self.pids: dict[Label, set[int]] = {"a": set(), "b": set()}
+        self.pids: dict[Label, set[int]] = {}
         self.gap_s = gap_seconds() if gap_s is None else gap_s
         self._pending = b""
         self._process: ChildProcess | None = None
@@ -82,7 +82,7 @@ class GpuRecording:
 
     def processes(self, label: Label, pids: Iterable[int]) -> None:
         """Remember the processes of an arm's server; they only ever grow, as children come and go."""
-        self.pids[label].update(pids)
+        self.pids.setdefault(label, set()).update(pids)
 
     def stop(self) -> None:
         """Let it write its last line and end it. Bounded and idempotent."""

@@ -14,7 +14,7 @@ from loadgen.deployment.interface import Deployment, DeploymentError
 from loadgen.deployment.process import ProcessError
 from loadgen.documents import read_json
 from loadgen.generator.process import GeneratorError
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, shown
 from loadgen.run.arms import Arm
 from loadgen.run.gpu_control import control_cell, run_control
 from loadgen.run.gpu_recording import GpuRecording
@@ -53,7 +53,7 @@ class GpuStage:
         self._arms: Mapping[Label, Arm] = {}
         self._records: tuple[ArmRecord, ...] = ()
         self.recording: GpuRecording | None = None
-        """None without a GPU, or where both arms say that they execute on the CPU."""
+        """None without a GPU, or where all arms say that they execute on the CPU."""
 
     def start(self, arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> None:
         """Start the sampler where there is something for it to see, and complete the arms' records. Called again
@@ -113,14 +113,14 @@ class GpuStage:
     def _run_controls(self, make_runner: MakeRunner) -> dict[Label, ControlRun]:
         """Of one arm: it tells whether the detector can say no, which does not depend on the arm."""
         assert self.recording is not None
-        requests = (self._experiment.a, self._experiment.b)
+        requests = self._experiment.arms
         if not self._experiment.gpu_control or not all(request.embedded for request in requests):
             return {}
         if self._experiment.deployment != "embedded":
             self._progress.now("no negative control: the stack's servers stay on the device that .env gives them")
             return {}
         request = min(requests, key=lambda request: request.target != "native")
-        self._progress.now(f"{request.label.upper()} once more on the CPU, on purpose: the negative control")
+        self._progress.now(f"{shown(request.label)} once more on the CPU, on purpose: the negative control")
         try:
             control = run_control(
                 self._arms[request.label],

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from loadgen.comparison.comparisons import estimate_pairs
-from loadgen.comparison.pairs import leading_metric, pair_metrics
+from loadgen.comparison.pairs import PairedMetric, leading_metric, pair_metrics
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import load_cells
-from loadgen.records.run import Cell, Experiment
+from loadgen.records.run import Cell, Experiment, Label
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRatio:
-    """How one cell stands, in the metric that will stand for it."""
+    """How an arm stands beside the baseline in one cell, in the metric that will stand for it."""
 
     cell: str
+    baseline: Label
+    arm: Label
     metric: str
     """For people."""
     pairs: int
@@ -38,7 +42,7 @@ class LiveRatios:
         self._experiment = experiment
         self._cells: dict[str, Cell] = {cell.name: cell for cell in load_cells(experiment.cells)}
         self._blocks: dict[str, list[BlockSummary]] = {name: [] for name in self._cells}
-        self._latest: dict[str, LiveRatio] = {}
+        self._latest: dict[tuple[str, Label], LiveRatio] = {}
 
     @property
     def until_decided(self) -> bool:
@@ -47,27 +51,36 @@ class LiveRatios:
 
     @property
     def latest(self) -> tuple[LiveRatio, ...]:
-        """Every cell that has a complete pair, in the order of the experiment."""
-        return tuple(self._latest[name] for name in self._cells if name in self._latest)
+        """Every cell and arm with a complete pair, in the order of the experiment."""
+        every = ((name, arm) for name in self._cells for _, arm in self._experiment.pairings)
+        return tuple(self._latest[key] for key in every if key in self._latest)
 
-    def add(self, summary: BlockSummary) -> LiveRatio | None:
-        """Take in a block that has been stored; the cell's ratio where the block completes a pair, else None."""
+    def add(self, summary: BlockSummary) -> list[LiveRatio]:
+        """Take in a block that has been stored; the ratios of the pairs that it completes."""
         cell = self._cells.get(summary.cell)
         if cell is None or not summary.complete:
-            return None
+            return []
         blocks = self._blocks[cell.name]
         blocks.append(summary)
-        if not any(block.pair == summary.pair and block.label != summary.label for block in blocks):
-            return None
-        self._latest[cell.name] = self._estimate(cell, blocks)
-        return self._latest[cell.name]
-
-    def _estimate(self, cell: Cell, blocks: list[BlockSummary]) -> LiveRatio:
+        ran = {block.label for block in blocks if block.pair == summary.pair}
+        completed = {two for two in self._experiment.pairings if ran.issuperset(two) and summary.label in two}
         metric = leading_metric(cell)
-        paired = next(one for one in pair_metrics([cell], blocks, ()) if one.metric == metric)
+        own = msgspec.structs.replace(self._experiment, cells=(cell,))
+        found = [
+            self._estimate(paired)
+            for paired in pair_metrics(own, blocks, ())
+            if paired.metric == metric and paired.pairing in completed
+        ]
+        self._latest |= {(one.cell, one.arm): one for one in found}
+        return found
+
+    def _estimate(self, paired: PairedMetric) -> LiveRatio:
+        cell, metric = paired.cell, paired.metric
         _, estimate, _ = estimate_pairs(paired, self._experiment)
         return LiveRatio(
             cell=cell.name,
+            baseline=paired.pairing.baseline,
+            arm=paired.pairing.arm,
             metric=metric.title,
             pairs=estimate.pairs,
             planned=cell.pairs if self._experiment.minutes is None and not self._experiment.until_decided else None,

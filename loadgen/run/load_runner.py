@@ -15,7 +15,7 @@ from loadgen.experiment.schedule import ScheduledBlock
 from loadgen.generator.messages import Open, Outcome
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.machine.environment import utc_now
-from loadgen.records.run import BlockRecord, Cell, Label, MachineLoad, StageTotals
+from loadgen.records.run import BlockRecord, Cell, Label, MachineLoad, StageTotals, shown
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm
 from loadgen.run.gpu_recording import GpuRecording
@@ -63,7 +63,7 @@ class LoadRunner:
         slowest: dict[tuple[int, int], float] = {}
         for label, arm in self.arms.items():
             for batch_size, concurrency in sorted({_warm_up_shape(cell) for cell in cells}):
-                self.progress.now(f"{label.upper()}: batch {batch_size}, concurrency {concurrency}")
+                self.progress.now(f"{shown(label)}: batch {batch_size}, concurrency {concurrency}")
                 requests = 2 * concurrency if batch_size > 1 or concurrency > 1 else 5
                 shape = closed_loop(concurrency, requests, batch_size=batch_size, max_seconds=60.0)
                 outcome = self._generate(f"warm-up of arm {label}", arm, arm.load(shape, None))
@@ -93,7 +93,7 @@ class LoadRunner:
                     self.idle()
                 pair = block.pair
             of = "" if planned is None else f" of {planned}"
-            self.progress.now(f"block {block.index + 1}{of}: {block.label.upper()} {block.cell.name}")
+            self.progress.now(f"block {block.index + 1}{of}: {shown(block.label)} {block.cell.name}")
             started = monotonic()
             record, outcome = self._block(block)
             forecast.block_took(block, monotonic() - started)

@@ -1,4 +1,4 @@
-"""Whether both arms compute the same function: the same images sent to both as the load is, and answers compared."""
+"""Whether the arms compute the same function: the same images sent to each as the load is, and answers compared."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class ParityTarget:
 def check_parity(
     arms: Mapping[Label, ParityTarget], batch_sizes: Collection[int], tolerance: Tolerance
 ) -> ParityRecord:
-    """Ask both arms the same images: alone, in mixed batches sent at once (so that dynamic batching merges them), and
-    in one batch of each size. Every item must equal its reference but for rounding: b's a's, and an arm's in a batch
-    the same arm's alone."""
+    """Ask every arm, the baseline first, the same images: alone, in mixed batches sent at once (so that dynamic
+    batching merges them), and in one batch of each size. Every item must equal its reference but for rounding: an arm's
+    the baseline's, and an arm's in a batch the same arm's alone."""
     record = ParityRecord(
         cases=(),
         ok=False,
@@ -74,18 +74,21 @@ def _cases(arms: Mapping[Label, ParityTarget], batch_sizes: Sequence[int], toler
             raise ParityError(f"arm {label} does not answer the parity images: {exc}") from exc
     mixed_items = [item for batch in batches for item in batch]
     sizes = "+".join(str(len(batch)) for batch in batches)
-    compared: list[tuple[str, Literal["reference", "alone"], Answer, Answer]] = [
-        ("each image alone", "reference", alone["a"], alone["b"]),
-        (f"mixed batches {sizes} at once", "reference", merged["a"], merged["b"]),
-    ]
-    compared += [(f"one batch of {size}", "reference", full["a"][size], full["b"][size]) for size in whole]
+    first, *others = arms
+    compared: list[tuple[str, Label, Literal["reference", "alone"], Answer, Answer]] = []
+    for label in others:
+        of = "" if len(others) == 1 else f"{label}: "
+        compared.append((f"{of}each image alone", label, "reference", alone[first], alone[label]))
+        compared.append((f"{of}mixed batches {sizes} at once", label, "reference", merged[first], merged[label]))
+        for size in whole:
+            compared.append((f"{of}one batch of {size}", label, "reference", full[first][size], full[label][size]))
     for label in arms:
-        expected = _rows(alone[label], mixed_items)
-        compared.append((f"{label}: mixed batches {sizes} against alone", "alone", expected, merged[label]))
+        mixed = _rows(alone[label], mixed_items)
+        compared.append((f"{label}: mixed batches {sizes} against alone", label, "alone", mixed, merged[label]))
         for size, items in whole.items():
-            expected = _rows(alone[label], items)
-            compared.append((f"{label}: batch of {size} against alone", "alone", expected, full[label][size]))
-    return [compare_answers(name, kind, expected, actual, tolerance) for name, kind, expected, actual in compared]
+            one = _rows(alone[label], items)
+            compared.append((f"{label}: batch of {size} against alone", label, "alone", one, full[label][size]))
+    return [compare_answers(*case, tolerance) for case in compared]
 
 
 def _rows(answer: Answer, items: Sequence[int]) -> Answer:
@@ -104,13 +107,26 @@ def mixed_batches(items: int, max_batch_size: int) -> list[tuple[int, ...]]:
 
 
 def compare_answers(
-    name: str, kind: Literal["reference", "alone"], expected: Answer, actual: Answer, tolerance: Tolerance
+    name: str,
+    label: Label,
+    kind: Literal["reference", "alone"],
+    expected: Answer,
+    actual: Answer,
+    tolerance: Tolerance,
 ) -> ParityCase:
     """One case over all items of all outputs. Raises `ParityError` for other names, shapes or no finite numbers."""
     if expected.keys() != actual.keys():
         raise ParityError(f"{name}: outputs {sorted(actual)} instead of {sorted(expected)}")
     found = ParityCase(
-        name=name, kind=kind, images=0, cosine_min=1.0, max_abs=0.0, ok=True, relative_max=0.0, element_max=0.0
+        name=name,
+        label=label,
+        kind=kind,
+        images=0,
+        cosine_min=1.0,
+        max_abs=0.0,
+        ok=True,
+        relative_max=0.0,
+        element_max=0.0,
     )
     for output, reference in expected.items():
         answer = actual[output]

@@ -1,4 +1,4 @@
-"""The phases of a run that need both servers up and warmed, in their order.
+"""The phases of a run that need all servers up and warmed, in their order.
 
 A new one is a function of the bench and a line in `PHASES`. The bodies and the warm-up are of the experiment's load
 cells; a phase with other load shapes asks the bench for them.
@@ -41,7 +41,7 @@ def _load(bench: Bench) -> None:
     if rounds is not None:
         rounds.run()
         return
-    planned = schedule(experiment.cells, experiment.seed, experiment.restarts)
+    planned = schedule(experiment)
     blocks = [block for block in planned if block.restart == bench.restart]
     bench.load_runner().run(blocks, bench.forecast, planned=len(planned))
 
@@ -67,7 +67,7 @@ def _look(bench: Bench) -> None:
 def _probe(bench: Bench) -> None:
     """Whether an arm answers from memory what the load will repeat."""
     if bench.restart == 0:
-        bench.progress.now("new requests to both servers, among requests that they know")
+        bench.progress.now("new requests to every server, among requests that they know")
         probes = [
             probe_cache(arm, bench.inputs[arm.payload], bench.signatures[label]) for label, arm in bench.arms.items()
         ]

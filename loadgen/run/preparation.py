@@ -1,4 +1,4 @@
-"""What must exist before a server is asked: the exported model, the sample images, deployments for both arms."""
+"""What must exist before a server is asked: the exported model, the sample images, deployments for the arms."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def export_artefacts(
             "fp32" if experiment.payload_of(arm) == "fp32" else "uint8",
             "fp16" if arm.settings.get("precision") == "fp16" else "fp32",
         )
-        for arm in (experiment.a, experiment.b)
+        for arm in experiment.arms
         if needs_artefact(arm)
     }  # a JPEG variant executes the file of the UINT8 one, TF32 that of FP32
     for place, payload, precision in sorted(wanted):
@@ -105,7 +105,7 @@ def prepare_inputs(experiment: Experiment, folder: Path, abserve: Sequence[str] 
     try:
         write_samples(base_name(experiment.model), folder, abserve)
     except InputError:
-        if experiment.a.embedded or experiment.b.embedded:
+        if any(arm.embedded for arm in experiment.arms):
             raise
         return None
     return {payload: read_inputs(folder, payload) for payload in experiment.payloads}
@@ -115,9 +115,9 @@ def synthesise_inputs(experiment: Experiment, folder: Path, signatures: Mapping[
     """Seeded values by the servers' own metadata. Raises `InputError`, for different payloads too: values that are
     made up are not the same picture twice."""
     if len(experiment.payloads) > 1:
-        raise InputError(f"there are no pictures of {experiment.model} in two payloads; send both arms the same one")
-    write_synthetic(signatures["a"], folder, experiment.payload_of(experiment.a), experiment.seed)
-    payload = experiment.payload_of(experiment.a)
+        raise InputError(f"there are no pictures of {experiment.model} in two payloads; send all arms the same one")
+    payload = experiment.payload_of(experiment.baseline)
+    write_synthetic(signatures[experiment.baseline.label], folder, payload, experiment.seed)
     return {payload: read_inputs(folder, payload)}
 
 

@@ -3,8 +3,8 @@
 **By time** the rounds hold every scenario for the first part of it; the rest goes to the scenarios whose ratio is known
 least well. Which those are is read off the spread of their ratios and never off the ratios themselves, so a difference
 neither attracts nor repels further rounds and the interval of a fixed plan holds (Stein, Ann. Math. Statist. 16, 1945).
-**Until decided** a scenario drops out once its leading comparison names a winner or equivalence; what is looked at is
-what the report will say, on intervals that allow it.
+**Until decided** a scenario drops out once its leading comparisons with the baseline name a winner or equivalence; what
+is looked at is what the report will say, on intervals that allow it.
 
 Rounds are whole, and no round begins that would end too late. Looks happen while nothing is under load.
 """
@@ -17,13 +17,13 @@ from time import monotonic
 from loadgen.comparison.comparisons import Comparison, compare_all
 from loadgen.comparison.pairs import latencies_of
 from loadgen.comparison.summaries import summarise_blocks
-from loadgen.experiment.schedule import RoundPair, ScheduledBlock, endless_rounds, load_cells
+from loadgen.experiment.schedule import OpenRound, ScheduledBlock, endless_passes, load_cells
 from loadgen.quantities import ratio, ratio_interval
-from loadgen.records.run import Cell
+from loadgen.records.run import Cell, shown
 from loadgen.run.bench import Bench
 from loadgen.storage.stored_run import StoredBlock
 
-DECIDED = ("a_faster", "b_faster", "equivalent")
+DECIDED = ("arm_better", "baseline_better", "no_difference")
 FOR_ALL = 0.6
 """Of the time: the part in which every round holds every scenario."""
 NEEDY = 0.7
@@ -48,7 +48,7 @@ class Rounds:
 
     def forecast(self) -> str:
         """What is to come, in words."""
-        seconds = sum(self._bench.forecast.pair_s(cell) for cell in self._cells.values())
+        seconds = sum(self._bench.forecast.round_s(cell) for cell in self._cells.values())
         scenarios = f"{len(self._cells)} scenario{'s' if len(self._cells) > 1 else ''}"
         left = max(0.0, self._deadline - self._began)
         if self._bench.experiment.until_decided:
@@ -62,7 +62,7 @@ class Rounds:
         experiment = bench.experiment
         bench.forecast.load_ends_within(self._deadline - monotonic())
         first = max((block.record.pair for block in self._blocks), default=-1) + 1
-        rounds = endless_rounds(tuple(self._cells.values()), experiment.seed + bench.restart, first)
+        rounds = endless_passes(tuple(self._cells.values()), experiment.labels, experiment.seed + bench.restart, first)
         for number, chosen in enumerate(rounds):
             pairs = [one for one in chosen if one.cell.name in self._open]
             if number >= self._least:
@@ -76,11 +76,13 @@ class Rounds:
             done = runner.run(blocks, bench.forecast, last=False)
             self._blocks += done
             self._summaries += summarise_blocks(done)
-            self._beside = max(0.0, monotonic() - began - sum(bench.forecast.pair_s(one.cell) for one in pairs))
+            self._beside = max(0.0, monotonic() - began - sum(bench.forecast.round_s(one.cell) for one in pairs))
             if experiment.until_decided:
                 self._look()
-            elif number % 2 and number + 1 >= self._least and self._share_used() > FOR_ALL:
-                self._open = self._neediest()  # an even number of rounds, so that each is as often first as second
+            elif (
+                (number + 1) % len(experiment.arms) == 0 and number + 1 >= self._least and self._share_used() > FOR_ALL
+            ):
+                self._open = self._neediest()  # each arm has come equally often in each place
         runner.idle()
         bench.forecast.load_ends()
 
@@ -88,12 +90,12 @@ class Rounds:
         """Of the time for this load."""
         return (monotonic() - self._began) / max(self._deadline - self._began, 1e-9)
 
-    def _that_fit(self, pairs: list[RoundPair]) -> list[RoundPair]:
+    def _that_fit(self, pairs: list[OpenRound]) -> list[OpenRound]:
         """Until decided all or nothing; by time as many as there is time for."""
         left = self._deadline - monotonic() - self._beside
-        fitting: list[RoundPair] = []
+        fitting: list[OpenRound] = []
         for one in pairs:
-            seconds = self._bench.forecast.pair_s(one.cell)
+            seconds = self._bench.forecast.round_s(one.cell)
             if seconds <= left:
                 fitting.append(one)
                 left -= seconds
@@ -110,11 +112,10 @@ class Rounds:
 
     def _look(self) -> None:
         every = compare_all(self._bench.experiment, self._summaries, (), latencies=latencies_of(self._blocks))
-        leading = [c for c in every if c.leading]
-        for comparison in leading:
-            cell = self._open.get(comparison.scenario)
-            if cell is not None and is_settled(comparison, cell):
-                del self._open[comparison.scenario]
+        leading = [c for c in every if c.leading and c.baseline == self._bench.experiment.baseline.label]
+        for name, cell in list(self._open.items()):
+            if all(is_settled(c, cell) for c in leading if c.scenario == name):
+                del self._open[name]
         self._bench.progress.now("; ".join(_standing(c) for c in leading if c.scenario in self._cells))
 
 
@@ -126,6 +127,6 @@ def is_settled(comparison: Comparison, cell: Cell) -> bool:
 def _standing(comparison: Comparison) -> str:
     verdict = comparison.verdict.replace("_", " ")
     interval = "no interval yet" if comparison.ci95 is None else ratio_interval(comparison.ci95)
-    return f"{comparison.scenario}: {verdict} after {comparison.pairs} pairs, B/A " + (
-        f"{ratio(comparison.ratio_b_over_a, comparison.ci95)} ({interval})"
+    return f"{comparison.scenario}: {verdict} after {comparison.pairs} pairs, " + (
+        f"{shown(comparison.arm)}/{shown(comparison.baseline)} {ratio(comparison.ratio, comparison.ci95)} ({interval})"
     )

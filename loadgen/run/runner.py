@@ -1,8 +1,8 @@
 """Runs an experiment: brings the servers up, compares their answers, loads them, stores every record as it happens.
 
-Order: inputs and export → for each restart (both servers up → parity → warm-up → phases under load → servers down) →
+Order: inputs and export → for each restart (all servers up → parity → warm-up → phases under load → servers down) →
 engines alone → cold starts. Parity comes before any load, so that a wrong server costs no time; cold starts come last,
-when the page cache is warm for both. Under load both servers are up and one of them is asked. Which phases there are is
+when the page cache is warm for all. Under load all servers are up and one of them is asked. Which phases there are is
 in `loadgen.run.phases`, what they work with in `loadgen.run.bench`.
 """
 
@@ -52,7 +52,7 @@ from loadgen.run.preparation import (
     synthesise_inputs,
 )
 from loadgen.run.progress import Progress
-from loadgen.run.server_pair import ParityFailedError, ServerPair
+from loadgen.run.servers import ArmServers, ParityFailedError
 from loadgen.statistics.agreement import tolerance_of
 from loadgen.storage.run_lock import running
 from loadgen.storage.store import RunStore, StorageError
@@ -130,7 +130,7 @@ class _Run:
         self._store = store
         self._progress = progress
         self._phases = phases_of(experiment)
-        self._forecast = Forecast(experiment, schedule(experiment.cells, experiment.seed, experiment.restarts))
+        self._forecast = Forecast(experiment, schedule(experiment))
         self._began = monotonic()
         self._done: list[StoredBlock] = []
         self._resources = ExitStack()
@@ -148,7 +148,7 @@ class _Run:
         progress.plan(self._forecast.remaining_s())
         self._make_room()
         # first: a stack that is not up is said before anything is prepared
-        servers = ServerPair(experiment, store, progress, self._work, self._abserve)
+        servers = ArmServers(experiment, store, progress, self._work, self._abserve)
         self._resources.callback(servers.close)
         self.enter("preparing inputs")
         inputs = prepare_inputs(experiment, self._samples_folder, self._abserve)
@@ -215,7 +215,7 @@ class _Run:
 
     def _load(
         self,
-        servers: ServerPair,
+        servers: ArmServers,
         inputs: Inputs,
         signatures: Mapping[Label, Signature],
         records: Sequence[ArmRecord],
@@ -257,13 +257,11 @@ class _Run:
             bench.prepare_bodies([cell.batch_size for cell in cells])
         took = bench.warm_up(cells)
         alone_s = min((took[cell.name] / max(cell.batch_size, cell.concurrency) for cell in cells), default=0.0)
-        self._forecast.checks_take(2 * LEAST_ANSWERS * len(cells) * alone_s)
+        self._forecast.checks_take(len(self._experiment.arms) * LEAST_ANSWERS * len(cells) * alone_s)
         if first:
             self._experiment = msgspec.structs.replace(self._experiment, cells=sized(self._experiment.cells, took))
             self._store.write(self._experiment)
-            self._forecast.blocks_are(
-                schedule(self._experiment.cells, self._experiment.seed, self._experiment.restarts)
-            )
+            self._forecast.blocks_are(schedule(self._experiment))
         bench = replace(bench, experiment=self._experiment)
         self._gpu.start(servers.arms, records)
         for phase in self._phases:
@@ -280,7 +278,7 @@ class _Run:
 
     def _measure_cold_starts(
         self,
-        servers: ServerPair,
+        servers: ArmServers,
         inputs: Inputs,
         signatures: Mapping[Label, Signature],
         records: Sequence[ArmRecord],

@@ -1,7 +1,7 @@
 """Runs searches and ramps on servers that are up: trials whose load an earlier trial decided, each stored at once.
 
 Arms alternate as in blocks: a pair is one search on each arm, one after the other in an order that is drawn and
-balanced; of a ramp both arms take each rung in turn. Rates are a lattice of factors, so every search starts from a
+balanced; of a ramp all arms take each rung in turn. Rates are a lattice of factors, so every search starts from a
 rate of its own, drawn around a first guess: what the lattice adds to a found rate is then noise and no bias.
 """
 
@@ -20,7 +20,7 @@ from loadgen.experiment.schedule import ScheduledBlock, load_cells, search_sched
 from loadgen.generator.messages import Open, Outcome
 from loadgen.machine.environment import utc_now
 from loadgen.quantities import number
-from loadgen.records.run import Cell, Experiment, Label
+from loadgen.records.run import Cell, Experiment, Label, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, latencies_ms, read_samples
 from loadgen.run.bench import Bench
 from loadgen.run.load_runner import LoadError, closed_loop, common_fields
@@ -37,7 +37,7 @@ _PILOT_REQUESTS = 12
 
 def has_searches(experiment: Experiment) -> bool:
     """Whether any are asked for."""
-    return bool(search_schedule(experiment.cells, experiment.seed))
+    return bool(search_schedule(experiment))
 
 
 def run_searches(bench: Bench) -> None:
@@ -58,7 +58,7 @@ class _Searches:
         """All of them, in order."""
         bench = self._bench
         experiment = bench.experiment
-        whole = search_schedule(experiment.cells, experiment.seed, experiment.restarts)
+        whole = search_schedule(experiment)
         own = [entry for entry in whole if entry.restart == bench.restart]
         if own and not load_cells(experiment.cells):
             bench.prepare_bodies([1])
@@ -120,7 +120,7 @@ class _Searches:
         if allowed is None:
             raise LoadError(f"{cell.name}: {planned} requests say nothing about p99; a trial needs at least 459")
         self._bench.progress.now(
-            f"{entry.label.upper()} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late"
+            f"{shown(entry.label)} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late"
         )
         asked = msgspec.structs.replace(cell, rate_per_s=rate, max_seconds=longest_s)
         trial, outcome = self._trial(entry, step, asked, late_allowed=allowed)
@@ -150,7 +150,7 @@ class _Searches:
             rung = closed_loop(users, max(cell.requests, 4 * users), seconds=cell.seconds, max_seconds=cell.max_seconds)
             bench.warm_up([rung])
             for entry in turns if step % 2 == 0 else turns[::-1]:
-                bench.progress.now(f"{entry.label.upper()} with {users} users")
+                bench.progress.now(f"{shown(entry.label)} with {users} users")
                 trial, outcome = self._trial(entry, step, rung)
                 self._stored(entry, trial, outcome)
                 ladders[entry.label].record(trial.throughput_per_s or 0.0, trial.p50_ms)

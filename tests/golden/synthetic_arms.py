@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from loadgen.records.run import ArmRecord, Environment
 
@@ -27,8 +27,11 @@ def environment(gpu_status: str) -> Environment:
     )
 
 
-def arms(b_settings: Mapping[str, str], b_in_effect: Mapping[str, object]) -> list[ArmRecord]:
-    """A native torch and an embedded Triton; B also with these settings, as asked for and as in effect."""
+def arms(
+    b_settings: Mapping[str, str], b_in_effect: Mapping[str, object], others: Sequence[str] = ()
+) -> list[ArmRecord]:
+    """A native torch and an embedded Triton; B also with these settings, as asked for and as in effect. `others` are
+    labels of further native arms."""
     shared = {
         "precision": "fp32",
         "device": "cpu",
@@ -37,14 +40,18 @@ def arms(b_settings: Mapping[str, str], b_in_effect: Mapping[str, object]) -> li
         "max_queue_delay_us": 0,
         "weights": "random weights (seed 0)",
     }
-    return [
+    native = [
         ArmRecord(
-            label="a", title="native torch 2.15.0 fp32", target="native", url="http://127.0.0.1:8100",
+            label=label, title="native torch 2.15.0 fp32", target="native", url="http://127.0.0.1:8100",
             server_name="abserve-native", server_version="0.1.0", launched=True,
             argv=("abserve", "serve", "native", "--threads", "2"), settings={"threads": "2"},
             in_effect={"engine": "torch", "mode": "eager", **shared},
             model_config={"name": "openclip_vit_b32", "max_batch_size": 32}, gpu_info=None, artefact=None,
-        ),
+        )
+        for label in ("a", *others)
+    ]  # fmt: skip
+    return [
+        native[0],
         ArmRecord(
             label="b", title="Triton 2.51 python backend, onnxruntime 1.31.1 fp32", target="triton",
             url="http://127.0.0.1:8000", server_name="triton", server_version="2.51.0", launched=True,
@@ -53,4 +60,5 @@ def arms(b_settings: Mapping[str, str], b_in_effect: Mapping[str, object]) -> li
             model_config={"name": "openclip_vit_b32", "backend": "python", "max_batch_size": 32}, gpu_info=None,
             artefact={"sha256": "9f86d081884c7d659a2feaa0c55ad015", "bytes": 352_000_000},
         ),
+        *native[1:],
     ]  # fmt: skip

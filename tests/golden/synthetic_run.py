@@ -55,6 +55,8 @@ class Plan:
 
     a: SimulatedArm = field(default_factory=SimulatedArm)
     b: SimulatedArm = field(default_factory=lambda: SimulatedArm(5.0, 6.0, 2.5, reports_http=False, ready_s=5.5))
+    others: tuple[SimulatedArm, ...] = ()
+    """Native arms c, d, …"""
     pairs: int = 6
     requests: int = 200
     seed: int = 7
@@ -70,6 +72,11 @@ class Plan:
     weights: str = "random:0"
     margin: float = 0.03
     cells: tuple[Cell, ...] | None = None
+
+    @property
+    def arms(self) -> dict[str, SimulatedArm]:
+        """By their labels."""
+        return dict(zip("abcdefgh", (self.a, self.b, *self.others), strict=False))
 
 
 def cells(pairs: int, requests: int) -> tuple[Cell, ...]:
@@ -98,8 +105,11 @@ def write_run(directory: Path, plan: Plan | None = None) -> Path:
     plan = plan or Plan()
     rng = np.random.default_rng(plan.seed)
     experiment = Experiment(
-        a=ArmRequest(label="a", target="native"),
-        b=ArmRequest(label="b", target="triton", settings=plan.b_settings),
+        arms=(
+            ArmRequest(label="a", target="native"),
+            ArmRequest(label="b", target="triton", settings=plan.b_settings),
+            *(ArmRequest(label=label, target="native") for label in list(plan.arms)[2:]),
+        ),
         model="openclip_vit_b32",
         weights=plan.weights,
         payload="fp32",
@@ -114,10 +124,11 @@ def write_run(directory: Path, plan: Plan | None = None) -> Path:
         (directory / folder).mkdir(parents=True, exist_ok=True)
     _write(directory / "experiment.json", experiment)
     _write(directory / "environment.json", environment(plan.gpu_status))
-    _write(directory / "arms.json", arms(plan.b_settings, plan.b_in_effect))
+    _write(directory / "arms.json", arms(plan.b_settings, plan.b_in_effect, list(plan.arms)[2:]))
     cases = tuple(
         ParityCase(
             name=name,
+            label=label,
             kind=kind,
             images=n,
             cosine_min=plan.parity_cosine,
@@ -126,11 +137,12 @@ def write_run(directory: Path, plan: Plan | None = None) -> Path:
             relative_max=10 * (1 - plan.parity_cosine),
             element_max=20 * (1 - plan.parity_cosine),
         )
-        for name, kind, n in (
-            ("single images", "reference", 8),
-            ("batch of 7", "reference", 7),
-            ("A mixed batch", "alone", 7),
-            ("B mixed batch", "alone", 7),
+        for name, label, kind, n in (
+            ("single images", "b", "reference", 8),
+            ("batch of 7", "b", "reference", 7),
+            ("A mixed batch", "a", "alone", 7),
+            ("B mixed batch", "b", "alone", 7),
+            *((f"{label.upper()} single images", label, "reference", 8) for label in list(plan.arms)[2:]),
         )
     )
     ok = plan.parity_cosine >= 0.999
@@ -146,7 +158,7 @@ def write_run(directory: Path, plan: Plan | None = None) -> Path:
             tolerance_relative=tolerance.relative,
         )
         for cell in experiment.cells
-        for label in ("a", "b")
+        for label in plan.arms
         if cell.has_blocks
     ]  # fmt: skip
     _write(directory / "answers.json", compared)
@@ -165,13 +177,12 @@ def _write_loads(directory: Path, plan: Plan, experiment: Experiment, rng: np.ra
             _write(directory / "cold_starts.json", _cold_starts(plan, cell, rng))
             continue
         for pair in range(cell.pairs):
-            order = ("a", "b") if (pair % 4) in (0, 3) else ("b", "a")
-            for position, label in enumerate(order):
+            for position, label in enumerate(order_of(list(plan.arms), pair)):
                 if plan.cut_after is not None and index >= plan.cut_after:
                     if plan.state == "running":
                         _leave_partial(directory, index, cell, rng)
                     return
-                arm = plan.a if label == "a" else plan.b
+                arm = plan.arms[label]
                 speed = float(np.exp(rng.normal(0, plan.block_noise) + plan.drift * index / 80))
                 samples, stages, errors, cool_down = simulate(
                     arm, cell, rng, clock_ns, speed, index == plan.failing_block
@@ -192,6 +203,12 @@ def _write_loads(directory: Path, plan: Plan, experiment: Experiment, rng: np.ra
                 _write(directory / "blocks" / f"{index:04d}.json", record)
                 clock_ns = end_ns + 500_000_000
                 index += 1
+
+
+def order_of(labels: list[str], pair: int) -> list[str]:
+    """ABBA for two; for more, each comes first in turn."""
+    shift = int(pair % 4 not in (0, 3)) if len(labels) == 2 else pair % len(labels)
+    return labels[shift:] + labels[:shift]
 
 
 def machine(window_ns: int) -> MachineLoad:
@@ -282,7 +299,7 @@ def _leave_partial(directory: Path, index: int, cell: Cell, rng: np.random.Gener
 def _cold_starts(plan: Plan, cell: Cell, rng: np.random.Generator) -> list[ColdStart]:
     starts = []
     for repetition in range(cell.pairs):
-        for label, arm in (("a", plan.a), ("b", plan.b)):
+        for label, arm in plan.arms.items():
             factor = float(np.exp(rng.normal(0, 0.02)))
             ready_ns = int(arm.ready_s * factor * 1e9)
             starts.append(

@@ -21,6 +21,7 @@ PLANS = {
     "killed": Plan(pairs=4, state="running", cut_after=50),
     "errors": Plan(pairs=4, failing_block=3),
     "no-parity": Plan(pairs=4, parity_cosine=0.93),
+    "four-arms": Plan(pairs=4, others=(SimulatedArm(4.0, 5.4, 1.0, ready_s=4.2), SimulatedArm())),
 }
 
 
@@ -42,13 +43,15 @@ def test_markdown(tmp_path: Path, name: str, snapshot: SnapshotAssertion) -> Non
     assert render_markdown(result_document(analyse(write_run(tmp_path, PLANS[name])))) == snapshot
 
 
-def test_the_terminal_fits_eighty_columns(tmp_path: Path) -> None:
-    lines = shown(write_run(tmp_path, PLANS["decided"]), 80)
+@pytest.mark.parametrize("name", ["decided", "four-arms"])
+def test_the_terminal_fits_eighty_columns(tmp_path: Path, name: str) -> None:
+    lines = shown(write_run(tmp_path, PLANS[name]), 80)
     assert max(len(line) for line in lines) <= 80
     assert not any("…" in line for line in lines)
 
 
-def test_a_tiny_terminal_loses_nothing(tmp_path: Path) -> None:
-    lines = shown(write_run(tmp_path, PLANS["decided"]), 40)
+@pytest.mark.parametrize("name", ["decided", "four-arms"])
+def test_a_tiny_terminal_loses_nothing(tmp_path: Path, name: str) -> None:
+    lines = shown(write_run(tmp_path, PLANS[name]), 40)
     assert max(len(line) for line in lines) <= 40
     assert not any("…" in line for line in lines)

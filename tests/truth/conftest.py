@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ NO_SAMPLES = (sys.executable, "-c", "raise SystemExit(1)")
 
 @pytest.fixture
 def compare(tmp_path: Path) -> Iterator[Compare]:
-    """Starts both servers with their options and runs one comparison."""
+    """Starts the servers with their options and runs one comparison."""
     running: list[subprocess.Popen[str]] = []
 
     def start(label: str, options: str) -> ArmRequest:
@@ -32,11 +32,14 @@ def compare(tmp_path: Path) -> Iterator[Compare]:
         running.append(process)
         assert process.stdout is not None
         http, grpc = process.stdout.readline().split()
-        return ArmRequest(label=label, target=f"http://127.0.0.1:{http}", grpc=f"127.0.0.1:{grpc}")  # type: ignore[arg-type]
+        return ArmRequest(label=label, target=f"http://127.0.0.1:{http}", grpc=f"127.0.0.1:{grpc}")
 
-    def run(a: str, b: str, *cells: Cell, margin: float = 0.05, **changes: object) -> Result:
+    def run(
+        a: str, b: str, *cells: Cell, others: Sequence[str] = (), margin: float = 0.05, **changes: object
+    ) -> Result:
+        arms = tuple(start(label, options) for label, options in zip("abcdefgh", (a, b, *others), strict=False))
         fields: dict[str, object] = {
-            "a": start("a", a), "b": start("b", b), "model": "planted", "weights": "none", "payload": "fp32",
+            "arms": arms, "model": "planted", "weights": "none", "payload": "fp32",
             "transport": "http", "cells": cells, "preset": "quick", "seed": 3, "equivalence_margin": margin,
             "threads": 0,
         }  # fmt: skip

@@ -99,7 +99,7 @@ class Truth:
             requests=self.requests, seconds=0.0, max_seconds=60.0, pairs=self.pairs, **shape,  # type: ignore[arg-type]
         )  # fmt: skip
         return Experiment(
-            a=ArmRequest(label="a", target="native"), b=ArmRequest(label="b", target="triton"), model="m",
+            arms=(ArmRequest(label="a", target="native"), ArmRequest(label="b", target="triton")), model="m",
             weights="random:0", payload="fp32", transport="http", preset="quick", seed=0,
             equivalence_margin=self.margin, threads=1, cells=(cell,),
         )  # fmt: skip
@@ -107,31 +107,33 @@ class Truth:
 
 BASE = Arm()
 GAMMA = Arm(cv=0.5)
+SLOWER = ("baseline_better",)
+ALIKE = ("no_difference", "inconclusive")
 TRUTHS = (
-    Truth("fixed delay, identical", BASE, BASE, "throughput", 1.0, ("equivalent",), pairs=16),
-    Truth("random delay (gamma, CV 0.5), identical", GAMMA, GAMMA, "throughput", 1.0, ("equivalent", "undecided")),
+    Truth("fixed delay, identical", BASE, BASE, "throughput", 1.0, ("no_difference",), pairs=16),
+    Truth("random delay (gamma, CV 0.5), identical", GAMMA, GAMMA, "throughput", 1.0, ALIKE),
     *(
         Truth(
             f"+{percent} %", BASE, replace(BASE, mean_s=BASE.mean_s * (1 + percent / 100)), "latency_p50",
-            1 + percent / 100, ("a_faster",), margin=0.001, pairs=pairs,
+            1 + percent / 100, SLOWER, margin=0.001, pairs=pairs,
         )
         for percent, pairs in ((1, 48), (2, 24), (5, 16))
     ),
     Truth("+5 % of a random delay", GAMMA, replace(GAMMA, mean_s=0.0084), "throughput", 1 / 1.05,
-          ("a_faster", "undecided"), margin=0.001),
+          ("baseline_better", "inconclusive"), margin=0.001),
     Truth("heavier tail only: its p50", BASE, Arm(tail_share=0.03, tail_factor=4.0), "latency_p50", 1.0,
-          ("equivalent",), pairs=16, requests=700),
-    Truth("heavier tail only: its p99", BASE, Arm(tail_share=0.03, tail_factor=4.0), "latency_p99", 4.0, ("a_faster",),
+          ("no_difference",), pairs=16, requests=700),
+    Truth("heavier tail only: its p99", BASE, Arm(tail_share=0.03, tail_factor=4.0), "latency_p99", 4.0, SLOWER,
           pairs=16, requests=700),
-    Truth("200 ms stall every 10 s, open loop", BASE, Arm(stall_s=0.2), "latency_p99", 0.108 / 0.008, ("a_faster",),
+    Truth("200 ms stall every 10 s, open loop", BASE, Arm(stall_s=0.2), "latency_p99", 0.108 / 0.008, SLOWER,
           pairs=16, requests=1000, rate_per_s=100.0),
     Truth("200 ms stall every 10 s, closed loop", BASE, Arm(stall_s=0.2), "latency_p99", 1.0,
-          ("equivalent", "undecided"), requests=1250),
-    Truth("5 ms from the first byte to the last", BASE, Arm(body_s=0.005), "latency_p50", 13 / 8, ("a_faster",),
+          ALIKE, requests=1250),
+    Truth("5 ms from the first byte to the last", BASE, Arm(body_s=0.005), "latency_p50", 13 / 8, SLOWER,
           pairs=16),
     Truth("both slow down by 60 % a minute", Arm(drift_per_minute=0.6), Arm(drift_per_minute=0.6), "throughput", 1.0,
-          ("equivalent", "undecided")),
-    Truth("150/s at most, asked for 200/s", BASE, Arm(capacity_per_s=150.0), "achieved_rate", 0.75, ("a_faster",),
+          ALIKE),
+    Truth("150/s at most, asked for 200/s", BASE, Arm(capacity_per_s=150.0), "achieved_rate", 0.75, SLOWER,
           pairs=16, requests=800, rate_per_s=200.0),
 )  # fmt: skip
 
@@ -204,7 +206,7 @@ def _record(
 ) -> BlockRecord:
     is_open = cell.rate_per_s is not None
     return BlockRecord(
-        index=index, cell=cell.name, pair=pair, label=label, position=position,  # type: ignore[arg-type]
+        index=index, cell=cell.name, pair=pair, label=label, position=position,
         started_at="", window_start_ns=int(due[0] * NS), window_end_ns=int(end.max() * NS), samples="", complete=True,
         requests=len(due), items=len(due), errors=0, error_messages=(), generator_cpu_ns=0, server_cpu_ns=None,
         stages=None, offered=len(due) if is_open else None,

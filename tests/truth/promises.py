@@ -14,6 +14,8 @@ from scipy import special
 from loadgen.analysis.noise_floor import floor_of
 from loadgen.comparison.comparisons import LEADING_SHARE, compare_all, estimate_pairs, shared_correlation
 from loadgen.comparison.pairs import THROUGHPUT, Pair, PairedMetric
+from loadgen.comparison.ranking import rank
+from loadgen.records.run import Pairing
 from loadgen.run.rounds import NEEDY
 from loadgen.statistics.anytime import half_width, log_bayes_factors
 from loadgen.statistics.ratios import SIGNIFICANCE, adjust_holm, critical_t, estimate_ratio, estimate_restarts
@@ -49,14 +51,31 @@ MANY = 1000
 
 def false_winners(
     trials: int, noise: Noise, pairs: int, *, restarts: int = 1, restart_spread: float = 0.0,
-    resemblance: float = 0.0, cells: int = 7, margin: float = 0.05,
+    resemblance: float = 0.0, cells: int = 7, margin: float = 0.05, arms: int = 2,
 ) -> Share:  # fmt: skip
     """Runs of identical arms, seven scenarios with four metrics each, that name any winner."""
-    plan, rng = experiment(cells, pairs, margin, restarts=restarts), np.random.default_rng(2024)
+    plan, rng = experiment(cells, pairs, margin, restarts=restarts, arms=arms), np.random.default_rng(2024)
     runs = (
         simulate(plan, rng, noise, 1.0, "", restart_spread, resemblance, tails=trials >= MANY) for _ in range(trials)
     )
     return Share(sum(map(names_a_winner, runs)), trials)
+
+
+SPEEDS = {"b": 1.1, "c": 1.0, "d": 1.3}
+"""Of four arms, beside the baseline's 1."""
+
+
+def rankings(trials: int, noise: Noise, pairs: int) -> tuple[Share, Share]:
+    """Of four arms in three scenarios: those whose order and neighbours are as planted (d, b, then a and c, which are
+    alike), and those that call a and c unlike."""
+    plan, rng, right, wrong = experiment(3, pairs, 0.01, arms=4), np.random.default_rng(18), 0, 0
+    for _ in range(trials):
+        for found in rank(simulate(plan, rng, noise, SPEEDS), "a"):
+            alike = found.order[:2] == ("d", "b") and found.separated == (True, True, False)
+            right += alike
+            last = set(found.order[2:]) == {"a", "c"} and found.separated[2]
+            wrong += last
+    return Share(right, 3 * trials), Share(wrong, 3 * trials)
 
 
 def tail_coverage(trials: int, slow: float, pairs: int, requests: int) -> tuple[Share, Share]:
@@ -104,7 +123,7 @@ def two_stages(trials: int, effect: float) -> tuple[Share, Share]:
                 if error >= NEEDY * max(errors):
                     values += rng.normal(math.log(effect), spread, 2).tolist()
         paired = [
-            PairedMetric(one, THROUGHPUT, tuple(Pair(1.0, math.exp(value)) for value in values))
+            PairedMetric(one, THROUGHPUT, Pairing("a", "b"), tuple(Pair(1.0, math.exp(value)) for value in values))
             for one, values in zip(plan.cells, logs, strict=True)
         ]
         shared, _ = shared_correlation(paired)
@@ -250,7 +269,7 @@ def power_at_the_stated_effect(trials: int, noise: Noise, pairs: int, restarts: 
         stated = next(c for c in simulate(plan, rng, noise) if c.scenario == target).minimal_detectable_effect
         assert stated is not None
         again = next(c for c in simulate(plan, rng, noise, 1.0 + stated, target) if c.scenario == target)
-        found += again.verdict == "b_faster"
+        found += again.verdict == "arm_better"
     return Share(found, trials)
 
 

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from loadgen.records.run import Cell, Label
+from loadgen.records.run import Cell, Label, Pairing
 from loadgen.studies.causes.analyse import CauseEffect, MeasuredEffect, combine, difference, rank_causes
 from loadgen.studies.causes.records import CauseName
 
@@ -49,7 +49,9 @@ def test_intervals_cover_and_what_is_no_cause_stays_unnamed(count: int) -> None:
         total = combine([(1.0 if one.effect.label == "b" else -1.0, one.saved) for one in real])
         low, high = total.ci95_ms or (0.0, 0.0)
         covered += low <= SAVED_MS["b"] - SAVED_MS["a"] <= high
-        causes = rank_causes(CELL, pairs(rng, 12, 10.0, 20.0), [*real, *none], [], None, comparable=True)
+        causes = rank_causes(
+            CELL, Pairing("a", "b"), pairs(rng, 12, 10.0, 20.0), [*real, *none], [], None, comparable=True
+        )
         assert causes is not None
         found = {cause.name for cause in causes.causes if cause.found}
         named += len(found - {"transfer"})

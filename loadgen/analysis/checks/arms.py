@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loadgen.analysis.checks.registry import Facts, Outcome, fairness, per_arm
+from loadgen.analysis.checks.registry import Facts, Outcome, Severity, fairness, per_arm
+from loadgen.comparison.claims import join
 from loadgen.experiment.schedule import load_cells
 from loadgen.records.model_config import accelerators, backend_of, groups, kind_of, listed, mapping, whole
 from loadgen.records.payloads import base_name, without_backend
-from loadgen.records.run import ArmRecord, Cell, asked_for, setting_key
+from loadgen.records.run import ArmRecord, Cell, Experiment, asked_for, setting_key, shown
 
 NATIVE = "abserve-native"
 _MOST_NUMBER = 1e12
@@ -25,79 +26,87 @@ _MOST_SIZES = 4096
 """Beyond it nobody has a graph of each."""
 
 
-@fairness(title="same model", severity="invalidates", unknown="warns", remedy="Serve the same model on both arms.")
-def same_model(facts: Facts) -> list[Outcome]:
-    return _same(facts, "model")
+def _declare_same(name: str, setting: str, title: str, severity: Severity, remedy: str) -> None:
+    """Declare the check that a setting is the same on every arm."""
+
+    def find(facts: Facts) -> list[Outcome]:
+        return _compare(facts, setting)
+
+    find.__name__ = name
+    unknown: Severity = "warns" if severity == "invalidates" else "informs"
+    fairness(title=title, severity=severity, unknown=unknown, remedy=remedy)(find)
 
 
-@fairness(title="same weights", severity="invalidates", unknown="warns", remedy="Serve the same weights on both arms.")
-def same_weights(facts: Facts) -> list[Outcome]:
-    return _same(facts, "weights")
-
-
-@fairness(
-    title="same precision",
-    severity="invalidates",
-    unknown="warns",
-    remedy="Give both arms the same precision, or compare precisions on purpose.",
+_declare_same("same_model", "model", "same model", "invalidates", "Serve the same model on every arm.")
+_declare_same("same_weights", "weights", "same weights", "invalidates", "Serve the same weights on every arm.")
+_declare_same(
+    "same_precision",
+    "precision",
+    "same precision",
+    "invalidates",
+    "Give every arm the same precision, or compare precisions on purpose.",
 )
-def same_precision(facts: Facts) -> list[Outcome]:
-    return _same(facts, "precision")
-
-
-@fairness(
-    title="same device",
-    severity="invalidates",
-    unknown="warns",
-    remedy="Run both arms on the same device; look for an arm that fell back to the CPU.",
+_declare_same(
+    "same_device",
+    "device",
+    "same device",
+    "invalidates",
+    "Run every arm on the same device; look for an arm that fell back to the CPU.",
 )
-def same_device(facts: Facts) -> list[Outcome]:
-    return _same(facts, "device")
-
-
-@fairness(
-    title="same number of threads",
-    severity="invalidates",
-    unknown="warns",
-    remedy="Give both arms the same number of threads.",
+_declare_same(
+    "same_threads",
+    "threads",
+    "same number of threads",
+    "invalidates",
+    "Give every arm the same number of threads.",
 )
-def same_threads(facts: Facts) -> list[Outcome]:
-    return _same(facts, "threads")
-
-
-@fairness(
-    title="same largest batch",
-    severity="invalidates",
-    unknown="warns",
-    remedy="Give both arms the same maximal batch size.",
+_declare_same(
+    "same_max_batch_size",
+    "max_batch_size",
+    "same largest batch",
+    "invalidates",
+    "Give every arm the same maximal batch size.",
 )
-def same_max_batch_size(facts: Facts) -> list[Outcome]:
-    return _same(facts, "max_batch_size")
 
 
-def _same(facts: Facts, key: str) -> list[Outcome]:
-    """Different values are a fault, unless an arm was asked for them: then the arms differ on purpose, which the
-    report says, and the comparison is one of settings and not of servers."""
+def _compare(facts: Facts, key: str) -> list[Outcome]:
+    """Every arm with the baseline, or with the first arm that tells. One outcome for the arms that differ unasked, one
+    for those that differ as asked for and one for those that do not tell; one alone where all have the same.
+
+    Different values are a fault, unless an arm was asked for them: then the arms differ on purpose, which the report
+    says, and the comparison is one of settings and not of servers."""
     experiment, arms = facts.run.experiment, {arm.label: arm for arm in facts.run.arms}
-    a, b = arms.get("a"), arms.get("b")
-    have_a, have_b = _told(a, key), _told(b, key)
-    if key == "model" and experiment.payload_of(experiment.a) != experiment.payload_of(experiment.b):
-        have_a, have_b = (None if have is None else base_name(str(have)) for have in (have_a, have_b))
-    if key == "model" and experiment.deployment == "compose":
-        have_a, have_b = (None if have is None else without_backend(str(have)) for have in (have_a, have_b))
-    if key == "threads" and all(str(_told(arm, "device") or "").startswith("cuda") for arm in (a, b)):
-        return [Outcome(True, "both arms execute on a GPU: no threads to compare", None, "equal")]
-    if have_a is None or have_b is None:
-        silent = " and ".join(label for label, value in (("A", have_a), ("B", have_b)) if value is None)
-        verb = "do" if have_a is None and have_b is None else "does"
-        return [Outcome(None, f"{silent} {verb} not tell", None, "equal")]
-    if _equal(str(have_a), have_b):
-        return [Outcome(True, str(have_a), str(have_a), "equal")]
-    text = f"A {have_a}, B {have_b}"
-    if asked_for(experiment.a.settings, key) != asked_for(experiment.b.settings, key):
-        detail = f"{key} differs ({text}), as asked for: this compares settings and not servers alone"
-        return [Outcome(False, detail, text, "equal", severity="warns")]
-    return [Outcome(False, f"{key} differs ({text}), and nobody asked for that", text, "equal")]
+    have = {label: _told(arms.get(label), key) for label in experiment.labels}
+    if key == "threads" and all(str(_told(arms.get(label), "device") or "").startswith("cuda") for label in have):
+        return [Outcome(True, "every arm executes on a GPU: no threads to compare", None, "equal")]
+    known = {label: _comparable(str(value), key, experiment) for label, value in have.items() if value is not None}
+    outcomes = []
+    first, *rest = known or [experiment.baseline.label]
+    for on_purpose in (False, True):
+        wanted = asked_for(experiment.arm(first).settings, key)
+        apart = [
+            label
+            for label in rest
+            if not _equal(known[first], known[label])
+            and (asked_for(experiment.arm(label).settings, key) != wanted) == on_purpose
+        ]
+        if apart:
+            text = ", ".join(f"{shown(label)} {known[label]}" for label in (first, *apart))
+            detail = f"{key} differs ({text}), and nobody asked for that"
+            if on_purpose:
+                detail = f"{key} differs ({text}), as asked for: this compares settings and not servers alone"
+            outcomes.append(Outcome(False, detail, text, "equal", severity="warns" if on_purpose else None))
+    if silent := [shown(label) for label in have if label not in known]:
+        detail = f"{join(silent)} {'do' if len(silent) > 1 else 'does'} not tell"
+        outcomes.append(Outcome(None, detail, None, "equal"))
+    return outcomes or [Outcome(True, known[first], known[first], "equal")]
+
+
+def _comparable(value: str, key: str, experiment: Experiment) -> str:
+    """A model without what its name says of another payload, and in a stack of a backend."""
+    if key == "model" and len(experiment.payloads) > 1:
+        value = base_name(value)
+    return without_backend(value) if key == "model" and experiment.deployment == "compose" else value
 
 
 def _told(arm: ArmRecord | None, key: str) -> object:
@@ -123,7 +132,7 @@ def _equal(wanted: str, have: object) -> bool:
 )
 @per_arm
 def settings_in_effect(arm: ArmRecord) -> Outcome:
-    label, threshold = _letter(arm), "as asked for"
+    label, threshold = shown(arm.label), "as asked for"
     known = []
     for name, wanted in arm.settings.items():
         have = arm.in_effect.get(setting_key(name))
@@ -140,22 +149,20 @@ def settings_in_effect(arm: ArmRecord) -> Outcome:
     return Outcome(not overridden, detail, len(overridden), threshold)
 
 
-@fairness(
-    title="same queue delay",
-    severity="warns",
-    remedy="Give both arms the same queue delay, or compare delays on purpose.",
+_declare_same(
+    "same_queue_delay",
+    "max_queue_delay_us",
+    "same queue delay",
+    "warns",
+    "Give every arm the same queue delay, or compare delays on purpose.",
 )
-def same_queue_delay(facts: Facts) -> list[Outcome]:
-    return _same(facts, "max_queue_delay_us")
-
-
-@fairness(
-    title="same number of instances",
-    severity="warns",
-    remedy="Give both arms as many instances, or compare them on purpose.",
+_declare_same(
+    "same_instances",
+    "instances",
+    "same number of instances",
+    "warns",
+    "Give every arm as many instances, or compare them on purpose.",
 )
-def same_instances(facts: Facts) -> list[Outcome]:
-    return _same(facts, "instances")
 
 
 @fairness(
@@ -171,15 +178,15 @@ def _batch_limit(arm: ArmRecord, facts: Facts) -> Outcome:
     limit = whole(arm.in_effect.get("max_batch_size"))
     asked = max((cell.batch_size for cell in _cells(facts)), default=1)
     if limit is None:
-        return Outcome(None, f"{_letter(arm)} does not tell its largest batch", asked)
-    detail = f"{_letter(arm)} takes batches up to {limit}; the largest that is asked for is {asked}"
+        return Outcome(None, f"{shown(arm.label)} does not tell its largest batch", asked)
+    detail = f"{shown(arm.label)} takes batches up to {limit}; the largest that is asked for is {asked}"
     return Outcome(asked <= max(limit, 1), detail, asked, limit)
 
 
 @fairness(
     title="serial load meets no queue delay",
     severity="informs",
-    remedy="Set max-queue-delay-us to 0 for serial load, on both arms alike, or read these scenarios with it in mind.",
+    remedy="Set max-queue-delay-us to 0 for serial load, on all arms alike, or read these scenarios with it in mind.",
 )
 def serial_queue_delay(facts: Facts) -> list[Outcome]:
     return [_serial_queue_delay(arm, facts) for arm in facts.run.arms]
@@ -193,10 +200,10 @@ def _serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
         if cell.concurrency == 1 and not cell.is_open and not (limit is not None and cell.batch_size >= limit)
     ]
     if delay is None and arm.in_effect.get("dynamic_batching") is not False:
-        return Outcome(None, f"{_letter(arm)} does not tell its queue delay", None, 0)
+        return Outcome(None, f"{shown(arm.label)} does not tell its queue delay", None, 0)
     if delay is None:
-        return Outcome(True, f"{_letter(arm)} has no dynamic batcher", None, 0)
-    detail = f"{_letter(arm)}'s queue delay is {delay:,.0f} µs"
+        return Outcome(True, f"{shown(arm.label)} has no dynamic batcher", None, 0)
+    detail = f"{shown(arm.label)}'s queue delay is {delay:,.0f} µs"
     waits = delay > 0 and bool(serial)
     if waits:
         detail += f", and in {_some(serial)} nobody else's request can come"
@@ -206,23 +213,23 @@ def _serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
 @fairness(
     title="FP32 is FP32",
     severity="warns",
-    remedy='Set use_tf32 to "0" in the cuda accelerator of the configuration, or ask both arms for tf32.',
+    remedy='Set use_tf32 to "0" in the cuda accelerator of the configuration, or ask every arm for tf32.',
 )
 @per_arm
 def tf32(arm: ArmRecord) -> Outcome:
     precision, device = arm.in_effect.get("precision"), str(arm.in_effect.get("device") or "")
     threshold = "off under FP32"
     if device == "cpu" or (not device and kind_of(arm) == "KIND_CPU"):
-        return Outcome(True, f"{_letter(arm)} is on a CPU, which has none", None, threshold)
+        return Outcome(True, f"{shown(arm.label)} is on a CPU, which has none", None, threshold)
     if precision is not None and precision != "fp32":
-        return Outcome(True, f"{_letter(arm)} is {precision}", str(precision), threshold)
+        return Outcome(True, f"{shown(arm.label)} is {precision}", str(precision), threshold)
     if precision == "fp32":
-        return Outcome(True, f"{_letter(arm)} says fp32, and tf32 is another", "off", threshold)
+        return Outcome(True, f"{shown(arm.label)} says fp32, and tf32 is another", "off", threshold)
     if backend_of(arm) == "onnxruntime":
         told = next((p.get("use_tf32") for name, p in accelerators(arm) if name == "cuda" and "use_tf32" in p), None)
         how = f"use_tf32 is {told if told is not None else 'left to ONNX Runtime, which has it on'}"
-        return Outcome(told == "0", f"{_letter(arm)}: {how}", how, threshold)
-    return Outcome(None, f"{_letter(arm)} does not tell its precision", None, threshold)
+        return Outcome(told == "0", f"{shown(arm.label)}: {how}", how, threshold)
+    return Outcome(None, f"{shown(arm.label)} does not tell its precision", None, threshold)
 
 
 @fairness(
@@ -236,14 +243,13 @@ def model_warm_up(arm: ArmRecord) -> Outcome:
     if arm.model_config is None:
         return _untold(arm, threshold)
     if arm.server_name == NATIVE or (arm.in_effect.get("engine") and backend_of(arm) == "python"):
-        return Outcome(True, f"{_letter(arm)} warms its engine before it is ready", None, threshold)
+        return Outcome(True, f"{shown(arm.label)} warms its engine before it is ready", None, threshold)
     steps = listed(arm.model_config.get("model_warmup"))
     sizes = sorted({whole(step.get("batch_size")) or 0 for step in steps if isinstance(step, Mapping)})
-    detail = f"{_letter(arm)}: model_warmup of the batch sizes {_some([str(size) for size in sizes])}"
+    detail = f"{shown(arm.label)}: model_warmup of the batch sizes {_some([str(size) for size in sizes])}"
     if not sizes:
-        detail = (
-            f"{_letter(arm)} has no model_warmup: its first request of each batch size may be slow, in a cold start too"
-        )
+        slow = "its first request of each batch size may be slow, in a cold start too"
+        detail = f"{shown(arm.label)} has no model_warmup: {slow}"
     return Outcome(bool(sizes), detail, len(sizes), threshold)
 
 
@@ -257,9 +263,9 @@ def model_warm_up(arm: ArmRecord) -> Outcome:
 def metrics(arm: ArmRecord) -> Outcome:
     threshold = "no summaries, traces or verbose logs"
     if arm.server_name == NATIVE and arm.model_config is not None:
-        return Outcome(True, f"{_letter(arm)} keeps counters only", None, threshold)
+        return Outcome(True, f"{shown(arm.label)} keeps counters only", None, threshold)
     if arm.argv is None:
-        return Outcome(None, f"{_letter(arm)} was not started by us: its flags are unknown", None, threshold)
+        return Outcome(None, f"{shown(arm.label)} was not started by us: its flags are unknown", None, threshold)
     flags = " ".join(arm.argv).replace("=", " ")
     signs = {
         "summary_latencies": "summary_latencies true",
@@ -267,7 +273,7 @@ def metrics(arm: ArmRecord) -> Outcome:
         "tracing": "--trace-config",
     }
     found = [flag for flag, sign in signs.items() if sign in flags]
-    detail = f"{_letter(arm)} was started with {_some(found)}" if found else f"{_letter(arm)} has none of them"
+    detail = f"{shown(arm.label)} was started with {_some(found)}" if found else f"{shown(arm.label)} has none of them"
     return Outcome(not found, detail, len(found), threshold)
 
 
@@ -282,9 +288,9 @@ def response_cache(arm: ArmRecord) -> Outcome:
         return _untold(arm, "off")
     cache = arm.model_config.get("response_cache")
     if cache is None and arm.server_name not in (NATIVE, "triton"):  # these two leave out what is off
-        return Outcome(None, f"{_letter(arm)} does not report whether it has a response cache", None, "off")
+        return Outcome(None, f"{shown(arm.label)} does not report whether it has a response cache", None, "off")
     on = isinstance(cache, Mapping) and cache.get("enable") is True
-    detail = f"{_letter(arm)}'s response cache is {'on: an answer from it is no inference' if on else 'off'}"
+    detail = f"{shown(arm.label)}'s response cache is {'on: an answer from it is no inference' if on else 'off'}"
     return Outcome(not on, detail, "on" if on else "off", "off")
 
 
@@ -301,13 +307,13 @@ def cuda_graphs(arm: ArmRecord) -> Outcome:
         return _untold(arm, threshold)
     asked, backend = _graphs_asked(arm), backend_of(arm)
     if asked and backend != "tensorrt":
-        detail = f"{_letter(arm)}: the {backend or 'unknown'} backend ignores optimization.cuda.graphs"
+        detail = f"{shown(arm.label)}: the {backend or 'unknown'} backend ignores optimization.cuda.graphs"
         return Outcome(False, detail, "ignored", threshold)
     if backend == "onnxruntime" and any(p.get("enable_cuda_graph") in ("1", "true") for _, p in accelerators(arm)):
-        detail = f"{_letter(arm)}: enable_cuda_graph replays a graph while Triton binds new buffers: stale inputs"
+        detail = f"{shown(arm.label)}: enable_cuda_graph replays a graph while Triton binds new buffers: stale inputs"
         return Outcome(False, detail, "stale", threshold)
     told = "are asked for and taken" if asked else "are not asked for in its configuration"
-    return Outcome(True, f"{_letter(arm)}: CUDA graphs {told}", "on" if asked else "off", threshold)
+    return Outcome(True, f"{shown(arm.label)}: CUDA graphs {told}", "on" if asked else "off", threshold)
 
 
 @fairness(
@@ -325,15 +331,15 @@ def _graph_sizes(arm: ArmRecord, facts: Facts) -> Outcome:
     if arm.model_config is None:
         return _untold(arm, threshold)
     if not _graphs_asked(arm) or backend_of(arm) != "tensorrt":
-        return Outcome(True, f"{_letter(arm)} asks for no graphs by batch size", None, threshold)
+        return Outcome(True, f"{shown(arm.label)} asks for no graphs by batch size", None, threshold)
     cells, largest = _cells(facts), _largest(arm.model_config)
     wanted = {cell.batch_size for cell in cells if cell.batch_size <= largest}
     if any(cell.concurrency > 1 for cell in cells):
         wanted |= set(range(1, largest + 1))
     missing = sorted(wanted - captured_sizes(arm.model_config))
-    detail = f"{_letter(arm)}: the batch sizes {_some([str(size) for size in missing])} run without a CUDA graph"
+    detail = f"{shown(arm.label)}: the batch sizes {_some([str(size) for size in missing])} run without a CUDA graph"
     if not missing:
-        detail = f"{_letter(arm)}: all {len(wanted)} batch sizes that can occur have a graph"
+        detail = f"{shown(arm.label)}: all {len(wanted)} batch sizes that can occur have a graph"
     return Outcome(not missing, detail, len(missing), threshold)
 
 
@@ -383,13 +389,13 @@ def preferred_sizes(arm: ArmRecord) -> Outcome:
     text = _some([str(size) for size in sizes])
     ok = not sizes or filled_in or (meant and not beyond)
     if not sizes or filled_in:
-        detail = f"{_letter(arm)} prefers none"
+        detail = f"{shown(arm.label)} prefers none"
     elif ok:
-        detail = f"{_letter(arm)} prefers {text}, each with a profile"
+        detail = f"{shown(arm.label)} prefers {text}, each with a profile"
     elif beyond:
-        detail = f"{_letter(arm)} prefers batches of {text} and takes {limit} at most: they never form"
+        detail = f"{shown(arm.label)} prefers batches of {text} and takes {limit} at most: they never form"
     else:
-        detail = f"{_letter(arm)} prefers batches of {text}: smaller ones wait for the whole queue delay"
+        detail = f"{shown(arm.label)} prefers batches of {text}: smaller ones wait for the whole queue delay"
     return Outcome(ok, detail, text if sizes else None, threshold)
 
 
@@ -405,15 +411,14 @@ def cores(facts: Facts) -> list[Outcome]:
 
 def _cores(arm: ArmRecord, facts: Facts) -> Outcome:
     if str(arm.in_effect.get("device") or "").startswith("cuda") or kind_of(arm) == "KIND_GPU":
-        return Outcome(True, f"{_letter(arm)} executes on a GPU", None, facts.cores)
+        return Outcome(True, f"{shown(arm.label)} executes on a GPU", None, facts.cores)
     threads, instances = _number(arm.in_effect.get("threads")), _number(arm.in_effect.get("instances")) or 1
     if threads is None or facts.cores is None or not arm.launched:
-        detail = f"{_letter(arm)}'s threads, or the cores of its machine, are unknown"
+        detail = f"{shown(arm.label)}'s threads, or the cores of its machine, are unknown"
         return Outcome(None, detail, None, facts.cores)
     asked = int(threads * instances)
-    detail = (
-        f"{_letter(arm)} computes with {asked} threads ({threads:g} × {instances:g} instances) on {facts.cores} cores"
-    )
+    what = f"{asked} threads ({threads:g} × {instances:g} instances)"
+    detail = f"{shown(arm.label)} computes with {what} on {facts.cores} cores"
     return Outcome(asked <= facts.cores, detail, asked, facts.cores)
 
 
@@ -422,11 +427,7 @@ def _cells(facts: Facts) -> Sequence[Cell]:
 
 
 def _untold(arm: ArmRecord, threshold: str) -> Outcome:
-    return Outcome(None, f"{_letter(arm)} does not tell its configuration", None, threshold)
-
-
-def _letter(arm: ArmRecord) -> str:
-    return arm.label.upper()
+    return Outcome(None, f"{shown(arm.label)} does not tell its configuration", None, threshold)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,4 +1,5 @@
-"""Checks on the load: whether what was measured is the servers' doing or the load generator's, and was alike to both.
+"""Checks on the load: whether what was measured is the servers' doing or the load generator's, and was alike to
+every arm.
 
 Searches and ramps are asked the same as loads, of the trials that decided what they came to.
 """
@@ -10,10 +11,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from loadgen.analysis.checks.registry import CellFacts, Facts, Outcome, cell_scope, check
+from loadgen.comparison.claims import join
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.quantities import number, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s
-from loadgen.records.run import LABELS, Cell, Label
+from loadgen.records.run import Cell, Label, shown
 from loadgen.statistics.ratios import critical_t
 from loadgen.studies.rate_search.analyse import BUSY
 
@@ -26,7 +28,7 @@ SEARCH_WAIT_LIMIT = 0.1
 WARM_UP_LIMIT = 0.03
 WARM_UP_BLOCKS = 3
 WARM_UP_SIGNIFICANCE = 0.001
-"""A run asks this of every scenario and of both arms."""
+"""A run asks this of every scenario and of every arm."""
 UNKNOWN_CPU = "its CPU time is unknown"
 
 
@@ -114,7 +116,7 @@ def _ceiling(facts: Facts, cell: Cell, speeds: Sequence[tuple[Label, float]], ve
         return Outcome(None, "no calibration of this machine", None, CEILING_SHARE_LIMIT, scope)
     measured = []
     for label, speed in speeds:
-        payload = experiment.payload_of(experiment.a if label == "a" else experiment.b)
+        payload = experiment.payload_of(experiment.arm(label))
         ceiling = ceiling_images_per_s(
             calibration, experiment.transport, payload, cell.batch_size, experiment.processes
         )
@@ -124,7 +126,7 @@ def _ceiling(facts: Facts, cell: Cell, speeds: Sequence[tuple[Label, float]], ve
         return Outcome(None, "the calibration has no such cell", None, CEILING_SHARE_LIMIT, scope)
     used, label, speed, ceiling = max(measured, key=lambda one: one[0])
     detail = (
-        f"{label.upper()} {verb} {number(speed)} images/s, {share(used)} of the {number(ceiling)} that the generator "
+        f"{shown(label)} {verb} {number(speed)} images/s, {share(used)} of the {number(ceiling)} that the generator "
         "was calibrated for"
     )
     return Outcome(used <= CEILING_SHARE_LIMIT, detail, used, CEILING_SHARE_LIMIT, scope)
@@ -223,24 +225,24 @@ def _waits_in_search(facts: Facts, cell: Cell) -> Outcome:
 
 
 @check(
-    title="both servers kept their connections open",
+    title="the servers kept their connections open",
     severity="warns",
     remedy="Turn keep-alive on, or raise its limit of requests: that server's latency includes connecting again.",
 )
 def connections_kept(facts: Facts) -> Iterator[Outcome]:
     for load in facts.loads:
-        shares = {s.label.upper(): s.reconnect_share for s in load.summaries if s.reconnect_share is not None}
+        shares = {shown(s.label): s.reconnect_share for s in load.summaries if s.reconnect_share is not None}
         if not shares:
             yield Outcome(None, "it was not recorded", None, RECONNECT_LIMIT, load.scope)
             continue
-        told = ", ".join(f"{share(value)} of those to {label}" for label, value in sorted(shares.items()))
+        told = ", ".join(f"{share(value)} of those to {label}" for label, value in shares.items())
         detail = f"requests that had to connect again, inside their latency: {told}"
         worst = max(shares.values())
         yield Outcome(worst <= RECONNECT_LIMIT, detail, worst, RECONNECT_LIMIT, load.scope)
 
 
 @check(
-    title="both arms sustained the rate",
+    title="the arms sustained the rate",
     severity="informs",
     remedy="This is a result and no fault: compare latencies at a lower rate, and capacity by the achieved rate.",
 )
@@ -248,8 +250,8 @@ def rate_sustained(facts: Facts) -> Iterator[Outcome]:
     for load in facts.loads:
         if not load.cell.is_open:
             continue
-        loops = sorted((s.label, s.open_loop) for s in load.summaries if s.open_loop is not None)
-        saturated = [f"{label.upper()} was {loop.saturation}" for label, loop in loops if loop.saturation]
+        loops = [(s.label, s.open_loop) for s in load.summaries if s.open_loop is not None]
+        saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop.saturation]
         worst = min((loop.answered_share for _, loop in loops), default=None)
         detail = "no sample" if worst is None else f"{share(worst, 3)} was answered before the last request was due"
         ok = None if worst is None else not saturated
@@ -266,7 +268,7 @@ def warm_up(facts: Facts) -> Iterator[Outcome]:
     (a one-sided t test over an arm's blocks) must be exceeded."""
     for load in facts.loads:
         costs: dict[str, tuple[float, float]] = {}
-        for label in LABELS:
+        for label in facts.run.experiment.labels:
             lost = [
                 block.warm_up_share
                 for block in load.blocks
@@ -284,25 +286,24 @@ def warm_up(facts: Facts) -> Iterator[Outcome]:
         worst = max(costs, key=lambda label: costs[label][0] - costs[label][1])
         cost, noise = costs[worst]
         noisy = f", within the noise of {share(noise)} between blocks" if WARM_UP_LIMIT < cost <= noise else ""
-        detail = f"slow first requests cost {worst.upper()} {share(max(cost, 0.0))} of its time{noisy}"
+        detail = f"slow first requests cost {shown(worst)} {share(max(cost, 0.0))} of its time{noisy}"
         yield Outcome(cost <= max(WARM_UP_LIMIT, noise), detail, cost, WARM_UP_LIMIT, load.scope)
 
 
 @check(
-    title="both arms got requests of the same size",
+    title="the arms got requests of the same size",
     severity="invalidates",
     unknown="warns",
-    remedy="Send the same payload to both arms; with different ones this is not a comparison of servers.",
+    remedy="Send the same payload to every arm; with different ones this is not a comparison of servers.",
 )
 def same_payload_bytes(facts: Facts) -> Iterator[Outcome]:
-    limit = "1 % or 512 bytes"
+    limit, labels = "1 % or 512 bytes", facts.run.experiment.labels
     for load in facts.loads:
-        sizes = {
-            summary.label: summary.request_bytes for summary in load.summaries if summary.request_bytes is not None
-        }
-        if len(sizes) < 2:
-            yield Outcome(None, "not both arms answered", None, limit, load.scope)
+        sizes = {s.label: s.request_bytes for s in load.summaries if s.request_bytes is not None}
+        if len(sizes) < len(labels):
+            yield Outcome(None, "not every arm answered", None, limit, load.scope)
             continue
-        apart = abs(sizes["a"] - sizes["b"])
-        detail = f"a request is {sizes['a']:,.0f} bytes to A and {sizes['b']:,.0f} bytes to B"
-        yield Outcome(apart <= max(512.0, 0.01 * sizes["a"]), detail, apart, limit, load.scope)
+        apart = max(sizes.values()) - min(sizes.values())
+        told = join([f"{size:,.0f} bytes to {shown(label)}" for label, size in sizes.items()])
+        ok = apart <= max(512.0, 0.01 * sizes[labels[0]])
+        yield Outcome(ok, f"a request is {told}", apart, limit, load.scope)

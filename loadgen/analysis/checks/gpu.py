@@ -1,20 +1,22 @@
-"""Checks on where the arms ran: two arms are ranked as GPU servers only when both are proven to be, on the same GPU.
+"""Checks on where the arms ran: arms are ranked as GPU servers only when each is proven to be one, on the same GPU.
 
-Arms that both say they execute on the CPU need no proof: that is a CPU comparison, which the first line says.
+Arms that all say they execute on the CPU need no proof: that is a CPU comparison, which the first line says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sized
 
 from loadgen.analysis.checks.registry import Facts, Outcome, cell_scope, check
-from loadgen.records.run import Label
+from loadgen.comparison.claims import join
+from loadgen.records.run import Label, shown
 from loadgen.storage.stored_run import StoredRun
-from loadgen.studies.gpu_proof.decision import may_rank
-from loadgen.studies.gpu_proof.records import EvidenceFile, EvidenceRecord, Finding
+from loadgen.studies.gpu_proof.records import EvidenceRecord, Finding
 
+Evidence = Mapping[Label, EvidenceRecord | None]
+"""What was found of each arm, the baseline first."""
 EVERY_ARM = "every arm on a GPU"
-VERIFIED = "both arms GPU_VERIFIED on one GPU"
+VERIFIED = "every arm GPU_VERIFIED on one GPU"
 
 
 @check(
@@ -31,12 +33,12 @@ def gpu_present(facts: Facts) -> Iterator[Outcome]:
     value: str | None
     if sides and all(side is False for side in sides):
         here = status not in (None, "ok") and launched
-        where = "This machine has no GPU" if here else "Both arms ran on the CPU, as their servers report"
+        where = "This machine has no GPU" if here else f"{_all(sides)} arms ran on the CPU, as their servers report"
         value, detail = "cpu", f"{where}: this is a CPU comparison."
     elif True in sides and False in sides:
         value, detail = "one arm", f"{_mixed(run)}: they are not ranked."
     elif run.evidence is not None:
-        ok, sentence = may_rank(_evidence_of(run.evidence, "a", None), _evidence_of(run.evidence, "b", None))
+        ok, sentence = may_rank(_evidence(run, None))
         value, detail = ("verified", sentence) if ok else ("unproven", f"Not proven: {sentence}")
     elif True in sides:
         ok, value = None, "reported"
@@ -49,7 +51,7 @@ def gpu_present(facts: Facts) -> Iterator[Outcome]:
 
 
 @check(
-    title="both arms are proven to run on the same GPU",
+    title="the arms are proven to run on the same GPU",
     severity="invalidates",
     unknown="invalidates",
     remedy="Read the findings below and docs/gpu-proof.md: each code has its remedy there.",
@@ -66,10 +68,9 @@ def gpu_evidence(facts: Facts) -> Iterator[Outcome]:
         yield Outcome(None, detail, threshold=VERIFIED)
     else:
         for cell in run.experiment.cells:
-            judged = cell.name if cell.has_blocks else None
-            a, b = _evidence_of(run.evidence, "a", judged), _evidence_of(run.evidence, "b", judged)
-            ok, sentence = may_rank(a, b)
-            value = " and ".join(record.finding.value if record is not None else "nothing" for record in (a, b))
+            found = _evidence(run, cell.name if cell.has_blocks else None)
+            ok, sentence = may_rank(found)
+            value = join([record.finding.value if record is not None else "nothing" for record in found.values()])
             yield Outcome(ok, sentence.rstrip("."), value, VERIFIED, cell_scope(cell.name))
 
 
@@ -88,16 +89,39 @@ def negative_control(facts: Facts) -> Iterator[Outcome]:
         recognised = record.finding is Finding.CPU_FALLBACK
         yield Outcome(
             recognised and record.activity == "idle" if record.activity is not None or not recognised else None,
-            f"arm {record.label.upper()} on the CPU came out {record.finding}; "
+            f"arm {shown(record.label)} on the CPU came out {record.finding}; "
             f"the GPU was {record.activity or 'not to be judged'} meanwhile",
             record.finding.value,
             Finding.CPU_FALLBACK.value,
         )
 
 
-def _evidence_of(evidence: EvidenceFile, label: Label, cell: str | None) -> EvidenceRecord | None:
-    """The finding for one arm in a cell, or over all of them."""
-    return next((r for r in evidence.records if (r.label, r.cell, r.control) == (label, cell, False)), None)
+def may_rank(found: Evidence) -> tuple[bool, str]:
+    """Whether the arms may be compared as GPU arms, and why (not), in one sentence."""
+    uuids = {}
+    for label, record in found.items():
+        if record is None:
+            return False, f"Nothing shows where arm {shown(label)} ran."
+        if record.finding is not Finding.GPU_VERIFIED:
+            code = f" ({record.code})" if record.code is not None else ""
+            return False, f"Arm {shown(label)} is {record.finding}{code}: {record.sentence}"
+        uuids[label] = record.uuid
+    used = set(uuids.values())
+    if len(used) > 1 or None in used:
+        places = ", ".join(f"{shown(label)} on {uuid}" for label, uuid in uuids.items())
+        return False, f"The arms ran on different GPUs: {places}."
+    return True, f"{_all(found)} arms are GPU_VERIFIED on {used.pop()}."
+
+
+def _evidence(run: StoredRun, cell: str | None) -> Evidence:
+    """The findings for the arms in a cell, or over all of them."""
+    records = () if run.evidence is None else run.evidence.records
+    found = {record.label: record for record in records if (record.cell, record.control) == (cell, False)}
+    return {label: found.get(label) for label in run.experiment.labels}
+
+
+def _all(arms: Sized) -> str:
+    return "Both" if len(arms) == 2 else "All"
 
 
 def _sides(run: StoredRun) -> list[bool | None]:
@@ -108,8 +132,9 @@ def _sides(run: StoredRun) -> list[bool | None]:
 
 def _mixed(run: StoredRun) -> str:
     places = [
-        f"arm {arm.label.upper()} ran on {'a GPU' if side else 'the CPU'}"
+        f"arm {shown(arm.label)} ran on {'a GPU' if side else 'the CPU'}"
         for arm, side in zip(run.arms, _sides(run), strict=True)
+        if side is not None
     ]
-    text = " and ".join(places)
+    text = join(places)
     return text[0].upper() + text[1:]

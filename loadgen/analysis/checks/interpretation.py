@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from loadgen.analysis.batching import FORMED_FACTOR
-from loadgen.analysis.checks.registry import Facts, Outcome, cell_scope, check
+from loadgen.analysis.checks.registry import Facts, Outcome, cell_scope, check, leading_by_scenario
 from loadgen.analysis.noise_floor import is_self_comparison
+from loadgen.comparison.claims import join
 from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.comparison.stages import OVERLAP_LIMIT
 from loadgen.quantities import number, share
-from loadgen.records.run import LABELS
+from loadgen.records.run import shown
 
 QUEUE_SHARE_LIMIT = 0.05
 UNATTRIBUTED_LIMIT = 0.25
@@ -33,15 +34,15 @@ def batching_formed(facts: Facts) -> Iterator[Outcome]:
             continue
         known = {s.label: s.executed_batch_mean for s in load.summaries if s.executed_batch_mean is not None}
         least, limit = min(known.values(), default=None), FORMED_FACTOR * load.cell.batch_size
-        silent = [label.upper() for label in LABELS if label not in known]
+        silent = [shown(label) for label in facts.run.experiment.labels if label not in known]
         if silent:
-            detail = f"executed batches are unknown: {' and '.join(silent)} did not report them"
+            detail = f"executed batches are unknown: {join(silent)} did not report them"
             yield Outcome(None, detail, least, limit, load.scope)
             continue
-        idle = [label.upper() for label, mean in sorted(known.items()) if mean < limit]
-        detail = "mean executed batch: " + ", ".join(f"{k.upper()} {number(v)}" for k, v in sorted(known.items()))
+        idle = [shown(label) for label, mean in known.items() if mean < limit]
+        detail = "mean executed batch: " + ", ".join(f"{shown(k)} {number(v)}" for k, v in known.items())
         if idle:
-            detail += f"; batching never formed on {' and '.join(idle)}"
+            detail += f"; batching never formed on {join(idle)}"
         yield Outcome(not idle, detail, least, limit, load.scope)
 
 
@@ -56,7 +57,7 @@ def engine_ceiling(facts: Facts) -> Iterator[Outcome]:
         return
     highest = max(facts.shares, key=lambda one: one.share)
     detail = (
-        f"at most {share(highest.share)} of what the engine does alone, by {highest.label.upper()} in {highest.cell} "
+        f"at most {share(highest.share)} of what the engine does alone, by {shown(highest.label)} in {highest.cell} "
         f"at batch {highest.batch}"
     )
     yield Outcome(highest.share <= LARGEST_SHARE, detail, round(highest.share, 4), LARGEST_SHARE)
@@ -69,17 +70,17 @@ def engine_ceiling(facts: Facts) -> Iterator[Outcome]:
 )
 def queue_delay(facts: Facts) -> Iterator[Outcome]:
     for load in facts.loads:
-        if load.cell.concurrency > 1 or load.account is None:
+        if load.cell.concurrency > 1:
             continue
         waits = {
             arm.label: (wait_ms, wait_ms / arm.client_total_ms)
-            for arm in (load.account.a, load.account.b)
-            if arm and not arm.contradictions and (wait_ms := arm.stages_ms["queue"]) is not None
+            for arm in load.stages
+            if not arm.contradictions and (wait_ms := arm.stages_ms["queue"]) is not None
         }
         if waits:
             worst = max(waits, key=lambda label: waits[label][1])
             wait_ms, part = waits[worst]
-            detail = f"{worst.upper()} waited {number(wait_ms)} ms in its queue, {share(part)} of a request"
+            detail = f"{shown(worst)} waited {number(wait_ms)} ms in its queue, {share(part)} of a request"
             yield Outcome(part <= QUEUE_SHARE_LIMIT, detail, part, QUEUE_SHARE_LIMIT, load.scope)
 
 
@@ -91,17 +92,15 @@ def queue_delay(facts: Facts) -> Iterator[Outcome]:
 )
 def stage_account(facts: Facts) -> Iterator[Outcome]:
     for load in facts.loads:
-        if load.account is None:
-            continue
-        arms = [arm for arm in (load.account.a, load.account.b) if arm]
+        arms = load.stages
         if not arms:
             yield Outcome(None, "no server reports stages", scope=load.scope)
             continue
-        faults = [f"{arm.label.upper()}: {text}" for arm in arms for text in arm.contradictions]
+        faults = [f"{shown(arm.label)}: {text}" for arm in arms for text in arm.contradictions]
         contradicted = bool(faults)
         largest = max((arm.stages_ms["unattributed"] or 0.0) / arm.client_total_ms for arm in arms)
         for arm in arms:
-            label, rest_ms = arm.label.upper(), arm.stages_ms["unattributed"] or 0.0
+            label, rest_ms = shown(arm.label), arm.stages_ms["unattributed"] or 0.0
             rest = rest_ms / arm.client_total_ms
             if rest > UNATTRIBUTED_LIMIT:
                 faults.append(f"{share(rest)} of a request to {label} ({number(rest_ms)} ms) is in no stage")
@@ -124,13 +123,14 @@ def stage_account(facts: Facts) -> Iterator[Outcome]:
 )
 def sensitivity(facts: Facts) -> Iterator[Outcome]:
     margin = facts.run.experiment.equivalence_margin
-    for leading in leading_comparisons(facts.comparisons):
-        effect = leading.minimal_detectable_effect
+    for scenario, leading in leading_by_scenario(facts.comparisons).items():
+        effects = [one.minimal_detectable_effect for one in leading]
+        effect = None if None in effects else max(one for one in effects if one is not None)
         detail = "the smallest difference that it can see is unknown"
         if effect is not None:
             detail = f"a true difference of {share(effect)} would be named in 80 % of such runs (δ is {share(margin)})"
         ok = None if effect is None else effect <= margin
-        yield Outcome(ok, detail, effect, margin, cell_scope(leading.scenario))
+        yield Outcome(ok, detail, effect, margin, cell_scope(scenario))
 
 
 def _leading_loads(facts: Facts) -> list[Comparison]:
@@ -141,16 +141,16 @@ def _leading_loads(facts: Facts) -> list[Comparison]:
 @check(
     title="the intervals cover restarts of the servers",
     severity="informs",
-    remedy="Ask for --restarts 5 or more: each is a fresh start of both servers with its share of the pairs.",
+    remedy="Ask for --restarts 5 or more: each is a fresh start of the servers with its share of the pairs.",
 )
 def restarts(facts: Facts) -> Iterator[Outcome]:
     loads, starts = _leading_loads(facts), facts.run.experiment.restarts
     if not loads:
         return
     effects = [c.restart_effect for c in loads if c.restart_effect is not None]
-    detail = "both servers were started once: what a restart changes is in no interval"
+    detail = "the servers were started once: what a restart changes is in no interval"
     if starts > 1:
-        detail = f"{starts} starts of both servers"
+        detail = f"{starts} starts of the servers"
         if effects:
             detail += f"; a restart changes the ratio by {share(max(effects))} (standard deviation) at most"
     yield Outcome(starts >= COVERING_RESTARTS, detail, starts, COVERING_RESTARTS)
@@ -170,7 +170,7 @@ def noise_floor(facts: Facts) -> Iterator[Outcome]:
         yield Outcome(None, "never measured on this machine")
         return
     detail = f"identical arms differ by up to {share(max(floors))} on this machine"
-    within = [c.scenario for c in loads if c.reason is not None and "noise floor" in c.reason]
+    within = dict.fromkeys(c.scenario for c in loads if c.reason is not None and "noise floor" in c.reason)
     if within:
         detail += f"; no verdict for it on {', '.join(within)}"
     yield Outcome(True, detail, max(floors))
@@ -187,17 +187,17 @@ def trained_weights(facts: Facts) -> Iterator[Outcome]:
     """By what each server reports; of a server that this tool has started with its weights, by what it was given."""
     experiment = facts.run.experiment
     told = {arm.label: str(w) for arm in facts.run.arms if (w := arm.in_effect.get("weights")) is not None}
-    for request in (experiment.a, experiment.b):
+    for request in experiment.arms:
         if request.embedded and experiment.deployment == "embedded":
             told[request.label] = experiment.weights
-    silent = [label.upper() for label in LABELS if label not in told]
+    silent = [shown(label) for label in experiment.labels if label not in told]
     named = ", ".join(dict.fromkeys(told.values()))
     random = next((name for name in told.values() if name.startswith("random")), None)
     detail = f"weights: {named}" if named else "weights unknown"
     if random is not None:
         detail = f"random weights ({random}): the speed is real, the embeddings mean nothing"
     if silent:
-        missing = f"{' and '.join(silent)} {'do' if len(silent) > 1 else 'does'} not report them"
+        missing = f"{join(silent)} {'do' if len(silent) > 1 else 'does'} not report them"
         detail += f"; {missing}" if named else f": {missing}"
     ok = False if random is not None else None if silent else True
     yield Outcome(ok, detail, random or named or None, "trained")
@@ -213,7 +213,7 @@ def native_backend(facts: Facts) -> Iterator[Outcome]:
     for arm in facts.run.arms:
         if (arm.model_config or {}).get("backend") == "python":
             detail = (
-                f"{arm.label.upper()} is Triton {arm.server_version or ''} with its python backend: this says nothing "
+                f"{shown(arm.label)} is Triton {arm.server_version or ''} with its python backend: this says nothing "
                 "about Triton's native onnxruntime and tensorrt backends"
             )
             yield Outcome(False, detail, "python", "onnxruntime or tensorrt")

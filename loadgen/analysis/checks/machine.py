@@ -19,11 +19,12 @@ import numpy as np
 from scipy import stats
 
 from loadgen.analysis.checks.registry import CellFacts, Facts, Find, Outcome, check, fairness
+from loadgen.comparison.claims import join
 from loadgen.experiment.schedule import load_cells
 from loadgen.quantities import number, share
 from loadgen.records.model_config import kind_of
 from loadgen.records.probes import ArmConditions, Conditions
-from loadgen.records.run import LABELS, Label
+from loadgen.records.run import Experiment, Label, shown
 from loadgen.records.samples import NS_PER_S
 
 WAN_MS = 2.0
@@ -37,7 +38,7 @@ SERVER_CPU_LIMIT = 0.95
 STEP_LIMIT_S = 5.0
 """Of the wall clock: labels are whole seconds and are taken a moment before a block begins."""
 TAKEN_LIMIT = 0.03
-"""Of the cores, by either arm's blocks together: a server that uses all cores loses at most about 3 % by it, which is
+"""Of the cores, by any arm's blocks together: a server that uses all cores loses at most about 3 % by it, which is
 well below δ = 5 %."""
 MOST_TAKEN = 0.20
 """In the median block: beyond it the blocks measure what is left of the machine and not the servers."""
@@ -74,9 +75,9 @@ def from_gpu_readings(judge: Callable[[Conditions], Outcome]) -> Find:
 
 
 @fairness(
-    title="both arms are equally near",
+    title="the arms are equally near",
     severity="warns",
-    remedy="Run the load generator on the servers' machine or on their network; both arms equally far away.",
+    remedy="Run the load generator on the servers' machine or on their network; all arms equally far away.",
 )
 @from_readings
 def client_distance(conditions: Conditions) -> Outcome:
@@ -85,8 +86,7 @@ def client_distance(conditions: Conditions) -> Outcome:
     if not found or None in found:
         return Outcome(None, "no connection could be timed to each arm", None, threshold)
     detail = ", ".join(
-        f"{arm.label.upper()} {distance_of(arm)}"
-        + ("" if arm.connect_ms is None else f" ({number(arm.connect_ms)} ms)")
+        f"{shown(arm.label)} {distance_of(arm)}" + ("" if arm.connect_ms is None else f" ({number(arm.connect_ms)} ms)")
         for arm in conditions.arms
     )
     if "WAN" in found:
@@ -265,7 +265,7 @@ def cpu_steal(facts: Facts) -> Iterator[Outcome]:
             if block.machine is not None and block.machine.steal_ns is not None and block.machine.total_ns > 0
         ]
         if blocks:
-            yield _judge_taken(load, taken, facts.run.experiment.equivalence_margin, "the hypervisor took")
+            yield _judge_taken(load, taken, facts.run.experiment, "the hypervisor took")
 
 
 @check(
@@ -285,29 +285,33 @@ def other_processes(facts: Facts) -> Iterator[Outcome]:
                 others.append((machine.busy_ns - machine.known_ns, machine.others))
         if not blocks:
             continue
-        found = _judge_taken(load, taken, facts.run.experiment.equivalence_margin, "other processes took")
+        found = _judge_taken(load, taken, facts.run.experiment, "other processes took")
         named = max(others, default=(0, ()))[1]
         if found.ok is False and named:
             found = replace(found, detail=f"{found.detail}; the busiest in the worst block: {', '.join(named)}")
         yield found
 
 
-def _judge_taken(load: CellFacts, taken: Sequence[_Taken], margin: float, who: str) -> Outcome:
+def _judge_taken(load: CellFacts, taken: Sequence[_Taken], experiment: Experiment, who: str) -> Outcome:
     """A warning by the arms' blocks together, which the kernel's coarse step does not blur; invalid where the arms had
-    unequal machines, or both had little of one."""
-    by_arm = {label: [one for one in taken if one.label == label] for label in LABELS}
+    unequal machines, or all had little of one."""
+    by_arm = {label: [one for one in taken if one.label == label] for label in experiment.labels}
     if not all(by_arm.values()):
         return Outcome(None, "it was not recorded", None, TAKEN_LIMIT, load.scope)
     # What is within the kernel's step of 10 ms may come out below 0.
     pooled = {label: max(sum(o.ns for o in own) / sum(o.of_ns for o in own), 0.0) for label, own in by_arm.items()}
     most, shares = max(pooled.values()), [one.share for one in taken]
-    detail = f"{who} {share(pooled['a'])} of the processors' time from A and {share(pooled['b'])} from B"
+    detail = f"of the processors' time {who} {join([f'{share(s)} from {shown(label)}' for label, s in pooled.items()])}"
     if most <= TAKEN_LIMIT:
         return Outcome(True, detail, most, TAKEN_LIMIT, load.scope)
     touched = sum(value > TAKEN_LIMIT for value in shares)
     detail += f" ({touched} of {len(shares)} blocks above {share(TAKEN_LIMIT)})"
     much = min(median(shares), most) > MOST_TAKEN
-    apart = abs(pooled["a"] - pooled["b"]) > max(margin, APART_ERRORS * _error(by_arm["a"], by_arm["b"]))
+    margin = experiment.equivalence_margin
+    apart = any(
+        abs(pooled[one] - pooled[other]) > max(margin, APART_ERRORS * _error(by_arm[one], by_arm[other]))
+        for one, other in experiment.pairings
+    )
     if apart:
         detail += ", so the arms did not have the same machine"
     elif much:

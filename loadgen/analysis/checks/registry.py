@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Literal
 
-from loadgen.comparison.comparisons import Comparison
-from loadgen.comparison.stages import StageAccount
+from loadgen.comparison.comparisons import Comparison, leading_comparisons
+from loadgen.comparison.stages import ArmStages, StageAccount
 from loadgen.comparison.summaries import BlockSummary, CellSummary
 from loadgen.records.run import ArmRecord, Cell, Record
 from loadgen.storage.stored_run import StoredBlock, StoredRun
@@ -26,6 +26,7 @@ from loadgen.studies.ceiling.analyse import EngineShare
 from loadgen.studies.rate_search.records import RampFound, RateFound
 
 Severity = Literal["invalidates", "warns", "informs"]
+State = Literal["passed", "failed", "unknown"]
 Value = float | int | str | None
 
 RUN = "run"
@@ -44,10 +45,10 @@ class Check(Record, frozen=True, kw_only=True):
 
     name: str
     title: str
-    ok: bool | None
-    """None: unknown."""
+    state: State
+    """unknown: its data is missing."""
     severity: Severity
-    """What it does where it is not ok."""
+    """What it does where it has not passed."""
     scope: str
     """run, plan, or "cell NAME"."""
     value: Value
@@ -55,6 +56,12 @@ class Check(Record, frozen=True, kw_only=True):
     detail: str
     """One sentence with the value in words."""
     remedy: str
+    """What to do, in one sentence."""
+
+    @property
+    def ok(self) -> bool | None:
+        """None: unknown."""
+        return {"passed": True, "failed": False, "unknown": None}[self.state]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,13 @@ class CellFacts:
     blocks: Sequence[BlockSummary]
     summaries: Sequence[CellSummary]
     """One for each arm."""
-    account: StageAccount | None
+    accounts: Sequence[StageAccount]
+    """One for each arm beside the baseline."""
+
+    @property
+    def stages(self) -> list[ArmStages]:
+        """Of each arm that reports them, the baseline's first."""
+        return list({side.label: side for account in self.accounts for side in account.sides if side}.values())
 
     @property
     def scope(self) -> str:
@@ -98,7 +111,7 @@ class Facts:
                 [block for block in self.run.blocks if block.record.cell == cell.name],
                 [block for block in self.blocks if block.cell == cell.name],
                 [summary for summary in self.summaries if summary.cell == cell.name],
-                next((account for account in self.accounts if account.cell == cell.name), None),
+                [account for account in self.accounts if account.cell == cell.name],
             )
             for cell in self.run.experiment.cells
             if cell.has_blocks
@@ -154,7 +167,7 @@ class CheckDefinition:
             yield Check(
                 name=self.name,
                 title=self.title,
-                ok=outcome.ok,
+                state="unknown" if outcome.ok is None else "passed" if outcome.ok else "failed",
                 severity=outcome.severity or (self.unknown if outcome.ok is None else self.severity),
                 scope=outcome.scope,
                 value=outcome.value,
@@ -191,6 +204,14 @@ def check(
 
 fairness = partial(check, before_load=True)
 """For a check that needs only the arms as they are in effect and the machine, and is shown before the load begins."""
+
+
+def leading_by_scenario(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+    """Every scenario with what stands for it: one comparison of two arms, several of more."""
+    found: dict[str, list[Comparison]] = {}
+    for one in leading_comparisons(comparisons):
+        found.setdefault(one.scenario, []).append(one)
+    return found
 
 
 def per_arm(judge: Callable[[ArmRecord], Outcome]) -> Find:

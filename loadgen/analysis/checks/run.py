@@ -7,11 +7,12 @@ from statistics import median
 
 import numpy as np
 
-from loadgen.analysis.checks.registry import PLAN, Facts, Outcome, cell_scope, check
-from loadgen.comparison.comparisons import MIN_PAIRS, leading_comparisons
+from loadgen.analysis.checks.registry import PLAN, Facts, Outcome, cell_scope, check, leading_by_scenario
+from loadgen.comparison.claims import join
+from loadgen.comparison.comparisons import MIN_PAIRS
 from loadgen.quantities import number, share
 from loadgen.records.probes import AnswersCompared, CacheProbe
-from loadgen.records.run import LABELS, Cell, Label, ParityRecord
+from loadgen.records.run import Cell, Label, ParityRecord, shown
 
 LEAST_SHARE = 0.9
 """Of a new request's time, in the median: what a repeated one takes on a server that computes each answer."""
@@ -41,10 +42,10 @@ def run_finished(facts: Facts) -> Iterator[Outcome]:
 
 
 @check(
-    title="both arms give the same answers",
+    title="the arms give the same answers",
     severity="invalidates",
     unknown="invalidates",
-    remedy="Make both arms serve the same weights, precision and preprocessing; the parity table names the case.",
+    remedy="Make every arm serve the same weights, precision and preprocessing; the parity table names the case.",
 )
 def parity(facts: Facts) -> Iterator[Outcome]:
     record = facts.run.parity
@@ -75,18 +76,19 @@ def parity_figures(record: ParityRecord) -> str:
     return f"largest relative error {relative:.1e} (tolerance {record.tolerance_relative:.1e}), {cosine}"
 
 
-@check(
-    title="both arms were sent the same payload", severity="invalidates", remedy="Give both arms the same --payload."
-)
+@check(title="the arms were sent the same payload", severity="invalidates", remedy="Give every arm the same --payload.")
 def same_payload(facts: Facts) -> Iterator[Outcome]:
     experiment = facts.run.experiment
-    a, b = experiment.payload_of(experiment.a), experiment.payload_of(experiment.b)
-    if a != b:
-        yield Outcome(False, f"A is sent {a}, B {b}: not a comparison of servers", f"{a}, {b}", "equal")
+    first, *others = experiment.payloads
+    if others:
+        apart = [arm for arm in experiment.arms[1:] if experiment.payload_of(arm) != first]
+        told = ", ".join(f"{shown(arm.label)} {experiment.payload_of(arm)}" for arm in apart)
+        detail = f"{shown(experiment.baseline.label)} is sent {first}, {told}: not a comparison of servers"
+        yield Outcome(False, detail, ", ".join(experiment.payloads), "equal")
     elif facts.run.blocks or facts.run.cold_starts:
-        yield Outcome(True, f"{a} over {experiment.transport}", a, "equal")
+        yield Outcome(True, f"{first} over {experiment.transport}", first, "equal")
     else:
-        yield Outcome(None, "nothing was sent", a, "equal")
+        yield Outcome(None, "nothing was sent", first, "equal")
 
 
 @check(
@@ -98,14 +100,15 @@ def same_payload(facts: Facts) -> Iterator[Outcome]:
 def request_errors(facts: Facts) -> Iterator[Outcome]:
     """A search has none: it counts a failed request as a late one."""
     for load in facts.loads:
-        sent = {label: sum(b.requests for b in load.blocks if b.label == label) for label in LABELS}
+        labels = facts.run.experiment.labels
+        sent = {label: sum(b.requests for b in load.blocks if b.label == label) for label in labels}
         errors = sum(block.errors for block in load.blocks)
-        silent = [label.upper() for label, requests in sent.items() if not requests]
+        silent = [shown(label) for label, requests in sent.items() if not requests]
         found = _errors(
             load.cell, sum(sent.values()), errors, (m for b in load.stored for m in b.record.error_messages)
         )
         if silent:
-            detail = f"no request was sent to {' and '.join(silent)}"
+            detail = f"no request was sent to {join(silent)}"
             found = Outcome(False if errors else None, detail, found.value, 0, load.scope)
         yield found
     for cell in facts.run.experiment.cells:
@@ -139,24 +142,27 @@ def answers_under_load(facts: Facts) -> Iterator[Outcome]:
         loaded = {(block.record.label, block.record.restart) for block in run.blocks if block.record.cell == cell.name}
         loaded |= {(trial.label, trial.restart) for trial in run.trials if trial.cell == cell.name}
         if loaded:
-            yield _answers(cell, [one for one in run.answers if one.cell == cell.name], loaded)
+            yield _answers(cell, run.experiment.labels, [one for one in run.answers if one.cell == cell.name], loaded)
 
 
-def _answers(cell: Cell, found: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]) -> Outcome:
+def _answers(
+    cell: Cell, labels: Sequence[Label], found: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]
+) -> Outcome:
     wrong = [one for one in found if one.wrong]
     errors = [one.error for one in found if one.error]
-    missing = sorted({label.upper() for label, _ in loaded - {(one.label, one.restart) for one in found}})
+    silent = {label for label, _ in loaded - {(one.label, one.restart) for one in found}}
+    missing = [shown(label) for label in labels if label in silent]
     if wrong:
         detail = "; ".join(
             f"{sum(one.wrong for one in wrong if one.label == label):,} of "
-            f"{sum(one.answers for one in found if one.label == label):,} answers of {label.upper()} are wrong: "
+            f"{sum(one.answers for one in found if one.label == label):,} answers of {shown(label)} are wrong: "
             + next(str(one.fault) for one in wrong if one.label == label)
             for label in dict.fromkeys(one.label for one in wrong)
         )
     elif errors:
         detail = errors[0]
     elif missing:
-        detail = f"no answers of {' and '.join(missing)} were compared"
+        detail = f"no answers of {join(missing)} were compared"
     else:
         worst = max((one.relative_max or 0.0 for one in found), default=0.0)
         detail = (
@@ -184,8 +190,8 @@ def repeated_requests(facts: Facts) -> Iterator[Outcome]:
         return
     shares = {probe.label: found for probe in probes if (found := shortened_to(probe)) is not None}
     cached = [probe.label for probe in probes if answers_from_memory(probe)]
-    errors = [f"{probe.label.upper()} did not answer it: {probe.error}" for probe in probes if probe.error]
-    told = " and ".join(f"{share(found)} on {label.upper()}" for label, found in shares.items())
+    errors = [f"{shown(probe.label)} did not answer it: {probe.error}" for probe in probes if probe.error]
+    told = join([f"{share(found)} on {shown(label)}" for label, found in shares.items()])
     detail = "; ".join([*([f"a repeated request takes the time of a new one to {told}"] if told else []), *errors])
     ok = False if cached else None if errors else True
     yield Outcome(ok, detail, min(shares.values(), default=None), LEAST_SHARE)
@@ -230,7 +236,7 @@ def _groups(probe: CacheProbe) -> list[tuple[int, tuple[int, ...]]]:
 )
 def blocks_complete(facts: Facts) -> Iterator[Outcome]:
     for load in facts.planned:
-        planned = 2 * load.cell.pairs
+        planned = len(facts.run.experiment.arms) * load.cell.pairs
         complete = [block for block in load.blocks if block.complete]
         notes = [f"block {block.index}: {block.note}" for block in load.blocks if not block.complete and block.note]
         detail = f"{len(complete)} of {planned} blocks are complete"
@@ -247,18 +253,18 @@ def blocks_complete(facts: Facts) -> Iterator[Outcome]:
     title="every search and ramp came to a value",
     severity="invalidates",
     unknown="invalidates",
-    remedy="Choose a bound within both servers' reach (--slo-p99-ms), let a ramp go further (--ramp-users), or find "
+    remedy="Choose a bound within every server's reach (--slo-p99-ms), let a ramp go further (--ramp-users), or find "
     "out what cut it short.",
 )
 def searches_ended(facts: Facts) -> Iterator[Outcome]:
-    """One for each pair and arm. That no rate holds the bound, or that all do, is no rate to compare."""
+    """One for each round and arm. That no rate holds the bound, or that all do, is no rate to compare."""
     for cell in facts.run.experiment.cells:
         note = ""
         if cell.scenario == "slo":
             rates = [rate for rate in facts.rates if rate.cell == cell.name]
             done = sum(rate.ended == "found" for rate in rates)
             for one in [rate for rate in rates if rate.ended in ("none", "highest")][:1]:
-                note = f"; {one.label.upper()} " + (
+                note = f"; {shown(one.label)} " + (
                     f"is late even at {number(one.failed_rate_per_s or 0.0)}/s, the lowest rate tried"
                     if one.ended == "none"
                     else f"holds {number(one.rate_per_s or 0.0)}/s, the highest rate tried"
@@ -268,11 +274,11 @@ def searches_ended(facts: Facts) -> Iterator[Outcome]:
             ramps = [ramp for ramp in facts.ramps if ramp.cell == cell.name]
             done = sum(ramp.saturated for ramp in ramps)
             for short in [ramp for ramp in ramps if not ramp.saturated and ramp.saturation_per_s is not None][:1]:
-                note = f"; {short.label.upper()} still gained with {cell.concurrency} users: raise --ramp-users"
+                note = f"; {shown(short.label)} still gained with {cell.concurrency} users: raise --ramp-users"
             what = f"ramps reached saturation{note}"
         else:
             continue
-        planned = 2 * cell.pairs
+        planned = len(facts.run.experiment.arms) * cell.pairs
         yield Outcome(done >= planned, f"{done} of {planned} {what}", done, planned, cell_scope(cell.name))
 
 
@@ -299,7 +305,7 @@ def cold_starts_succeeded(facts: Facts) -> Iterator[Outcome]:
     for cell in facts.run.experiment.cells:
         if cell.scenario != "cold-start":
             continue
-        planned, starts = 2 * cell.pairs, facts.run.cold_starts
+        planned, starts = len(facts.run.experiment.arms) * cell.pairs, facts.run.cold_starts
         good = sum(start.error is None and start.first_answer_ns is not None for start in starts)
         errors = [start.error for start in starts if start.error]
         detail = f"{good} of {planned} starts came up" + (f"; first error: {errors[0]}" if errors else "")
@@ -313,6 +319,7 @@ def cold_starts_succeeded(facts: Facts) -> Iterator[Outcome]:
     remedy="Ask for more pairs: 2 are the least, 6 or more are useful.",
 )
 def enough_pairs(facts: Facts) -> Iterator[Outcome]:
-    for leading in leading_comparisons(facts.comparisons):
-        detail = f"{leading.pairs} complete pair{'' if leading.pairs == 1 else 's'}"
-        yield Outcome(leading.pairs >= MIN_PAIRS, detail, leading.pairs, MIN_PAIRS, cell_scope(leading.scenario))
+    for scenario, leading in leading_by_scenario(facts.comparisons).items():
+        fewest = min(one.pairs for one in leading)
+        detail = f"{fewest} complete pair{'' if fewest == 1 else 's'}"
+        yield Outcome(fewest >= MIN_PAIRS, detail, fewest, MIN_PAIRS, cell_scope(scenario))

@@ -18,8 +18,14 @@ STYLES = {
     "warning": "yellow",
     "unknown": "yellow",
     "note": "dim",
-    "a": "bold blue",
-    "b": "bold dark_orange",
+    "arm-0": "bold blue",
+    "arm-1": "bold dark_orange",
+    "arm-2": "bold cyan",
+    "arm-3": "bold magenta",
+    "arm-4": "bold medium_purple1",
+    "arm-5": "bold",
+    "arm-6": "bold indian_red",
+    "arm-7": "bold dark_khaki",
 }
 
 

@@ -1,6 +1,6 @@
 """What the charts share: lines, bars and axes as Plotly takes them.
 
-A and B also differ by marker and by line, for eyes and printers that see no colour.
+Arms also differ by marker, by line and by hatching, for eyes and printers that see no colour.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 import loadgen.report.document as doc
 from loadgen.analysis.result import Result
 from loadgen.documents import printable
+from loadgen.records.run import Label, shown
 
-MARKERS = {"a": "circle", "b": "diamond"}
-DASHES = {"a": "solid", "b": "dash"}
+MARKERS = ("circle", "diamond", "square", "triangle-up", "cross", "x", "pentagon", "triangle-down")
+DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot", "8px,2px", "2px,6px", "12px,3px,2px,3px,2px,3px")
+PATTERNS = ("", "/", "\\", "x", "-", "|", "+", ".")
+"""How bars are hatched."""
 LEGEND_ABOVE: doc.Figure = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
 LEAST_GAP = 1 / 8
 """Between two ticks, as a share of the axis: a label of five characters at the width of a small window."""
@@ -24,15 +27,46 @@ _TIERS = (
 """Mantissas, the roundest first."""
 
 
-def titles(result: Result) -> dict[str, str]:
+def titles(result: Result) -> dict[Label, str]:
     """The arms by label, for people."""
-    names = {"a": result.experiment.a.target, "b": result.experiment.b.target}
+    names = {arm.label: arm.target for arm in result.experiment.arms}
     return names | {arm.label: arm.title for arm in result.arms}
 
 
-def arm_name(result: Result, label: str) -> str:
+def arm_name(result: Result, label: Label) -> str:
     """An arm in a legend."""
-    return label_text(f"{label.upper()} {titles(result)[label]}")
+    return label_text(f"{shown(label)} {titles(result)[label]}")
+
+
+def several(result: Result) -> bool:
+    """Whether there are more than two arms, so that a sentence must say which of them it compares."""
+    return len(result.experiment.arms) > 2
+
+
+def base_and_arm(result: Result) -> tuple[str, str]:
+    """The two that a ratio is of, in a sentence: "A" and "B", or "the arm" where there are several."""
+    base, *others = map(shown, result.experiment.labels)
+    return base, "the arm" if several(result) else others[0]
+
+
+def place_of(result: Result, label: Label) -> int:
+    """By which an arm is told apart from the others: 0 is the baseline."""
+    return result.experiment.labels.index(label) % len(doc.ARM_STYLES)
+
+
+def arm_style(result: Result, label: Label) -> doc.Style:
+    """An arm's colour in a table or a list."""
+    return doc.ARM_STYLES[place_of(result, label)]
+
+
+def colour(result: Result, label: Label) -> str:
+    """An arm's colour in a chart."""
+    return f"--{arm_style(result, label)}"
+
+
+def marker_of(result: Result, label: Label) -> str:
+    """An arm's marker in a chart."""
+    return MARKERS[place_of(result, label)]
 
 
 def label_text(text: str) -> str:
@@ -47,7 +81,7 @@ def rounded(value: float) -> float:
 
 def line(
     result: Result,
-    label: str,
+    label: Label,
     points: Iterable[tuple[float, float]],
     hover: str,
     *,
@@ -58,6 +92,7 @@ def line(
 ) -> doc.Figure:
     """Points of one arm, joined and marked; `hover` says what stands at one of them, `name` is added to the arm's."""
     found = list(points)
+    own = colour(result, label)
     return {
         "type": "scatter",
         "mode": "lines+markers",
@@ -65,16 +100,21 @@ def line(
         "legendgroup": label + name,
         "x": [rounded(x) for x, _ in found],
         "y": [rounded(y) for _, y in found],
-        "line": {"color": f"--{label}", "width": 1.5, "dash": DASHES[label], **(style or {})},
-        "marker": {"symbol": MARKERS[label], "size": 8, "color": f"--{label}", **(marker or {})},
-        "hovertemplate": f"{hover}<extra>{label.upper()}</extra>",
+        "line": {"color": own, "width": 1.5, "dash": DASHES[place_of(result, label)], **(style or {})},
+        "marker": {"symbol": marker_of(result, label), "size": 8, "color": own, **(marker or {})},
+        "hovertemplate": f"{hover}<extra>{label_text(shown(label))}</extra>",
         **more,
     }
 
 
-def hollow(label: str, filled: Iterable[bool]) -> doc.Figure:
+def tall(result: Result, height: int) -> int:
+    """The height of a chart whose legend names the arms, from what two of them need."""
+    return height + 22 * (len(result.experiment.arms) - 2)
+
+
+def hollow(result: Result, label: Label, filled: Iterable[bool]) -> doc.Figure:
     """Markers of which some are not filled."""
-    return {"symbol": [MARKERS[label] + ("" if one else "-open") for one in filled]}
+    return {"symbol": [marker_of(result, label) + ("" if one else "-open") for one in filled]}
 
 
 def bars_across(

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import loadgen.report.document as doc
 from loadgen.analysis.checks.registry import CHECKS, Check
 from loadgen.analysis.result import Result
+from loadgen.records.run import shown
+from loadgen.report.sections.charts import several
 
-ARMS = 2
 WORDS: dict[doc.Style, str] = {
     "ok": "ok", "failed": "failed", "warning": "warn", "unknown": "unknown", "note": "only noted",
 }  # fmt: skip
@@ -45,7 +46,8 @@ def check_rows(result: Result) -> list[CheckRow]:
     groups: dict[tuple[str, doc.Style], list[Check]] = {}
     for check in result.checks:
         groups.setdefault((check.name, style_of_check(check)), []).append(check)
-    rows = [_check_row(style, checks) for (_, style), checks in groups.items()]
+    arms = len(result.experiment.arms)
+    rows = [_check_row(style, checks, arms) for (_, style), checks in groups.items()]
     return sorted(rows, key=lambda row: ORDER.index(row.style))
 
 
@@ -55,12 +57,12 @@ def counts(rows: Sequence[CheckRow]) -> str:
     return ", ".join(f"{number} {WORDS[style]}" for style, number in found.items() if number)
 
 
-def _check_row(style: doc.Style, checks: Sequence[Check]) -> CheckRow:
+def _check_row(style: doc.Style, checks: Sequence[Check], arms: int) -> CheckRow:
     first = max(checks, key=_badness) if style == "ok" else checks[0]
     scopes = [check.scope.removeprefix("cell ") for check in checks]
     alike = len(set(scopes)) == 1 or (style == "ok" and len({check.detail for check in checks}) == 1)
     several = "" if alike else f"{first.scope.removeprefix('cell ')}: "
-    by_arm = len(set(scopes)) == 1 and len(checks) == ARMS
+    by_arm = len(set(scopes)) == 1 and len(checks) <= arms
     detail = "; ".join(dict.fromkeys(check.detail for check in checks)) if by_arm else first.detail
     cells = {"run": "whole run", "plan": "whole run"}.get(scopes[0], scopes[0]) if len(set(scopes)) == 1 else None
     threshold = first.threshold
@@ -183,7 +185,7 @@ def fairness_lines(found: Sequence[Check]) -> list[str]:
 
 
 def same_answers(result: Result) -> doc.Section | None:
-    """What both arms answered to the same images."""
+    """What the arms answered to the same images."""
     parity = result.parity
     if parity is None or not parity.cases:
         error = f": {parity.error}" if parity is not None and parity.error else ""
@@ -195,6 +197,7 @@ def same_answers(result: Result) -> doc.Section | None:
             f"Tolerance of the relative error ({parity.precision}): {parity.tolerance_relative:.1e}, of one element "
             f"{parity.tolerance_element:.1e}."
         )
+    base = shown(result.experiment.baseline.label)
     return doc.section(
         "Same answers",
         doc.Table(
@@ -206,7 +209,7 @@ def same_answers(result: Result) -> doc.Section | None:
             [
                 (
                     case.name,
-                    "B against A" if case.kind == "reference" else "mixed batch against single",
+                    f"{shown(case.label)} against {base}" if case.kind == "reference" else "mixed batch against single",
                     str(case.images),
                     "–" if case.relative_max is None else f"{case.relative_max:.1e}",
                     f"{case.max_abs:.2g}",
@@ -216,6 +219,6 @@ def same_answers(result: Result) -> doc.Section | None:
                 for case in parity.cases
             ],
         ),
-        doc.Text(f"Answers of both arms to the same images. {limit}", "note"),
+        doc.Text(f"Answers of {'all' if several(result) else 'both'} arms to the same images. {limit}", "note"),
         on=doc.PAGES,
     )

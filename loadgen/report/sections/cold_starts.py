@@ -5,8 +5,8 @@ from __future__ import annotations
 import loadgen.report.document as doc
 from loadgen.analysis.result import Result
 from loadgen.quantities import number
-from loadgen.records.run import LABELS, ContainerColdStart
-from loadgen.report.sections.charts import ROWS, axis, bars_across
+from loadgen.records.run import ContainerColdStart, shown
+from loadgen.report.sections.charts import ROWS, axis, bars_across, colour, label_text, place_of
 
 PHASES = (
     ("live_ns", "process start to live"),
@@ -33,8 +33,8 @@ def cold_starts(result: Result) -> doc.Section | None:
     starts = [s for s in result.cold_starts if s.first_answer_ns is not None or s.ready_ns is not None]
     if not starts:
         return None
-    starts = sorted(starts, key=lambda start: (start.label, start.repetition))
-    rows = [f"{start.label.upper()} start {start.repetition + 1}" for start in starts]
+    starts = sorted(starts, key=lambda start: (place_of(result, start.label), start.repetition))
+    rows = [label_text(f"{shown(start.label)} start {start.repetition + 1}") for start in starts]
     data: list[doc.Figure] = []
     reached = [0] * len(starts)
     for (attribute, title), opacity in zip(PHASES, (0.45, 0.75, 1.0), strict=True):
@@ -43,7 +43,7 @@ def cold_starts(result: Result) -> doc.Section | None:
             moment = getattr(start, attribute)
             seconds.append((moment - reached[index]) / 1e9 if moment is not None else 0.0)
             reached[index] = moment if moment is not None else reached[index]
-        colours = [f"--{start.label}" for start in starts]
+        colours = [colour(result, start.label) for start in starts]
         marker = {"color": colours, "opacity": opacity, "line": {"color": "--card", "width": 1}}
         hover = title + ": %{x:.3~g} s<extra>%{y}</extra>"
         data.append(bars_across(title, rows, seconds, marker, showlegend=False, hovertemplate=hover))
@@ -67,7 +67,7 @@ def cold_starts(result: Result) -> doc.Section | None:
 def container_starts(result: Result) -> doc.Section | None:
     """A table for each arm's container with a row for each start, in the order in which they ran."""
     blocks: list[doc.Table | doc.Items] = []
-    for label in LABELS:
+    for label in result.experiment.labels:
         starts = [start for start in result.container_cold_starts if start.label == label]
         if not starts:
             continue
@@ -83,7 +83,7 @@ def container_starts(result: Result) -> doc.Section | None:
             doc.Table(
                 (*doc.names("start"), *doc.numbers(*headings)),
                 [_row(start, sizes) for start in starts],
-                title=f"{label.upper()}: {starts[0].service} ({starts[0].image})",
+                title=f"{shown(label)}: {starts[0].service} ({starts[0].image})",
             )
         )
         blocks.append(

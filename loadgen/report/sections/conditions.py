@@ -7,31 +7,32 @@ from typing import Any
 
 import loadgen.report.document as doc
 from loadgen.analysis.result import Result
+from loadgen.comparison.claims import join
 from loadgen.quantities import share
-from loadgen.records.run import ArmRecord, Experiment, setting_key
+from loadgen.records.run import ArmRecord, Experiment, setting_key, shown
+from loadgen.report.sections.charts import several
 from loadgen.studies.gpu_proof.records import own_devices, used_gpu
 
 
 def arms(result: Result) -> doc.Section | None:
-    """Each setting of both arms, as asked for and in effect."""
+    """Each setting of the arms, as asked for and in effect."""
     by_label = {arm.label: arm for arm in result.arms}
     columns: list[dict[str, str]] = []
-    for request in (result.experiment.a, result.experiment.b):
+    for request in result.experiment.arms:
         arm = by_label.get(request.label)
         wanted = dict(request.settings) | (arm.settings if arm else {})
         columns.append({setting_key(name): value for name, value in wanted.items()})
         columns.append(_in_effect(arm) | _sent(result, arm) if arm else {})
-    asked_a, effect_a, asked_b, effect_b = columns
-    keys = dict.fromkeys([*effect_a, *effect_b, *asked_a, *asked_b])
+    keys = dict.fromkeys(key for column in (*columns[1::2], *columns[::2]) for key in column)
+    headings = [
+        column
+        for label in map(shown, result.experiment.labels)
+        for column in (*doc.names(f"{label} asked for"), *doc.texts(f"{label} in effect"))
+    ]
     return doc.section(
         "Arms, as asked for and in effect",
         doc.Table(
-            (
-                *doc.names("", "A asked for"),
-                *doc.texts("A in effect"),
-                *doc.names("B asked for"),
-                *doc.texts("B in effect"),
-            ),
+            (*doc.names(""), *headings),
             [(key.replace("_", " "), *(column.get(key, "–") for column in columns)) for key in keys],
         ),
         on=doc.HTML,
@@ -40,23 +41,22 @@ def arms(result: Result) -> doc.Section | None:
 
 def _in_effect(arm: ArmRecord) -> dict[str, str]:
     server = " ".join(part for part in (arm.server_name, arm.server_version) if part)
-    shown = {"target": arm.target, "url": arm.url, "server": server or "–"}
-    shown |= {name: str(value) for name, value in arm.in_effect.items()}
+    found = {"target": arm.target, "url": arm.url, "server": server or "–"}
+    found |= {name: str(value) for name, value in arm.in_effect.items()}
     if arm.artefact and "sha256" in arm.artefact:
-        shown["artefact_sha256"] = str(arm.artefact["sha256"])[:16] + "…"
-    return shown
+        found["artefact_sha256"] = str(arm.artefact["sha256"])[:16] + "…"
+    return found
 
 
 def _sent(result: Result, arm: ArmRecord) -> dict[str, str]:
     """What an arm was sent, with the bytes of the smallest request's tensors."""
     experiment = result.experiment
-    request = experiment.a if arm.label == "a" else experiment.b
-    shown = {"payload": experiment.payload_of(request), "transport": experiment.transport}
+    found = {"payload": experiment.payload_of(experiment.arm(arm.label)), "transport": experiment.transport}
     sizes = [s.payload_bytes for s in result.summaries if s.label == arm.label and s.payload_bytes is not None]
     if sizes:
         way = "through shared memory" if experiment.transport == "shm" else "over the wire"
-        shown["payload_bytes"] = f"{min(sizes):,.0f} a request {way}"
-    return shown
+        found["payload_bytes"] = f"{min(sizes):,.0f} a request {way}"
+    return found
 
 
 def experiment(result: Result) -> doc.Section | None:
@@ -74,11 +74,11 @@ def experiment_rows(result: Result) -> list[tuple[str, str]]:
         *(stack if e.deployment == "compose" else []),
         ("model", e.model),
         ("weights", _given(e, e.weights)),
-        ("payload", ", ".join(dict.fromkeys(e.payload_of(arm) for arm in (e.a, e.b)))),
+        ("payload", ", ".join(e.payloads)),
         ("transport", e.transport),
         ("preset", e.preset),
         ("equivalence margin δ", f"± {share(e.equivalence_margin)}"),
-        ("order of the blocks", f"interleaved pairs, seed {e.seed}"),
+        ("order of the blocks", f"interleaved {'rounds' if several(result) else 'pairs'}, seed {e.seed}"),
         ("threads", _given(e, str(e.threads) if e.threads else "all cores")),
         *([("load generator", f"{e.processes} processes")] if e.processes > 1 else []),
         *([("settings", f"experiment.yaml, sha256 {e.settings_sha256}")] if e.settings_sha256 else []),
@@ -89,10 +89,14 @@ def _given(asked: Experiment, value: str) -> str:
     """What was asked for is in effect only on servers that this tool has started."""
     if asked.deployment != "embedded":
         return asked.weights
-    started = [arm.label.upper() for arm in (asked.a, asked.b) if arm.embedded]
+    started = [shown(arm.label) for arm in asked.arms if arm.embedded]
     if not started:
         return "as chosen by the servers given by URL"
-    return value if len(started) > 1 else f"{value} on {started[0]}; chosen by the other server, given by URL"
+    others = len(asked.arms) - len(started)
+    if not others:
+        return value
+    whose = "other server" if others == 1 else "other servers"
+    return f"{value} on {join(started)}; chosen by the {whose}, given by URL"
 
 
 def environment(result: Result) -> doc.Section | None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import loadgen.report.document as doc
 from loadgen.analysis.result import Result
 from loadgen.quantities import number, share
-from loadgen.report.sections.charts import LEGEND_ABOVE, axis, label_text, rounded
+from loadgen.records.run import shown
+from loadgen.report.sections.charts import LEGEND_ABOVE, axis, colour, label_text, rounded, several
 from loadgen.studies.gpu_proof.records import EvidenceRecord, Finding
 
 ALL_SCENARIOS = "all scenarios"
@@ -43,9 +44,14 @@ class FindingRow:
 def findings(result: Result) -> list[FindingRow]:
     """The findings over all scenarios first, then those of each scenario, then the negative control."""
     places = {cell.name: place for place, cell in enumerate(result.experiment.cells)}
+    arms = result.experiment.labels
     records = sorted(
         _records(result),
-        key=lambda record: (record.control, places.get(record.cell, len(places)) if record.cell else -1, record.label),
+        key=lambda record: (
+            record.control,
+            places.get(record.cell, len(places)) if record.cell else -1,
+            arms.index(record.label),
+        ),
     )
     whole = {record.label: record for record in records if record.cell is None and not record.control}
     return [_row(record, whole.get(record.label)) for record in records]
@@ -63,7 +69,7 @@ def _row(record: EvidenceRecord, whole: EvidenceRecord | None) -> FindingRow:
     energy = "" if joules == "–" else f", {joules} J/image"
     measured = f"; busy {utilisation}, {power}{energy}" if record.inputs.gpu is not None else ""
     return FindingRow(
-        arm=record.label.upper(),
+        arm=shown(record.label),
         scenario=scenario,
         words=words,
         style="ok" if record.control and record.finding is Finding.CPU_FALLBACK else STYLES[record.finding],
@@ -158,10 +164,11 @@ def gpu_chart(result: Result) -> doc.Chart | None:
     if not data:
         return None
     control = any(record.control for record in _records(result))
+    whose = "the arms" if several(result) else " and of ".join(map(shown, result.experiment.labels))
     return doc.Chart(
         "gpu",
         "What the GPU did",
-        "Means over a second, by the driver. Shaded: the blocks of A and of B in their colours"
+        f"Means over a second, by the driver. Shaded: the blocks of {whose} in their colours"
         + (", the deliberate CPU run in grey" if control else "")
         + "; between the rounds nothing is sent.",
         data,
@@ -177,7 +184,7 @@ def gpu_chart(result: Result) -> doc.Chart | None:
 
 
 def _shading(result: Result) -> list[doc.Figure]:
-    spans = [(b.start_s, b.start_s + b.duration_s, f"--{b.label}") for b in result.blocks]
+    spans = [(b.start_s, b.start_s + b.duration_s, colour(result, b.label)) for b in result.blocks]
     windows = [(record.control, window) for record in _records(result) for window in record.inputs.load.windows]
     # The run's first block began then, on the clock of the evidence.
     origin_ns = min((window.start_ns for control, window in windows if not control), default=None)

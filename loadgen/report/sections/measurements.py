@@ -6,18 +6,24 @@ import loadgen.report.document as doc
 from loadgen.analysis.result import Result
 from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import measured, number, share
-from loadgen.records.run import LABELS
+from loadgen.records.run import shown
 from loadgen.report.sections.charts import (
     LEGEND_ABOVE,
+    PATTERNS,
     add_view,
     arm_name,
     axis,
     chart_by_scenario,
+    colour,
     doubling,
     errors,
     hollow,
+    label_text,
     line,
+    place_of,
     rounded,
+    several,
+    tall,
     two_panels,
 )
 from loadgen.studies.ceiling.analyse import EngineShare
@@ -61,7 +67,7 @@ def latency(result: Result) -> doc.Section | None:
         "Latency distribution",
         "Share of requests answered within a time, from the intended start to the last byte; all blocks of a scenario. "
         "Drag to zoom, double-click to return.",
-        height=400,
+        height=tall(result, 400),
         xaxis=axis("latency, ms", rangemode="tozero"),
         yaxis=axis("requests answered, %", range=[0, 101.5], ticksuffix=" "),
         legend=LEGEND_ABOVE,
@@ -74,11 +80,13 @@ def batch_sizes(result: Result) -> doc.Section | None:
     sizes = {cell.name: cell.batch_size for cell in result.experiment.cells if cell.scenario == "batched"}
     data: list[doc.Figure] = []
     for panel, unit in (("", "images/s"), ("2", "ms")):
-        for label in LABELS:
+        for label in result.experiment.labels:
             own = [(s.cell, *_speed(s, unit)) for s in result.summaries if s.cell in sizes and s.label == label]
             found = [(sizes[cell], value, bounds) for cell, value, bounds in own if value is not None]
             if found:
-                bars = errors([value for _, value, _ in found], [bounds for *_, bounds in found], color=f"--{label}")
+                bars = errors(
+                    [value for _, value, _ in found], [bounds for *_, bounds in found], color=colour(result, label)
+                )
                 data.append(
                     line(
                         result,
@@ -100,7 +108,7 @@ def batch_sizes(result: Result) -> doc.Section | None:
         "the machine's drift, which the paired ratios do not.",
         data,
         two_panels(
-            380,
+            tall(result, 380),
             "images a request",
             axis("images/s", rangemode="tozero"),
             axis("p50 latency, ms", rangemode="tozero"),
@@ -121,7 +129,7 @@ def measurements(result: Result) -> doc.Section | None:
     rows = [
         (
             s.cell,
-            s.label.upper(),
+            shown(s.label),
             f"{s.requests:,}",
             f"{s.errors:,}",
             measured(s.throughput_per_s, s.throughput_ci95),
@@ -153,11 +161,11 @@ def executed_batches(result: Result) -> doc.Section | None:
     for found in result.batching:
         total = sum(found.executions.values())
         frequent = sorted(found.executions, key=lambda size: -found.executions[size])[:MAX_SIZES]
-        shown = ", ".join(f"{size}: {share(found.executions[size] / total)}" for size in sorted(frequent))
+        sizes = ", ".join(f"{size}: {share(found.executions[size] / total)}" for size in sorted(frequent))
         more = f", {len(found.executions) - len(frequent)} more sizes" if len(found.executions) > len(frequent) else ""
         mean = "–" if found.mean is None else number(found.mean)
         rows.append(
-            (found.cell, found.label.upper(), str(found.request_items), mean, shown + more or "–", found.sentence)
+            (found.cell, shown(found.label), str(found.request_items), mean, sizes + more or "–", found.sentence)
         )
     merging = {cell.name for cell in result.experiment.cells if cell.concurrency > 1}
 
@@ -169,10 +177,11 @@ def executed_batches(result: Result) -> doc.Section | None:
                 "x": list(s.executed_batches),
                 "y": [rounded(100 * count / sum(s.executed_batches.values())) for count in s.executed_batches.values()],
                 "marker": {
-                    "color": f"--{s.label}",
-                    "pattern": {"shape": "/" if s.label == "b" else "", "fillmode": "overlay"},
+                    "color": colour(result, s.label),
+                    "pattern": {"shape": PATTERNS[place_of(result, s.label)], "fillmode": "overlay"},
                 },
-                "hovertemplate": "batch %{x}: %{y:.3~g} % of executions<extra>" + s.label.upper() + "</extra>",
+                "hovertemplate": "batch %{x}: %{y:.3~g} % of executions"
+                f"<extra>{label_text(shown(s.label))}</extra>",
             }
             for s in result.summaries
             if s.cell == cell and cell in merging and s.executed_batches
@@ -192,7 +201,7 @@ def executed_batches(result: Result) -> doc.Section | None:
             "batches",
             "Executed batch sizes",
             "What the dynamic batcher made of concurrent requests: the share of executions at each batch size.",
-            height=320,
+            height=tall(result, 320),
             barmode="group",
             xaxis=axis("executed batch size"),
             yaxis=axis("executions, %", rangemode="tozero"),
@@ -221,13 +230,13 @@ def _block_chart(result: Result) -> doc.Chart | None:
 
     def traces(cells: set[str], hover: str, mode: str, relative: bool) -> list[doc.Figure]:
         found = []
-        for label in LABELS:
+        for label in result.experiment.labels:
             own = [(block, speed) for block, speed in timed if block.label == label and block.cell in cells]
             if relative:
                 pairs = [(block, speed, means.get((block.cell, label))) for block, speed in own]
                 own = [(block, 100.0 * (speed / mean - 1.0)) for block, speed, mean in pairs if mean]
             points = [(block.start_s / 60.0, value) for block, value in own]
-            marker = hollow(label, [block.complete for block, _ in own])
+            marker = hollow(result, label, [block.complete for block, _ in own])
             texts = [f"block {block.index}, {block.cell}, pair {block.pair + 1}" for block, _ in own]
             found.append(line(result, label, points, f"%{{text}}: {hover}", mode=mode, marker=marker, text=texts))
         return found
@@ -243,10 +252,16 @@ def _block_chart(result: Result) -> doc.Chart | None:
     return doc.Chart(
         "blocks",
         "Block by block",
-        "Every block of load in the order in which it ran, arms interleaved in pairs. A slope is drift of the machine, "
-        "which the pairing absorbs; hollow marks were cut short and are not compared.",
+        "Every block of load in the order in which it ran, arms interleaved in "
+        f"{'rounds' if several(result) else 'pairs'}. A slope is drift of the machine, which the pairing absorbs; "
+        "hollow marks were cut short and are not compared.",
         data,
-        {"height": 380, "xaxis": axis("minutes since the first block"), "yaxis": axis(""), "legend": LEGEND_ABOVE},
+        {
+            "height": tall(result, 380),
+            "xaxis": axis("minutes since the first block"),
+            "yaxis": axis(""),
+            "legend": LEGEND_ABOVE,
+        },
         views,
     )
 
@@ -256,7 +271,7 @@ def ceilings(result: Result) -> doc.Section | None:
     rows = [
         (
             one.cell,
-            one.label.upper(),
+            shown(one.label),
             f"{'~ ' if one.batch_origin == 'mean executed batch' else ''}{one.batch}",
             number(one.engine_images_per_s),
             number(one.served_images_per_s),
@@ -266,12 +281,12 @@ def ceilings(result: Result) -> doc.Section | None:
     ]
     said = [
         max(own, key=lambda one: one.served_images_per_s).sentence
-        for label in LABELS
+        for label in result.experiment.labels
         if (own := _most_telling([one for one in result.ceilings if one.label == label]))
     ]
     for gap in result.ceilings_missing:
         where = "" if gap.cell is None else f" in {gap.cell}"
-        said.append(f"{gap.label.upper()}{where} has no ceiling: {gap.reason}.")
+        said.append(f"{shown(gap.label)}{where} has no ceiling: {gap.reason}.")
     caption = CEILING_CAPTION + (OPEN_LOOP if any(one.offered for one in result.ceilings) else "")
     columns = (
         *doc.names("scenario", "arm"),

@@ -5,16 +5,17 @@ from __future__ import annotations
 import loadgen.report.document as doc
 from loadgen.analysis.result import Result
 from loadgen.quantities import measured, number, share
-from loadgen.records.run import LABELS
+from loadgen.records.run import Pairing, shown
 from loadgen.report.sections.charts import (
     LEGEND_ABOVE,
-    MARKERS,
     add_view,
     axis,
     doubling,
     hollow,
     line,
     log_axis,
+    marker_of,
+    tall,
     two_panels,
 )
 from loadgen.studies.rate_search.records import RampFound, RampRung, RateFound
@@ -44,7 +45,7 @@ def open_loops(result: Result) -> doc.Section | None:
         rows.append(
             (
                 summary.cell,
-                summary.label.upper(),
+                shown(summary.label),
                 f"{loop.offered:,}",
                 number(loop.offered_per_s),
                 measured(loop.achieved_per_s, None),
@@ -80,7 +81,7 @@ def rate_search(result: Result) -> doc.Section | None:
         (
             one.cell,
             str(one.pair + 1),
-            one.label.upper(),
+            shown(one.label),
             _number(one.rate_per_s),
             _number(one.failed_rate_per_s),
             str(one.trials),
@@ -93,7 +94,7 @@ def rate_search(result: Result) -> doc.Section | None:
         (
             trial.cell,
             str(trial.pair + 1),
-            trial.label.upper(),
+            shown(trial.label),
             str(trial.step + 1),
             _number(trial.rate_per_s),
             f"{trial.requests:,} of {trial.planned or 0:,}",
@@ -130,7 +131,7 @@ def trial_chart(result: Result) -> doc.Chart | None:
             [(trial.step + 1, trial.rate_per_s or 0.0) for trial in trials],
             "%{y:.4~g} requests/s %{customdata[2]}: %{customdata[0]} of %{customdata[1]} late"
             f" in search {found.pair + 1}",
-            marker=hollow(found.label, [bool(trial.held) for trial in trials]),
+            marker=hollow(result, found.label, [bool(trial.held) for trial in trials]),
             showlegend=found.pair == 0,
             customdata=[[trial.late, trial.planned, "held" if trial.held else "failed"] for trial in trials],
         )
@@ -149,7 +150,7 @@ def trial_chart(result: Result) -> doc.Chart | None:
         "doubled while it holds, then bisected.",
         data,
         {
-            "height": 380,
+            "height": tall(result, 380),
             "xaxis": axis("trial", tickformat="d", range=[0.5, 0.5 + max(len(trace["x"]) for trace in data)]),
             "yaxis": axis("requests/s", **log_axis(rate for trace in data for rate in trace["y"])),
             "legend": LEGEND_ABOVE,
@@ -164,21 +165,13 @@ def ramp(result: Result) -> doc.Section | None:
         (
             one.cell,
             str(one.pair + 1),
-            one.label.upper(),
+            shown(one.label),
             _number(one.saturation_per_s),
             "–" if one.knee_concurrency is None else str(one.knee_concurrency),
             str(len(one.rungs)),
             _ramp_note(one),
         )
         for one in result.ramps
-    ]
-    curves = [
-        next(({rung.concurrency: rung for rung in one.rungs} for one in result.ramps if one.label == label), {})
-        for label in LABELS
-    ]
-    rungs = [
-        (str(users), *(text for curve in curves for text in _rung(curve.get(users))))
-        for users in sorted({users for curve in curves for users in curve})
     ]
     columns = (
         *doc.names("scenario"),
@@ -187,13 +180,27 @@ def ramp(result: Result) -> doc.Section | None:
         *doc.numbers("best, images/s", "users at the knee", "rungs"),
         *doc.texts("note"),
     )
-    figures = [f"{label.upper()}{what}" for label in LABELS for what in (", images/s", " p50, ms", " p99, ms")]
     return doc.section(
         "Ramp to saturation",
         doc.Table(columns, found, caption=RAMP_CAPTION, grouped=True),
-        doc.Table(doc.numbers("users", *figures), rungs, title="The first ramp of each arm"),
+        *(_first_ramps(result, two) for two in result.experiment.pairings),
         ramp_chart(result),
     )
+
+
+def _first_ramps(result: Result, pairing: Pairing) -> doc.Table:
+    """Of an arm and of the baseline beside each other, one row for each number of users."""
+    curves = [
+        next(({rung.concurrency: rung for rung in one.rungs} for one in result.ramps if one.label == label), {})
+        for label in pairing
+    ]
+    rungs = [
+        (str(users), *(text for curve in curves for text in _rung(curve.get(users))))
+        for users in sorted({users for curve in curves for users in curve})
+    ]
+    figures = [f"{shown(label)}{what}" for label in pairing for what in (", images/s", " p50, ms", " p99, ms")]
+    whose = "each arm" if len(result.experiment.arms) == 2 else " and of ".join(map(shown, pairing))
+    return doc.Table(doc.numbers("users", *figures), rungs, title=f"The first ramp of {whose}")
 
 
 def _rung(rung: RampRung | None) -> tuple[str, str, str]:
@@ -218,7 +225,7 @@ def ramp_chart(result: Result) -> doc.Chart | None:
             if not points:
                 continue
             knees = [not panel and users == found.knee_concurrency for users, _ in points]
-            star = {"symbol": ["star" if knee else MARKERS[found.label] for knee in knees]}
+            star = {"symbol": ["star" if knee else marker_of(result, found.label) for knee in knees]}
             data.append(
                 line(
                     result,
@@ -244,7 +251,7 @@ def ramp_chart(result: Result) -> doc.Chart | None:
         "which no later one is 5 % better.",
         data,
         two_panels(
-            400,
+            tall(result, 400),
             "users",
             axis("images/s", rangemode="tozero"),
             axis("latency, ms", **log_axis(latencies)),

@@ -11,9 +11,18 @@ from loadgen.analysis.checks.run import parity_figures
 from loadgen.analysis.result import Result
 from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.quantities import ratio, ratio_interval, sentence, share
-from loadgen.report.sections.charts import titles
+from loadgen.records.run import shown
+from loadgen.report.sections.charts import arm_style, base_and_arm, several, titles
 from loadgen.report.sections.checks import CheckRow, check_rows, counts
-from loadgen.report.sections.comparisons import VERDICTS, advantage, comparison_cells, reach, threshold_sentence
+from loadgen.report.sections.comparisons import (
+    advantage,
+    against_baseline,
+    comparison_cells,
+    comparison_columns,
+    reach,
+    threshold_sentence,
+    verdict_style,
+)
 from loadgen.report.sections.gpu_verification import ALL_SCENARIOS, findings
 
 LEAST_SPAN = math.log(1.1)
@@ -32,7 +41,7 @@ def caveats(result: Result) -> doc.Section | None:
 
 
 def verdict(result: Result) -> doc.Section | None:
-    """Valid or not, the headline, the arms, and every check that takes the verdict away."""
+    """Valid or not, what was found, the arms, and every check that takes the verdict away."""
     found = result.verdict
     about_gpu = _about_gpu(result)
     failed = [doc.Item(text, "failed") for text in found.failed]
@@ -45,13 +54,10 @@ def verdict(result: Result) -> doc.Section | None:
         doc.Panel(
             "VALID" if found.valid else "INVALID",
             "ok" if found.valid else "failed",
-            found.headline,
+            found.sentence,
             (
                 doc.Items(
-                    [
-                        doc.Item(name, "a" if label == "a" else "b", label.upper())
-                        for label, name in titles(result).items()
-                    ]
+                    [doc.Item(name, arm_style(result, label), shown(label)) for label, name in titles(result).items()]
                 ),
                 doc.Text("Why there is no verdict:" if failed else "", on=doc.MARKDOWN),
                 doc.Items(few, on=doc.TERMINAL),
@@ -69,30 +75,27 @@ def _about_gpu(result: Result) -> list[str]:
 
 
 def overview(result: Result) -> doc.Section | None:
-    """The leading comparison of each scenario, its interval drawn."""
-    leading = [one for one in leading_comparisons(result.comparisons) if one.ratio_b_over_a is not None]
+    """The leading comparison of each scenario and arm with the baseline, its interval drawn."""
+    leading = [one for one in leading_comparisons(against_baseline(result)) if one.ratio is not None]
     span = max((reach(one, LEAST_SPAN) for one in leading), default=LEAST_SPAN)
     margin = result.experiment.equivalence_margin
     rows = []
     for one in leading:
         *figures, words = comparison_cells(result, one)
-        rows.append((*figures, _strip(one, span, math.log1p(margin)), words))
+        rows.append((*figures, _strip(result, one, span, math.log1p(margin)), words))
     edge = f"{math.exp(span):.2f}×"
+    *columns, verdict_column = comparison_columns(result, roomy=True)
+    base, arm = base_and_arm(result)
     return doc.section(
         "Overview",
         doc.Table(
-            (
-                *doc.names("scenario"),
-                *(doc.Column(title, roomy=True) for title in ("metric", "unit")),
-                *(doc.Column(title, "number", roomy=True) for title in ("A", "B")),
-                *doc.numbers("B/A", "95 % interval"),
-                *doc.names(f"A {edge} ← 1 → B {edge}", "verdict"),
-            ),
+            (*columns, *doc.names(f"{base} {edge} ← 1 → {arm.removeprefix('the ')} {edge}"), verdict_column),
             rows,
+            grouped=True,
         ),
         doc.Text(
-            "The leading metric of each scenario; right of the line B is better, left of it A, by the factors above; "
-            f"inside the shaded band (±{share(margin)}) they are equivalent.",
+            f"The leading metric of each scenario; right of the line {arm} is better, left of it {base}, by the "
+            f"factors above; inside the shaded band (±{share(margin)}) they are equivalent.",
             "note",
         )
         if rows
@@ -102,7 +105,7 @@ def overview(result: Result) -> doc.Section | None:
     )
 
 
-def _strip(one: Comparison, span: float, margin: float) -> doc.Strip:
+def _strip(result: Result, one: Comparison, span: float, margin: float) -> doc.Strip:
     value, interval = advantage(one)
     low, high = (None, None) if interval is None else (_place(math.log(bound), span) for bound in interval)
     return doc.Strip(
@@ -110,8 +113,9 @@ def _strip(one: Comparison, span: float, margin: float) -> doc.Strip:
         low,
         high,
         (_place(-margin, span), _place(margin, span)),
-        VERDICTS[one.verdict][1],
-        f"B/A {ratio(one.ratio_b_over_a, one.ci95)}, 95 % interval {ratio_interval(one.ci95)}",
+        verdict_style(result, one.verdict, one.pairing),
+        f"{shown(one.arm)}/{shown(one.baseline)} {ratio(one.ratio, one.ci95)}, "
+        f"95 % interval {ratio_interval(one.ci95)}",
     )
 
 
@@ -121,11 +125,18 @@ def _place(log_ratio: float, span: float) -> float:
 
 def brief_why(result: Result) -> doc.Section | None:
     """The reasons in the most loaded scenario."""
-    main = next((one for one in result.verdict.scenarios if one.scenario == result.verdict.main_scenario), None)
-    if main is None or not main.reasons:
-        blocks: list[doc.Text | doc.Link] = [doc.Text("Nothing was measured that explains a difference.")]
+    main = result.verdict.main_scenario
+    found = [one for one in result.verdict.scenarios if one.scenario == main and one.reasons]
+    if not found:
+        blocks: list[doc.Block] = [doc.Text("Nothing was measured that explains a difference.")]
     else:
-        blocks = [doc.Text(f"In {main.scenario}:", "note"), *map(doc.Text, main.reasons)]
+        blocks = [doc.Text(f"In {main}:", "note")]
+        for one in found:
+            if several(result):
+                which = f"{shown(one.arm)} against {shown(one.baseline)}"
+                blocks.append(doc.Items([doc.Item("", arm_style(result, one.arm), which, one.reasons)]))
+            else:
+                blocks += map(doc.Text, one.reasons)
         blocks.append(doc.Link("The causes, and the other scenarios", "#why"))
     return doc.section("Why", *blocks, on=doc.HTML, half=True)
 
@@ -158,11 +169,15 @@ def _item(style: doc.Style, text: str) -> doc.Item:
 def _parity(result: Result) -> doc.Item:
     parity = result.parity
     if parity is None or not parity.cases:
-        return _item("unknown", "whether both arms give the same answers was not measured")
+        return _item("unknown", f"whether {_all(result)} arms give the same answers was not measured")
     text = f"{parity_figures(parity)} in {len(parity.cases)} cases"
     if parity.ok:
-        return _item("ok", f"both arms give the same answers: {text}")
+        return _item("ok", f"{_all(result)} arms give the same answers: {text}")
     return _item("failed", f"different answers: {text}")
+
+
+def _all(result: Result) -> str:
+    return "all" if several(result) else "both"
 
 
 def _devices(result: Result) -> list[doc.Item]:

@@ -7,19 +7,25 @@ import math
 import loadgen.report.document as doc
 from loadgen.analysis.result import Result
 from loadgen.analysis.verdict import ScenarioVerdict
-from loadgen.comparison.stages import STAGES, TITLES
+from loadgen.comparison.stages import STAGES, TITLES, StageAccount
 from loadgen.quantities import number, share, signed_ms
+from loadgen.records.run import Pairing, shown
 from loadgen.report.sections.charts import (
     LEGEND_ABOVE,
     ROWS,
+    add_view,
     arm_name,
+    arm_style,
     axis,
     bars_across,
+    base_and_arm,
     chart_by_scenario,
+    colour,
     errors,
     label_text,
+    several,
 )
-from loadgen.report.sections.comparisons import VERDICTS
+from loadgen.report.sections.comparisons import verdict_words, winner
 from loadgen.studies.causes.analyse import CellCauses, percent
 
 FOLDED = "folded"
@@ -30,8 +36,8 @@ FOLDED_NOTE = (
 )
 CAUSES_NOTE = (
     "Each cause was taken away from one arm at a time, in blocks interleaved with those of the arm as it is; means a "
-    "request. What a cause makes of the difference is what it costs B minus what it costs A. It counts where its "
-    "interval excludes 0."
+    "request. What a cause makes of the difference is what it costs {arm} minus what it costs {base}. It counts where "
+    "its interval excludes 0."
 )
 
 
@@ -40,63 +46,75 @@ def why(result: Result) -> doc.Section | None:
     reasons = [one for one in result.verdict.scenarios if one.reasons]
     main = [one for one in reasons if one.scenario == result.verdict.main_scenario]
     others = [one for one in reasons if one not in main]
-    blocks: list[doc.Items | doc.Text | doc.Table] = [doc.Items([_reasons(one) for one in main])]
+    blocks: list[doc.Items | doc.Text | doc.Table] = [doc.Items([_reasons(result, one) for one in main])]
     for causes in result.causes:
         if causes.cell != result.verdict.main_scenario:
             blocks.append(doc.Text(f"{causes.cell}: {causes.sentence}"))
-        blocks.append(cause_table(causes))
+        blocks.append(cause_table(result, causes))
+    accounts = {(account.cell, account.baseline, account.arm): account for account in result.stages}
     other_blocks: list[doc.Items | doc.Table] = []
     for one in others:
-        other_blocks += [doc.Items([_reasons(one)]), stage_table(result, one.scenario, on=doc.HTML)]
+        other_blocks.append(doc.Items([_reasons(result, one)]))
+        if (account := accounts.get((one.scenario, one.baseline, one.arm))) is not None:
+            other_blocks.append(stage_table(result, account, on=doc.HTML))
     return doc.section(
         "Why",
         *blocks,
         doc.Text(causes_note(result) or "", "note"),
-        stage_table(result, result.verdict.main_scenario or ""),
+        *(stage_table(result, one) for one in result.stages if one.cell == result.verdict.main_scenario),
         doc.Fold("The other scenarios", tuple(other_blocks)),
         causes_chart(result),
         stages_chart(result),
     )
 
 
-def _reasons(one: ScenarioVerdict) -> doc.Item:
-    words, style = VERDICTS[one.outcome]
-    return doc.Item(words, style if style in ("a", "b") else None, one.scenario, one.reasons)
+def _reasons(result: Result, one: ScenarioVerdict) -> doc.Item:
+    pairing = Pairing(one.baseline, one.arm)
+    better = winner(one.outcome, pairing)
+    style = None if better is None else arm_style(result, better)
+    return doc.Item(verdict_words(one.outcome, pairing), style, one.scenario + _which(result, pairing), one.reasons)
 
 
-def cause_table(causes: CellCauses) -> doc.Table:
+def _which(result: Result, pairing: Pairing) -> str:
+    """After a scenario, where there are more than two arms: ", C against A"."""
+    return f", {shown(pairing.arm)} against {shown(pairing.baseline)}" if several(result) else ""
+
+
+def cause_table(result: Result, causes: CellCauses) -> doc.Table:
     """One row for each effect, the causes in their order, then what is left over and the whole difference."""
+    base, arm = map(shown, causes.pairing)
     rows: list[tuple[str, ...]] = []
     for cause in causes.causes:
         head = (
             cause.title + ("" if cause.found or not cause.effects else " (within the noise)"),
-            _ms(cause.b_minus_a_ms),
+            _ms(cause.difference_ms),
             _interval(cause.ci95_ms if cause.effects else None),
             percent(cause.share if cause.found else None),
         )
         for effect in cause.effects:
             times = (f"{number(effect.as_is_ms)} ms", f"{number(effect.without_ms)} ms")
-            rows.append((*head, effect.label.upper(), effect.changed, *times, effect.folder))
+            rows.append((*head, shown(effect.label), effect.changed, *times, effect.folder))
             head = ("", "", "", "")
         for untested in cause.untested:
             words = "nothing to take away" if untested.moot else "not tested"
-            rows.append((*head, untested.label.upper(), f"{words}: {untested.reason}", "–", "–", "–"))
+            rows.append((*head, shown(untested.label), f"{words}: {untested.reason}", "–", "–", "–"))
             head = ("", "", "", "")
     rest = ("unattributed", _ms(causes.unattributed_ms), _interval(causes.unattributed_ci95_ms))
     rows.append((*rest, percent(causes.unattributed_share), "", "", "", "", ""))
-    whole = ("the difference", _ms(causes.b_minus_a_ms), _interval(causes.ci95_ms), "100 %")
-    rows.append((*whole, "", "", f"A {number(causes.a_ms)} ms", f"B {number(causes.b_ms)} ms", "blocks"))
+    whole = ("the difference", _ms(causes.difference_ms), _interval(causes.ci95_ms), "100 %")
+    times = (f"{base} {number(causes.baseline_ms)} ms", f"{arm} {number(causes.arm_ms)} ms")
+    rows.append((*whole, "", "", *times, "blocks"))
     return doc.Table(
         (
             *doc.names("cause"),
-            *doc.numbers("B − A", "95 % interval", "share"),
+            *doc.numbers(f"{arm} − {base}", "95 % interval", "share"),
             *doc.names("arm"),
             *doc.texts("what was changed"),
             *doc.numbers("as it is", "without"),
             *doc.texts("shown by"),
         ),
         rows,
-        title=f"What each cause makes of the difference in {causes.cell}",
+        title=f"What each cause makes of the difference in {causes.cell}{_which(result, causes.pairing)}",
         total=True,
         on=doc.PAGES,
     )
@@ -105,7 +123,8 @@ def cause_table(causes: CellCauses) -> doc.Table:
 def causes_note(result: Result) -> str | None:
     """What a reader must know of how the causes were found, or that none were looked for."""
     if result.causes:
-        note = CAUSES_NOTE
+        base, arm = base_and_arm(result)
+        note = CAUSES_NOTE.format(base=base, arm=arm)
         if result.state is None or result.state.state != "finished":
             note += " The run ended before all causes were taken away."
         if result.causes_left_out:
@@ -124,32 +143,47 @@ def causes_note(result: Result) -> str | None:
 
 def causes_chart(result: Result) -> doc.Chart | None:
     """What each cause makes of the difference, with its interval."""
-    found = {causes.cell: causes for causes in result.causes}
-    most = max((len(causes.causes) for causes in result.causes), default=0) + 2
-    return chart_by_scenario(
-        result,
-        lambda cell: [_cause_bars(found[cell])] if cell in found else [],
+    if not result.causes:
+        return None
+    main = result.verdict.main_scenario
+    base, arm = base_and_arm(result)
+    data: list[doc.Figure] = []
+    views = [
+        add_view(
+            data,
+            one.cell + _which(result, one.pairing),
+            [_cause_bars(result, one)],
+            xaxis=axis(label_text(f"{shown(one.arm)} − {shown(one.baseline)}, ms a request"), zeroline=True),
+        )
+        for one in sorted(result.causes, key=lambda one: one.cell != main)
+    ]
+    return doc.Chart(
         "causes",
         "What each cause makes of the difference",
-        "B minus A, in ms of the mean request time, with 95 % intervals: right of 0 a cause makes B slower, left of it "
-        "A. The causes and what is unattributed add up to the difference; a cause within the noise counts for nothing.",
-        height=150 + 34 * most,
-        bargap=0.4,
-        showlegend=False,
-        xaxis=axis("B − A, ms a request", zeroline=True),
-        yaxis=ROWS,
+        f"{'The arm' if several(result) else arm} minus {base}, in ms of the mean request time, with 95 % intervals: "
+        f"right of 0 a cause makes {arm} slower, left of it {base}. The causes and what is unattributed add up to the "
+        "difference; a cause within the noise counts for nothing.",
+        data,
+        {
+            "height": 150 + 34 * (max(len(one.causes) for one in result.causes) + 2),
+            "bargap": 0.4,
+            "showlegend": False,
+            "yaxis": ROWS,
+        },
+        views,
     )
 
 
-def _cause_bars(found: CellCauses) -> doc.Figure:
+def _cause_bars(result: Result, found: CellCauses) -> doc.Figure:
     rows: list[tuple[str, float, tuple[float, float] | None, str]] = [
-        ("the difference", found.b_minus_a_ms, found.ci95_ms, "--ink")
+        ("the difference", found.difference_ms, found.ci95_ms, "--ink")
     ]
     for cause in found.causes:
-        if cause.b_minus_a_ms is not None and cause.effects:
+        if cause.difference_ms is not None and cause.effects:
             name = cause.title if cause.found else f"{cause.title} (within the noise)"
-            colour = ("--b" if cause.b_minus_a_ms > 0 else "--a") if cause.found else "--line"
-            rows.append((label_text(name), cause.b_minus_a_ms, cause.ci95_ms, colour))
+            slower = found.arm if cause.difference_ms > 0 else found.baseline
+            bar = colour(result, slower) if cause.found else "--line"
+            rows.append((label_text(name), cause.difference_ms, cause.ci95_ms, bar))
     rows.append(("unattributed", found.unattributed_ms, found.unattributed_ci95_ms, "--muted"))
     labels, values, bounds, colours = zip(*rows, strict=True)
     return bars_across(
@@ -163,31 +197,32 @@ def _cause_bars(found: CellCauses) -> doc.Figure:
     )
 
 
-def stage_table(result: Result, cell: str, on: doc.Format = doc.PAGES) -> doc.Table:
+def stage_table(result: Result, account: StageAccount, on: doc.Format = doc.PAGES) -> doc.Table:
     """Each stage of a request with the total last; without rows where no arm reports stages that add up."""
-    rows = stage_rows(result, cell)
+    rows = stage_rows(account)
+    pairing = Pairing(account.baseline, account.arm)
+    base, arm = map(shown, pairing)
     return doc.Table(
-        (*doc.names("stage"), *doc.numbers("A", "B", "B − A", "share")),
+        (*doc.names("stage"), *doc.numbers(base, arm, f"{arm} − {base}", "share")),
         rows,
-        title=f"Where the time of a request goes in {cell}",
+        title=f"Where the time of a request goes in {account.cell}{_which(result, pairing)}",
         caption=FOLDED_NOTE if any(FOLDED in row for row in rows) else "",
         total=True,
         on=on,
     )
 
 
-def stage_rows(result: Result, cell: str) -> list[tuple[str, ...]]:
-    """(stage, A, B, B − A, share of the difference) with the total last; empty where no arm reports stages that add
-    up."""
-    account = next((account for account in result.stages if account.cell == cell), None)
-    arms = [arm for arm in (account.a, account.b) if arm and not arm.contradictions] if account else []
-    if account is None or not arms:
+def stage_rows(account: StageAccount) -> list[tuple[str, ...]]:
+    """(stage, baseline, arm, arm − baseline, share of the difference) with the total last; empty where no arm reports
+    stages that add up."""
+    arms = [arm for arm in account.sides if arm and not arm.contradictions]
+    if not arms:
         return []
     differences = {d.stage: d for d in account.differences}
     decimals = max(0, 3 - math.floor(math.log10(max(arm.client_total_ms for arm in arms))))
     rows: list[tuple[str, ...]] = []
     for stage in STAGES:
-        values = [arm.stages_ms.get(stage) if arm in arms and arm else None for arm in (account.a, account.b)]
+        values = [arm.stages_ms.get(stage) if arm in arms and arm else None for arm in account.sides]
         if values == [None, None] or (stage == "send_delay" and not any(values)):
             continue
         difference = differences.get(stage)
@@ -195,24 +230,23 @@ def stage_rows(result: Result, cell: str) -> list[tuple[str, ...]]:
             (
                 f"{TITLES[stage]} ({stage})",
                 *("–" if value is None else f"{value:.{decimals}f} ms" for value in values),
-                _signed(difference.b_minus_a_ms, decimals) if difference else FOLDED if differences else "–",
+                _signed(difference.difference_ms, decimals) if difference else FOLDED if differences else "–",
                 _signed_share(difference.share) if difference else "–",
             )
         )
-    totals = [f"{arm.client_total_ms:.{decimals}f} ms" if arm else "–" for arm in (account.a, account.b)]
-    total = account.total_b_minus_a_ms
+    totals = [f"{arm.client_total_ms:.{decimals}f} ms" if arm else "–" for arm in account.sides]
+    total = account.difference_ms
     shares = ("–", "–") if total is None or not differences else (_signed(total, decimals), "100 %")
     rows.append(("client total", *totals, *shares))
     return rows
 
 
 def stages_chart(result: Result) -> doc.Chart | None:
-    """Both arms side by side, a colour for each stage."""
-    accounts = {account.cell: account for account in result.stages}
+    """The arms side by side, a colour for each stage."""
 
     def traces(cell: str) -> list[doc.Figure]:
-        account = accounts.get(cell)
-        arms = [arm for arm in (account.a, account.b) if arm and not arm.contradictions] if account else []
+        found = {arm.label: arm for one in result.stages if one.cell == cell for arm in one.sides if arm}
+        arms = [arm for arm in found.values() if not arm.contradictions]
         return [
             bars_across(
                 stage,
@@ -230,9 +264,10 @@ def stages_chart(result: Result) -> doc.Chart | None:
         traces,
         "stages",
         "Where the time of a request goes",
-        "Means a request, in the same stages for both arms; what nobody times is outside the server's account. In a "
-        "dynamic batch each request is charged the whole execution that it waited for.",
-        height=260,
+        f"Means a request, in the same stages for {'all' if several(result) else 'both'} arms; what nobody times is "
+        "outside the server's account. In a dynamic batch each request is charged the whole execution that it waited "
+        "for.",
+        height=260 + 40 * (len(result.experiment.arms) - 2),
         margin={"b": 96},
         barmode="relative",
         bargap=0.35,

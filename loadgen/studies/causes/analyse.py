@@ -1,6 +1,6 @@
 """From effects to causes: how much of the difference between the arms each one makes, the largest first.
 
-    difference B − A = Σ causes + unattributed        a cause: what it costs B minus what it costs A
+    difference arm − baseline = Σ causes + unattributed       a cause: what it costs the arm minus the baseline's
 
 All in means of request times. A cause counts where its 95 % interval excludes 0; what lies within the noise counts for
 nothing and stays in what is unattributed. The intervals are of one cause each, not adjusted for their number.
@@ -24,10 +24,10 @@ from loadgen.comparison.pairs import side_by_side
 from loadgen.comparison.stages import StageAccount
 from loadgen.comparison.summaries import BlockSummary, summarise_blocks
 from loadgen.quantities import signed_ms
-from loadgen.records.run import LABELS, Cell, Label, Record
+from loadgen.records.run import Cell, Label, Pairing, Record, shown
 from loadgen.statistics.ratios import SIGNIFICANCE, critical_t, estimate_ratio
 from loadgen.storage.stored_run import StoredBlock, StoredRun
-from loadgen.studies.causes.records import CauseName, Counterfactual, Untested
+from loadgen.studies.causes.records import BESIDE, CauseName, Counterfactual, Untested
 
 Pairs = Sequence[tuple[float, float]]
 
@@ -92,14 +92,14 @@ def combine(parts: Iterable[tuple[float, Difference]]) -> Difference:
     return Difference(mean, variance if known else None, degrees if math.isfinite(degrees) else 1e9, pairs)
 
 
-def mean_pairs(cell: str, blocks: Sequence[BlockSummary]) -> list[tuple[float, float]]:
-    """Mean request times in ms of each complete pair of a cell, a first."""
+def mean_pairs(cell: str, blocks: Sequence[BlockSummary], pairing: Pairing) -> list[tuple[float, float]]:
+    """Mean request times in ms of two arms in each round of a cell that both completed, the baseline's first."""
     means = {
         (block.pair, block.label): block.latency.mean_ms
         for block in blocks
         if block.cell == cell and block.complete and block.latency.mean_ms is not None
     }
-    return [(a, b) for _, a, b in side_by_side(means)]
+    return [(base, arm) for _, base, arm in side_by_side(means, pairing)]
 
 
 class CauseEffect(Record, frozen=True, kw_only=True):
@@ -139,25 +139,25 @@ def measure_effects(
     found: dict[str, MeasuredEffect | Untested] = {}
     for cell in counterfactual.cells:
         own = [summary for summary in summaries if summary.cell == cell.name]
-        pairs = mean_pairs(cell.name, own)
+        pairs = mean_pairs(cell.name, own, BESIDE)
         failed = sum(summary.errors for summary in own)
         reason = None
         if failed:
             reason = f"{failed} of {sum(summary.requests for summary in own)} requests of its cell failed"
         elif not pairs:
             reason = "its cell holds no complete pair of blocks"
-        saved = difference([(without, as_is) for as_is, without in pairs])
+        saved = difference(pairs)
         if reason is not None or saved is None:
             found[cell.name] = Untested(
                 cause=counterfactual.cause, label=counterfactual.label, reason=reason or "its cell is empty"
             )
             continue
-        ratio = estimate_ratio([as_is / without for as_is, without in pairs], 1.0)
+        ratio = estimate_ratio([as_is / without for without, as_is in pairs], 1.0)
         effect = CauseEffect(
             label=counterfactual.label,
             changed=counterfactual.changed,
-            as_is_ms=math.fsum(as_is for as_is, _ in pairs) / len(pairs),
-            without_ms=math.fsum(without for _, without in pairs) / len(pairs),
+            as_is_ms=math.fsum(as_is for _, as_is in pairs) / len(pairs),
+            without_ms=math.fsum(without for without, _ in pairs) / len(pairs),
             saved_ms=saved.mean_ms,
             ci95_ms=saved.ci95_ms,
             ratio=ratio.ratio,
@@ -192,8 +192,9 @@ class Cause(Record, frozen=True, kw_only=True):
 
     name: CauseName
     title: str
-    b_minus_a_ms: float | None
-    """What it costs B minus what it costs A; of the tested arms alone where one is untested, None where both are."""
+    difference_ms: float | None
+    """What it costs the arm minus what it costs the baseline; of the tested arms alone where one is untested, None
+    where both are."""
     ci95_ms: tuple[float, float] | None
     share: float | None
     """Of the difference between the arms; negative where it works against it."""
@@ -203,17 +204,20 @@ class Cause(Record, frozen=True, kw_only=True):
     """By the arm, each with the cell that shows it."""
     untested: tuple[Untested, ...]
     inferred_ms: float | None = None
-    """B minus A in the stages that belong to it, by the servers' own account; only where an arm is untested. An
-    inference: no cell has shown it."""
+    """Arm minus baseline in the stages that belong to it, by the servers' own account; only where an arm is untested.
+    An inference: no cell has shown it."""
 
 
 class CellCauses(Record, frozen=True, kw_only=True):
-    """Why the arms differ in one cell. Times are means a request; `causes` the largest first."""
+    """Why two arms differ in one cell. Times are means a request; `causes` the largest first."""
 
     cell: str
-    a_ms: float
-    b_ms: float
-    b_minus_a_ms: float
+    baseline: Label
+    arm: Label
+    baseline_ms: float
+    arm_ms: float
+    difference_ms: float
+    """Arm minus baseline."""
     ci95_ms: tuple[float, float] | None
     slower: Label
     ratio: float
@@ -227,9 +231,15 @@ class CellCauses(Record, frozen=True, kw_only=True):
     notes: tuple[str, ...]
     """What was within the noise, what was not tested and what the account of time suggests for that."""
 
+    @property
+    def pairing(self) -> Pairing:
+        """The two arms."""
+        return Pairing(self.baseline, self.arm)
+
 
 def rank_causes(
     cell: Cell,
+    pairing: Pairing,
     pairs: Pairs,
     effects: Sequence[MeasuredEffect],
     untested: Sequence[Untested],
@@ -237,7 +247,8 @@ def rank_causes(
     *,
     comparable: bool,
 ) -> CellCauses | None:
-    """`pairs` are the mean request times of the cell's pairs of blocks, A first; None without any.
+    """`pairs` are the mean request times of both arms in each round of the cell, the baseline's first; None without
+    any.
 
     Not `comparable` arms are not called slower: their requests took longer.
     """
@@ -247,59 +258,64 @@ def rank_causes(
     causes: list[Cause] = []
     parts: dict[CauseName, Difference] = {}
     for name in CAUSES:
-        cause, part = _cause(name, gap, effects, untested, account)
+        cause, part = _cause(name, pairing, gap, effects, untested, account)
         if cause is None:
             continue
         causes.append(cause)
         if cause.found and part is not None:
             parts[name] = part
-    causes.sort(key=lambda cause: (not cause.found, -abs(cause.b_minus_a_ms or 0.0)))
+    causes.sort(key=lambda cause: (not cause.found, -abs(cause.difference_ms or 0.0)))
     rest = combine([(1.0, gap), *((-1.0, part) for part in parts.values())])
-    a_ms, b_ms = (math.fsum(pair[index] for pair in pairs) / len(pairs) for index in (0, 1))
-    slower: Label = "b" if gap.mean_ms > 0.0 else "a"
+    baseline_ms, arm_ms = (math.fsum(pair[index] for pair in pairs) / len(pairs) for index in (0, 1))
     found = CellCauses(
         cell=cell.name,
-        a_ms=a_ms,
-        b_ms=b_ms,
-        b_minus_a_ms=gap.mean_ms,
+        baseline=pairing.baseline,
+        arm=pairing.arm,
+        baseline_ms=baseline_ms,
+        arm_ms=arm_ms,
+        difference_ms=gap.mean_ms,
         ci95_ms=gap.ci95_ms,
-        slower=slower,
-        ratio=max(a_ms, b_ms) / min(a_ms, b_ms),
+        slower=pairing.arm if gap.mean_ms > 0.0 else pairing.baseline,
+        ratio=max(baseline_ms, arm_ms) / min(baseline_ms, arm_ms),
         causes=tuple(causes),
         unattributed_ms=rest.mean_ms,
         unattributed_ci95_ms=rest.ci95_ms,
         unattributed_share=rest.mean_ms / gap.mean_ms if gap.seen else None,
         sentence="",
-        notes=(*_notes(causes), *_drifts(causes, {"a": a_ms, "b": b_ms})),
+        notes=(
+            *_notes(causes, pairing),
+            *_drifts(causes, {pairing.baseline: baseline_ms, pairing.arm: arm_ms}),
+        ),
     )
     return _with_sentence(found, place(cell), comparable)
 
 
 def _cause(
     name: CauseName,
+    pairing: Pairing,
     gap: Difference,
     effects: Sequence[MeasuredEffect],
     untested: Sequence[Untested],
     account: StageAccount | None,
 ) -> tuple[Cause | None, Difference | None]:
-    own = {effect.effect.label: effect for effect in effects if effect.cause == name}
-    missing = tuple(one for one in untested if one.cause == name and one.label not in own)
+    own = {one.effect.label: one for one in effects if one.cause == name and one.effect.label in pairing}
+    missing = tuple(one for one in untested if one.cause == name and one.label in set(pairing) - own.keys())
     if not own and not missing:
         return None, None
     barred = tuple(one for one in missing if not one.moot)
     part: Difference | None = None
     if own:
-        part = combine([(1.0 if label == "b" else -1.0, effect.saved) for label, effect in own.items()])
+        part = combine([(1.0 if label == pairing.arm else -1.0, effect.saved) for label, effect in own.items()])
     elif not barred:
         part = NOTHING
     cause = Cause(
         name=name,
         title=CAUSE_TITLES[name],
-        b_minus_a_ms=None if part is None else part.mean_ms,
+        difference_ms=None if part is None else part.mean_ms,
         ci95_ms=None if part is None else part.ci95_ms,
         share=part.mean_ms / gap.mean_ms if part is not None and gap.seen else None,
         found=part is not None and part.seen,
-        effects=tuple(own[label].effect for label in LABELS if label in own),
+        effects=tuple(own[label].effect for label in pairing if label in own),
         untested=missing,
         inferred_ms=_inferred(name, account) if barred else None,
     )
@@ -309,12 +325,13 @@ def _cause(
 def _inferred(name: CauseName, account: StageAccount | None) -> float | None:
     if account is None or not account.differences or not STAGES_OF[name]:
         return None
-    return math.fsum(d.b_minus_a_ms for d in account.differences if d.stage in STAGES_OF[name])
+    return math.fsum(d.difference_ms for d in account.differences if d.stage in STAGES_OF[name])
 
 
 def _with_sentence(causes: CellCauses, where: str, comparable: bool) -> CellCauses:
-    slower, faster = causes.slower.upper(), "A" if causes.slower == "b" else "B"
-    gap = signed_ms(abs(causes.b_minus_a_ms))
+    slower = shown(causes.slower)
+    faster = shown(next(label for label in causes.pairing if label != causes.slower))
+    gap = signed_ms(abs(causes.difference_ms))
     if comparable:
         text = f"{slower} is {causes.ratio:.2f}× slower {where} ({gap} a request)"
     else:
@@ -336,13 +353,13 @@ def _described(cause: Cause) -> str:
     """With the arms that pay for it: a cause of the faster arm works against the difference."""
     if cause.name == "payload" and cause.effects:
         effect = cause.effects[0]
-        whose = f" of {effect.label.upper()}" if len(cause.effects) == 1 else ""
+        whose = f" of {shown(effect.label)}" if len(cause.effects) == 1 else ""
         return f"{cause.title}{whose} ({effect.changed.partition(',')[0]})"
-    labels = [effect.label.upper() for effect in cause.effects]
+    labels = [shown(effect.label) for effect in cause.effects]
     return cause.title + (f" of {labels[0]}" if len(labels) == 1 else "")
 
 
-def _notes(causes: Sequence[Cause]) -> tuple[str, ...]:
+def _notes(causes: Sequence[Cause], pairing: Pairing) -> tuple[str, ...]:
     notes = []
     against = [cause.title for cause in causes if cause.found and (cause.share or 0.0) < 0.0]
     if against:
@@ -355,10 +372,13 @@ def _notes(causes: Sequence[Cause]) -> tuple[str, ...]:
         barred = [one for one in cause.untested if not one.moot]
         if not barred:
             continue
-        reasons = "; ".join(f"{one.label.upper()}: {one.reason}" for one in barred)
+        reasons = "; ".join(f"{shown(one.label)}: {one.reason}" for one in barred)
         note = f"Not tested: {cause.title} ({reasons})."
         if cause.inferred_ms is not None:
-            note += f" The account of time suggests {signed_ms(cause.inferred_ms)} on B; no cell has shown that."
+            note += (
+                f" The account of time suggests {signed_ms(cause.inferred_ms)} on {shown(pairing.arm)}; "
+                "no cell has shown that."
+            )
         notes.append(note)
     return tuple(notes)
 
@@ -372,7 +392,7 @@ def _drifts(causes: Sequence[Cause], own_ms: Mapping[Label, float]) -> list[str]
             if cause.name != "transfer" or effect.label not in changed:
                 drifts.setdefault(effect.label, []).append(effect.as_is_ms / own_ms[effect.label])
     told = [
-        f"{label.upper()} took {_span(found)}× the time of its own blocks"
+        f"{shown(label)} took {_span(found)}× the time of its own blocks"
         for label, found in sorted(drifts.items())
         if min(found) < 1.0 / DRIFT_LIMIT or max(found) > DRIFT_LIMIT
     ]
@@ -410,18 +430,19 @@ def find_causes(
             else:
                 effects[cell].append(measured)
     cells = {cell.name: cell for cell in experiment.cells}
-    by_cell = {account.cell: account for account in accounts}
-    comparable = experiment.payload_of(experiment.a) == experiment.payload_of(experiment.b)
+    by_pairing = {(account.cell, account.baseline, account.arm): account for account in accounts}
     found = (
         rank_causes(
             cells[name],
-            mean_pairs(name, blocks),
+            pairing,
+            mean_pairs(name, blocks, pairing),
             effects[name],
             untested[name],
-            by_cell.get(name),
-            comparable=comparable,
+            by_pairing.get((name, *pairing)),
+            comparable=len({experiment.payload_of(experiment.arm(label)) for label in pairing}) == 1,
         )
         for name in explanation.cells
         if name in cells
+        for pairing in experiment.pairings
     )
     return tuple(one for one in found if one is not None)

@@ -1,8 +1,8 @@
 """Which counterfactual cells to run: a pure function of what was asked for, what is in effect and what was measured.
 
 The causes of an arm are taken away one at a time. Payload and transfer depend on each other, so they are taken away one
-after the other: first the arm that was sent more gets what the other one was sent (or both, where they were sent JPEG
-files, decoded pictures), and from there both arms get their tensors through shared memory. Their effects add up by
+after the other: first an arm that was sent more gets the smallest payload of all (or all, where they were sent JPEG
+files, decoded pictures), and from there every arm gets their tensors through shared memory. Their effects add up by
 construction; those of the others need not where causes interact, and what is left over says by how much.
 """
 
@@ -15,8 +15,8 @@ import msgspec
 from loadgen.clients.requests import Address
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import load_cells
-from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, Label, asked_for, setting_key
-from loadgen.studies.causes.analyse import difference, mean_pairs
+from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, Label, asked_for, setting_key, shown
+from loadgen.studies.causes.analyse import Pairs, difference, mean_pairs
 from loadgen.studies.causes.records import CauseName, Counterfactual, Untested, Variant
 
 MIN_PAIRS, MAX_PAIRS = 3, 6
@@ -29,7 +29,7 @@ BETWEEN_BLOCKS_SECONDS = 0.5
 def plan_counterfactuals(
     experiment: Experiment, arms: Mapping[Label, ArmRecord], payload_bytes: Mapping[Label, float]
 ) -> tuple[list[Counterfactual], list[Untested]]:
-    """Every cause of both arms, without cells yet. `payload_bytes` are of a request's tensors, as they were sent."""
+    """Every cause of all arms, without cells yet. `payload_bytes` are of a request's tensors, as they were sent."""
     plan: list[Counterfactual] = []
     untested: list[Untested] = []
 
@@ -39,14 +39,17 @@ def plan_counterfactuals(
         else:
             plan.append(msgspec.structs.replace(found, number=len(plan)))
 
-    requests: tuple[ArmRequest, ...] = (experiment.a, experiment.b)
+    requests = experiment.arms
     own = {request.label: experiment.payload_of(request) for request in requests}
     common = dict(own)
-    if own["a"] != own["b"]:
-        larger, smaller = sorted(requests, key=lambda request: -payload_bytes.get(request.label, 0.0))
-        common[larger.label] = own[smaller.label]
-        add(_payload(experiment, larger, own[smaller.label], "as the other arm is sent"))
-    elif own["a"] == "jpeg":  # what decoding costs each arm
+    if len(set(own.values())) > 1:
+        smallest = own[min(requests, key=lambda request: payload_bytes.get(request.label, 0.0)).label]
+        for request in requests:
+            if own[request.label] != smallest:
+                common[request.label] = smallest
+                what = "as the other arm is sent" if len(requests) == 2 else "the smallest that an arm is sent"
+                add(_payload(experiment, request, smallest, what))
+    elif experiment.payload_of(experiment.baseline) == "jpeg":  # what decoding costs each arm
         for request in requests:
             common[request.label] = "uint8"
             add(_payload(experiment, request, "uint8", "decoded beforehand"))
@@ -60,15 +63,19 @@ def plan_counterfactuals(
 
 
 def cells_worth_explaining(experiment: Experiment, blocks: Sequence[BlockSummary]) -> list[Cell]:
-    """Those whose mean request times differ beyond the noise and beyond δ; the most loaded first, then the lightest
-    load, whose account is the simplest, then the others."""
-    found = [cell for cell in load_cells(experiment.cells) if _differs(cell, experiment.equivalence_margin, blocks)]
+    """Those in which an arm's mean request time differs from the baseline's beyond the noise and beyond δ; the most
+    loaded first, then the lightest load, whose account is the simplest, then the others."""
+    margin = experiment.equivalence_margin
+    found = [
+        cell
+        for cell in load_cells(experiment.cells)
+        if any(_differs(mean_pairs(cell.name, blocks, two), margin) for two in experiment.pairings)
+    ]
     found.sort(key=lambda cell: (-cell.concurrency, -cell.batch_size))
     return found if len(found) < 3 else [found[0], found[-1], *found[1:-1]]
 
 
-def _differs(cell: Cell, margin: float, blocks: Sequence[BlockSummary]) -> bool:
-    pairs = mean_pairs(cell.name, blocks)
+def _differs(pairs: Pairs, margin: float) -> bool:
     gap = difference(pairs)
     if gap is None or not gap.seen:
         return False
@@ -114,9 +121,9 @@ def pairs_of(cell: Cell) -> int:
 def out_of_reach(experiment: Experiment, request: ArmRequest) -> str | None:
     """Why an arm's settings cannot be changed; None where they can."""
     if not request.embedded:
-        return f"{request.label.upper()} is at {request.target}, which is not started by us"
+        return f"{shown(request.label)} is at {request.target}, which is not started by us"
     if experiment.deployment == "compose":
-        return f"{request.label.upper()} runs in the compose stack, whose settings are its own"
+        return f"{shown(request.label)} runs in the compose stack, whose settings are its own"
     return None
 
 
@@ -158,7 +165,7 @@ def _transfer(experiment: Experiment, request: ArmRequest, payload: str) -> Coun
         reason = "its tensors go through shared memory already"
         return Untested(cause="transfer", label=request.label, reason=reason, moot=True)
     if experiment.deployment == "compose" and request.embedded:
-        reason = f"{request.label.upper()} runs in a container, which does not share this machine's memory"
+        reason = f"{shown(request.label)} runs in a container, which does not share this machine's memory"
         return Untested(cause="transfer", label=request.label, reason=reason)
     if not request.embedded and not Address.parse(request.target).is_local:
         reason = f"{request.target} is not on this machine, whose memory it cannot share"

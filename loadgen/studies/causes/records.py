@@ -1,20 +1,21 @@
 """What is stored of counterfactual cells: DIR/causes.json, and the blocks of each below DIR/causes.
 
 A counterfactual is one arm twice: as it is (or as a cause before it has left it) against the same arm without one
-cause. In the folder of a counterfactual the blocks labelled `a` are the arm as it is, those labelled `b` the arm
-without the cause; they are interleaved like the blocks of the two arms.
+cause. In the folder of a counterfactual the blocks are labelled `as-is` and `without`; they are interleaved like those
+of the arms.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from loadgen.records.run import Cell, Label, Record, Transport
+from loadgen.records.run import Cell, Label, Pairing, Record, Transport
 
 CauseName = Literal["payload", "transfer", "queue_delay", "compute"]
 """Another payload than the other arm's; tensors sent over a socket; waiting for a batch; executing the model."""
-AS_IS: Label = "a"
-WITHOUT: Label = "b"
+AS_IS: Label = "as-is"
+WITHOUT: Label = "without"
+BESIDE = Pairing(WITHOUT, AS_IS)
 
 
 class Variant(Record, frozen=True, kw_only=True):
@@ -58,7 +59,7 @@ class Untested(Record, frozen=True, kw_only=True):
 class Explanation(Record, frozen=True, kw_only=True):
     """DIR/causes.json, rewritten after each counterfactual that is done."""
 
-    schema: Literal["abserve.causes/1"] = "abserve.causes/1"
+    schema: Literal["abserve.causes/2"] = "abserve.causes/2"
     cells: tuple[str, ...]
     """Whose difference is explained."""
     left_out: tuple[str, ...]

@@ -12,7 +12,7 @@ from typing import Literal
 
 from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import number, share
-from loadgen.records.run import Cell, Label, Record
+from loadgen.records.run import Cell, Label, Record, shown
 from loadgen.records.samples import NS_PER_S
 from loadgen.studies.ceiling.plan import merges
 from loadgen.studies.ceiling.records import Ceilings, EngineDocument
@@ -122,7 +122,7 @@ def _divide(cell: Cell, summary: CellSummary, served: float, document: EngineDoc
 
 def _sentence(cell: Cell, label: Label, batch: int, part: float, mean: float | None, *, on_cpu: bool) -> str:
     at = f"batch {batch}" + ("" if mean is None else f" (its mean executed batch is {number(mean)})")
-    said = f"In {cell.name} {label.upper()} serves {share(part)} of what its engine does alone at {at}"
+    said = f"In {cell.name} {shown(label)} serves {share(part)} of what its engine does alone at {at}"
     if cell.is_open:
         return f"{said}; the rate that was asked for decides that."
     if part >= 1.0:

@@ -19,7 +19,7 @@ NAMED = {"engine": "kind", "precision": "precision", "mode": "mode", "device": "
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """One call of `abserve engine` for one or both arms."""
+    """One call of `abserve engine` for one or several arms."""
 
     labels: tuple[Label, ...]
     options: tuple[str, ...]
@@ -41,18 +41,17 @@ def wants_ceilings(experiment: Experiment) -> bool:
     return experiment.ceiling and any(cell.has_blocks for cell in experiment.cells)
 
 
-def has_own_engines(a: ArmRequest, b: ArmRequest, deployment: str) -> bool:
+def has_own_engines(arms: Sequence[ArmRequest], deployment: str) -> bool:
     """Whether abserve starts a server itself; those of a stack are its own, with packages of its own."""
-    return deployment == "embedded" and (a.embedded or b.embedded)
+    return deployment == "embedded" and any(arm.embedded for arm in arms)
 
 
 def plan_ceilings(experiment: Experiment, records: Sequence[ArmRecord]) -> tuple[list[EngineRun], list[NoRun]]:
     """The runs in the order of the arms, and the arms without one."""
     runs: dict[tuple[str, ...], EngineRun] = {}
     missing: list[NoRun] = []
-    requests = {request.label: request for request in (experiment.a, experiment.b)}
     for record in records:
-        planned = _plan(experiment, requests[record.label], record)
+        planned = _plan(experiment, experiment.arm(record.label), record)
         if isinstance(planned, NoRun):
             missing.append(planned)
             continue

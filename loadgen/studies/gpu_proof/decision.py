@@ -18,7 +18,6 @@ from loadgen.studies.gpu_proof.records import (
     Activity,
     Code,
     EvidenceInputs,
-    EvidenceRecord,
     Finding,
     Placement,
     PlacementResult,
@@ -189,21 +188,6 @@ def judge_witness(witness: Witness, thresholds: Thresholds) -> bool | None:
         witness.cpu_s_per_request >= thresholds.witness_cpu_share * witness.control_cpu_s_per_request
         and witness.requests_per_s <= thresholds.witness_throughput_factor * witness.control_requests_per_s
     )
-
-
-def may_rank(evidence_a: EvidenceRecord | None, evidence_b: EvidenceRecord | None) -> tuple[bool, str]:
-    """Whether two arms may be compared as GPU arms, and why (not), in one sentence."""
-    for name, evidence in (("A", evidence_a), ("B", evidence_b)):
-        if evidence is None:
-            return False, f"Nothing shows where arm {name} ran."
-        if evidence.finding is not Finding.GPU_VERIFIED:
-            code = f" ({evidence.code})" if evidence.code is not None else ""
-            return False, f"Arm {name} is {evidence.finding}{code}: {evidence.sentence}"
-    assert evidence_a is not None
-    assert evidence_b is not None
-    if evidence_a.uuid is None or evidence_a.uuid != evidence_b.uuid:
-        return False, f"The arms ran on different GPUs: A on {evidence_a.uuid}, B on {evidence_b.uuid}."
-    return True, f"Both arms are GPU_VERIFIED on {evidence_a.uuid}."
 
 
 def _gate(inputs: EvidenceInputs, thresholds: Thresholds) -> tuple[Code, str] | None:

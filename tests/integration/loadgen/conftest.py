@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,16 +67,25 @@ def await_true(condition: Callable[[], object], what: str, seconds: float = DEAD
 
 
 def make_experiment(
-    *, cells: tuple[Cell, ...] | None = None, b_settings: dict[str, str] | None = None, **changes: object
+    *,
+    cells: tuple[Cell, ...] | None = None,
+    b_settings: dict[str, str] | None = None,
+    a: ArmRequest | None = None,
+    b: ArmRequest | None = None,
+    others: Sequence[ArmRequest] = (),
+    **changes: object,
 ) -> Experiment:
-    """Two fake servers, a single and a concurrent cell, two pairs each."""
+    """Two fake servers, and `others`; a single and a concurrent cell, two pairs each."""
     single = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, pairs=2)
     concurrent = Cell(
         scenario="concurrent", batch_size=1, concurrency=4, requests=20, seconds=0.1, max_seconds=5.0, pairs=2
     )
     fields: dict[str, object] = {
-        "a": ArmRequest(label="a", target="native"),
-        "b": ArmRequest(label="b", target="triton", settings=b_settings or {}),
+        "arms": (
+            a or ArmRequest(label="a", target="native"),
+            b or ArmRequest(label="b", target="triton", settings=b_settings or {}),
+            *others,
+        ),
         "model": "openclip_vit_b32",
         "weights": "random:0",
         "payload": "fp32",

@@ -72,28 +72,35 @@ def test_a_program_that_is_not_there_is_a_note_too(tmp_path: Path) -> None:
     assert "cannot start /no/such/program" in ceiling.reason
 
 
-def two_engines(a: str, b: str) -> Experiment:
+def engines(a: str, b: str, *others: str) -> Experiment:
     return make_experiment(
         cells=(SINGLE, CONCURRENT),
         a=ArmRequest(label="a", target="native", settings={"tell-engine": a}),
         b=ArmRequest(label="b", target="triton", settings={"tell-engine": b}),
+        others=[
+            ArmRequest(label=label, target="native", settings={"tell-engine": kind})
+            for label, kind in zip("cdefgh", others, strict=False)
+        ],
         ceiling=True,
     )
 
 
 def test_a_run_divides_what_it_served_and_outlives_a_failed_measurement(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    state = run_experiment(two_engines("good", "failing"), out, SilentProgress(), abserve=FAKE_ABSERVE)
+    state = run_experiment(engines("good", "failing", "good"), out, SilentProgress(), abserve=FAKE_ABSERVE)
     assert (state.state, state.error) == ("finished", None)
     a, b = measured(out)
+    assert (a.labels, b.labels) == (("a", "c"), ("b",)), "the same engine is measured once"
     assert a.document is not None
     assert [one.batch for one in a.document.batches] == [1, 2, 4]
     assert b.document is None
     result = analyse(out)
-    (single,) = [one for one in result.ceilings if one.cell == "single"]
-    assert single.engine_images_per_s == pytest.approx(1000.0)
-    assert single.share == pytest.approx(single.served_images_per_s / 1000.0)
-    assert {one.label for one in result.ceilings} == {"a"}
+    single = [one for one in result.ceilings if one.cell == "single"]
+    assert [one.label for one in single] == ["a", "c"]
+    for one in single:
+        assert one.engine_images_per_s == pytest.approx(1000.0)
+        assert one.share == pytest.approx(one.served_images_per_s / 1000.0)
+    assert {one.label for one in result.ceilings} == {"a", "c"}
     assert [gap.label for gap in result.ceilings_missing] == ["b"]
     assert not any("ended with exit status" in check.detail for check in result.checks)
 
@@ -101,7 +108,7 @@ def test_a_run_divides_what_it_served_and_outlives_a_failed_measurement(tmp_path
 @pytest.mark.slow
 def test_ctrl_c_in_a_measurement_keeps_the_load_and_leaves_nobody(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = start_runner(two_engines("good", "hanging"), out)
+    process = start_runner(engines("good", "hanging"), out)
     log = out / "logs" / "engine-b.log"
     await_true(lambda: log.exists() and "loading" in log.read_text(), "the engine of B is being measured", 60)
     children = psutil.Process(process.pid).children(recursive=True)

@@ -34,7 +34,7 @@ def test_20_ms_added_to_every_answer_is_found_with_an_interval_that_holds_it(tmp
     assert (out / "report.html").exists(), done.stderr
     document = result(out)
     (p50,) = [c for c in document["comparisons"] if (c["scenario"], c["metric"]) == ("single", "latency_p50")]
-    assert p50["verdict"] == "a_faster", done.stdout
+    assert (p50["baseline"], p50["arm"], p50["verdict"]) == ("a", "b", "baseline_better"), done.stdout
     medians: dict[str, list[float]] = {"a": [], "b": []}
     for path in sorted((out / "blocks").glob("*.json")):
         block = json.loads(path.read_bytes())

@@ -37,14 +37,14 @@ def test_arms_with_different_payloads_are_measured_and_no_winner_is_named(tmp_pa
     assert not result["valid"]
     assert {c["verdict"] for c in result["comparisons"]} == {"invalid"}
     (check,) = [c for c in result["checks"] if c["name"] == "same_payload"]
-    assert (check["ok"], check["severity"], check["scope"]) == (False, "invalidates", "run")
+    assert (check["state"], check["severity"], check["scope"]) == ("failed", "invalidates", "run")
     sizes = {s["label"]: s["payload_bytes"] for s in result["summaries"]}
     assert sizes["a"] == 150_528
     assert 3_000 < sizes["b"] < 120_000
     models = {arm["label"]: arm["model_config"]["name"] for arm in result["arms"]}
     assert models == {"a": "openclip_vit_b32_uint8", "b": "openclip_vit_b32_jpeg"}
     sentence = "Not a comparison of servers, so no winner is named: A is sent uint8, B jpeg"
-    assert sentence in result["verdict"]["headline"]
+    assert sentence in result["verdict"]["sentence"]
     assert "Not a comparison of servers" in done.stdout
     for name in ("summary.md", "report.html"):
         assert sentence in (tmp_path / "run" / name).read_text()

@@ -148,7 +148,7 @@ def test_a_run_on_a_stack_takes_cold_starts_apart_and_leaves_it_running(tmp_path
         assert container.state().status == "running"
 
     result = analyse(tmp_path)
-    assert {c.scenario for c in result.comparisons if c.ratio_b_over_a} == {"cold-start", "single"}
+    assert {c.scenario for c in result.comparisons if c.ratio} == {"cold-start", "single"}
     assert [arm.in_effect.get("precision") for arm in result.arms] == ["fp32", "fp32"]
     same_model = next(check for check in result.checks if check.name == "same_model")
     assert same_model.ok, same_model.detail

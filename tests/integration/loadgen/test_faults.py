@@ -33,10 +33,11 @@ RUNNER = """
 import sys
 from pathlib import Path
 import msgspec
-import loadgen.run.load_runner
+import loadgen.run.load_runner, loadgen.run.machine_watch
 from loadgen.run.progress import SilentProgress
 from loadgen.records.run import Experiment
 from loadgen.run.runner import run_experiment
+loadgen.run.machine_watch.read_processors = lambda: None  # what else the machine of the tests does
 {patch}
 experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
 state = run_experiment(experiment, Path(sys.argv[1]), SilentProgress(), abserve=(sys.executable, sys.argv[2]))

@@ -38,9 +38,9 @@ def test_a_floor_is_measured_kept_and_used(tmp_path: Path, fake_url: FakeUrl) ->
     found = next(c for c in result["comparisons"] if c["metric"] == "throughput")
     by_metric = {entry["metric"]: entry["difference"] for entry in stored["entries"]}
     assert found["noise_floor"] == by_metric["throughput"]
-    assert next(c["ok"] for c in result["checks"] if c["name"] == "noise_floor") is True
+    assert next(c["state"] for c in result["checks"] if c["name"] == "noise_floor") == "passed"
     assert "Noise floor of this machine" in " ".join(done.stdout.split())
 
     again = abserve(tmp_path, "noise-floor", "--from", str(tmp_path / "run"))
     assert again.returncode == 1
-    assert "two different arms" in again.stderr
+    assert "the run compares different arms" in again.stderr

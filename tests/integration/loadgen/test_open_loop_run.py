@@ -1,4 +1,4 @@
-"""Whole runs of open loops on fake servers: the same moments for both arms, and an end whatever an arm can do."""
+"""Whole runs of open loops on fake servers: the same moments for all arms, and an end whatever an arm can do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from loadgen.analysis.analysis import analyse
 from loadgen.experiment.arrivals import due_offsets_ns, schedule_seed
-from loadgen.records.run import Arrivals, BlockRecord, Cell
+from loadgen.records.run import ArmRequest, Arrivals, BlockRecord, Cell
 from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment
@@ -31,15 +31,16 @@ def offsets(out: Path, record: BlockRecord) -> list[int]:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_both_arms_of_a_pair_get_the_same_moments_and_every_pair_others(tmp_path: Path, processes: int) -> None:
+def test_all_arms_of_a_round_get_the_same_moments_and_every_round_others(tmp_path: Path, processes: int) -> None:
     out = tmp_path / "run"
     cell = open_cell(40.0, seconds=1.0, connections=16, pairs=2)
-    experiment = make_experiment(cells=(cell,), seed=6, processes=processes)
+    third = ArmRequest(label="c", target="native")
+    experiment = make_experiment(cells=(cell,), others=[third], seed=6, processes=processes)
     assert run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE).state == "finished"
     records = {(record.pair, record.label): record for record in blocks(out)}
     for pair in (0, 1):
         planned = due_offsets_ns("poisson", 40.0, 40, schedule_seed(6, cell.name, pair)).tolist()
-        assert offsets(out, records[pair, "a"]) == offsets(out, records[pair, "b"]) == planned
+        assert [offsets(out, records[pair, label]) for label in "abc"] == [planned] * 3
         assert records[pair, "a"].offered == 40
         assert len(records[pair, "b"].workers) == (0 if processes == 1 else 2)
     assert offsets(out, records[0, "a"]) != offsets(out, records[1, "a"])

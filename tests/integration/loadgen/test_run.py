@@ -35,7 +35,7 @@ def run(experiment: Experiment, out: Path) -> RunState:
 
 
 def seed_with_b_first(*cells: Cell) -> int:
-    return next(seed for seed in range(50) if schedule(cells, seed)[0].label == "b")
+    return next(seed for seed in range(50) if schedule(make_experiment(cells=cells, seed=seed))[0].label == "b")
 
 
 def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
         assert start.first_answer_ns is not None
         assert 0 < start.live_ns <= start.ready_ns <= start.first_answer_ns
 
-    planned = schedule(experiment.cells, experiment.seed)
+    planned = schedule(experiment)
     records = blocks(out)
     assert [(r.index, r.cell, r.pair, r.label, r.position) for r in records] == [
         (b.index, b.cell.name, b.pair, b.label, b.position) for b in planned

@@ -29,7 +29,7 @@ def long_experiment() -> Experiment:
     long = Cell(scenario="concurrent", batch_size=1, concurrency=4, requests=1, seconds=60, max_seconds=60, pairs=1)
     for seed in range(20):  # one in which the short cell comes first
         experiment = make_experiment(cells=(short, long), seed=seed)
-        if schedule(experiment.cells, seed)[0].cell == short:
+        if schedule(experiment)[0].cell == short:
             return experiment
     raise AssertionError
 

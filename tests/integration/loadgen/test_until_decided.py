@@ -8,7 +8,7 @@ from time import monotonic
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.records.run import Cell, Experiment
+from loadgen.records.run import ArmRequest, Cell, Experiment
 from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
@@ -33,7 +33,7 @@ def test_a_large_difference_ends_the_run_before_the_limit(tmp_path: Path) -> Non
     assert run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE).error is None
     result = analyse(out)
     leading = [c for c in result.comparisons if c.leading]
-    assert {c.verdict for c in leading} == {"a_faster"}
+    assert {c.winner for c in leading} == {"a"}
     assert {c.method for c in leading} == {"anytime-valid over pairs"}
     assert all(4 <= c.pairs < 40 for c in leading)
     assert (result.stopping.rule, result.stopping.ended_by) == ("until decided", "decided")
@@ -48,23 +48,30 @@ def test_the_least_pairs_are_run_and_then_the_limit_ends_what_is_open(tmp_path: 
     assert run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE).error is None
     result = analyse(out)
     (leading,) = [c for c in result.comparisons if c.leading]
-    assert (leading.verdict, leading.pairs) == ("undecided", 3)
+    assert (leading.verdict, leading.pairs) == ("inconclusive", 3)
     assert result.stopping.ended_by == "time limit"
     assert result.stopping.undecided == ("batched(1)",)
     assert "undecided: batched(1)" in result.stopping.sentence
 
 
+@pytest.mark.parametrize("labels", ["ab", "abc"])
 @pytest.mark.parametrize("minutes", [1e-6, pytest.param(0.6, marks=pytest.mark.slow)])
-def test_rounds_go_on_for_as_long_as_there_is_time(tmp_path: Path, minutes: float) -> None:
-    """Every scenario in each of the first rounds, each arm as often first as second, and the end when it was
-    promised."""
+def test_rounds_go_on_for_as_long_as_there_is_time(tmp_path: Path, minutes: float, labels: str) -> None:
+    """Every scenario in each of the first rounds, each arm as often in each place, and the end when it was promised."""
     out = tmp_path / "run"
-    experiment = make_experiment(cells=(cell(1), cell(2)), minutes=minutes, b_settings={"delay-ms": "5"})
+    experiment = make_experiment(
+        cells=(cell(1), cell(2)),
+        minutes=minutes,
+        b_settings={"delay-ms": "5"},
+        others=[ArmRequest(label=label, target="native") for label in labels[2:]],
+    )
     began = monotonic()
     assert run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE).error is None
     took = monotonic() - began
     result = analyse(out)
-    pairs = {c.scenario: c.pairs for c in result.comparisons if c.leading}
+    leading = [c for c in result.comparisons if c.leading]
+    pairs = {c.scenario: c.pairs for c in leading}
+    assert all(c.pairs == pairs[c.scenario] for c in leading), "rounds are whole"
     if minutes < 0.1:
         assert set(pairs.values()) == {2}, "the least"
     else:
@@ -73,7 +80,9 @@ def test_rounds_go_on_for_as_long_as_there_is_time(tmp_path: Path, minutes: floa
     assert (result.stopping.rule, result.stopping.ended_by) == ("by time", "time")
     assert "minutes allowed" in result.stopping.sentence
     for scenario in pairs:
-        first = [b.label for b in result.blocks if b.cell == scenario and b.position == 0]
-        assert abs(first.count("a") - first.count("b")) <= 1
+        for place in range(len(labels)):
+            here = [b.label for b in result.blocks if b.cell == scenario and b.position == place]
+            counts = [here.count(label) for label in labels]
+            assert max(counts) - min(counts) <= 1
     assert [block.index for block in result.blocks] == list(range(len(result.blocks)))
     assert all(block.complete for block in result.blocks)

@@ -37,8 +37,10 @@ def store(run: Path, /, **documents: object) -> None:
 
 
 COMPARISON = {
-    "scenario": "single", "metric": "throughput", "verdict": "b_faster", "ratio_b_over_a": 1.2, "ci95": [1.1, 1.3],
+    "scenario": "single", "metric": "throughput", "verdict": "arm_better", "baseline": "a", "arm": "b", "ratio": 1.2,
+    "ci95": [1.1, 1.3],
 }  # fmt: skip
+OTHER = {**COMPARISON, "arm": "torch", "ratio": 0.9}
 
 
 def test_a_run_is_followed_from_its_start_to_its_verdict(tmp_path: Path) -> None:
@@ -50,7 +52,7 @@ def test_a_run_is_followed_from_its_start_to_its_verdict(tmp_path: Path) -> None
     store(
         run,
         run={"state": "finished", "phase": "finished"},
-        result={"valid": True, "verdict": {"headline": "B wins"}, "comparisons": [COMPARISON], "arms": []},
+        result={"valid": True, "verdict": {"sentence": "B wins"}, "comparisons": [COMPARISON, OTHER], "arms": []},
         evidence={"records": [
             {"label": "a", "cell": None, "finding": "GPU_VERIFIED", "code": None},
             {"label": "a", "cell": None, "finding": "CPU_FALLBACK", "code": None, "control": True},
@@ -58,9 +60,10 @@ def test_a_run_is_followed_from_its_start_to_its_verdict(tmp_path: Path) -> None
     )  # fmt: skip
     found = scraped(collector)
     assert list(found["abserve_run_running"].values()) == [0.0]
-    assert found["abserve_run_valid"] == {(("headline", "B wins"), ("run", "r1")): 1.0}
-    assert list(found["abserve_comparison_ratio"].values()) == [1.2]
-    assert list(found["abserve_comparison_ratio_high"].values()) == [1.3]
+    assert found["abserve_run_valid"] == {(("run", "r1"), ("sentence", "B wins")): 1.0}
+    ratios = [(dict(key), value) for key, value in found["abserve_comparison_ratio"].items()]
+    assert [(key["baseline"], key["arm"], value) for key, value in ratios] == [("a", "b", 1.2), ("a", "torch", 0.9)]
+    assert list(found["abserve_comparison_ratio_high"].values()) == [1.3, 1.3]
     (evidence,) = found["abserve_run_gpu_evidence"]
     assert dict(evidence)["finding"] == "GPU_VERIFIED"
 
@@ -91,9 +94,7 @@ def test_a_run_runs_as_long_as_it_writes_anything_or_its_process_lives(tmp_path:
 
 
 def test_a_comparison_without_a_ratio_shows_none(tmp_path: Path) -> None:
-    store(
-        tmp_path / "r1", result={"valid": False, "comparisons": [{**COMPARISON, "ratio_b_over_a": None, "ci95": None}]}
-    )
+    store(tmp_path / "r1", result={"valid": False, "comparisons": [{**COMPARISON, "ratio": None, "ci95": None}]})
     found = scraped(RunsCollector(tmp_path))
     assert list(found["abserve_run_valid"].values()) == [0.0]
     assert "abserve_comparison_ratio" not in found
@@ -165,7 +166,7 @@ NONSENSE = [None, True, -1, 2**70, 1e308, "\x1b[31m\nx", "\ud800", [], [1], {}, 
 
 def test_a_malformed_run_takes_nothing_from_the_others(tmp_path: Path) -> None:
     """Any value of any record may be anything; a pipe is not waited for, a link may lead nowhere."""
-    good = {"valid": True, "verdict": {"headline": "B wins"}, "comparisons": [COMPARISON], "arms": [{"label": "a"}]}
+    good = {"valid": True, "verdict": {"sentence": "B wins"}, "comparisons": [COMPARISON], "arms": [{"label": "a"}]}
     evidence = {"records": [{"label": "a", "cell": None, "finding": "GPU_VERIFIED"}]}
     store(tmp_path / "good", run={"state": "finished", "phase": "finished"}, result=good, evidence=evidence)
     expected = scraped(RunsCollector(tmp_path))

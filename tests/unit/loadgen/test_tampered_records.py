@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from loadgen.entry import build
 from loadgen.records.samples import SAMPLE_DTYPE
-from tests.golden.synthetic_run import Plan, write_run
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 VALUES = [
     None,
@@ -44,7 +44,7 @@ VALUES = [
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good") / "run"
-    write_run(folder, Plan(pairs=2, requests=20))
+    write_run(folder, Plan(pairs=2, requests=20, others=(SimulatedArm(),)))
     assert invoke("report", str(folder)).exit_code == 0
     return folder
 
@@ -132,6 +132,17 @@ def test_a_record_that_is_none_is_named(folder: Path, good: Path, name: str, tex
     assert f"{name} " in invoke("report", str(folder)).output
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_run_that_has_lost_arms(folder: Path, good: Path, kept: int) -> None:
+    path = folder / "experiment.json"
+    document = json.loads(path.read_bytes())
+    path.write_text(json.dumps(document | {"arms": document["arms"][:kept]}))
+    done = invoke("report", str(folder))
+    told(done, {2})
+    assert "contradict each other" in done.output
+    check(folder, good)
+
+
 def other_type(content: bytes) -> bytes:
     written = io.BytesIO()
     np.save(written, np.zeros(20))
@@ -168,7 +179,9 @@ def test_changed_samples(folder: Path, good: Path, change: Callable[[bytes], byt
     [
         ("cold_starts.json", None, "first_answer_ns", -1),
         ("result.json", "comparisons", "metric", "another"),
-        ("result.json", "comparisons", "ratio_b_over_a", -1),
+        ("result.json", "comparisons", "ratio", -1),
+        ("result.json", "comparisons", "arm", "nobody"),
+        ("cold_starts.json", None, "label", "nobody"),
     ],
 )
 def test_records_that_contradict_each_other(

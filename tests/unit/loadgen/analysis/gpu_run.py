@@ -1,4 +1,4 @@
-"""Stored runs whose GPU readings are a recording of a real H200, tests/captures/h200.json: two arms, one block each."""
+"""Stored runs whose GPU readings are a recording of a real H200, tests/captures/h200.json: one block of each arm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.storage.stored_run import read_run
 from loadgen.studies.gpu_proof.analyse import ControlRun, Evidence, assess_run
 from loadgen.studies.gpu_proof.records import EvidenceFile, Window
-from tests.golden.synthetic_run import Plan, write_run
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 CAPTURE = json.loads((Path(__file__).parents[3] / "captures/h200.json").read_text())
 CELL = Cell(scenario="single", batch_size=1, concurrency=1, requests=100, seconds=30.0, max_seconds=60.0, pairs=1)
@@ -68,18 +68,19 @@ def on_gpu(arm: ArmRecord, device: str, kernels: int | None) -> ArmRecord:
 
 
 def write_gpu_run(
-    directory: Path, a: str = "gpu", b: str = "gpu", *, b_says: str = "cuda:0", evidence: bool = True
+    directory: Path, a: str = "gpu", b: str = "gpu", *others: str, b_says: str = "cuda:0", evidence: bool = True
 ) -> Path:
-    """`a` and `b`: what the arm did under load, by the recording: gpu, or cpu (the GPU idled). Both say cuda:0 and
-    show kernels, but for `b_says`."""
-    write_run(directory, Plan(cells=(CELL,), gpu_status="ok"))
+    """`a`, `b` and `others`: what the arm did under load, by the recording: gpu, or cpu (the GPU idled). All say cuda:0
+    and show kernels, but for `b_says`."""
+    write_run(directory, Plan(cells=(CELL,), gpu_status="ok", others=(SimulatedArm(),) * len(others)))
     for folder in ("blocks", "samples"):
         for path in (directory / folder).iterdir():
             path.unlink()
     arms = msgspec.json.decode((directory / "arms.json").read_bytes(), type=list[ArmRecord])
-    arms = [on_gpu(arms[0], "cuda:0", 97), on_gpu(arms[1], b_says, None if b_says == "cpu" else 97)]
+    says = {"b": b_says}
+    arms = [on_gpu(arm, says.get(arm.label, "cuda:0"), None if says.get(arm.label) == "cpu" else 97) for arm in arms]
     (directory / "arms.json").write_bytes(msgspec.json.encode(arms))
-    for index, (label, kind) in enumerate((("a", a), ("b", b))):
+    for index, (label, kind) in enumerate(zip("abcdefgh", (a, b, *others), strict=False)):
         (directory / "blocks" / f"{index:04d}.json").write_bytes(msgspec.json.encode(block(index, label, kind)))
         np.save(directory / "samples" / f"{index:04d}.npy", samples(kind))
     if evidence:
@@ -102,7 +103,7 @@ def assess_stored(directory: Path, arms: list[ArmRecord]) -> EvidenceFile:
             arms=arms,
             blocks=read_run(directory).blocks,
             gaps=[Window(start_ns=p["start_ns"], end_ns=p["end_ns"]) for p in CAPTURE["phases"] if p["kind"] == "idle"],
-            pids={"a": {CAPTURE["pid"]}, "b": {CAPTURE["pid"]}},
+            pids={arm.label: {CAPTURE["pid"]} for arm in arms},
             controls={"a": ControlRun(on_gpu(arms[0], "cpu", None), control, samples("cpu"), frozenset())},
         ),
     )

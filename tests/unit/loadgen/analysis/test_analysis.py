@@ -21,7 +21,7 @@ def test_a_killed_run_keeps_its_finished_blocks(tmp_path: Path) -> None:
     assert not result.valid
     assert "killed" in result.verdict.failed[0]
     verdicts = {c.scenario: c.verdict for c in result.comparisons if c.metric == "throughput"}
-    assert verdicts["single"] == "b_faster"
+    assert verdicts["single"] == "arm_better"
     assert verdicts["concurrent(16)"] == "invalid"
     unfinished = next(c for c in result.checks if c.name == "blocks_complete" and c.scope == "cell concurrent(16)")
     assert "2 of 8 blocks" in unfinished.detail
@@ -36,22 +36,22 @@ def test_a_run_that_ended_before_its_first_block(tmp_path: Path) -> None:
     assert not result.valid
     assert result.blocks == ()
     assert result.parity is None
-    assert {c.ratio_b_over_a for c in result.comparisons} == {None}
+    assert {c.ratio for c in result.comparisons} == {None}
     assert any("died" in text for text in result.verdict.failed)
 
 
 def test_an_interrupted_run_judges_the_cells_that_are_whole(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(pairs=4, state="interrupted", cut_after=50)))
     assert not result.valid
-    assert result.verdict.headline.startswith("No verdict on 1 of 8 scenarios")
-    assert "B leads" in result.verdict.headline
+    assert result.verdict.sentence.startswith("No verdict on 1 of 8 scenarios")
+    assert "B leads" in result.verdict.sentence
 
 
 def test_only_a_cold_start(tmp_path: Path) -> None:
     cell = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, pairs=3)
     result = analyse(write_run(tmp_path, Plan(cells=(cell,))))
     assert result.valid
-    assert result.verdict.headline.startswith("A (native torch 2.15.0 fp32)'s time to first answer is 0.5")
+    assert result.verdict.sentence.startswith("A (native torch 2.15.0 fp32)'s time to first answer is 0.5")
     assert result.verdict.main_scenario == "cold-start"
 
 

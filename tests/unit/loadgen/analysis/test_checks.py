@@ -92,7 +92,7 @@ def fail_a_start(directory: Path) -> None:
 def sent_other_payloads(directory: Path) -> None:
     path = directory / "experiment.json"
     experiment = json.loads(path.read_text())
-    experiment["b"]["payload"] = "jpeg"
+    experiment["arms"][1]["payload"] = "jpeg"
     path.write_text(json.dumps(experiment))
 
 
@@ -252,16 +252,16 @@ def test_a_failed_cell_leaves_the_other_cells_their_verdict(tmp_path: Path) -> N
     result = analyse(tmp_path)
     verdicts = {scenario: {c.verdict for c in result.comparisons if c.scenario == scenario and c.ratios}
                 for scenario in ("single", "concurrent(16)")}  # fmt: skip
-    assert verdicts == {"single": {"invalid"}, "concurrent(16)": {"b_faster"}}
+    assert verdicts == {"single": {"invalid"}, "concurrent(16)": {"arm_better"}}
     assert not result.valid
-    assert result.verdict.headline.startswith("No verdict on 1 of 8 scenarios")
+    assert result.verdict.sentence.startswith("No verdict on 1 of 8 scenarios")
 
 
 def test_failed_parity_leaves_no_verdict_at_all(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(parity_cosine=0.91, **SMALL)))
     assert {c.verdict for c in result.comparisons} == {"invalid"}
-    assert result.verdict.headline.startswith(
-        "No verdict: “both arms give the same answers” failed: 4 of 4 cases disagree"
+    assert result.verdict.sentence.startswith(
+        "No verdict: “the arms give the same answers” failed: 4 of 4 cases disagree"
     )
 
 

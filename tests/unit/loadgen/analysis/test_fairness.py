@@ -23,8 +23,7 @@ from loadgen.storage.stored_run import StoredRun
 from tests.golden.synthetic_run import Plan, write_run
 
 EXPERIMENT = Experiment(
-    a=ArmRequest(label="a", target="native"),
-    b=ArmRequest(label="b", target="triton"),
+    arms=(ArmRequest(label="a", target="native"), ArmRequest(label="b", target="triton")),
     model="m", weights="random:0", payload="fp32", transport="http",
     cells=make_cells("quick", ("single", "batched", "concurrent"), batch_sizes=(1, 8, 32)),
     preset="quick", seed=0, equivalence_margin=0.05, threads=2,

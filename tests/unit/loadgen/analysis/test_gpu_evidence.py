@@ -79,13 +79,28 @@ def test_two_proven_arms_are_ranked_as_gpu_servers(tmp_path: Path, terminal: Sho
 def test_an_arm_that_says_gpu_while_the_gpu_idles_is_not_ranked(tmp_path: Path, terminal: Show, b: str) -> None:
     result = analyse(write_gpu_run(tmp_path, b=b))
     ranked = b == "gpu"
-    assert ("no verdict" in result.verdict.headline.lower()) == (not ranked)
-    assert all((c.verdict == "invalid") == (not ranked) for c in result.comparisons if c.ratio_b_over_a is not None)
+    assert ("no verdict" in result.verdict.sentence.lower()) == (not ranked)
+    assert all((c.verdict == "invalid") == (not ranked) for c in result.comparisons if c.ratio is not None)
     if not ranked:
         assert not result.valid
         assert findings(result)["b", "single", False] != "GPU_VERIFIED"
         assert result.verdict.caveats[0].startswith("Not proven: Arm B is ")
         assert terminal(result).strip().startswith("Not proven: Arm B is ")
+
+
+@pytest.mark.parametrize("c", ["gpu", "cpu"])
+def test_three_arms_are_ranked_only_where_each_of_them_is_proven(tmp_path: Path, c: str) -> None:
+    result = analyse(write_gpu_run(tmp_path, "gpu", "gpu", c))
+    (evidence,) = checks(result, "gpu_evidence")
+    (present,) = checks(result, "gpu_present")
+    if c == "gpu":
+        assert (evidence.ok, evidence.value) == (True, "GPU_VERIFIED, GPU_VERIFIED and GPU_VERIFIED")
+        assert present.detail == f"All arms are GPU_VERIFIED on {CAPTURE['uuid']}."
+    else:
+        assert evidence.ok is False
+        assert evidence.detail.startswith("Arm C is ")
+        assert result.verdict.caveats[0].startswith("Not proven: Arm C is ")
+        assert {one.verdict for one in result.comparisons} == {"invalid"}, "also A beside B"
 
 
 def test_a_control_beside_a_busy_gpu_is_warned_of(tmp_path: Path) -> None:
@@ -144,6 +159,6 @@ def test_the_reports_show_the_findings_and_what_the_gpu_did(tmp_path: Path) -> N
     chart = gpu_chart(result)
     assert chart is not None
     assert {trace["name"] for trace in chart.data} >= {"utilisation", "power"}
-    blocks = [shape for shape in chart.layout["shapes"] if shape["fillcolor"] in ("--a", "--b")]
+    blocks = [shape for shape in chart.layout["shapes"] if shape["fillcolor"] in ("--arm-0", "--arm-1")]
     assert len(blocks) == len(result.blocks) == 2
     assert [shape for shape in chart.layout["shapes"] if shape["fillcolor"] == "--muted"]

@@ -118,10 +118,10 @@ def test_no_claim_goes_below_the_floor(tmp_path: Path) -> None:
         return result, next(c for c in result.comparisons if (c.scenario, c.metric) == ("single", "throughput"))
 
     result, above = single(0.05)
-    assert (above.verdict, above.noise_floor) == ("b_faster", 0.05)
+    assert (above.verdict, above.noise_floor) == ("arm_better", 0.05)
     assert "5.0 %" in result.noise_floor_sentence
     result, within = single(0.5)
-    assert within.verdict == "undecided"
+    assert within.verdict == "inconclusive"
     assert "within this machine's noise floor: identical arms differ by up to 50 %" in (within.reason or "")
     assert "no verdict for it on single" in next(c for c in result.checks if c.name == "noise_floor").detail
 
@@ -129,11 +129,11 @@ def test_no_claim_goes_below_the_floor(tmp_path: Path) -> None:
 def test_nor_is_equivalence_claimed_below_it(tmp_path: Path) -> None:
     arm = SimulatedArm()
     result = analyse(write_run(tmp_path, Plan(a=arm, b=arm, seed=5, block_noise=0.002)))
-    equivalent = [c for c in result.comparisons if c.verdict == "equivalent" and c.metric == "throughput"]
+    equivalent = [c for c in result.comparisons if c.verdict == "no_difference" and c.metric == "throughput"]
     assert equivalent
     floors = [floor(0.08, equivalent[0].scenario)]
     (found,) = apply_floor(equivalent[:1], floors, 0.05)
-    assert found.verdict == "undecided"
+    assert found.verdict == "inconclusive"
     assert "below this machine's noise floor" in (found.reason or "")
 
 
@@ -147,10 +147,10 @@ def test_a_floor_is_kept_for_its_machine_and_place(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     directory = write_run(tmp_path / "run", Plan(pairs=6))
     different = analyse(directory)
-    with pytest.raises(NoiseFloorError, match="two different arms"):
+    with pytest.raises(NoiseFloorError, match="compares different arms"):
         make_floor(different)
-    arm = json.loads((directory / "experiment.json").read_text())["a"]
-    edit_json(directory / "experiment.json", b=arm | {"label": "b"})
+    arm = json.loads((directory / "experiment.json").read_text())["arms"][0]
+    edit_json(directory / "experiment.json", arms=[arm, arm | {"label": "b"}])
     spread_over_restarts(directory, 6, 6)
     result = analyse(directory)
     assert "compared with itself" in result.noise_floor_sentence
@@ -166,8 +166,8 @@ def test_a_floor_is_kept_for_its_machine_and_place(tmp_path: Path, monkeypatch: 
     assert len(own_floors(environment, result.experiment)) == 2
     elsewhere = msgspec.structs.replace(environment, host={**environment.host, "cpu_model": "another"})
     assert own_floors(elsewhere, result.experiment) == ()
-    remote = msgspec.structs.replace(result.experiment.a, target="http://gpu.example:8000")
-    assert own_floors(environment, msgspec.structs.replace(result.experiment, a=remote, b=remote)) == ()
+    remote = msgspec.structs.replace(result.experiment.baseline, target="http://gpu.example:8000")
+    assert own_floors(environment, msgspec.structs.replace(result.experiment, arms=(remote, remote))) == ()
     path.write_text("{}")
     assert own_floors(environment, result.experiment) == ()
 

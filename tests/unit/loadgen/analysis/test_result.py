@@ -3,51 +3,44 @@
 from __future__ import annotations
 
 import json
-import re
 import typing
 from pathlib import Path
 
-import msgspec
+import jsonschema_rs
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import Result, ResultError, encode_result, read_result, write_atomically
-from loadgen.records.run import Record
-from tests.golden.synthetic_run import Plan, write_run
+from loadgen.analysis.result import ResultError, encode_result, read_result, write_atomically
+from loadgen.analysis.result_schema import result_schema
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "result-format.md"
-
-
-def structs(kind: object, found: dict[str, type[Record]]) -> dict[str, type[Record]]:
-    """Every record that a type leads to."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        if kind.__name__ not in found:
-            found[kind.__name__] = typing.cast("type[Record]", kind)
-            for hint in typing.get_type_hints(kind).values():
-                structs(hint, found)
-    else:
-        for argument in typing.get_args(kind):
-            structs(argument, found)
-    return found
+DOCS = Path(__file__).parents[4] / "docs"
+SCHEMA = DOCS / "result.schema.json"
+PUBLISHED = sorted((DOCS / "results").glob("**/result.json"))
 
 
-def test_the_document_lists_every_field_of_every_record_and_no_other() -> None:
-    documented: dict[str, set[str]] = {}
-    for section in re.split(r"^## ", DOCUMENT.read_text(), flags=re.MULTILINE)[1:]:
-        heading = section.splitlines()[0].split()[0].strip("`")
-        documented[heading] = set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE))
-    actual = {name: set(kind.__struct_fields__) for name, kind in structs(Result, {}).items()}
-    assert {name: fields for name, fields in documented.items() if fields} == actual
+def test_the_schema_in_the_docs_is_that_of_the_code() -> None:
+    assert SCHEMA.read_text() == result_schema(), "write it anew: make schema"
+
+
+def test_every_result_keeps_to_the_schema_and_a_changed_one_does_not(tmp_path: Path) -> None:
+    validator = jsonschema_rs.validator_for(json.loads(SCHEMA.read_text()))
+    document = json.loads(encode_result(analyse(write_run(tmp_path, Plan(pairs=2, others=(SimulatedArm(),))))))
+    for path in PUBLISHED:
+        validator.validate(json.loads(path.read_text()))
+    validator.validate(document)
+    document["comparisons"][0]["verdict"] = "b_faster"
+    assert not validator.is_valid(document)
 
 
 def test_the_fields_that_others_read_are_there(tmp_path: Path) -> None:
-    """The contract of the schema: environment, arms, parity, checks and comparisons."""
     document = json.loads(encode_result(analyse(write_run(tmp_path, Plan(pairs=2)))))
-    assert document["schema"] == "abserve.result/1"
+    assert document["schema"] == "abserve.result/2"
     assert {"environment", "arms", "parity", "checks", "comparisons", "valid"} <= set(document)
-    assert {"name", "ok", "value", "threshold", "remedy"} <= set(document["checks"][0])
-    assert {"scenario", "metric", "a", "b", "ratio_b_over_a", "ci95", "verdict", "pairs",
-            "minimal_detectable_effect"} <= set(document["comparisons"][0])  # fmt: skip
+    assert document["verdict"]["sentence"]
+    assert {"label", "title", "in_effect"} <= set(document["arms"][0])
+    assert {"name", "state", "value", "threshold", "remedy"} <= set(document["checks"][0])
+    assert {"scenario", "metric", "baseline", "arm", "ratio", "ci95", "verdict"} <= set(document["comparisons"][0])
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
@@ -56,7 +49,7 @@ def test_a_result_survives_its_file(tmp_path: Path) -> None:
     assert read_result(tmp_path / "result.json") == result
 
 
-@pytest.mark.parametrize(("old", "new"), [("abserve.result/1", "abserve.result/2"), ('"valid"', '"invalid"')])
+@pytest.mark.parametrize(("old", "new"), [("abserve.result/2", "abserve.result/1"), ('"valid"', '"invalid"')])
 def test_another_schema_or_field_is_refused(tmp_path: Path, old: str, new: str) -> None:
     path = tmp_path / "result.json"
     path.write_text(encode_result(analyse(write_run(tmp_path, Plan(pairs=2)))).decode().replace(old, new))

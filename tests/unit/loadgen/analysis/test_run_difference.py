@@ -47,7 +47,7 @@ def test_a_planted_change_is_found_where_it_is_and_named_for_the_arm_that_gained
     status, output = diff(runs["old"], runs["slower"], "--json")
     assert status == 3
     found = json.loads(output)
-    assert found["schema"] == "abserve.diff/1"
+    assert found["schema"] == "abserve.diff/2"
     changes = {(c["scenario"], c["metric"]): c for c in found["comparisons"]}
     main = changes["concurrent(16)", "throughput"]
     assert (main["outcome"], main["better_for"]) == ("changed", "a")
@@ -144,3 +144,71 @@ def test_what_is_no_run_is_a_usage_error(runs: dict[str, Path], tmp_path: Path) 
     status, output = diff(runs["old"], tmp_path)
     assert status == 2
     assert "holds no run" in output
+
+
+FAST = SimulatedArm(3.0, 4.0, 1.5)
+SLOWER_C = SimulatedArm(3.9, 5.2, 1.5)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A, B and C; C takes 1.3 times as long for its work in the second run."""
+    folder = tmp_path_factory.mktemp("three")
+    plans = {
+        "old": Plan(pairs=6, requests=60, others=(FAST,)),
+        "slower": Plan(pairs=6, requests=60, seed=8, others=(SLOWER_C,)),
+    }
+    return {name: write_run(folder / name, plan) for name, plan in plans.items()}
+
+
+def test_of_three_arms_the_one_that_changed_is_named_with_those_that_gained_on_it(three: dict[str, Path]) -> None:
+    status, output = diff(three["old"], three["slower"], "--json")
+    assert status == 3
+    found = json.loads(output)["comparisons"]
+    loads = {
+        (c["baseline"], c["arm"]): (c["outcome"], c["better_for"])
+        for c in found
+        if (c["scenario"], c["metric"]) == ("single", "throughput")
+    }
+    assert loads == {
+        ("a", "b"): ("no change shown", None),
+        ("a", "c"): ("changed", "a"),
+        ("b", "c"): ("changed", "b"),
+    }
+    _, markdown = diff(three["old"], three["slower"], "--markdown")
+    assert "| scenario | metric | arms | old ratio | new ratio |" in markdown
+    assert "| single | throughput | C/A |" in markdown
+    assert "better for B" in markdown
+    _, text = diff(three["old"], three["slower"])
+    assert "A gained" in text
+    assert "p99 latency in single (C/A)" in text, "which one was not compared"
+
+
+def test_arms_are_matched_by_their_labels_and_a_further_one_stands_alone(
+    three: dict[str, Path], tmp_path: Path
+) -> None:
+    two = write_run(tmp_path / "two", Plan(pairs=6, requests=60, seed=9))
+    status, output = diff(two, three["old"], "--json")
+    assert status == 0, output
+    found = json.loads(output)
+    assert found["refused"] == []
+    changes = {(c["scenario"], c["metric"], c["baseline"], c["arm"]): c for c in found["comparisons"]}
+    assert changes["single", "throughput", "a", "b"]["outcome"] == "no change shown"
+    for pairing in (("a", "c"), ("b", "c")):
+        alone = changes["single", "throughput", *pairing]
+        assert (alone["outcome"], alone["reason"]) == ("not comparable", "the old run has no arm C")
+    assert {"name": "c: target", "kind": "arm", "old": None, "new": "native"} in found["differences"]
+
+
+def test_another_baseline_is_not_comparable(three: dict[str, Path], tmp_path: Path) -> None:
+    write_run(tmp_path / "turned", Plan(pairs=6, requests=60, seed=8, others=(FAST,)))
+    path = tmp_path / "turned" / "experiment.json"
+    experiment = json.loads(path.read_text())
+    a, b, c = experiment["arms"]
+    path.write_text(json.dumps(experiment | {"arms": [b, a, c]}))
+    status, output = diff(three["old"], path.parent, "--json")
+    found = json.loads(output)["comparisons"]
+    outcomes = {(c["baseline"], c["arm"], c["reason"]) for c in found if c["metric"] == "throughput"}
+    turned = "the baseline was A and is B"
+    assert {("a", "b", turned), ("b", "a", turned)} <= outcomes
+    assert status == 0, "B and C are compared in both runs, if only to rank them"

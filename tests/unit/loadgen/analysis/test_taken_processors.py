@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,16 +13,16 @@ from tests.golden.synthetic_run import Plan, write_run
 from tests.unit.loadgen.analysis.test_checks import SMALL, check, edit_json
 
 
-def take(directory: Path, a: float, b: float, field: str, blocks: int | None = None) -> None:
+def take(directory: Path, field: str, blocks: int | None = None, **shares: float) -> None:
     """Take the stated shares of ten seconds of two cores from the arms' blocks of `single`, or from the first `blocks`
     of each."""
-    left = {"a": blocks, "b": blocks}
+    left = dict.fromkeys(shares, blocks)
     for path in sorted((directory / "blocks").glob("*.json")):
         block = json.loads(path.read_text())
         if block["cell"] != "single":
             continue
         n = left[block["label"]]
-        taken = (a if block["label"] == "a" else b) if n is None or n > 0 else 0.0
+        taken = shares[block["label"]] if n is None or n > 0 else 0.0
         left[block["label"]] = None if n is None else n - 1
         total_ns = 20_000_000_000
         machine = {"total_ns": total_ns, "steal_ns": 0, "busy_ns": 40_000_000, "known_ns": 40_000_000,
@@ -33,21 +34,21 @@ def take(directory: Path, a: float, b: float, field: str, blocks: int | None = N
 @pytest.mark.parametrize(
     ("taken", "ok", "severity", "words"),
     [
-        ({"a": 0.0, "b": 0.02}, True, "warns", "took 0 % of the processors' time from A and 2.0 % from B"),
+        ({"a": 0.0, "b": 0.02}, True, "warns", "took 0 % from A and 2.0 % from B"),
         (
             {"a": 0.06, "b": 0.05},
             False,
             "warns",
-            "6.0 % of the processors' time from A and 5.0 % from B (8 of 8 blocks",
+            "took 6.0 % from A and 5.0 % from B (8 of 8 blocks",
         ),
         ({"a": 0.3, "b": 0.3}, False, "invalidates", "over 20 % in the median block"),
         ({"a": 0.0, "b": 0.1}, False, "invalidates", "so the arms did not have the same machine"),
-        ({"a": 0.0, "b": 0.4, "blocks": 1}, False, "warns", "0 % of the processors' time from A and 10 % from B (1 of"),
+        ({"a": 0.0, "b": 0.4, "blocks": 1}, False, "warns", "took 0 % from A and 10 % from B (1 of"),
     ],
 )
 @pytest.mark.parametrize("field", ["steal_ns", "busy_ns"])
 def test_processors_that_were_taken_away_count_by_their_effect(
-    tmp_path: Path, field: str, taken: dict[str, float], ok: bool, severity: str, words: str
+    tmp_path: Path, field: str, taken: dict[str, Any], ok: bool, severity: str, words: str
 ) -> None:
     """The attacker's cases: 30 % of steal and a machine that was 100 % busy were VALID."""
     write_run(tmp_path, Plan(**SMALL))

@@ -18,8 +18,8 @@ def test_nothing_is_said_of_servers_that_did_not_say_it(tmp_path: Path) -> None:
     """The attacker's case: "random weights" was printed for every server given by URL."""
     write_run(tmp_path, Plan(gpu_status="ok", **SMALL))
     experiment = json.loads((tmp_path / "experiment.json").read_text())
-    for label in ("a", "b"):
-        experiment[label]["target"] = f"http://127.0.0.1:80{label}"
+    for arm in experiment["arms"]:
+        arm["target"] = f"http://127.0.0.1:80{arm['label']}"
     (tmp_path / "experiment.json").write_text(json.dumps(experiment))
     arms = json.loads((tmp_path / "arms.json").read_text())
     for arm in arms:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,27 +19,29 @@ from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from loadgen.studies.causes.records import CauseName, Counterfactual, Explanation, Untested, Variant
+from loadgen.studies.causes.records import AS_IS, WITHOUT, CauseName, Counterfactual, Explanation, Untested, Variant
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 PLAN = Plan(a=SimulatedArm(transport_ms=1.0), b=SimulatedArm(transport_ms=11.0), pairs=4, requests=80)
 VARIANT = Variant(payload="fp32", transport="http", settings={})
 
 
-def explain(directory: Path, cause: CauseName, label: Label, as_is: Label, without: Label) -> Counterfactual:
+def explain(
+    directory: Path, cause: CauseName, label: Label, as_is: Label, without: Label, number: int = 0
+) -> Counterfactual:
     """A counterfactual of `single` whose blocks are the run's own: those of one arm, and the other's in the place of
     the same arm without the cause."""
     experiment = msgspec.json.decode((directory / "experiment.json").read_bytes(), type=Experiment)
     cell: Cell = next(cell for cell in experiment.cells if cell.name == "single")
     counterfactual = Counterfactual(
-        number=0, cause=cause, label=label, changed="taken away", as_is=VARIANT, without=VARIANT, cells=(cell,)
+        number=number, cause=cause, label=label, changed="taken away", as_is=VARIANT, without=VARIANT, cells=(cell,)
     )  # fmt: skip
     folder = directory / counterfactual.folder
     (folder / "blocks").mkdir(parents=True)
     (folder / "samples").mkdir()
     for path in sorted((directory / "blocks").glob("*.json")):
         block = json.loads(path.read_text())
-        roles = [role for role, own in (("a", as_is), ("b", without)) if own == block["label"]]
+        roles = [role for role, own in ((AS_IS, as_is), (WITHOUT, without)) if own == block["label"]]
         for role in roles if block["cell"] == "single" else []:
             name = f"{block['index']:04d}{role}"
             (folder / "blocks" / f"{name}.json").write_text(
@@ -71,7 +74,7 @@ def test_the_whole_difference_is_the_cause_that_takes_it_away(tmp_path: Path) ->
     result = analyse(write_explained(tmp_path))
     (causes,) = result.causes
     assert causes.slower == "b"
-    assert causes.b_minus_a_ms == pytest.approx(10.0, abs=1.5)
+    assert causes.difference_ms == pytest.approx(10.0, abs=1.5)
     (cause,) = causes.causes
     assert (cause.name, cause.found) == ("transfer", True)
     assert cause.share == pytest.approx(1.0)
@@ -80,6 +83,29 @@ def test_the_whole_difference_is_the_cause_that_takes_it_away(tmp_path: Path) ->
     assert "100 % payload transfer of B, 0 % unattributed." in causes.sentence
     (scenario,) = [one for one in result.verdict.scenarios if one.scenario == "single"]
     assert scenario.reasons[0] == causes.sentence
+
+
+def test_of_three_arms_each_has_its_own_causes_beside_the_baseline(tmp_path: Path) -> None:
+    """B without its transfer is as fast as A; C without its transfer is as fast as B."""
+    write_run(tmp_path, replace(PLAN, others=(SimulatedArm(transport_ms=31.0),)))
+    done = tuple(
+        explain(tmp_path, "transfer", label, label, without, number)
+        for number, (label, without) in enumerate([("b", "a"), ("c", "b")])
+    )
+    barred = Untested(cause="compute", label="c", reason="not ours")
+    record = Explanation(cells=("single",), left_out=(), done=done, untested=(barred,))
+    (tmp_path / "causes.json").write_bytes(msgspec.json.encode(record))
+    result = analyse(tmp_path)
+    b, c = result.causes
+    assert [one.pairing for one in (b, c)] == [("a", "b"), ("a", "c")]
+    assert [one.difference_ms for one in (b, c)] == pytest.approx([10.5, 31.5], abs=1.0)
+    assert "100 % payload transfer of B, 0 % unattributed." in b.sentence
+    assert "67 % payload transfer of C, 33 % unattributed." in c.sentence
+    assert [cause.name for cause in b.causes] == ["transfer"]
+    assert [[one.label for one in cause.effects] for cause in (*b.causes, *c.causes)] == [["b"], ["c"], []]
+    assert any("compute (C: not ours)" in note for note in c.notes)
+    reasons = {one.arm: one.reasons[0] for one in result.verdict.scenarios if one.scenario == "single"}
+    assert reasons == {"b": b.sentence, "c": c.sentence}
 
 
 def test_every_report_shows_it(tmp_path: Path) -> None:
@@ -129,7 +155,7 @@ def test_a_cell_with_failed_requests_shows_nothing(tmp_path: Path) -> None:
     path.with_suffix(".json").write_text(json.dumps(block | {"errors": 2, "error_messages": ["HTTP 503: full"]}))
     (causes,) = analyse(tmp_path).causes
     (cause,) = causes.causes
-    assert (cause.effects, cause.found, cause.b_minus_a_ms) == ((), False, None)
+    assert (cause.effects, cause.found, cause.difference_ms) == ((), False, None)
     assert "2 of" in cause.untested[0].reason
     assert any(note.startswith("Not tested: payload transfer") for note in causes.notes)
 

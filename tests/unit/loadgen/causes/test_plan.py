@@ -22,13 +22,18 @@ from loadgen.studies.causes.plan import (
 from loadgen.studies.causes.records import Counterfactual, Untested, Variant
 
 CELLS = make_cells("quick", ("single", "batched", "concurrent"), batch_sizes=(4, 32))
-BYTES: dict[Label, float] = {"a": 602_112.0, "b": 602_112.0}
+BYTES: dict[Label, float] = dict.fromkeys("abc", 602_112.0)
 
 
-def experiment(a: dict[str, Any] | None = None, b: dict[str, Any] | None = None, **changes: Any) -> Experiment:
+def experiment(
+    a: dict[str, Any] | None = None, b: dict[str, Any] | None = None, *others: dict[str, Any], **changes: Any
+) -> Experiment:
     return Experiment(
-        a=ArmRequest(**{"label": "a", "target": "native", **(a or {})}),
-        b=ArmRequest(**{"label": "b", "target": "triton", **(b or {})}),
+        arms=(
+            ArmRequest(**{"label": "a", "target": "native", **(a or {})}),
+            ArmRequest(**{"label": "b", "target": "triton", **(b or {})}),
+            *(ArmRequest(**{"label": "c", "target": "native", **other}) for other in others),
+        ),
         **{
             "model": "m", "weights": "random:0", "payload": "fp32", "transport": "http", "cells": CELLS,
             "preset": "full", "seed": 0, "equivalence_margin": 0.05, "threads": 2, **changes,
@@ -43,7 +48,7 @@ def arms(**in_effect: object) -> dict[Label, ArmRecord]:
             label=label, title="t", target="native", url="http://127.0.0.1:1", server_name=None, server_version=None,
             launched=True, argv=None, settings={}, in_effect=told, model_config=None, gpu_info=None, artefact=None,
         )
-        for label in ("a", "b")
+        for label in "abc"
     }  # fmt: skip
 
 
@@ -131,14 +136,44 @@ def test_the_arm_that_was_sent_more_gets_what_the_other_was_sent() -> None:
     assert (plan[0].label, plan[0].without.payload) == ("b", "fp32")
 
 
+def test_every_cause_of_three_arms() -> None:
+    done, untested = planned(experiment({}, {}, {"target": "http://127.0.0.1:8000"}))
+    assert done == [("queue_delay", "a"), ("queue_delay", "b"), ("transfer", "a"), ("transfer", "b"), ("transfer", "c"),
+                    ("compute", "a"), ("compute", "b")]  # fmt: skip
+    assert {key: one.reason for key, one in untested.items()} == {
+        ("queue_delay", "c"): "C is at http://127.0.0.1:8000, which is not started by us",
+        ("compute", "c"): "C is at http://127.0.0.1:8000, which is not started by us",
+    }
+
+
+def test_of_three_payloads_all_become_the_smallest() -> None:
+    run = experiment({}, {"payload": "uint8"}, {"payload": "jpeg"})
+    plan, _ = plan_counterfactuals(run, arms(), {"a": 602_112.0, "b": 150_528.0, "c": 20_000.0})
+    payloads = [one for one in plan if one.cause == "payload"]
+    assert [(one.label, one.as_is.payload, one.without.payload) for one in payloads] == [
+        ("a", "fp32", "jpeg"),
+        ("b", "uint8", "jpeg"),
+    ]
+    assert "the smallest that an arm is sent" in payloads[0].changed
+    assert {one.as_is.payload for one in plan if one.cause == "transfer"} == {"jpeg"}
+
+
+def test_an_arm_that_is_sent_the_smallest_payload_keeps_it() -> None:
+    plan, _ = plan_counterfactuals(
+        experiment({}, {"payload": "uint8"}, {"payload": "uint8"}), arms(), {"a": 9.0, "b": 3.0, "c": 3.0}
+    )
+    assert [(one.label, one.without.payload) for one in plan if one.cause == "payload"] == [("a", "uint8")]
+
+
 def test_a_variant_changes_its_options_however_they_are_spelt() -> None:
     variant = Variant(payload="fp32", transport="http", settings={"max-queue-delay-us": "0", "device": ""})
     asked = {"max_queue_delay_us": "10000", "--device": "cuda:0", "engine": "torch"}
     assert changed_settings(asked, variant) == {"engine": "torch", "max-queue-delay-us": "0"}
-    run = experiment(b={"settings": asked})
-    request = varied_request(run.b, variant)
+    run = experiment({}, {"settings": asked}, {})
+    request = varied_request(run.arm("b"), variant)
     varied = varied_experiment(run, request, variant)
-    assert (varied.a, varied.b.settings["max-queue-delay-us"]) == (run.a, "0")
+    assert varied.arms == (run.baseline, request, run.arm("c"))
+    assert request.settings == {"engine": "torch", "max-queue-delay-us": "0"}
 
 
 def block(cell: str, label: Label, pair: int, mean_ms: float) -> BlockSummary:
@@ -152,14 +187,11 @@ def block(cell: str, label: Label, pair: int, mean_ms: float) -> BlockSummary:
     )  # fmt: skip
 
 
-LABELS: tuple[Label, Label] = ("a", "b")
-
-
-def blocks(cell: str, a_ms: float, b_ms: float, noise: float = 0.01) -> list[BlockSummary]:
+def blocks(cell: str, *means_ms: float, noise: float = 0.01) -> list[BlockSummary]:
     return [
         block(cell, label, pair, mean * (1 + noise * (-1) ** (pair + (label == "b"))))
         for pair in range(6)
-        for label, mean in zip(LABELS, (a_ms, b_ms), strict=True)
+        for label, mean in zip("abc", means_ms, strict=False)
     ]  # fmt: skip
 
 
@@ -173,6 +205,16 @@ def test_only_cells_that_differ_beyond_noise_and_margin_are_explained() -> None:
     ]
     assert [cell.name for cell in cells_worth_explaining(run, measured)] == ["concurrent(16)", "single"]
     assert cells_worth_explaining(run, []) == []
+
+
+def test_a_cell_is_worth_it_where_any_arm_differs_from_the_baseline() -> None:
+    """What the other arms differ by among themselves is explained by no cell: each is held to the baseline."""
+    measured = [
+        *blocks("single", 10.0, 10.0, 20.0),
+        *blocks("batched(4)", 10.0, 10.3, 9.7, noise=0.0001),  # B and C differ by 6 %, neither from A by more than 5 %
+        *blocks("batched(32)", 10.0, 10.0, 10.0),
+    ]
+    assert [cell.name for cell in cells_worth_explaining(experiment({}, {}, {}), measured)] == ["single"]
 
 
 def test_the_budget_holds_the_most_loaded_cell_then_the_lightest() -> None:

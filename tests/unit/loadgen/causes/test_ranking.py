@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loadgen.comparison.stages import ArmStages, StageAccount, StageDifference
-from loadgen.records.run import Cell, Label
+from loadgen.records.run import Cell, Label, Pairing
 from loadgen.studies.causes.analyse import (
     CauseEffect,
     CellCauses,
@@ -18,6 +18,7 @@ from loadgen.studies.causes.analyse import (
 )
 from loadgen.studies.causes.records import CauseName, Untested
 
+AB = Pairing("a", "b")
 CELL = Cell(scenario="batched", batch_size=32, concurrency=1, requests=9, seconds=1.0, max_seconds=9.0, pairs=4)
 
 
@@ -48,8 +49,9 @@ def ranked(
     untested: tuple[Untested, ...] = (),
     account: StageAccount | None = None,
     comparable: bool = True,
+    pairing: Pairing = AB,
 ) -> CellCauses:
-    found = rank_causes(CELL, pairs, effects, untested, account, comparable=comparable)
+    found = rank_causes(CELL, pairing, pairs, effects, untested, account, comparable=comparable)
     assert found is not None
     return found
 
@@ -78,7 +80,7 @@ def test_the_sentence_of_a_difference_with_three_causes() -> None:
 def test_the_slower_arm_is_the_subject_and_its_causes_are_positive() -> None:
     found = ranked(gap(20.0, 10.0), [effect("queue_delay", "a", 20.0, 10.0)])
     assert found.sentence.startswith("A is 2.00× slower at batch 32 (+10.0 ms a request): 100 % queue delay of A")
-    assert found.causes[0].b_minus_a_ms == pytest.approx(-10.0, abs=0.2)
+    assert found.causes[0].difference_ms == pytest.approx(-10.0, abs=0.2)
 
 
 def test_a_cause_of_the_faster_arm_works_against_the_difference() -> None:
@@ -98,7 +100,7 @@ def test_what_is_within_the_noise_counts_for_nothing() -> None:
     found = ranked(gap(10.0, 20.0), [effect("compute", "b", 20.0, 20.0, noise=0.5)])
     assert [cause.found for cause in found.causes] == [False]
     assert found.sentence.endswith("no cause that was tested explains it.")
-    assert found.unattributed_ms == pytest.approx(found.b_minus_a_ms)
+    assert found.unattributed_ms == pytest.approx(found.difference_ms)
     assert found.notes == ("Within the noise: compute.",)
 
 
@@ -122,10 +124,12 @@ def test_an_arm_that_left_its_payload_is_not_held_to_its_own_blocks() -> None:
 
 ACCOUNT = StageAccount(
     cell="batched(32)",
-    a=ArmStages(label="a", requests=1, client_requests=1, client_total_ms=10.0, stages_ms={}),
-    b=ArmStages(label="b", requests=1, client_requests=1, client_total_ms=20.0, stages_ms={}),
-    total_b_minus_a_ms=10.0,
-    differences=(StageDifference(stage="queue", b_minus_a_ms=8.3, share=0.83),),
+    baseline="a",
+    arm="b",
+    baseline_stages=ArmStages(label="a", requests=1, client_requests=1, client_total_ms=10.0, stages_ms={}),
+    arm_stages=ArmStages(label="b", requests=1, client_requests=1, client_total_ms=20.0, stages_ms={}),
+    difference_ms=10.0,
+    differences=(StageDifference(stage="queue", difference_ms=8.3, share=0.83),),
 )
 
 
@@ -133,7 +137,7 @@ def test_what_was_not_tested_is_named_with_what_the_account_suggests() -> None:
     away = Untested(cause="queue_delay", label="b", reason="B is at http://b, which is not started by us")
     found = ranked(gap(10.0, 20.0), [], (away,), ACCOUNT)
     (cause,) = found.causes
-    assert (cause.b_minus_a_ms, cause.found, cause.inferred_ms) == (None, False, 8.3)
+    assert (cause.difference_ms, cause.found, cause.inferred_ms) == (None, False, 8.3)
     assert found.notes == (
         "Not tested: queue delay (B: B is at http://b, which is not started by us). The account of time suggests "
         "+8.30 ms on B; no cell has shown that.",
@@ -143,7 +147,7 @@ def test_what_was_not_tested_is_named_with_what_the_account_suggests() -> None:
 def test_one_arm_tested_and_one_not_is_half_known() -> None:
     away = Untested(cause="queue_delay", label="b", reason="not ours")
     found = ranked(gap(10.0, 20.0), [effect("queue_delay", "a", 10.0, 8.0)], (away,), ACCOUNT)
-    assert found.causes[0].b_minus_a_ms == pytest.approx(-2.0, abs=0.1)
+    assert found.causes[0].difference_ms == pytest.approx(-2.0, abs=0.1)
     assert found.causes[0].inferred_ms == 8.3
     assert any("Not tested: queue delay (B: not ours)" in note for note in found.notes)
 
@@ -152,8 +156,23 @@ def test_nothing_to_take_away_is_a_known_zero() -> None:
     moot = tuple(Untested(cause="compute", label=label, reason="null", moot=True) for label in ("a", "b"))
     found = ranked(gap(10.0, 20.0), [effect("queue_delay", "b", 20.0, 10.0)], moot)
     compute = next(cause for cause in found.causes if cause.name == "compute")
-    assert (compute.b_minus_a_ms, compute.found, compute.inferred_ms) == (0.0, False, None)
+    assert (compute.difference_ms, compute.found, compute.inferred_ms) == (0.0, False, None)
     assert found.notes == ()
+
+
+def test_of_three_arms_the_effects_of_the_two_count() -> None:
+    """What an arm beside the pairing costs neither adds to the difference nor is said."""
+    effects = [effect("queue_delay", "old", 10.0, 8.0), effect("queue_delay", "c", 20.0, 15.0)]
+    beside = [effect("queue_delay", "b", 90.0, 9.0), effect("compute", "b", 90.0, 9.0)]
+    away = tuple(Untested(cause="compute", label=label, reason="not ours") for label in ("b", "c"))
+    found = ranked(gap(10.0, 20.0), [*effects, *beside], away, pairing=Pairing("old", "c"))
+    assert (found.baseline, found.arm, found.slower) == ("old", "c", "c")
+    assert found.sentence.startswith("C is 2.00× slower at batch 32 (+10.0 ms a request): 30 % queue delay,")
+    queue, compute = found.causes
+    assert queue.difference_ms == pytest.approx(3.0, abs=0.1)
+    assert [one.label for one in queue.effects] == ["old", "c"]
+    assert ([one.label for one in compute.untested], compute.effects) == (["c"], ())
+    assert found.notes == ("Not tested: compute (C: not ours).",)
 
 
 def test_a_difference_of_which_nothing_was_tested_yet() -> None:
@@ -164,7 +183,7 @@ def test_a_difference_of_which_nothing_was_tested_yet() -> None:
 
 
 def test_without_pairs_there_is_nothing_to_explain() -> None:
-    assert rank_causes(CELL, [], [], [], None, comparable=True) is None
+    assert rank_causes(CELL, AB, [], [], [], None, comparable=True) is None
 
 
 def test_one_pair_has_no_interval_and_sees_nothing() -> None:

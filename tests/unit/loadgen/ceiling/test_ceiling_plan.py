@@ -40,10 +40,11 @@ def cell(scenario: str, batch_size: int = 1, concurrency: int = 1, **more: Any) 
 
 
 def make_experiment(**changes: Any) -> Experiment:
-    """Two servers of ours, one request of one image at a time."""
+    """Two servers of ours, one request of one image at a time; `a` and `b` take the place of an arm."""
     settings = ExperimentSettings.model_validate({"scenarios": "single", "ceiling": True})
     ((_, experiment),) = plan_experiment(settings).runs
-    return msgspec.structs.replace(experiment, **{"cells": (cell("single"),), **changes})
+    arms = tuple(changes.pop(arm.label, arm) for arm in experiment.arms)
+    return msgspec.structs.replace(experiment, **{"arms": arms, "cells": (cell("single"),), **changes})
 
 
 def arm(label: Label = "a", **effect: object) -> ArmRecord:

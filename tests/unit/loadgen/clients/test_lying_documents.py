@@ -79,8 +79,8 @@ statistics = some(
 )  # fmt: skip
 tensors = st.lists(some(name=scalars, datatype=scalars, shape=st.lists(scalars, max_size=3)), max_size=2)
 EXPERIMENT = Experiment(
-    a=ArmRequest(label="a", target="http://a:1"), b=ArmRequest(label="b", target="http://b:1"), model="m",
-    weights="random:0", payload="fp32", transport="http", preset="quick", seed=0, equivalence_margin=0.05, threads=0,
+    arms=tuple(ArmRequest(label=label, target=f"http://{label}:1") for label in "abc"), model="m", weights="random:0",
+    payload="fp32", transport="http", preset="quick", seed=0, equivalence_margin=0.05, threads=0,
     cells=(Cell(scenario="batched", batch_size=2, concurrency=4, requests=5, seconds=0.1, max_seconds=5.0, pairs=2),),
 )  # fmt: skip
 quickly = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -108,7 +108,7 @@ def test_any_description_of_an_arm(server: HostileServer, name: object, config: 
     put(server, f"{MODEL}/config", config)
     put(server, "/gpu-info", gpu_info)
     deployment = RemoteDeployment(server.url)
-    arms = [Arm(ArmRequest(label=label, target=server.url), deployment, "m") for label in ("a", "b")]
+    arms = [Arm(ArmRequest(label=label, target=server.url), deployment, "m") for label in "abc"]
     try:
         records = [arm.record() for arm in arms]
     except EndpointError:

@@ -19,15 +19,15 @@ from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 @pytest.mark.parametrize(
     ("ci95", "p_adjusted", "higher", "verdict"),
     [
-        ((0.98, 1.02), 0.9, True, "equivalent"),
-        ((1.001, 1.04), 0.001, True, "equivalent"),
-        ((1.10, 1.20), 0.001, True, "b_faster"),
-        ((1.10, 1.20), 0.001, False, "a_faster"),
-        ((0.80, 0.90), 0.001, True, "a_faster"),
-        ((0.80, 0.90), 0.001, False, "b_faster"),
-        ((1.10, 1.20), 0.06, True, "undecided"),
-        ((0.90, 1.20), 0.30, True, "undecided"),
-        (None, None, True, "undecided"),
+        ((0.98, 1.02), 0.9, True, "no_difference"),
+        ((1.001, 1.04), 0.001, True, "no_difference"),
+        ((1.10, 1.20), 0.001, True, "arm_better"),
+        ((1.10, 1.20), 0.001, False, "baseline_better"),
+        ((0.80, 0.90), 0.001, True, "baseline_better"),
+        ((0.80, 0.90), 0.001, False, "arm_better"),
+        ((1.10, 1.20), 0.06, True, "inconclusive"),
+        ((0.90, 1.20), 0.30, True, "inconclusive"),
+        (None, None, True, "inconclusive"),
     ],
 )
 def test_the_rule(ci95: tuple[float, float] | None, p_adjusted: float | None, higher: bool, verdict: str) -> None:
@@ -39,38 +39,38 @@ def test_a_planted_difference_is_found_and_named(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path))
     found = {(c.scenario, c.metric): c for c in result.comparisons}
     single = found["single", "throughput"]
-    assert single.verdict == "b_faster"
+    assert single.verdict == "arm_better"
     assert single.ci95 is not None
     assert single.ci95[0] < 16.05 / 13.625 < single.ci95[1]
-    assert found["single", "latency_p50"].verdict == "b_faster"
-    assert found["cold-start", "time_to_ready"].verdict == "a_faster"
+    assert found["single", "latency_p50"].verdict == "arm_better"
+    assert found["cold-start", "time_to_ready"].verdict == "baseline_better"
     assert found["cold-start", "time_to_ready"].unit == "s"
 
 
 def test_values_and_ratio_belong_together(tmp_path: Path) -> None:
     for c in analyse(write_run(tmp_path)).comparisons:
-        if c.ratio_b_over_a is None:
-            assert c.a is None
-            assert c.b is None
-            assert c.verdict == "undecided"
+        if c.ratio is None:
+            assert c.baseline_value is None
+            assert c.arm_value is None
+            assert c.verdict == "inconclusive"
             assert c.reason
         else:
-            assert c.a is not None
-            assert c.b is not None
-            assert c.b / c.a == pytest.approx(c.ratio_b_over_a)
+            assert c.baseline_value is not None
+            assert c.arm_value is not None
+            assert c.arm_value / c.baseline_value == pytest.approx(c.ratio)
             assert len(c.ratios) == c.pairs or "order statistics" in c.method
 
 
 def test_a_percentile_without_the_samples_says_how_many_it_needs(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(requests=40, pairs=2)))
     p99 = next(c for c in result.comparisons if (c.scenario, c.metric) == ("concurrent(16)", "latency_p99"))
-    assert p99.ratio_b_over_a is None
+    assert p99.ratio is None
     assert "662 samples of each arm, one has 18" in (p99.reason or "")
 
 
 def test_one_pair_decides_nothing(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(pairs=1)))
-    assert {c.verdict for c in result.comparisons} == {"undecided"}
+    assert {c.verdict for c in result.comparisons} == {"inconclusive"}
     assert any(c.name == "enough_pairs" and c.ok is False for c in result.checks)
 
 
@@ -78,8 +78,8 @@ def test_identical_arms_are_not_told_apart(tmp_path: Path) -> None:
     arm = SimulatedArm()
     result = analyse(write_run(tmp_path, Plan(a=arm, b=arm, seed=5)))
     assert result.valid
-    assert {c.verdict for c in result.comparisons} <= {"equivalent", "undecided"}
-    assert result.verdict.headline.startswith("No winner")
+    assert {c.verdict for c in result.comparisons} <= {"no_difference", "inconclusive"}
+    assert result.verdict.sentence.startswith("No winner")
 
 
 def plant_a_tail(directory: Path, label: str) -> None:
@@ -100,18 +100,18 @@ def test_the_headline_names_a_decided_tail_beside_an_equivalent_throughput(tmp_p
     plant_a_tail(tmp_path, "b")
     result = analyse(tmp_path)
     verdicts = {c.metric: c.verdict for c in result.comparisons}
-    assert (verdicts["throughput"], verdicts["latency_p99"]) == ("equivalent", "a_faster")
-    headline = result.verdict.headline
+    assert (verdicts["throughput"], verdicts["latency_p99"]) == ("no_difference", "baseline_better")
+    headline = result.verdict.sentence
     assert headline.startswith("No winner in throughput between A (")
     assert "; but A has the lower p99 latency one request at a time (" in headline
     p99 = next(c for c in result.comparisons if c.metric == "latency_p99")
-    assert f"({ratio(p99.ratio_b_over_a, p99.ci95)})" in headline
+    assert f"({ratio(p99.ratio, p99.ci95)})" in headline
 
 
 def test_the_headline_names_every_metric_with_a_decided_difference(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path))
-    headline = result.verdict.headline
+    headline = result.verdict.sentence
     for c in result.comparisons:
-        if c.verdict in ("a_faster", "b_faster") and not c.leading:
+        if c.verdict in ("baseline_better", "arm_better") and not c.leading:
             assert METRICS[c.metric].title in headline, c
     assert headline.endswith("; time to ready, p50 latency and p90 latency agree with this where they are decided.")

@@ -24,7 +24,7 @@ from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from tests.golden.synthetic_run import ORIGIN_NS, Plan, write_run
+from tests.golden.synthetic_run import ORIGIN_NS, Plan, SimulatedArm, write_run
 
 MS = 1_000_000
 
@@ -142,7 +142,7 @@ def open_run(directory: Path, play_arm: dict[str, Callable[[int], tuple[Samples,
         scenario="open", batch_size=1, concurrency=8, requests=1, seconds=14.0, max_seconds=20.0, pairs=8,
         arrivals="constant", rate_per_s=rate,
     )  # fmt: skip
-    write_run(directory, Plan(cells=(cell,)))
+    write_run(directory, Plan(cells=(cell,), others=(SimulatedArm(),) * (len(play_arm) - 2)))
     for path in (directory / "blocks").glob("*.json"):
         record = msgspec.json.decode(path.read_bytes(), type=BlockRecord)
         samples, span_ns = play_arm[record.label](record.pair)
@@ -176,9 +176,9 @@ def test_the_tail_leads_and_throughput_is_not_compared(tmp_path: Path) -> None:
     assert [c.metric for c in result.comparisons] == ["achieved_rate", "latency_p50", "latency_p90", "latency_p99"]
     rate, median, _, tail = result.comparisons
     assert tail.leading
-    assert (median.verdict, tail.verdict) == ("equivalent", "a_faster")
-    assert rate.verdict == "equivalent"
-    assert "at 50 requests/s" in result.verdict.headline
+    assert (median.verdict, tail.verdict) == ("no_difference", "baseline_better")
+    assert rate.verdict == "no_difference"
+    assert "at 50 requests/s" in result.verdict.sentence
     assert find(result, "rate_sustained").ok
     assert find(result, "send_lag").ok
 
@@ -186,13 +186,13 @@ def test_the_tail_leads_and_throughput_is_not_compared(tmp_path: Path) -> None:
 def test_a_saturated_arm_is_a_result_with_its_capacity_and_no_latencies(tmp_path: Path) -> None:
     result = open_run(tmp_path, {"a": noisy(20.0), "b": noisy(200.0)}, 50.0)
     rate, *latencies = result.comparisons
-    assert rate.verdict == "a_faster"
+    assert rate.verdict == "baseline_better"
     assert rate.leading
-    assert "the images/s of B" in result.verdict.headline
-    assert "at 50 requests/s" in result.verdict.headline
-    assert rate.ratio_b_over_a == pytest.approx(8 / 0.201 / 50, rel=0.05)
+    assert "the images/s of B" in result.verdict.sentence
+    assert "at 50 requests/s" in result.verdict.sentence
+    assert rate.ratio == pytest.approx(8 / 0.201 / 50, rel=0.05)
     for latency in latencies:
-        assert latency.ratio_b_over_a is None
+        assert latency.ratio is None
         assert not latency.leading
         assert latency.reason is not None
         assert latency.reason.startswith("B was saturated at this rate: answered")
@@ -250,6 +250,6 @@ def test_blocks_without_a_single_answer_are_no_measurement(tmp_path: Path, sent:
     result = open_run(tmp_path, {"a": noisy(20.0), "b": unanswered}, 50.0)
     assert not result.valid
     assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
-    assert {comparison.ratio_b_over_a for comparison in result.comparisons} == {None}
+    assert {comparison.ratio for comparison in result.comparisons} == {None}
     assert find(result, "request_errors").ok is (False if sent else None)
-    assert result.verdict.headline.startswith("No verdict")
+    assert result.verdict.sentence.startswith("No verdict")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -24,25 +25,25 @@ def test_every_account_adds_up(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(pairs=2)))
     assert len(result.stages) == 7
     for account in result.stages:
-        assert account.a is not None
-        assert account.b is not None
-        for arm, other in ((account.a, account.b), (account.b, account.a)):
+        assert account.baseline_stages is not None
+        assert account.arm_stages is not None
+        for arm, other in permutations((account.baseline_stages, account.arm_stages)):
             assert set(arm.stages_ms) == set(STAGES)
             assert sum(v for v in arm.stages_ms.values() if v is not None) == pytest.approx(arm.client_total_ms)
             assert sum(folded(arm, other).values()) == pytest.approx(arm.client_total_ms)
-        assert sum(d.b_minus_a_ms for d in account.differences) == pytest.approx(account.total_b_minus_a_ms)
+        assert sum(d.difference_ms for d in account.differences) == pytest.approx(account.difference_ms)
         assert sum(d.share or 0.0 for d in account.differences) == pytest.approx(1.0)
 
 
 def test_a_stage_that_one_arm_lacks_is_folded_into_where_the_other_keeps_it(tmp_path: Path) -> None:
     account = analyse(write_run(tmp_path, Plan(pairs=2))).stages[0]
-    assert account.a is not None
-    assert account.b is not None
-    assert account.b.stages_ms["decode"] is None
-    shared = folded(account.a, account.b)
+    assert account.baseline_stages is not None
+    assert account.arm_stages is not None
+    assert account.arm_stages.stages_ms["decode"] is None
+    shared = folded(account.baseline_stages, account.arm_stages)
     assert set(shared) == {"send_delay", "queue", "compute_input", "compute_infer", "compute_output", "unattributed"}
     assert shared["compute_input"] == pytest.approx(
-        (account.a.stages_ms["compute_input"] or 0) + (account.a.stages_ms["decode"] or 0)
+        (account.baseline_stages.stages_ms["compute_input"] or 0) + (account.baseline_stages.stages_ms["decode"] or 0)
     )
 
 
@@ -66,7 +67,7 @@ def test_an_arm_without_stages_gets_no_explanation(tmp_path: Path) -> None:
         if block["label"] == "b":
             path.write_text(json.dumps(block | {"stages": None}))
     result = analyse(tmp_path)
-    assert all(account.b is None and account.a is not None for account in result.stages)
+    assert all(account.arm_stages is None and account.baseline_stages is not None for account in result.stages)
     assert all(explain_stages(account) == [] for account in result.stages)
 
 
@@ -98,7 +99,7 @@ def test_statistics_that_contradict_the_latency_are_no_reason(tmp_path: Path, to
     result = analyse(tmp_path)
     account = result.stages[0]
     assert account.cell == "single"
-    assert account.b is not None
+    assert account.arm_stages is not None
     assert account.differences == ()
     reasons = explain_stages(account)
     assert len(reasons) == 1
@@ -109,7 +110,7 @@ def test_statistics_that_contradict_the_latency_are_no_reason(tmp_path: Path, to
     check = next(c for c in result.checks if (c.name, c.scope) == ("stage_account", "cell single"))
     assert (check.ok, check.severity) == (False, "warns")
     assert f"B: {words}" in check.detail
-    rows = stage_rows(result, "single")
+    rows = stage_rows(account)
     assert {row[2] for row in rows[:-1]} == {"–"}, "B's stages"
     assert all(row[1] != "–" and row[3] == "–" for row in rows), "A's are shown"
     stream = io.StringIO()
@@ -139,5 +140,5 @@ def test_one_request_more_or_less_is_no_contradiction(tmp_path: Path) -> None:
     block = json.loads(path.read_text())
     block["stages"]["requests"] += 1
     path.write_text(json.dumps(block))
-    arms = [arm for account in analyse(tmp_path).stages for arm in (account.a, account.b)]
+    arms = [arm for account in analyse(tmp_path).stages for arm in (account.baseline_stages, account.arm_stages)]
     assert not any(arm.contradictions for arm in arms if arm is not None)

@@ -16,8 +16,9 @@ def arm(label: str = "a", target: str = "native", **fields: str | None) -> ArmRe
     return ArmRequest(label=label, target=target, **fields)  # type: ignore[arg-type]
 
 
-def plan(transports=None, payloads=None, *, a=None, b=None, model=MODEL, matrix=False) -> list[str]:
-    found = plan_combinations(a or arm(), b or arm("b", "triton"), model, transports, payloads, matrix=matrix)
+def plan(transports=None, payloads=None, *, a=None, b=None, others=(), model=MODEL, matrix=False) -> list[str]:
+    arms = [a or arm(), b or arm("b", "triton"), *others]
+    found = plan_combinations(arms, model, transports, payloads, matrix=matrix)
     return [combination.folder for combination in found]
 
 
@@ -44,6 +45,9 @@ def test_every_transport_with_every_payload() -> None:
         ({"transports": ("grpc",), "b": arm("b", "http://box:8000")}, "--b-grpc HOST:PORT"),
         ({"transports": ("http",), "b": arm("b", "http://box:8000", grpc="box")}, "no gRPC address"),
         ({"transports": ("shm",), "b": arm("b", "http://box:8000")}, "not on this machine"),
+        ({"others": [arm("c", payload="png")]}, "--c-payload png"),
+        ({"transports": ("shm",), "others": [arm("c", "http://box:8000")]}, "--c http://box:8000 is not on this"),
+        ({"transports": ("shm",), "others": [arm("old", "http://box:8000")]}, "arms.old http://box:8000 is not on"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_remedy(arguments: dict, words: str) -> None:

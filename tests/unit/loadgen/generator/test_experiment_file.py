@@ -11,7 +11,7 @@ from loadgen.commands.assembly import plan_experiment
 from loadgen.entry import build
 from loadgen.experiment.file import effective_settings, write_settings
 from loadgen.experiment.options import setting_options
-from loadgen.experiment.settings import ExperimentSettings
+from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "docs" / "examples" / "experiment.yaml"
 
@@ -30,7 +30,7 @@ def written(tmp_path: Path, text: str) -> str:
 def test_the_example_can_be_run() -> None:
     settings = effective_settings(EXAMPLE, {})
     ((_, experiment),) = plan_experiment(settings).runs
-    assert experiment.a.settings == {"max-queue-delay-us": "0"}
+    assert experiment.baseline.settings == {"max-queue-delay-us": "0"}
     assert [cell.name for cell in experiment.cells][:2] == ["single", "batched(1)"]
     assert experiment.settings_sha256 == settings.sha256()
     assert experiment.settings == settings.content()
@@ -52,8 +52,84 @@ def test_options_of_an_arm_are_merged_by_key(tmp_path: Path) -> None:
     path = tmp_path / "effective.yaml"
     path.write_text(effective)
     settings = effective_settings(path, {})
-    assert settings.a.options == {"engine": "null", "x": "1", "y": "true"}
-    assert (settings.b.target, settings.b.options) == ("native", {"z": "2"})
+    assert settings.arms == {
+        "a": ArmSettings(target="native", options={"engine": "null", "x": "1", "y": "true"}),
+        "b": ArmSettings(target="native", options={"z": "2"}),
+    }
+
+
+def printed(tmp_path: Path, *arguments: str) -> ExperimentSettings:
+    """What `--print-experiment` shows, read again."""
+    status, effective = run(*arguments, "--print-experiment")
+    assert status == 0, effective
+    path = tmp_path / "printed.yaml"
+    path.write_text(effective)
+    return effective_settings(path, {})
+
+
+def test_a_third_arm_is_one_more_letter(tmp_path: Path) -> None:
+    settings = printed(tmp_path, "--c", "native", "--c-option", "x=1", "--h", "http://h:1", "--h-payload", "jpeg")
+    assert {name: (arm.target, arm.options, arm.payload) for name, arm in settings.arms.items()} == {
+        "a": ("native", {}, None),
+        "b": ("triton", {}, None),
+        "c": ("native", {"x": "1"}, None),
+        "h": ("http://h:1", {}, "jpeg"),
+    }
+    ((_, experiment),) = plan_experiment(settings).runs
+    assert (experiment.labels, experiment.baseline.label) == (("a", "b", "c", "h"), "a")
+
+
+NAMED = "arms: {torch: native, onnx: triton, trt: {target: triton, options: {engine: tensorrt}}}\n"
+
+
+def test_a_file_gives_arms_names_and_the_first_is_the_baseline(tmp_path: Path) -> None:
+    ((_, experiment),) = plan_experiment(effective_settings(Path(written(tmp_path, NAMED)), {})).runs
+    assert [(arm.label, arm.target, arm.settings) for arm in experiment.arms] == [
+        ("torch", "native", {}),
+        ("onnx", "triton", {}),
+        ("trt", "triton", {"engine": "tensorrt"}),
+    ]
+    assert experiment.baseline.label == "torch"
+    assert experiment.pairings == (("torch", "onnx"), ("torch", "trt"))
+    assert experiment.pairings_of_others == (("onnx", "trt"),)
+
+
+def test_the_first_arm_of_a_file_is_the_baseline_whatever_its_letter(tmp_path: Path) -> None:
+    settings = printed(tmp_path, written(tmp_path, "arms: {b: native, a: triton}\nc: native\n"))
+    assert list(settings.arms) == ["b", "a", "c"]
+
+
+@pytest.mark.parametrize("text", [NAMED, "c: {target: native, options: {x: 1}}\n", "arms: {b: native, a: triton}\n"])
+def test_arms_printed_and_read_again_are_the_same(tmp_path: Path, text: str) -> None:
+    settings = effective_settings(Path(written(tmp_path, text)), {})
+    path = tmp_path / "again.yaml"
+    path.write_text(write_settings(settings))
+    again = effective_settings(path, {})
+    assert (again, list(again.arms)) == (settings, list(settings.arms))
+    assert again.sha256() == settings.sha256()
+
+
+def test_an_option_goes_over_a_printed_file(tmp_path: Path) -> None:
+    path = tmp_path / "first.yaml"
+    path.write_text(run("--print-experiment", "--b-option", "x=1", "--b-option", "y=2", "--c", "native")[1])
+    settings = printed(tmp_path, str(path), "--b-option", "x=3", "--c", "triton")
+    assert settings.arms == {
+        "a": ArmSettings(target="native"),
+        "b": ArmSettings(target="triton", options={"x": "3", "y": "2"}),
+        "c": ArmSettings(target="triton"),
+    }
+
+
+def test_half_an_arm_on_the_command_line_is_refused_by_its_option(tmp_path: Path) -> None:
+    status, output = run("--c-option", "x=1", "--out", str(tmp_path / "run"))
+    assert status == 2
+    assert "--c: give native, triton or the URL of a server" in " ".join(output.split())
+
+
+def test_an_option_for_a_letter_beside_named_arms_is_refused_as_that(tmp_path: Path) -> None:
+    status, output = run(written(tmp_path, NAMED), "--b-option", "x=1")
+    assert status == 2
+    assert "letters and names do not mix, and there are torch, onnx, trt, b" in " ".join(output.split())
 
 
 def test_the_effective_file_asks_for_the_same_and_has_the_same_hash(tmp_path: Path) -> None:
@@ -77,8 +153,24 @@ def test_the_hash_is_of_what_is_asked_for_and_not_of_how_it_is_written(tmp_path:
     ("text", "said"),
     [
         ("concurency: 3\n", "e.yaml: concurency: no such key; did you mean concurrency?"),
-        ("a: {target: native, option: {}}\n", "e.yaml: a.option: no such key; did you mean options?"),
-        ("zzz: 3\n", "e.yaml: zzz: no such key; there are a, b, model"),
+        ("a: {target: native, option: {}}\n", "e.yaml: arms.a.option: no such key; did you mean options?"),
+        ("zzz: 3\n", "e.yaml: zzz: no such key; there are arms, model"),
+        ("arms: {torch: native, b: triton}\n", "letters and names do not mix, and there are torch, b"),
+        (
+            "arms: {torch: native, onnx: triton}\nc: native\n",
+            "letters and names do not mix, and there are torch",
+        ),
+        ("arms: {torch: native}\n", "e.yaml: arms: a comparison has 2 to 8 arms, not 1"),
+        (f"arms: {{{', '.join(f'arm{n}: native' for n in range(9))}}}\n", "arms: a comparison has 2 to 8 arms, not 9"),
+        ("i: native\n", "e.yaml: i: no such key"),
+        ("c: {options: {x: 1}}\n", "e.yaml: arms.c.target: give native, triton or the URL of a server"),
+        ("arms: {torch: native, onnx: {payload: jpeg}}\n", "e.yaml: arms.onnx.target: give native, triton or the URL"),
+        ("arms: {torch: native, onnx: {target: native, option: {}}}\n", "arms.onnx.option: no such key; did you mean"),
+        ("arms: {Torch: native, onnx: native}\n", "e.yaml: arms: Torch cannot be the name of an arm"),
+        ("arms: {y: native, z: native}\n", "y cannot be the name of an arm: use 2 to 24 of a to z"),
+        ("arms: {ratio: native, onnx: native}\n", "an arm cannot be called ratio, which means something else"),
+        ("arms: {torch: native, not: native}\n", "an arm cannot be called not, which means something else"),
+        ("arms: [native, triton]\n", "e.yaml: arms: must be a valid dictionary"),
         ("requests: 0\n", "e.yaml: requests: 0, must be greater than or equal to 1"),
         ("pairs: many\n", "e.yaml: pairs: many, must be a valid integer"),
         ("pairs: 3\npairs: 4\n", "e.yaml:2: pairs is given twice"),
@@ -134,4 +226,5 @@ def test_every_setting_has_an_option_with_help_and_each_name_once() -> None:
     assert flags["--a"] == "ABSERVE_COMPARE_A"
     assert flags["--b-option"] == "ABSERVE_COMPARE_B_OPTIONS"
     assert flags["--a-grpc"] == "ABSERVE_COMPARE_A_GRPC"
+    assert flags["--h-payload"] == "ABSERVE_COMPARE_H_PAYLOAD"
     assert flags["--batch-sizes"] == "ABSERVE_COMPARE_BATCH_SIZES"

@@ -13,7 +13,7 @@ FP32, FP16 = tolerance_of(["fp32"]), tolerance_of(["fp16", "fp32"])
 
 
 def case(answer: np.ndarray, reference: np.ndarray = REFERENCE, tolerance: Tolerance = FP32):
-    return compare_answers("x", "reference", {"embedding": reference}, {"embedding": answer}, tolerance)
+    return compare_answers("x", "b", "reference", {"embedding": reference}, {"embedding": answer}, tolerance)
 
 
 def test_equal_answers_agree_whatever_their_length() -> None:
@@ -101,7 +101,7 @@ def test_empty_answers_of_both_arms_are_no_agreement() -> None:
 
 def test_other_outputs_are_told() -> None:
     with pytest.raises(ParityError, match="outputs"):
-        compare_answers("x", "alone", {"embedding": REFERENCE}, {"logits": REFERENCE}, FP32)
+        compare_answers("x", "b", "alone", {"embedding": REFERENCE}, {"logits": REFERENCE}, FP32)
 
 
 @pytest.mark.parametrize(("items", "limit"), [(18, 32), (6, 32), (18, 4), (1, 1)])

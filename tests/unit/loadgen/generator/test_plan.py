@@ -75,7 +75,7 @@ def test_what_does_not_exist_is_refused_with_what_does(arguments: tuple, words: 
 
 def test_arm_options() -> None:
     options = parse_options("--b-option", ["added-delay-ms=20", "--engine=onnxruntime"])
-    arm = make_arm("b", ArmSettings(options=options))
+    arm = make_arm("b", ArmSettings(target="triton", options=options))
     assert arm.settings == {"added-delay-ms": "20", "engine": "onnxruntime"}
     assert make_arm("a", ArmSettings(target="http://h:1")).target == "http://h:1"
     for target, options, words in [
@@ -114,11 +114,11 @@ def test_what_would_fail_in_the_middle_of_a_run_is_refused_before_it(
     assert not (tmp_path / "x").exists()
 
 
-def test_the_forecast_learns() -> None:
+@pytest.mark.parametrize("labels", ["ab", "abc"])
+def test_the_forecast_learns(labels: str) -> None:
     cells = make_cells("quick", ["single", "cold-start"], pairs=2)
     experiment = Experiment(
-        a=ArmRequest(label="a", target="native"),
-        b=ArmRequest(label="b", target="native"),
+        arms=tuple(ArmRequest(label=label, target="native") for label in labels),
         model="m",
         weights="random:0",
         payload="fp32",
@@ -129,14 +129,15 @@ def test_the_forecast_learns() -> None:
         equivalence_margin=0.05,
         threads=0,
     )
-    blocks = schedule(cells, 0)
+    blocks = schedule(experiment)
     forecast = Forecast(experiment, blocks)
     assert forecast.remaining_s() == 300
     forecast.load_begins()
     for block in blocks:
         forecast.block_took(block, 3.0)
-    assert forecast.remaining_s() == pytest.approx(6 * 10)
-    for _ in range(6):
+    starts = 3 * len(labels)
+    assert forecast.remaining_s() == pytest.approx(10 * starts)
+    for _ in range(starts):
         forecast.start_took(4.0)
     assert forecast.remaining_s() == 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ from loadgen.commands.assembly import plan_experiment
 from loadgen.commands.noise_floor import self_comparison
 from loadgen.entry import build
 from loadgen.experiment.plan import PlanError
-from loadgen.experiment.schedule import endless_rounds, load_cells, schedule
+from loadgen.experiment.schedule import interleave, load_cells
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.records.run import Cell, Experiment
+from loadgen.records.run import Cell, Experiment, Label
 
 
 def experiment(**settings: object) -> Experiment:
@@ -40,6 +39,13 @@ def test_restarts_get_two_pairs_each_unless_told_otherwise() -> None:
     assert pairs(experiment(restarts=5, pairs=7)) == {7}
 
 
+def test_of_several_arms_there_are_so_many_rounds_that_each_comes_equally_often_in_each_place() -> None:
+    three, five = {"c": "native"}, {"c": "native", "d": "native", "e": "native"}
+    assert [pairs(experiment(**arms)) for arms in ({}, three, five)] == [{4}, {6}, {5}]
+    assert pairs(experiment(**three, restarts=4)) == {9}
+    assert pairs(experiment(**three, pairs=4)) == {4}
+
+
 def test_until_decided_has_a_limit_and_a_least_number_of_pairs() -> None:
     planned = experiment(until="decided", preset="full", time_limit=3)
     assert (planned.until_decided, planned.time_limit_minutes) == (True, 3.0)
@@ -56,6 +62,7 @@ def test_until_decided_has_a_limit_and_a_least_number_of_pairs() -> None:
         ({"until": "decided", "restarts": 5}, "choose one of them"),
         ({"restarts": 5, "pairs": 3}, "ask for --pairs 5 or more"),
         ({"restarts": 2, "b": "http://127.0.0.1:8000"}, "--b http://127.0.0.1:8000 is not started by us"),
+        ({"restarts": 2, "c": "http://127.0.0.1:8000"}, "--c http://127.0.0.1:8000 is not started by us"),
     ],
 )
 def test_what_cannot_be_had_is_refused(settings: dict[str, object], message: str) -> None:
@@ -66,19 +73,23 @@ def test_what_cannot_be_had_is_refused(settings: dict[str, object], message: str
 def test_the_noise_floor_compares_an_arm_with_itself() -> None:
     settings = self_comparison(ExperimentSettings.model_validate({"a": {"target": "triton", "options": {"x": "1"}}}))
     ((_, planned),) = plan_experiment(settings).runs
-    assert (planned.b.target, planned.b.settings) == ("triton", {"x": "1"})
+    assert [(arm.target, arm.settings) for arm in planned.arms] == [("triton", {"x": "1"})] * 2
     assert (planned.restarts, pairs(planned)) == (6, {24})
     assert "cold-start" not in {cell.scenario for cell in planned.cells}
     chosen = self_comparison(ExperimentSettings.model_validate({"restarts": 3, "pairs": 6, "scenarios": "single"}))
     assert (chosen.restarts, chosen.pairs, chosen.scenarios) == (3, 6, ("single",))
     remote = self_comparison(ExperimentSettings.model_validate({"a": "http://127.0.0.1:8000"}))
     assert remote.restarts == 1
+    named = ExperimentSettings.model_validate({"arms": {"torch": "native", "onnx": "triton", "trt": "triton"}})
+    ((_, planned),) = plan_experiment(self_comparison(named)).runs
+    assert [(arm.label, arm.target) for arm in planned.arms] == [("a", "native"), ("b", "native")]
 
 
-def test_what_is_no_comparison_of_an_arm_with_itself_is_refused(tmp_path: Path) -> None:
-    refused = CliRunner().invoke(build(), ["noise-floor", "--b", "triton"])
+@pytest.mark.parametrize("option", [("--b", "triton"), ("--c-option", "x=1")])
+def test_what_is_no_comparison_of_an_arm_with_itself_is_refused(tmp_path: Path, option: tuple[str, str]) -> None:
+    refused = CliRunner().invoke(build(), ["noise-floor", *option])
     assert refused.exit_code == 2
-    assert "leave --b and its options out" in refused.output
+    assert f"{option[0]}: the noise floor compares --a with itself; leave the other arms out" in refused.output
     nothing = CliRunner().invoke(build(), ["noise-floor", "--from", str(tmp_path)])
     assert nothing.exit_code == 2
     assert "holds no run" in nothing.output
@@ -90,35 +101,29 @@ def cell(batch_size: int, number: int) -> Cell:
     )
 
 
-@given(st.lists(st.integers(2, 12), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 99))
-def test_restarts_share_the_pairs_in_order_and_as_evenly_as_can_be(
-    numbers: list[int], restarts: int, seed: int
+@given(
+    st.lists(st.integers(2, 12), min_size=1, max_size=4),
+    st.sampled_from(["ab", "abc", "abcd"]).map(tuple),
+    st.integers(1, 4),
+    st.integers(0, 99),
+)
+def test_restarts_share_the_rounds_in_order_and_as_evenly_as_can_be(
+    numbers: list[int], labels: tuple[Label, ...], restarts: int, seed: int
 ) -> None:
     cells = tuple(cell(place + 1, number) for place, number in enumerate(numbers))
-    blocks = schedule(cells, seed, restarts)
-    assert [block.index for block in blocks] == list(range(2 * sum(numbers)))
+    blocks = interleave(cells, labels, seed, restarts)
+    assert [block.index for block in blocks] == list(range(len(labels) * sum(numbers)))
     assert [block.restart for block in blocks] == sorted(block.restart for block in blocks)
     for one in cells:
-        own = [block for block in blocks if block.cell == one]
-        assert [block.pair for block in own[::2]] == list(range(one.pairs))
-        shares = [sum(block.restart == restart for block in own) // 2 for restart in range(restarts)]
+        own = [block for block in blocks if block.cell == one and block.position == 0]
+        assert [block.pair for block in own] == list(range(one.pairs))
+        shares = [sum(block.restart == restart for block in own) for restart in range(restarts)]
         assert max(shares) - min(shares) <= 1
 
 
-@given(st.integers(1, 4), st.integers(0, 99))
-def test_endless_rounds_hold_every_cell_once_and_are_balanced_over_two(number: int, seed: int) -> None:
-    cells = tuple(cell(place + 1, 1) for place in range(number))
-    rounds = list(islice(endless_rounds(cells, seed), 6))
-    for place, chosen in enumerate(rounds):
-        assert {(one.cell, one.pair) for one in chosen} == {(each, place) for each in cells}
-    for one in cells:
-        first = [pair.order[0] for chosen in rounds for pair in chosen if pair.cell == one]
-        assert all(set(first[place : place + 2]) == {"a", "b"} for place in (0, 2, 4))
-    blocks = rounds[0][0].blocks(8, 3)
-    assert [(block.index, block.position, block.restart) for block in blocks] == [(8, 0, 3), (9, 1, 3)]
-
-
-@pytest.mark.parametrize("arms", [{"a": "http://127.0.0.1:8100"}, {"a": "http://h:1", "b": "http://h:2"}])
+@pytest.mark.parametrize(
+    "arms", [{"a": "http://127.0.0.1:8100"}, {"a": "http://h:1", "b": "http://h:2"}, {"c": "http://h:3"}]
+)
 def test_the_default_asks_no_cold_starts_of_a_server_that_others_started(arms: dict[str, str]) -> None:
     """They would all fail, and the comparison of the README's example with them."""
     names = {cell.scenario for cell in experiment(**arms).cells}

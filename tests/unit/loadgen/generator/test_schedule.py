@@ -1,15 +1,18 @@
-"""The order of blocks, over all seeds and sizes that hypothesis can think of."""
+"""The order of blocks, over all numbers of arms, seeds and sizes that hypothesis can think of."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.experiment.plan import make_cells
-from loadgen.experiment.schedule import schedule
-from loadgen.records.run import Cell
+from loadgen.experiment.schedule import ScheduledBlock, endless_passes, interleave
+from loadgen.records.run import Cell, Label
 from loadgen.run.cold_start import cold_start_order
 
 CELLS = st.lists(st.integers(1, 12), min_size=0, max_size=8).map(
@@ -18,62 +21,98 @@ CELLS = st.lists(st.integers(1, 12), min_size=0, max_size=8).map(
         for i, n in enumerate(pairs)
     )
 )
+LABELS = st.sampled_from(["ab", "abc", "abcd", "abcdefgh"]).map(tuple)
 SEEDS = st.integers(0, 2**31)
 
 
-@given(CELLS, SEEDS)
-def test_every_pair_is_two_adjacent_blocks_one_of_each_arm(cells: tuple[Cell, ...], seed: int) -> None:
-    blocks = schedule(cells, seed)
+def rounds_of(blocks: Sequence[ScheduledBlock], arms: int) -> list[Sequence[ScheduledBlock]]:
+    assert len(blocks) % arms == 0
+    return [blocks[first : first + arms] for first in range(0, len(blocks), arms)]
+
+
+def assert_balanced(orders: Sequence[Sequence[Label]], labels: Sequence[Label]) -> None:
+    """In every k successive rounds of k arms each arm comes once in each place."""
+    for first in range(0, len(orders) - len(labels) + 1, len(labels)):
+        for place in range(len(labels)):
+            assert {order[place] for order in orders[first : first + len(labels)]} == set(labels)
+
+
+@given(CELLS, LABELS, SEEDS)
+def test_every_round_is_adjacent_blocks_one_of_each_arm(
+    cells: tuple[Cell, ...], labels: tuple[Label, ...], seed: int
+) -> None:
+    blocks = interleave(cells, labels, seed)
     assert [block.index for block in blocks] == list(range(len(blocks)))
-    assert len(blocks) == 2 * sum(cell.pairs for cell in cells)
-    for first, second in zip(blocks[::2], blocks[1::2], strict=True):
-        assert (first.cell, first.pair) == (second.cell, second.pair)
-        assert {first.label, second.label} == {"a", "b"}
-        assert (first.position, second.position) == (0, 1)
+    assert len(blocks) == len(labels) * sum(cell.pairs for cell in cells)
+    for one in rounds_of(blocks, len(labels)):
+        assert len({(block.cell, block.pair) for block in one}) == 1
+        assert sorted(block.label for block in one) == list(labels)
+        assert [block.position for block in one] == list(range(len(labels)))
 
 
-@given(CELLS, SEEDS)
-def test_each_cell_gets_its_pairs_in_order(cells: tuple[Cell, ...], seed: int) -> None:
-    blocks = schedule(cells, seed)
+@given(CELLS, LABELS, SEEDS)
+def test_each_cell_gets_its_rounds_in_order(cells: tuple[Cell, ...], labels: tuple[Label, ...], seed: int) -> None:
+    blocks = interleave(cells, labels, seed)
     for cell in cells:
-        assert [block.pair for block in blocks if block.cell == cell][::2] == list(range(cell.pairs))
+        assert [block.pair for block in blocks if block.cell == cell and block.position == 0] == list(range(cell.pairs))
 
 
-@given(CELLS, SEEDS)
-def test_the_order_inside_pairs_is_balanced_over_every_two(cells: tuple[Cell, ...], seed: int) -> None:
-    blocks = schedule(cells, seed)
+@given(CELLS, LABELS, SEEDS)
+def test_the_order_inside_rounds_is_balanced_over_as_many_as_there_are_arms(
+    cells: tuple[Cell, ...], labels: tuple[Label, ...], seed: int
+) -> None:
+    blocks = interleave(cells, labels, seed)
     for cell in cells:
-        firsts = [block.label for block in blocks if block.cell == cell and block.position == 0]
-        for i in range(0, len(firsts) - 1, 2):
-            assert {firsts[i], firsts[i + 1]} == {"a", "b"}
+        own = [block for block in blocks if block.cell == cell]
+        assert_balanced([[block.label for block in one] for one in rounds_of(own, len(labels))], labels)
 
 
-@given(CELLS, SEEDS)
-def test_an_interrupted_run_has_pairs_of_every_cell(cells: tuple[Cell, ...], seed: int) -> None:
-    """At any moment no cell is more than one pair ahead of another that still has pairs left."""
+@given(CELLS, LABELS, SEEDS)
+def test_an_interrupted_run_has_rounds_of_every_cell(
+    cells: tuple[Cell, ...], labels: tuple[Label, ...], seed: int
+) -> None:
+    """At any moment no cell is more than one round ahead of another that still has rounds left."""
     done: Counter[str] = Counter()
-    for block in schedule(cells, seed)[1::2]:
-        done[block.cell.name] += 1
+    for one in rounds_of(interleave(cells, labels, seed), len(labels)):
+        done[one[0].cell.name] += 1
         left = [done[cell.name] for cell in cells if done[cell.name] < cell.pairs]
         assert max(done.values()) - min(left, default=max(done.values())) <= 1
 
 
-@given(CELLS, SEEDS)
-def test_a_seed_decides_everything(cells: tuple[Cell, ...], seed: int) -> None:
-    assert schedule(cells, seed) == schedule(cells, seed)
+@given(CELLS, LABELS, SEEDS)
+def test_a_seed_decides_everything(cells: tuple[Cell, ...], labels: tuple[Label, ...], seed: int) -> None:
+    assert interleave(cells, labels, seed) == interleave(cells, labels, seed)
 
 
-def test_seeds_differ_and_both_orders_occur() -> None:
+@pytest.mark.parametrize("labels", ["ab", "abc", "abcd"])
+def test_seeds_differ_and_every_arm_comes_first(labels: str) -> None:
     cells = make_cells("quick", ["single", "batched"])
-    orders = {tuple((b.cell.name, b.label) for b in schedule(cells, seed)) for seed in range(10)}
+    orders = {tuple((b.cell.name, b.label) for b in interleave(cells, labels, seed)) for seed in range(10)}
     assert len(orders) == 10
-    assert {schedule(cells, seed)[0].label for seed in range(20)} == {"a", "b"}
+    assert {interleave(cells, labels, seed)[0].label for seed in range(40)} == set(labels)
 
 
-def test_cold_starts_have_their_own_order() -> None:
-    assert schedule(make_cells("quick", ["cold-start"]), 0) == ()
-    order = cold_start_order(4, 0)
-    assert Counter(label for _, label in order) == {"a": 4, "b": 4}
-    assert Counter(repetition for repetition, _ in order) == {0: 2, 1: 2, 2: 2, 3: 2}
-    firsts = [label for _, label in order[::2]]
-    assert Counter(firsts) == {"a": 2, "b": 2}
+@given(st.integers(1, 4), LABELS, SEEDS)
+def test_endless_passes_hold_every_cell_once_and_are_balanced(
+    number: int, labels: tuple[Label, ...], seed: int
+) -> None:
+    cells = tuple(
+        Cell(scenario="batched", batch_size=i + 1, concurrency=1, requests=1, seconds=0, max_seconds=1, pairs=1)
+        for i in range(number)
+    )
+    passes = list(islice(endless_passes(cells, labels, seed, first=5), 2 * len(labels)))
+    for place, chosen in enumerate(passes, start=5):
+        assert {(one.cell, one.pair) for one in chosen} == {(each, place) for each in cells}
+    for cell in cells:
+        assert_balanced([one.order for chosen in passes for one in chosen if one.cell == cell], labels)
+    blocks = passes[0][0].blocks(8, 3)
+    assert [(block.index, block.position, block.restart) for block in blocks] == [
+        (8 + place, place, 3) for place in range(len(labels))
+    ]
+
+
+@pytest.mark.parametrize("labels", ["ab", "abcd"])
+def test_cold_starts_have_their_own_order(labels: str) -> None:
+    order = cold_start_order(tuple(labels), 4, 0)
+    assert [repetition for repetition, _ in order] == [number for number in range(4) for _ in labels]
+    assert_balanced([[label for number, label in order if number == one] for one in range(4)], labels)

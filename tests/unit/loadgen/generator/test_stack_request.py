@@ -21,6 +21,7 @@ from loadgen.entry import build
         (["--transport", "grpc"], "leave cold-start out of --scenarios"),
         (["--a", "http://127.0.0.1:8100"], "for a URL leave --deployment out"),
         (["--b", "native"], "compares native with triton"),
+        (["--c", "native"], "compares native with triton"),
     ],
 )
 def test_compose_refuses(tmp_path: Path, options: list[str], said: str) -> None:

@@ -44,8 +44,8 @@ def test_a_whole_search_is_compared(tmp_path: Path) -> None:
     result = analysed(tmp_path, SLO, both_pairs(300.0, 150.0))
     assert failed(result, "searches_ended") == []
     (comparison,) = [one for one in result.comparisons if one.metric == "slo_rate"]
-    assert comparison.verdict == "undecided"  # both ratios are the same, which says nothing of their spread
-    assert comparison.ratio_b_over_a == pytest.approx(0.5, rel=0.05)
+    assert comparison.verdict == "inconclusive"  # both ratios are the same, which says nothing of their spread
+    assert comparison.ratio == pytest.approx(0.5, rel=0.05)
     assert comparison.scenario == "slo(p99≤50ms)"
 
 

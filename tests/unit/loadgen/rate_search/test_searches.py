@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from loadgen.comparison.pairs import SATURATION, SLO_RATE, pair_metrics
+from loadgen.comparison.pairs import SATURATION, SLO_RATE, PairedMetric, pair_metrics
 from loadgen.records.run import Cell, Label
 from loadgen.studies.rate_search.analyse import find_ramps, find_rates
-from loadgen.studies.rate_search.records import Trial
+from loadgen.studies.rate_search.records import RampFound, RateFound, Trial
 from loadgen.studies.rate_search.search import RateSearch
+from tests.unit.loadgen.analysis.test_fairness import EXPERIMENT
 
 SLO = Cell(
     scenario="slo", batch_size=1, concurrency=8, requests=459, seconds=1.0, max_seconds=60.0, pairs=2,
@@ -48,6 +51,10 @@ def climb(label: Label, capacity: float, users: int, cpu: float = 0.5) -> list[T
     return rungs
 
 
+def paired_in(cell: Cell, found: Sequence[RateFound | RampFound]) -> list[PairedMetric]:
+    return pair_metrics(msgspec.structs.replace(EXPERIMENT, cells=(cell,)), (), (), found)
+
+
 def test_rates_and_their_pairs() -> None:
     trials = [*search("a", 300.0), *search("b", 150.0), *search("a", 310.0, pair=1), *search("b", 155.0, pair=1)]
     found = find_rates([SLO, RAMP], trials)
@@ -58,7 +65,7 @@ def test_rates_and_their_pairs() -> None:
         one.rate_per_s and one.failed_rate_per_s and one.failed_rate_per_s / one.rate_per_s <= 1.05 for one in found
     )
     assert found[0].seconds == 2.0 * found[0].trials
-    (paired,) = pair_metrics([SLO], (), (), found)
+    (paired,) = paired_in(SLO, found)
     assert paired.metric == SLO_RATE
     assert [0.45 < pair.ratio < 0.55 for pair in paired.pairs] == [True, True]
 
@@ -66,7 +73,7 @@ def test_rates_and_their_pairs() -> None:
 def test_a_search_that_was_cut_short_has_no_rate() -> None:
     (found,) = find_rates([SLO], search("a", 300.0)[:-1])
     assert (found.rate_per_s, found.ended) == (None, None)
-    (paired,) = pair_metrics([SLO], (), (), [found])
+    (paired,) = paired_in(SLO, [found])
     assert paired.pairs == ()
 
 
@@ -90,7 +97,7 @@ def test_ramps_and_their_pairs() -> None:
     assert [(one.label, one.saturation_per_s, one.knee_concurrency, one.saturated) for one in found] == [
         ("a", 800.0, 8, True), ("b", 400.0, 4, True),
     ]  # fmt: skip
-    (paired,) = pair_metrics([RAMP], (), (), found)
+    (paired,) = paired_in(RAMP, found)
     assert paired.metric == SATURATION
     assert [pair.ratio for pair in paired.pairs] == [0.5]
 

@@ -117,9 +117,9 @@ def test_csv_has_every_comparison_and_every_block_in_full_precision(results: dic
     rows = list(csv.DictReader(io.StringIO(formats(result)["csv"]())))
     assert [(row["scenario"], row["metric"]) for row in rows] == [(c.scenario, c.metric) for c in result.comparisons]
     for row, one in zip(rows, result.comparisons, strict=True):
-        assert (float(row["ratio_b_over_a"]) if row["ratio_b_over_a"] else None) == one.ratio_b_over_a
+        assert (float(row["ratio"]) if row["ratio"] else None) == one.ratio
         assert (row["ci95_low"] == "") == (one.ci95 is None)
-        assert row["verdict"] == one.verdict
+        assert (row["baseline"], row["arm"], row["verdict"]) == (one.baseline, one.arm, one.verdict)
     blocks = list(csv.DictReader(io.StringIO(formats(result)["csv-blocks"]())))
     assert [int(row["index"]) for row in blocks] == [block.index for block in result.blocks]
     assert [float(row["throughput_per_s"]) for row in blocks] == [block.throughput_per_s for block in result.blocks]

@@ -1,6 +1,6 @@
-"""Both servers of a comparison: brought up side by side, asked what they are and whether they agree, taken down.
+"""The servers of a comparison: brought up side by side, asked what they are and whether they agree, taken down.
 
-They can be started again: each restart is a fresh start of both, described and asked anew.
+They can be started again: each restart is a fresh start of all, described and asked anew.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from loadgen.deployment.compose import ComposeDeployment, require_one_way
 from loadgen.deployment.embedded import EmbeddedDeployment
 from loadgen.deployment.interface import DeploymentError
 from loadgen.invocation import ABSERVE
-from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord
+from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord, option_of, shown
 from loadgen.run.arms import Arm
 from loadgen.run.cold_start_phase import READY_SECONDS
 from loadgen.run.parity import ParityTarget, check_parity
@@ -29,7 +29,7 @@ class ParityFailedError(Exception):
     """The arms do not compute the same function, so their speed is not compared."""
 
 
-class ServerPair:
+class ArmServers:
     """The arms of one run. Life: (`start` → `signatures` → `check_parity` → … → `stop`), repeated; `close` at any
     time leaves nothing of ours running and a stack as it was found."""
 
@@ -48,7 +48,7 @@ class ServerPair:
         self._resources = ExitStack()
         self._starts = 0
         self.arms: dict[Label, Arm] = {}
-        for request in (experiment.a, experiment.b):
+        for request in experiment.arms:
             deployment = make_deployment(request, experiment, store, work, abserve)
             model, payload = experiment.model_of(request), experiment.payload_of(request)
             self.arms[request.label] = Arm(request, deployment, model, experiment.transport, payload)
@@ -57,17 +57,17 @@ class ServerPair:
             )
 
     def start(self) -> list[ArmRecord]:
-        """Both at once, each on fresh ports, a first and b first by turns; returns what is in effect, which is stored
+        """All at once, each on fresh ports, each time in the reverse order; returns what is in effect, which is stored
         too. Raises `DeploymentError`."""
         order = list(self.arms.items())
         self._starts += 1
         for label, arm in order if self._starts % 2 else reversed(order):
-            self._progress.now(f"{label.upper()}: {arm.request.target}")
+            self._progress.now(f"{shown(label)}: {arm.request.target}")
             arm.deployment.start()
         require_one_way([arm.deployment for arm in self.arms.values()])
         records = []
         for label, arm in self.arms.items():
-            self._progress.now(f"waiting until {label.upper()} ({arm.request.target}) is ready")
+            self._progress.now(f"waiting until {shown(label)} ({arm.request.target}) is ready")
             try:
                 if isinstance(arm.deployment, ComposeDeployment):
                     asked_for = self._experiment.model_of(arm.request)
@@ -91,7 +91,7 @@ class ServerPair:
             return
         taken = " and ".join(f"arm {label} ({record.title}) takes at most {n}" for label, (record, n) in small.items())
         options = " ".join(
-            f"--{label}-option max-batch-size={largest}"
+            f"{option_of(label)}-option max-batch-size={largest}"
             if isinstance(self.arms[label].deployment, EmbeddedDeployment)
             else f"a larger max_batch_size on the server of arm {label}"
             for label in small
@@ -112,8 +112,12 @@ class ServerPair:
             )
             for label, signature in signatures.items()
         }
-        if interfaces["a"] != interfaces["b"]:
-            message = f"the arms do not serve the same model: a takes and gives {interfaces['a']}, b {interfaces['b']}"
+        (first, expected), *others = interfaces.items()
+        different = [f"{label} {interface}" for label, interface in others if interface != expected]
+        if different:
+            message = (
+                f"the arms do not serve the same model: {first} takes and gives {expected}, {', '.join(different)}"
+            )
             self._store.write(ParityRecord(cases=(), ok=False, error=message))
             raise ParityFailedError(message)
         return signatures
@@ -121,9 +125,9 @@ class ServerPair:
     def check_parity(
         self, inputs: Inputs, signatures: Mapping[Label, Signature], records: Sequence[ArmRecord], tolerance: Tolerance
     ) -> None:
-        """Ask both for the same images, at each batch size of the load. Raises `ParityFailedError` after storing what
-        they answered."""
-        self._progress.now(f"{next(iter(inputs.values())).count} images to both servers, alone and in mixed batches")
+        """Ask all of them for the same images, at each batch size of the load. Raises `ParityFailedError` after storing
+        what they answered."""
+        self._progress.now(f"{next(iter(inputs.values())).count} images to every server, alone and in mixed batches")
         sizes = [size for record in records if isinstance(size := record.in_effect.get("max_batch_size"), int)]
         used = {cell.batch_size for cell in self._experiment.cells}
         arms = {

@@ -1,0 +1,224 @@
+"""With three or more arms every table, chart and format says which of them it compares; names may be longer than a
+letter."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import msgspec
+import plotly.graph_objects as go
+import pytest
+from rich.console import Console
+
+import loadgen.report.document as doc
+from loadgen.analysis.analysis import analyse
+from loadgen.analysis.result import Result
+from loadgen.comparison.summaries import summarise_blocks
+from loadgen.report.contents import result_document
+from loadgen.report.files import formats
+from loadgen.report.live import ratio_line, ratio_table
+from loadgen.report.progress import RichProgress
+from loadgen.report.renderers.html import render_html
+from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.sections.comparisons import comparisons, forest, ranking
+from loadgen.report.sections.rates import ramp
+from loadgen.report.sections.verdict import overview
+from loadgen.report.sections.why import cause_table, causes_chart, why
+from loadgen.run.live_ratios import LiveRatios
+from loadgen.storage.stored_run import read_run
+from loadgen.studies.causes.analyse import Cause, CauseEffect, CellCauses
+from loadgen.studies.rate_search.records import RampFound, RampRung
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
+
+PLAN = Plan(pairs=4, requests=120, others=(SimulatedArm(4.0, 5.4, 1.0), SimulatedArm()))
+NAMES = {"a": "torch", "b": "triton", "c": "torch-compiled", "d": "torch-again"}
+
+
+def renamed(value: object) -> object:
+    """Stored records whose arms have names of their own."""
+    if isinstance(value, dict):
+        return {key: NAMES[one] if key == "label" else renamed(one) for key, one in value.items()}
+    return [renamed(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return analyse(write_run(tmp_path_factory.mktemp("letters"), PLAN))
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    run = write_run(tmp_path_factory.mktemp("names"), PLAN)
+    for path in run.rglob("*.json"):
+        path.write_text(json.dumps(renamed(json.loads(path.read_text()))))
+    return analyse(run)
+
+
+def tables(section: doc.Section | None) -> list[doc.Table]:
+    assert section is not None
+    return [block for block in section.blocks if isinstance(block, doc.Table)]
+
+
+def cells(table: doc.Table, scenario: str, metric: str) -> list[dict[str, str]]:
+    titles = [column.title for column in table.columns]
+    rows = [dict(zip(titles, map(doc.text_of, row), strict=True)) for row in table.rows]
+    return [row for row in rows if (row["scenario"], row["metric"]) == (scenario, metric)]
+
+
+def test_each_arm_has_a_row_beside_the_baseline(result: Result) -> None:
+    for table in (tables(comparisons(result))[0], tables(overview(result))[0]):
+        rows = cells(table, "concurrent(16)", "throughput")
+        assert [row["arm"] for row in rows] == ["B", "C", "D"]
+        assert [row["verdict"] for row in rows[:2]] == ["B faster", "C faster"]
+        assert len({row["A"] for row in rows}) == 1
+        for row in rows:
+            measured = float(row["its value"]) / float(row["A"])
+            assert float(row["arm/A"].removesuffix("×")) == pytest.approx(measured, abs=0.02)
+        assert "B" not in [column.title for column in table.columns]
+    styles = [doc.style_of(row[4]) for row in tables(overview(result))[0].rows]
+    assert styles == ["arm-1", "arm-2", "arm-3"] * len(result.experiment.cells)
+
+
+def test_the_ranking_has_the_order_and_the_neighbours_and_no_comparison_is_hidden(result: Result) -> None:
+    section = ranking(result)
+    (table,) = tables(section)
+    first, *others = cells(table, "single", "throughput")
+    assert first["best to worst"] == next(one.words() for one in result.verdict.rankings if one.scenario == "single")
+    assert first["best to worst"].startswith("C, then B, then ")
+    assert (first["pair"], first["verdict"]) == ("C/B", "C faster")
+    assert others == [], "the scenario is said in each row, the metric once"
+    assert sum(row[0] == "single" for row in table.rows) == 3
+    assert section is not None
+    (fold,) = [block for block in section.blocks if isinstance(block, doc.Fold)]
+    (rest,) = [block for block in fold.blocks if isinstance(block, doc.Table)]
+    assert {doc.text_of(row[2]) for row in rest.rows} == {"C/B", "D/B", "D/C"}
+    shown = len(tables(comparisons(result))[0].rows) + len(rest.rows)
+    assert shown == sum(one.ratio is not None for one in result.comparisons)
+
+
+def test_two_arms_have_no_ranking(tmp_path: Path) -> None:
+    assert ranking(analyse(write_run(tmp_path, Plan(pairs=2, requests=40)))) is None
+
+
+def test_every_arm_has_a_view_of_the_forest_with_its_own_advantage(result: Result) -> None:
+    chart = forest(result)
+    assert chart is not None
+    assert [view.label for view in chart.views] == ["B against A", "C against A", "D against A"]
+    for view, (label, colour) in zip(chart.views, (("B", "--arm-1"), ("C", "--arm-2")), strict=False):
+        assert view.layout["xaxis"]["title"]["text"] == f"{label}'s advantage, ×"
+        traces = {chart.data[index]["name"]: chart.data[index] for index in view.traces}
+        won = traces[f"{label} faster"]
+        assert won["marker"]["color"] == colour
+        assert all(x > 1.0 for x in won["x"])
+
+
+def test_other_programs_are_told_which_arms_a_comparison_is_of(result: Result) -> None:
+    known = formats(result)
+    rows = list(csv.DictReader(io.StringIO(known["csv"]())))
+    found = [(row["scenario"], row["metric"], row["baseline"], row["arm"]) for row in rows]
+    assert found == [(one.scenario, one.metric, one.baseline, one.arm) for one in result.comparisons]
+    cases = ET.fromstring(known["junit"]()).findall("testsuite[@name='abserve.comparisons']/testcase")
+    names = [case.attrib["name"] for case in cases]
+    assert len(set(names)) == len(names) == len(result.comparisons)
+    assert "throughput of C against A [single]" in names
+    assert "throughput of D against C [single]" in names
+
+
+def test_where_the_time_goes_is_a_table_for_each_arm(result: Result) -> None:
+    main = result.verdict.main_scenario
+    stages = [table for table in tables(why(result)) if "time of a request" in table.title]
+    assert [table.title.partition(f"{main}, ")[2] for table in stages] == ["B against A", "C against A", "D against A"]
+    assert [column.title for column in stages[1].columns] == ["stage", "A", "C", "C − A", "share"]
+
+
+def test_causes_are_told_for_each_arm(result: Result) -> None:
+    effect = CauseEffect(
+        label="c", changed="sent fp16", as_is_ms=9.0, without_ms=6.0, saved_ms=3.0, ci95_ms=(2.0, 4.0), ratio=1.5,
+        ratio_ci95=None, pairs=4, folder="causes/00-transfer-c",
+    )  # fmt: skip
+    cause = Cause(
+        name="transfer", title="payload transfer", difference_ms=3.0, ci95_ms=(2.0, 4.0), share=-0.5, found=True,
+        effects=(effect,), untested=(),
+    )  # fmt: skip
+    found = CellCauses(
+        cell="single", baseline="a", arm="c", baseline_ms=15.0, arm_ms=9.0, difference_ms=-6.0, ci95_ms=(-7.0, -5.0),
+        slower="a", ratio=1.67, causes=(cause,), unattributed_ms=-9.0, unattributed_ci95_ms=None,
+        unattributed_share=1.5, sentence="A is slower.", notes=(),
+    )  # fmt: skip
+    explained = msgspec.structs.replace(result, causes=(found, msgspec.structs.replace(found, arm="d")))
+    table = cause_table(explained, found)
+    assert table.title == "What each cause makes of the difference in single, C against A"
+    assert [column.title for column in table.columns][1] == "C − A"
+    assert table.rows[0][1] == "+3.00 ms"
+    assert list(table.rows[-1][-3:]) == ["A 15.0 ms", "C 9.00 ms", "blocks"]
+    chart = causes_chart(explained)
+    assert chart is not None
+    assert [view.label for view in chart.views] == ["single, C against A", "single, D against A"]
+    assert chart.data[0]["marker"]["color"][1] == "--arm-2", "it makes C slower"
+    assert "what it costs the arm minus what it costs A" in render_markdown(result_document(explained))
+
+
+def test_the_first_ramps_stand_beside_the_baselines(result: Result) -> None:
+    ramps = tuple(
+        RampFound(
+            cell="ramp", pair=0, restart=0, label=label, saturation_per_s=speed, knee_concurrency=4, saturated=True,
+            client_limited=False, rungs=(RampRung(concurrency=4, throughput_per_s=speed, p50_ms=8.0, p99_ms=None),),
+        )
+        for label, speed in (("a", 100.0), ("b", 200.0), ("c", 300.0), ("d", 400.0))
+    )  # fmt: skip
+    _, *first = tables(ramp(msgspec.structs.replace(result, ramps=ramps)))
+    assert [table.title for table in first] == [f"The first ramp of A and of {label}" for label in "BCD"]
+    assert list(first[1].rows[0]) == ["4", "100", "8.00", "–", "300", "8.00", "–"]
+
+
+def test_names_are_written_as_they_are_and_coloured_by_their_place(named: Result) -> None:
+    document = result_document(named)
+    text, page = render_markdown(document), render_html(document)
+    for name in NAMES.values():
+        assert f"**{name}**: " in text
+        assert name.upper() not in text + page.partition("<script")[0]
+    assert "torch-compiled faster" in text
+    assert "torch-compiled/triton" in text
+    assert [doc.style_of(row[4]) for row in tables(overview(named))[0].rows[:3]] == ["arm-1", "arm-2", "arm-3"]
+    assert '<li class="is-arm-2"><b>torch-compiled</b>' in page
+    style = page.split("<style>")[1].split("</style>")[0]
+    for chart in (block for section in document.sections for block in section.blocks if isinstance(block, doc.Chart)):
+        raw = json.dumps([chart.data, chart.layout])
+        for token in set(re.findall(r'"(--[a-z0-9-]+)"', raw)):
+            assert style.count(f"{token}:") == 2, "in the light and in the dark scheme"
+        data, layout = json.loads(re.sub(r'"--[a-z0-9-]+"', '"#123456"', raw))
+        go.Figure(data=data, layout=layout)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_run_shows_a_row_for_each_arm_while_it_goes_on(tmp_path: Path, width: int) -> None:
+    run = read_run(write_run(tmp_path, PLAN))
+    live = LiveRatios(run.experiment)
+    said = [ratio_line(one) for summary in summarise_blocks(run.blocks) for one in live.add(summary)]
+    assert sum("C/A" in line and "after 4 of 4 pairs" in line for line in said) == len(run.experiment.cells) - 1
+    table = io.StringIO()
+    Console(file=table, width=width).print(ratio_table(live.latest, width))
+    lines = table.getvalue().splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= width
+    assert "…" not in table.getvalue()
+    assert lines[0].split()[:5] == ["cell", "pairs", "metric", "arm", "arm/A"]
+    assert [line.split()[3] for line in lines[1:4]] == ["B", "C", "D"]
+
+
+def test_a_table_higher_than_the_terminal_does_not_hide_what_moves(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, PLAN))
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=100, height=12, color_system=None)
+    with RichProgress(console, LiveRatios(run.experiment)) as progress:
+        progress.phase("load")
+        for block, summary in zip(run.blocks, summarise_blocks(run.blocks), strict=True):
+            progress.block_done(block.record, summary, 1_000_000)
+        before = shown.getvalue()
+        progress.phase("stopping the servers")
+    assert "last: D concurrent(16)" in before
+    assert re.search(r"single +4/4", shown.getvalue().removeprefix(before)), "in the end the whole table"
