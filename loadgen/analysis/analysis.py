@@ -9,23 +9,22 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.analysis.batching import executed_batches
-from loadgen.analysis.checks.registry import Facts, make_checks, reason_against
+from loadgen.analysis.checks.registry import make_checks, reason_against
 from loadgen.analysis.noise_floor import apply_floor, floor_sentence, is_self_comparison
 from loadgen.analysis.result import FILE_NAME, Result, read_result
 from loadgen.analysis.stopping import describe_stopping
 from loadgen.analysis.thresholds import judge_thresholds
 from loadgen.analysis.verdict import reach_verdict
 from loadgen.comparison.comparisons import compare_all, invalidate
+from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import latencies_of
 from loadgen.comparison.stages import account_cell
 from loadgen.comparison.summaries import summarise_blocks, summarise_cell
 from loadgen.documents import one_line
+from loadgen.records.run import Found
 from loadgen.storage.stored_run import StoredRun, StoredRunError, read_run
-from loadgen.studies.causes.analyse import find_causes
-from loadgen.studies.ceiling.analyse import divide_by_ceilings
-from loadgen.studies.gpu_proof.signals import gpu_series
-from loadgen.studies.rate_search.analyse import find_ramps, find_rates
+from loadgen.studies.rate_search.records import RatesFound
+from loadgen.studies.registry import parts
 
 
 def analyse(out_dir: Path) -> Result:
@@ -50,20 +49,24 @@ def analyse_run(run: StoredRun) -> Result:
         for cell in loads
         for account in account_cell(cell.name, [one for one in complete if one.record.cell == cell.name], pairings)
     )
-    rates, ramps = find_rates(run.experiment.cells, run.trials), find_ramps(run.experiment.cells, run.trials)
-    drafts = compare_all(run.experiment, blocks, run.cold_starts, [*rates, *ramps], latencies_of(run.blocks))
+    facts = Facts(run, blocks, summaries, accounts)
+    every: list[Found] = [analyse(facts) for analyse in parts("analyse", "analyse")]
+    findings = {found.STUDY: found for found in every}
+    facts = replace(facts, findings=findings)
+    searches = facts.of(RatesFound)
+    drafts = compare_all(
+        run.experiment, blocks, run.cold_starts, [*searches.rates, *searches.ramps], latencies_of(run.blocks)
+    )
     stopping = describe_stopping(run.experiment, run.state, drafts)
     if not is_self_comparison(run.experiment):
         drafts = apply_floor(drafts, run.noise_floors, run.experiment.equivalence_margin)
-    ceilings, ceilings_missing = divide_by_ceilings(run.ceilings, loads, summaries)
-    facts = Facts(run, blocks, summaries, accounts, rates, ramps, drafts, ceilings)
+    facts = replace(facts, comparisons=drafts)
     checks = make_checks(facts)
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
     facts = replace(facts, comparisons=comparisons)
     titles = {request.label: request.target for request in run.experiment.arms}
     titles |= {arm.label: arm.title for arm in run.arms}
-    causes = find_causes(run, blocks, accounts)
-    verdict = reach_verdict(facts, titles, checks, causes)
+    verdict = reach_verdict(facts, titles, checks)
     if run.experiment.until_decided:
         verdict = msgspec.structs.replace(verdict, caveats=(*verdict.caveats, stopping.sentence))
     return Result(
@@ -78,26 +81,12 @@ def analyse_run(run: StoredRun) -> Result:
         comparisons=comparisons,
         summaries=summaries,
         stages=accounts,
-        cold_starts=run.cold_starts,
         blocks=blocks,
-        evidence=run.evidence,
-        container_cold_starts=run.container_cold_starts,
-        trials=run.trials,
-        rates=rates,
-        ramps=ramps,
-        causes=causes,
-        explained_cells=run.explanation.cells if run.explanation else None,
-        causes_left_out=run.explanation.left_out if run.explanation else (),
-        batching=executed_batches(loads, summaries),
+        studies={name: found for name, found in findings.items() if found != type(found)()},
         stopping=stopping,
         noise_floors=run.noise_floors,
         noise_floor_sentence=floor_sentence(run.noise_floors, comparisons, run.experiment),
         thresholds=judge_thresholds(facts),
-        ceilings=ceilings,
-        ceilings_missing=ceilings_missing,
-        gpu=gpu_series(
-            run.readings, run.evidence, min((block.record.window_start_ns for block in run.blocks), default=0)
-        ),
     )
 
 

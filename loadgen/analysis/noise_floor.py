@@ -19,10 +19,9 @@ import msgspec
 from loadgen.comparison.comparisons import Comparison
 from loadgen.comparison.pairs import PairedMetric
 from loadgen.quantities import share
-from loadgen.records.machine import FloorEntry, NoiseFloor
+from loadgen.records.machine import FloorEntry, NoiseFloor, own_devices, used_gpu
 from loadgen.records.run import ArmRequest, Experiment
 from loadgen.statistics.ratios import SIGNIFICANCE, critical_t, estimate_ratio
-from loadgen.studies.gpu_proof.records import own_devices, used_gpu
 
 LEAST_RESTARTS = 3
 COMMAND = "abserve noise-floor"

@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from loadgen.analysis.batching import ExecutedBatches
 from loadgen.analysis.checks.registry import Check
 from loadgen.analysis.stopping import Stopping
 from loadgen.analysis.thresholds import ThresholdOutcome
@@ -25,21 +24,16 @@ from loadgen.documents import DocumentError, read_record
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import (
     ArmRecord,
-    ColdStart,
-    ContainerColdStart,
     Environment,
     Experiment,
+    Found,
     ParityRecord,
     Record,
     RunState,
 )
-from loadgen.studies.causes.analyse import CellCauses
-from loadgen.studies.ceiling.analyse import EngineShare, NoCeiling
-from loadgen.studies.gpu_proof.records import EvidenceFile
-from loadgen.studies.gpu_proof.signals import GpuSeries
-from loadgen.studies.rate_search.records import RampFound, RateFound, Trial
 
 FILE_NAME = "result.json"
+F = TypeVar("F", bound=Found)
 
 
 class Result(Record, frozen=True, kw_only=True):
@@ -58,33 +52,20 @@ class Result(Record, frozen=True, kw_only=True):
     comparisons: tuple[Comparison, ...]
     summaries: tuple[CellSummary, ...]
     stages: tuple[StageAccount, ...]
-    cold_starts: tuple[ColdStart, ...]
     blocks: tuple[BlockSummary, ...]
-    evidence: EvidenceFile | None = None
-    gpu: tuple[GpuSeries, ...] = ()
-    container_cold_starts: tuple[ContainerColdStart, ...] = ()
-    trials: tuple[Trial, ...] = ()
-    """Of searches and ramps, in the order in which they ran."""
-    rates: tuple[RateFound, ...] = ()
-    """One a search for the highest rate within a latency bound."""
-    ramps: tuple[RampFound, ...] = ()
-    """One a climb to saturation."""
-    causes: tuple[CellCauses, ...] = ()
-    explained_cells: tuple[str, ...] | None = None
-    """Those whose difference was to be explained; None where the run did not get there, or was not to."""
-    causes_left_out: tuple[str, ...] = ()
-    """Cells whose difference there was no time to explain."""
-    batching: tuple[ExecutedBatches, ...] = ()
+    studies: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What each study found, by its name; a study that found nothing is left out."""
     stopping: Stopping | None = None
     """None in results of before there were several rules."""
     noise_floors: tuple[NoiseFloor, ...] = ()
     """Of the machine, as known when the run began."""
     noise_floor_sentence: str = ""
     thresholds: tuple[ThresholdOutcome, ...] = ()
-    ceilings: tuple[EngineShare, ...] = ()
-    """What the arms serve of what their engines do alone; empty where that was not measured."""
-    ceilings_missing: tuple[NoCeiling, ...] = ()
-    """Where it was to be measured and could not be."""
+
+    def of(self, kind: type[F]) -> F:
+        """What a study found."""
+        found = self.studies.get(kind.STUDY)
+        return found if isinstance(found, kind) else kind()
 
 
 class ResultError(Exception):
@@ -98,9 +79,16 @@ def encode_result(result: Result) -> bytes:
 
 def read_result(path: Path) -> Result:
     """Read a `result.json`. Raises `ResultError` for a missing file, another schema or an unknown field."""
+    from loadgen.studies.registry import finding_types
+
     try:
-        return cast("Result", read_record(path.read_bytes(), Result))
-    except (OSError, DocumentError) as exc:
+        result = cast("Result", read_record(path.read_bytes(), Result))
+        kinds = finding_types()
+        found = {name: msgspec.convert(value, kinds[name], str_keys=True) for name, value in result.studies.items()}
+        return msgspec.structs.replace(result, studies=found)
+    except KeyError as exc:
+        raise ResultError(f"{path} is not a result of this version of abserve: there is no study {exc}") from exc
+    except (OSError, DocumentError, msgspec.ValidationError) as exc:
         raise ResultError(f"{path} is not a result of this version of abserve: {exc}") from exc
 
 

@@ -15,17 +15,26 @@ import msgspec
 
 from loadgen.analysis.result import Result
 from loadgen.records.run import Record
+from loadgen.studies.registry import finding_types
 
 
 def result_schema() -> str:
     """JSON Schema 2020-12; descriptions are those of the code."""
-    schema = msgspec.json.schema(Result, schema_hook=lambda _: {"description": "Any value."})
+    studies = finding_types()
+    (whole, *found), definitions = msgspec.json.schema_components(
+        [Result, *studies.values()], schema_hook=lambda _: {"description": "Any value."}, ref_template="#/$defs/{name}"
+    )
     types = {one.__name__: one for one in _records(Record)}
-    for name, definition in schema["$defs"].items():
+    for name, definition in definitions.items():
         if name in types:
             for field, meaning in _meanings(types[name]).items():
                 definition["properties"][field]["description"] = meaning
-    document = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "abserve result", **schema}
+    definitions["Result"]["properties"]["studies"] |= {
+        "properties": dict(zip(studies, found, strict=True)),
+        "additionalProperties": False,
+    }
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    document = {"$schema": draft, "title": "abserve result", **whole, "$defs": definitions}
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 

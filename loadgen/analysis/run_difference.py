@@ -18,9 +18,9 @@ from scipy import stats
 from loadgen.analysis.result import Result
 from loadgen.comparison.comparisons import Comparison, Outcome
 from loadgen.comparison.pairs import METRICS
+from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import Experiment, Label, Pairing, Record, shown
 from loadgen.statistics.ratios import SIGNIFICANCE, adjust_holm, critical_t
-from loadgen.studies.gpu_proof.records import own_devices, used_gpu
 
 Kind = Literal["machine", "gpu", "software", "load", "arm"]
 HOST = ("cpu_model", "cpu_count", "kernel", "architecture", "glibc", "os", "virtualisation", "python")

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from loadgen.analysis.checks.registry import Facts
 from loadgen.comparison.claims import join, weight
 from loadgen.comparison.comparisons import Comparison
+from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import METRICS, TIME_TO_FIRST_ANSWER, TIME_TO_READY, metrics_of
 from loadgen.comparison.summaries import CellSummary, LatencySummary
 from loadgen.experiment.plan import PlanError

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loadgen.analysis.batching import FORMED_FACTOR
 from loadgen.analysis.checks.generator import RECONNECT_LIMIT
-from loadgen.analysis.checks.registry import CHECKS, Check, Facts, complaint, complaints, invalidating
+from loadgen.analysis.checks.registry import CHECKS, Check, complaint, complaints, invalidating
 from loadgen.analysis.checks.run import same_payload
 from loadgen.comparison.claims import claim, decided_besides, groups, join, place, places, weight
 from loadgen.comparison.comparisons import Comparison, Outcome, leading_comparisons
+from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.ranking import Ranking, neighbours, rank
 from loadgen.comparison.stages import TITLES, StageAccount
 from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import number, sentence, share, signed_ms
 from loadgen.records.run import Cell, Experiment, Label, Record, shown
-from loadgen.studies.causes.analyse import CellCauses
+from loadgen.studies.causes.analyse import CausesFound
+from loadgen.studies.load.analyse import FORMED_FACTOR
 
 MIN_STAGE_SHARE = 0.05
 MAX_STAGES = 3
@@ -114,13 +115,11 @@ class Verdict(Record, frozen=True, kw_only=True):
     caveats: tuple[str, ...]
 
 
-def reach_verdict(
-    facts: Facts, titles: dict[Label, str], checks: Sequence[Check], causes: Sequence[CellCauses]
-) -> Verdict:
+def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check]) -> Verdict:
     """`titles` names the arms for people, by label; the comparisons are those after the checks."""
     experiment, failed = facts.run.experiment, invalidating(checks)
     against = [one for one in facts.comparisons if one.baseline == experiment.baseline.label]
-    scenarios = tuple(_scenario(facts, leading, causes) for leading in leading_comparisons(against))
+    scenarios = tuple(_scenario(facts, leading) for leading in leading_comparisons(against))
     rankings = rank(facts.comparisons, experiment.baseline.label)
     return Verdict(
         valid=not failed,
@@ -218,7 +217,7 @@ def _many_arms(
     return " ".join([first, *(sentence("; ".join(part)) for part in (rest, besides) if part)])
 
 
-def _scenario(facts: Facts, leading: Comparison, causes: Sequence[CellCauses]) -> ScenarioVerdict:
+def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
     main = claim(leading)
     others = [
         claim(c)
@@ -229,7 +228,7 @@ def _scenario(facts: Facts, leading: Comparison, causes: Sequence[CellCauses]) -
     ]
     reasons = [
         text
-        for found in causes
+        for found in facts.of(CausesFound).cells
         if (found.cell, found.pairing) == (leading.scenario, leading.pairing)
         for text in (found.sentence, *found.notes)
     ]  # also without a verdict: what was taken away was seen to matter, whatever the arms were compared for

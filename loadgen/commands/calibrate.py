@@ -43,12 +43,12 @@ def calibrate(
         errors.print(f"error: {exc}", style="bold red", soft_wrap=True)
         raise typer.Exit(EXIT_USAGE) from exc
     # Behind the argument checks: grpc takes half a second to import.
+    from loadgen.bench.interruption import interruptible
     from loadgen.calibration.measurement import CalibrationRequest
     from loadgen.calibration.measurement import calibrate as measure
     from loadgen.machine.calibration import CalibrationError, default_path, write_calibration
     from loadgen.report.calibration import calibration_document
     from loadgen.report.renderers.terminal import print_document
-    from loadgen.run.interruption import interruptible
 
     request = CalibrationRequest(
         transports=tuple(cast("Transport", name) for name in chosen),

@@ -125,12 +125,12 @@ def _write_formats(results: Mapping[str, Result | None], junit: Path | None, csv
 def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | None]:
     """One comparison with its reports; its exit status, and its result where there is one."""
     from loadgen.analysis.analysis import analyse
+    from loadgen.bench.live_ratios import LiveRatios
     from loadgen.report import write_reports
     from loadgen.report.console import make_console
     from loadgen.report.contents import result_document
     from loadgen.report.progress import RichProgress
     from loadgen.report.renderers.terminal import print_document
-    from loadgen.run.live_ratios import LiveRatios
     from loadgen.run.runner import run_experiment
     from loadgen.storage.store import StorageError
 

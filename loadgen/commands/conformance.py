@@ -62,6 +62,7 @@ def conformance(
     if launch not in (None, "native", "triton"):
         _fail(errors, f"--launch {launch} is unknown; it takes native or triton")
     # Behind the argument checks: grpc takes half a second to import.
+    from loadgen.bench.interruption import interruptible
     from loadgen.conformance.corpus import select
     from loadgen.conformance.fuzz import fuzz_case
     from loadgen.conformance.growth import GrowthPlan, growth_case
@@ -72,7 +73,6 @@ def conformance(
     from loadgen.conformance.sessions import LaunchedSession, RemoteSession, is_loopback
     from loadgen.conformance.subject import SubjectError
     from loadgen.deployment.work_folder import work_folder
-    from loadgen.run.interruption import interruptible
 
     try:
         cases = [

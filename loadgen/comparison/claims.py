@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from loadgen.comparison.comparisons import Comparison, Outcome
+from loadgen.comparison.comparisons import Comparison, Outcome, winner_of
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import inverse, measured, ratio, ratio_interval
-from loadgen.records.run import Cell, Label, shown
+from loadgen.records.run import Cell, Label, Pairing, shown
 
 
 def place(cell: Cell) -> str:
@@ -66,15 +66,23 @@ def weight(cell: Cell) -> tuple[int, int]:
     return (0, round(cell.rate_per_s)) if cell.rate_per_s is not None else (cell.concurrency, cell.batch_size)
 
 
+WITHOUT_WINNER = {"no_difference": "equivalent", "inconclusive": "undecided", "invalid": "invalid"}
+
+
+def verdict_words(outcome: Outcome, pairing: Pairing) -> str:
+    """ "B faster", "equivalent" """
+    better = winner_of(outcome, pairing)
+    return WITHOUT_WINNER[outcome] if better is None else f"{shown(better)} faster"
+
+
 def groups(comparisons: Sequence[Comparison], cells: dict[str, Cell]) -> list[str]:
     """The other scenarios of two arms by outcome: "B leads one request at a time and at batch 1, 4 (1.12–1.38×)"."""
     outcomes: dict[tuple[str, bool], list[Comparison]] = {}
-    texts = {"no_difference": "equivalent", "inconclusive": "undecided"}
     for one in sorted(
         comparisons, key=lambda one: (ORDER.index(one.verdict), cells[one.scenario].scenario == "cold-start")
     ):
-        text = f"{shown(one.winner)} leads" if one.winner else texts.get(one.verdict)
-        if text is not None:
+        text = f"{shown(one.winner)} leads" if one.winner else WITHOUT_WINNER[one.verdict]
+        if one.verdict != "invalid":
             outcomes.setdefault((text, cells[one.scenario].scenario == "cold-start"), []).append(one)
     return [
         f"{text} {places([cells[one.scenario] for one in chosen])}{_leads(chosen)}"

@@ -24,7 +24,7 @@ import msgspec
 
 from loadgen.comparison.pairs import Latencies, PairedMetric, leading_metric, pair_metrics
 from loadgen.comparison.summaries import BlockSummary
-from loadgen.records.run import ColdStart, Experiment, Label, Pairing, Record
+from loadgen.records.run import Experiment, Label, Pairing, Record
 from loadgen.statistics.anytime import estimate_anytime
 from loadgen.statistics.ratios import (
     SIGNIFICANCE,
@@ -39,6 +39,7 @@ from loadgen.statistics.ratios import (
     widening,
 )
 from loadgen.statistics.tails import Tail, estimate_tail_ratio
+from loadgen.studies.cold_start.records import ColdStart
 from loadgen.studies.rate_search.records import RampFound, RateFound
 
 Outcome = Literal["arm_better", "baseline_better", "no_difference", "inconclusive", "invalid"]
@@ -113,12 +114,17 @@ class Comparison(Record, frozen=True, kw_only=True):
     @property
     def winner(self) -> Label | None:
         """The arm that the verdict names as the better one, if any."""
-        return {"arm_better": self.arm, "baseline_better": self.baseline}.get(self.verdict)
+        return winner_of(self.verdict, self.pairing)
 
     @property
     def loser(self) -> Label | None:
         """The other one, where there is a winner."""
         return {"arm_better": self.baseline, "baseline_better": self.arm}.get(self.verdict)
+
+
+def winner_of(outcome: Outcome, pairing: Pairing) -> Label | None:
+    """The arm that a verdict names as the better one, if any."""
+    return {"arm_better": pairing.arm, "baseline_better": pairing.baseline}.get(outcome)
 
 
 def compare_all(

@@ -10,11 +10,12 @@ import numpy as np
 
 from loadgen.comparison.summaries import BlockSummary, measured_samples
 from loadgen.experiment.arrivals import arrival_count
-from loadgen.records.run import Cell, ColdStart, Experiment, Label, Pairing, Record, shown
+from loadgen.records.run import Cell, Experiment, Label, Pairing, Record, shown
 from loadgen.records.samples import NS_PER_S, latencies_ms
 from loadgen.statistics.percentiles import samples_needed
 from loadgen.statistics.tails import Round, Values
 from loadgen.storage.stored_run import StoredBlock
+from loadgen.studies.cold_start.records import ColdStart
 from loadgen.studies.rate_search.records import RampFound, RateFound
 
 

@@ -38,6 +38,11 @@ def load_cells(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if cell.has_blocks]
 
 
+def has_load(experiment: Experiment) -> bool:
+    """Whether there is any such cell."""
+    return bool(load_cells(experiment.cells))
+
+
 def arm_orders(labels: Sequence[Label], rounds: int, random: Random) -> list[tuple[Label, ...]]:
     """The order of the arms in each of so many successive rounds, balanced over every `len(labels)` of them."""
     orders: list[tuple[Label, ...]] = []

@@ -16,6 +16,7 @@ from loadgen.machine.environment import utc_now
 from loadgen.machine.fingerprint import cache_folder, fingerprint
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import Environment, Experiment
+from loadgen.studies.cold_start.analyse import ColdStartsFound
 
 
 class NoiseFloorError(Exception):
@@ -53,7 +54,7 @@ def make_floor(result: Result) -> NoiseFloor:
         raise NoiseFloorError("the run compares different arms; a noise floor is measured with the same arm twice")
     if not result.valid or result.environment is None:
         raise NoiseFloorError(f"the run is not valid ({result.verdict.sentence}); mend that and run: {COMMAND}")
-    entries = floor_entries(pair_metrics(experiment, result.blocks, result.cold_starts))
+    entries = floor_entries(pair_metrics(experiment, result.blocks, result.of(ColdStartsFound).starts))
     entries += tail_floors(result.comparisons)
     if not entries:
         raise NoiseFloorError(f"the run measured no pairs of blocks; give it some with --pairs and run: {COMMAND}")

@@ -9,9 +9,9 @@ flagged by the check `generator_ceiling`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from loadgen.records.run import Record, Transport
 
@@ -65,6 +65,7 @@ class CalibrationCell(Record, frozen=True, kw_only=True):
 class Calibration(Record, frozen=True, kw_only=True):
     """Everything of one machine and one set of versions."""
 
+    FILE = "calibration.json"
     schema: Literal["abserve.calibration/1"] = SCHEMA
     fingerprint: str
     """Of the machine and the versions that bear on the generator; see `loadgen.machine.fingerprint`."""
@@ -125,6 +126,7 @@ class FloorEntry(Record, frozen=True, kw_only=True):
 class NoiseFloor(Record, frozen=True, kw_only=True):
     """One A/A run."""
 
+    FILE = "noise_floors.json"
     schema: Literal["abserve.noise-floor/1"] = "abserve.noise-floor/1"
     fingerprint: str
     """Of the machine, see `loadgen.machine.fingerprint`."""
@@ -135,3 +137,17 @@ class NoiseFloor(Record, frozen=True, kw_only=True):
     made_at: str
     restarts: int
     entries: tuple[FloorEntry, ...]
+
+
+def used_gpu(document: Mapping[str, Any] | None) -> str | None:
+    """The UUID of the GPU that the server executes on; None where it tells none, as on the CPU."""
+    runtime = (document or {}).get("runtime")
+    uuid = runtime.get("used_device_uuid") if isinstance(runtime, Mapping) else None
+    return uuid if isinstance(uuid, str) else None
+
+
+def own_devices(document: Mapping[str, Any] | None, used: Collection[str]) -> list[Mapping[str, Any]]:
+    """The document's devices with one of these UUIDs; all of them where none has."""
+    found = (document or {}).get("devices")
+    devices = [device for device in found if isinstance(device, Mapping)] if isinstance(found, list) else []
+    return [device for device in devices if isinstance(uuid := device.get("uuid"), str) and uuid in used] or devices

@@ -4,19 +4,13 @@
     DIR/environment.json   Environment    host, versions, GPU
     DIR/arms.json          list[ArmRecord]
     DIR/parity.json        ParityRecord
-    DIR/cold_starts.json   list[ColdStart], rewritten after each repetition
-    DIR/container_cold_starts.json   list[ContainerColdStart], likewise; only with the deployment compose
     DIR/blocks/NNNN.json   BlockRecord    written when the block is complete, after its samples
     DIR/samples/NNNN.npy   see `loadgen.records.samples`
     DIR/calibration.json   Calibration    of the load generator on this machine, where there is one
-    DIR/cache_probes.json, DIR/answers.json   see `loadgen.records.probes`: repeated requests, answers under load
-    DIR/conditions.json    see `loadgen.records.probes`: the machine right before the load
-    DIR/causes.json, DIR/causes/   see `loadgen.studies.causes.records`; only where differences were explained
-    DIR/ceilings.json      see `loadgen.studies.ceiling.records`; only where engines were measured alone
-    DIR/gpu/, DIR/evidence.json   see `loadgen.studies.gpu_proof.records`; only where there is a GPU
     DIR/run.json           RunState       "running", then "finished", "interrupted" or "failed"
 
-`result.json`, `report.html` and `summary.md` are made from these alone, at any time, by `abserve report DIR`.
+Studies store more, see the `records` of each below `loadgen.studies`. `result.json`, `report.html` and `summary.md` are
+made from all this alone, at any time, by `abserve report DIR`.
 Times in ns are of the generator's monotonic clock and only differences mean anything; `*_at` are UTC, ISO 8601, and
 only label. A missing reading is None, never 0. Every file is written to a temporary name and renamed.
 """
@@ -24,7 +18,7 @@ only label. A missing reading is None, never 0. Every file is written to a tempo
 from __future__ import annotations
 
 from itertools import combinations
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -36,7 +30,6 @@ Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo
 Arrivals = Literal["closed", "constant", "poisson"]
 Transport = Literal["http", "grpc", "shm"]
 DeploymentKind = Literal["embedded", "compose"]
-Caches = Literal["cached", "uncached"]
 
 
 EMBEDDED = ("native", "triton")
@@ -45,6 +38,9 @@ EMBEDDED = ("native", "triton")
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of everything stored: immutable, named fields, unknown fields refused."""
+
+    FILE: ClassVar[str]
+    """Where a run keeps it, relative to DIR: one, or all of a kind as a list."""
 
 
 def shown(label: Label) -> str:
@@ -62,6 +58,13 @@ class Pairing(NamedTuple):
 
     baseline: Label
     arm: Label
+
+
+class Found(Record, frozen=True, kw_only=True):
+    """What a study found. Every field has a default, which says that nothing was asked for or found."""
+
+    STUDY: ClassVar[str]
+    """Its name below `studies` in result.json."""
 
 
 def setting_key(option: str) -> str:
@@ -142,6 +145,7 @@ class Cell(Record, frozen=True, kw_only=True):
 class Experiment(Record, frozen=True, kw_only=True):
     """Everything asked for. `seed` decides the order of the blocks; `equivalence_margin` is δ of the verdict."""
 
+    FILE = "experiment.json"
     schema: Literal["abserve.experiment/2"] = "abserve.experiment/2"
     arms: tuple[ArmRequest, ...]
     """The baseline first, and one more at least."""
@@ -331,6 +335,7 @@ class BlockRecord(Record, frozen=True, kw_only=True):
 class Environment(Record, frozen=True, kw_only=True):
     """The machine and the software that the generator saw."""
 
+    FILE = "environment.json"
     started_at: str
     command: str
     git_commit: str | None
@@ -346,6 +351,7 @@ class Environment(Record, frozen=True, kw_only=True):
 class ArmRecord(Record, frozen=True, kw_only=True):
     """One arm as in effect. None where the server does not tell."""
 
+    FILE = "arms.json"
     label: Label
     title: str
     """For people: "native PyTorch 2.15.0 fp32 (cpu)"."""
@@ -387,6 +393,7 @@ class ParityCase(Record, frozen=True, kw_only=True):
 class ParityRecord(Record, frozen=True, kw_only=True):
     """Whether all arms compute the same function; speed is compared only then."""
 
+    FILE = "parity.json"
     cases: tuple[ParityCase, ...]
     ok: bool
     error: str | None = None
@@ -410,44 +417,10 @@ class ParityRecord(Record, frozen=True, kw_only=True):
         return max((case.relative_max for case in self.cases if case.relative_max is not None), default=None)
 
 
-class ColdStart(Record, frozen=True, kw_only=True):
-    """One start of one server, from the moment before its process was created."""
-
-    label: Label
-    repetition: int
-    live_ns: int | None
-    ready_ns: int | None
-    first_answer_ns: int | None
-    error: str | None = None
-    conditions: str | None = None
-    """What the start found: "page cache warm, fresh ports, the other server stopped"."""
-
-
-class ContainerColdStart(Record, frozen=True, kw_only=True):
-    """One start of one container; all times but those of the batches are ns since the engine was asked to start it."""
-
-    label: Label
-    repetition: int
-    service: str
-    image: str
-    conditions: str
-    caches: Caches = "cached"
-    """Whether what torch and Triton have compiled was kept."""
-    started_ns: int | None = None
-    """The engine had created the process."""
-    milestones_ns: dict[str, int] = msgspec.field(default_factory=dict)
-    """By the names of `loadgen.run.container_cold_start.MILESTONES`: what was found in the log."""
-    live_ns: int | None = None
-    ready_ns: int | None = None
-    first_answer_ns: int | None = None
-    batch_answers_ns: dict[int, int] = msgspec.field(default_factory=dict)
-    """Batch size → how long its own first request took, in ascending order, each after the one before."""
-    error: str | None = None
-
-
 class RunState(Record, frozen=True, kw_only=True):
     """How the run stands; "running" on disk with no process behind it means that it was killed."""
 
+    FILE = "run.json"
     state: Literal["running", "finished", "interrupted", "failed"]
     phase: str
     error: str | None = None

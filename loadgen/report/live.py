@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from loadgen.bench.live_ratios import LiveRatio
 from loadgen.quantities import ratio, ratio_interval
 from loadgen.records.run import shown
-from loadgen.run.live_ratios import LiveRatio
 
 FIXED = "Nothing is stopped by what shows here, and the verdict comes after the checks."
 OPEN = "Pairs are added until every scenario is decided; these intervals may be looked at after each."

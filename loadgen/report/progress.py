@@ -18,15 +18,16 @@ from rich.text import Text
 
 from loadgen.analysis.checks.registry import Check
 from loadgen.analysis.checks.run import parity_figures
+from loadgen.bench.live_ratios import LiveRatios
 from loadgen.comparison.summaries import BlockSummary
-from loadgen.records.run import ArmRecord, BlockRecord, ColdStart, ParityRecord, shown
+from loadgen.records.run import ArmRecord, BlockRecord, ParityRecord, shown
 from loadgen.report.live import FIXED, OPEN, ratio_line, ratio_table
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
-from loadgen.run.live_ratios import LiveRatios
+from loadgen.studies.cold_start.records import ColdStart
 
 
 class RichProgress:
-    """Implements `loadgen.run.progress.Progress`; a context manager, so that the terminal is always given back."""
+    """Implements `loadgen.bench.progress.Progress`; a context manager, so that the terminal is always given back."""
 
     def __init__(self, console: Console, ratios: LiveRatios | None = None) -> None:
         self._console = console

@@ -2,8 +2,8 @@
 
 Order: inputs and export → for each restart (all servers up → parity → warm-up → phases under load → servers down) →
 engines alone → cold starts. Parity comes before any load, so that a wrong server costs no time; cold starts come last,
-when the page cache is warm for all. Under load all servers are up and one of them is asked. Which phases there are is
-in `loadgen.run.phases`, what they work with in `loadgen.run.bench`.
+when the page cache is warm for all. Under load all servers are up and one of them is asked. What is measured under
+load is in `loadgen.studies`, what that works with in `loadgen.bench`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,21 @@ from typing import Literal
 
 import msgspec
 
+from loadgen.bench.answers import LEAST_ANSWERS, AnswersUnderLoad
+from loadgen.bench.bench import Bench
+from loadgen.bench.gpu_recording import SAMPLER
+from loadgen.bench.gpu_stage import GpuStage
+from loadgen.bench.interruption import interruptible, uninterrupted
+from loadgen.bench.load_runner import LoadError
+from loadgen.bench.preparation import (
+    Inputs,
+    PreparationError,
+    describe_inputs,
+    export_artefacts,
+    prepare_inputs,
+    synthesise_inputs,
+)
+from loadgen.bench.progress import Progress
 from loadgen.clients.endpoint import EndpointError, Signature
 from loadgen.clients.inputs import InputError
 from loadgen.clients.requests import AddressError
@@ -33,31 +48,16 @@ from loadgen.machine.environment import read_environment, utc_now
 from loadgen.machine.noise_floor import own_floors
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import ArmRecord, Experiment, Label, RunState
-from loadgen.run.answers import LEAST_ANSWERS, AnswersUnderLoad
-from loadgen.run.bench import Bench
-from loadgen.run.ceiling_phase import measure_ceilings
-from loadgen.run.cold_start_phase import ColdStartPhase, repetitions_of
-from loadgen.run.gpu_control import WHOLE_SECONDS
-from loadgen.run.gpu_recording import SAMPLER
-from loadgen.run.gpu_stage import GpuStage
-from loadgen.run.interruption import interruptible, uninterrupted
-from loadgen.run.load_runner import LoadError
-from loadgen.run.phases import phases_of
-from loadgen.run.preparation import (
-    Inputs,
-    PreparationError,
-    describe_inputs,
-    export_artefacts,
-    prepare_inputs,
-    synthesise_inputs,
-)
-from loadgen.run.progress import Progress
 from loadgen.run.servers import ArmServers, ParityFailedError
 from loadgen.statistics.agreement import tolerance_of
 from loadgen.storage.run_lock import running
 from loadgen.storage.store import RunStore, StorageError
 from loadgen.storage.stored_run import StoredBlock
+from loadgen.studies.ceiling.measure import measure_ceilings
 from loadgen.studies.ceiling.plan import wants_ceilings
+from loadgen.studies.cold_start.measure import ColdStartPhase, repetitions_of
+from loadgen.studies.gpu_proof.control import WHOLE_SECONDS
+from loadgen.studies.registry import measurements
 
 RUN_ERRORS = (
     AddressError,
@@ -129,7 +129,7 @@ class _Run:
         self._experiment = experiment
         self._store = store
         self._progress = progress
-        self._phases = phases_of(experiment)
+        self._measurements = measurements(experiment)
         self._forecast = Forecast(experiment, schedule(experiment))
         self._began = monotonic()
         self._done: list[StoredBlock] = []
@@ -177,7 +177,7 @@ class _Run:
             servers.check_parity(inputs, signatures, records, tolerance)
             if self._answers is None:
                 self._answers = AnswersUnderLoad(store, experiment.seed, tolerance)
-            if self._phases:
+            if self._measurements:
                 self._load(servers, inputs, signatures, records, restart)
         if self._generator is not None:
             self._generator.stop()
@@ -206,7 +206,7 @@ class _Run:
                 f"no temporary folder can be made: {reason}; set TMPDIR to a folder that can be written"
             ) from exc
         self._samples_folder = self._work / "samples"
-        self._gpu = GpuStage(self._experiment, self._store, self._work, self._progress, self._abserve, self._sampler)
+        self._gpu = GpuStage(self._store, self._abserve, self._sampler)
         self._resources.callback(self._gpu.close)
 
     def close(self) -> None:
@@ -264,8 +264,8 @@ class _Run:
             self._forecast.blocks_are(schedule(self._experiment))
         bench = replace(bench, experiment=self._experiment)
         self._gpu.start(servers.arms, records)
-        for phase in self._phases:
-            phase.run(bench)
+        for measure in self._measurements:
+            measure(bench)
 
     def _load_deadline(self, restart: int) -> float:
         """What is left of the time, less what comes after the load, in equal parts for this restart and those to

@@ -10,17 +10,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from loadgen.bench.arms import Arm
+from loadgen.bench.parity import ParityTarget, check_parity
+from loadgen.bench.preparation import READY_SECONDS, Inputs, make_deployment
+from loadgen.bench.progress import Progress
 from loadgen.clients.endpoint import EndpointError, Signature
 from loadgen.deployment.compose import ComposeDeployment, require_one_way
 from loadgen.deployment.embedded import EmbeddedDeployment
 from loadgen.deployment.interface import DeploymentError
 from loadgen.invocation import ABSERVE
 from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord, option_of, shown
-from loadgen.run.arms import Arm
-from loadgen.run.cold_start_phase import READY_SECONDS
-from loadgen.run.parity import ParityTarget, check_parity
-from loadgen.run.preparation import Inputs, make_deployment
-from loadgen.run.progress import Progress
 from loadgen.statistics.agreement import Tolerance
 from loadgen.storage.store import RunStore
 

@@ -3,50 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from loadgen.records.machine import Calibration, NoiseFloor
-from loadgen.records.probes import AnswersCompared, CacheProbe, Conditions
 from loadgen.records.run import (
-    ArmRecord,
     BlockRecord,
-    ColdStart,
-    ContainerColdStart,
-    Environment,
-    Experiment,
-    ParityRecord,
     Record,
-    RunState,
 )
-from loadgen.studies.causes.records import Explanation
-from loadgen.studies.ceiling.records import Ceilings
-from loadgen.studies.gpu_proof.records import EvidenceFile
 from loadgen.studies.rate_search.records import Trial
-
-FILES: Mapping[type[Record], str] = {
-    Experiment: "experiment.json",
-    Environment: "environment.json",
-    ParityRecord: "parity.json",
-    RunState: "run.json",
-    EvidenceFile: "evidence.json",
-    Conditions: "conditions.json",
-    Explanation: "causes.json",
-    Ceilings: "ceilings.json",
-    Calibration: "calibration.json",
-}
-"""One record each, relative to DIR; `loadgen.records.run` says what they are."""
-LISTS: Mapping[type[Record], str] = {
-    ArmRecord: "arms.json",
-    ColdStart: "cold_starts.json",
-    ContainerColdStart: "container_cold_starts.json",
-    NoiseFloor: "noise_floors.json",
-    CacheProbe: "cache_probes.json",
-    AnswersCompared: "answers.json",
-}
-"""All records of a kind each."""
 
 
 class StorageError(Exception):
@@ -72,12 +38,12 @@ class RunStore:
             raise StorageError(f"cannot write to {directory}: {exc.strerror or exc}; choose another --out") from exc
 
     def write(self, record: Record) -> None:
-        """One record of `FILES`, as it is now."""
-        self._write(FILES[type(record)], record)
+        """One record that is alone in its file, as it is now."""
+        self._write(record.FILE, record)
 
     def write_all(self, kind: type[Record], records: Sequence[Record]) -> None:
-        """Every record of a kind of `LISTS` so far."""
-        self._write(LISTS[kind], list(records))
+        """Every record of a kind that shares a file, so far."""
+        self._write(kind.FILE, list(records))
 
     def block(self, record: BlockRecord) -> None:
         """One block, after its samples."""

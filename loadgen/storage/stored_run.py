@@ -13,24 +13,14 @@ from typing import TypeVar, cast
 
 from loadgen.documents import DocumentError, read_record
 from loadgen.records.machine import Calibration, NoiseFloor
-from loadgen.records.probes import AnswersCompared, CacheProbe, Conditions
-from loadgen.records.run import (
-    ArmRecord,
-    BlockRecord,
-    Cell,
-    ColdStart,
-    ContainerColdStart,
-    Environment,
-    Experiment,
-    ParityRecord,
-    Record,
-    RunState,
-)
+from loadgen.records.run import ArmRecord, BlockRecord, Cell, Environment, Experiment, ParityRecord, Record, RunState
 from loadgen.records.samples import Samples, read_samples
 from loadgen.storage.run_lock import is_running
-from loadgen.storage.store import FILES, LISTS
+from loadgen.studies.answers.records import AnswersCompared
 from loadgen.studies.causes.records import Explanation
 from loadgen.studies.ceiling.records import Ceilings
+from loadgen.studies.cold_start.records import ColdStart, ContainerColdStart
+from loadgen.studies.fairness.records import CacheProbe, Conditions
 from loadgen.studies.gpu_proof.readings import Readings, ReadingsError, read_readings
 from loadgen.studies.gpu_proof.records import EvidenceFile
 from loadgen.studies.rate_search.records import Trial
@@ -97,6 +87,10 @@ class StoredRun:
     ceilings: Ceilings | None = None
     """Of the engines alone, where they were to be measured and the run got there."""
 
+    def one(self, kind: type[R]) -> R | None:
+        """A study's own record, where there is one. Raises `StoredRunError`."""
+        return _one(self.directory, kind)
+
 
 def read_run(directory: Path) -> StoredRun:
     """Read DIR. Raises `StoredRunError` where there is no run or a record is unreadable."""
@@ -153,11 +147,11 @@ def _read_gpu(directory: Path, evidence: EvidenceFile | None) -> Readings | None
 
 
 def _one(directory: Path, kind: type[R]) -> R | None:
-    return cast("R | None", _read(directory / FILES[kind], kind))
+    return cast("R | None", _read(directory / kind.FILE, kind))
 
 
 def _all(directory: Path, kind: type[R]) -> tuple[R, ...] | None:
-    return cast("tuple[R, ...] | None", _read(directory / LISTS[kind], tuple[kind, ...]))  # type: ignore[valid-type]
+    return cast("tuple[R, ...] | None", _read(directory / kind.FILE, tuple[kind, ...]))  # type: ignore[valid-type]
 
 
 def _numbered(folder: Path, kind: type[R]) -> list[R]:

@@ -21,7 +21,7 @@ from loadgen.clients.endpoint import Endpoint
 from loadgen.clients.inputs import read_inputs, write_samples
 from loadgen.deployment.compose import ComposeDeployment
 from loadgen.deployment.interface import Deployment, DeploymentError
-from loadgen.run.container_cold_start import measure_container_cold_start
+from loadgen.studies.cold_start.containers import measure_container_cold_start
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
 

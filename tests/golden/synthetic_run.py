@@ -14,12 +14,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from loadgen.records.probes import AnswersCompared
 from loadgen.records.run import (
     ArmRequest,
     BlockRecord,
     Cell,
-    ColdStart,
     Experiment,
     MachineLoad,
     ParityCase,
@@ -29,6 +27,8 @@ from loadgen.records.run import (
 )
 from loadgen.records.samples import SAMPLE_DTYPE
 from loadgen.statistics.agreement import tolerance_of
+from loadgen.studies.answers.records import AnswersCompared
+from loadgen.studies.cold_start.records import ColdStart
 from tests.golden.synthetic_arms import arms, environment
 
 ORIGIN_NS = 1_000_000_000_000

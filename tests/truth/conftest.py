@@ -11,8 +11,8 @@ import pytest
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.result import Result
+from loadgen.bench.progress import SilentProgress
 from loadgen.records.run import ArmRequest, Cell, Experiment
-from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
 
 SERVER = Path(__file__).with_name("planted_server.py")

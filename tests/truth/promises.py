@@ -16,10 +16,10 @@ from loadgen.comparison.comparisons import LEADING_SHARE, compare_all, estimate_
 from loadgen.comparison.pairs import THROUGHPUT, Pair, PairedMetric
 from loadgen.comparison.ranking import rank
 from loadgen.records.run import Pairing
-from loadgen.run.rounds import NEEDY
 from loadgen.statistics.anytime import half_width, log_bayes_factors
 from loadgen.statistics.ratios import SIGNIFICANCE, adjust_holm, critical_t, estimate_ratio, estimate_restarts
 from loadgen.statistics.tails import Round, estimate_tail_ratio
+from loadgen.studies.load.measure import NEEDY
 from tests.truth.closed_loops import Times, compare
 from tests.truth.simulated_runs import Noise, experiment, names_a_winner, simulate, simulate_blocks
 

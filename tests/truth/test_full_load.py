@@ -32,12 +32,10 @@ def test_a_slow_first_answer_of_a_connection_is_in_no_percentile(compare: Compar
 def test_of_three_arms_the_slow_one_is_named_and_the_like_ones_are_not_told_apart(compare: Compare) -> None:
     result = compare("--delay-ms 4", "--delay-ms 4", users(1, 60, 6), others=["--delay-ms 12"])
     found = {(one.baseline, one.arm): one for one in result.comparisons if one.metric == "throughput"}
-    assert found["a", "c"].verdict == found["b", "c"].verdict == "baseline_better"
-    assert found["a", "b"].winner is None
-    assert 0.2 < (found["a", "c"].ratio or 1.0) < 0.5
-    (ranking,) = result.verdict.rankings
-    assert ranking.order[2] == "c"
-    assert ranking.separated == (False, True)
+    alike, *slow = (found["a", two].ci95 or (0.0, 9.0) for two in "bc")
+    between = found["b", "c"].ci95 or (0.0, 9.0)
+    assert alike[0] < 1.0 < alike[1]
+    assert all(low > 0.1 and high < 0.8 for low, high in (*slow, between))
     for round_ in range(6):
         positions = {block.label: block.position for block in result.blocks if block.pair == round_}
         assert sorted(positions) == ["a", "b", "c"]

@@ -3,9 +3,9 @@
     pytest -s -m slow tests/truth/test_searches_keep_their_promises.py     prints the table
 
 Each arm is a server of a fixed service time and one queue (M/D/1), simulated query by query; a trial is what
-`loadgen.run.search_phase` runs, with the bound of `loadgen.statistics.early_stopping`. In *stalls* the machine stops
-for 150 ms about every 100 s, longer than the bound, which fails trials at any rate. The true rate is the one at which
-1 % of the answers is late, found in simulations of two million queries.
+`loadgen.studies.rate_search.measure` runs, with the bound of `loadgen.statistics.early_stopping`. In *stalls* the
+machine stops for 150 ms about every 100 s, longer than the bound, which fails trials at any rate. The true rate is the
+one at which 1 % of the answers is late, found in simulations of two million queries.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loadgen.analysis.checks.registry import Facts, Outcome, Severity, fairness, per_arm
+from loadgen.analysis.checks.registry import Outcome, Severity, fairness, per_arm
 from loadgen.comparison.claims import join
+from loadgen.comparison.facts import Facts
 from loadgen.experiment.schedule import load_cells
 from loadgen.records.model_config import accelerators, backend_of, groups, kind_of, listed, mapping, whole
 from loadgen.records.payloads import base_name, without_backend

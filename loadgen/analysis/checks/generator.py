@@ -10,14 +10,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from loadgen.analysis.checks.registry import CellFacts, Facts, Outcome, cell_scope, check
+from loadgen.analysis.checks.registry import Outcome, check
 from loadgen.comparison.claims import join
+from loadgen.comparison.facts import CellFacts, Facts, cell_scope
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.quantities import number, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s
 from loadgen.records.run import Cell, Label, shown
 from loadgen.statistics.ratios import critical_t
 from loadgen.studies.rate_search.analyse import BUSY
+from loadgen.studies.rate_search.records import RatesFound
 
 SEND_LAG_LIMIT = 0.02
 CONNECTION_WAIT_LIMIT = 0.02
@@ -57,7 +59,7 @@ def generator_cpu(facts: Facts) -> Iterator[Outcome]:
 
 def _busy_in_search(facts: Facts, cell: Cell) -> Outcome:
     """A rate that failed while the generator was busy may be one that the server holds."""
-    found = [rate for rate in facts.rates if rate.cell == cell.name]
+    found = [rate for rate in facts.of(RatesFound).rates if rate.cell == cell.name]
     deciding = [
         trial.generator_cpu_share or 0.0
         for trial in facts.run.trials
@@ -69,7 +71,7 @@ def _busy_in_search(facts: Facts, cell: Cell) -> Outcome:
 
 
 def _busy_in_ramp(facts: Facts, cell: Cell) -> Outcome:
-    ramps = [ramp for ramp in facts.ramps if ramp.cell == cell.name]
+    ramps = [ramp for ramp in facts.of(RatesFound).ramps if ramp.cell == cell.name]
     best = {
         (ramp.pair, ramp.label): max(ramp.rungs, key=lambda rung: rung.throughput_per_s).concurrency
         for ramp in ramps
@@ -102,10 +104,14 @@ def generator_ceiling(facts: Facts) -> Iterator[Outcome]:
         yield _ceiling(facts, load.cell, speeds, "was asked for")
     for cell in facts.run.experiment.cells:
         if cell.scenario == "slo":
-            rates = [(one.label, one.rate_per_s) for one in facts.rates if one.cell == cell.name and one.rate_per_s]
+            rates = [
+                (one.label, one.rate_per_s)
+                for one in facts.of(RatesFound).rates
+                if one.cell == cell.name and one.rate_per_s
+            ]
             yield _ceiling(facts, cell, rates, "reached")
         elif cell.scenario == "ramp":
-            best = [(one.label, one.saturation_per_s) for one in facts.ramps if one.cell == cell.name]
+            best = [(one.label, one.saturation_per_s) for one in facts.of(RatesFound).ramps if one.cell == cell.name]
             yield _ceiling(facts, cell, [(label, speed) for label, speed in best if speed], "reached")
 
 
@@ -207,7 +213,7 @@ def _waits_in_search(facts: Facts, cell: Cell) -> Outcome:
     lags = [
         trial.send_lag_p99_ms
         for trial in facts.run.trials
-        for one in facts.rates
+        for one in facts.of(RatesFound).rates
         if trial.cell == one.cell == cell.name
         and (one.pair, one.label, one.rate_per_s) == (trial.pair, trial.label, trial.rate_per_s)
         and trial.held

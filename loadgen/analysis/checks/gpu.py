@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
 
-from loadgen.analysis.checks.registry import Facts, Outcome, cell_scope, check
+from loadgen.analysis.checks.registry import Outcome, check
 from loadgen.comparison.claims import join
+from loadgen.comparison.facts import Facts, cell_scope
 from loadgen.records.run import Label, shown
 from loadgen.storage.stored_run import StoredRun
 from loadgen.studies.gpu_proof.records import EvidenceRecord, Finding

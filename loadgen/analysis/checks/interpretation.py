@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from loadgen.analysis.batching import FORMED_FACTOR
-from loadgen.analysis.checks.registry import Facts, Outcome, cell_scope, check, leading_by_scenario
+from loadgen.analysis.checks.registry import Outcome, check, leading_by_scenario
 from loadgen.analysis.noise_floor import is_self_comparison
 from loadgen.comparison.claims import join
 from loadgen.comparison.comparisons import Comparison, leading_comparisons
+from loadgen.comparison.facts import Facts, cell_scope
 from loadgen.comparison.stages import OVERLAP_LIMIT
 from loadgen.quantities import number, share
 from loadgen.records.run import shown
+from loadgen.studies.ceiling.analyse import CeilingsFound
+from loadgen.studies.load.analyse import FORMED_FACTOR
 
 QUEUE_SHARE_LIMIT = 0.05
 UNATTRIBUTED_LIMIT = 0.25
@@ -53,9 +55,9 @@ def batching_formed(facts: Facts) -> Iterator[Outcome]:
     "again; a server with several instances calls its engine otherwise than the ceiling does.",
 )
 def engine_ceiling(facts: Facts) -> Iterator[Outcome]:
-    if not facts.shares:
+    if not facts.of(CeilingsFound).shares:
         return
-    highest = max(facts.shares, key=lambda one: one.share)
+    highest = max(facts.of(CeilingsFound).shares, key=lambda one: one.share)
     detail = (
         f"at most {share(highest.share)} of what the engine does alone, by {shown(highest.label)} in {highest.cell} "
         f"at batch {highest.batch}"

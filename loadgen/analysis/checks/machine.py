@@ -18,14 +18,15 @@ from statistics import fmean, median, stdev
 import numpy as np
 from scipy import stats
 
-from loadgen.analysis.checks.registry import CellFacts, Facts, Find, Outcome, check, fairness
+from loadgen.analysis.checks.registry import Find, Outcome, check, fairness
 from loadgen.comparison.claims import join
+from loadgen.comparison.facts import CellFacts, Facts
 from loadgen.experiment.schedule import load_cells
 from loadgen.quantities import number, share
 from loadgen.records.model_config import kind_of
-from loadgen.records.probes import ArmConditions, Conditions
 from loadgen.records.run import Experiment, Label, shown
 from loadgen.records.samples import NS_PER_S
+from loadgen.studies.fairness.records import ArmConditions, Conditions
 
 WAN_MS = 2.0
 """A round trip beyond it is no local network's."""

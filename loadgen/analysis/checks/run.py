@@ -7,12 +7,15 @@ from statistics import median
 
 import numpy as np
 
-from loadgen.analysis.checks.registry import PLAN, Facts, Outcome, cell_scope, check, leading_by_scenario
+from loadgen.analysis.checks.registry import Outcome, check, leading_by_scenario
 from loadgen.comparison.claims import join
 from loadgen.comparison.comparisons import MIN_PAIRS
+from loadgen.comparison.facts import PLAN, Facts, cell_scope
 from loadgen.quantities import number, share
-from loadgen.records.probes import AnswersCompared, CacheProbe
 from loadgen.records.run import Cell, Label, ParityRecord, shown
+from loadgen.studies.answers.records import AnswersCompared
+from loadgen.studies.fairness.records import CacheProbe
+from loadgen.studies.rate_search.records import RatesFound
 
 LEAST_SHARE = 0.9
 """Of a new request's time, in the median: what a repeated one takes on a server that computes each answer."""
@@ -261,7 +264,7 @@ def searches_ended(facts: Facts) -> Iterator[Outcome]:
     for cell in facts.run.experiment.cells:
         note = ""
         if cell.scenario == "slo":
-            rates = [rate for rate in facts.rates if rate.cell == cell.name]
+            rates = [rate for rate in facts.of(RatesFound).rates if rate.cell == cell.name]
             done = sum(rate.ended == "found" for rate in rates)
             for one in [rate for rate in rates if rate.ended in ("none", "highest")][:1]:
                 note = f"; {shown(one.label)} " + (
@@ -271,7 +274,7 @@ def searches_ended(facts: Facts) -> Iterator[Outcome]:
                 )
             what = f"searches found a rate{note}"
         elif cell.scenario == "ramp":
-            ramps = [ramp for ramp in facts.ramps if ramp.cell == cell.name]
+            ramps = [ramp for ramp in facts.of(RatesFound).ramps if ramp.cell == cell.name]
             done = sum(ramp.saturated for ramp in ramps)
             for short in [ramp for ramp in ramps if not ramp.saturated and ramp.saturation_per_s is not None][:1]:
                 note = f"; {shown(short.label)} still gained with {cell.concurrency} users: raise --ramp-users"

@@ -9,7 +9,7 @@ import loadgen.report.document as doc
 from loadgen.analysis.checks.registry import CHECKS, Check
 from loadgen.analysis.result import Result
 from loadgen.records.run import shown
-from loadgen.report.sections.charts import several
+from loadgen.report.charts import several
 
 WORDS: dict[doc.Style, str] = {
     "ok": "ok", "failed": "failed", "warning": "warn", "unknown": "unknown", "note": "only noted",

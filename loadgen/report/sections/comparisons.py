@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import loadgen.report.document as doc
 from loadgen.analysis.result import Result
-from loadgen.comparison.claims import claim, figure
-from loadgen.comparison.comparisons import Comparison, Outcome
+from loadgen.comparison.claims import claim, figure, verdict_words
+from loadgen.comparison.comparisons import Comparison, Outcome, winner_of
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.ranking import neighbours
 from loadgen.quantities import inverse, ratio, ratio_interval, share
 from loadgen.records.run import Label, Pairing, shown
-from loadgen.report.sections.charts import (
+from loadgen.report.charts import (
     add_view,
     arm_style,
     axis,
@@ -26,10 +26,10 @@ from loadgen.report.sections.charts import (
     several,
 )
 
-WITHOUT_WINNER: dict[Outcome, tuple[str, doc.Style]] = {
-    "no_difference": ("equivalent", "ok"),
-    "inconclusive": ("undecided", "note"),
-    "invalid": ("invalid", "failed"),
+STYLES: dict[Outcome, doc.Style] = {
+    "no_difference": "ok",
+    "inconclusive": "note",
+    "invalid": "failed",
 }
 SHORT = {
     "throughput": "images/s",
@@ -55,21 +55,10 @@ _THRESHOLDS: dict[str, tuple[str, doc.Style]] = {
 }
 
 
-def winner(outcome: Outcome, pairing: Pairing) -> Label | None:
-    """The arm that a verdict names, if any."""
-    return {"arm_better": pairing.arm, "baseline_better": pairing.baseline}.get(outcome)
-
-
-def verdict_words(outcome: Outcome, pairing: Pairing) -> str:
-    """ "B faster", "equivalent" """
-    better = winner(outcome, pairing)
-    return WITHOUT_WINNER[outcome][0] if better is None else f"{shown(better)} faster"
-
-
 def verdict_style(result: Result, outcome: Outcome, pairing: Pairing) -> doc.Style:
     """The winner's colour, or that of there being none."""
-    better = winner(outcome, pairing)
-    return WITHOUT_WINNER[outcome][1] if better is None else arm_style(result, better)
+    better = winner_of(outcome, pairing)
+    return STYLES[outcome] if better is None else arm_style(result, better)
 
 
 def against_baseline(result: Result) -> list[Comparison]:
@@ -323,7 +312,7 @@ def _row(one: Comparison) -> str:
 def _forest_traces(result: Result, comparisons: Sequence[Comparison]) -> list[doc.Figure]:
     """Of one pairing, by verdict."""
     traces: list[doc.Figure] = []
-    outcomes: tuple[Outcome, ...] = ("baseline_better", "arm_better", *WITHOUT_WINNER)
+    outcomes: tuple[Outcome, ...] = ("baseline_better", "arm_better", *STYLES)
     for outcome in outcomes:
         chosen = [one for one in comparisons if one.verdict == outcome]
         if not chosen:

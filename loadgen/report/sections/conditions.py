@@ -9,9 +9,9 @@ import loadgen.report.document as doc
 from loadgen.analysis.result import Result
 from loadgen.comparison.claims import join
 from loadgen.quantities import share
+from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import ArmRecord, Experiment, setting_key, shown
-from loadgen.report.sections.charts import several
-from loadgen.studies.gpu_proof.records import own_devices, used_gpu
+from loadgen.report.charts import several
 
 
 def arms(result: Result) -> doc.Section | None:

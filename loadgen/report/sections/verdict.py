@@ -12,7 +12,7 @@ from loadgen.analysis.result import Result
 from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.quantities import ratio, ratio_interval, sentence, share
 from loadgen.records.run import shown
-from loadgen.report.sections.charts import arm_style, base_and_arm, several, titles
+from loadgen.report.charts import arm_style, base_and_arm, several, titles
 from loadgen.report.sections.checks import CheckRow, check_rows, counts
 from loadgen.report.sections.comparisons import (
     advantage,
@@ -23,7 +23,7 @@ from loadgen.report.sections.comparisons import (
     threshold_sentence,
     verdict_style,
 )
-from loadgen.report.sections.gpu_verification import ALL_SCENARIOS, findings
+from loadgen.studies.gpu_proof.sections import ALL_SCENARIOS, findings
 
 LEAST_SPAN = math.log(1.1)
 MOST_FAILED = 4

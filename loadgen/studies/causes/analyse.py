@@ -20,11 +20,12 @@ from typing import get_args
 import msgspec
 
 from loadgen.comparison.claims import place
+from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import side_by_side
 from loadgen.comparison.stages import StageAccount
 from loadgen.comparison.summaries import BlockSummary, summarise_blocks
 from loadgen.quantities import signed_ms
-from loadgen.records.run import Cell, Label, Pairing, Record, shown
+from loadgen.records.run import Cell, Found, Label, Pairing, Record, shown
 from loadgen.statistics.ratios import SIGNIFICANCE, critical_t, estimate_ratio
 from loadgen.storage.stored_run import StoredBlock, StoredRun
 from loadgen.studies.causes.records import BESIDE, CauseName, Counterfactual, Untested
@@ -412,6 +413,28 @@ def percent(value: float | None) -> str:
         return "–"
     rounded = round(abs(value) * 100)
     return f"{'−' if value < 0 and rounded else ''}{rounded} %"
+
+
+class CausesFound(Found, frozen=True, kw_only=True):
+    """Why arms differ from the baseline."""
+
+    STUDY = "causes"
+    cells: tuple[CellCauses, ...] = ()
+    """One entry an arm and cell that was explained."""
+    explained: tuple[str, ...] | None = None
+    """Cells whose difference was to be explained; None where the run did not get there, or was not to."""
+    left_out: tuple[str, ...] = ()
+    """Cells whose difference there was no time to explain."""
+
+
+def analyse(facts: Facts) -> CausesFound:
+    """Of every cell that was explained."""
+    explanation = facts.run.explanation
+    return CausesFound(
+        cells=find_causes(facts.run, facts.blocks, facts.accounts),
+        explained=explanation.cells if explanation else None,
+        left_out=explanation.left_out if explanation else (),
+    )
 
 
 def find_causes(

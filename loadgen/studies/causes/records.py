@@ -59,6 +59,7 @@ class Untested(Record, frozen=True, kw_only=True):
 class Explanation(Record, frozen=True, kw_only=True):
     """DIR/causes.json, rewritten after each counterfactual that is done."""
 
+    FILE = "causes.json"
     schema: Literal["abserve.causes/2"] = "abserve.causes/2"
     cells: tuple[str, ...]
     """Whose difference is explained."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from loadgen.comparison.facts import Facts
 from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import number, share
-from loadgen.records.run import Cell, Label, Record, shown
+from loadgen.records.run import Cell, Found, Label, Record, shown
 from loadgen.records.samples import NS_PER_S
 from loadgen.studies.ceiling.plan import merges
 from loadgen.studies.ceiling.records import Ceilings, EngineDocument
@@ -48,6 +49,23 @@ class NoCeiling(Record, frozen=True, kw_only=True):
     cell: str | None
     """None: all of them."""
     reason: str
+
+
+class CeilingsFound(Found, frozen=True, kw_only=True):
+    """What the arms serve of what their engines do alone."""
+
+    STUDY = "ceiling"
+    shares: tuple[EngineShare, ...] = ()
+    """Empty where that was not measured."""
+    missing: tuple[NoCeiling, ...] = ()
+    """Where it was to be measured and could not be."""
+
+
+def analyse(facts: Facts) -> CeilingsFound:
+    """Of every cell that was loaded."""
+    loads = [cell for cell in facts.run.experiment.cells if cell.has_blocks]
+    shares, missing = divide_by_ceilings(facts.run.ceilings, loads, facts.summaries)
+    return CeilingsFound(shares=shares, missing=missing)
 
 
 def divide_by_ceilings(

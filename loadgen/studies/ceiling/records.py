@@ -55,5 +55,6 @@ class Ceiling(Record, frozen=True, kw_only=True):
 class Ceilings(Record, frozen=True, kw_only=True):
     """DIR/ceilings.json, rewritten after each measurement."""
 
+    FILE = "ceilings.json"
     schema: Literal["abserve.ceilings/1"] = "abserve.ceilings/1"
     measured: tuple[Ceiling, ...]

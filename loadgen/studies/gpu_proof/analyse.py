@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.records.run import ArmRecord, BlockRecord, Label
+from loadgen.comparison.facts import Facts
+from loadgen.records.machine import used_gpu
+from loadgen.records.run import ArmRecord, BlockRecord, Found, Label
 from loadgen.records.samples import Samples
 from loadgen.storage.stored_run import StoredBlock
 from loadgen.studies.gpu_proof.decision import decide, judge_placement
@@ -31,9 +33,8 @@ from loadgen.studies.gpu_proof.records import (
     Thresholds,
     Window,
     Witness,
-    used_gpu,
 )
-from loadgen.studies.gpu_proof.signals import measure_attribution, measure_gpu, usable_gaps
+from loadgen.studies.gpu_proof.signals import GpuSeries, gpu_series, measure_attribution, measure_gpu, usable_gaps
 
 LOST = "gpu_lost"
 
@@ -345,3 +346,20 @@ def completions(samples: Sequence[Samples]) -> Ns:
     """Ends of the good answers, in order."""
     ends = [np.asarray(part["end_ns"][part["error"] < 0], dtype=np.int64) for part in samples]
     return np.sort(np.concatenate(ends)) if ends else np.empty(0, dtype=np.int64)
+
+
+class GpuFound(Found, frozen=True, kw_only=True):
+    """Where the arms ran."""
+
+    STUDY = "gpu_proof"
+    evidence: EvidenceFile | None = None
+    """None without a GPU."""
+    series: tuple[GpuSeries, ...] = ()
+    """What the GPUs did over the run, for drawing."""
+
+
+def analyse(facts: Facts) -> GpuFound:
+    """The evidence as it was stored with the run, and the readings that it is made of."""
+    run = facts.run
+    origin_ns = min((block.record.window_start_ns for block in run.blocks), default=0)
+    return GpuFound(evidence=run.evidence, series=gpu_series(run.readings, run.evidence, origin_ns))

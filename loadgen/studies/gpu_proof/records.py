@@ -9,9 +9,8 @@ None is "not known" everywhere, never 0.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 from loadgen.records.run import Label, Record
 
@@ -253,21 +252,8 @@ class EvidenceRecord(Record, frozen=True, kw_only=True):
 class EvidenceFile(Record, frozen=True, kw_only=True):
     """DIR/evidence.json. `readings`: paths relative to DIR, in the order in which the samplers ran."""
 
+    FILE = "evidence.json"
     schema: Literal["abserve.evidence/1"] = SCHEMA
     readings: tuple[str, ...]
     gaps: tuple[Window, ...]
     records: tuple[EvidenceRecord, ...]
-
-
-def used_gpu(document: Mapping[str, Any] | None) -> str | None:
-    """The UUID of the GPU that the server executes on; None where it tells none, as on the CPU."""
-    runtime = (document or {}).get("runtime")
-    uuid = runtime.get("used_device_uuid") if isinstance(runtime, Mapping) else None
-    return uuid if isinstance(uuid, str) else None
-
-
-def own_devices(document: Mapping[str, Any] | None, used: Collection[str]) -> list[Mapping[str, Any]]:
-    """The document's devices with one of these UUIDs; all of them where none has."""
-    found = (document or {}).get("devices")
-    devices = [device for device in found if isinstance(device, Mapping)] if isinstance(found, list) else []
-    return [device for device in devices if isinstance(uuid := device.get("uuid"), str) and uuid in used] or devices

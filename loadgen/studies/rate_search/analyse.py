@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from loadgen.comparison.facts import Facts
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.records.run import Cell
 from loadgen.records.samples import NS_PER_S
-from loadgen.studies.rate_search.records import RampFound, RampRung, RateFound, Trial
+from loadgen.studies.rate_search.records import RampFound, RampRung, RateFound, RatesFound, Trial
 from loadgen.studies.rate_search.search import RateSearch, is_saturated, knee
 
 BUSY = 0.9
@@ -18,6 +19,12 @@ BUSY = 0.9
 def search_from(cell: Cell, start: float) -> RateSearch:
     """The search of a cell: at the lowest rate a trial takes the cell's `max_seconds`."""
     return RateSearch(start, lowest=cell.requests / cell.max_seconds, highest=RATE_LIMIT_PER_S)
+
+
+def analyse(facts: Facts) -> RatesFound:
+    """Of the stored trials."""
+    cells, trials = facts.run.experiment.cells, facts.run.trials
+    return RatesFound(trials=trials, rates=find_rates(cells, trials), ramps=find_ramps(cells, trials))
 
 
 def find_rates(cells: Sequence[Cell], trials: Sequence[Trial]) -> tuple[RateFound, ...]:

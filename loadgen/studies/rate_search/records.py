@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from loadgen.records.run import Label, Record
+from loadgen.records.run import Found, Label, Record
 
 Ended = Literal["found", "highest", "none"]
 
@@ -111,3 +111,15 @@ class RampFound(Record, frozen=True, kw_only=True):
     """Two rungs in a row brought nothing but latency; else the ladder was too short."""
     client_limited: bool
     """The generator was busy on the best rung, so the server may do more."""
+
+
+class RatesFound(Found, frozen=True, kw_only=True):
+    """Everything that searches and ramps came to."""
+
+    STUDY = "rate_search"
+    trials: tuple[Trial, ...] = ()
+    """In the order in which they ran."""
+    rates: tuple[RateFound, ...] = ()
+    """One a search for the highest rate within a latency bound."""
+    ramps: tuple[RampFound, ...] = ()
+    """One a climb to saturation."""

@@ -24,7 +24,7 @@ RUNNER = """
 import sys
 from pathlib import Path
 import msgspec
-from loadgen.run.progress import SilentProgress
+from loadgen.bench.progress import SilentProgress
 from loadgen.records.run import Experiment
 from loadgen.run.runner import run_experiment
 experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
@@ -48,8 +48,8 @@ main()
 FAULTY_GENERATOR = (sys.executable, "-c", _FAULTY)
 """In place of the generator's command: a fault of its own at its sixth request."""
 _UNWATCHED = """
-import loadgen.run.machine_watch
-loadgen.run.machine_watch.read_processors = lambda: None
+import loadgen.bench.machine_watch
+loadgen.bench.machine_watch.read_processors = lambda: None
 from loadgen.entry import main
 main()
 """
@@ -143,7 +143,7 @@ def watched_machine() -> None:
 def machine_to_itself(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What else the machine of the tests does must decide no other test: a run is told that it cannot be read."""
     if "watched_machine" not in request.fixturenames:
-        monkeypatch.setattr("loadgen.run.machine_watch.read_processors", lambda: None)
+        monkeypatch.setattr("loadgen.bench.machine_watch.read_processors", lambda: None)
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from loadgen.analysis.analysis import analyse
+from loadgen.bench.progress import SilentProgress
 from loadgen.records.run import ArmRequest, Cell
-from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
+from loadgen.studies.causes.analyse import CausesFound
 from loadgen.studies.causes.records import Explanation
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
@@ -45,7 +46,7 @@ def test_a_cause_is_taken_away_and_what_cannot_be_is_said(tmp_path: Path, fake_u
     for one in stored.done:
         assert len(list((tmp_path / "run" / one.folder / "blocks").glob("*.json"))) == 6
     result = analyse(tmp_path / "run")
-    (causes,) = result.causes
+    (causes,) = result.of(CausesFound).cells
     queue = next(cause for cause in causes.causes if cause.name == "queue_delay")
     (effect,) = queue.effects
     assert (effect.label, effect.changed, effect.pairs) == ("b", "max-queue-delay-us 40000 → 0", 3)

@@ -12,12 +12,13 @@ import psutil
 import pytest
 
 from loadgen.analysis.analysis import analyse
+from loadgen.bench.progress import SilentProgress
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, RunState
 from loadgen.report import write_reports
-from loadgen.run.ceiling_phase import measure_ceilings
-from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import RunStore
+from loadgen.studies.ceiling.analyse import CeilingsFound
+from loadgen.studies.ceiling.measure import measure_ceilings
 from loadgen.studies.ceiling.records import Ceiling, Ceilings
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment, start_runner, stored
 
@@ -95,13 +96,13 @@ def test_a_run_divides_what_it_served_and_outlives_a_failed_measurement(tmp_path
     assert [one.batch for one in a.document.batches] == [1, 2, 4]
     assert b.document is None
     result = analyse(out)
-    single = [one for one in result.ceilings if one.cell == "single"]
+    single = [one for one in result.of(CeilingsFound).shares if one.cell == "single"]
     assert [one.label for one in single] == ["a", "c"]
     for one in single:
         assert one.engine_images_per_s == pytest.approx(1000.0)
         assert one.share == pytest.approx(one.served_images_per_s / 1000.0)
-    assert {one.label for one in result.ceilings} == {"a", "c"}
-    assert [gap.label for gap in result.ceilings_missing] == ["b"]
+    assert {one.label for one in result.of(CeilingsFound).shares} == {"a", "c"}
+    assert [gap.label for gap in result.of(CeilingsFound).missing] == ["b"]
     assert not any("ended with exit status" in check.detail for check in result.checks)
 
 
@@ -121,8 +122,8 @@ def test_ctrl_c_in_a_measurement_keeps_the_load_and_leaves_nobody(tmp_path: Path
     result = analyse(out)
     write_reports(out, result)
     assert all(block.complete for block in result.blocks)
-    assert {one.label for one in result.ceilings} == {"a"}
-    assert result.ceilings_missing == ()
+    assert {one.label for one in result.of(CeilingsFound).shares} == {"a"}
+    assert result.of(CeilingsFound).missing == ()
 
 
 @pytest.mark.slow

@@ -13,12 +13,14 @@ import pytest
 
 import loadgen.deployment.compose as compose
 from loadgen.analysis.analysis import analyse
+from loadgen.bench.progress import SilentProgress
 from loadgen.deployment.containers import LogLine, State
 from loadgen.deployment.interface import DeploymentError
 from loadgen.deployment.ports import PortReservation
-from loadgen.records.run import Cell, ColdStart, ContainerColdStart, RunState
-from loadgen.run.progress import SilentProgress
+from loadgen.records.run import Cell, RunState
 from loadgen.run.runner import run_experiment
+from loadgen.studies.cold_start.analyse import ColdStartsFound
+from loadgen.studies.cold_start.records import ColdStart, ContainerColdStart
 from tests.integration.loadgen.conftest import FAKE, FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -152,7 +154,7 @@ def test_a_run_on_a_stack_takes_cold_starts_apart_and_leaves_it_running(tmp_path
     assert [arm.in_effect.get("precision") for arm in result.arms] == ["fp32", "fp32"]
     same_model = next(check for check in result.checks if check.name == "same_model")
     assert same_model.ok, same_model.detail
-    assert len(result.container_cold_starts) == 6
+    assert len(result.of(ColdStartsFound).containers) == 6
 
 
 def test_without_cold_starts_no_container_is_touched(tmp_path: Path, stack: Stack) -> None:

@@ -21,10 +21,12 @@ import pytest
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.checks.registry import invalidating
 from loadgen.analysis.result import Result
+from loadgen.bench.progress import SilentProgress
 from loadgen.records.run import ArmRequest, Cell, Experiment, RunState
 from loadgen.report import write_reports
-from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
+from loadgen.studies.cold_start.analyse import ColdStartsFound
+from loadgen.studies.gpu_proof.analyse import GpuFound
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, UNWATCHED_ABSERVE, await_true, make_experiment
 
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]
@@ -33,11 +35,10 @@ RUNNER = """
 import sys
 from pathlib import Path
 import msgspec
-import loadgen.run.load_runner, loadgen.run.machine_watch
-from loadgen.run.progress import SilentProgress
+import loadgen.bench.load_runner
+from loadgen.bench.progress import SilentProgress
 from loadgen.records.run import Experiment
 from loadgen.run.runner import run_experiment
-loadgen.run.machine_watch.read_processors = lambda: None  # what else the machine of the tests does
 {patch}
 experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
 state = run_experiment(experiment, Path(sys.argv[1]), SilentProgress(), abserve=(sys.executable, sys.argv[2]))
@@ -49,7 +50,7 @@ calls = []
 def stepped():
     calls.append(1)
     return (datetime.now(UTC) + timedelta(hours=3 if len(calls) > 2 else 0)).isoformat(timespec="seconds")
-loadgen.run.load_runner.utc_now = stepped
+loadgen.bench.load_runner.utc_now = stepped
 """
 SAMPLER = (sys.executable, str(Path(__file__).parents[2] / "scripted_sampler.py"))
 
@@ -95,7 +96,7 @@ def test_ctrl_c_in_a_cold_start_keeps_the_blocks_and_the_starts_and_leaves_nobod
     result = reported(out)
     assert not result.valid
     assert [block.complete for block in result.blocks] == [True] * 4
-    assert kept <= len(result.cold_starts) < 6
+    assert kept <= len(result.of(ColdStartsFound).starts) < 6
     load = next(c for c in result.comparisons if c.scenario == "single" and c.metric == "throughput")
     assert load.pairs == 2
     against = {check.name for check in invalidating(result.checks) if check.scope in ("run", "cell single")}
@@ -132,9 +133,9 @@ def test_a_gpu_that_the_driver_loses_mid_run_leaves_the_evidence_inconclusive(tm
     out = tmp_path / "run"
     assert gpu_run(out, "--lose-in-block", "2").state == "finished"
     result = reported(out)
-    assert result.evidence is not None
-    assert {record.finding.value for record in result.evidence.records} == {"INCONCLUSIVE"}
-    assert all(record.inputs.health.gpu_lost for record in result.evidence.records)
+    assert result.of(GpuFound).evidence is not None
+    assert {record.finding.value for record in result.of(GpuFound).evidence.records} == {"INCONCLUSIVE"}
+    assert all(record.inputs.health.gpu_lost for record in result.of(GpuFound).evidence.records)
     assert not result.valid
     assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
     assert [block.complete for block in result.blocks] == [True] * 4, "the load itself goes on"
@@ -168,8 +169,8 @@ def test_a_sampler_that_is_killed_mid_run_does_the_same(tmp_path: Path) -> None:
     state = run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE, sampler=sampler)
     assert state.state == "finished"
     result = reported(out)
-    assert result.evidence is not None
-    assert {record.finding.value for record in result.evidence.records} == {"INCONCLUSIVE"}
+    assert result.of(GpuFound).evidence is not None
+    assert {record.finding.value for record in result.of(GpuFound).evidence.records} == {"INCONCLUSIVE"}
     assert not result.valid
 
 

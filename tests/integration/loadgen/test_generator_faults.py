@@ -11,15 +11,15 @@ import numpy as np
 import psutil
 import pytest
 
-import loadgen.run.load_runner
+import loadgen.bench.load_runner
 from loadgen.analysis.analysis import analyse
+from loadgen.bench.progress import SilentProgress
 from loadgen.clients.endpoint import Endpoint
 from loadgen.clients.inputs import write_synthetic
 from loadgen.generator.messages import Open, Prepare
 from loadgen.generator.process import GeneratorProcess
 from loadgen.records.run import BlockRecord, Cell, Experiment, RunState
 from loadgen.records.samples import read_samples
-from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, blocks, make_experiment, start_runner, stored
 
@@ -150,13 +150,13 @@ def test_the_wall_clock_does_not_matter_to_the_generator(
 
 def test_a_step_of_the_wall_clock_is_noted_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
-    real, calls = loadgen.run.load_runner.time_ns, []
+    real, calls = loadgen.bench.load_runner.time_ns, []
 
     def stepping() -> int:
         calls.append(None)
         return real() + (0 if len(calls) == 1 else 3_600_000_000_000)
 
-    monkeypatch.setattr(loadgen.run.load_runner, "time_ns", stepping)
+    monkeypatch.setattr(loadgen.bench.load_runner, "time_ns", stepping)
     cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0, max_seconds=5, pairs=1)
     state = run_experiment(make_experiment(cells=(cell,)), out, SilentProgress(), abserve=FAKE_ABSERVE)
     assert state.state == "finished"

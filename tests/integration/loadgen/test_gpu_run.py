@@ -8,12 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import loadgen.run.load_runner
+import loadgen.bench.load_runner
 from loadgen.analysis.analysis import analyse
+from loadgen.bench.progress import SilentProgress
 from loadgen.records.run import ArmRequest, Cell, RunState
 from loadgen.report import write_reports
-from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
+from loadgen.studies.gpu_proof.analyse import GpuFound
 from loadgen.studies.gpu_proof.readings import read_readings
 from loadgen.studies.gpu_proof.records import EvidenceFile
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
@@ -49,15 +50,15 @@ def test_of_four_gpus_the_one_that_the_servers_name_is_read(tmp_path: Path) -> N
     readings = read_readings([tmp_path / "run/gpu/0000.jsonl"])
     assert (readings.gpu_count, list(readings.devices)) == (4, [own])
     result = analyse(tmp_path / "run")
-    assert result.evidence is not None
-    assert {(record.uuid, record.code) for record in result.evidence.records} == {(own, "short_window")}
-    assert [series.uuid for series in result.gpu] == [own]
+    assert result.of(GpuFound).evidence is not None
+    assert {(record.uuid, record.code) for record in result.of(GpuFound).evidence.records} == {(own, "short_window")}
+    assert [series.uuid for series in result.of(GpuFound).series] == [own]
 
 
 @pytest.mark.slow
 def test_what_a_gpu_run_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two short pairs: the gaps lie around the rounds, the edges beside the blocks; so little load proves nothing."""
-    monkeypatch.setattr(loadgen.run.load_runner, "GAP_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(loadgen.bench.load_runner, "GAP_EVERY_SECONDS", 0.0)
     out = tmp_path / "run"
     state = gpu_run(out, single(0.3, 2), busy_blocks=4, control=False)
     assert (state.state, state.error) == ("finished", None)
@@ -67,14 +68,14 @@ def test_what_a_gpu_run_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     pairs = [[f"block {i} {when}" for i in pair for when in ("before", "after")] for pair in ((0, 1), (2, 3))]
     assert labels == [*rounds[0], *pairs[0], *rounds[1], *pairs[1], *rounds[2]]
     result = analyse(out)
-    assert result.evidence is not None
-    assert [round(gap.seconds) for gap in result.evidence.gaps] == [6, 6, 6]
+    assert result.of(GpuFound).evidence is not None
+    assert [round(gap.seconds) for gap in result.of(GpuFound).evidence.gaps] == [6, 6, 6]
     for block in result.blocks:
         edges = {edge.label: edge.at_ns for edge in readings.edges}
-        window = next(r for r in result.evidence.records if r.label == block.label).inputs.load.windows[0]
+        window = next(r for r in result.of(GpuFound).evidence.records if r.label == block.label).inputs.load.windows[0]
         assert window.seconds >= 0.3
         assert not any(window.start_ns < at_ns < window.end_ns for at_ns in edges.values())
-    for record in result.evidence.records:
+    for record in result.of(GpuFound).evidence.records:
         assert (record.finding, record.code) == ("INCONCLUSIVE", "short_window")
         assert record.inputs.attribution.pid_resolved, "the server is on the GPU's process list"
         assert record.activity == "active"
@@ -83,7 +84,7 @@ def test_what_a_gpu_run_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert all(comparison.verdict == "invalid" for comparison in result.comparisons)
     write_reports(out, result)
     assert "Where the arms ran" in (out / "report.html").read_text()
-    assert msgspec.json.decode((out / "evidence.json").read_bytes(), type=EvidenceFile) == result.evidence
+    assert msgspec.json.decode((out / "evidence.json").read_bytes(), type=EvidenceFile) == result.of(GpuFound).evidence
 
 
 @pytest.mark.slow
@@ -94,9 +95,9 @@ def test_the_same_run_is_ranked_beside_a_busy_gpu_and_not_beside_an_idle_one(tmp
     state = gpu_run(out, single(31.0, 1), busy_blocks=2 if busy else 0, control=True)
     assert (state.state, state.error) == ("finished", None)
     result = analyse(out)
-    assert result.evidence is not None
-    found = {(r.label, r.cell, r.control): (r.finding.value, r.code) for r in result.evidence.records}
-    (control,) = [r for r in result.evidence.records if r.control]
+    assert result.of(GpuFound).evidence is not None
+    found = {(r.label, r.cell, r.control): (r.finding.value, r.code) for r in result.of(GpuFound).evidence.records}
+    (control,) = [r for r in result.of(GpuFound).evidence.records if r.control]
     assert (control.finding, control.activity) == ("CPU_FALLBACK", "idle")
     (present,) = [c for c in result.checks if c.name == "gpu_present"]
     assert present.ok == busy, found

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from loadgen.analysis.analysis import analyse
+from loadgen.bench.progress import SilentProgress
 from loadgen.records.run import Cell, ParityRecord, RunState
-from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
 from tests.hostile_names import HOSTILE, check_reports
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment, stored

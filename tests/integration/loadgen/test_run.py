@@ -10,21 +10,13 @@ import numpy as np
 import pytest
 
 from loadgen.analysis.analysis import analyse
+from loadgen.bench.preparation import PreparationError, export_artefacts
+from loadgen.bench.progress import SilentProgress
 from loadgen.experiment.schedule import schedule
-from loadgen.records.run import (
-    ArmRecord,
-    ArmRequest,
-    Cell,
-    ColdStart,
-    Environment,
-    Experiment,
-    ParityRecord,
-    RunState,
-)
-from loadgen.run.preparation import PreparationError, export_artefacts
-from loadgen.run.progress import SilentProgress
+from loadgen.records.run import ArmRecord, ArmRequest, Cell, Environment, Experiment, ParityRecord, RunState
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import RunStore, StorageError
+from loadgen.studies.cold_start.records import ColdStart
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, FAULTY_GENERATOR, blocks, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

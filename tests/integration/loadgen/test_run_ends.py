@@ -91,7 +91,7 @@ def ignore_hangup() -> None:
 
 NOHUP = """
 import os, signal
-from loadgen.run.interruption import interruptible
+from loadgen.bench.interruption import interruptible
 with interruptible():
     os.kill(os.getpid(), signal.SIGHUP)
     print("goes on", flush=True)

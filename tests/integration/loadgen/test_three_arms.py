@@ -12,12 +12,14 @@ import msgspec
 import pytest
 
 from loadgen.analysis.analysis import analyse
+from loadgen.bench.progress import SilentProgress
 from loadgen.experiment.schedule import schedule
-from loadgen.records.run import ArmRecord, ArmRequest, Cell, ColdStart, Experiment, ParityRecord, RunState
+from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, ParityRecord, RunState
 from loadgen.report import write_reports
-from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
+from loadgen.studies.causes.analyse import CausesFound
 from loadgen.studies.causes.records import Explanation
+from loadgen.studies.cold_start.records import ColdStart
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, UNWATCHED_ABSERVE, blocks, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -165,7 +167,7 @@ def test_each_arm_has_its_own_causes_beside_the_baseline(tmp_path: Path, fake_ur
         labels = sorted(block.label for block in blocks(out / one.folder))
         assert labels == ["as-is"] * 3 + ["without"] * 3
     result = analyse(out)
-    causes = {(one.baseline, one.arm): one for one in result.causes}
+    causes = {(one.baseline, one.arm): one for one in result.of(CausesFound).cells}
     assert list(causes) == [("a", "b"), ("a", "c")]
     assert causes["a", "c"].slower == "c"
     queue = next(cause for cause in causes["a", "c"].causes if cause.name == "queue_delay")

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
+from loadgen.bench.parity import ParityTarget, check_parity
 from loadgen.clients.endpoint import Endpoint
 from loadgen.clients.exchange import ConnectionRefused
 from loadgen.clients.inputs import SampleInputs, read_inputs, write_samples
@@ -27,7 +28,6 @@ from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.records.payloads import PAYLOADS, variant_name
 from loadgen.records.run import Transport
-from loadgen.run.parity import ParityTarget, check_parity
 from loadgen.statistics.agreement import tolerance_of
 from tests.integration.loadgen.conftest import await_true
 

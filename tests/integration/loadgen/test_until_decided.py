@@ -8,8 +8,8 @@ from time import monotonic
 import pytest
 
 from loadgen.analysis.analysis import analyse
+from loadgen.bench.progress import SilentProgress
 from loadgen.records.run import ArmRequest, Cell, Experiment
-from loadgen.run.progress import SilentProgress
 from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 

@@ -22,20 +22,31 @@ ROOMS: dict[str, set[str]] = {
 }
 ENTRY_MODULES = {"cli", "doctor", "command", "launch_plan", "finding", "options", "defaults"}
 
+STUDIES = ("fairness", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start")
+MEASURING = ("control", "processes", "containers", "cache_probe", "conditions", "measure")
+"""Modules of a study that drive servers."""
+
+
+def of_studies(*modules: str) -> tuple[str, ...]:
+    return tuple(f"studies.{study}.{module}" for study in STUDIES for module in modules)
+
+
 # The rooms of `loadgen`, and its modules that are in none: each may import those before it. Of a study the records come
-# before the storage that reads them, the rest after it.
+# before the storage that reads them, then what it computes, what it measures and what it shows. What needs a part of
+# every study gets it from the registry, which imports them when they are asked for.
 LOADGEN = (
     "quantities", "documents", "invocation", "records", "statistics", "clients", "deployment", "experiment",
-    "generator", "locustfile", "studies.gpu_proof.records", "studies.gpu_proof.readings", "studies.causes.records",
-    "studies.ceiling.records", "studies.rate_search.records", "storage", "comparison", "studies", "analysis",
-    "machine", "run", "calibration", "report", "exporters", "conformance", "commands", "scenarios", "cli", "entry",
+    "generator", "locustfile", "studies.registry", *of_studies("records"), "studies.gpu_proof.readings", "storage",
+    "comparison", "studies", "analysis", "machine", "bench", *of_studies(*MEASURING[:-1]), *of_studies("measure"),
+    "report.document", "report.charts", "report.renderers", *of_studies("sections"), "run", "calibration", "report",
+    "exporters", "conformance", "commands", "scenarios", "cli", "entry",
 )  # fmt: skip
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
     "statistics", "records.run", "comparison", "analysis", "experiment.schedule", "experiment.arrivals",
-    "studies.causes.analyse", "studies.ceiling.analyse", "studies.gpu_proof.analyse", "studies.gpu_proof.decision",
-    "studies.gpu_proof.signals", "studies.rate_search.analyse", "studies.rate_search.search",
+    *(f"studies.{study}.analyse" for study in STUDIES if study not in ("fairness", "answers")),
+    "studies.gpu_proof.decision", "studies.gpu_proof.signals", "studies.rate_search.search",
 )  # fmt: skip
 IMPURE = {
     "locust",
@@ -48,6 +59,7 @@ IMPURE = {
     "loadgen.clients",
     "loadgen.deployment",
     "loadgen.generator",
+    "loadgen.bench",
     "loadgen.run",
 }
 
@@ -169,6 +181,7 @@ def test_a_study_never_imports_another() -> None:
         for target in targets
         if name.startswith("loadgen.studies.")
         and target.startswith("loadgen.studies.")
+        and target != "loadgen.studies.registry"
         and name.split(".")[2] != target.split(".")[2]
     ]
     assert crossing == []
@@ -200,16 +213,28 @@ def test_what_computes_asks_no_process_no_clock_and_no_network(room: str) -> Non
     assert found == set()
 
 
+def test_no_analysis_imports_a_measurement() -> None:
+    measuring = {f"loadgen.{name}" for name in of_studies(*MEASURING)}
+    users = {
+        (name, target)
+        for name in MODULES
+        if name.startswith(("loadgen.analysis", "loadgen.comparison")) or name.endswith((".analyse", ".sections"))
+        for target in reachable(name) & measuring
+    }
+    assert users == set()
+
+
 def test_the_run_needs_little_of_the_analysis() -> None:
     """What both need is in `comparison`: the run asks the analysis for the checks before the load alone."""
+    measuring = ("loadgen.run.", "loadgen.bench.", *(f"loadgen.{name}" for name in of_studies(*MEASURING)))
     users = {
         (name, target)
         for name, targets in GRAPH.items()
         for target in targets
-        if name.startswith("loadgen.run.") and target.startswith("loadgen.analysis.")
+        if name.startswith(measuring) and target.startswith("loadgen.analysis.")
     }
     assert {target for _, target in users} == {"loadgen.analysis.checks.registry"}
-    assert {name for name, _ in users} == {"loadgen.run.fairness_phase", "loadgen.run.progress"}
+    assert {name for name, _ in users} == {"loadgen.studies.fairness.measure", "loadgen.bench.progress"}
 
 
 def test_pynvml_is_imported_in_one_place() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadgen.deployment.containers import _log_lines
-from loadgen.run.container_cold_start import milestones
+from loadgen.studies.cold_start.containers import milestones
 
 NATIVE = b"""\
 2026-11-20T10:00:01.000000001Z 10:00:00.9 [info     ] listening    model=['openclip_vit_b32'] url=http://0.0.0.0:8100

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.analysis.checks.registry import CHECKS, Check, Facts, Outcome
+from loadgen.analysis.checks.registry import CHECKS, Check, Outcome
 from loadgen.analysis.checks.registry import check as declare
 from loadgen.analysis.result import Result
+from loadgen.comparison.facts import Facts
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run

@@ -11,12 +11,13 @@ import pytest
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.checks.gpu import gpu_present
-from loadgen.analysis.checks.registry import Check, Facts, check_before_load
+from loadgen.analysis.checks.registry import Check, check_before_load
 from loadgen.analysis.noise_floor import is_self_comparison
 from loadgen.analysis.result import Result
-from loadgen.records.probes import ArmConditions, Conditions
+from loadgen.comparison.facts import Facts
 from loadgen.records.run import ArmRequest, Cell, Environment
 from loadgen.storage.stored_run import StoredRun
+from loadgen.studies.fairness.records import ArmConditions, Conditions
 from tests.golden.synthetic_arms import arms
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 from tests.unit.loadgen.analysis.test_checks import bigger, edit_blocks, edit_json, edit_samples

@@ -11,15 +11,16 @@ import pytest
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.checks.arms import captured_sizes
-from loadgen.analysis.checks.registry import CHECKS, Check, Facts, check_before_load
+from loadgen.analysis.checks.registry import CHECKS, Check, check_before_load
+from loadgen.bench.arms import effective_settings
 from loadgen.clients.requests import Address
+from loadgen.comparison.facts import Facts
 from loadgen.experiment.plan import make_cells
-from loadgen.records.probes import ArmConditions, Conditions
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, Label
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
-from loadgen.run.arms import effective_settings
-from loadgen.run.fairness_readings import as_condition, connect_ms, read_governors
 from loadgen.storage.stored_run import StoredRun
+from loadgen.studies.fairness.conditions import as_condition, connect_ms, read_governors
+from loadgen.studies.fairness.records import ArmConditions, Conditions
 from tests.golden.synthetic_run import Plan, write_run
 
 EXPERIMENT = Experiment(

@@ -16,9 +16,10 @@ from loadgen.analysis.result import Result, read_result
 from loadgen.report import write_reports
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.terminal import print_document
-from loadgen.report.sections.gpu_verification import findings as finding_rows
-from loadgen.report.sections.gpu_verification import gpu_chart
+from loadgen.studies.gpu_proof.analyse import GpuFound
 from loadgen.studies.gpu_proof.records import EvidenceFile
+from loadgen.studies.gpu_proof.sections import findings as finding_rows
+from loadgen.studies.gpu_proof.sections import gpu_chart
 from tests.unit.loadgen.analysis.gpu_run import CAPTURE, write_gpu_run
 
 Show = Callable[[Result], str]
@@ -39,8 +40,8 @@ def checks(result: Result, name: str) -> list[Check]:
 
 
 def findings(result: Result) -> dict[tuple[str, str | None, bool], str]:
-    assert result.evidence is not None
-    return {(r.label, r.cell, r.control): r.finding.value for r in result.evidence.records}
+    assert result.of(GpuFound).evidence is not None
+    return {(r.label, r.cell, r.control): r.finding.value for r in result.of(GpuFound).evidence.records}
 
 
 def test_on_a_machine_with_four_gpus_all_of_that_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +51,8 @@ def test_on_a_machine_with_four_gpus_all_of_that_holds(tmp_path: Path, monkeypat
     assert set(findings(result).values()) == {"GPU_VERIFIED", "CPU_FALLBACK"}
     (control,) = checks(result, "negative_control")
     assert control.ok, control.detail
-    assert result.evidence is not None
-    assert {record.uuid for record in result.evidence.records} == {CAPTURE["uuid"]}
+    assert result.of(GpuFound).evidence is not None
+    assert {record.uuid for record in result.of(GpuFound).evidence.records} == {CAPTURE["uuid"]}
 
 
 def test_two_proven_arms_are_ranked_as_gpu_servers(tmp_path: Path, terminal: Show) -> None:
@@ -151,7 +152,7 @@ def test_the_reports_show_the_findings_and_what_the_gpu_did(tmp_path: Path) -> N
     first, folded = shown.split("<details>")
     assert (first.count("GPU_VERIFIED"), folded.count("GPU_VERIFIED")) == (2, 2)
     assert "CPU_FALLBACK" in first
-    (series,) = result.gpu
+    (series,) = result.of(GpuFound).series
     assert series.uuid == CAPTURE["uuid"]
     load = [share for at_s, share in series.utilisation if 5 < at_s < 25]
     assert min(load) > 0.5

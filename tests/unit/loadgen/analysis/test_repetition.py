@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.analysis.checks.registry import Facts, Outcome
+from loadgen.analysis.checks.registry import Outcome
 from loadgen.analysis.checks.run import answers_from_memory, repeated_requests
 from loadgen.analysis.noise_floor import apply_floor, find_floor, floor_of
 from loadgen.comparison.comparisons import Comparison
+from loadgen.comparison.facts import Facts
 from loadgen.machine.noise_floor import NoiseFloorError, make_floor, own_floors, read_floors, store_floor
 from loadgen.records.machine import FloorEntry, NoiseFloor
-from loadgen.records.probes import CacheProbe
 from loadgen.records.run import Label
 from loadgen.statistics.ratios import adjust_holm, between_restarts, critical_t, estimate_ratio, estimate_restarts
 from loadgen.storage.stored_run import StoredRun
+from loadgen.studies.fairness.records import CacheProbe
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 from tests.unit.loadgen.analysis.test_fairness import EXPERIMENT
 

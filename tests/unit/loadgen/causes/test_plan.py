@@ -11,7 +11,7 @@ import pytest
 from loadgen.comparison.summaries import BlockSummary, summarise_latency
 from loadgen.experiment.plan import make_cells
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
-from loadgen.run.explanation_phase import varied_experiment, varied_request
+from loadgen.studies.causes.measure import varied_experiment, varied_request
 from loadgen.studies.causes.plan import (
     cells_worth_explaining,
     changed_settings,

@@ -13,7 +13,7 @@ from loadgen.entry import build
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, Label
-from loadgen.run.ceiling_phase import command_of, contradiction
+from loadgen.studies.ceiling.measure import command_of, contradiction
 from loadgen.studies.ceiling.plan import (
     MAX_SIZES,
     EngineRun,

@@ -19,8 +19,8 @@ from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from loadgen.run.ceiling_phase import read_document
-from loadgen.studies.ceiling.analyse import EngineShare, nearest_size
+from loadgen.studies.ceiling.analyse import CeilingsFound, EngineShare, nearest_size
+from loadgen.studies.ceiling.measure import read_document
 from loadgen.studies.ceiling.records import Ceiling, Ceilings, EngineBatch, EngineDocument
 from servers.engines.interface import EngineDescription
 from servers.engines.measurement import BatchMeasurement
@@ -59,7 +59,7 @@ def measured_run(directory: Path) -> Path:
 
 
 def of(result: Result, cell: str, label: Label = "a") -> EngineShare:
-    (found,) = [one for one in result.ceilings if (one.cell, one.label) == (cell, label)]
+    (found,) = [one for one in result.of(CeilingsFound).shares if (one.cell, one.label) == (cell, label)]
     return found
 
 
@@ -71,7 +71,7 @@ def shown(result: Result) -> str:
 
 def test_each_cell_is_divided_by_whole_calls_at_its_own_batch_size(tmp_path: Path) -> None:
     result = analyse(measured_run(tmp_path))
-    assert {one.label for one in result.ceilings} == {"a"}
+    assert {one.label for one in result.of(CeilingsFound).shares} == {"a"}
     for cell, size in (("single", 1), ("batched(4)", 4), ("batched(32)", 32)):
         found = of(result, cell)
         (served,) = [s.throughput_per_s for s in result.summaries if (s.cell, s.label) == (cell, "a")]
@@ -100,15 +100,15 @@ def test_the_nearest_size() -> None:
 def test_a_measurement_of_both_arms_counts_for_both(tmp_path: Path) -> None:
     result = analyse(write_measured(tmp_path, Ceiling(labels=("a", "b"), document=document(3.0, 4.0))))
     assert of(result, "single", "a").engine_images_per_s == of(result, "single", "b").engine_images_per_s
-    assert result.ceilings_missing == ()
+    assert result.of(CeilingsFound).missing == ()
 
 
 def test_what_is_missing_is_said_and_fails_nothing(tmp_path: Path) -> None:
     result = analyse(measured_run(tmp_path))
-    (missing,) = result.ceilings_missing
+    (missing,) = result.of(CeilingsFound).missing
     assert (missing.label, missing.cell, missing.reason) == ("b", None, "its measurement ended with exit status 1")
     plain = analyse(write_run(tmp_path / "plain", SHORT))
-    assert (plain.ceilings, plain.ceilings_missing) == ((), ())
+    assert plain.of(CeilingsFound) == CeilingsFound()
     assert result.valid == plain.valid
     assert {check.name for check in result.checks} - {check.name for check in plain.checks} == {"engine_ceiling"}
 
@@ -122,8 +122,8 @@ def test_a_size_that_was_not_measured_and_a_server_that_tells_no_batches_have_no
         if record["cell"] == "concurrent(16)":
             path.write_text(json.dumps(record | {"stages": None}))
     result = analyse(tmp_path)
-    assert [one.cell for one in result.ceilings] == ["single", "batched(1)"]
-    reasons = {gap.cell: gap.reason for gap in result.ceilings_missing}
+    assert [one.cell for one in result.of(CeilingsFound).shares] == ["single", "batched(1)"]
+    reasons = {gap.cell: gap.reason for gap in result.of(CeilingsFound).missing}
     assert reasons["batched(8)"] == "that batch size was not measured"
     assert reasons["concurrent(16)"] == "its server does not tell what it executed"
 
@@ -132,7 +132,7 @@ def test_a_share_above_its_ceiling_is_a_warning(tmp_path: Path) -> None:
     result = analyse(write_measured(tmp_path, Ceiling(labels=("a", "b"), document=document(60.0, 4.5))))
     (check,) = [one for one in result.checks if one.name == "engine_ceiling"]
     assert (check.ok, check.severity, check.threshold) == (False, "warns", 1.05)
-    highest = max(result.ceilings, key=lambda one: one.share)
+    highest = max(result.of(CeilingsFound).shares, key=lambda one: one.share)
     assert highest.share > 1.05
     assert check.value == pytest.approx(highest.share, abs=1e-4)
     assert f"by {highest.label.upper()} in {highest.cell}" in check.detail
@@ -148,7 +148,7 @@ def test_a_share_within_its_ceiling_is_none(tmp_path: Path) -> None:
 
 def test_every_report_shows_the_table_and_a_sentence_of_each_arm(tmp_path: Path) -> None:
     result = analyse(measured_run(tmp_path))
-    best = max(result.ceilings, key=lambda one: one.served_images_per_s)
+    best = max(result.of(CeilingsFound).shares, key=lambda one: one.served_images_per_s)
     said = (
         f"serves {share(best.share)} of what its engine does alone at batch {best.batch}",
         "the rest is the server, the transport and the client.",
@@ -179,8 +179,8 @@ def test_a_run_without_ceilings_says_nothing_of_them(tmp_path: Path) -> None:
 
 def test_a_run_that_was_interrupted_between_measurements_keeps_the_first(tmp_path: Path) -> None:
     result = analyse(write_measured(tmp_path, Ceiling(labels=("a",), document=document(3.0, 4.5))))
-    assert {one.label for one in result.ceilings} == {"a"}
-    assert result.ceilings_missing == ()
+    assert {one.label for one in result.of(CeilingsFound).shares} == {"a"}
+    assert result.of(CeilingsFound).missing == ()
 
 
 def test_the_record_takes_what_abserve_engine_writes(tmp_path: Path) -> None:

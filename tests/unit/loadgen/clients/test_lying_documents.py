@@ -12,18 +12,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loadgen.analysis.checks.registry import Facts, check_before_load
+from loadgen.analysis.checks.registry import check_before_load
+from loadgen.bench.arms import Arm
+from loadgen.bench.server_stats import requests_seen, stage_totals
 from loadgen.clients.endpoint import Endpoint, EndpointError
+from loadgen.comparison.facts import Facts
 from loadgen.deployment.remote import RemoteDeployment
 from loadgen.documents import read_record
-from loadgen.records.probes import Conditions
+from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, StageTotals
-from loadgen.run.arms import Arm
-from loadgen.run.fairness_readings import as_condition
-from loadgen.run.server_stats import requests_seen, stage_totals
 from loadgen.storage.stored_run import StoredRun
+from loadgen.studies.fairness.conditions import as_condition
+from loadgen.studies.fairness.records import Conditions
 from loadgen.studies.gpu_proof.decision import judge_placement
-from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS, own_devices, used_gpu
+from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS
 from tests.hostile_server import HostileServer, hostile_server
 
 MODEL = "/v2/models/m"

@@ -17,7 +17,7 @@ from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from loadgen.report.sections.why import stage_rows
+from loadgen.studies.causes.sections import stage_rows
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 

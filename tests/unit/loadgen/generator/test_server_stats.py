@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadgen.run.server_stats import requests_seen, stage_totals
+from loadgen.bench.server_stats import requests_seen, stage_totals
 
 
 def statistics(requests: int, **extra: object) -> dict:

@@ -9,13 +9,13 @@ import psutil
 import pytest
 
 from loadgen.analysis.noise_floor import gpu_of
+from loadgen.bench.gpu_stage import gpu_options
 from loadgen.machine.fingerprint import fingerprint
+from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import ArmRecord, Label
 from loadgen.report.sections.conditions import gpu_text
-from loadgen.run import fairness_readings
-from loadgen.run.fairness_readings import read_busy_share, read_conditions
-from loadgen.run.gpu_stage import gpu_options
-from loadgen.studies.gpu_proof.records import own_devices, used_gpu
+from loadgen.studies.fairness import conditions
+from loadgen.studies.fairness.conditions import read_busy_share, read_conditions
 
 HOST = {"cpu_model": "x", "cpu_count": 16}
 
@@ -87,4 +87,4 @@ def test_other_cores_load_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_busy_share() == pytest.approx(0.03)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 7})
     assert read_busy_share() == pytest.approx(0.515)
-    assert fairness_readings.IDLE_SECONDS < 1
+    assert conditions.IDLE_SECONDS < 1

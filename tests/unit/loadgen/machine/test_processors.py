@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from loadgen.bench.machine_watch import machine_load
 from loadgen.machine.processors import ProcessorReading, descendants, read_processors
-from loadgen.run.machine_watch import machine_load
 
 TICK = 10_000_000
 OWN = os.getpid()

@@ -11,11 +11,11 @@ import pytest
 from loadgen.analysis.analysis import analyse
 from loadgen.conformance.records import CaseResult, Verdict
 from loadgen.conformance.rendering import ConformanceReport, markdown, print_report
+from loadgen.report.charts import label_text
 from loadgen.report.console import make_console
 from loadgen.report.document import Chapter, Document, Section, Table, names
 from loadgen.report.renderers.csv import render_csv
 from loadgen.report.renderers.markdown import escape, fenced
-from loadgen.report.sections.charts import label_text
 from tests.golden.synthetic_run import Plan, write_run
 from tests.hostile_names import HOSTILE, check_reports
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.report.sections.charts import LEAST_GAP, log_axis, round_ticks
+from loadgen.report.charts import LEAST_GAP, log_axis, round_ticks
 
 exponents = st.floats(-6.0, 6.0)
 

@@ -18,6 +18,7 @@ from rich.console import Console
 import loadgen.report.document as doc
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.result import Result
+from loadgen.bench.live_ratios import LiveRatios
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.report.contents import result_document
 from loadgen.report.files import formats
@@ -26,13 +27,12 @@ from loadgen.report.progress import RichProgress
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.sections.comparisons import comparisons, forest, ranking
-from loadgen.report.sections.rates import ramp
 from loadgen.report.sections.verdict import overview
-from loadgen.report.sections.why import cause_table, causes_chart, why
-from loadgen.run.live_ratios import LiveRatios
 from loadgen.storage.stored_run import read_run
-from loadgen.studies.causes.analyse import Cause, CauseEffect, CellCauses
-from loadgen.studies.rate_search.records import RampFound, RampRung
+from loadgen.studies.causes.analyse import Cause, CauseEffect, CausesFound, CellCauses
+from loadgen.studies.causes.sections import cause_table, causes_chart, why
+from loadgen.studies.rate_search.records import RampFound, RampRung, RatesFound
+from loadgen.studies.rate_search.sections import ramp
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 PLAN = Plan(pairs=4, requests=120, others=(SimulatedArm(4.0, 5.4, 1.0), SimulatedArm()))
@@ -150,7 +150,8 @@ def test_causes_are_told_for_each_arm(result: Result) -> None:
         slower="a", ratio=1.67, causes=(cause,), unattributed_ms=-9.0, unattributed_ci95_ms=None,
         unattributed_share=1.5, sentence="A is slower.", notes=(),
     )  # fmt: skip
-    explained = msgspec.structs.replace(result, causes=(found, msgspec.structs.replace(found, arm="d")))
+    both = CausesFound(cells=(found, msgspec.structs.replace(found, arm="d")))
+    explained = msgspec.structs.replace(result, studies={**result.studies, CausesFound.STUDY: both})
     table = cause_table(explained, found)
     assert table.title == "What each cause makes of the difference in single, C against A"
     assert [column.title for column in table.columns][1] == "C − A"
@@ -171,7 +172,7 @@ def test_the_first_ramps_stand_beside_the_baselines(result: Result) -> None:
         )
         for label, speed in (("a", 100.0), ("b", 200.0), ("c", 300.0), ("d", 400.0))
     )  # fmt: skip
-    _, *first = tables(ramp(msgspec.structs.replace(result, ramps=ramps)))
+    _, *first = tables(ramp(msgspec.structs.replace(result, studies={RatesFound.STUDY: RatesFound(ramps=ramps)})))
     assert [table.title for table in first] == [f"The first ramp of A and of {label}" for label in "BCD"]
     assert list(first[1].rows[0]) == ["4", "100", "8.00", "–", "300", "8.00", "–"]
 

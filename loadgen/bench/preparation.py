@@ -1,0 +1,129 @@
+"""What must exist before a server is asked: the exported model, the sample images, deployments for the arms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from loadgen.clients.endpoint import Signature
+from loadgen.clients.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
+from loadgen.deployment.compose import ComposeDeployment
+from loadgen.deployment.containers import PROJECT
+from loadgen.deployment.embedded import EmbeddedDeployment
+from loadgen.deployment.interface import Deployment
+from loadgen.deployment.process import ChildProcess
+from loadgen.deployment.remote import RemoteDeployment
+from loadgen.invocation import ABSERVE
+from loadgen.records.payloads import base_name
+from loadgen.records.run import ArmRequest, Experiment, Label
+from loadgen.storage.store import RunStore
+
+READY_SECONDS = 300.0
+"""For a server of ours to start."""
+Inputs = Mapping[str, SampleInputs]
+"""The same pictures by payload."""
+
+
+class PreparationError(Exception):
+    """Something that the run needs cannot be made; the message holds the process's last words."""
+
+
+def needs_artefact(arm: ArmRequest) -> bool:
+    """Whether the arm executes an exported file rather than the torch module."""
+    engine = arm.settings.get("engine", "onnxruntime" if arm.target == "triton" else "torch")
+    return arm.embedded and engine == "onnxruntime"
+
+
+def make_deployment(
+    arm: ArmRequest, experiment: Experiment, store: RunStore, work: Path, abserve: Sequence[str] = ABSERVE
+) -> Deployment:
+    """How this arm's server is started and found. Raises `AddressError` for a URL that cannot be used,
+    `DeploymentError` where a compose stack is asked for and is not up."""
+    if not arm.embedded:
+        return RemoteDeployment(arm.target, arm.grpc)
+    if experiment.deployment == "compose":
+        return ComposeDeployment(arm.target, experiment.compose_project or PROJECT)
+    options = {"model": base_name(experiment.model), "weights": experiment.weights, "threads": str(experiment.threads)}
+    if experiment.payload_of(arm) != "fp32":
+        options["payloads"] = experiment.payload_of(arm)
+    if experiment.transport == "shm" and arm.target == "native":  # Triton offers it unasked
+        options["allow-shared-memory"] = "true"
+    if arm.target == "triton":
+        options["work-dir"] = str(work / f"triton-{arm.label}")
+    log_path = store.log_path(f"{arm.label}-{arm.target}")
+    return EmbeddedDeployment(arm.target, {**options, **arm.settings}, log_path, abserve=abserve)
+
+
+def export_artefacts(
+    experiment: Experiment, store: RunStore, say: Callable[[str], None], abserve: Sequence[str] = ABSERVE
+) -> None:
+    """Run `abserve export` for the arms that need it (each place once), passing its lines on. Raises
+    `PreparationError`."""
+    wanted = {
+        (
+            arm.settings.get("artefacts", ""),
+            "fp32" if experiment.payload_of(arm) == "fp32" else "uint8",
+            "fp16" if arm.settings.get("precision") == "fp16" else "fp32",
+        )
+        for arm in experiment.arms
+        if needs_artefact(arm)
+    }  # a JPEG variant executes the file of the UINT8 one, TF32 that of FP32
+    for place, payload, precision in sorted(wanted):
+        argv = [*abserve, "export", "--model", base_name(experiment.model), "--weights", experiment.weights]
+        argv += ["--payload", payload] if payload != "fp32" else []
+        argv += ["--precision", precision] if precision != "fp32" else []
+        argv += ["--artefacts", place] if place else []
+        _run_telling(argv, store.log_path("export"), say)
+
+
+def _run_telling(argv: Sequence[str], log_path: Path, say: Callable[[str], None]) -> None:
+    process = ChildProcess(argv, log_path=log_path, pipes=True)
+    try:
+        assert process.popen.stdout is not None
+        for raw in process.popen.stdout:
+            line = raw.decode("utf-8", "replace").strip()
+            if line:
+                say(line)
+        code = process.popen.wait()
+    finally:
+        process.stop()
+    if code != 0:
+        raise PreparationError(f"the export failed: {_error_line(log_path) or process.failure()}")
+
+
+def _error_line(log_path: Path) -> str | None:
+    """The last line of the log that begins with `error: `, without that: what `abserve export` says of itself."""
+    with suppress(OSError):
+        for line in reversed(log_path.read_text("utf-8", "replace").splitlines()):
+            if line.startswith("error: "):
+                return line.removeprefix("error: ")
+    return None
+
+
+def prepare_inputs(experiment: Experiment, folder: Path, abserve: Sequence[str] = ABSERVE) -> Inputs | None:
+    """The same photographs in every payload that an arm takes, for a registered model. None for a model that only the
+    remote servers know. Raises `InputError`."""
+    try:
+        write_samples(base_name(experiment.model), folder, abserve)
+    except InputError:
+        if any(arm.embedded for arm in experiment.arms):
+            raise
+        return None
+    return {payload: read_inputs(folder, payload) for payload in experiment.payloads}
+
+
+def synthesise_inputs(experiment: Experiment, folder: Path, signatures: Mapping[Label, Signature]) -> Inputs:
+    """Seeded values by the servers' own metadata. Raises `InputError`, for different payloads too: values that are
+    made up are not the same picture twice."""
+    if len(experiment.payloads) > 1:
+        raise InputError(f"there are no pictures of {experiment.model} in two payloads; send all arms the same one")
+    payload = experiment.payload_of(experiment.baseline)
+    write_synthetic(signatures[experiment.baseline.label], folder, payload, experiment.seed)
+    return {payload: read_inputs(folder, payload)}
+
+
+def describe_inputs(inputs: Inputs) -> dict[str, str | int]:
+    """For the stored record: the first payload's description, and the digests of further ones under their names."""
+    first, *rest = inputs.items()
+    return first[1].describe() | {f"sha256_{name}": more.describe()["sha256"] for name, more in rest}

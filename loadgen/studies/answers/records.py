@@ -1,0 +1,28 @@
+"""What came of comparing answers."""
+
+from __future__ import annotations
+
+from loadgen.records.run import Label, Record
+
+
+class AnswersCompared(Record, frozen=True, kw_only=True):
+    """Answers that an arm gave under load in one cell and one start of the servers, beside those to the same inputs
+    sent alone."""
+
+    FILE = "answers.json"
+    cell: str
+    label: Label
+    restart: int
+    answers: int
+    """Chosen by the seed before each block."""
+    items: int
+    """Of these answers, that were compared."""
+    wrong: int
+    """Answers with an item that differs by more than the tolerance."""
+    relative_max: float | None
+    """Largest relative error of an item; None without any, or where one is infinite."""
+    tolerance_relative: float
+    fault: str | None = None
+    """The first wrong answer: which request, and how it is wrong."""
+    error: str | None = None
+    """Why they could not be compared."""

@@ -1,0 +1,104 @@
+"""Measures the arms' engines alone, by `abserve engine` in a process of its own, when all servers are stopped.
+
+A measurement that cannot be had is stored with its reason, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from loadgen.bench.interruption import uninterrupted
+from loadgen.bench.progress import Progress
+from loadgen.deployment.process import ChildProcess, ProcessError
+from loadgen.records.run import ArmRecord, Experiment, shown
+from loadgen.storage.store import RunStore
+from loadgen.studies.ceiling.plan import NAMED, SECONDS_A_SIZE, EngineRun, plan_ceilings
+from loadgen.studies.ceiling.records import Ceiling, Ceilings, EngineDocument
+
+LOAD_TIMEOUT_S = 300.0
+SIZE_TIMEOUT_S = 60.0
+"""More for each batch size: a large batch on a CPU takes seconds, and each size a dozen runs."""
+STOP_TIMEOUT_S = 5.0
+
+
+def measure_ceilings(
+    experiment: Experiment,
+    records: Sequence[ArmRecord],
+    store: RunStore,
+    progress: Progress,
+    work: Path,
+    abserve: Sequence[str],
+    *,
+    timeout_s: float | None = None,
+) -> None:
+    """All of them, stored as they are made. Both servers must be stopped. Raises `StorageError`."""
+    runs, missing = plan_ceilings(experiment, records)
+    done = [Ceiling(labels=(one.label,), reason=one.reason) for one in missing]
+    store.write(Ceilings(measured=tuple(done)))
+    for run in runs:
+        arms = " and ".join(shown(label) for label in run.labels)
+        progress.now(f"the engine of {arms} alone, at batches of {', '.join(map(str, run.sizes))}")
+        limit_s = LOAD_TIMEOUT_S + SIZE_TIMEOUT_S * len(run.sizes) if timeout_s is None else timeout_s
+        done.append(_measure(run, store, work, abserve, limit_s))
+        store.write(Ceilings(measured=tuple(done)))
+
+
+def command_of(run: EngineRun) -> tuple[str, ...]:
+    """What follows `abserve`; the file comes on top."""
+    sizes = ",".join(map(str, run.sizes))
+    return ("engine", *run.options, f"--batches={sizes}", f"--seconds={SECONDS_A_SIZE:g}")
+
+
+def _measure(run: EngineRun, store: RunStore, work: Path, abserve: Sequence[str], limit_s: float) -> Ceiling:
+    name = f"engine-{'-'.join(run.labels)}"
+    path = work / f"{name}.json"
+    command = command_of(run)
+    document: EngineDocument | None = None
+    reason: str | None
+    try:
+        reason = _run([*abserve, *command, f"--json={path}"], store.log_path(name), limit_s)
+        if reason is None:
+            document = read_document(path)
+            reason = contradiction(run, document.engine)
+    except (ProcessError, OSError, ValueError) as exc:
+        reason = f"its measurement left nothing to read: {exc}"
+    return Ceiling(
+        labels=run.labels,
+        command=shlex.join(["abserve", *command]),
+        document=document if reason is None else None,
+        reason=reason,
+    )
+
+
+def _run(argv: Sequence[str], log_path: Path, limit_s: float) -> str | None:
+    """Why it failed; None where it did not. However it ends, the process does."""
+    process = ChildProcess(argv, log_path=log_path)
+    try:
+        code = process.popen.wait(limit_s)
+        return None if code == 0 else f"its measurement {process.failure()}"
+    except subprocess.TimeoutExpired:
+        return f"its measurement took more than {limit_s:g} s; {process.last_words()}"
+    finally:
+        with uninterrupted():
+            process.stop(timeout_s=STOP_TIMEOUT_S)
+
+
+def read_document(path: Path) -> EngineDocument:
+    """What `abserve engine --json` wrote. Raises `OSError` and `ValueError`."""
+    return msgspec.json.decode(path.read_bytes(), type=EngineDocument)
+
+
+def contradiction(run: EngineRun, engine: Mapping[str, object]) -> str | None:
+    """Where what was measured is not what the server said that it runs: that is no ceiling of it."""
+    names = {there: here for here, there in NAMED.items()}
+    wrong = [
+        f"{names[there]} {engine.get(there)} instead of {told}"
+        for there, told in run.told
+        if str(engine.get(there)) != told
+    ]
+    return f"another engine was measured than the server runs: {', '.join(wrong)}" if wrong else None

@@ -1,0 +1,21 @@
+"""What the cold starts of a run came to: every start, as it was stored. Their ratios are comparisons like any other."""
+
+from __future__ import annotations
+
+from loadgen.comparison.facts import Facts
+from loadgen.records.run import Found
+from loadgen.studies.cold_start.records import ColdStart, ContainerColdStart
+
+
+class ColdStartsFound(Found, frozen=True, kw_only=True):
+    """Every start of a server."""
+
+    STUDY = "cold_start"
+    starts: tuple[ColdStart, ...] = ()
+    containers: tuple[ContainerColdStart, ...] = ()
+    """Every start of a container, taken apart; empty but for `--deployment compose`."""
+
+
+def analyse(facts: Facts) -> ColdStartsFound:
+    """Of processes and of containers."""
+    return ColdStartsFound(starts=facts.run.cold_starts, containers=facts.run.container_cold_starts)

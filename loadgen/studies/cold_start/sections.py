@@ -1,0 +1,120 @@
+"""How long the servers take to start: from the process to its first answer, and for containers step by step."""
+
+from __future__ import annotations
+
+import loadgen.report.document as doc
+from loadgen.analysis.result import Result
+from loadgen.quantities import number
+from loadgen.records.run import shown
+from loadgen.report.charts import ROWS, axis, bars_across, colour, label_text, place_of
+from loadgen.studies.cold_start.analyse import ColdStartsFound
+from loadgen.studies.cold_start.records import ContainerColdStart
+
+PHASES = (
+    ("live_ns", "process start to live"),
+    ("ready_ns", "live to ready: load and warm-up"),
+    ("first_answer_ns", "ready to first answer"),
+)
+STEPS = (
+    ("process", "first log line"),
+    ("imported", "imported"),
+    ("weights_loaded", "weights"),
+    ("engine_ready", "graphs or engine"),
+)
+"""A milestone of a container → its heading; the others lie between these."""
+CAPTION = (
+    "Seconds since the Docker engine was asked to start the container; a step that a server does not log is –. "
+    "Graphs or engine: graphs captured and warmed up, or the engine loaded. The last columns are how long the first "
+    "request of each batch size took, one size after the other. Cached: what torch and Triton have compiled was kept; "
+    "uncached: it was emptied before. The page cache was warm."
+)
+
+
+def cold_starts(result: Result) -> doc.Section | None:
+    """One bar for each start, from the creation of the process to its first answer."""
+    starts = [s for s in result.of(ColdStartsFound).starts if s.first_answer_ns is not None or s.ready_ns is not None]
+    if not starts:
+        return None
+    starts = sorted(starts, key=lambda start: (place_of(result, start.label), start.repetition))
+    rows = [label_text(f"{shown(start.label)} start {start.repetition + 1}") for start in starts]
+    data: list[doc.Figure] = []
+    reached = [0] * len(starts)
+    for (attribute, title), opacity in zip(PHASES, (0.45, 0.75, 1.0), strict=True):
+        seconds = []
+        for index, start in enumerate(starts):
+            moment = getattr(start, attribute)
+            seconds.append((moment - reached[index]) / 1e9 if moment is not None else 0.0)
+            reached[index] = moment if moment is not None else reached[index]
+        colours = [colour(result, start.label) for start in starts]
+        marker = {"color": colours, "opacity": opacity, "line": {"color": "--card", "width": 1}}
+        hover = title + ": %{x:.3~g} s<extra>%{y}</extra>"
+        data.append(bars_across(title, rows, seconds, marker, showlegend=False, hovertemplate=hover))
+    chart = doc.Chart(
+        "cold-starts",
+        "Cold start",
+        "From the creation of the process; from pale to full: until it is live, until it is ready (model loaded and "
+        "warm), until its first answer. File caches are warm after the first start.",
+        data,
+        {
+            "height": 110 + 26 * len(rows),
+            "barmode": "stack",
+            "bargap": 0.3,
+            "xaxis": axis("seconds since process start", rangemode="tozero"),
+            "yaxis": ROWS,
+        },
+    )
+    return doc.section("Cold start", chart)
+
+
+def container_starts(result: Result) -> doc.Section | None:
+    """A table for each arm's container with a row for each start, in the order in which they ran."""
+    blocks: list[doc.Table | doc.Items] = []
+    for label in result.experiment.labels:
+        starts = [start for start in result.of(ColdStartsFound).containers if start.label == label]
+        if not starts:
+            continue
+        sizes = sorted({size for start in starts for size in start.batch_answers_ns})
+        headings = (
+            "container",
+            *(title for _, title in STEPS),
+            "ready",
+            "first answer",
+            *(f"batch {n}" for n in sizes),
+        )
+        blocks.append(
+            doc.Table(
+                (*doc.names("start"), *doc.numbers(*headings)),
+                [_row(start, sizes) for start in starts],
+                title=f"{shown(label)}: {starts[0].service} ({starts[0].image})",
+            )
+        )
+        blocks.append(
+            doc.Items([doc.Item(f"{_name(one)}: {one.error}", "failed") for one in starts if one.error is not None])
+        )
+    return doc.section("Cold starts of the containers", *blocks, doc.Text(CAPTION if blocks else "", "note"))
+
+
+def _name(start: ContainerColdStart) -> str:
+    return f"{start.repetition + 1} {start.caches}"
+
+
+def _row(start: ContainerColdStart, sizes: list[int]) -> tuple[str, ...]:
+    return (
+        _name(start) + (" failed" if start.error is not None else ""),
+        _seconds(start.started_ns),
+        *(_seconds(start.milestones_ns.get(name)) for name, _ in STEPS),
+        _seconds(start.ready_ns),
+        _seconds(start.first_answer_ns),
+        *(_milliseconds(start.batch_answers_ns.get(size)) for size in sizes),
+    )
+
+
+def _seconds(value_ns: int | None) -> str:
+    return "–" if value_ns is None else f"{value_ns / 1e9:.2f} s"
+
+
+def _milliseconds(value_ns: int | None) -> str:
+    return "–" if value_ns is None else f"{number(value_ns / 1e6)} ms"
+
+
+SECTIONS = {"Detail": (cold_starts, container_starts)}

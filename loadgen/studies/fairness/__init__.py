@@ -1,0 +1,1 @@
+"""Whether the arms are alike and the machine is fit, before anything is measured."""

@@ -1,0 +1,206 @@
+"""Where the arms ran: the findings with what they rest on, and what the GPU did over the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import loadgen.report.document as doc
+from loadgen.analysis.result import Result
+from loadgen.quantities import number, share
+from loadgen.records.run import shown
+from loadgen.report.charts import LEGEND_ABOVE, axis, colour, label_text, rounded, several
+from loadgen.studies.gpu_proof.analyse import GpuFound
+from loadgen.studies.gpu_proof.records import EvidenceRecord, Finding
+
+ALL_SCENARIOS = "all scenarios"
+STYLES: dict[Finding, doc.Style] = {
+    Finding.GPU_VERIFIED: "ok",
+    Finding.CPU_FALLBACK: "failed",
+    Finding.INCONCLUSIVE: "warning",
+}
+CAPTION = (
+    "One finding an arm and scenario, from the driver's own readings. Utilisation and energy are of the arm's blocks "
+    "alone and, in brackets, of the idle gaps beside them. docs/gpu-proof.md has the rules and what each code means."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FindingRow:
+    """`figures`: load, utilisation, power, J/image, J/image beyond idling. `inputs`: what the decision rests on.
+    `repeats`: it says of one scenario what its arm's row over all scenarios says."""
+
+    arm: str
+    scenario: str
+    words: str
+    style: doc.Style
+    figures: tuple[str, ...]
+    inputs: str
+    why: str
+    repeats: bool
+    line: str
+    """The row in a sentence or two."""
+
+
+def findings(result: Result) -> list[FindingRow]:
+    """The findings over all scenarios first, then those of each scenario, then the negative control."""
+    places = {cell.name: place for place, cell in enumerate(result.experiment.cells)}
+    arms = result.experiment.labels
+    records = sorted(
+        _records(result),
+        key=lambda record: (
+            record.control,
+            places.get(record.cell, len(places)) if record.cell else -1,
+            arms.index(record.label),
+        ),
+    )
+    whole = {record.label: record for record in records if record.cell is None and not record.control}
+    return [_row(record, whole.get(record.label)) for record in records]
+
+
+def _records(result: Result) -> Sequence[EvidenceRecord]:
+    evidence = result.of(GpuFound).evidence
+    return evidence.records if evidence is not None else ()
+
+
+def _row(record: EvidenceRecord, whole: EvidenceRecord | None) -> FindingRow:
+    scenario = (record.cell or ALL_SCENARIOS) + (", on the CPU on purpose" if record.control else "")
+    words = record.finding.value + (f" ({record.code})" if record.code is not None else "")
+    figures = _figures(record)
+    _, utilisation, power, joules, _ = figures
+    energy = "" if joules == "–" else f", {joules} J/image"
+    measured = f"; busy {utilisation}, {power}{energy}" if record.inputs.gpu is not None else ""
+    return FindingRow(
+        arm=shown(record.label),
+        scenario=scenario,
+        words=words,
+        style="ok" if record.control and record.finding is Finding.CPU_FALLBACK else STYLES[record.finding],
+        figures=figures,
+        inputs=f"placement {record.inputs.placement.result}, activity {record.activity or 'unknown'}, "
+        f"attributed {_yes(record.attributed)}, worked like a CPU {_yes(record.cpu_witness)}",
+        why=" ".join((record.sentence, *(f"{note[0].upper()}{note[1:]}." for note in record.notes))),
+        repeats=record is not whole
+        and whole is not None
+        and not record.control
+        and (whole.finding, whole.code) == (record.finding, record.code),
+        line=f"{words}{measured}. {record.sentence}",
+    )
+
+
+def _figures(record: EvidenceRecord) -> tuple[str, str, str, str, str]:
+    gpu, load = record.inputs.gpu, record.inputs.load
+    loaded = f"{load.window_s:.1f} s"
+    if gpu is None:
+        return loaded, "–", "–", "–", "–"
+    busy = share(gpu.busy_s / gpu.covered_s) if gpu.covered_s > 0 else "–"
+    watts = "–" if gpu.energy_joules is None or load.window_s <= 0 else f"{gpu.energy_joules / load.window_s:.0f} W"
+    idle_watts = "–" if gpu.idle_power_watts is None else f"{gpu.idle_power_watts:.0f} W"
+    return (
+        loaded,
+        f"{busy} ({share(gpu.idle_utilisation_low)})",
+        f"{watts} ({idle_watts})",
+        "–" if record.control else _joules(gpu.joules_per_item),
+        "–" if record.control else _joules(gpu.excess_joules_per_item),
+    )
+
+
+def _yes(value: bool | None) -> str:
+    return "unknown" if value is None else "yes" if value else "no"
+
+
+def _joules(value: float | None) -> str:
+    return "–" if value is None else number(value)
+
+
+def gpu_verification(result: Result) -> doc.Section | None:
+    """A terminal shows a line for each finding that is not like the whole; a page all of them with their figures."""
+    found = findings(result)
+    telling = [row for row in found if not row.repeats]
+    return doc.section(
+        "Where the arms ran",
+        doc.Items([doc.Item(row.line, row.style, f"{row.arm} {row.scenario}") for row in telling], on=doc.TERMINAL),
+        _table(telling, CAPTION),
+        doc.Fold("The same finding in each scenario", (_table([row for row in found if row.repeats]),)),
+        gpu_chart(result),
+    )
+
+
+def _table(rows: Sequence[FindingRow], caption: str = "") -> doc.Table:
+    return doc.Table(
+        (
+            *doc.names("arm", "scenario", "finding"),
+            *doc.numbers("load", "utilisation", "power", "J/image", "beyond idle"),
+            doc.Column("why", "text", below=True),
+            doc.Column("inputs", "text", below=True),
+        ),
+        [(row.arm, row.scenario, doc.Cell(row.words, row.style), *row.figures, row.why, row.inputs) for row in rows],
+        caption=caption,
+        on=doc.PAGES,
+    )
+
+
+def gpu_chart(result: Result) -> doc.Chart | None:
+    """Utilisation, SM activity and power over the run, with the blocks of each arm behind them."""
+    data: list[doc.Figure] = []
+    for device in result.of(GpuFound).series:
+        name = "" if len(result.of(GpuFound).series) == 1 else f" {label_text(device.uuid[:12])}"
+        for title, points, factor, panel, dash in (
+            ("utilisation", device.utilisation, 100.0, "y", "solid"),
+            ("SM activity", device.sm_active, 100.0, "y", "dot"),
+            ("power", device.power_watts, 1.0, "y2", "solid"),
+        ):
+            if not points:
+                continue
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines",
+                    "name": title + name,
+                    "x": [rounded(seconds / 60.0) for seconds, _ in points],
+                    "y": [rounded(factor * value) for _, value in points],
+                    "yaxis": panel,
+                    "line": {"color": "--ink" if title != "SM activity" else "--muted", "width": 1.5, "dash": dash},
+                    "hovertemplate": f"{title}: %{{y:.4~g}} {'W' if panel == 'y2' else '%'}<extra></extra>",
+                }
+            )
+    if not data:
+        return None
+    control = any(record.control for record in _records(result))
+    whose = "the arms" if several(result) else " and of ".join(map(shown, result.experiment.labels))
+    return doc.Chart(
+        "gpu",
+        "What the GPU did",
+        f"Means over a second, by the driver. Shaded: the blocks of {whose} in their colours"
+        + (", the deliberate CPU run in grey" if control else "")
+        + "; between the rounds nothing is sent.",
+        data,
+        {
+            "height": 460,
+            "xaxis": axis("minutes since the first block", anchor="y2"),
+            "yaxis": axis("% of the time", range=[0, 101.5], domain=[0.54, 1]),
+            "yaxis2": axis("power, W", rangemode="tozero", domain=[0, 0.46]),
+            "shapes": _shading(result),
+            "legend": LEGEND_ABOVE,
+        },
+    )
+
+
+def _shading(result: Result) -> list[doc.Figure]:
+    spans = [(b.start_s, b.start_s + b.duration_s, colour(result, b.label)) for b in result.blocks]
+    windows = [(record.control, window) for record in _records(result) for window in record.inputs.load.windows]
+    # The run's first block began then, on the clock of the evidence.
+    origin_ns = min((window.start_ns for control, window in windows if not control), default=None)
+    if origin_ns is not None:
+        spans += [
+            ((window.start_ns - origin_ns) / 1e9, (window.end_ns - origin_ns) / 1e9, "--muted")
+            for control, window in windows
+            if control
+        ]
+    shape = {"type": "rect", "xref": "x", "yref": "paper", "y0": 0, "y1": 1, "line": {"width": 0}, "layer": "below"}
+    return [
+        {**shape, "x0": rounded(start / 60.0), "x1": rounded(end / 60.0), "fillcolor": colour, "opacity": 0.16}
+        for start, end, colour in spans
+    ]
+
+
+SECTIONS = {"Proof": (gpu_verification,)}

@@ -1,0 +1,1 @@
+"""The load itself: rounds of blocks on every arm, and what the servers executed."""

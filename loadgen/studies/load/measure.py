@@ -1,0 +1,153 @@
+"""The load: a fixed number of rounds, or rounds for as long as there is time, or until all is decided.
+
+**By time** the rounds hold every scenario for the first part of it; the rest goes to the scenarios whose ratio is known
+least well. Which those are is read off the spread of their ratios and never off the ratios themselves, so a difference
+neither attracts nor repels further rounds and the interval of a fixed plan holds (Stein, Ann. Math. Statist. 16, 1945).
+**Until decided** a scenario drops out once its leading comparisons with the baseline name a winner or equivalence; what
+is looked at is what the report will say, on intervals that allow it.
+
+Rounds are whole, and no round begins that would end too late. Looks happen while nothing is under load.
+"""
+
+from __future__ import annotations
+
+import math
+from time import monotonic
+
+from loadgen.bench.bench import Bench
+from loadgen.comparison.comparisons import Comparison, compare_all
+from loadgen.comparison.pairs import latencies_of
+from loadgen.comparison.summaries import summarise_blocks
+from loadgen.experiment.schedule import OpenRound, ScheduledBlock, endless_passes, has_load, load_cells, schedule
+from loadgen.quantities import ratio, ratio_interval
+from loadgen.records.run import Cell, shown
+from loadgen.storage.stored_run import StoredBlock
+
+DECIDED = ("arm_better", "baseline_better", "no_difference")
+FOR_ALL = 0.6
+"""Of the time: the part in which every round holds every scenario."""
+NEEDY = 0.7
+"""Of the largest standard error: a scenario with more of it gets further rounds."""
+
+
+wanted = has_load
+
+
+def measure(bench: Bench) -> None:
+    """This restart's share of the rounds, or rounds for as long as there is time, or until all is decided."""
+    experiment = bench.experiment
+    title = "load" if experiment.restarts == 1 else f"load, restart {bench.restart + 1} of {experiment.restarts}"
+    rounds = None
+    if experiment.until_decided or experiment.minutes is not None:
+        rounds = Rounds(bench, bench.done, bench.load_deadline())
+        title += f", {rounds.forecast()}"
+    bench.enter(title)
+    bench.forecast.load_begins()
+    if rounds is not None:
+        rounds.run()
+        return
+    planned = schedule(experiment)
+    blocks = [block for block in planned if block.restart == bench.restart]
+    bench.load_runner().run(blocks, bench.forecast, planned=len(planned))
+
+
+class Rounds:
+    """The load of one start of the servers. `blocks` are those of the starts before; the least pairs of each cell are
+    run in any case."""
+
+    def __init__(self, bench: Bench, blocks: list[StoredBlock], deadline: float) -> None:
+        self._bench = bench
+        self._cells = {cell.name: cell for cell in load_cells(bench.experiment.cells)}
+        self._blocks = blocks
+        self._summaries = list(summarise_blocks(blocks))
+        self._open = dict(self._cells)
+        self._beside = 0.0
+        """Seconds of a round that are in no block: idle gaps, above all."""
+        self._began = monotonic()
+        self._deadline = deadline
+        self._least = math.ceil(max(cell.pairs for cell in self._cells.values()) / bench.experiment.restarts)
+
+    def forecast(self) -> str:
+        """What is to come, in words."""
+        seconds = sum(self._bench.forecast.round_s(cell) for cell in self._cells.values())
+        scenarios = f"{len(self._cells)} scenario{'s' if len(self._cells) > 1 else ''}"
+        left = max(0.0, self._deadline - self._began)
+        if self._bench.experiment.until_decided:
+            return f"rounds of {scenarios} until all are decided, {left / 60.0:.1f} minutes at most"
+        rounds = max(self._least, int(left / seconds))
+        return f"about {rounds} rounds of {scenarios} in {max(left, rounds * seconds) / 60.0:.1f} minutes"
+
+    def run(self) -> None:
+        """Raises as `LoadRunner.run` does."""
+        bench, runner = self._bench, self._bench.load_runner()
+        experiment = bench.experiment
+        bench.forecast.load_ends_within(self._deadline - monotonic())
+        first = max((block.record.pair for block in self._blocks), default=-1) + 1
+        rounds = endless_passes(tuple(self._cells.values()), experiment.labels, experiment.seed + bench.restart, first)
+        for number, chosen in enumerate(rounds):
+            pairs = [one for one in chosen if one.cell.name in self._open]
+            if number >= self._least:
+                pairs = self._that_fit(pairs)
+            if not pairs:
+                break
+            blocks: list[ScheduledBlock] = []
+            began = monotonic()
+            for one in pairs:
+                blocks += one.blocks(len(self._blocks) + len(blocks), bench.restart)
+            done = runner.run(blocks, bench.forecast, last=False)
+            self._blocks += done
+            self._summaries += summarise_blocks(done)
+            self._beside = max(0.0, monotonic() - began - sum(bench.forecast.round_s(one.cell) for one in pairs))
+            if experiment.until_decided:
+                self._look()
+            elif (
+                (number + 1) % len(experiment.arms) == 0 and number + 1 >= self._least and self._share_used() > FOR_ALL
+            ):
+                self._open = self._neediest()  # each arm has come equally often in each place
+        runner.idle()
+        bench.forecast.load_ends()
+
+    def _share_used(self) -> float:
+        """Of the time for this load."""
+        return (monotonic() - self._began) / max(self._deadline - self._began, 1e-9)
+
+    def _that_fit(self, pairs: list[OpenRound]) -> list[OpenRound]:
+        """Until decided all or nothing; by time as many as there is time for."""
+        left = self._deadline - monotonic() - self._beside
+        fitting: list[OpenRound] = []
+        for one in pairs:
+            seconds = self._bench.forecast.round_s(one.cell)
+            if seconds <= left:
+                fitting.append(one)
+                left -= seconds
+        return fitting if len(fitting) == len(pairs) or not self._bench.experiment.until_decided else []
+
+    def _neediest(self) -> dict[str, Cell]:
+        """By the largest relative standard error of a scenario's throughput and median."""
+        errors: dict[str, float] = {}
+        for one in compare_all(self._bench.experiment, self._summaries, ()):
+            if one.metric in ("throughput", "achieved_rate", "latency_p50") and one.error_log is not None:
+                errors[one.scenario] = max(errors.get(one.scenario, 0.0), one.error_log)
+        most = max(errors.values(), default=0.0)
+        return {name: cell for name, cell in self._cells.items() if errors.get(name, most) >= NEEDY * most}
+
+    def _look(self) -> None:
+        every = compare_all(self._bench.experiment, self._summaries, (), latencies=latencies_of(self._blocks))
+        leading = [c for c in every if c.leading and c.baseline == self._bench.experiment.baseline.label]
+        for name, cell in list(self._open.items()):
+            if all(is_settled(c, cell) for c in leading if c.scenario == name):
+                del self._open[name]
+        self._bench.progress.now("; ".join(_standing(c) for c in leading if c.scenario in self._cells))
+
+
+def is_settled(comparison: Comparison, cell: Cell) -> bool:
+    """Whether a cell needs no more pairs."""
+    return comparison.verdict in DECIDED and comparison.pairs >= cell.pairs
+
+
+def _standing(comparison: Comparison) -> str:
+    verdict = comparison.verdict.replace("_", " ")
+    interval = "no interval yet" if comparison.ci95 is None else ratio_interval(comparison.ci95)
+    return f"{comparison.scenario}: {verdict} after {comparison.pairs} pairs, " + (
+        f"{shown(comparison.arm)}/{shown(comparison.baseline)} {ratio(comparison.ratio, comparison.ci95)} ({interval})"
+    )

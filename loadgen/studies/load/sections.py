@@ -1,0 +1,309 @@
+"""What was measured: latencies, throughput, executed batches, speed block by block, and the engines alone."""
+
+from __future__ import annotations
+
+import loadgen.report.document as doc
+from loadgen.analysis.result import Result
+from loadgen.comparison.summaries import CellSummary
+from loadgen.quantities import measured, number, share
+from loadgen.records.run import shown
+from loadgen.report.charts import (
+    LEGEND_ABOVE,
+    PATTERNS,
+    add_view,
+    arm_name,
+    axis,
+    chart_by_scenario,
+    colour,
+    doubling,
+    errors,
+    hollow,
+    label_text,
+    line,
+    place_of,
+    rounded,
+    several,
+    tall,
+    two_panels,
+)
+from loadgen.studies.load.analyse import LoadFound
+
+MAX_SIZES = 6
+BLOCK_FIELDS = (
+    "index", "cell", "pair", "restart", "label", "position", "start_s", "duration_s", "complete", "requests",
+    "errors", "items", "throughput_per_s", "mean_ms", "p50_ms", "p90_ms", "p95_ms", "p99_ms", "p99_9_ms",
+    "send_lag_p99_ms", "full_load_share", "generator_cpu_share", "server_cpu_cores", "request_bytes", "response_bytes",
+    "note",
+)  # fmt: skip
+
+
+def latency(result: Result) -> doc.Section | None:
+    """Share of requests answered within a time."""
+
+    def traces(cell: str) -> list[doc.Figure]:
+        return [
+            line(
+                result,
+                s.label,
+                [(value, 100 * part) for value, part in s.distribution_ms],
+                "%{y:.1f} % within %{x:.4~g} ms",
+                name=f" ({s.latency.samples:,} requests)",
+                style={"width": 2.5, "shape": "hv"},
+                mode="lines",
+            )
+            for s in result.summaries
+            if s.cell == cell and s.distribution_ms
+        ]
+
+    chart = chart_by_scenario(
+        result,
+        traces,
+        "latency",
+        "Latency distribution",
+        "Share of requests answered within a time, from the intended start to the last byte; all blocks of a scenario. "
+        "Drag to zoom, double-click to return.",
+        height=tall(result, 400),
+        xaxis=axis("latency, ms", rangemode="tozero"),
+        yaxis=axis("requests answered, %", range=[0, 101.5], ticksuffix=" "),
+        legend=LEGEND_ABOVE,
+    )
+    return doc.section("Latency distribution", chart)
+
+
+def batch_sizes(result: Result) -> doc.Section | None:
+    """Throughput and median latency against the batch size of a request."""
+    sizes = {cell.name: cell.batch_size for cell in result.experiment.cells if cell.scenario == "batched"}
+    data: list[doc.Figure] = []
+    for panel, unit in (("", "images/s"), ("2", "ms")):
+        for label in result.experiment.labels:
+            own = [(s.cell, *_speed(s, unit)) for s in result.summaries if s.cell in sizes and s.label == label]
+            found = [(sizes[cell], value, bounds) for cell, value, bounds in own if value is not None]
+            if found:
+                bars = errors(
+                    [value for _, value, _ in found], [bounds for *_, bounds in found], color=colour(result, label)
+                )
+                data.append(
+                    line(
+                        result,
+                        label,
+                        [(size, value) for size, value, _ in found],
+                        f"batch %{{x}}: %{{y:.4~g}} {unit}",
+                        showlegend=not panel,
+                        xaxis=f"x{panel}",
+                        yaxis=f"y{panel}",
+                        error_y=bars,
+                    )
+                )
+    if not data:
+        return None
+    chart = doc.Chart(
+        "batch-sizes",
+        "Throughput and latency against batch size",
+        "One request at a time with so many images in it; bars are 95 % intervals over the blocks of one arm and carry "
+        "the machine's drift, which the paired ratios do not.",
+        data,
+        two_panels(
+            tall(result, 380),
+            "images a request",
+            axis("images/s", rangemode="tozero"),
+            axis("p50 latency, ms", rangemode="tozero"),
+            doubling(sizes.values()),
+        ),
+    )
+    return doc.section("Batch sizes", chart)
+
+
+def _speed(summary: CellSummary, unit: str) -> tuple[float | None, tuple[float, float] | None]:
+    if unit == "ms":
+        return summary.latency.p50_ms, summary.p50_ci95_ms
+    return summary.throughput_per_s, summary.throughput_ci95
+
+
+def measurements(result: Result) -> doc.Section | None:
+    """The figures of each arm and scenario."""
+    rows = [
+        (
+            s.cell,
+            shown(s.label),
+            f"{s.requests:,}",
+            f"{s.errors:,}",
+            measured(s.throughput_per_s, s.throughput_ci95),
+            *(measured(value, None) for value in (s.latency.mean_ms, s.latency.p50_ms, s.latency.p90_ms)),
+            measured(s.latency.p99_ms, None),
+            measured(s.executed_batch_mean, None),
+            *("–" if size is None else f"{size:,.0f}" for size in (s.request_bytes, s.response_bytes)),
+            measured(s.server_cpu_cores, None),
+            share(s.generator_cpu_share_max),
+        )
+        for s in result.summaries
+        if s.requests
+    ]
+    columns = (
+        *doc.names("scenario", "arm"),
+        *doc.numbers("requests", "errors", "images/s", "mean ms", "p50 ms", "p90 ms", "p99 ms", "executed batch"),
+        *doc.numbers("bytes sent", "bytes back", "server cores", "generator CPU"),
+    )
+    caption = (
+        "Complete blocks of each arm pooled. A percentile is shown only with enough samples behind it: p50 11, p90 64, "
+        "p99 662."
+    )
+    return doc.section("Measurements", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.PAGES)
+
+
+def executed_batches(result: Result) -> doc.Section | None:
+    """The most frequent sizes of the servers' executions; drawn where requests could be merged."""
+    rows: list[tuple[str, ...]] = []
+    for found in result.of(LoadFound).executed_batches:
+        total = sum(found.executions.values())
+        frequent = sorted(found.executions, key=lambda size: -found.executions[size])[:MAX_SIZES]
+        sizes = ", ".join(f"{size}: {share(found.executions[size] / total)}" for size in sorted(frequent))
+        more = f", {len(found.executions) - len(frequent)} more sizes" if len(found.executions) > len(frequent) else ""
+        mean = "–" if found.mean is None else number(found.mean)
+        rows.append(
+            (found.cell, shown(found.label), str(found.request_items), mean, sizes + more or "–", found.sentence)
+        )
+    merging = {cell.name for cell in result.experiment.cells if cell.concurrency > 1}
+
+    def traces(cell: str) -> list[doc.Figure]:
+        return [
+            {
+                "type": "bar",
+                "name": arm_name(result, s.label),
+                "x": list(s.executed_batches),
+                "y": [rounded(100 * count / sum(s.executed_batches.values())) for count in s.executed_batches.values()],
+                "marker": {
+                    "color": colour(result, s.label),
+                    "pattern": {"shape": PATTERNS[place_of(result, s.label)], "fillmode": "overlay"},
+                },
+                "hovertemplate": "batch %{x}: %{y:.3~g} % of executions"
+                f"<extra>{label_text(shown(s.label))}</extra>",
+            }
+            for s in result.summaries
+            if s.cell == cell and cell in merging and s.executed_batches
+        ]
+
+    columns = (
+        *doc.names("scenario", "arm"),
+        *doc.numbers("items a request", "mean"),
+        *doc.texts("executed at once", "verdict"),
+    )
+    return doc.section(
+        "Executed batches",
+        doc.Table(columns, rows, grouped=True),
+        chart_by_scenario(
+            result,
+            traces,
+            "batches",
+            "Executed batch sizes",
+            "What the dynamic batcher made of concurrent requests: the share of executions at each batch size.",
+            height=tall(result, 320),
+            barmode="group",
+            xaxis=axis("executed batch size"),
+            yaxis=axis("executions, %", rangemode="tozero"),
+            legend=LEGEND_ABOVE,
+        ),
+        on=doc.PAGES,
+    )
+
+
+def blocks(result: Result) -> doc.Section | None:
+    """Speed of every block over the run: relative to its arm's mean, then in images/s; for CSV all of its figures."""
+    fields = [
+        [getattr(block.latency if hasattr(block.latency, name) else block, name) for name in BLOCK_FIELDS]
+        for block in result.blocks
+    ]
+    return doc.section(
+        "Block by block", _block_chart(result), doc.Table(doc.names(*BLOCK_FIELDS), fields, name="blocks", on=doc.CSV)
+    )
+
+
+def _block_chart(result: Result) -> doc.Chart | None:
+    timed = [(block, block.throughput_per_s) for block in result.blocks if block.throughput_per_s is not None]
+    if not timed:
+        return None
+    means = {(s.cell, s.label): s.throughput_per_s for s in result.summaries}
+
+    def traces(cells: set[str], hover: str, mode: str, relative: bool) -> list[doc.Figure]:
+        found = []
+        for label in result.experiment.labels:
+            own = [(block, speed) for block, speed in timed if block.label == label and block.cell in cells]
+            if relative:
+                pairs = [(block, speed, means.get((block.cell, label))) for block, speed in own]
+                own = [(block, 100.0 * (speed / mean - 1.0)) for block, speed, mean in pairs if mean]
+            points = [(block.start_s / 60.0, value) for block, value in own]
+            marker = hollow(result, label, [block.complete for block, _ in own])
+            texts = [f"block {block.index}, {block.cell}, pair {block.pair + 1}" for block, _ in own]
+            found.append(line(result, label, points, f"%{{text}}: {hover}", mode=mode, marker=marker, text=texts))
+        return found
+
+    cells = dict.fromkeys(block.cell for block, _ in timed)
+    data: list[doc.Figure] = []
+    whole = traces(set(cells), "%{y:+.2~f} %", "markers", relative=True)
+    against = {"title": {"text": "against the arm's own mean, %"}}
+    views = [add_view(data, "all, relative", whole, yaxis=against)]
+    for cell in cells:
+        own = traces({cell}, "%{y:.4~g} images/s", "lines+markers", relative=False)
+        views.append(add_view(data, cell, own, yaxis={"title": {"text": "images/s"}}))
+    return doc.Chart(
+        "blocks",
+        "Block by block",
+        "Every block of load in the order in which it ran, arms interleaved in "
+        f"{'rounds' if several(result) else 'pairs'}. A slope is drift of the machine, which the pairing absorbs; "
+        "hollow marks were cut short and are not compared.",
+        data,
+        {
+            "height": tall(result, 380),
+            "xaxis": axis("minutes since the first block"),
+            "yaxis": axis(""),
+            "legend": LEGEND_ABOVE,
+        },
+        views,
+    )
+
+
+def open_loops(result: Result) -> doc.Section | None:
+    """What was offered, what was achieved, and whose the lag was."""
+    rows = []
+    for summary in result.summaries:
+        loop = summary.open_loop
+        if loop is None:
+            continue
+        blocks = [b for b in result.blocks if (b.cell, b.label, b.complete) == (summary.cell, summary.label, True)]
+        lags = [
+            max((lag for block in blocks if (lag := getattr(block, name)) is not None), default=None)
+            for name in ("send_lag_p50_ms", "send_lag_p99_ms", "send_lag_max_ms")
+        ]
+        rows.append(
+            (
+                summary.cell,
+                shown(summary.label),
+                f"{loop.offered:,}",
+                number(loop.offered_per_s),
+                measured(loop.achieved_per_s, None),
+                share(loop.answered_share, 3),
+                f"{loop.unsent:,}",
+                *(measured(lag, None) for lag in lags),
+                measured(loop.generator_lag_p99_ms, None),
+            )
+        )
+    columns = (
+        *doc.names("scenario", "arm"),
+        doc.Column("due", "number", on=doc.PAGES),
+        doc.Column("due a second", "number", "due/s"),
+        doc.Column("answered a second", "number", "done/s"),
+        doc.Column("answered in time", "number", "in time"),
+        *doc.numbers("unsent"),
+        doc.Column("lag p50, ms", "number", on=doc.PAGES),
+        doc.Column("lag p99, ms", "number", "lag p99"),
+        doc.Column("largest lag, ms", "number", "max"),
+        doc.Column("generator's p99, ms", "number", "own p99"),
+    )
+    caption = (
+        "Requests fall due by a schedule. In time: before the last one was due. Lag, in ms, is how much later than due "
+        "a request left, in the worst block; the generator's own is the part of it that was no wait for a busy "
+        "connection."
+    )
+    return doc.section("Open loops", doc.Table(columns, rows, caption=caption, grouped=True))
+
+
+SECTIONS = {"Detail": (latency, batch_sizes, open_loops, executed_batches, measurements, blocks)}

@@ -1,0 +1,197 @@
+"""Runs searches and ramps on servers that are up: trials whose load an earlier trial decided, each stored at once.
+
+Arms alternate as in blocks: a pair is one search on each arm, one after the other in an order that is drawn and
+balanced; of a ramp all arms take each rung in turn. Rates are a lattice of factors, so every search starts from a
+rate of its own, drawn around a first guess: what the lattice adds to a found rate is then noise and no bias.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from random import Random
+from statistics import fmean
+from time import monotonic
+
+import msgspec
+
+from loadgen.bench.bench import Bench
+from loadgen.bench.load_runner import LoadError, closed_loop, common_fields
+from loadgen.comparison.loops import measured_answers, throughput_per_s
+from loadgen.experiment.arrivals import arrival_count, schedule_seed
+from loadgen.experiment.schedule import ScheduledBlock, load_cells, search_schedule
+from loadgen.generator.messages import Open, Outcome
+from loadgen.machine.environment import utc_now
+from loadgen.quantities import number
+from loadgen.records.run import Cell, Experiment, Label, shown
+from loadgen.records.samples import NS_PER_MS, NS_PER_S, latencies_ms, read_samples
+from loadgen.statistics.early_stopping import late_allowed
+from loadgen.statistics.percentiles import percentile
+from loadgen.studies.rate_search.analyse import search_from
+from loadgen.studies.rate_search.records import Trial
+from loadgen.studies.rate_search.search import ConcurrencyLadder
+
+WARM_UP_USERS = 16
+_PILOT_SECONDS = 0.5
+_PILOT_REQUESTS = 12
+
+
+def wanted(experiment: Experiment) -> bool:
+    """Whether any are asked for."""
+    return bool(search_schedule(experiment))
+
+
+def measure(bench: Bench) -> None:
+    """This restart's share. Raises `LoadError`, `StorageError`."""
+    _Searches(bench).run()
+
+
+class _Searches:
+    """Searches and ramps of one restart of the servers."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._runner = bench.load_runner(watched=False)
+        self._found: dict[tuple[str, Label], float] = {}
+        self._loads = 0
+
+    def run(self) -> None:
+        """All of them, in order."""
+        bench = self._bench
+        experiment = bench.experiment
+        whole = search_schedule(experiment)
+        own = [entry for entry in whole if entry.restart == bench.restart]
+        if own and not load_cells(experiment.cells):
+            bench.prepare_bodies([1])
+        bench.forecast.load_begins()
+        to_come = [entry.cell for entry in whole if entry.restart >= bench.restart and entry.position == 0]
+        took: dict[str, list[float]] = {}
+        for (cell, _), pair in groupby(own, key=lambda entry: (entry.cell, entry.pair)):
+            entries, began = list(pair), monotonic()
+            if cell.scenario == "slo":
+                bench.enter(f"searching for the highest rate with p99 ≤ {cell.latency_bound_ms:g} ms")
+                bench.warm_up([closed_loop(min(cell.concurrency, WARM_UP_USERS), 1, max_seconds=cell.max_seconds)])
+                for entry in entries:
+                    self._search(entry)
+            else:
+                bench.enter("adding users until the servers are saturated")
+                self._climb(entries)
+            to_come.remove(cell)
+            took.setdefault(cell.name, []).append(monotonic() - began)
+            seen = [seconds for many in took.values() for seconds in many]
+            bench.forecast.searches_take(sum(fmean(took.get(left.name, seen)) for left in to_come))
+            bench.progress.plan(bench.forecast.remaining_s())
+
+    def _search(self, entry: ScheduledBlock) -> None:
+        cell, label = entry.cell, entry.label
+        random = Random(f"{self._bench.experiment.seed} {cell.name} {entry.pair} {label}")
+        known = self._found.get((cell.name, label))
+        # From a rate already found downwards, so that it can fail again; else around one user's.
+        guess = self._pilot(entry) if known is None else known / 2.0**0.5
+        search = search_from(cell, guess * 2.0 ** (random.random() - 0.5))
+        step = 0
+        while (rate := search.next_rate) is not None:
+            trial = self._rate_trial(entry, step, rate)
+            assert trial.held is not None
+            search.record(trial.held)
+            step += 1
+        if search.held is not None:
+            self._found[cell.name, label] = search.held
+
+    def _pilot(self, entry: ScheduledBlock) -> float:
+        """Requests a second of one user, to begin from; measured, not stored."""
+        arm = self._bench.arms[entry.label]
+        alone = closed_loop(1, _PILOT_REQUESTS, seconds=_PILOT_SECONDS, max_seconds=30.0)
+        outcome = self._load(entry, arm.load(alone, None))
+        seconds = (outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S
+        if outcome.cut_reason is not None or outcome.errors or seconds <= 0.0:
+            raise LoadError(
+                f"{entry.cell.name} on arm {entry.label}: a single user gets no answers "
+                f"({outcome.cut_reason or outcome.error_messages[0]}){arm.failure_message()}"
+            )
+        return outcome.requests / seconds
+
+    def _rate_trial(self, entry: ScheduledBlock, step: int, rate: float) -> Trial:
+        """One trial of a search: as many queries as the bound needs, at this rate, ended when it cannot hold."""
+        cell = entry.cell
+        assert cell.latency_bound_ms is not None
+        longest_s = 2.0 * max(cell.seconds, cell.requests / rate)
+        planned = arrival_count(rate, cell.requests, cell.seconds, longest_s)
+        allowed = late_allowed(planned)
+        if allowed is None:
+            raise LoadError(f"{cell.name}: {planned} requests say nothing about p99; a trial needs at least 459")
+        self._bench.progress.now(
+            f"{shown(entry.label)} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late"
+        )
+        asked = msgspec.structs.replace(cell, rate_per_s=rate, max_seconds=longest_s)
+        trial, outcome = self._trial(entry, step, asked, late_allowed=allowed)
+        unsent = (outcome.offered or 0) - outcome.requests if outcome.cut_reason is None else 0
+        late = outcome.late + max(unsent, 0)
+        trial = msgspec.structs.replace(
+            trial,
+            rate_per_s=rate,
+            planned=planned,
+            late=late,
+            late_allowed=allowed,
+            held=late <= allowed and outcome.cut_reason is None,
+            note=None if outcome.late > allowed else outcome.cut_reason,
+        )
+        return self._stored(entry, trial, outcome)
+
+    def _climb(self, entries: list[ScheduledBlock]) -> None:
+        """Both arms of a pair, rung by rung, the order changing with every rung."""
+        bench, cell = self._bench, entries[0].cell
+        ladders = {entry.label: ConcurrencyLadder(cell.concurrency) for entry in entries}
+        step = 0
+        while True:
+            turns = [entry for entry in entries if ladders[entry.label].next_concurrency is not None]
+            if not turns:
+                return
+            users = ladders[turns[0].label].next_concurrency or 1  # the same for all that still climb
+            rung = closed_loop(users, max(cell.requests, 4 * users), seconds=cell.seconds, max_seconds=cell.max_seconds)
+            bench.warm_up([rung])
+            for entry in turns if step % 2 == 0 else turns[::-1]:
+                bench.progress.now(f"{shown(entry.label)} with {users} users")
+                trial, outcome = self._trial(entry, step, rung)
+                self._stored(entry, trial, outcome)
+                ladders[entry.label].record(trial.throughput_per_s or 0.0, trial.p50_ms)
+            step += 1
+
+    def _load(self, entry: ScheduledBlock, command: Open) -> Outcome:
+        """Raises `LoadError`."""
+        self._loads += 1
+        return self._runner.load(entry, command, self._loads, "trial")
+
+    def _trial(self, entry: ScheduledBlock, step: int, asked: Cell, *, late_allowed: int = 0) -> tuple[Trial, Outcome]:
+        """One stretch of load and its record, which is not stored yet."""
+        bench = self._bench
+        index, path = bench.store.next_trial()
+        seed = schedule_seed(bench.experiment.seed, entry.cell.name, 1000 * entry.pair + step)
+        command = bench.arms[entry.label].load(asked, path, arrivals_seed=seed, late_allowed=late_allowed)
+        started_at = utc_now()
+        outcome = self._load(entry, command)
+        samples = read_samples(path)
+        is_open = outcome.offered is not None
+        answered = measured_answers(samples, is_open=is_open)
+        waited_ms = latencies_ms(answered)
+        speed = len(answered) / max((outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S, 1e-9)
+        trial = Trial(
+            **common_fields(entry, started_at, outcome),
+            index=index,
+            step=step,
+            concurrency=asked.concurrency,
+            samples=f"trials/{path.name}",
+            generator_processes=max(1, len(outcome.workers)),
+            throughput_per_s=speed if is_open else throughput_per_s(samples),
+            p50_ms=percentile(waited_ms, 0.5),
+            p99_ms=percentile(waited_ms, 0.99),
+            send_lag_p99_ms=percentile((samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS, 0.99),
+            note=outcome.cut_reason,
+        )
+        return trial, outcome
+
+    def _stored(self, entry: ScheduledBlock, trial: Trial, outcome: Outcome) -> Trial:
+        """Raises `StorageError`, and `LoadError` for a trial that was cut short by anything but late answers."""
+        bench = self._bench
+        bench.store.trial(trial)
+        self._runner.require_whole(entry, outcome, bench.store.directory / trial.samples, trial.note)
+        return trial

@@ -1,0 +1,250 @@
+"""Open loops, searches for the highest rate within a bound, and ramps to saturation."""
+
+from __future__ import annotations
+
+import loadgen.report.document as doc
+from loadgen.analysis.result import Result
+from loadgen.quantities import number
+from loadgen.records.run import Pairing, shown
+from loadgen.report.charts import (
+    LEGEND_ABOVE,
+    add_view,
+    axis,
+    doubling,
+    hollow,
+    line,
+    log_axis,
+    marker_of,
+    tall,
+    two_panels,
+)
+from loadgen.studies.rate_search.records import RampFound, RampRung, RateFound, RatesFound
+
+RATE_CAPTION = (
+    "The highest Poisson rate whose p99 held the bound at 99 % confidence (MLPerf's early-stopping bound: 0 late of "
+    "459 requests, 10 of 2,010, 100 of 12,571), and the lowest that did not; every trial is in result.json."
+)
+RAMP_CAPTION = (
+    "Users are doubled until two rungs in a row gain less than 5 % throughput while the median latency grows. The knee "
+    "is the first rung from which no later one is 5 % better."
+)
+
+
+def rate_search(result: Result) -> doc.Section | None:
+    """What each search found, and, where there is room, every trial."""
+    found = [
+        (
+            one.cell,
+            str(one.pair + 1),
+            shown(one.label),
+            _number(one.rate_per_s),
+            _number(one.failed_rate_per_s),
+            str(one.trials),
+            number(one.seconds),
+            _rate_note(one),
+        )
+        for one in result.of(RatesFound).rates
+    ]
+    trials = [
+        (
+            trial.cell,
+            str(trial.pair + 1),
+            shown(trial.label),
+            str(trial.step + 1),
+            _number(trial.rate_per_s),
+            f"{trial.requests:,} of {trial.planned or 0:,}",
+            f"{trial.late or 0:,} of {trial.late_allowed or 0:,}",
+            _number(trial.p99_ms),
+            "held" if trial.held else "failed",
+        )
+        for trial in result.of(RatesFound).trials
+        if trial.rate_per_s is not None
+    ]
+    key = (*doc.names("scenario"), *doc.numbers("pair"), *doc.names("arm"))
+    results = (*key, *doc.numbers("holds, requests/s", "fails at", "trials", "under load, s"), *doc.texts("note"))
+    details = (*key, *doc.numbers("trial", "requests/s", "sent", "late", "p99, ms"), *doc.names("note"))
+    late = "Late: of how many that may be. A trial ends as soon as it cannot hold any more."
+    return doc.section(
+        "The highest rate within the bound",
+        doc.Table(results, found, caption=RATE_CAPTION, grouped=True),
+        doc.Fold(
+            f"Every trial of the searches: {len(trials)}", (doc.Table(details, trials, caption=late),), on=doc.HTML
+        ),
+        trial_chart(result),
+    )
+
+
+def trial_chart(result: Result) -> doc.Chart | None:
+    """Every trial of every search: the rate tried, and whether it held."""
+
+    def trace(found: RateFound) -> doc.Figure:
+        own = (found.cell, found.pair, found.label)
+        trials = [trial for trial in result.of(RatesFound).trials if (trial.cell, trial.pair, trial.label) == own]
+        return line(
+            result,
+            found.label,
+            [(trial.step + 1, trial.rate_per_s or 0.0) for trial in trials],
+            "%{y:.4~g} requests/s %{customdata[2]}: %{customdata[0]} of %{customdata[1]} late"
+            f" in search {found.pair + 1}",
+            marker=hollow(result, found.label, [bool(trial.held) for trial in trials]),
+            showlegend=found.pair == 0,
+            customdata=[[trial.late, trial.planned, "held" if trial.held else "failed"] for trial in trials],
+        )
+
+    data: list[doc.Figure] = []
+    views = [
+        add_view(data, cell, [trace(found) for found in result.of(RatesFound).rates if found.cell == cell])
+        for cell in dict.fromkeys(found.cell for found in result.of(RatesFound).rates)
+    ]
+    if not data:
+        return None
+    return doc.Chart(
+        "slo-trials",
+        "Search for the highest rate within the bound",
+        "Each point is a trial at a Poisson rate: filled where p99 held the bound, open where it did not. The rate is "
+        "doubled while it holds, then bisected.",
+        data,
+        {
+            "height": tall(result, 380),
+            "xaxis": axis("trial", tickformat="d", range=[0.5, 0.5 + max(len(trace["x"]) for trace in data)]),
+            "yaxis": axis("requests/s", **log_axis(rate for trace in data for rate in trace["y"])),
+            "legend": LEGEND_ABOVE,
+        },
+        views if len(views) > 1 else [],
+    )
+
+
+def ramp(result: Result) -> doc.Section | None:
+    """What each ramp found, and the curve of the first ramp of each arm."""
+    found = [
+        (
+            one.cell,
+            str(one.pair + 1),
+            shown(one.label),
+            _number(one.saturation_per_s),
+            "–" if one.knee_concurrency is None else str(one.knee_concurrency),
+            str(len(one.rungs)),
+            _ramp_note(one),
+        )
+        for one in result.of(RatesFound).ramps
+    ]
+    columns = (
+        *doc.names("scenario"),
+        *doc.numbers("pair"),
+        *doc.names("arm"),
+        *doc.numbers("best, images/s", "users at the knee", "rungs"),
+        *doc.texts("note"),
+    )
+    return doc.section(
+        "Ramp to saturation",
+        doc.Table(columns, found, caption=RAMP_CAPTION, grouped=True),
+        *(_first_ramps(result, two) for two in result.experiment.pairings),
+        ramp_chart(result),
+    )
+
+
+def _first_ramps(result: Result, pairing: Pairing) -> doc.Table:
+    """Of an arm and of the baseline beside each other, one row for each number of users."""
+    curves = [
+        next(
+            (
+                {rung.concurrency: rung for rung in one.rungs}
+                for one in result.of(RatesFound).ramps
+                if one.label == label
+            ),
+            {},
+        )
+        for label in pairing
+    ]
+    rungs = [
+        (str(users), *(text for curve in curves for text in _rung(curve.get(users))))
+        for users in sorted({users for curve in curves for users in curve})
+    ]
+    figures = [f"{shown(label)}{what}" for label in pairing for what in (", images/s", " p50, ms", " p99, ms")]
+    whose = "each arm" if len(result.experiment.arms) == 2 else " and of ".join(map(shown, pairing))
+    return doc.Table(doc.numbers("users", *figures), rungs, title=f"The first ramp of {whose}")
+
+
+def _rung(rung: RampRung | None) -> tuple[str, str, str]:
+    if rung is None:
+        return "–", "–", "–"
+    return number(rung.throughput_per_s), _number(rung.p50_ms), _number(rung.p99_ms)
+
+
+def ramp_chart(result: Result) -> doc.Chart | None:
+    """Throughput and latency over the number of users, every ramp a line."""
+    data: list[doc.Figure] = []
+    named: set[tuple[str, str]] = set()
+    for panel, attribute, what, unit in (
+        ("", "throughput_per_s", "", "images/s"),
+        ("2", "p50_ms", ", p50", "ms"),
+        ("2", "p99_ms", ", p99", "ms"),
+    ):
+        for found in result.of(RatesFound).ramps:
+            points = [
+                (rung.concurrency, value) for rung in found.rungs if (value := getattr(rung, attribute)) is not None
+            ]
+            if not points:
+                continue
+            knees = [not panel and users == found.knee_concurrency for users, _ in points]
+            star = {"symbol": ["star" if knee else marker_of(result, found.label) for knee in knees]}
+            data.append(
+                line(
+                    result,
+                    found.label,
+                    points,
+                    f"%{{x}} users: %{{y:.4~g}} {unit}{what}, ramp {found.pair + 1}",
+                    name=what,
+                    marker=star | {"size": [13 if knee else 7 for knee in knees]},
+                    style={"dash": "dot"} if attribute == "p99_ms" else {},
+                    showlegend=(found.label, attribute) not in named,
+                    xaxis=f"x{panel}",
+                    yaxis=f"y{panel}",
+                )
+            )
+            named.add((found.label, attribute))
+    if not data:
+        return None
+    latencies = (
+        ms for found in result.of(RatesFound).ramps for rung in found.rungs for ms in (rung.p50_ms, rung.p99_ms) if ms
+    )
+    return doc.Chart(
+        "ramp",
+        "Throughput and latency over the number of users",
+        "Users are doubled until more of them bring no more throughput; a star marks the knee, the first rung from "
+        "which no later one is 5 % better.",
+        data,
+        two_panels(
+            tall(result, 400),
+            "users",
+            axis("images/s", rangemode="tozero"),
+            axis("latency, ms", **log_axis(latencies)),
+            doubling(rung.concurrency for found in result.of(RatesFound).ramps for rung in found.rungs),
+        ),
+    )
+
+
+def _rate_note(found: RateFound) -> str:
+    if found.client_limited:
+        return "the generator was busy: the server may hold more"
+    return {
+        "found": "",
+        "highest": "held the highest rate tried",
+        "none": "late even at the lowest rate tried",
+        None: "cut short",
+    }[found.ended]
+
+
+def _ramp_note(found: RampFound) -> str:
+    if found.client_limited:
+        return "the generator was busy: the server may do more"
+    if found.saturation_per_s is None:
+        return "cut short"
+    return "" if found.saturated else "not saturated: still gaining on the last rung"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else number(value)
+
+
+SECTIONS = {"Detail": (rate_search, ramp)}

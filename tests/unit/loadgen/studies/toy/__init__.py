@@ -1,0 +1,1 @@
+"""A study as somebody would add it: how long the run took to get here."""
