@@ -67,10 +67,9 @@ def _sentence(
     undecided: Sequence[str],
 ) -> str:
     if not pairs:
-        return "No pair of blocks was planned."
+        return "No round of blocks was planned."
     fewest, most = min(pairs.values()), max(pairs.values())
-    what = "pairs" if len(experiment.arms) == 2 else "rounds"
-    count = f"{fewest} {what}" if fewest == most else f"{fewest} to {most} {what}"
+    count = f"{fewest} round{'' if most == 1 else 's'}" if fewest == most else f"{fewest} to {most} rounds"
     if experiment.until_decided:
         how = {
             "decided": f"Stopped when every scenario was decided, after {count} each",
@@ -81,7 +80,7 @@ def _sentence(
     starts = f" over {experiment.restarts} starts of the servers" if experiment.restarts > 1 else ""
     if ended is None:
         return f"Ended before the plan did, after {count} of each scenario{starts}."
-    cold = sum(cell.pairs for cell in experiment.cells if cell.scenario == "cold-start")
+    cold = sum(cell.rounds for cell in experiment.cells if cell.scenario == "cold-start")
     apart = f", {cold} of cold starts" if cold and cold != fewest else ""
     if experiment.minutes is not None:
         return f"As many rounds as {experiment.minutes:g} minutes allowed: {count} of each scenario{starts}{apart}."

@@ -59,7 +59,7 @@ class AnswersUnderLoad:
 
     def keeping(self, command: Open, cell: Cell, number: int) -> Open:
         """The command, with answers to be kept; `number` is the block's. Pairs beyond those planned keep one each."""
-        count = -(-LEAST_ANSWERS // max(1, cell.pairs)) if cell.has_blocks else ANSWERS_OF_A_TRIAL
+        count = -(-LEAST_ANSWERS // max(1, cell.rounds)) if cell.has_blocks else ANSWERS_OF_A_TRIAL
         if sum(kept.cell.name == cell.name for kept in self.kept) >= 2 * LEAST_ANSWERS:
             count = 1
         return msgspec.structs.replace(command, keep_answers=count, keep_seed=self.seed * 1_000_003 + number)

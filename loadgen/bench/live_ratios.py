@@ -62,7 +62,7 @@ class LiveRatios:
             return []
         blocks = self._blocks[cell.name]
         blocks.append(summary)
-        ran = {block.label for block in blocks if block.pair == summary.pair}
+        ran = {block.label for block in blocks if block.round == summary.round}
         completed = {two for two in self._experiment.pairings if ran.issuperset(two) and summary.label in two}
         metric = leading_metric(cell)
         own = msgspec.structs.replace(self._experiment, cells=(cell,))
@@ -83,7 +83,7 @@ class LiveRatios:
             arm=paired.pairing.arm,
             metric=metric.title,
             pairs=estimate.pairs,
-            planned=cell.pairs if self._experiment.minutes is None and not self._experiment.until_decided else None,
+            planned=cell.rounds if self._experiment.minutes is None and not self._experiment.until_decided else None,
             ratio=estimate.ratio,
             ci95=estimate.ci95,
             reason=paired.reason or estimate.reason,

@@ -88,10 +88,10 @@ class LoadRunner:
         pair = None
         done = []
         for block in blocks:
-            if block.pair != pair:
+            if block.round != pair:
                 if self._gap_due():
                     self.idle()
-                pair = block.pair
+                pair = block.round
             of = "" if planned is None else f" of {planned}"
             self.progress.now(f"block {block.index + 1}{of}: {shown(block.label)} {block.cell.name}")
             started = monotonic()
@@ -175,7 +175,7 @@ class LoadRunner:
         """Run it, with what the server, the machine and the GPU did meanwhile, and store it."""
         arm, cell = self.arms[block.label], block.cell
         path = self.store.samples_path(block.index)
-        seed = schedule_seed(self.seed, cell.name, block.pair)
+        seed = schedule_seed(self.seed, cell.name, block.round)
         readings = _Readings(arm, self._watch, self.gpu, f"block {block.index}")
         outcome = self.load(
             block,
@@ -250,7 +250,7 @@ def closed_loop(
     """A load beside the experiment's own."""
     return Cell(
         scenario="concurrent", batch_size=batch_size, concurrency=concurrency, requests=requests, seconds=seconds,
-        max_seconds=max_seconds, pairs=1,
+        max_seconds=max_seconds, rounds=1,
     )  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def common_fields(entry: ScheduledBlock, started_at: str, outcome: Outcome) -> d
     """What the records of a block and of a trial both hold."""
     return {
         "cell": entry.cell.name,
-        "pair": entry.pair,
+        "round": entry.round,
         "restart": entry.restart,
         "label": entry.label,
         "position": entry.position,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from loadgen.analysis.checks.registry import Check
 from loadgen.comparison.summaries import BlockSummary
@@ -11,8 +10,8 @@ from loadgen.records.run import ArmRecord, BlockRecord, ParityRecord
 from loadgen.studies.cold_start.records import ColdStart
 
 
-class Progress(Protocol):
-    """Listens to a run. Calls come in order, from one thread."""
+class Progress:
+    """Listens to a run and says nothing. Calls come in order, from one thread."""
 
     def plan(self, seconds: float) -> None:
         """How long everything still to come will take, as far as is known now."""
@@ -30,38 +29,10 @@ class Progress(Protocol):
         """One server was started from nothing."""
 
     def parity_done(self, record: ParityRecord) -> None:
-        """Both servers have answered the same images."""
+        """All servers have answered the same images."""
 
     def fairness_checked(self, checks: Sequence[Check]) -> None:
-        """Both arms and the machine were looked at, right before the load."""
+        """The arms and the machine were looked at, right before the load."""
 
     def block_done(self, record: BlockRecord, summary: BlockSummary, p50_ns: int | None) -> None:
         """One block is on disk; `summary` is made from there, `p50_ns` is the generator's."""
-
-
-class SilentProgress:
-    """Says nothing."""
-
-    def plan(self, seconds: float) -> None:
-        """Nothing."""
-
-    def phase(self, title: str) -> None:
-        """Nothing."""
-
-    def now(self, text: str) -> None:
-        """Nothing."""
-
-    def arm_ready(self, record: ArmRecord) -> None:
-        """Nothing."""
-
-    def cold_start_done(self, record: ColdStart) -> None:
-        """Nothing."""
-
-    def parity_done(self, record: ParityRecord) -> None:
-        """Nothing."""
-
-    def fairness_checked(self, checks: Sequence[Check]) -> None:
-        """Nothing."""
-
-    def block_done(self, record: BlockRecord, summary: BlockSummary, p50_ns: int | None) -> None:
-        """Nothing."""

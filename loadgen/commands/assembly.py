@@ -10,7 +10,7 @@ from pathlib import Path
 from loadgen.analysis.thresholds import plan_conditions
 from loadgen.experiment.combinations import Combination, plan_combinations
 from loadgen.experiment.plan import SCENARIOS, PlanError, expects_gpu, make_cells
-from loadgen.experiment.repetition import check_repetition, least_pairs, minutes_of
+from loadgen.experiment.repetition import check_repetition, least_rounds, minutes_of
 from loadgen.experiment.search_plan import make_search_cells
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.experiment.stack_request import AS_SERVED, DEFAULT_PROJECT, check_stack_request, parse_deployment
@@ -47,8 +47,8 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         batch_sizes=settings.batch_sizes,
         concurrency=settings.concurrency,
         requests=settings.requests,
-        pairs=settings.pairs,
-        least_pairs=least_pairs(settings),
+        rounds=settings.rounds,
+        least_rounds=least_rounds(settings),
         gpu=expects_gpu(*arms),
         rates=settings.rates,
         arrivals=settings.arrivals,
@@ -61,7 +61,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         queries=settings.slo_queries,
         connections=settings.connections,
         ramp_users=settings.ramp_users,
-        pairs=settings.pairs,
+        rounds=settings.rounds,
     )
     names = [cell.name for cell in cells]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -131,9 +131,9 @@ def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
         if "://" not in target and ":" not in target:
             raise PlanError(f"{option_of(label)} {target}: give native, triton or a URL like http://127.0.0.1:8000")
         if options:
-            raise PlanError(f"{option_of(label)}-option has no effect on {target}, which is not started by us")
+            raise PlanError(f"{option_of(label, 'option')} has no effect on {target}, which is not started by us")
     elif arm.grpc is not None:
-        raise PlanError(f"{option_of(label)}-grpc has no effect on {target}, whose address we choose ourselves")
+        raise PlanError(f"{option_of(label, 'grpc')} has no effect on {target}, whose address we choose ourselves")
     return ArmRequest(label=label, target=target, settings=options, payload=arm.payload, grpc=arm.grpc)
 
 

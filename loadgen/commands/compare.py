@@ -53,7 +53,7 @@ def compare(
     ] = False,
     **options: object,
 ) -> None:
-    """Start both servers, measure them with the same requests, say which is faster, by how much, and whether it holds.
+    """Start the servers, measure them with the same requests, say which is faster, by how much, and whether it holds.
 
     Exit status: 0 the comparison is valid, 1 it is not, 2 what was asked for cannot be run, 3 it is valid and a
     --fail-if condition holds or could not be measured, 130 interrupted (finished blocks are kept).

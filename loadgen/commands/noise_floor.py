@@ -78,7 +78,7 @@ def self_comparison(settings: ExperimentSettings) -> ExperimentSettings:
     defaults: dict[str, object] = {
         "scenarios": SCENARIOS,
         "restarts": RESTARTS if launched else 1,
-        "pairs": PAIRS if launched else PAIRS_OF_ONE_START,
+        "rounds": PAIRS if launched else PAIRS_OF_ONE_START,
     }
     own = {name: value for name, value in defaults.items() if name not in given}
     return settings.model_copy(update={**own, "arms": {"a": arm, "b": arm}, "fail_if": ()})

@@ -81,7 +81,7 @@ def leading_metric(cell: Cell) -> Metric:
         return SLO_RATE if cell.scenario == "slo" else SATURATION
     if not cell.is_open or cell.rate_per_s is None:
         return THROUGHPUT
-    requests = cell.pairs * arrival_count(cell.rate_per_s, cell.requests, cell.seconds, cell.max_seconds)
+    requests = cell.rounds * arrival_count(cell.rate_per_s, cell.requests, cell.seconds, cell.max_seconds)
     supported = [m for m in LATENCIES if m.quantile is not None and samples_needed(m.quantile) <= requests]
     return supported[-1] if supported else LATENCIES[0]
 
@@ -173,7 +173,7 @@ def pair_metrics(
 def _search_pairs(cell: Cell, metric: Metric, pairing: Pairing, found: Sequence[RateFound | RampFound]) -> PairedMetric:
     """One a pair of searches or ramps that both came to a value."""
     values = {
-        (one.pair, one.label): (value, one.restart)
+        (one.round, one.label): (value, one.restart)
         for one in found
         if one.cell == cell.name and (value := one.rate_per_s if isinstance(one, RateFound) else one.saturation_per_s)
     }
@@ -185,7 +185,7 @@ def _block_pairs(
     cell: Cell, metric: Metric, pairing: Pairing, blocks: Sequence[BlockSummary], latencies: Latencies
 ) -> PairedMetric:
     """With the reason where the samples do not suffice."""
-    usable = {(block.pair, block.label): block for block in blocks if block.cell == cell.name and block.complete}
+    usable = {(block.round, block.label): block for block in blocks if block.cell == cell.name and block.complete}
     couples = [(base, arm) for _, base, arm in side_by_side(usable, pairing)]
     saturated = next(
         (block for couple in couples for block in couple if block.open_loop and block.open_loop.saturation), None
@@ -222,7 +222,7 @@ def _tail(
     several = len({a.restart for a, _ in couples}) > 1
     none = np.empty(0)
     rounds = tuple(
-        Round(latencies.get(a.index, none), latencies.get(b.index, none), a.restart if several else a.pair)
+        Round(latencies.get(a.index, none), latencies.get(b.index, none), a.restart if several else a.round)
         for a, b in couples
     )
     needed = samples_needed(quantile)

@@ -45,7 +45,7 @@ class BlockSummary(Record, frozen=True, kw_only=True):
 
     index: int
     cell: str
-    pair: int
+    round: int
     label: Label
     position: int
     start_s: float
@@ -161,7 +161,7 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
     return BlockSummary(
         index=record.index,
         cell=record.cell,
-        pair=record.pair,
+        round=record.round,
         label=record.label,
         position=record.position,
         start_s=start_s,

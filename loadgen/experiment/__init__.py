@@ -1,1 +1,1 @@
-"""From what is asked for (options, an experiment file) to the cells, pairs and order of a run."""
+"""From what is asked for (options, an experiment file) to the cells, rounds and order of a run."""

@@ -49,10 +49,10 @@ def plan_combinations(
     _refuse_unknown("--payload", images, PAYLOADS)
     for arm in arms:
         if arm.payload is not None:
-            _refuse_unknown(f"{option_of(arm.label)}-payload", (arm.payload,), PAYLOADS)
+            _refuse_unknown(option_of(arm.label, "payload"), (arm.payload,), PAYLOADS)
             if len(images) > 1:
                 raise PlanError(
-                    f"{option_of(arm.label)}-payload and several payloads contradict each other; give one --payload"
+                    f"{option_of(arm.label, 'payload')} and several payloads contradict each other; give one --payload"
                 )
         for transport in known:
             _check_reachable(arm, transport)
@@ -77,7 +77,7 @@ def _check_reachable(arm: ArmRequest, transport: Transport) -> None:
     except AddressError as exc:
         raise PlanError(f"arm {arm.label}: {exc}") from None
     if transport == "grpc" and arm.grpc is None:
-        raise PlanError(f"{option} {arm.target} says nothing about gRPC; add {option}-grpc HOST:PORT")
+        raise PlanError(f"{option} {arm.target} says nothing about gRPC; add {option_of(arm.label, 'grpc')} HOST:PORT")
     if transport == "shm" and not address.is_local:
         raise PlanError(
             f"{option} {arm.target} is not on this machine, whose memory it cannot share; use --transport http"

@@ -25,7 +25,9 @@ class Forecast:
     def __init__(self, experiment: Experiment, blocks: Sequence[ScheduledBlock]) -> None:
         self._blocks = list(blocks)
         self._labels = experiment.labels
-        self._starts = sum(len(self._labels) * cell.pairs for cell in experiment.cells if cell.scenario == "cold-start")
+        self._starts = sum(
+            len(self._labels) * cell.rounds for cell in experiment.cells if cell.scenario == "cold-start"
+        )
         self._start_seconds: list[float] = []
         self._start_guess = _START_SECONDS
         self._check_seconds = 0.0
@@ -36,7 +38,7 @@ class Forecast:
         self._before_load = _BEFORE_LOAD_SECONDS
         self._load_ends_at: float | None = None
         self._search_seconds = sum(
-            len(self._labels) * cell.pairs * _TRIALS * 2 * cell.seconds
+            len(self._labels) * cell.rounds * _TRIALS * 2 * cell.seconds
             for cell in experiment.cells
             if cell.scenario in ("slo", "ramp")
         )

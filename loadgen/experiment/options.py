@@ -23,7 +23,7 @@ class SettingOption:
     """One option and the place of its value in the settings. Equal to itself only, so that it can be a key."""
 
     path: tuple[str, ...]
-    """("pairs",) or ("arms", "a", "payload")."""
+    """("rounds",) or ("arms", "a", "payload")."""
     parameter: str
     flag: str
     variable: str | None
@@ -32,6 +32,12 @@ class SettingOption:
     default: Any = None
     hidden: bool = False
     """From the help, which shows three arms and says that there are more."""
+
+    @property
+    def help(self) -> str | None:
+        """The last arm that is shown tells of those that are not."""
+        more = " More arms likewise: --d to --h." if self.path == ("arms", SHOWN_ARMS[-1], "target") else ""
+        return f"{self.field.description}{more}"
 
     @property
     def is_mapping(self) -> bool:
@@ -49,7 +55,7 @@ class SettingOption:
         kind, default = _command_line_type(self)
         names = [f"{self.flag}/--no-{self.flag[2:]}" if kind in (bool, bool | None) else self.flag]
         option = typer.Option(
-            *names, envvar=self.variable, show_envvar=False, help=self.field.description, hidden=self.hidden, **limits
+            *names, envvar=self.variable, show_envvar=False, help=self.help, hidden=self.hidden, **limits
         )
         return inspect.Parameter(
             self.parameter, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default

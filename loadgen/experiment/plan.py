@@ -21,8 +21,8 @@ GPU_REQUESTS = 110
 requests in `loadgen.studies.gpu_proof.records`."""
 GPU_BLOCK_S = 0.8
 """At least, of a block whose GPU is watched: the energy counter of an H200 goes on every 0.1 s."""
-LEAST_PAIRS = 4
-"""Two balanced rounds, where time or the decision and not `--pairs` says how many there are."""
+LEAST_ROUNDS = 4
+"""Two balanced rounds, where time or the decision and not `--rounds` says how many there are."""
 SPAN = 3.0
 """A block lasts at least so many times a request: one goes while the load builds up, two are measured."""
 
@@ -61,19 +61,19 @@ def make_cells(
     batch_sizes: Sequence[int] = BATCH_SIZES,
     concurrency: Sequence[int] = CONCURRENCY,
     requests: int = 1,
-    pairs: int | None = None,
-    least_pairs: int = LEAST_PAIRS,
+    rounds: int | None = None,
+    least_rounds: int = LEAST_ROUNDS,
     gpu: bool = False,
     rates: Sequence[float] = (),
     arrivals: str = "poisson",
     connections: int = CONNECTIONS,
     open_seconds: float = OPEN_SECONDS,
 ) -> tuple[Cell, ...]:
-    """The cells of an experiment, in the order of the report. `requests` are the least of a concurrent block, `pairs`
-    the number of pairs of each cell; without it time decides, and there are `least_pairs` in any case. How long a block
-    must last is known when a request has been seen (`sized`); with `gpu` all blocks of an arm together last long enough
-    to carry GPU evidence. `rates` adds an open cell each, of blocks in which requests fall due for `open_seconds`.
-    Raises `PlanError`."""
+    """The cells of an experiment, in the order of the report. `requests` are the least of a concurrent block, `rounds`
+    those of each cell; without it time decides, and there are `least_rounds` in any case. How long a block must last
+    is known when a request has been seen (`sized`); with `gpu` all blocks of an arm together last long enough to carry
+    GPU evidence. `rates` adds an open cell each, of blocks in which requests fall due for `open_seconds`. Raises
+    `PlanError`."""
     if preset not in PRESETS:
         raise PlanError(f"--preset {preset}: there are {', '.join(PRESETS)}")
     known = (*SCENARIOS, "open", "slo", "ramp")
@@ -83,8 +83,8 @@ def make_cells(
     if "open" in scenarios and not rates:
         raise PlanError("--scenarios open: say at which rates, in requests a second, as in --rates 20,50")
     kind = check_open_loop(rates, arrivals, connections, open_seconds)
-    if min((*batch_sizes, *concurrency, requests), default=1) < 1 or (pairs is not None and pairs < 1):
-        raise PlanError("batch sizes, concurrency, requests and pairs are whole numbers from 1")
+    if min((*batch_sizes, *concurrency, requests), default=1) < 1 or (rounds is not None and rounds < 1):
+        raise PlanError("batch sizes, concurrency, requests and rounds are whole numbers from 1")
     for scenario, option, values in (
         ("batched", "--batch-sizes", batch_sizes),
         ("concurrent", "--concurrency", concurrency),
@@ -92,14 +92,14 @@ def make_cells(
         if scenario in scenarios and not values:
             raise PlanError(f"{option} (empty): give one size at least, or leave {scenario} out of --scenarios")
     amount = PRESETS[preset]
-    load_pairs, seconds, least_requests = pairs or least_pairs, amount.seconds, 1
+    load_rounds, seconds, least_requests = rounds or least_rounds, amount.seconds, 1
     if gpu:
         seconds = max(seconds, GPU_BLOCK_S)
-        if pairs is None:
-            load_pairs = max(least_pairs, math.ceil(GPU_WINDOW_S / seconds))
+        if rounds is None:
+            load_rounds = max(least_rounds, math.ceil(GPU_WINDOW_S / seconds))
         else:
-            seconds = max(seconds, GPU_WINDOW_S / pairs)
-        least_requests = math.ceil(GPU_REQUESTS / load_pairs)
+            seconds = max(seconds, GPU_WINDOW_S / rounds)
+        least_requests = math.ceil(GPU_REQUESTS / load_rounds)
 
     def cell(scenario: Scenario, batch_size: int, users: int, number: int = 1) -> Cell:
         return Cell(
@@ -109,7 +109,7 @@ def make_cells(
             requests=max(number, least_requests),
             seconds=seconds,
             max_seconds=max(amount.max_seconds, 2.0 * seconds),
-            pairs=load_pairs,
+            rounds=load_rounds,
         )
 
     cells: list[Cell] = []
@@ -122,7 +122,7 @@ def make_cells(
                 requests=1,
                 seconds=0.0,
                 max_seconds=300.0,
-                pairs=amount.cold_starts,
+                rounds=amount.cold_starts,
             )
         )
     if "single" in scenarios:

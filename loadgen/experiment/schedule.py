@@ -27,7 +27,7 @@ class ScheduledBlock:
 
     index: int
     cell: Cell
-    pair: int
+    round: int
     label: Label
     position: int
     restart: int = 0
@@ -72,10 +72,10 @@ def interleave(
 ) -> tuple[ScheduledBlock, ...]:
     """Every round of the cells, as the module's text says."""
     random = Random(seed)
-    orders = {cell.name: arm_orders(labels, cell.pairs, random) for cell in cells}
+    orders = {cell.name: arm_orders(labels, cell.rounds, random) for cell in cells}
     blocks: list[ScheduledBlock] = []
     for restart in range(restarts):
-        shares = {cell.name: range(*_share(cell.pairs, restart, restarts)) for cell in cells}
+        shares = {cell.name: range(*_share(cell.rounds, restart, restarts)) for cell in cells}
         for place in range(max((len(share) for share in shares.values()), default=0)):
             in_pass = [cell for cell in cells if place < len(shares[cell.name])]
             random.shuffle(in_pass)
@@ -97,12 +97,12 @@ class OpenRound:
     """One round of an open-ended schedule, its arms in their order."""
 
     cell: Cell
-    pair: int
+    round: int
     order: tuple[Label, ...]
 
     def blocks(self, index: int, restart: int) -> list[ScheduledBlock]:
         """Its blocks, numbered from `index`."""
-        return round_of(self.cell, self.pair, self.order, index, restart)
+        return round_of(self.cell, self.round, self.order, index, restart)
 
 
 def endless_passes(

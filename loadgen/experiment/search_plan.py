@@ -19,7 +19,7 @@ has grown to it."""
 class SearchAmount:
     """How much of everything a preset spends. Seconds are of a trial, at least; `longest` bounds one at a low rate."""
 
-    pairs: int
+    rounds: int
     queries: int
     trial_seconds: float
     longest_seconds: float
@@ -42,9 +42,9 @@ def make_search_cells(
     queries: int | None = None,
     connections: int = CONNECTIONS,
     ramp_users: int = RAMP_USERS,
-    pairs: int | None = None,
+    rounds: int | None = None,
 ) -> tuple[Cell, ...]:
-    """A search for every bound, and a ramp where the scenario is asked for. `pairs` replaces the preset's number, and
+    """A search for every bound, and a ramp where the scenario is asked for. `rounds` replaces the preset's number, and
     `queries` that of a trial's requests. Raises `PlanError`."""
     if "slo" in scenarios and not bounds_ms:
         raise PlanError("--scenarios slo: say within which p99, in milliseconds, as in --slo-p99-ms 50")
@@ -66,7 +66,7 @@ def make_search_cells(
             max_seconds=max(
                 amount.longest_seconds * max(1.0, number / amount.queries), 2.0 * BOUNDS_A_TRIAL * bound / 1000.0
             ),
-            pairs=pairs or amount.pairs,
+            rounds=rounds or amount.rounds,
             arrivals="poisson",
             latency_bound_ms=float(bound),
         )
@@ -81,6 +81,6 @@ def make_search_cells(
         requests=amount.rung_requests,
         seconds=amount.rung_seconds,
         max_seconds=amount.rung_longest_seconds,
-        pairs=pairs or amount.pairs,
+        rounds=rounds or amount.rounds,
     )
     return (*searches, ramp)

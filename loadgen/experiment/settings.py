@@ -140,14 +140,15 @@ class ExperimentSettings(Settings):
         le=1440.0,
         description="For the comparison, which runs as many rounds as fit; default: the preset's.",
     )
-    pairs: int | None = Field(
-        None, ge=1, description="Pairs of blocks per cell instead of a time; the least with --until decided."
+    rounds: int | None = Field(
+        None, ge=1, description="Rounds of blocks per cell instead of a time; the least with --until decided."
     )
     restarts: int = Field(
-        1, ge=1, description="Fresh starts of the servers over which the pairs are spread; 5 or more cover them."
+        1, ge=1, description="Fresh starts of the servers over which the rounds are spread; 5 or more cover them."
     )
     until: str = Field(
-        "planned", description="planned (as many pairs as asked for) or decided (until every scenario is, see --pairs)."
+        "planned",
+        description="planned (as many rounds as asked for) or decided (until every scenario is, see --rounds).",
     )
     time_limit: float = Field(30.0, gt=0.0, description="Minutes of load after which --until decided ends undecided.")
     threads: int = Field(0, ge=0, description="Engine threads, the same for every arm; 0: all cores.")

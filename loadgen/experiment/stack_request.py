@@ -38,7 +38,7 @@ def check_stack_request(
     for arm in arms:
         if arm.settings:
             raise PlanError(
-                f"{option_of(arm.label)}-option has no effect with --deployment compose: set it in .env, then "
+                f"{option_of(arm.label, 'option')} has no effect with --deployment compose: set it in .env, then "
                 "docker compose up --detach --wait"
             )
     for option, name, changed in (

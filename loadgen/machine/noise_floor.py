@@ -57,7 +57,7 @@ def make_floor(result: Result) -> NoiseFloor:
     entries = floor_entries(pair_metrics(experiment, result.blocks, result.of(ColdStartsFound).starts))
     entries += tail_floors(result.comparisons)
     if not entries:
-        raise NoiseFloorError(f"the run measured no pairs of blocks; give it some with --pairs and run: {COMMAND}")
+        raise NoiseFloorError(f"the run measured no pairs of blocks; give it some with --rounds and run: {COMMAND}")
     return NoiseFloor(
         fingerprint=_digest(result.environment),
         servers=servers_of(experiment),

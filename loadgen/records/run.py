@@ -18,13 +18,13 @@ only label. A missing reading is None, never 0. Every file is written to a tempo
 from __future__ import annotations
 
 from itertools import combinations
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 
 from loadgen.records.payloads import variant_name
 
-Label = str
+Label = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_-]{0,23}$")]
 """What an arm is called: a, b, c, …, or a name of its own from an experiment file."""
 Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "ramp"]
 Arrivals = Literal["closed", "constant", "poisson"]
@@ -48,9 +48,11 @@ def shown(label: Label) -> str:
     return label.upper() if len(label) == 1 else label
 
 
-def option_of(label: Label) -> str:
-    """Where an arm is asked for: --a, or its place in an experiment file."""
-    return f"--{label}" if len(label) == 1 else f"arms.{label}"
+def option_of(label: Label, setting: str = "") -> str:
+    """Where an arm, or a setting of it, is asked for: --a-option, or its place in an experiment file."""
+    if len(label) == 1:
+        return f"--{label}-{setting}".rstrip("-")
+    return f"arms.{label}.{'options' if setting == 'option' else setting}".rstrip(".")
 
 
 class Pairing(NamedTuple):
@@ -83,7 +85,7 @@ class ArmRequest(Record, frozen=True, kw_only=True):
     label: Label
     target: str
     settings: dict[str, str] = {}
-    """Options for `abserve serve …` beyond those that both arms share, without the leading dashes."""
+    """Options for `abserve serve …` beyond those that all arms share, without the leading dashes."""
     payload: str | None = None
     """Where it differs from the experiment's; such a pair is not a comparison of servers."""
     grpc: str | None = None
@@ -108,7 +110,8 @@ class Cell(Record, frozen=True, kw_only=True):
     requests: int
     seconds: float
     max_seconds: float
-    pairs: int
+    rounds: int
+    """Planned; of cold starts and searches, of those. The least, where time or the decision ends the load."""
     arrivals: Arrivals = "closed"
     """closed: a user's next request leaves when its last one is answered. constant, poisson: requests fall due at
     `rate_per_s` whatever becomes of the answers (open loop)."""
@@ -171,11 +174,11 @@ class Experiment(Record, frozen=True, kw_only=True):
     processes: int = 1
     """Of the load generator, which share the users or the rate."""
     restarts: int = 1
-    """How often the servers are started afresh; each restart gets its share of the pairs."""
+    """How often the servers are started afresh; each restart gets its share of the rounds."""
     until_decided: bool = False
-    """Whether pairs are added until the leading comparison of every cell is decided: `Cell.pairs` are the least."""
+    """Whether rounds are added until the leading comparison of every cell is decided: `Cell.rounds` are the least."""
     minutes: float | None = None
-    """For the whole comparison, where the number of pairs follows from the time: `Cell.pairs` are the least."""
+    """For the whole comparison, where the number of rounds follows from the time: `Cell.rounds` are the least."""
     time_limit_minutes: float | None = None
     """Of load, with `until_decided`: no round begins that would end later."""
     explain: bool = False
@@ -284,7 +287,7 @@ class BlockRecord(Record, frozen=True, kw_only=True):
 
     index: int
     cell: str
-    pair: int
+    round: int
     label: Label
     position: int
     """0 when this arm came first in its round."""

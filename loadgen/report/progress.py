@@ -19,6 +19,7 @@ from rich.text import Text
 from loadgen.analysis.checks.registry import Check
 from loadgen.analysis.checks.run import parity_figures
 from loadgen.bench.live_ratios import LiveRatios
+from loadgen.bench.progress import Progress
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.records.run import ArmRecord, BlockRecord, ParityRecord, shown
 from loadgen.report.live import FIXED, OPEN, ratio_line, ratio_table
@@ -26,8 +27,8 @@ from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.studies.cold_start.records import ColdStart
 
 
-class RichProgress:
-    """Implements `loadgen.bench.progress.Progress`; a context manager, so that the terminal is always given back."""
+class RichProgress(Progress):
+    """A context manager, so that the terminal is always given back."""
 
     def __init__(self, console: Console, ratios: LiveRatios | None = None) -> None:
         self._console = console
@@ -102,7 +103,7 @@ class RichProgress:
         rate = f"{record.items / seconds:9.1f} items/s" if seconds > 0 else "  no items  "
         p50 = "p50 –" if p50_ns is None else f"p50 {p50_ns / 1e6:8.2f} ms"
         problem = "" if record.complete and not record.errors else f"  {record.errors} errors {record.note or ''}"
-        line = f"{shown(record.label)}  {record.cell:<14} pair {record.pair + 1:<3}{rate}  {p50}{problem}"
+        line = f"{shown(record.label)}  {record.cell:<14} pair {record.round + 1:<3}{rate}  {p50}{problem}"
         if problem or not self._console.is_terminal or self._ratios is None:
             self._say(line, style="red" if problem else "")
         self._last_block = " ".join(f"{shown(record.label)} {record.cell}: {rate}, {p50}".split())

@@ -90,7 +90,7 @@ class ArmServers:
             return
         taken = " and ".join(f"arm {label} ({record.title}) takes at most {n}" for label, (record, n) in small.items())
         options = " ".join(
-            f"{option_of(label)}-option max-batch-size={largest}"
+            f"{option_of(label, 'option')} max-batch-size={largest}"
             if isinstance(self.arms[label].deployment, EmbeddedDeployment)
             else f"a larger max_batch_size on the server of arm {label}"
             for label in small

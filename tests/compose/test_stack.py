@@ -165,7 +165,7 @@ def test_a_comparison_by_url(stack: Any) -> None:
     out = stack.results / "by-url"
     command = [
         sys.executable, "-P", "-m", "loadgen.entry", "compare", "--a", stack.url("NATIVE_PORT"),
-        "--b", stack.url("TRITON_PORT"), "--scenarios", "single,concurrent", "--pairs", "2", "--concurrency", "4",
+        "--b", stack.url("TRITON_PORT"), "--scenarios", "single,concurrent", "--rounds", "2", "--concurrency", "4",
         "--requests", "30", "--out", str(out),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
@@ -181,7 +181,7 @@ def test_a_comparison_of_the_running_stack(stack: Any) -> None:
     out = stack.results / "by-deployment"
     command = [
         sys.executable, "-P", "-m", "loadgen.entry", "compare", "--deployment", "compose",
-        "--compose-project", stack.project, "--scenarios", "cold-start,single", "--pairs", "2", "--out", str(out),
+        "--compose-project", stack.project, "--scenarios", "cold-start,single", "--rounds", "2", "--out", str(out),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1500)
     sys.stdout.write(done.stdout[-6000:])

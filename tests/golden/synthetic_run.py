@@ -83,20 +83,20 @@ def cells(pairs: int, requests: int) -> tuple[Cell, ...]:
     """All four scenarios."""
     common = {"seconds": 1.0, "max_seconds": 30.0}
     return (
-        Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, pairs=min(pairs, 4), **common),
-        Cell(scenario="single", batch_size=1, concurrency=1, requests=max(requests // 3, 20), pairs=pairs, **common),
+        Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, rounds=min(pairs, 4), **common),
+        Cell(scenario="single", batch_size=1, concurrency=1, requests=max(requests // 3, 20), rounds=pairs, **common),
         *(
             Cell(
                 scenario="batched",
                 batch_size=n,
                 concurrency=1,
                 requests=max(requests // (2 * n), 12),
-                pairs=pairs,
+                rounds=pairs,
                 **common,
             )
             for n in (1, 4, 8, 16, 32)
         ),
-        Cell(scenario="concurrent", batch_size=1, concurrency=16, requests=requests, pairs=pairs, **common),
+        Cell(scenario="concurrent", batch_size=1, concurrency=16, requests=requests, rounds=pairs, **common),
     )
 
 
@@ -176,7 +176,7 @@ def _write_loads(directory: Path, plan: Plan, experiment: Experiment, rng: np.ra
         if cell.scenario == "cold-start":
             _write(directory / "cold_starts.json", _cold_starts(plan, cell, rng))
             continue
-        for pair in range(cell.pairs):
+        for pair in range(cell.rounds):
             for position, label in enumerate(order_of(list(plan.arms), pair)):
                 if plan.cut_after is not None and index >= plan.cut_after:
                     if plan.state == "running":
@@ -191,7 +191,7 @@ def _write_loads(directory: Path, plan: Plan, experiment: Experiment, rng: np.ra
                 np.save(directory / name, samples)
                 end_ns = int(samples["end_ns"].max())
                 record = BlockRecord(
-                    index=index, cell=cell.name, pair=pair, label=label, position=position,
+                    index=index, cell=cell.name, round=pair, label=label, position=position,
                     started_at=wall_clock(clock_ns),
                     window_start_ns=clock_ns, window_end_ns=end_ns, samples=name, requests=len(samples),
                     items=int(samples["batch"].sum()), errors=errors,
@@ -298,7 +298,7 @@ def _leave_partial(directory: Path, index: int, cell: Cell, rng: np.random.Gener
 
 def _cold_starts(plan: Plan, cell: Cell, rng: np.random.Generator) -> list[ColdStart]:
     starts = []
-    for repetition in range(cell.pairs):
+    for repetition in range(cell.rounds):
         for label, arm in plan.arms.items():
             factor = float(np.exp(rng.normal(0, 0.02)))
             ready_ns = int(arm.ready_s * factor * 1e9)

@@ -11,7 +11,7 @@ import pytest
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.result import Result
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Cell, Experiment
 from loadgen.run.runner import run_experiment
 
@@ -44,7 +44,7 @@ def compare(tmp_path: Path) -> Iterator[Compare]:
             "threads": 0,
         }  # fmt: skip
         out = tmp_path / "run"
-        run_experiment(Experiment(**(fields | changes)), out, SilentProgress(), abserve=NO_SAMPLES)  # type: ignore[arg-type]
+        run_experiment(Experiment(**(fields | changes)), out, Progress(), abserve=NO_SAMPLES)  # type: ignore[arg-type]
         return analyse(out)
 
     yield run

@@ -96,7 +96,7 @@ class Truth:
         shape: dict[str, object] = {"arrivals": "poisson", "rate_per_s": self.rate_per_s} if self.rate_per_s else {}
         cell = Cell(
             scenario="open" if self.rate_per_s else "single", batch_size=1, concurrency=64 if self.rate_per_s else 1,
-            requests=self.requests, seconds=0.0, max_seconds=60.0, pairs=self.pairs, **shape,  # type: ignore[arg-type]
+            requests=self.requests, seconds=0.0, max_seconds=60.0, rounds=self.pairs, **shape,  # type: ignore[arg-type]
         )  # fmt: skip
         return Experiment(
             arms=(ArmRequest(label="a", target="native"), ArmRequest(label="b", target="triton")), model="m",
@@ -171,7 +171,7 @@ def simulate(truth: Truth, plan: Experiment, rng: np.random.Generator) -> list[S
     """All blocks of one run, one after the other, in ABBA order."""
     (cell,) = plan.cells
     now, blocks = float(rng.uniform(0.0, 10.0)), []
-    for slot in range(2 * cell.pairs):
+    for slot in range(2 * cell.rounds):
         pair, position = divmod(slot, 2)
         label = "ab"[(position + (pair % 4 in (1, 2))) % 2]
         arm = truth.a if label == "a" else truth.b
@@ -206,7 +206,7 @@ def _record(
 ) -> BlockRecord:
     is_open = cell.rate_per_s is not None
     return BlockRecord(
-        index=index, cell=cell.name, pair=pair, label=label, position=position,
+        index=index, cell=cell.name, round=pair, label=label, position=position,
         started_at="", window_start_ns=int(due[0] * NS), window_end_ns=int(end.max() * NS), samples="", complete=True,
         requests=len(due), items=len(due), errors=0, error_messages=(), generator_cpu_ns=0, server_cpu_ns=None,
         stages=None, offered=len(due) if is_open else None,

@@ -45,7 +45,7 @@ def autoregression(rng: np.random.Generator, phi: float, shape: tuple[int, ...])
 
 def latencies(blocks: Sequence[BlockSummary], rng: np.random.Generator) -> Latencies:
     """Requests behind such blocks: log-normal about the block's median, 660 in four pairs and as many in more."""
-    count = -(-700 // (len({block.pair for block in blocks})))
+    count = -(-700 // (len({block.round for block in blocks})))
     return {block.index: (block.latency.p50_ms or 1.0) * np.exp(rng.normal(0.0, 0.3, count)) for block in blocks}
 
 
@@ -64,7 +64,7 @@ def experiment(
 def cell(batch_size: int, pairs: int) -> Cell:
     """One scenario."""
     return Cell(
-        scenario="batched", batch_size=batch_size, concurrency=1, requests=100, seconds=0, max_seconds=1, pairs=pairs
+        scenario="batched", batch_size=batch_size, concurrency=1, requests=100, seconds=0, max_seconds=1, rounds=pairs
     )
 
 
@@ -81,7 +81,7 @@ def simulate_blocks(
     as fast. Each
     restart shifts each arm by a normal factor of `restart_spread`/√2, so that the ratio has that spread. With
     `resemblance` φ the noise of each arm's blocks, in each cell, is a first-order autoregression of its own."""
-    pairs, labels = plan.cells[0].pairs, plan.labels
+    pairs, labels = plan.cells[0].rounds, plan.labels
     arms, effects = len(labels), {"b": effect} if isinstance(effect, float) else effect
     logs = noise(rng, arms * pairs * len(plan.cells))
     own = autoregression(rng, resemblance, (len(plan.cells), arms, pairs)) if resemblance else None
@@ -101,7 +101,7 @@ def simulate_blocks(
             p50, p90, p99 = (seconds * math.exp(rng.normal(0.0, spread)) for spread in (0.004, 0.012, 0.05))
             blocks.append(
                 BlockSummary(
-                    index=len(blocks), cell=one.name, pair=pair, label=label, position=position, start_s=0.0,
+                    index=len(blocks), cell=one.name, round=pair, label=label, position=position, start_s=0.0,
                     duration_s=1.0, complete=True, requests=700, errors=0, items=700,
                     throughput_per_s=100.0 / seconds, full_load_share=1.0,
                     latency=LatencySummary(samples=700, mean_ms=p50, p50_ms=p50, p90_ms=p90, p95_ms=p90, p99_ms=p99,

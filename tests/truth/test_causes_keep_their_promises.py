@@ -20,7 +20,7 @@ WEATHER, NOISE = 0.03, 0.01
 AS_IS_MS: dict[Label, float] = {"a": 10.0, "b": 20.0}
 SAVED_MS: dict[Label, float] = {"a": 2.0, "b": 3.0}
 NAMES: tuple[CauseName, CauseName, CauseName] = ("transfer", "queue_delay", "compute")
-CELL = Cell(scenario="single", batch_size=1, concurrency=1, requests=9, seconds=1.0, max_seconds=9.0, pairs=6)
+CELL = Cell(scenario="single", batch_size=1, concurrency=1, requests=9, seconds=1.0, max_seconds=9.0, rounds=6)
 
 
 def pairs(rng: np.random.Generator, count: int, first: float, second: float) -> list[tuple[float, float]]:

@@ -13,7 +13,7 @@ from tests.truth.conftest import Compare
 def users(number: int, requests: int, pairs: int) -> Cell:
     return Cell(
         scenario="concurrent", batch_size=1, concurrency=number, requests=requests, seconds=0.0, max_seconds=30.0,
-        pairs=pairs,
+        rounds=pairs,
     )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def test_of_three_arms_the_slow_one_is_named_and_the_like_ones_are_not_told_apar
     assert alike[0] < 1.0 < alike[1]
     assert all(low > 0.1 and high < 0.8 for low, high in (*slow, between))
     for round_ in range(6):
-        positions = {block.label: block.position for block in result.blocks if block.pair == round_}
+        positions = {block.label: block.position for block in result.blocks if block.round == round_}
         assert sorted(positions) == ["a", "b", "c"]
         assert sorted(positions.values()) == [0, 1, 2]
 

@@ -21,13 +21,13 @@ from tests.truth.conftest import Compare, state
 def closed(requests: int, pairs: int, *, batch_size: int = 1) -> Cell:
     return Cell(
         scenario="batched", batch_size=batch_size, concurrency=1, requests=requests, seconds=0.0, max_seconds=30.0,
-        pairs=pairs,
+        rounds=pairs,
     )  # fmt: skip
 
 
 def open_loop(rate: float, seconds: float, pairs: int) -> Cell:
     return Cell(
-        scenario="open", batch_size=1, concurrency=256, requests=1, seconds=seconds, max_seconds=seconds, pairs=pairs,
+        scenario="open", batch_size=1, concurrency=256, requests=1, seconds=seconds, max_seconds=seconds, rounds=pairs,
         arrivals="constant", rate_per_s=rate,
     )  # fmt: skip
 

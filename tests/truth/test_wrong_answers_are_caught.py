@@ -20,14 +20,14 @@ USERS = 16
 def users(requests: int = 160, *, pairs: int = 2, concurrency: int = USERS) -> Cell:
     return Cell(
         scenario="concurrent", batch_size=1, concurrency=concurrency, requests=requests, seconds=0.0, max_seconds=30.0,
-        pairs=pairs,
+        rounds=pairs,
     )  # fmt: skip
 
 
 def batches(batch_size: int, requests: int = 20, *, pairs: int = 2) -> Cell:
     return Cell(
         scenario="batched", batch_size=batch_size, concurrency=1, requests=requests, seconds=0.0, max_seconds=30.0,
-        pairs=pairs,
+        rounds=pairs,
     )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def test_answers_that_are_zeros_or_nan_only_under_load(compare: Compare, fault: 
 @pytest.mark.slow
 def test_answers_that_are_wrong_in_an_open_loop_of_two_processes(compare: Compare) -> None:
     cell = Cell(
-        scenario="open", batch_size=1, concurrency=64, requests=1, seconds=1.0, max_seconds=1.0, pairs=2,
+        scenario="open", batch_size=1, concurrency=64, requests=1, seconds=1.0, max_seconds=1.0, rounds=2,
         arrivals="poisson", rate_per_s=400.0,
     )  # fmt: skip
     server = "--delay-ms 40 --no-spin"

@@ -64,7 +64,7 @@ def _busy_in_search(facts: Facts, cell: Cell) -> Outcome:
         trial.generator_cpu_share or 0.0
         for trial in facts.run.trials
         for one in found
-        if (trial.cell, one.pair, one.label) == (cell.name, trial.pair, trial.label)
+        if (trial.cell, one.round, one.label) == (cell.name, trial.round, trial.label)
         and trial.rate_per_s == one.failed_rate_per_s
     ]
     return _busy(cell, any(one.client_limited for one in found), deciding, "the lowest rate that failed")
@@ -73,14 +73,14 @@ def _busy_in_search(facts: Facts, cell: Cell) -> Outcome:
 def _busy_in_ramp(facts: Facts, cell: Cell) -> Outcome:
     ramps = [ramp for ramp in facts.of(RatesFound).ramps if ramp.cell == cell.name]
     best = {
-        (ramp.pair, ramp.label): max(ramp.rungs, key=lambda rung: rung.throughput_per_s).concurrency
+        (ramp.round, ramp.label): max(ramp.rungs, key=lambda rung: rung.throughput_per_s).concurrency
         for ramp in ramps
         if ramp.rungs
     }
     deciding = [
         trial.generator_cpu_share or 0.0
         for trial in facts.run.trials
-        if trial.cell == cell.name and best.get((trial.pair, trial.label)) == trial.concurrency
+        if trial.cell == cell.name and best.get((trial.round, trial.label)) == trial.concurrency
     ]
     return _busy(cell, any(ramp.client_limited for ramp in ramps), deciding, "the best rung")
 
@@ -215,7 +215,7 @@ def _waits_in_search(facts: Facts, cell: Cell) -> Outcome:
         for trial in facts.run.trials
         for one in facts.of(RatesFound).rates
         if trial.cell == one.cell == cell.name
-        and (one.pair, one.label, one.rate_per_s) == (trial.pair, trial.label, trial.rate_per_s)
+        and (one.round, one.label, one.rate_per_s) == (trial.round, trial.label, trial.rate_per_s)
         and trial.held
         and trial.send_lag_p99_ms is not None
     ]

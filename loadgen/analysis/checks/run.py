@@ -239,7 +239,7 @@ def _groups(probe: CacheProbe) -> list[tuple[int, tuple[int, ...]]]:
 )
 def blocks_complete(facts: Facts) -> Iterator[Outcome]:
     for load in facts.planned:
-        planned = len(facts.run.experiment.arms) * load.cell.pairs
+        planned = len(facts.run.experiment.arms) * load.cell.rounds
         complete = [block for block in load.blocks if block.complete]
         notes = [f"block {block.index}: {block.note}" for block in load.blocks if not block.complete and block.note]
         detail = f"{len(complete)} of {planned} blocks are complete"
@@ -281,7 +281,7 @@ def searches_ended(facts: Facts) -> Iterator[Outcome]:
             what = f"ramps reached saturation{note}"
         else:
             continue
-        planned = len(facts.run.experiment.arms) * cell.pairs
+        planned = len(facts.run.experiment.arms) * cell.rounds
         yield Outcome(done >= planned, f"{done} of {planned} {what}", done, planned, cell_scope(cell.name))
 
 
@@ -308,7 +308,7 @@ def cold_starts_succeeded(facts: Facts) -> Iterator[Outcome]:
     for cell in facts.run.experiment.cells:
         if cell.scenario != "cold-start":
             continue
-        planned, starts = len(facts.run.experiment.arms) * cell.pairs, facts.run.cold_starts
+        planned, starts = len(facts.run.experiment.arms) * cell.rounds, facts.run.cold_starts
         good = sum(start.error is None and start.first_answer_ns is not None for start in starts)
         errors = [start.error for start in starts if start.error]
         detail = f"{good} of {planned} starts came up" + (f"; first error: {errors[0]}" if errors else "")

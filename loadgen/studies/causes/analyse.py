@@ -96,7 +96,7 @@ def combine(parts: Iterable[tuple[float, Difference]]) -> Difference:
 def mean_pairs(cell: str, blocks: Sequence[BlockSummary], pairing: Pairing) -> list[tuple[float, float]]:
     """Mean request times in ms of two arms in each round of a cell that both completed, the baseline's first."""
     means = {
-        (block.pair, block.label): block.latency.mean_ms
+        (block.round, block.label): block.latency.mean_ms
         for block in blocks
         if block.cell == cell and block.complete and block.latency.mean_ms is not None
     }

@@ -1,6 +1,6 @@
 """Runs the counterfactual cells, when the arms' own blocks are done and their servers still up.
 
-Each counterfactual is an arm as it is beside the same arm without one cause, in interleaved pairs of blocks. A changed
+Each counterfactual is an arm as it is beside the same arm without one cause, in interleaved rounds. A changed
 setting takes a server of its own, which runs beside the arm's; only one of the two is under load at any time. What
 cannot be run is stored as untested with its reason, and the run goes on.
 """
@@ -19,7 +19,7 @@ from loadgen.bench.arms import Arm
 from loadgen.bench.bench import Bench
 from loadgen.bench.load_runner import LoadError, LoadRunner
 from loadgen.bench.preparation import READY_SECONDS, make_deployment
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.clients.endpoint import EndpointError
 from loadgen.clients.inputs import InputError
 from loadgen.clients.requests import AddressError
@@ -136,7 +136,7 @@ class _Explanation:
             arms: dict[Label, Arm] = {AS_IS: as_is, WITHOUT: without}
             for arm in arms.values():
                 self._prepare_bodies(arm)
-            runner = LoadRunner(arms, bench.generator, store, SilentProgress(), seed=bench.experiment.seed)
+            runner = LoadRunner(arms, bench.generator, store, Progress(), seed=bench.experiment.seed)
             runner.warm_up(cells)
             blocks = interleave(cells, BESIDE, bench.experiment.seed + counterfactual.number + 1)
             for number, block in enumerate(blocks, start=1):

@@ -95,7 +95,7 @@ def fit_into(
     chosen: list[Cell] = []
     left_out: list[Cell] = []
     for cell in cells:
-        shortened = msgspec.structs.replace(cell, pairs=pairs_of(cell))
+        shortened = msgspec.structs.replace(cell, rounds=rounds_of(cell))
         needed_s = seconds_needed(plan, [shortened], block_seconds) - SERVER_SECONDS * len(plan)
         if chosen and needed_s > left_s:
             left_out.append(cell)
@@ -106,16 +106,16 @@ def fit_into(
 
 
 def seconds_needed(plan: Sequence[Counterfactual], cells: Sequence[Cell], block_seconds: Mapping[str, float]) -> float:
-    """How long the plan takes in these cells, by their pairs."""
+    """How long the plan takes in these cells, by their rounds."""
     blocks_s = sum(
-        2 * cell.pairs * (block_seconds.get(cell.name, cell.seconds) + BETWEEN_BLOCKS_SECONDS) for cell in cells
+        2 * cell.rounds * (block_seconds.get(cell.name, cell.seconds) + BETWEEN_BLOCKS_SECONDS) for cell in cells
     )
     return len(plan) * (SERVER_SECONDS + blocks_s)
 
 
-def pairs_of(cell: Cell) -> int:
-    """How many pairs of blocks a counterfactual gets in a cell."""
-    return max(MIN_PAIRS, min(MAX_PAIRS, cell.pairs))
+def rounds_of(cell: Cell) -> int:
+    """How many rounds a counterfactual gets in a cell."""
+    return max(MIN_PAIRS, min(MAX_PAIRS, cell.rounds))
 
 
 def out_of_reach(experiment: Experiment, request: ArmRequest) -> str | None:

@@ -31,7 +31,7 @@ CONTAINER_BATCH_SIZES = (1, 8)
 
 def repetitions_of(experiment: Experiment) -> int:
     """Rounds of starts that the experiment asks for."""
-    return sum(cell.pairs for cell in experiment.cells if cell.scenario == "cold-start")
+    return sum(cell.rounds for cell in experiment.cells if cell.scenario == "cold-start")
 
 
 class ColdStartPhase:

@@ -22,7 +22,7 @@ class ColdStart(Record, frozen=True, kw_only=True):
     first_answer_ns: int | None
     error: str | None = None
     conditions: str | None = None
-    """What the start found: "page cache warm, fresh ports, the other server stopped"."""
+    """What the start found: "page cache warm, fresh ports, the other servers stopped"."""
 
 
 class ContainerColdStart(Record, frozen=True, kw_only=True):

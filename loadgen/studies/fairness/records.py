@@ -1,6 +1,6 @@
 """What was asked of the servers and of the machine besides the load, in order to trust what they say under it.
 
-DIR/conditions.json: what the machine was like right before the load, with both servers up and nothing sent.
+DIR/conditions.json: what the machine was like right before the load, with all servers up and nothing sent.
 """
 
 from __future__ import annotations

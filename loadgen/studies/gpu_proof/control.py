@@ -40,7 +40,7 @@ def control_cell(experiment: Experiment) -> Cell:
         requests=2,
         seconds=CONTROL_SECONDS,
         max_seconds=2 * CONTROL_SECONDS,
-        pairs=1,
+        rounds=1,
     )
 
 

@@ -251,7 +251,7 @@ def measure_attribution(
     own_pids: Collection[int],
     thresholds: Thresholds,
 ) -> Attribution:
-    """`edges`: of this arm's load. `server_pids`: the process tree of the arm's server; `own_pids`: of both arms'.
+    """`edges`: of this arm's load. `server_pids`: the process tree of the arm's server; `own_pids`: of all arms'.
     Both in the PID namespace of this machine; empty where unknown."""
     listed = _listed(device.uuid, edges)
     own = set(own_pids) | set(server_pids)

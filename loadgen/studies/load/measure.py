@@ -52,7 +52,7 @@ def measure(bench: Bench) -> None:
 
 
 class Rounds:
-    """The load of one start of the servers. `blocks` are those of the starts before; the least pairs of each cell are
+    """The load of one start of the servers. `blocks` are those of the starts before; the least rounds of each cell are
     run in any case."""
 
     def __init__(self, bench: Bench, blocks: list[StoredBlock], deadline: float) -> None:
@@ -65,7 +65,7 @@ class Rounds:
         """Seconds of a round that are in no block: idle gaps, above all."""
         self._began = monotonic()
         self._deadline = deadline
-        self._least = math.ceil(max(cell.pairs for cell in self._cells.values()) / bench.experiment.restarts)
+        self._least = math.ceil(max(cell.rounds for cell in self._cells.values()) / bench.experiment.restarts)
 
     def forecast(self) -> str:
         """What is to come, in words."""
@@ -82,22 +82,22 @@ class Rounds:
         bench, runner = self._bench, self._bench.load_runner()
         experiment = bench.experiment
         bench.forecast.load_ends_within(self._deadline - monotonic())
-        first = max((block.record.pair for block in self._blocks), default=-1) + 1
+        first = max((block.record.round for block in self._blocks), default=-1) + 1
         rounds = endless_passes(tuple(self._cells.values()), experiment.labels, experiment.seed + bench.restart, first)
         for number, chosen in enumerate(rounds):
-            pairs = [one for one in chosen if one.cell.name in self._open]
+            own = [one for one in chosen if one.cell.name in self._open]
             if number >= self._least:
-                pairs = self._that_fit(pairs)
-            if not pairs:
+                own = self._that_fit(own)
+            if not own:
                 break
             blocks: list[ScheduledBlock] = []
             began = monotonic()
-            for one in pairs:
+            for one in own:
                 blocks += one.blocks(len(self._blocks) + len(blocks), bench.restart)
             done = runner.run(blocks, bench.forecast, last=False)
             self._blocks += done
             self._summaries += summarise_blocks(done)
-            self._beside = max(0.0, monotonic() - began - sum(bench.forecast.round_s(one.cell) for one in pairs))
+            self._beside = max(0.0, monotonic() - began - sum(bench.forecast.round_s(one.cell) for one in own))
             if experiment.until_decided:
                 self._look()
             elif (
@@ -111,16 +111,16 @@ class Rounds:
         """Of the time for this load."""
         return (monotonic() - self._began) / max(self._deadline - self._began, 1e-9)
 
-    def _that_fit(self, pairs: list[OpenRound]) -> list[OpenRound]:
+    def _that_fit(self, own: list[OpenRound]) -> list[OpenRound]:
         """Until decided all or nothing; by time as many as there is time for."""
         left = self._deadline - monotonic() - self._beside
         fitting: list[OpenRound] = []
-        for one in pairs:
+        for one in own:
             seconds = self._bench.forecast.round_s(one.cell)
             if seconds <= left:
                 fitting.append(one)
                 left -= seconds
-        return fitting if len(fitting) == len(pairs) or not self._bench.experiment.until_decided else []
+        return fitting if len(fitting) == len(own) or not self._bench.experiment.until_decided else []
 
     def _neediest(self) -> dict[str, Cell]:
         """By the largest relative standard error of a scenario's throughput and median."""
@@ -141,8 +141,8 @@ class Rounds:
 
 
 def is_settled(comparison: Comparison, cell: Cell) -> bool:
-    """Whether a cell needs no more pairs."""
-    return comparison.verdict in DECIDED and comparison.pairs >= cell.pairs
+    """Whether a cell needs no more rounds."""
+    return comparison.verdict in DECIDED and comparison.pairs >= cell.rounds
 
 
 def _standing(comparison: Comparison) -> str:

@@ -30,7 +30,7 @@ from loadgen.studies.load.analyse import LoadFound
 
 MAX_SIZES = 6
 BLOCK_FIELDS = (
-    "index", "cell", "pair", "restart", "label", "position", "start_s", "duration_s", "complete", "requests",
+    "index", "cell", "round", "restart", "label", "position", "start_s", "duration_s", "complete", "requests",
     "errors", "items", "throughput_per_s", "mean_ms", "p50_ms", "p90_ms", "p95_ms", "p99_ms", "p99_9_ms",
     "send_lag_p99_ms", "full_load_share", "generator_cpu_share", "server_cpu_cores", "request_bytes", "response_bytes",
     "note",
@@ -232,7 +232,7 @@ def _block_chart(result: Result) -> doc.Chart | None:
                 own = [(block, 100.0 * (speed / mean - 1.0)) for block, speed, mean in pairs if mean]
             points = [(block.start_s / 60.0, value) for block, value in own]
             marker = hollow(result, label, [block.complete for block, _ in own])
-            texts = [f"block {block.index}, {block.cell}, pair {block.pair + 1}" for block, _ in own]
+            texts = [f"block {block.index}, {block.cell}, pair {block.round + 1}" for block, _ in own]
             found.append(line(result, label, points, f"%{{text}}: {hover}", mode=mode, marker=marker, text=texts))
         return found
 

@@ -39,8 +39,8 @@ def find_ramps(cells: Sequence[Cell], trials: Sequence[Trial]) -> tuple[RampFoun
 
 def _runs(cell: Cell, trials: Sequence[Trial]) -> Iterator[list[Trial]]:
     """The trials of one pair and arm together, in their order."""
-    own = sorted((t for t in trials if t.cell == cell.name), key=lambda t: (t.pair, t.position, t.step))
-    for _, together in groupby(own, key=lambda t: (t.pair, t.label)):
+    own = sorted((t for t in trials if t.cell == cell.name), key=lambda t: (t.round, t.position, t.step))
+    for _, together in groupby(own, key=lambda t: (t.round, t.label)):
         yield list(together)
 
 
@@ -55,7 +55,7 @@ def _rate(cell: Cell, trials: list[Trial]) -> RateFound:
     failures = [trial for trial in trials if trial.held is False and trial.rate_per_s == search.failed]
     return RateFound(
         cell=cell.name,
-        pair=first.pair,
+        round=first.round,
         restart=first.restart,
         label=first.label,
         bound_ms=cell.latency_bound_ms or 0.0,
@@ -85,7 +85,7 @@ def _ramp(cell: Cell, trials: list[Trial]) -> RampFound:
     ended = is_saturated(rungs) or (bool(rungs) and rungs[-1].concurrency >= cell.concurrency)
     return RampFound(
         cell=cell.name,
-        pair=first.pair,
+        round=first.round,
         restart=first.restart,
         label=first.label,
         rungs=rungs,

@@ -65,7 +65,7 @@ class _Searches:
         bench.forecast.load_begins()
         to_come = [entry.cell for entry in whole if entry.restart >= bench.restart and entry.position == 0]
         took: dict[str, list[float]] = {}
-        for (cell, _), pair in groupby(own, key=lambda entry: (entry.cell, entry.pair)):
+        for (cell, _), pair in groupby(own, key=lambda entry: (entry.cell, entry.round)):
             entries, began = list(pair), monotonic()
             if cell.scenario == "slo":
                 bench.enter(f"searching for the highest rate with p99 ≤ {cell.latency_bound_ms:g} ms")
@@ -83,7 +83,7 @@ class _Searches:
 
     def _search(self, entry: ScheduledBlock) -> None:
         cell, label = entry.cell, entry.label
-        random = Random(f"{self._bench.experiment.seed} {cell.name} {entry.pair} {label}")
+        random = Random(f"{self._bench.experiment.seed} {cell.name} {entry.round} {label}")
         known = self._found.get((cell.name, label))
         # From a rate already found downwards, so that it can fail again; else around one user's.
         guess = self._pilot(entry) if known is None else known / 2.0**0.5
@@ -165,7 +165,7 @@ class _Searches:
         """One stretch of load and its record, which is not stored yet."""
         bench = self._bench
         index, path = bench.store.next_trial()
-        seed = schedule_seed(bench.experiment.seed, entry.cell.name, 1000 * entry.pair + step)
+        seed = schedule_seed(bench.experiment.seed, entry.cell.name, 1000 * entry.round + step)
         command = bench.arms[entry.label].load(asked, path, arrivals_seed=seed, late_allowed=late_allowed)
         started_at = utc_now()
         outcome = self._load(entry, command)

@@ -21,7 +21,7 @@ class Trial(Record, frozen=True, kw_only=True):
 
     index: int
     cell: str
-    pair: int
+    round: int
     restart: int
     label: Label
     position: int
@@ -69,7 +69,7 @@ class RateFound(Record, frozen=True, kw_only=True):
     """What one search on one arm came to."""
 
     cell: str
-    pair: int
+    round: int
     restart: int
     label: Label
     bound_ms: float
@@ -99,7 +99,7 @@ class RampFound(Record, frozen=True, kw_only=True):
     """What one ramp on one arm came to."""
 
     cell: str
-    pair: int
+    round: int
     restart: int
     label: Label
     rungs: tuple[RampRung, ...]

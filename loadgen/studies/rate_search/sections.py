@@ -35,7 +35,7 @@ def rate_search(result: Result) -> doc.Section | None:
     found = [
         (
             one.cell,
-            str(one.pair + 1),
+            str(one.round + 1),
             shown(one.label),
             _number(one.rate_per_s),
             _number(one.failed_rate_per_s),
@@ -48,7 +48,7 @@ def rate_search(result: Result) -> doc.Section | None:
     trials = [
         (
             trial.cell,
-            str(trial.pair + 1),
+            str(trial.round + 1),
             shown(trial.label),
             str(trial.step + 1),
             _number(trial.rate_per_s),
@@ -60,7 +60,7 @@ def rate_search(result: Result) -> doc.Section | None:
         for trial in result.of(RatesFound).trials
         if trial.rate_per_s is not None
     ]
-    key = (*doc.names("scenario"), *doc.numbers("pair"), *doc.names("arm"))
+    key = (*doc.names("scenario"), *doc.numbers("round"), *doc.names("arm"))
     results = (*key, *doc.numbers("holds, requests/s", "fails at", "trials", "under load, s"), *doc.texts("note"))
     details = (*key, *doc.numbers("trial", "requests/s", "sent", "late", "p99, ms"), *doc.names("note"))
     late = "Late: of how many that may be. A trial ends as soon as it cannot hold any more."
@@ -78,16 +78,16 @@ def trial_chart(result: Result) -> doc.Chart | None:
     """Every trial of every search: the rate tried, and whether it held."""
 
     def trace(found: RateFound) -> doc.Figure:
-        own = (found.cell, found.pair, found.label)
-        trials = [trial for trial in result.of(RatesFound).trials if (trial.cell, trial.pair, trial.label) == own]
+        own = (found.cell, found.round, found.label)
+        trials = [trial for trial in result.of(RatesFound).trials if (trial.cell, trial.round, trial.label) == own]
         return line(
             result,
             found.label,
             [(trial.step + 1, trial.rate_per_s or 0.0) for trial in trials],
             "%{y:.4~g} requests/s %{customdata[2]}: %{customdata[0]} of %{customdata[1]} late"
-            f" in search {found.pair + 1}",
+            f" in search {found.round + 1}",
             marker=hollow(result, found.label, [bool(trial.held) for trial in trials]),
-            showlegend=found.pair == 0,
+            showlegend=found.round == 0,
             customdata=[[trial.late, trial.planned, "held" if trial.held else "failed"] for trial in trials],
         )
 
@@ -119,7 +119,7 @@ def ramp(result: Result) -> doc.Section | None:
     found = [
         (
             one.cell,
-            str(one.pair + 1),
+            str(one.round + 1),
             shown(one.label),
             _number(one.saturation_per_s),
             "–" if one.knee_concurrency is None else str(one.knee_concurrency),
@@ -130,7 +130,7 @@ def ramp(result: Result) -> doc.Section | None:
     ]
     columns = (
         *doc.names("scenario"),
-        *doc.numbers("pair"),
+        *doc.numbers("round"),
         *doc.names("arm"),
         *doc.numbers("best, images/s", "users at the knee", "rungs"),
         *doc.texts("note"),
@@ -193,7 +193,7 @@ def ramp_chart(result: Result) -> doc.Chart | None:
                     result,
                     found.label,
                     points,
-                    f"%{{x}} users: %{{y:.4~g}} {unit}{what}, ramp {found.pair + 1}",
+                    f"%{{x}} users: %{{y:.4~g}} {unit}{what}, ramp {found.round + 1}",
                     name=what,
                     marker=star | {"size": [13 if knee else 7 for knee in knees]},
                     style={"dash": "dot"} if attribute == "p99_ms" else {},

@@ -24,11 +24,11 @@ RUNNER = """
 import sys
 from pathlib import Path
 import msgspec
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.records.run import Experiment
 from loadgen.run.runner import run_experiment
 experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
-state = run_experiment(experiment, Path(sys.argv[1]), SilentProgress(), abserve=(sys.executable, sys.argv[2]))
+state = run_experiment(experiment, Path(sys.argv[1]), Progress(), abserve=(sys.executable, sys.argv[2]))
 sys.exit({"finished": 0, "failed": 1, "interrupted": 130}[state.state])
 """
 _FAULTY = """
@@ -76,9 +76,9 @@ def make_experiment(
     **changes: object,
 ) -> Experiment:
     """Two fake servers, and `others`; a single and a concurrent cell, two pairs each."""
-    single = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, pairs=2)
+    single = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, rounds=2)
     concurrent = Cell(
-        scenario="concurrent", batch_size=1, concurrency=4, requests=20, seconds=0.1, max_seconds=5.0, pairs=2
+        scenario="concurrent", batch_size=1, concurrency=4, requests=20, seconds=0.1, max_seconds=5.0, rounds=2
     )
     fields: dict[str, object] = {
         "arms": (

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Cell
 from loadgen.run.runner import run_experiment
 from loadgen.studies.causes.analyse import CausesFound
@@ -25,11 +25,11 @@ pytestmark = pytest.mark.usefixtures("no_process_left")
 @pytest.mark.slow
 def test_a_cause_is_taken_away_and_what_cannot_be_is_said(tmp_path: Path, fake_url: Callable[..., str]) -> None:
     """B waits 40 ms in its queue and A does not; A is somebody else's, and neither server offers shared memory."""
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=8, seconds=0.0, max_seconds=9.0, pairs=3)
+    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=8, seconds=0.0, max_seconds=9.0, rounds=3)
     a = ArmRequest(label="a", target=fake_url("--max-queue-delay-us", "0"))
     b = ArmRequest(label="b", target="triton", settings={"max-queue-delay-us": "40000"})
     experiment = make_experiment(cells=(cell,), a=a, b=b, explain=True, equivalence_margin=0.001)
-    state = run_experiment(experiment, tmp_path / "run", SilentProgress(), abserve=FAKE_ABSERVE)
+    state = run_experiment(experiment, tmp_path / "run", Progress(), abserve=FAKE_ABSERVE)
     assert (state.state, state.error) == ("finished", None)
     stored = msgspec.json.decode((tmp_path / "run" / "causes.json").read_bytes(), type=Explanation)
     assert stored.cells == ("single",)
@@ -75,7 +75,7 @@ PLANTED = (
 def test_a_planted_queue_delay_and_a_planted_payload_are_found_on_their_arms(tmp_path: Path) -> None:
     """10 ms of queue delay on B, four times the bytes on A: opposite causes of one difference."""
     out = tmp_path / "run"
-    said = compare(out, *PLANTED, "--scenarios", "batched", "--batch-sizes", "16", "--pairs", "6", "--explain")
+    said = compare(out, *PLANTED, "--scenarios", "batched", "--batch-sizes", "16", "--rounds", "6", "--explain")
     result = json.loads((out / "result.json").read_bytes())
     assert result["verdict"]["sentence"].startswith("Not a comparison of servers"), said
     (causes,) = result["causes"]

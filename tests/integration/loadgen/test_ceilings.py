@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, RunState
 from loadgen.report import write_reports
 from loadgen.run.runner import run_experiment
@@ -24,9 +24,9 @@ from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_ex
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
-SINGLE = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.0, max_seconds=9.0, pairs=1)
+SINGLE = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.0, max_seconds=9.0, rounds=1)
 CONCURRENT = Cell(
-    scenario="concurrent", batch_size=1, concurrency=4, requests=20, seconds=0.0, max_seconds=9.0, pairs=2
+    scenario="concurrent", batch_size=1, concurrency=4, requests=20, seconds=0.0, max_seconds=9.0, rounds=2
 )
 
 
@@ -56,7 +56,7 @@ def test_a_measurement_that_fails_is_a_note_with_its_reason(
     tmp_path: Path, kind: str, timeout_s: float, words: list[str]
 ) -> None:
     store, experiment = RunStore(tmp_path / "run"), make_experiment(cells=(SINGLE,), ceiling=True)
-    measure_ceilings(experiment, [arm(kind)], store, SilentProgress(), tmp_path, FAKE_ABSERVE, timeout_s=timeout_s)
+    measure_ceilings(experiment, [arm(kind)], store, Progress(), tmp_path, FAKE_ABSERVE, timeout_s=timeout_s)
     (ceiling,) = measured(tmp_path / "run")
     assert ceiling.document is None
     assert ceiling.reason is not None
@@ -67,7 +67,7 @@ def test_a_measurement_that_fails_is_a_note_with_its_reason(
 
 def test_a_program_that_is_not_there_is_a_note_too(tmp_path: Path) -> None:
     store, experiment = RunStore(tmp_path / "run"), make_experiment(cells=(SINGLE,), ceiling=True)
-    measure_ceilings(experiment, [arm("torch")], store, SilentProgress(), tmp_path, ["/no/such/program"])
+    measure_ceilings(experiment, [arm("torch")], store, Progress(), tmp_path, ["/no/such/program"])
     (ceiling,) = measured(tmp_path / "run")
     assert ceiling.reason is not None
     assert "cannot start /no/such/program" in ceiling.reason
@@ -88,7 +88,7 @@ def engines(a: str, b: str, *others: str) -> Experiment:
 
 def test_a_run_divides_what_it_served_and_outlives_a_failed_measurement(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    state = run_experiment(engines("good", "failing", "good"), out, SilentProgress(), abserve=FAKE_ABSERVE)
+    state = run_experiment(engines("good", "failing", "good"), out, Progress(), abserve=FAKE_ABSERVE)
     assert (state.state, state.error) == ("finished", None)
     a, b = measured(out)
     assert (a.labels, b.labels) == (("a", "c"), ("b",)), "the same engine is measured once"
@@ -131,7 +131,7 @@ def test_ctrl_c_in_a_measurement_keeps_the_load_and_leaves_nobody(tmp_path: Path
 def test_real_engines_on_a_cpu_are_the_ceilings_of_their_servers(tmp_path: Path) -> None:
     """Torch on both arms, so with the same settings in effect: one measurement, and no server beats it by far."""
     out = tmp_path / "run"
-    shape = ("--scenarios", "single,batched", "--batch-sizes", "4", "--pairs", "2", "--payload", "uint8")
+    shape = ("--scenarios", "single,batched", "--batch-sizes", "4", "--rounds", "2", "--payload", "uint8")
     command = [sys.executable, "-P", "-m", "loadgen.entry", "compare", "--out", str(out), "--a", "native"]
     command += ["--b", "native", "--a-option", "device=cpu", "--b-option", "device=cpu", *shape, "--ceiling"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)

@@ -30,7 +30,7 @@ def test_20_ms_added_to_every_answer_is_found_with_an_interval_that_holds_it(tmp
     """Both arms are native servers without a model, so the added delay is all the difference there is."""
     out = tmp_path / "run"
     options = ("--a", "native", "--b", "native", *NULL, "--b-option", "added-delay-ms=20", "--scenarios", "single")
-    done = compare(out, *options, "--pairs", "4")
+    done = compare(out, *options, "--rounds", "4")
     assert (out / "report.html").exists(), done.stderr
     document = result(out)
     (p50,) = [c for c in document["comparisons"] if (c["scenario"], c["metric"]) == ("single", "latency_p50")]
@@ -51,7 +51,7 @@ def test_20_ms_added_to_every_answer_is_found_with_an_interval_that_holds_it(tmp
 def test_both_real_servers(tmp_path: Path, artefact_dir: Path) -> None:
     """PyTorch behind the native server against ONNX Runtime behind a real tritonserver: one small run, all stages."""
     out = tmp_path / "run"
-    options = ("--scenarios", "single,batched,concurrent", "--batch-sizes", "4", "--pairs", "2")
+    options = ("--scenarios", "single,batched,concurrent", "--batch-sizes", "4", "--rounds", "2")
     done = compare(
         out, *options, "--requests", "16", "--concurrency", "4", "--b-option", f"artefacts={artefact_dir}",
     )  # fmt: skip

@@ -30,7 +30,7 @@ def regions() -> list[str]:
 
 def test_arms_with_different_payloads_are_measured_and_no_winner_is_named(tmp_path: Path) -> None:
     """The null engine answers with the first pixels, which are the same in an image's bytes and in its JPEG file."""
-    done = compare(tmp_path / "run", *NATIVE, "--pairs", "1", "--a-payload", "uint8", "--b-payload", "jpeg")
+    done = compare(tmp_path / "run", *NATIVE, "--rounds", "1", "--a-payload", "uint8", "--b-payload", "jpeg")
     assert done.returncode == 1, done.stderr
     result = json.loads((tmp_path / "run" / "result.json").read_bytes())
     assert result["parity"]["ok"], result["parity"]
@@ -53,7 +53,7 @@ def test_arms_with_different_payloads_are_measured_and_no_winner_is_named(tmp_pa
 @pytest.mark.slow
 @pytest.mark.triton
 def test_a_matrix_on_both_real_servers(tmp_path: Path) -> None:
-    options = ("--a-option", "engine=null", "--b-option", "engine=null", "--pairs", "1")
+    options = ("--a-option", "engine=null", "--b-option", "engine=null", "--rounds", "1")
     done = compare(tmp_path / "m", *options, "--transport", "http,grpc,shm", "--payload", "uint8")
     index = (tmp_path / "m" / "summary.md").read_text()
     page = (tmp_path / "m" / "index.html").read_text()

@@ -13,7 +13,7 @@ import pytest
 
 import loadgen.deployment.compose as compose
 from loadgen.analysis.analysis import analyse
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.deployment.containers import LogLine, State
 from loadgen.deployment.interface import DeploymentError
 from loadgen.deployment.ports import PortReservation
@@ -25,8 +25,8 @@ from tests.integration.loadgen.conftest import FAKE, FAKE_ABSERVE, make_experime
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 MODEL = "openclip_vit_b32"
-COLD = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, pairs=2)
-SINGLE = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, pairs=2)
+COLD = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=2)
+SINGLE = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, rounds=2)
 CACHED = ("stop", "start", "stop")
 UNCACHED = ("start", "empty caches", "stop", "start", "stop")
 
@@ -121,7 +121,7 @@ def stack(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
 
 def run(out: Path, *cells: Cell, project: str = "mine") -> RunState:
     experiment = make_experiment(cells=cells, deployment="compose", compose_project=project)
-    return run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE)
+    return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE)
 
 
 def test_a_run_on_a_stack_takes_cold_starts_apart_and_leaves_it_running(tmp_path: Path, stack: Stack) -> None:

@@ -21,7 +21,7 @@ import pytest
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.checks.registry import invalidating
 from loadgen.analysis.result import Result
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Cell, Experiment, RunState
 from loadgen.report import write_reports
 from loadgen.run.runner import run_experiment
@@ -35,13 +35,14 @@ RUNNER = """
 import sys
 from pathlib import Path
 import msgspec
-import loadgen.bench.load_runner
-from loadgen.bench.progress import SilentProgress
+import loadgen.run.load_runner, loadgen.run.machine_watch
+from loadgen.run.progress import Progress
 from loadgen.records.run import Experiment
 from loadgen.run.runner import run_experiment
+loadgen.run.machine_watch.read_processors = lambda: None  # what else the machine of the tests does
 {patch}
 experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
-state = run_experiment(experiment, Path(sys.argv[1]), SilentProgress(), abserve=(sys.executable, sys.argv[2]))
+state = run_experiment(experiment, Path(sys.argv[1]), Progress(), abserve=(sys.executable, sys.argv[2]))
 sys.exit({{"finished": 0, "failed": 1, "interrupted": 130}}[state.state])
 """
 STEPPED_CLOCK = """
@@ -71,15 +72,15 @@ def reported(out: Path) -> Result:
     return result
 
 
-def single(pairs: int, seconds: float = 0.1) -> Cell:
+def single(rounds: int, seconds: float = 0.1) -> Cell:
     return Cell(
-        scenario="single", batch_size=1, concurrency=1, requests=5, seconds=seconds, max_seconds=60, pairs=pairs
+        scenario="single", batch_size=1, concurrency=1, requests=5, seconds=seconds, max_seconds=60, rounds=rounds
     )
 
 
 def test_ctrl_c_in_a_cold_start_keeps_the_blocks_and_the_starts_and_leaves_nobody(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    cold = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, pairs=3)
+    cold = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=3)
     process = start_runner(make_experiment(cells=(cold, single(2)), b_settings={"startup-ms": "4000"}), out)
 
     def starts() -> list[dict[str, object]]:
@@ -126,7 +127,7 @@ def gpu_run(out: Path, *options: str) -> RunState:
         gpu_control=False,
     )
     sampler = (*SAMPLER, "--blocks", "4", *options)
-    return run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE, sampler=sampler)
+    return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE, sampler=sampler)
 
 
 def test_a_gpu_that_the_driver_loses_mid_run_leaves_the_evidence_inconclusive(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_a_sampler_that_is_killed_mid_run_does_the_same(tmp_path: Path) -> None:
         gpu_control=False,
     )
     sampler = (sys.executable, "-c", program, "--blocks", "4")
-    state = run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE, sampler=sampler)
+    state = run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE, sampler=sampler)
     assert state.state == "finished"
     result = reported(out)
     assert result.of(GpuFound).evidence is not None

@@ -13,7 +13,7 @@ import pytest
 
 import loadgen.bench.load_runner
 from loadgen.analysis.analysis import analyse
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.clients.endpoint import Endpoint
 from loadgen.clients.inputs import write_synthetic
 from loadgen.generator.messages import Open, Prepare
@@ -25,7 +25,7 @@ from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, blocks,
 
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]
 
-LONG = Cell(scenario="concurrent", batch_size=1, concurrency=4, requests=1, seconds=60, max_seconds=60, pairs=1)
+LONG = Cell(scenario="concurrent", batch_size=1, concurrency=4, requests=1, seconds=60, max_seconds=60, rounds=1)
 
 
 def children_of(process: subprocess.Popen[bytes], module: str) -> list[psutil.Process]:
@@ -157,8 +157,8 @@ def test_a_step_of_the_wall_clock_is_noted_and_changes_nothing(tmp_path: Path, m
         return real() + (0 if len(calls) == 1 else 3_600_000_000_000)
 
     monkeypatch.setattr(loadgen.bench.load_runner, "time_ns", stepping)
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0, max_seconds=5, pairs=1)
-    state = run_experiment(make_experiment(cells=(cell,)), out, SilentProgress(), abserve=FAKE_ABSERVE)
+    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0, max_seconds=5, rounds=1)
+    state = run_experiment(make_experiment(cells=(cell,)), out, Progress(), abserve=FAKE_ABSERVE)
     assert state.state == "finished"
     first, second = (record for record in blocks(out) if isinstance(record, BlockRecord))
     assert first.complete

@@ -10,7 +10,7 @@ import pytest
 
 import loadgen.bench.load_runner
 from loadgen.analysis.analysis import analyse
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Cell, RunState
 from loadgen.report import write_reports
 from loadgen.run.runner import run_experiment
@@ -33,12 +33,12 @@ def gpu_run(out: Path, *cells: Cell, busy_blocks: int, control: bool, others: in
         gpu_control=control,
     )
     sampler = (*SAMPLER, "--blocks", str(busy_blocks), "--others", str(others))
-    return run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE, sampler=sampler)
+    return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE, sampler=sampler)
 
 
 def single(seconds: float, pairs: int) -> Cell:
     return Cell(
-        scenario="single", batch_size=1, concurrency=1, requests=20, seconds=seconds, max_seconds=60, pairs=pairs
+        scenario="single", batch_size=1, concurrency=1, requests=20, seconds=seconds, max_seconds=60, rounds=pairs
     )
 
 

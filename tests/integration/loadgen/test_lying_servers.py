@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.records.run import Cell, ParityRecord, RunState
 from loadgen.run.runner import run_experiment
 from tests.hostile_names import HOSTILE, check_reports
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_process_left")
 
 MODEL = "/v2/models/openclip_vit_b32"
 DEEP = "[" * 100_000
-SHORT = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, pairs=1)
+SHORT = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, rounds=1)
 
 
 def lying_run(tmp_path: Path, lies: dict[str, tuple[str, int, int]]) -> tuple[Path, RunState]:
@@ -27,7 +27,7 @@ def lying_run(tmp_path: Path, lies: dict[str, tuple[str, int, int]]) -> tuple[Pa
     path.write_text(json.dumps(lies))
     experiment = make_experiment(cells=(SHORT,), b_settings={"lies": str(path)})
     out = tmp_path / "run"
-    return out, run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE)
+    return out, run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE)
 
 
 def answer(**output: object) -> str:

@@ -25,7 +25,7 @@ def abserve(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 def test_a_floor_is_measured_kept_and_used(tmp_path: Path, fake_url: FakeUrl) -> None:
     url = fake_url("--model", "other", "--no-stats")
     load = ("--model", "other", "--scenarios", "single", "--requests", "20")
-    floor = abserve(tmp_path, "noise-floor", "--a", url, *load, "--pairs", "2", "--out", str(tmp_path / "floor"))
+    floor = abserve(tmp_path, "noise-floor", "--a", url, *load, "--rounds", "2", "--out", str(tmp_path / "floor"))
     assert floor.returncode == 0, floor.stdout + floor.stderr
     assert "identical arms differ by up to" in floor.stdout
     (stored,) = json.loads(next((tmp_path / "cache" / "abserve").glob("noise-floor-*.json")).read_bytes())
@@ -33,7 +33,9 @@ def test_a_floor_is_measured_kept_and_used(tmp_path: Path, fake_url: FakeUrl) ->
     assert stored["restarts"] == 1
 
     other = fake_url("--model", "other", "--no-stats")
-    done = abserve(tmp_path, "compare", "--a", url, "--b", other, *load, "--pairs", "1", "--out", str(tmp_path / "run"))
+    done = abserve(
+        tmp_path, "compare", "--a", url, "--b", other, *load, "--rounds", "1", "--out", str(tmp_path / "run")
+    )
     result = json.loads((tmp_path / "run" / "result.json").read_bytes())
     found = next(c for c in result["comparisons"] if c["metric"] == "throughput")
     by_metric = {entry["metric"]: entry["difference"] for entry in stored["entries"]}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.experiment.arrivals import due_offsets_ns, schedule_seed
 from loadgen.records.run import ArmRequest, Arrivals, BlockRecord, Cell
 from loadgen.run.runner import run_experiment
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]
 def open_cell(rate: float, *, seconds: float, connections: int, pairs: int, arrivals: Arrivals = "poisson") -> Cell:
     return Cell(
         scenario="open", batch_size=1, concurrency=connections, requests=1, seconds=seconds, max_seconds=seconds,
-        pairs=pairs, arrivals=arrivals, rate_per_s=rate,
+        rounds=pairs, arrivals=arrivals, rate_per_s=rate,
     )  # fmt: skip
 
 
@@ -36,8 +36,8 @@ def test_all_arms_of_a_round_get_the_same_moments_and_every_round_others(tmp_pat
     cell = open_cell(40.0, seconds=1.0, connections=16, pairs=2)
     third = ArmRequest(label="c", target="native")
     experiment = make_experiment(cells=(cell,), others=[third], seed=6, processes=processes)
-    assert run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE).state == "finished"
-    records = {(record.pair, record.label): record for record in blocks(out)}
+    assert run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE).state == "finished"
+    records = {(record.round, record.label): record for record in blocks(out)}
     for pair in (0, 1):
         planned = due_offsets_ns("poisson", 40.0, 40, schedule_seed(6, cell.name, pair)).tolist()
         assert [offsets(out, records[pair, label]) for label in "abc"] == [planned] * 3
@@ -52,7 +52,7 @@ def test_an_arm_that_cannot_keep_up_ends_in_time_with_its_capacity(tmp_path: Pat
     cell = open_cell(80.0, seconds=2.0, connections=4, pairs=1, arrivals="constant")
     started = time.monotonic()
     state = run_experiment(
-        make_experiment(cells=(cell,), b_settings={"delay-ms": "200"}), out, SilentProgress(), abserve=FAKE_ABSERVE
+        make_experiment(cells=(cell,), b_settings={"delay-ms": "200"}), out, Progress(), abserve=FAKE_ABSERVE
     )
     assert state.state == "finished"
     assert time.monotonic() - started < 60

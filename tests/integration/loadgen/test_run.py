@@ -11,7 +11,7 @@ import pytest
 
 from loadgen.analysis.analysis import analyse
 from loadgen.bench.preparation import PreparationError, export_artefacts
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.experiment.schedule import schedule
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Environment, Experiment, ParityRecord, RunState
 from loadgen.run.runner import run_experiment
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_process_left")
 
 
 def run(experiment: Experiment, out: Path) -> RunState:
-    return run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE)
+    return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE)
 
 
 def seed_with_b_first(*cells: Cell) -> int:
@@ -32,7 +32,7 @@ def seed_with_b_first(*cells: Cell) -> int:
 
 def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    cold = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, pairs=2)
+    cold = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=2)
     experiment = make_experiment(cells=(cold, *make_experiment().cells))
     state = run(experiment, out)
     assert (state.state, state.error) == ("finished", None)
@@ -61,8 +61,8 @@ def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
 
     planned = schedule(experiment)
     records = blocks(out)
-    assert [(r.index, r.cell, r.pair, r.label, r.position) for r in records] == [
-        (b.index, b.cell.name, b.pair, b.label, b.position) for b in planned
+    assert [(r.index, r.cell, r.round, r.label, r.position) for r in records] == [
+        (b.index, b.cell.name, b.round, b.label, b.position) for b in planned
     ]
     for record, block in zip(records, planned, strict=True):
         assert record.complete
@@ -118,7 +118,7 @@ def test_arms_that_answer_differently_are_not_compared(tmp_path: Path, fault: st
 def test_a_server_that_dies_mid_block_cuts_the_block_and_fails_the_run(tmp_path: Path) -> None:
     out = tmp_path / "run"
     # parity, warm-up and the probe ask about 180 times; a block of one user asks thousands of times
-    long = Cell(scenario="single", batch_size=1, concurrency=1, requests=10, seconds=20.0, max_seconds=20.0, pairs=1)
+    long = Cell(scenario="single", batch_size=1, concurrency=1, requests=10, seconds=20.0, max_seconds=20.0, rounds=1)
     conditions = {"fail_if": ["b.p50 > 1e9"]}
     state = run(
         make_experiment(
@@ -148,7 +148,7 @@ def test_a_server_that_dies_mid_block_cuts_the_block_and_fails_the_run(tmp_path:
 def test_requests_that_fail_are_counted_with_their_messages_and_not_sent_again(tmp_path: Path) -> None:
     """The server answers 210 requests well, so that parity, warm-up and the probe pass, then fails every second one."""
     out = tmp_path / "run"
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=100, seconds=0, max_seconds=20, pairs=1)
+    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=100, seconds=0, max_seconds=20, rounds=1)
     state = run(make_experiment(cells=(cell,), b_settings={"good-first": "210", "error-every": "2"}), out)
     assert state.state == "finished"
     (record,) = [record for record in blocks(out) if record.label == "b"]
@@ -163,7 +163,7 @@ def test_requests_that_fail_are_counted_with_their_messages_and_not_sent_again(t
 
 def test_a_server_that_answers_without_outputs_under_load_does_not_win(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=60, seconds=0, max_seconds=20, pairs=1)
+    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=60, seconds=0, max_seconds=20, rounds=1)
     state = run(make_experiment(cells=(cell,), b_settings={"good-first": "210", "hollow-every": "2"}), out)
     assert state.state == "finished"
     result = analyse(out)
@@ -175,7 +175,7 @@ def test_a_server_that_answers_without_outputs_under_load_does_not_win(tmp_path:
 
 def test_a_server_that_only_fails_is_not_asked_for_ever(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=10, seconds=20, max_seconds=20, pairs=1)
+    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=10, seconds=20, max_seconds=20, rounds=1)
     state = run(
         make_experiment(
             cells=(cell,), b_settings={"good-first": "186", "drop-every": "1"}, seed=seed_with_b_first(cell)
@@ -212,7 +212,7 @@ def test_remote_arms_need_no_statistics_and_an_unknown_model_gets_synthetic_inpu
         a=ArmRequest(label="a", target=urls[0]), b=ArmRequest(label="b", target=urls[1]), model="other"
     )
     out = tmp_path / "run"
-    state = run_experiment(experiment, out, SilentProgress(), abserve=(sys.executable, "-c", "exit(1)"))
+    state = run_experiment(experiment, out, Progress(), abserve=(sys.executable, "-c", "exit(1)"))
     assert (state.state, state.error) == ("finished", None)
     assert stored(out / "environment.json", Environment).inputs["kind"] == "synthetic"
     for record in blocks(out):
@@ -236,21 +236,21 @@ def test_a_folder_with_a_run_in_it_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_each_restart_is_a_fresh_start_with_its_share_of_the_pairs(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0, max_seconds=5, pairs=3)
+    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0, max_seconds=5, rounds=3)
     ready: list[str] = []
 
-    class Listener(SilentProgress):
+    class Listener(Progress):
         def arm_ready(self, record: ArmRecord) -> None:
             ready.append(record.url)
 
     state = run_experiment(make_experiment(cells=(cell,), restarts=2), out, Listener(), abserve=FAKE_ABSERVE)
     assert (state.state, state.error) == ("finished", None)
     assert len(set(ready)) == 4  # fresh ports: other processes
-    assert [(record.pair, record.restart) for record in blocks(out)[::2]] == [(0, 0), (1, 1), (2, 1)]
+    assert [(record.round, record.restart) for record in blocks(out)[::2]] == [(0, 0), (1, 1), (2, 1)]
 
 
 def test_a_batch_that_a_server_would_refuse_fails_with_the_option_before_any_load(tmp_path: Path) -> None:
-    large = Cell(scenario="batched", batch_size=64, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, pairs=2)
+    large = Cell(scenario="batched", batch_size=64, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, rounds=2)
     state = run(make_experiment(cells=(large,)), tmp_path / "run")
     assert state.state == "failed"
     assert state.error is not None

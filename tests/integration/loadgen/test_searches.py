@@ -8,7 +8,7 @@ import pytest
 
 from loadgen.analysis.analysis import analyse
 from loadgen.analysis.result import Result
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Cell
 from loadgen.report import write_reports
 from loadgen.run.runner import run_experiment
@@ -18,12 +18,14 @@ from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("no_process_left")]
 
 
-def run(folder: Path, cell: Cell, a_slots: int, **settings: str) -> Result:
-    """Both arms are the fake server: A answers so many requests at a time, as fast as B, which has `settings`."""
-    a = ArmRequest(label="a", target="native", settings={"delay-ms": settings["delay_ms"], "slots": str(a_slots)})
-    own = {name.replace("_", "-"): value for name, value in settings.items()}
-    experiment = make_experiment(cells=(cell,), b_settings=own, a=a)
-    state = run_experiment(experiment, folder, SilentProgress(), abserve=FAKE_ABSERVE)
+def run(folder: Path, cell: Cell, delay_ms: int, *slots: int) -> Result:
+    """Every arm is the fake server: as fast as the others, and so many requests at a time."""
+    a, b, *others = (
+        ArmRequest(label=label, target="native", settings={"delay-ms": str(delay_ms), "slots": str(number)})
+        for label, number in zip("abc", slots, strict=False)
+    )
+    experiment = make_experiment(cells=(cell,), a=a, b=b, others=others)
+    state = run_experiment(experiment, folder, Progress(), abserve=FAKE_ABSERVE)
     assert state.state == "finished", state
     result = analyse(folder)
     write_reports(folder, result)
@@ -33,10 +35,10 @@ def run(folder: Path, cell: Cell, a_slots: int, **settings: str) -> Result:
 def test_a_search_finds_half_the_rate_on_half_the_server(tmp_path: Path) -> None:
     """A answers up to 8 / 20 ms = 400 a second, B 200; timers make both a little slower, other programs more."""
     cell = Cell(
-        scenario="slo", batch_size=1, concurrency=96, requests=459, seconds=2.0, max_seconds=30.0, pairs=1,
+        scenario="slo", batch_size=1, concurrency=96, requests=459, seconds=2.0, max_seconds=30.0, rounds=1,
         arrivals="poisson", latency_bound_ms=200.0,
     )  # fmt: skip
-    result = run(tmp_path / "run", cell, 8, delay_ms="20", slots="4")
+    result = run(tmp_path / "run", cell, 20, 8, 4)
     assert [one.ended for one in result.of(RatesFound).rates] == ["found"] * 2
     rates = {one.label: one.rate_per_s or 0.0 for one in result.of(RatesFound).rates}
     assert rates["a"] <= 440.0
@@ -53,17 +55,21 @@ def test_a_search_finds_half_the_rate_on_half_the_server(tmp_path: Path) -> None
 
 
 def test_a_ramp_finds_where_more_users_bring_nothing(tmp_path: Path) -> None:
-    """A has 4 slots and B 8, of 50 ms each: 80 and 160 images a second, reached with at least so many users."""
-    cell = Cell(scenario="ramp", batch_size=1, concurrency=64, requests=20, seconds=1.0, max_seconds=9.0, pairs=1)
-    result = run(tmp_path / "run", cell, 4, delay_ms="50", slots="8")
+    """A has 4 slots, B 8 and C 2, of 50 ms each: 80, 160 and 40 images a second, reached with at least so many
+    users."""
+    cell = Cell(scenario="ramp", batch_size=1, concurrency=64, requests=20, seconds=1.0, max_seconds=9.0, rounds=1)
+    result = run(tmp_path / "run", cell, 50, 4, 8, 2)
     found = {one.label: one for one in result.of(RatesFound).ramps}
-    for label, capacity, slots in (("a", 80.0, 4), ("b", 160.0, 8)):
+    for label, capacity, slots in (("a", 80.0, 4), ("b", 160.0, 8), ("c", 40.0, 2)):
         assert found[label].saturated
         assert 0.4 * capacity <= (found[label].saturation_per_s or 0.0) <= 1.05 * capacity  # late timers make it less
         assert slots <= (found[label].knee_concurrency or 0) <= 4 * slots
-    (comparison,) = result.comparisons
-    assert (comparison.metric, comparison.verdict) == ("saturation", "inconclusive")  # one pair has no interval
-    assert 1.2 <= (comparison.ratio or 0.0) <= 4.0
+    compared = {(one.baseline, one.arm): one for one in result.comparisons}
+    for pairing, least, most in ((("a", "b"), 1.2, 4.0), (("a", "c"), 0.2, 0.9), (("b", "c"), 0.1, 0.5)):
+        one = compared.pop(pairing)
+        assert (one.metric, one.verdict) == ("saturation", "inconclusive")  # one pair has no interval
+        assert least <= (one.ratio or 0.0) <= most
+    assert not compared
     page = (tmp_path / "run" / "report.html").read_text()
     assert 'id="ramp"' in page
     assert "Ramp to saturation" in page

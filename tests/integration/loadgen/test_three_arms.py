@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.experiment.schedule import schedule
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, ParityRecord, RunState
 from loadgen.report import write_reports
@@ -28,7 +28,7 @@ MODEL = "/v2/models/openclip_vit_b32"
 
 
 def run(experiment: Experiment, out: Path) -> RunState:
-    return run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE)
+    return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE)
 
 
 def native(label: str, **settings: str) -> ArmRequest:
@@ -38,7 +38,7 @@ def native(label: str, **settings: str) -> ArmRequest:
 
 def single(pairs: int, requests: int = 5) -> Cell:
     return Cell(
-        scenario="single", batch_size=1, concurrency=1, requests=requests, seconds=0.1, max_seconds=9.0, pairs=pairs
+        scenario="single", batch_size=1, concurrency=1, requests=requests, seconds=0.1, max_seconds=9.0, rounds=pairs
     )
 
 
@@ -48,7 +48,7 @@ def test_20_ms_on_the_third_of_three_native_servers_are_found_and_the_other_two_
     """All without a model, so the delay is all the difference there is; δ is a factor of 2, which noise is not."""
     out = tmp_path / "run"
     arms = [word for label in "abc" for word in (f"--{label}", "native", f"--{label}-option", "engine=null")]
-    load = ("--scenarios", "single", "--payload", "uint8", "--pairs", "6", "--margin", "1", "--c-option")
+    load = ("--scenarios", "single", "--payload", "uint8", "--rounds", "6", "--margin", "1", "--c-option")
     done = subprocess.run(
         [*UNWATCHED_ABSERVE, "compare", "--out", str(out), *arms, *load, "added-delay-ms=20"],
         capture_output=True, text=True, timeout=220, check=False,
@@ -72,9 +72,9 @@ def test_20_ms_on_the_third_of_three_native_servers_are_found_and_the_other_two_
 
 def test_a_run_of_named_arms_stores_every_record_of_each(tmp_path: Path) -> None:
     out, names = tmp_path / "run", ("torch", "onnx-fp16", "trt")
-    cold = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, pairs=1)
+    cold = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=1)
     concurrent = Cell(
-        scenario="concurrent", batch_size=1, concurrency=4, requests=20, seconds=0.1, max_seconds=9.0, pairs=2
+        scenario="concurrent", batch_size=1, concurrency=4, requests=20, seconds=0.1, max_seconds=9.0, rounds=2
     )
     first, second, third = map(native, names)
     experiment = make_experiment(a=first, b=second, others=[third], cells=(cold, single(3), concurrent), restarts=2)
@@ -85,8 +85,8 @@ def test_a_run_of_named_arms_stores_every_record_of_each(tmp_path: Path) -> None
     starts = stored(out / "cold_starts.json", list[ColdStart])
     assert sorted(start.label for start in starts) == sorted(names)
     records = blocks(out)
-    assert [(r.index, r.cell, r.pair, r.label, r.position, r.restart) for r in records] == [
-        (b.index, b.cell.name, b.pair, b.label, b.position, b.restart) for b in schedule(experiment)
+    assert [(r.index, r.cell, r.round, r.label, r.position, r.restart) for r in records] == [
+        (b.index, b.cell.name, b.round, b.label, b.position, b.restart) for b in schedule(experiment)
     ]
     assert all(record.complete and record.errors == 0 for record in records)
     assert all(earlier.window_end_ns <= later.window_start_ns for earlier, later in pairwise(records))

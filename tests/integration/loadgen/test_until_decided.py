@@ -8,7 +8,7 @@ from time import monotonic
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Cell, Experiment
 from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_process_left")
 
 def cell(batch_size: int, pairs: int = 2) -> Cell:
     return Cell(
-        scenario="batched", batch_size=batch_size, concurrency=1, requests=6, seconds=0, max_seconds=9, pairs=pairs
+        scenario="batched", batch_size=batch_size, concurrency=1, requests=6, seconds=0, max_seconds=9, rounds=pairs
     )
 
 
@@ -30,7 +30,7 @@ def until_decided(*cells: Cell, minutes: float, b_settings: dict[str, str]) -> E
 def test_a_large_difference_ends_the_run_before_the_limit(tmp_path: Path) -> None:
     out = tmp_path / "run"
     experiment = until_decided(cell(1), cell(2), minutes=5.0, b_settings={"delay-ms": "15"})
-    assert run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE).error is None
+    assert run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE).error is None
     result = analyse(out)
     leading = [c for c in result.comparisons if c.leading]
     assert {c.winner for c in leading} == {"a"}
@@ -42,10 +42,10 @@ def test_a_large_difference_ends_the_run_before_the_limit(tmp_path: Path) -> Non
     assert result.stopping.sentence in result.verdict.caveats
 
 
-def test_the_least_pairs_are_run_and_then_the_limit_ends_what_is_open(tmp_path: Path) -> None:
+def test_the_least_rounds_are_run_and_then_the_limit_ends_what_is_open(tmp_path: Path) -> None:
     out = tmp_path / "run"
     experiment = until_decided(cell(1, pairs=3), minutes=1e-6, b_settings={})
-    assert run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE).error is None
+    assert run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE).error is None
     result = analyse(out)
     (leading,) = [c for c in result.comparisons if c.leading]
     assert (leading.verdict, leading.pairs) == ("inconclusive", 3)
@@ -66,7 +66,7 @@ def test_rounds_go_on_for_as_long_as_there_is_time(tmp_path: Path, minutes: floa
         others=[ArmRequest(label=label, target="native") for label in labels[2:]],
     )
     began = monotonic()
-    assert run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE).error is None
+    assert run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE).error is None
     took = monotonic() - began
     result = analyse(out)
     leading = [c for c in result.comparisons if c.leading]

@@ -17,7 +17,7 @@ from rich.console import Console
 from loadgen.analysis.analysis import analyse
 from loadgen.bench.arms import Arm
 from loadgen.bench.machine_watch import MachineWatch
-from loadgen.bench.progress import SilentProgress
+from loadgen.bench.progress import Progress
 from loadgen.deployment.remote import RemoteDeployment
 from loadgen.records.run import ArmRequest, Cell, Experiment, MachineLoad, RunState
 from loadgen.report.contents import result_document
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.usefixtures("no_process_left")
 
 
 def run(experiment: Experiment, out: Path) -> RunState:
-    return run_experiment(experiment, out, SilentProgress(), abserve=FAKE_ABSERVE)
+    return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE)
 
 
 def test_a_server_that_closes_every_connection_is_named_and_pays_for_it(tmp_path: Path) -> None:
     """The attacker's case: nothing said so, and the time to connect again was in no latency."""
     out = tmp_path / "run"
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=30, seconds=0.1, max_seconds=5.0, pairs=2)
+    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=30, seconds=0.1, max_seconds=5.0, rounds=2)
     state = run(make_experiment(b_settings={"close": "true"}, cells=(cell,)), out)
     assert (state.state, state.error) == ("finished", None)
     for record in blocks(out):
@@ -74,7 +74,7 @@ def busy_cores(tmp_path: Path) -> Iterator[None]:
 def test_other_processes_that_keep_the_cores_busy_take_the_verdict(tmp_path: Path) -> None:
     """The attacker's case: the machine was looked at once, before the load, and 100 % busy passed as VALID."""
     out = tmp_path / "run"
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.5, max_seconds=5.0, pairs=2)
+    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.5, max_seconds=5.0, rounds=2)
     state = run(make_experiment(cells=(cell,)), out)
     assert (state.state, state.error) == ("finished", None)
     loads = [record.machine for record in blocks(out)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -185,6 +186,47 @@ def test_a_study_never_imports_another() -> None:
         and name.split(".")[2] != target.split(".")[2]
     ]
     assert crossing == []
+
+
+def room(module: str) -> str:
+    """What the drawing in the docs calls a room: of studies and the report there are parts on different floors."""
+    parts = module.split(".")[1:]
+    if parts[0] == "studies" and len(parts) > 2:
+        what = parts[2]
+        floors = {"records": "records", "readings": "records", "sections": "sections"} | dict.fromkeys(
+            MEASURING, "measure"
+        )
+        return f"studies: {floors.get(what, 'analyse')}"
+    if parts[0] == "report" and len(parts) > 1 and parts[1] in ("document", "charts", "renderers"):
+        return "report: document"
+    return "studies: registry" if parts[:2] == ["studies", "registry"] else parts[0]
+
+
+def drawn_arrows() -> set[tuple[str, str]]:
+    """Between the rooms of `loadgen`, without those that a longer way implies."""
+    arrows: dict[str, set[str]] = {}
+    for name, targets in GRAPH.items():
+        if name.startswith("loadgen.") and place(name) is not None:
+            own = arrows.setdefault(room(name), set())
+            own |= {room(target) for target in targets if place(target) is not None} - {room(name)}
+
+    def below(start: str) -> set[str]:
+        return arrows.get(start, set()).union(*(below(target) for target in arrows.get(start, set())))
+
+    return {
+        (start, end)
+        for start, ends in arrows.items()
+        for end in ends
+        if not any(end in below(other) for other in ends - {end})
+    }
+
+
+def test_the_drawing_in_the_docs_is_that_of_the_code() -> None:
+    text = (ROOT / "docs/architecture.md").read_text().partition("```mermaid\n")[2].partition("```")[0]
+    drawn = re.findall(r"^ +\w+\[(.+)\] --> \w+\[(.+)\]$", text, re.MULTILINE)
+    ids = {name: f"r{number}" for number, name in enumerate(sorted({name for two in drawn_arrows() for name in two}))}
+    now = "\n".join(f"    {ids[a]}[{a}] --> {ids[b]}[{b}]" for a, b in sorted(drawn_arrows()))
+    assert set(drawn) == drawn_arrows(), f"draw it anew:\n{now}"
 
 
 def reachable(name: str) -> set[str]:

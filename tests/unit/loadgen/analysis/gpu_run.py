@@ -17,7 +17,7 @@ from loadgen.studies.gpu_proof.records import EvidenceFile, Window
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 CAPTURE = json.loads((Path(__file__).parents[3] / "captures/h200.json").read_text())
-CELL = Cell(scenario="single", batch_size=1, concurrency=1, requests=100, seconds=30.0, max_seconds=60.0, pairs=1)
+CELL = Cell(scenario="single", batch_size=1, concurrency=1, requests=100, seconds=30.0, max_seconds=60.0, rounds=1)
 
 IMAGES_OF_CPU_REQUEST = 10 * (8192 / 1024) ** 3
 """The recorder's CPU request is one product of 1024², its GPU request ten of 8192²: so many make one "image"."""
@@ -46,7 +46,7 @@ def block(index: int, label: Any, kind: str) -> BlockRecord:
     here = phase(kind)
     answered = len(here["completions_ns"])
     return BlockRecord(
-        index=index, cell="single", pair=0, label=label, position=index, started_at="", requests=answered,
+        index=index, cell="single", round=0, label=label, position=index, started_at="", requests=answered,
         samples=f"samples/{index:04d}.npy", window_start_ns=here["start_ns"], window_end_ns=here["end_ns"],
         items=answered, errors=0, error_messages=(), generator_cpu_ns=0, server_cpu_ns=here["cpu_ns"],
         stages=None, complete=True,

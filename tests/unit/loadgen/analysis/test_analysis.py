@@ -48,7 +48,7 @@ def test_an_interrupted_run_judges_the_cells_that_are_whole(tmp_path: Path) -> N
 
 
 def test_only_a_cold_start(tmp_path: Path) -> None:
-    cell = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, pairs=3)
+    cell = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=3)
     result = analyse(write_run(tmp_path, Plan(cells=(cell,))))
     assert result.valid
     assert result.verdict.sentence.startswith("A (native torch 2.15.0 fp32)'s time to first answer is 0.5")
@@ -57,8 +57,8 @@ def test_only_a_cold_start(tmp_path: Path) -> None:
 
 def test_a_cold_start_does_not_stand_for_the_load_beside_it(tmp_path: Path) -> None:
     cells = (
-        Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, pairs=3),
-        Cell(scenario="single", batch_size=1, concurrency=1, requests=40, seconds=1, max_seconds=60, pairs=3),
+        Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=3),
+        Cell(scenario="single", batch_size=1, concurrency=1, requests=40, seconds=1, max_seconds=60, rounds=3),
     )
     verdict = analyse(write_run(tmp_path, Plan(cells=cells))).verdict
     assert verdict.main_scenario == "single"

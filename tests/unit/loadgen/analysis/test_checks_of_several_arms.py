@@ -26,12 +26,12 @@ from tests.unit.loadgen.analysis.test_taken_processors import take
 
 FAST = SimulatedArm(3.0, 4.0, 1.5)
 CELLS = tuple(
-    Cell(scenario="single", batch_size=1, concurrency=1, requests=40, seconds=1.0, max_seconds=30.0, pairs=4)
+    Cell(scenario="single", batch_size=1, concurrency=1, requests=40, seconds=1.0, max_seconds=30.0, rounds=4)
     if users == 1
-    else Cell(scenario="concurrent", batch_size=1, concurrency=16, requests=80, seconds=1.0, max_seconds=30.0, pairs=4)
+    else Cell(scenario="concurrent", batch_size=1, concurrency=16, requests=80, seconds=1.0, max_seconds=30.0, rounds=4)
     for users in (1, 16)
 )
-STARTS = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, pairs=2)
+STARTS = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=2)
 PLAN = Plan(others=(FAST,), cells=CELLS)
 
 

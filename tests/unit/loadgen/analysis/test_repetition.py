@@ -41,7 +41,7 @@ def spread_over_restarts(directory: Path, restarts: int, pairs: int) -> None:
     edit_json(directory / "experiment.json", restarts=restarts)
     (directory / "answers.json").unlink()
     for path in (directory / "blocks").glob("*.json"):
-        edit_json(path, restart=json.loads(path.read_text())["pair"] * restarts // pairs)
+        edit_json(path, restart=json.loads(path.read_text())["round"] * restarts // pairs)
 
 
 def test_each_restart_is_one_observation() -> None:

@@ -110,7 +110,7 @@ def test_a_search_has_its_own_metric_and_no_latency() -> None:
         requests=1,
         seconds=1.0,
         max_seconds=9.0,
-        pairs=2,
+        rounds=2,
         latency_bound_ms=20.0,
     )
     ((_, chosen),) = plan_conditions(["b.p50 > 1"], (*CELLS, search), AB)

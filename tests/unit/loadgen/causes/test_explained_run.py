@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -26,13 +27,15 @@ PLAN = Plan(a=SimulatedArm(transport_ms=1.0), b=SimulatedArm(transport_ms=11.0),
 VARIANT = Variant(payload="fp32", transport="http", settings={})
 
 
-def explain(directory: Path, cause: CauseName, label: Label, as_is: Label, without: Label) -> Counterfactual:
+def explain(
+    directory: Path, cause: CauseName, label: Label, as_is: Label, without: Label, number: int = 0
+) -> Counterfactual:
     """A counterfactual of `single` whose blocks are the run's own: those of one arm, and the other's in the place of
     the same arm without the cause."""
     experiment = msgspec.json.decode((directory / "experiment.json").read_bytes(), type=Experiment)
     cell: Cell = next(cell for cell in experiment.cells if cell.name == "single")
     counterfactual = Counterfactual(
-        number=0, cause=cause, label=label, changed="taken away", as_is=VARIANT, without=VARIANT, cells=(cell,)
+        number=number, cause=cause, label=label, changed="taken away", as_is=VARIANT, without=VARIANT, cells=(cell,)
     )  # fmt: skip
     folder = directory / counterfactual.folder
     (folder / "blocks").mkdir(parents=True)
@@ -81,6 +84,29 @@ def test_the_whole_difference_is_the_cause_that_takes_it_away(tmp_path: Path) ->
     assert "100 % payload transfer of B, 0 % unattributed." in causes.sentence
     (scenario,) = [one for one in result.verdict.scenarios if one.scenario == "single"]
     assert scenario.reasons[0] == causes.sentence
+
+
+def test_of_three_arms_each_has_its_own_causes_beside_the_baseline(tmp_path: Path) -> None:
+    """B without its transfer is as fast as A; C without its transfer is as fast as B."""
+    write_run(tmp_path, replace(PLAN, others=(SimulatedArm(transport_ms=31.0),)))
+    done = tuple(
+        explain(tmp_path, "transfer", label, label, without, number)
+        for number, (label, without) in enumerate([("b", "a"), ("c", "b")])
+    )
+    barred = Untested(cause="compute", label="c", reason="not ours")
+    record = Explanation(cells=("single",), left_out=(), done=done, untested=(barred,))
+    (tmp_path / "causes.json").write_bytes(msgspec.json.encode(record))
+    result = analyse(tmp_path)
+    b, c = result.of(CausesFound).cells
+    assert [one.pairing for one in (b, c)] == [("a", "b"), ("a", "c")]
+    assert [one.difference_ms for one in (b, c)] == pytest.approx([10.5, 31.5], abs=1.0)
+    assert "100 % payload transfer of B, 0 % unattributed." in b.sentence
+    assert "67 % payload transfer of C, 33 % unattributed." in c.sentence
+    assert [cause.name for cause in b.causes] == ["transfer"]
+    assert [[one.label for one in cause.effects] for cause in (*b.causes, *c.causes)] == [["b"], ["c"], []]
+    assert any("compute (C: not ours)" in note for note in c.notes)
+    reasons = {one.arm: one.reasons[0] for one in result.verdict.scenarios if one.scenario == "single"}
+    assert reasons == {"b": b.sentence, "c": c.sentence}
 
 
 def test_every_report_shows_it(tmp_path: Path) -> None:

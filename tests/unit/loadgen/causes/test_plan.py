@@ -16,8 +16,8 @@ from loadgen.studies.causes.plan import (
     cells_worth_explaining,
     changed_settings,
     fit_into,
-    pairs_of,
     plan_counterfactuals,
+    rounds_of,
 )
 from loadgen.studies.causes.records import Counterfactual, Untested, Variant
 
@@ -180,7 +180,7 @@ def block(cell: str, label: Label, pair: int, mean_ms: float) -> BlockSummary:
     empty: dict[str, Any] = dict.fromkeys(BlockSummary.__struct_fields__)
     return BlockSummary(
         **{
-            **empty, "index": 0, "cell": cell, "pair": pair, "label": label, "position": 0, "start_s": 0.0,
+            **empty, "index": 0, "cell": cell, "round": pair, "label": label, "position": 0, "start_s": 0.0,
             "duration_s": 1.0, "complete": True, "requests": 10, "errors": 0, "items": 10, "restart": 0,
             "latency": summarise_latency(np.full(20, mean_ms)),
         }
@@ -224,7 +224,7 @@ def test_the_budget_holds_the_most_loaded_cell_then_the_lightest() -> None:
     assert [cell.name for cell in cells] == ["concurrent(16)", "single", "batched(32)", "batched(4)"]
     plan, _ = plan_counterfactuals(run, arms(), BYTES)
     seconds = {cell.name: 2.0 for cell in cells}
-    a_cell = 2 * pairs_of(cells[0]) * len(plan) * 2.5
+    a_cell = 2 * rounds_of(cells[0]) * len(plan) * 2.5
     chosen, left = fit_into(len(plan) * 15.0 + 2 * a_cell, plan, cells, seconds)
     assert [cell.name for cell in chosen] == ["concurrent(16)", "single"]
     assert [cell.name for cell in left] == ["batched(32)", "batched(4)"]

@@ -19,10 +19,10 @@ from loadgen.studies.causes.analyse import (
 from loadgen.studies.causes.records import CauseName, Untested
 
 AB = Pairing("a", "b")
-CELL = Cell(scenario="batched", batch_size=32, concurrency=1, requests=9, seconds=1.0, max_seconds=9.0, pairs=4)
+CELL = Cell(scenario="batched", batch_size=32, concurrency=1, requests=9, seconds=1.0, max_seconds=9.0, rounds=4)
 
 
-def pairs_of(first: float, second: float, count: int = 4, noise: float = 0.02) -> list[tuple[float, float]]:
+def rounds_of(first: float, second: float, count: int = 4, noise: float = 0.02) -> list[tuple[float, float]]:
     """Pairs with exactly these means, and some spread."""
     assert count % 4 == 0
     signs = [((-1) ** i, 1 if i % 4 < 2 else -1) for i in range(count)]
@@ -30,11 +30,11 @@ def pairs_of(first: float, second: float, count: int = 4, noise: float = 0.02) -
 
 
 def gap(a: float, b: float) -> list[tuple[float, float]]:
-    return pairs_of(a, b, 8)
+    return rounds_of(a, b, 8)
 
 
 def effect(cause: CauseName, label: Label, as_is: float, without: float, noise: float = 0.02) -> MeasuredEffect:
-    saved = difference(pairs_of(without, as_is, noise=noise))
+    saved = difference(rounds_of(without, as_is, noise=noise))
     assert saved is not None
     record = CauseEffect(
         label=label, changed=f"{cause} taken away", as_is_ms=as_is, without_ms=without, saved_ms=saved.mean_ms,

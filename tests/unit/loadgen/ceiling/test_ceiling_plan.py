@@ -30,7 +30,7 @@ EFFECT: dict[str, object] = {
 
 
 def cell(scenario: str, batch_size: int = 1, concurrency: int = 1, **more: Any) -> Cell:
-    fields: dict[str, Any] = {"requests": 5, "seconds": 1.0, "max_seconds": 9.0, "pairs": 2}
+    fields: dict[str, Any] = {"requests": 5, "seconds": 1.0, "max_seconds": 9.0, "rounds": 2}
     return Cell(
         scenario=scenario,  # type: ignore[arg-type]
         batch_size=batch_size,

@@ -83,7 +83,7 @@ tensors = st.lists(some(name=scalars, datatype=scalars, shape=st.lists(scalars, 
 EXPERIMENT = Experiment(
     arms=tuple(ArmRequest(label=label, target=f"http://{label}:1") for label in "abc"), model="m", weights="random:0",
     payload="fp32", transport="http", preset="quick", seed=0, equivalence_margin=0.05, threads=0,
-    cells=(Cell(scenario="batched", batch_size=2, concurrency=4, requests=5, seconds=0.1, max_seconds=5.0, pairs=2),),
+    cells=(Cell(scenario="batched", batch_size=2, concurrency=4, requests=5, seconds=0.1, max_seconds=5.0, rounds=2),),
 )  # fmt: skip
 quickly = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

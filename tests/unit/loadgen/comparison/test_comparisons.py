@@ -95,7 +95,7 @@ def plant_a_tail(directory: Path, label: str) -> None:
 def test_the_headline_names_a_decided_tail_beside_an_equivalent_throughput(tmp_path: Path) -> None:
     """The attacker's case: "No winner: equivalent" stood over a p99 that was decided."""
     arm = SimulatedArm(noise=0.01)
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=700, seconds=1, max_seconds=60, pairs=8)
+    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=700, seconds=1, max_seconds=60, rounds=8)
     write_run(tmp_path, Plan(a=arm, b=arm, block_noise=0.002, margin=0.05, cells=(cell,)))
     plant_a_tail(tmp_path, "b")
     result = analyse(tmp_path)

@@ -139,13 +139,13 @@ def test_a_generator_that_is_held_up_does_not_blame_the_connections() -> None:
 def open_run(directory: Path, play_arm: dict[str, Callable[[int], tuple[Samples, int]]], rate: float) -> Result:
     """A stored run of one open cell, its samples replaced by those of `play_arm`, by the number of the pair."""
     cell = Cell(
-        scenario="open", batch_size=1, concurrency=8, requests=1, seconds=14.0, max_seconds=20.0, pairs=8,
+        scenario="open", batch_size=1, concurrency=8, requests=1, seconds=14.0, max_seconds=20.0, rounds=8,
         arrivals="constant", rate_per_s=rate,
     )  # fmt: skip
     write_run(directory, Plan(cells=(cell,), others=(SimulatedArm(),) * (len(play_arm) - 2)))
     for path in (directory / "blocks").glob("*.json"):
         record = msgspec.json.decode(path.read_bytes(), type=BlockRecord)
-        samples, span_ns = play_arm[record.label](record.pair)
+        samples, span_ns = play_arm[record.label](record.round)
         samples["request_bytes"] = 602_412
         np.save(directory / record.samples, samples)
         changed = msgspec.structs.replace(

@@ -70,7 +70,7 @@ def test_rates_make_open_cells_beside_the_others() -> None:
     (constant,) = make_cells("quick", ["open"], rates=[5], arrivals="constant")
     assert constant.name == "open(5/s)"
     batched = Cell(
-        scenario="open", batch_size=8, concurrency=4, requests=1, seconds=1, max_seconds=1, pairs=1,
+        scenario="open", batch_size=8, concurrency=4, requests=1, seconds=1, max_seconds=1, rounds=1,
         arrivals="constant", rate_per_s=2.5,
     )  # fmt: skip
     assert batched.name == "open(2.5/s, batch 8)"

@@ -37,11 +37,11 @@ def test_the_example_can_be_run() -> None:
 
 
 def test_the_command_line_overrides_the_environment_and_that_the_file_and_that_the_default(tmp_path: Path) -> None:
-    file = written(tmp_path, "requests: 11\nconcurrency: 12\npairs: 13\n")
-    variables = {"ABSERVE_COMPARE_CONCURRENCY": "22", "ABSERVE_COMPARE_PAIRS": "23"}
-    status, effective = run(file, "--print-experiment", "--pairs", "33", **variables)
+    file = written(tmp_path, "requests: 11\nconcurrency: 12\nrounds: 13\n")
+    variables = {"ABSERVE_COMPARE_CONCURRENCY": "22", "ABSERVE_COMPARE_ROUNDS": "23"}
+    status, effective = run(file, "--print-experiment", "--rounds", "33", **variables)
     assert status == 0
-    for line in ("requests: 11", "concurrency: [22]", "pairs: 33", "seed: 0"):
+    for line in ("requests: 11", "concurrency: [22]", "rounds: 33", "seed: 0"):
         assert line in effective.splitlines()
 
 
@@ -143,9 +143,9 @@ def test_the_effective_file_asks_for_the_same_and_has_the_same_hash(tmp_path: Pa
 
 
 def test_the_hash_is_of_what_is_asked_for_and_not_of_how_it_is_written(tmp_path: Path) -> None:
-    one = effective_settings(Path(written(tmp_path, "a: native\nscenarios: single,batched\npairs: 4 # four\n")), {})
-    other = effective_settings(Path(written(tmp_path, "pairs: 4\nscenarios:\n- single\n- batched\n")), {})
-    third = effective_settings(Path(written(tmp_path, "pairs: 5\nscenarios: [single, batched]\n")), {})
+    one = effective_settings(Path(written(tmp_path, "a: native\nscenarios: single,batched\nrounds: 4 # four\n")), {})
+    other = effective_settings(Path(written(tmp_path, "rounds: 4\nscenarios:\n- single\n- batched\n")), {})
+    third = effective_settings(Path(written(tmp_path, "rounds: 5\nscenarios: [single, batched]\n")), {})
     assert one.sha256() == other.sha256() != third.sha256()
 
 
@@ -172,8 +172,8 @@ def test_the_hash_is_of_what_is_asked_for_and_not_of_how_it_is_written(tmp_path:
         ("arms: {torch: native, not: native}\n", "an arm cannot be called not, which means something else"),
         ("arms: [native, triton]\n", "e.yaml: arms: must be a valid dictionary"),
         ("requests: 0\n", "e.yaml: requests: 0, must be greater than or equal to 1"),
-        ("pairs: many\n", "e.yaml: pairs: many, must be a valid integer"),
-        ("pairs: 3\npairs: 4\n", "e.yaml:2: pairs is given twice"),
+        ("rounds: many\n", "e.yaml: rounds: many, must be a valid integer"),
+        ("rounds: 3\nrounds: 4\n", "e.yaml:2: rounds is given twice"),
         ("a: &x {target: native}\nb: *x\n", "e.yaml:2: aliases are not taken"),
         ("- a\n- b\n", "write keys with values"),
         ("a: [\n", "e.yaml:2"),

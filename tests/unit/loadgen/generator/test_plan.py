@@ -22,7 +22,7 @@ def test_quick_has_every_scenario_once() -> None:
     cells = make_cells("quick", ["cold-start", "single", "batched", "concurrent"])
     names = [cell.name for cell in cells]
     assert names == ["cold-start", "single", "batched(8)", "batched(32)", "concurrent(16)"]
-    assert all(cell.pairs >= (3 if cell.scenario == "cold-start" else 4) for cell in cells)
+    assert all(cell.rounds >= (3 if cell.scenario == "cold-start" else 4) for cell in cells)
 
 
 def test_a_block_lasts_for_several_requests_of_the_slower_arm() -> None:
@@ -47,9 +47,9 @@ def test_every_number_of_users_is_a_cell() -> None:
 @pytest.mark.parametrize("preset", ["quick", "full"])
 @pytest.mark.parametrize("pairs", [None, 1, 3])
 def test_with_a_gpu_every_arm_and_cell_gets_enough_load_for_a_finding(preset: str, pairs: int | None) -> None:
-    for cell in make_cells(preset, ["single", "batched", "concurrent"], pairs=pairs, gpu=True):
-        assert cell.pairs * cell.seconds > DEFAULT_THRESHOLDS.min_window_s
-        assert cell.pairs * cell.requests > DEFAULT_THRESHOLDS.min_requests
+    for cell in make_cells(preset, ["single", "batched", "concurrent"], rounds=pairs, gpu=True):
+        assert cell.rounds * cell.seconds > DEFAULT_THRESHOLDS.min_window_s
+        assert cell.rounds * cell.requests > DEFAULT_THRESHOLDS.min_requests
         assert cell.max_seconds >= 2 * cell.seconds
 
 
@@ -116,7 +116,7 @@ def test_what_would_fail_in_the_middle_of_a_run_is_refused_before_it(
 
 @pytest.mark.parametrize("labels", ["ab", "abc"])
 def test_the_forecast_learns(labels: str) -> None:
-    cells = make_cells("quick", ["single", "cold-start"], pairs=2)
+    cells = make_cells("quick", ["single", "cold-start"], rounds=2)
     experiment = Experiment(
         arms=tuple(ArmRequest(label=label, target="native") for label in labels),
         model="m",

@@ -23,44 +23,44 @@ def experiment(**settings: object) -> Experiment:
     return planned
 
 
-def pairs(planned: Experiment) -> set[int]:
-    return {cell.pairs for cell in load_cells(planned.cells)}
+def rounds(planned: Experiment) -> set[int]:
+    return {cell.rounds for cell in load_cells(planned.cells)}
 
 
 def test_as_many_rounds_of_one_start_as_fit_are_the_default() -> None:
     planned = experiment()
     assert (planned.restarts, planned.until_decided, planned.time_limit_minutes) == (1, False, None)
     assert (planned.minutes, experiment(preset="full").minutes, experiment(minutes=2).minutes) == (5.0, 25.0, 2.0)
-    assert (pairs(planned), experiment(pairs=9).minutes) == ({4}, None)
+    assert (rounds(planned), experiment(rounds=9).minutes) == ({4}, None)
 
 
-def test_restarts_get_two_pairs_each_unless_told_otherwise() -> None:
-    assert pairs(experiment(restarts=5)) == {10}
-    assert pairs(experiment(restarts=5, pairs=7)) == {7}
+def test_restarts_get_two_rounds_each_unless_told_otherwise() -> None:
+    assert rounds(experiment(restarts=5)) == {10}
+    assert rounds(experiment(restarts=5, rounds=7)) == {7}
 
 
 def test_of_several_arms_there_are_so_many_rounds_that_each_comes_equally_often_in_each_place() -> None:
     three, five = {"c": "native"}, {"c": "native", "d": "native", "e": "native"}
-    assert [pairs(experiment(**arms)) for arms in ({}, three, five)] == [{4}, {6}, {5}]
-    assert pairs(experiment(**three, restarts=4)) == {9}
-    assert pairs(experiment(**three, pairs=4)) == {4}
+    assert [rounds(experiment(**arms)) for arms in ({}, three, five)] == [{4}, {6}, {5}]
+    assert rounds(experiment(**three, restarts=4)) == {9}
+    assert rounds(experiment(**three, rounds=4)) == {4}
 
 
-def test_until_decided_has_a_limit_and_a_least_number_of_pairs() -> None:
+def test_until_decided_has_a_limit_and_a_least_number_of_rounds() -> None:
     planned = experiment(until="decided", preset="full", time_limit=3)
     assert (planned.until_decided, planned.time_limit_minutes) == (True, 3.0)
-    assert pairs(planned) == {4}
-    assert pairs(experiment(until="decided", pairs=9)) == {9}
+    assert rounds(planned) == {4}
+    assert rounds(experiment(until="decided", rounds=9)) == {9}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"minutes": 3, "pairs": 3}, "--minutes and --pairs both say how long"),
+        ({"minutes": 3, "rounds": 3}, "--minutes and --rounds both say how long"),
         ({"minutes": 3, "until": "decided"}, "--minutes and --until decided both say how long"),
         ({"until": "bored"}, "--until bored: give planned or decided"),
         ({"until": "decided", "restarts": 5}, "choose one of them"),
-        ({"restarts": 5, "pairs": 3}, "ask for --pairs 5 or more"),
+        ({"restarts": 5, "rounds": 3}, "ask for --rounds 5 or more"),
         ({"restarts": 2, "b": "http://127.0.0.1:8000"}, "--b http://127.0.0.1:8000 is not started by us"),
         ({"restarts": 2, "c": "http://127.0.0.1:8000"}, "--c http://127.0.0.1:8000 is not started by us"),
     ],
@@ -74,10 +74,10 @@ def test_the_noise_floor_compares_an_arm_with_itself() -> None:
     settings = self_comparison(ExperimentSettings.model_validate({"a": {"target": "triton", "options": {"x": "1"}}}))
     ((_, planned),) = plan_experiment(settings).runs
     assert [(arm.target, arm.settings) for arm in planned.arms] == [("triton", {"x": "1"})] * 2
-    assert (planned.restarts, pairs(planned)) == (6, {24})
+    assert (planned.restarts, rounds(planned)) == (6, {24})
     assert "cold-start" not in {cell.scenario for cell in planned.cells}
-    chosen = self_comparison(ExperimentSettings.model_validate({"restarts": 3, "pairs": 6, "scenarios": "single"}))
-    assert (chosen.restarts, chosen.pairs, chosen.scenarios) == (3, 6, ("single",))
+    chosen = self_comparison(ExperimentSettings.model_validate({"restarts": 3, "rounds": 6, "scenarios": "single"}))
+    assert (chosen.restarts, chosen.rounds, chosen.scenarios) == (3, 6, ("single",))
     remote = self_comparison(ExperimentSettings.model_validate({"a": "http://127.0.0.1:8000"}))
     assert remote.restarts == 1
     named = ExperimentSettings.model_validate({"arms": {"torch": "native", "onnx": "triton", "trt": "triton"}})
@@ -97,7 +97,7 @@ def test_what_is_no_comparison_of_an_arm_with_itself_is_refused(tmp_path: Path, 
 
 def cell(batch_size: int, number: int) -> Cell:
     return Cell(
-        scenario="batched", batch_size=batch_size, concurrency=1, requests=1, seconds=0, max_seconds=1, pairs=number
+        scenario="batched", batch_size=batch_size, concurrency=1, requests=1, seconds=0, max_seconds=1, rounds=number
     )
 
 
@@ -116,7 +116,7 @@ def test_restarts_share_the_rounds_in_order_and_as_evenly_as_can_be(
     assert [block.restart for block in blocks] == sorted(block.restart for block in blocks)
     for one in cells:
         own = [block for block in blocks if block.cell == one and block.position == 0]
-        assert [block.pair for block in own] == list(range(one.pairs))
+        assert [block.round for block in own] == list(range(one.rounds))
         shares = [sum(block.restart == restart for block in own) for restart in range(restarts)]
         assert max(shares) - min(shares) <= 1
 

@@ -17,7 +17,7 @@ from loadgen.studies.cold_start.processes import cold_start_order
 
 CELLS = st.lists(st.integers(1, 12), min_size=0, max_size=8).map(
     lambda pairs: tuple(
-        Cell(scenario="batched", batch_size=i + 1, concurrency=1, requests=1, seconds=0, max_seconds=1, pairs=n)
+        Cell(scenario="batched", batch_size=i + 1, concurrency=1, requests=1, seconds=0, max_seconds=1, rounds=n)
         for i, n in enumerate(pairs)
     )
 )
@@ -43,9 +43,9 @@ def test_every_round_is_adjacent_blocks_one_of_each_arm(
 ) -> None:
     blocks = interleave(cells, labels, seed)
     assert [block.index for block in blocks] == list(range(len(blocks)))
-    assert len(blocks) == len(labels) * sum(cell.pairs for cell in cells)
+    assert len(blocks) == len(labels) * sum(cell.rounds for cell in cells)
     for one in rounds_of(blocks, len(labels)):
-        assert len({(block.cell, block.pair) for block in one}) == 1
+        assert len({(block.cell, block.round) for block in one}) == 1
         assert sorted(block.label for block in one) == list(labels)
         assert [block.position for block in one] == list(range(len(labels)))
 
@@ -54,7 +54,9 @@ def test_every_round_is_adjacent_blocks_one_of_each_arm(
 def test_each_cell_gets_its_rounds_in_order(cells: tuple[Cell, ...], labels: tuple[Label, ...], seed: int) -> None:
     blocks = interleave(cells, labels, seed)
     for cell in cells:
-        assert [block.pair for block in blocks if block.cell == cell and block.position == 0] == list(range(cell.pairs))
+        assert [block.round for block in blocks if block.cell == cell and block.position == 0] == list(
+            range(cell.rounds)
+        )
 
 
 @given(CELLS, LABELS, SEEDS)
@@ -75,7 +77,7 @@ def test_an_interrupted_run_has_rounds_of_every_cell(
     done: Counter[str] = Counter()
     for one in rounds_of(interleave(cells, labels, seed), len(labels)):
         done[one[0].cell.name] += 1
-        left = [done[cell.name] for cell in cells if done[cell.name] < cell.pairs]
+        left = [done[cell.name] for cell in cells if done[cell.name] < cell.rounds]
         assert max(done.values()) - min(left, default=max(done.values())) <= 1
 
 
@@ -97,12 +99,12 @@ def test_endless_passes_hold_every_cell_once_and_are_balanced(
     number: int, labels: tuple[Label, ...], seed: int
 ) -> None:
     cells = tuple(
-        Cell(scenario="batched", batch_size=i + 1, concurrency=1, requests=1, seconds=0, max_seconds=1, pairs=1)
+        Cell(scenario="batched", batch_size=i + 1, concurrency=1, requests=1, seconds=0, max_seconds=1, rounds=1)
         for i in range(number)
     )
     passes = list(islice(endless_passes(cells, labels, seed, first=5), 2 * len(labels)))
     for place, chosen in enumerate(passes, start=5):
-        assert {(one.cell, one.pair) for one in chosen} == {(each, place) for each in cells}
+        assert {(one.cell, one.round) for one in chosen} == {(each, place) for each in cells}
     for cell in cells:
         assert_balanced([one.order for chosen in passes for one in chosen if one.cell == cell], labels)
     blocks = passes[0][0].blocks(8, 3)

@@ -104,7 +104,7 @@ class Plan:
         cpu = self.server_cpu_s_per_request
         return [
             BlockRecord(
-                index=number, cell="single", pair=number, label="a", position=0, started_at="", samples="",
+                index=number, cell="single", round=number, label="a", position=0, started_at="", samples="",
                 window_start_ns=window.start_ns, window_end_ns=window.end_ns, requests=requests, items=requests,
                 errors=self.errors, error_messages=(), generator_cpu_ns=0,
                 server_cpu_ns=None if cpu is None else int(cpu * requests * 1e9), stages=None, complete=True,

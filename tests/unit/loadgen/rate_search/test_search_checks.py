@@ -15,7 +15,7 @@ from loadgen.studies.rate_search.records import Trial
 from tests.golden.synthetic_run import Plan, write_run
 from tests.unit.loadgen.rate_search.test_searches import RAMP, SLO, climb, search
 
-SINGLE = Cell(scenario="single", batch_size=1, concurrency=1, requests=30, seconds=1.0, max_seconds=30.0, pairs=2)
+SINGLE = Cell(scenario="single", batch_size=1, concurrency=1, requests=30, seconds=1.0, max_seconds=30.0, rounds=2)
 
 
 def analysed(folder: Path, cell: Cell, trials: list[Trial]) -> Result:
@@ -36,7 +36,7 @@ def failed(result: Result, name: str) -> list[str]:
 
 def both_pairs(a: float, b: float) -> list[Trial]:
     return [
-        trial for pair in (0, 1) for label, rate in (("a", a), ("b", b)) for trial in search(label, rate, pair=pair)
+        trial for pair in (0, 1) for label, rate in (("a", a), ("b", b)) for trial in search(label, rate, round_=pair)
     ]  # type: ignore[arg-type]
 
 
@@ -60,7 +60,9 @@ def test_a_bound_out_of_reach(tmp_path: Path) -> None:
 
 def test_a_generator_that_was_the_limit(tmp_path: Path) -> None:
     trials = [
-        trial for pair in (0, 1) for trial in [*search("a", 300.0, pair=pair, cpu=0.97), *search("b", 90.0, pair=pair)]
+        trial
+        for pair in (0, 1)
+        for trial in [*search("a", 300.0, round_=pair, cpu=0.97), *search("b", 90.0, round_=pair)]
     ]
     result = analysed(tmp_path, SLO, trials)
     assert failed(result, "generator_cpu") == ["it used 97 % of a core at the lowest rate that failed"]

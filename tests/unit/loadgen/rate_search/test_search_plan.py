@@ -29,8 +29,8 @@ def test_more_queries_take_longer() -> None:
 
 def test_a_ramp_is_asked_for_by_its_name() -> None:
     assert make_search_cells("full", ("single",)) == ()
-    (cell,) = make_search_cells("full", ("single", "ramp"), ramp_users=64, pairs=2)
-    assert (cell.name, cell.concurrency, cell.pairs, cell.is_open, cell.has_blocks) == ("ramp", 64, 2, False, False)
+    (cell,) = make_search_cells("full", ("single", "ramp"), ramp_users=64, rounds=2)
+    assert (cell.name, cell.concurrency, cell.rounds, cell.is_open, cell.has_blocks) == ("ramp", 64, 2, False, False)
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,15 @@ from loadgen.studies.rate_search.search import RateSearch
 from tests.unit.loadgen.analysis.test_fairness import EXPERIMENT
 
 SLO = Cell(
-    scenario="slo", batch_size=1, concurrency=8, requests=459, seconds=1.0, max_seconds=60.0, pairs=2,
+    scenario="slo", batch_size=1, concurrency=8, requests=459, seconds=1.0, max_seconds=60.0, rounds=2,
     arrivals="poisson", latency_bound_ms=50.0,
 )  # fmt: skip
-RAMP = Cell(scenario="ramp", batch_size=1, concurrency=64, requests=20, seconds=1.0, max_seconds=9.0, pairs=1)
+RAMP = Cell(scenario="ramp", batch_size=1, concurrency=64, requests=20, seconds=1.0, max_seconds=9.0, rounds=1)
 
 
-def trial(cell: Cell, label: Label, step: int, *, pair: int = 0, cpu: float = 0.5, **more: object) -> Trial:
+def trial(cell: Cell, label: Label, step: int, *, round_: int = 0, cpu: float = 0.5, **more: object) -> Trial:
     fields: dict[str, object] = {
-        "index": step, "cell": cell.name, "pair": pair, "restart": 0, "label": label,
+        "index": step, "cell": cell.name, "round": round_, "restart": 0, "label": label,
         "position": int(label == "b"), "step": step, "concurrency": 8, "started_at": "", "window_start_ns": 0,
         "window_end_ns": 2_000_000_000, "samples": "", "requests": 459, "errors": 0,
         "generator_cpu_ns": int(cpu * 2e9), "throughput_per_s": None, "p50_ms": None, "p99_ms": None,
@@ -30,11 +30,13 @@ def trial(cell: Cell, label: Label, step: int, *, pair: int = 0, cpu: float = 0.
     return Trial(**{**fields, **more})  # type: ignore[arg-type]
 
 
-def search(label: Label, capacity: float, *, pair: int = 0, cpu: float = 0.5) -> list[Trial]:
+def search(label: Label, capacity: float, *, round_: int = 0, cpu: float = 0.5) -> list[Trial]:
     steps, found = [], RateSearch(20.0, lowest=459 / 60)
     while (rate := found.next_rate) is not None:
         held = rate <= capacity
-        steps.append(trial(SLO, label, len(steps), pair=pair, cpu=cpu, rate_per_s=rate, held=held, planned=459, late=0))
+        steps.append(
+            trial(SLO, label, len(steps), round_=round_, cpu=cpu, rate_per_s=rate, held=held, planned=459, late=0)
+        )
         found.record(held)
     return steps
 
@@ -56,9 +58,9 @@ def paired_in(cell: Cell, found: Sequence[RateFound | RampFound]) -> list[Paired
 
 
 def test_rates_and_their_pairs() -> None:
-    trials = [*search("a", 300.0), *search("b", 150.0), *search("a", 310.0, pair=1), *search("b", 155.0, pair=1)]
+    trials = [*search("a", 300.0), *search("b", 150.0), *search("a", 310.0, round_=1), *search("b", 155.0, round_=1)]
     found = find_rates([SLO, RAMP], trials)
-    assert [(one.pair, one.label, one.ended) for one in found] == [
+    assert [(one.round, one.label, one.ended) for one in found] == [
         (0, "a", "found"), (0, "b", "found"), (1, "a", "found"), (1, "b", "found"),
     ]  # fmt: skip
     assert all(

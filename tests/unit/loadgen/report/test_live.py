@@ -41,7 +41,7 @@ def test_after_the_last_pair_it_shows_what_the_result_says(run: StoredRun) -> No
 
 def test_one_pair_has_a_ratio_and_says_why_there_is_no_interval(run: StoredRun) -> None:
     live = LiveRatios(run.experiment)
-    single = [one for one in summaries(run) if one.cell == "single" and one.pair == 0]
+    single = [one for one in summaries(run) if one.cell == "single" and one.round == 0]
     (first,) = [live.add(summary) for summary in single][-1]
     assert first.ratio is not None
     assert first.ci95 is None
@@ -52,7 +52,7 @@ def test_a_block_that_cannot_be_read_or_is_of_no_cell_is_left_out(run: StoredRun
     import msgspec
 
     live = LiveRatios(run.experiment)
-    stored = [block for block in run.blocks if block.record.cell == "single" and block.record.pair == 0]
+    stored = [block for block in run.blocks if block.record.cell == "single" and block.record.round == 0]
     one, other = summarise_blocks(stored)
     (unread,) = summarise_blocks([replace(stored[0], samples=None, problem="its samples are gone")])
     assert live.add(msgspec.structs.replace(one, cell="ramp(1)")) == []

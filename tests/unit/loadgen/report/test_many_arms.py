@@ -167,7 +167,7 @@ def test_causes_are_told_for_each_arm(result: Result) -> None:
 def test_the_first_ramps_stand_beside_the_baselines(result: Result) -> None:
     ramps = tuple(
         RampFound(
-            cell="ramp", pair=0, restart=0, label=label, saturation_per_s=speed, knee_concurrency=4, saturated=True,
+            cell="ramp", round=0, restart=0, label=label, saturation_per_s=speed, knee_concurrency=4, saturated=True,
             client_limited=False, rungs=(RampRung(concurrency=4, throughput_per_s=speed, p50_ms=8.0, p99_ms=None),),
         )
         for label, speed in (("a", 100.0), ("b", 200.0), ("c", 300.0), ("d", 400.0))
