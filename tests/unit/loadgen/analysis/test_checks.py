@@ -174,7 +174,7 @@ def test_the_faults_above_are_the_whole_registry() -> None:
         repetition | {"send_lag", "queue_delay", "stage_account", "gpu_evidence", "negative_control"} | open_loop
     )
     fairness = {name for name, definition in CHECKS.items() if definition.before_load}  # test_fairness
-    searches = {"searches_ended"}  # tests/unit/loadgen/rate_search/test_search_checks.py
+    searches = {"searches_ended"}  # tests/unit/loadgen/studies/rate_search/test_search_checks.py
     ceilings = {"engine_ceiling"}  # test_ceilings
     processors = {"cpu_steal", "other_processes"}  # test_taken_processors
     covered = {fault[0] for fault in FAULTS} | elsewhere | fairness | searches | ceilings | processors

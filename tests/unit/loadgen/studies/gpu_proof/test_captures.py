@@ -18,7 +18,7 @@ from loadgen.studies.gpu_proof.analyse import ArmLoad, assess
 from loadgen.studies.gpu_proof.readings import read_readings
 from loadgen.studies.gpu_proof.records import EvidenceRecord, Window
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 CAPTURES = sorted((ROOT / "tests/captures").glob("*.json"))
 RECORDER = ROOT / "tests/gpu/evidence/record_capture.py"
 

@@ -13,7 +13,7 @@ from loadgen.records.machine import Calibration, CalibrationCell
 from loadgen.records.run import Cell
 from loadgen.studies.rate_search.records import Trial
 from tests.golden.synthetic_run import Plan, write_run
-from tests.unit.loadgen.rate_search.test_searches import RAMP, SLO, climb, search
+from tests.unit.loadgen.studies.rate_search.test_searches import RAMP, SLO, climb, search
 
 SINGLE = Cell(scenario="single", batch_size=1, concurrency=1, requests=30, seconds=1.0, max_seconds=30.0, rounds=2)
 
