@@ -19,7 +19,9 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from fake_commands import measure_engine, write_samples  # beside this file: it is run as a program
+
+# Beside this file: it is run as a program.
+from fake_commands import measure_engine, write_samples  # type: ignore[import-not-found]
 
 MODEL = "openclip_vit_b32"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import monotonic_ns, time_ns
 
 import psutil
-from scripted_reader import Fault, Phase, ScriptedMachine, ScriptedReader
+from scripted_reader import Fault, Phase, ScriptedMachine, ScriptedReader  # type: ignore[import-not-found]
 
 from servers.gpu.readings import EdgeReading, GpuProcess, GpuReader
 from servers.gpu.recording import Intervals, Line, Recording
@@ -23,7 +23,7 @@ from servers.gpu.sampler import SamplerProcess
 END_OF_TIME = 2**62
 
 
-class ObedientReader(ScriptedReader):
+class ObedientReader(ScriptedReader):  # type: ignore[misc]
     """Busy on command, used by every sibling process that is a server."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 from time import monotonic_ns, time_ns
 
-from scripted_reader import Fault, Phase, ScriptedReader
+from scripted_reader import Fault, Phase, ScriptedReader  # type: ignore[import-not-found]
 
 from servers.gpu.exporter import GpuExporter, GpuPolling
 from servers.gpu.readings import Reading
@@ -15,7 +15,7 @@ from servers.gpu.readings import Reading
 DAY_NS = 86_400_000_000_000
 
 
-class EveryQuantityReader(ScriptedReader):
+class EveryQuantityReader(ScriptedReader):  # type: ignore[misc]
     """With the quantities that a real H200 gives beside those of the script."""
 
     def reading(self, index: int) -> Reading:

@@ -160,7 +160,7 @@ def test_the_dockerfile_keeps_its_rules() -> None:
 
 
 LOCKS = ROOT / "docker/locks"
-LOCKED = {
+LOCKED: dict[str, dict[str, tuple[str, list[str]]]] = {
     path.stem: {
         canonicalize_name(name): (version, hashes.split())
         for name, version, hashes in re.findall(
@@ -172,7 +172,7 @@ LOCKED = {
     for path in LOCKS.glob("*.txt")
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-CONSTRAINTS = {
+CONSTRAINTS: dict[str, str] = {
     canonicalize_name(name): version
     for name, version in re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "docker/constraints.txt").read_text(), re.MULTILINE)
 }
@@ -184,7 +184,7 @@ CONSTRAINTS = {
 def test_the_locks_hold_what_the_project_asks_for(locks: tuple[str, ...], extras: tuple[str, ...]) -> None:
     found = {name: version for lock in locks for name, (version, _) in LOCKED[lock].items()}
     lines = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
-    image = {**default_environment(), "python_version": "3.11", "platform_machine": "x86_64"}
+    image: dict[str, Any] = {**default_environment(), "python_version": "3.11", "platform_machine": "x86_64"}
     wanted = [one for one in map(Requirement, lines) if one.marker is None or one.marker.evaluate(image)]
     wrong = [str(one) for one in wanted if not one.specifier.contains(found.get(canonicalize_name(one.name), "0"))]
     assert not wrong, "make lock"
@@ -232,7 +232,7 @@ def test_dashboards_are_well_formed(name: str) -> None:
     uid = source["datasources"][0]["uid"]
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    cells = set()
+    cells: set[tuple[int, int]] = set()
     for panel in panels:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24

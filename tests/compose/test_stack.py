@@ -224,7 +224,7 @@ def test_cold_starts_of_both_containers(stack: Any, tmp_path: Path) -> None:
     try:
         for label, deployment in arms.items():
             record = measure_container_cold_start(
-                deployment, MODEL, bodies, label=label, repetition=0, timeout_s=READY_SECONDS,  # type: ignore[arg-type]
+                deployment, MODEL, bodies, label=label, repetition=0, timeout_s=READY_SECONDS,
                 caches="uncached" if label == "a" else "cached",
             )  # fmt: skip
             deployment.stop()

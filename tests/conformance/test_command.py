@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -112,7 +113,7 @@ def test_nothing_destructive_is_sent_to_another_machine(sessions) -> None:
 
 
 def test_a_section_of_a_document_is_written_anew(tmp_path: Path) -> None:
-    row = {"title": "t", "door": "http", "expected": "400", "got": "a|b"}
+    row: dict[str, Any] = {"title": "t", "door": "http", "expected": "400", "got": "a|b"}
     results = (
         CaseResult(number="1a", verdict=Verdict.DEVIATES, reason="no", **row),
         CaseResult(number="1b", verdict=Verdict.CONFORMS, **row),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from toy_requests import MODEL  # beside this file: it is part of a program
+from toy_requests import MODEL  # type: ignore[import-not-found]  # beside this file: it is part of a program
 
 
 def parser() -> argparse.ArgumentParser:

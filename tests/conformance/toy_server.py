@@ -18,8 +18,8 @@ import time
 from typing import Any
 
 import numpy as np
-from toy_options import parser
-from toy_requests import (
+from toy_options import parser  # type: ignore[import-not-found]
+from toy_requests import (  # type: ignore[import-not-found]
     MAX_BATCH,
     MAX_HEAD_BYTES,
     MODEL,

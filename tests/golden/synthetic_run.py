@@ -10,6 +10,7 @@ import heapq
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -64,7 +65,7 @@ class Plan:
     drift: float = 0.0
     failing_block: int | None = None
     cut_after: int | None = None
-    state: str = "finished"
+    state: Literal["running", "finished", "interrupted", "failed"] = "finished"
     parity_cosine: float = 0.999_998
     gpu_status: str = "no_library"
     b_settings: dict[str, str] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class Plan:
 
 def cells(pairs: int, requests: int) -> tuple[Cell, ...]:
     """All four scenarios."""
-    common = {"seconds": 1.0, "max_seconds": 30.0}
+    common: dict[str, Any] = {"seconds": 1.0, "max_seconds": 30.0}
     return (
         Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, rounds=min(pairs, 4), **common),
         Cell(scenario="single", batch_size=1, concurrency=1, requests=max(requests // 3, 20), rounds=pairs, **common),
@@ -125,6 +126,13 @@ def write_run(directory: Path, plan: Plan | None = None) -> Path:
     _write(directory / "experiment.json", experiment)
     _write(directory / "environment.json", environment(plan.gpu_status))
     _write(directory / "arms.json", arms(plan.b_settings, plan.b_in_effect, list(plan.arms)[2:]))
+    asked: tuple[tuple[str, str, Literal["reference", "alone"], int], ...] = (
+        ("single images", "b", "reference", 8),
+        ("batch of 7", "b", "reference", 7),
+        ("A mixed batch", "a", "alone", 7),
+        ("B mixed batch", "b", "alone", 7),
+        *((f"{label.upper()} single images", label, "reference", 8) for label in list(plan.arms)[2:]),
+    )
     cases = tuple(
         ParityCase(
             name=name,
@@ -137,13 +145,7 @@ def write_run(directory: Path, plan: Plan | None = None) -> Path:
             relative_max=10 * (1 - plan.parity_cosine),
             element_max=20 * (1 - plan.parity_cosine),
         )
-        for name, label, kind, n in (
-            ("single images", "b", "reference", 8),
-            ("batch of 7", "b", "reference", 7),
-            ("A mixed batch", "a", "alone", 7),
-            ("B mixed batch", "b", "alone", 7),
-            *((f"{label.upper()} single images", label, "reference", 8) for label in list(plan.arms)[2:]),
-        )
+        for name, label, kind, n in asked
     )
     ok = plan.parity_cosine >= 0.999
     tolerance = tolerance_of(["fp32", "fp32"])
@@ -232,13 +234,14 @@ def simulate(
     """One block: `cell.concurrency` users, one server that executes whatever waits, up to its largest batch."""
     arrivals = [(0.0, user, True) for user in range(cell.concurrency)]
     heapq.heapify(arrivals)
-    rows, claimed, free, cool_down = [], cell.concurrency, 0.0, 0
+    rows: list[tuple[float, float, int]] = []
+    claimed, free, cool_down = cell.concurrency, 0.0, 0
     queue_ms = infer_ms = 0.0
     batches: dict[int, int] = {}
     half = arm.transport_ms / 2
     while arrivals:
         start = max(free, arrivals[0][0] + half)
-        waiting = []
+        waiting: list[tuple[float, int, bool]] = []
         while (
             arrivals
             and arrivals[0][0] + half <= start

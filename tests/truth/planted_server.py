@@ -224,7 +224,7 @@ class HttpDoor(asyncio.Protocol):
             self.transport.write(content[piece * size : (piece + 1) * size])
 
 
-class GrpcDoor(grpc.GenericRpcHandler):
+class GrpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
     """ModelInfer alone: everything else is asked over HTTP."""
 
     def __init__(self, planted: Planted) -> None:

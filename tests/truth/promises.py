@@ -95,7 +95,7 @@ def tail_coverage(trials: int, slow: float, pairs: int, requests: int) -> tuple[
         low, high = estimate.ci95 or (0.0, math.inf)
         covered += low <= truth <= high
         p99s = [tuple(np.quantile(arm, 0.99, method="median_unbiased") for arm in (one.a, one.b)) for one in rounds]
-        low, high = estimate_ratio([b / a for a, b in p99s], 0.05).ci95 or (0.0, math.inf)
+        low, high = estimate_ratio([float(b / a) for a, b in p99s], 0.05).ci95 or (0.0, math.inf)
         by_blocks += low <= truth <= high
     return Share(covered, trials), Share(by_blocks, trials)
 

@@ -85,7 +85,7 @@ def simulate_blocks(
     arms, effects = len(labels), {"b": effect} if isinstance(effect, float) else effect
     logs = noise(rng, arms * pairs * len(plan.cells))
     own = autoregression(rng, resemblance, (len(plan.cells), arms, pairs)) if resemblance else None
-    blocks = []
+    blocks: list[BlockSummary] = []
     for place, one in enumerate(plan.cells):
         swapped = rng.random() < 0.5
         shifts = rng.normal(0.0, restart_spread / math.sqrt(2.0), size=(plan.restarts, arms))

@@ -212,6 +212,10 @@ def test_a_planted_truth_is_covered_and_gets_its_verdict(truth: Truth, trials: i
     assert found.right(truth) >= (0.9 if trials >= 400 else 0.5)
 
 
+def exactly(values: np.ndarray) -> Noise:
+    return lambda _, __: values
+
+
 def test_pairing_absorbs_a_drift_that_would_fool_one_arm_after_the_other() -> None:
     """The same drifting machine: all of A before all of B names a winner nearly always, pairs hardly ever."""
     rng = np.random.default_rng(5)
@@ -220,7 +224,7 @@ def test_pairing_absorbs_a_drift_that_would_fool_one_arm_after_the_other() -> No
     for _ in range(200):
         drift = np.linspace(0.0, 0.15, 16) + rng.normal(0.0, 0.01, size=16)
         sequential += abs(drift[:8].mean() - drift[8:].mean()) > 0.03
-        verdict = simulate(plan, rng, lambda _, __, found=drift: found)[0].verdict
+        verdict = simulate(plan, rng, exactly(drift))[0].verdict
         interleaved += verdict in ("baseline_better", "arm_better")
     assert sequential > 190
     assert interleaved <= 14

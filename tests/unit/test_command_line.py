@@ -7,9 +7,8 @@ import sys
 
 import pytest
 import typer
-from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from loadgen.entry import build
 from servers.engines.command import _show as show

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,7 +95,7 @@ def test_every_batch_is_the_models_answer(
 ) -> None:
     engine, specification, precision = loaded
     answer = engine.infer(given_to(specification, pixels[-rows:]))["embedding"]
-    assert (answer.dtype, answer.shape) == (np.float32, (rows, 512))
+    assert (answer.dtype, answer.shape) == (np.dtype(np.float32), (rows, 512))
     assert row_cosines(expected[-rows:], answer).min() >= MIN_COSINE[precision]
 
 
@@ -103,11 +104,12 @@ def test_answers_repeat_and_stay_the_callers(
 ) -> None:
     engine, specification, _ = loaded
     first = engine.infer(given_to(specification, pixels[:3]))["embedding"]
-    kept = first.copy()
+    kept: Any = first.copy()
     for rows in (1, 5, 12, 3):
         engine.infer(given_to(specification, pixels[::-1][:rows].copy()))
     np.testing.assert_array_equal(first, kept)
-    np.testing.assert_allclose(engine.infer(given_to(specification, pixels[:3]))["embedding"], kept, rtol=1e-5)
+    again: Any = engine.infer(given_to(specification, pixels[:3]))["embedding"]
+    np.testing.assert_allclose(again, kept, rtol=1e-5)
 
 
 def test_the_description_proves_the_gpu(loaded: tuple[Engine, ModelSpecification, str]) -> None:
@@ -137,11 +139,12 @@ def test_what_lies_in_the_staging_is_executed_from_there(
         assert engine.describe().kind == "onnxruntime"
         return
     batch = given_to(specification, pixels[:5])["pixel_values"]
-    elsewhere = engine.infer({"pixel_values": batch})["embedding"]
+    elsewhere: Any = engine.infer({"pixel_values": batch})["embedding"]
     own = staging["pixel_values"]
     own[:] = 0
     own[: len(batch)] = batch
-    np.testing.assert_allclose(engine.infer({"pixel_values": own[: len(batch)]})["embedding"], elsewhere, rtol=1e-5)
+    staged: Any = engine.infer({"pixel_values": own[: len(batch)]})["embedding"]
+    np.testing.assert_allclose(staged, elsewhere, rtol=1e-5)
 
 
 def test_the_engine_tells_how_long_it_executes(loaded: tuple[Engine, ModelSpecification, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_the_kernels_of_an_execution_are_all_there(kind: str, mode: str) -> None
     engine = build_engine(specification, WEIGHTS, EngineSettings(kind, "fp16", mode, "cuda:0", 0, max(BATCHES)), path)
     engine.load()
     try:
-        reference = engine.infer({"pixel_values": pictures})["embedding"]
+        reference: Any = engine.infer({"pixel_values": pictures})["embedding"]
         measured = measure_engine(engine, specification, BATCHES, reference, pictures, 0.1, None)
         profile = profile_engine(engine, specification, measured)
     finally:

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.gpu
 
 BUCKETS = (1, 2, 5)
 PLANS = {
-    "pointers": Plan(*[Tile(64, 64)] * 9),
-    "descriptors": Plan(*[Tile(64, 64, descriptors=True)] * 9),
-    "split": Plan(*[Tile(64, 32, 64, split=2)] * 9),
+    "pointers": Plan(*(Tile(64, 64),) * 9),
+    "descriptors": Plan(*(Tile(64, 64, descriptors=True),) * 9),
+    "split": Plan(*(Tile(64, 32, 64, split=2),) * 9),
     "cublas": CUBLAS,
 }
 

@@ -147,7 +147,7 @@ def thinned(times_ns: list[int], most: int = 4000) -> list[int]:
 
 def count_kernels(work: Callable[[], None]) -> int:
     """CUDA kernels of one request, by the profiler."""
-    from torch.autograd import DeviceType
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 import pytest
@@ -21,7 +22,7 @@ from servers.export.artefacts import artefact_folder, ensure_artefact, find_arte
 from servers.export.errors import ExportError
 from servers.export.file_form import FileForm, executed_form
 from servers.export.tower_graph import tower_graph
-from servers.models.preprocessing import normalise
+from servers.models.preprocessing import UInt8Array, normalise
 from servers.models.registry import payload_variants
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
@@ -58,15 +59,15 @@ def variants(specification: ModelSpecification) -> tuple[ModelSpecification, ...
 
 
 @pytest.fixture(scope="module")
-def pixels() -> Array:
+def pixels() -> UInt8Array:
     return np.random.default_rng(1).integers(0, 256, (5, 224, 224, 3), np.uint8)
 
 
-def executed(model: onnx.ModelProto, given: Array) -> Array:
+def executed(model: onnx.ModelProto, given: Array) -> npt.NDArray[np.float32]:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    answer: Array = session.run(None, {"pixel_values": given})[0]
+    answer: npt.NDArray[np.float32] = session.run(None, {"pixel_values": given})[0]
     return answer
 
 
@@ -76,7 +77,7 @@ def test_it_computes_open_clips_function(
     payload: str,
     activation: Callable[[], torch.nn.Module],
     variants: tuple[ModelSpecification, ...],
-    pixels: Array,
+    pixels: UInt8Array,
 ) -> None:
     model, tower = variants[payload == "uint8"], visual(activation)
     images = normalise(pixels, model.preprocessing)
@@ -104,7 +105,7 @@ def test_no_node_computes_a_shape_and_a_block_is_seven(variants: tuple[ModelSpec
 
 @pytest.mark.parametrize("payload", ["fp32", "uint8"])
 def test_the_file_of_fused_operators_is_made_once_and_executed(
-    payload: str, variants: tuple[ModelSpecification, ...], tmp_path: Path, pixels: Array
+    payload: str, variants: tuple[ModelSpecification, ...], tmp_path: Path, pixels: UInt8Array
 ) -> None:
     model = variants[payload == "uint8"]
     made = ensure_artefact(model, WEIGHTS, tmp_path, form=FUSED_FP16)

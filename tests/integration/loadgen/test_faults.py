@@ -134,9 +134,10 @@ def test_a_gpu_that_the_driver_loses_mid_run_leaves_the_evidence_inconclusive(tm
     out = tmp_path / "run"
     assert gpu_run(out, "--lose-in-block", "2").state == "finished"
     result = reported(out)
-    assert result.of(GpuFound).evidence is not None
-    assert {record.finding.value for record in result.of(GpuFound).evidence.records} == {"INCONCLUSIVE"}
-    assert all(record.inputs.health.gpu_lost for record in result.of(GpuFound).evidence.records)
+    evidence = result.of(GpuFound).evidence
+    assert evidence is not None
+    assert {record.finding.value for record in evidence.records} == {"INCONCLUSIVE"}
+    assert all(record.inputs.health.gpu_lost for record in evidence.records)
     assert not result.valid
     assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
     assert [block.complete for block in result.blocks] == [True] * 4, "the load itself goes on"
@@ -170,8 +171,9 @@ def test_a_sampler_that_is_killed_mid_run_does_the_same(tmp_path: Path) -> None:
     state = run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE, sampler=sampler)
     assert state.state == "finished"
     result = reported(out)
-    assert result.of(GpuFound).evidence is not None
-    assert {record.finding.value for record in result.of(GpuFound).evidence.records} == {"INCONCLUSIVE"}
+    evidence = result.of(GpuFound).evidence
+    assert evidence is not None
+    assert {record.finding.value for record in evidence.records} == {"INCONCLUSIVE"}
     assert not result.valid
 
 

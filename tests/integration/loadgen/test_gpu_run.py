@@ -50,8 +50,9 @@ def test_of_four_gpus_the_one_that_the_servers_name_is_read(tmp_path: Path) -> N
     readings = read_readings([tmp_path / "run/gpu/0000.jsonl"])
     assert (readings.gpu_count, list(readings.devices)) == (4, [own])
     result = analyse(tmp_path / "run")
-    assert result.of(GpuFound).evidence is not None
-    assert {(record.uuid, record.code) for record in result.of(GpuFound).evidence.records} == {(own, "short_window")}
+    evidence = result.of(GpuFound).evidence
+    assert evidence is not None
+    assert {(record.uuid, record.code) for record in evidence.records} == {(own, "short_window")}
     assert [series.uuid for series in result.of(GpuFound).series] == [own]
 
 
@@ -68,14 +69,15 @@ def test_what_a_gpu_run_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     pairs = [[f"block {i} {when}" for i in pair for when in ("before", "after")] for pair in ((0, 1), (2, 3))]
     assert labels == [*rounds[0], *pairs[0], *rounds[1], *pairs[1], *rounds[2]]
     result = analyse(out)
-    assert result.of(GpuFound).evidence is not None
-    assert [round(gap.seconds) for gap in result.of(GpuFound).evidence.gaps] == [6, 6, 6]
+    evidence = result.of(GpuFound).evidence
+    assert evidence is not None
+    assert [round(gap.seconds) for gap in evidence.gaps] == [6, 6, 6]
     for block in result.blocks:
         edges = {edge.label: edge.at_ns for edge in readings.edges}
-        window = next(r for r in result.of(GpuFound).evidence.records if r.label == block.label).inputs.load.windows[0]
+        window = next(r for r in evidence.records if r.label == block.label).inputs.load.windows[0]
         assert window.seconds >= 0.3
         assert not any(window.start_ns < at_ns < window.end_ns for at_ns in edges.values())
-    for record in result.of(GpuFound).evidence.records:
+    for record in evidence.records:
         assert (record.finding, record.code) == ("INCONCLUSIVE", "short_window")
         assert record.inputs.attribution.pid_resolved, "the server is on the GPU's process list"
         assert record.activity == "active"
@@ -84,7 +86,7 @@ def test_what_a_gpu_run_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert all(comparison.verdict == "invalid" for comparison in result.comparisons)
     write_reports(out, result)
     assert "Where the arms ran" in (out / "report.html").read_text()
-    assert msgspec.json.decode((out / "evidence.json").read_bytes(), type=EvidenceFile) == result.of(GpuFound).evidence
+    assert msgspec.json.decode((out / "evidence.json").read_bytes(), type=EvidenceFile) == evidence
 
 
 @pytest.mark.slow
@@ -95,9 +97,10 @@ def test_the_same_run_is_ranked_beside_a_busy_gpu_and_not_beside_an_idle_one(tmp
     state = gpu_run(out, single(31.0, 1), busy_blocks=2 if busy else 0, control=True)
     assert (state.state, state.error) == ("finished", None)
     result = analyse(out)
-    assert result.of(GpuFound).evidence is not None
-    found = {(r.label, r.cell, r.control): (r.finding.value, r.code) for r in result.of(GpuFound).evidence.records}
-    (control,) = [r for r in result.of(GpuFound).evidence.records if r.control]
+    evidence = result.of(GpuFound).evidence
+    assert evidence is not None
+    found = {(r.label, r.cell, r.control): (r.finding.value, r.code) for r in evidence.records}
+    (control,) = [r for r in evidence.records if r.control]
     assert (control.finding, control.activity) == ("CPU_FALLBACK", "idle")
     (present,) = [c for c in result.checks if c.name == "gpu_present"]
     assert present.ok == busy, found

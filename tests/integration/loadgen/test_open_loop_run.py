@@ -27,7 +27,7 @@ def open_cell(rate: float, *, seconds: float, connections: int, pairs: int, arri
 
 def offsets(out: Path, record: BlockRecord) -> list[int]:
     due = np.sort(np.load(out / record.samples)["intended_ns"])
-    return (due - due[0]).tolist()  # type: ignore[no-any-return]
+    return (due - due[0]).tolist()
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -40,7 +40,9 @@ def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
     assert stored(out / "experiment.json", Experiment) == experiment
     environment = stored(out / "environment.json", Environment)
     assert environment.inputs["kind"] == "photographs"
-    assert environment.host["cpu_count"] >= 1
+    cpu_count = environment.host["cpu_count"]
+    assert isinstance(cpu_count, int)
+    assert cpu_count >= 1
     arms = stored(out / "arms.json", list[ArmRecord])
     assert [(arm.label, arm.title, arm.launched) for arm in arms] == [
         ("a", "fake native", True),
@@ -262,7 +264,8 @@ def test_a_batch_that_a_server_would_refuse_fails_with_the_option_before_any_loa
 
 def test_a_failed_export_is_told_by_its_own_sentence(tmp_path: Path) -> None:
     program = "import sys; print('looking', flush=True); sys.exit('error: --weights nope: unknown\\nretrying')"
-    store, said = RunStore(tmp_path / "run"), []
+    store = RunStore(tmp_path / "run")
+    said: list[str] = []
     with pytest.raises(PreparationError, match=r"^the export failed: --weights nope: unknown$"):
         export_artefacts(make_experiment(), store, said.append, abserve=(sys.executable, "-c", program))
     assert said == ["looking"]

@@ -147,6 +147,7 @@ def test_rounds_go_on_until_every_arm_is_decided(tmp_path: Path) -> None:
     against = {one.arm: one for one in result.comparisons if one.leading and one.baseline == "a"}
     assert (against["b"].verdict, against["c"].verdict) == ("no_difference", "baseline_better")
     assert against["b"].pairs == against["c"].pairs
+    assert result.stopping is not None
     assert (result.stopping.ended_by, result.stopping.undecided) == ("decided", ())
 
 

@@ -181,7 +181,7 @@ def test_parity_is_asked_through_the_arms_own_doors(server: EmbeddedDeployment, 
         for label, transport in (("a", "grpc"), ("b", "shm"))
         for arm in [question(server, samples, transport, "uint8")]  # type: ignore[arg-type]
     }
-    record = check_parity(arms, [2, 4], tolerance_of(["fp32"]))  # type: ignore[arg-type]
+    record = check_parity(arms, [2, 4], tolerance_of(["fp32"]))
     assert record.ok, record.error
     assert all(case.max_abs == 0 for case in record.cases)
     assert regions_of_load() == []

@@ -8,6 +8,8 @@ from time import monotonic
 import pytest
 
 from loadgen.analysis.analysis import analyse
+from loadgen.analysis.result import Result
+from loadgen.analysis.stopping import Stopping
 from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Cell, Experiment
 from loadgen.run.runner import run_experiment
@@ -26,32 +28,38 @@ def until_decided(*cells: Cell, minutes: float, b_settings: dict[str, str]) -> E
     return make_experiment(cells=cells, until_decided=True, time_limit_minutes=minutes, b_settings=b_settings)
 
 
+def analysed(out: Path) -> tuple[Result, Stopping]:
+    result = analyse(out)
+    assert result.stopping is not None
+    return result, result.stopping
+
+
 @pytest.mark.slow
 def test_a_large_difference_ends_the_run_before_the_limit(tmp_path: Path) -> None:
     out = tmp_path / "run"
     experiment = until_decided(cell(1), cell(2), minutes=5.0, b_settings={"delay-ms": "15"})
     assert run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE).error is None
-    result = analyse(out)
+    result, stopping = analysed(out)
     leading = [c for c in result.comparisons if c.leading]
     assert {c.winner for c in leading} == {"a"}
     assert {c.method for c in leading} == {"anytime-valid over pairs"}
     assert all(4 <= c.pairs < 40 for c in leading)
-    assert (result.stopping.rule, result.stopping.ended_by) == ("until decided", "decided")
-    assert result.stopping.pairs == {c.scenario: c.pairs for c in leading}
-    assert "when every scenario was decided" in result.stopping.sentence
-    assert result.stopping.sentence in result.verdict.caveats
+    assert (stopping.rule, stopping.ended_by) == ("until decided", "decided")
+    assert stopping.pairs == {c.scenario: c.pairs for c in leading}
+    assert "when every scenario was decided" in stopping.sentence
+    assert stopping.sentence in result.verdict.caveats
 
 
 def test_the_least_rounds_are_run_and_then_the_limit_ends_what_is_open(tmp_path: Path) -> None:
     out = tmp_path / "run"
     experiment = until_decided(cell(1, pairs=3), minutes=1e-6, b_settings={})
     assert run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE).error is None
-    result = analyse(out)
+    result, stopping = analysed(out)
     (leading,) = [c for c in result.comparisons if c.leading]
     assert (leading.verdict, leading.pairs) == ("inconclusive", 3)
-    assert result.stopping.ended_by == "time limit"
-    assert result.stopping.undecided == ("batched(1)",)
-    assert "undecided: batched(1)" in result.stopping.sentence
+    assert stopping.ended_by == "time limit"
+    assert stopping.undecided == ("batched(1)",)
+    assert "undecided: batched(1)" in stopping.sentence
 
 
 @pytest.mark.parametrize("labels", ["ab", "abc"])
@@ -68,7 +76,7 @@ def test_rounds_go_on_for_as_long_as_there_is_time(tmp_path: Path, minutes: floa
     began = monotonic()
     assert run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE).error is None
     took = monotonic() - began
-    result = analyse(out)
+    result, stopping = analysed(out)
     leading = [c for c in result.comparisons if c.leading]
     pairs = {c.scenario: c.pairs for c in leading}
     assert all(c.pairs == pairs[c.scenario] for c in leading), "rounds are whole"
@@ -77,8 +85,8 @@ def test_rounds_go_on_for_as_long_as_there_is_time(tmp_path: Path, minutes: floa
     else:
         assert min(pairs.values()) > 2
         assert took < 60.0 * minutes + 10.0
-    assert (result.stopping.rule, result.stopping.ended_by) == ("by time", "time")
-    assert "minutes allowed" in result.stopping.sentence
+    assert (stopping.rule, stopping.ended_by) == ("by time", "time")
+    assert "minutes allowed" in stopping.sentence
     for scenario in pairs:
         for place in range(len(labels)):
             here = [b.label for b in result.blocks if b.cell == scenario and b.position == place]

@@ -7,6 +7,7 @@ import json
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ def head(*lines: str, path: str = PATH, method: str = "POST") -> bytes:
 
 
 def golden() -> bytes:
-    tensor = {"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 224, 224]}
+    tensor: dict[str, Any] = {"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 224, 224]}
     tensor["parameters"] = {"binary_data_size": PIXELS.nbytes}
     header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
     size = len(header) + PIXELS.nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_an_answer_to_head_has_no_body(null_server) -> None:
 
 @pytest.mark.parametrize("request_id", ["i" * MIB, "a\r\nX-Forged: 1\r\n\r\nFORGED", "\u2028\x1b[2J"])
 def test_an_id_forges_neither_a_header_nor_a_log_line(null_server, request_id) -> None:
-    tensor = {"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 224, 224]}
+    tensor: dict[str, Any] = {"name": "pixel_values", "datatype": "FP32", "shape": [1, 3, 224, 224]}
     tensor["parameters"] = {"binary_data_size": PIXELS.nbytes}
     document = {"id": request_id, "inputs": [tensor], "parameters": {"binary_data_output": True}}
     header = json.dumps(document).encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ class WatchedBody(FixedBody):
 
 def request(rows: int) -> bytes:
     values = np.arange(rows * VALUES, dtype="<f4")
-    tensor = {"name": "x", "datatype": "FP32", "shape": [rows, VALUES]}
+    tensor: dict[str, Any] = {"name": "x", "datatype": "FP32", "shape": [rows, VALUES]}
     tensor["parameters"] = {"binary_data_size": values.nbytes}
     header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
     head = (

@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ PENDING = "abserve_native_pending_requests"
 def request(values: list[float]) -> tuple[bytes, dict[str, str]]:
     """Rows of four equal numbers."""
     data = np.repeat(np.array(values, "<f4")[:, None], 4, axis=1)
-    tensor = {"name": "x", "datatype": "FP32", "shape": list(data.shape)}
+    tensor: dict[str, Any] = {"name": "x", "datatype": "FP32", "shape": list(data.shape)}
     tensor["parameters"] = {"binary_data_size": data.nbytes}
     header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
     return header + data.tobytes(), {"Inference-Header-Content-Length": str(len(header))}
@@ -31,6 +32,10 @@ def raw(values: list[float]) -> bytes:
 def first_column(body: bytes, headers: dict[str, str]) -> list[float]:
     length = int(headers["inference-header-content-length"])
     return np.frombuffer(body[length:], "<f4").reshape(-1, 4)[:, 0].tolist()
+
+
+def posted(server, value: float) -> Any:
+    return server.request("POST", PATH, *request([value]))
 
 
 def ready(controlled, *options: str, gates: tuple[str, ...] = ("load", "infer")):
@@ -89,7 +94,7 @@ def test_pipelined_requests_are_answered_in_order(controlled) -> None:
 def test_a_client_that_leaves_the_queue_is_dropped(controlled) -> None:
     server = ready(controlled, "--max-queue-delay-us", "0", gates=("load",))
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(server.request, "POST", PATH, *request([1.0]))
+        first = pool.submit(posted, server, 1.0)
         server.wait_until(lambda: (server.folder / "infer-reached").exists(), "the engine is busy")
         with socket.create_connection(("127.0.0.1", server.port)) as queued:
             queued.sendall(raw([2.0]))
@@ -118,9 +123,9 @@ def test_a_client_that_leaves_while_it_is_executed_is_no_success(controlled) -> 
 def test_a_full_queue_refuses_at_once_and_the_connection_goes_on(controlled) -> None:
     server = ready(controlled, "--queue-size", "1", "--max-queue-delay-us", "0", gates=("load",))
     with ThreadPoolExecutor(2) as pool:
-        accepted = [pool.submit(server.request, "POST", PATH, *request([1.0]))]
+        accepted = [pool.submit(posted, server, 1.0)]
         server.wait_until(lambda: (server.folder / "infer-reached").exists(), "the engine is busy")
-        accepted.append(pool.submit(server.request, "POST", PATH, *request([2.0])))
+        accepted.append(pool.submit(posted, server, 2.0))
         server.wait_until(lambda: server.metric(PENDING) == 1, "the queue is full")
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
         for _ in range(3):
@@ -148,7 +153,7 @@ def test_a_failed_batch_is_an_answer_and_the_next_one_works(controlled) -> None:
 def test_sigterm_answers_what_is_executed(controlled) -> None:
     server = ready(controlled, "--max-queue-delay-us", "0", "--max-batch-size", "1", gates=("load",))
     with ThreadPoolExecutor(6) as pool:
-        running = [pool.submit(server.request, "POST", PATH, *request([float(value)])) for value in range(20, 26)]
+        running = [pool.submit(posted, server, float(value)) for value in range(20, 26)]
         server.wait_until(lambda: server.metric(PENDING) == 5, "six are in flight")
         server.process.terminate()
         server.wait_until(lambda: server.status("/v2/health/live") is None, "new ones are refused")

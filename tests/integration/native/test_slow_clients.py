@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import psutil
@@ -135,7 +136,7 @@ def test_what_all_requests_hold_together_is_bounded_and_given_back(native) -> No
     cut = len(data) - 10
     with connected(server) as first, connected(server) as second, connected(server) as third:
         first.sendall(data[:cut])
-        refused = []
+        refused: list[Any] = []
 
         def does_not_fit() -> bool:  # beside the first, once that has arrived
             second.sendall(data)

@@ -24,7 +24,7 @@ from servers.models.corpus import jpeg_paths
 from servers.models.image_decoder import DecodingSettings
 from servers.models.preprocessing import decode_jpeg, resize_and_crop
 from servers.models.registry import get_variant
-from servers.models.specification import PAYLOADS, ModelSpecification
+from servers.models.specification import PAYLOADS, ModelSpecification, Payload
 from servers.models.weights import RandomWeights
 from servers.triton.launch import prepare
 from servers.triton.repository import PlacedModel
@@ -66,7 +66,7 @@ class Server:
     port: int
     call: Callable[[str, str, bytes, dict[str, str]], Answer]
 
-    def infer(self, payload: str, array: Array, model: str | None = None) -> Answer:
+    def infer(self, payload: Payload, array: Array, model: str | None = None) -> Answer:
         """One request with a binary tensor, binary answer."""
         tensor = VARIANTS[payload].inputs[0]
         data = tensor_bytes(array)
@@ -85,7 +85,7 @@ class Server:
         path = f"/v2/models/{model or VARIANTS[payload].name}/infer"
         return self.call("POST", path, head + data, {HEADER: str(len(head))})
 
-    def infer_raw(self, payload: str, body: bytes) -> Answer:
+    def infer_raw(self, payload: Payload, body: bytes) -> Answer:
         """A raw request: the body is the one input's bytes and nothing else."""
         return self.call("POST", f"/v2/models/{VARIANTS[payload].name}/infer", body, {HEADER: "0"})
 

@@ -19,7 +19,7 @@ from PIL import Image
 from servers.contract.tensors import Array
 from servers.engines.batches import row_cosines
 from servers.export.triton_config import MODEL_PY, ensemble_config, preprocess_config, preprocess_name
-from servers.models.preprocessing import normalise
+from servers.models.preprocessing import UInt8Array, normalise
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.triton.repository import PlacedModel
@@ -57,7 +57,7 @@ def claiming(width: int, height: int) -> bytes:
     return bytes(data)
 
 
-def null_answer(pixels: Array) -> Array:
+def null_answer(pixels: UInt8Array) -> Array:
     """What the null engine makes of RGB bytes: the first values of the same pictures as FP32 pixels."""
     return normalise(pixels, JPEG.preprocessing).reshape(len(pixels), -1)[:, :512]
 
@@ -73,19 +73,19 @@ def real_server(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="module")
-def reference(artefact: Any, specification: ModelSpecification, pixels: Array) -> Array:
+def reference(artefact: Any, specification: ModelSpecification, pixels: UInt8Array) -> Array:
     """ONNX Runtime in this process on the FP32 pixels."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(artefact.path), providers=["CPUExecutionProvider"])
     (answer,) = session.run(None, {"pixel_values": normalise(pixels[:8], specification.preprocessing)})
-    return answer  # type: ignore[no-any-return]
+    return answer
 
 
 def test_the_payloads_of_a_picture_have_the_same_answer(
     real_server: Any,
     photographs: list[bytes],
-    pixels: Array,
+    pixels: UInt8Array,
     reference: Array,
     batch_of: Batch,
     specification: ModelSpecification,
@@ -100,7 +100,7 @@ def test_the_payloads_of_a_picture_have_the_same_answer(
 
 
 def test_what_is_decoded_is_the_samples_uint8_bit_for_bit(
-    null_server: Any, photographs: list[bytes], pixels: Array, batch_of: Batch
+    null_server: Any, photographs: list[bytes], pixels: UInt8Array, batch_of: Batch
 ) -> None:
     """The null engine answers the first 512 values of the red channel; of all three tests/unit/models has the proof."""
     answer = null_server.infer("jpeg", batch_of(*photographs)).embedding
@@ -109,7 +109,7 @@ def test_what_is_decoded_is_the_samples_uint8_bit_for_bit(
     np.testing.assert_array_equal(answer, null_server.infer("fp32", normalise(pixels, JPEG.preprocessing)).embedding)
 
 
-def test_a_bare_jpeg_is_a_request(null_server: Any, photographs: list[bytes], pixels: Array) -> None:
+def test_a_bare_jpeg_is_a_request(null_server: Any, photographs: list[bytes], pixels: UInt8Array) -> None:
     answer = null_server.infer_raw("jpeg", photographs[2])
     np.testing.assert_array_equal(answer.embedding, null_answer(pixels[2:3]))
     raw = null_server.infer_raw("uint8", pixels[3].tobytes())
@@ -152,7 +152,7 @@ def test_a_bad_image_in_a_batch_is_named(native_null: Any, triton_null: Any, bat
 
 
 def test_a_bad_image_fails_its_own_request_alone(
-    null_server: Any, photographs: list[bytes], pixels: Array, batch_of: Batch
+    null_server: Any, photographs: list[bytes], pixels: UInt8Array, batch_of: Batch
 ) -> None:
     """Sent at once, so that the batcher merges them."""
     name = JPEG.name
@@ -209,7 +209,7 @@ def test_decoding_has_a_stage_of_its_own(native_null: Any, batch_of: Batch) -> N
     assert grown["decode"] > 0.5 * sum(grown.values())
 
 
-def test_each_model_counts_for_itself(null_server: Any, photographs: list[bytes], pixels: Array) -> None:
+def test_each_model_counts_for_itself(null_server: Any, photographs: list[bytes], pixels: UInt8Array) -> None:
     def counts() -> dict[str, int]:
         models = json.loads(null_server.get("/v2/models/stats").body)["model_stats"]
         return {model["name"]: model["inference_count"] for model in models}
@@ -230,7 +230,7 @@ def test_each_model_counts_for_itself(null_server: Any, photographs: list[bytes]
 
 
 def test_native_backends_get_jpeg_through_an_ensemble(
-    start_triton: Any, tmp_path: Path, photographs: list[bytes], pixels: Array, batch_of: Batch
+    start_triton: Any, tmp_path: Path, photographs: list[bytes], pixels: UInt8Array, batch_of: Batch
 ) -> None:
     """The generated configs, with the python backend in the place of the one that needs a GPU."""
 

@@ -45,8 +45,12 @@ def await_true(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 
 def assert_dies(server: TritonProcess) -> TritonDiedError:
+    def dead() -> bool:
+        server.assert_alive()  # raises when it is
+        return False
+
     with pytest.raises(TritonDiedError) as error:
-        await_true(lambda: bool(server.assert_alive()))
+        await_true(dead)
     return error.value
 
 

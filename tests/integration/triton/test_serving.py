@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
@@ -49,17 +50,17 @@ def pixels(rows: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal((rows, 3, 224, 224), np.float32)
 
 
-def infer(client: Any, array: Array, module: Any = http_client) -> Array:
+def infer(client: Any, array: Array, module: Any = http_client) -> npt.NDArray[np.float32]:
     tensor = module.InferInput("pixel_values", list(array.shape), "FP32")
     tensor.set_data_from_numpy(array)
-    answer: Array = client.infer(MODEL, [tensor]).as_numpy("embedding")
+    answer: npt.NDArray[np.float32] = client.infer(MODEL, [tensor]).as_numpy("embedding")
     return answer
 
 
-def infer_at_once(url: str, arrays: list[Array]) -> list[Array]:
+def infer_at_once(url: str, arrays: list[Array]) -> list[npt.NDArray[np.float32]]:
     """One connection and one thread an array, since tritonclient's HTTP client is not thread-safe."""
 
-    def send(array: Array) -> Array:
+    def send(array: Array) -> npt.NDArray[np.float32]:
         client = http_client.InferenceServerClient(url)
         try:
             return infer(client, array)
@@ -119,9 +120,8 @@ def test_answers_equal_onnxruntime_in_process(client: Any, engine: Engine, rows:
     array = pixels(rows, seed=rows)
     answer = infer(client, array)
     assert answer.shape == (rows, 512)
-    np.testing.assert_allclose(
-        answer, engine.infer({"pixel_values": array})["embedding"], rtol=0, atol=BIT_EQUAL_BUT_FOR_THREADS
-    )
+    expected: Any = engine.infer({"pixel_values": array})["embedding"]
+    np.testing.assert_allclose(answer, expected, rtol=0, atol=BIT_EQUAL_BUT_FOR_THREADS)
 
 
 def test_grpc_answers_the_same(triton: Any, client: Any) -> None:
@@ -143,7 +143,7 @@ def test_batches_form_and_every_request_gets_its_own_answer(triton: Any, client:
     assert any(entry["batch_size"] > 1 for entry in after["batch_stats"])
     assert np.isnan(answers[3]).all()
     for seed in set(range(12)) - {3}:
-        alone = engine.infer({"pixel_values": arrays[seed]})["embedding"]
+        alone: Any = engine.infer({"pixel_values": arrays[seed]})["embedding"]
         np.testing.assert_allclose(answers[seed], alone, rtol=0, atol=BIT_EQUAL_BUT_FOR_THREADS)
 
 

@@ -151,7 +151,7 @@ def test_buckets_hold_every_duration_once() -> None:
     for value in values:
         counts.add(value)
     cumulated = list(counts.cumulated())
-    assert cumulated[-1] == ("+Inf", 500)
+    assert cumulated[-1] == ("+Inf", 500.0)
     for bound_s, (_, count) in zip(BOUNDS_S, cumulated, strict=False):
         assert count == sum(value <= bound_s for value in values)
 

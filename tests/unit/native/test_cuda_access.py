@@ -111,7 +111,7 @@ def test_outputs_that_cannot_be_written_are_errors(driver, region):
 
 def test_an_input_is_a_view_over_host_memory_of_its_size(region):
     array = window_array(window(region), "FP32", (1, 2), "x")
-    assert (array.shape, array.dtype) == ((1, 2), np.float32)
+    assert (array.shape, array.dtype) == ((1, 2), np.dtype(np.float32))
     with pytest.raises(InvalidRequestError, match="needs 12 bytes"):
         window_array(window(region), "FP32", (1, 3), "x")
     with pytest.raises(UnsupportedError, match="BYTES, which this server does not read from CUDA"):

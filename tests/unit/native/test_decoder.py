@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from servers.contract.records import InferRequest, InputTensor
+from servers.contract.tensors import Array
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.corpus import jpeg_paths
@@ -55,7 +56,7 @@ def gate(decoder: RequestDecoder) -> Iterator[threading.Event]:
 def test_files_become_what_the_engine_takes(decoder: RequestDecoder) -> None:
     decoded = asyncio.run(decoder.decode(GOOD, None))
     assert list(decoded) == ["pixel_values"]
-    assert (decoded["pixel_values"].shape, decoded["pixel_values"].dtype) == ((1, 224, 224, 3), np.uint8)
+    assert (decoded["pixel_values"].shape, decoded["pixel_values"].dtype) == ((1, 224, 224, 3), np.dtype(np.uint8))
     assert decoder.pending == 0
 
 
@@ -107,7 +108,12 @@ def test_a_deadline_ends_the_wait(
 ) -> None:
     begun: list[Decoding] = []
     start = decoder._decoder.start
-    monkeypatch.setattr(decoder._decoder, "start", lambda images: begun.append(start(images)) or begun[-1])
+
+    def noted(images: Array) -> Decoding:
+        begun.append(start(images))
+        return begun[-1]
+
+    monkeypatch.setattr(decoder._decoder, "start", noted)
     if not own:
         monkeypatch.setattr("servers.native.decoder.DECODING_S", 0.02)
     with pytest.raises(RequestExpiredError, match="timeout expired" if own else "not decoded within 0.02 s"):
@@ -118,11 +124,15 @@ def test_a_deadline_ends_the_wait(
 
 def test_images_of_several_requests_take_turns(decoder: RequestDecoder, gate: threading.Event) -> None:
     order: queue.SimpleQueue[str] = queue.SimpleQueue()
-    file: bytes = GOOD.data[0, 0]  # type: ignore[assignment]
+    file: bytes = GOOD.data[0, 0]
     decodings = [decoder._decoder.start(request(*[file] * count).data) for count in (3, 1)]
     for name, decoding in zip("ab", decodings, strict=True):
+
+        def noted(_: object, name: str = name) -> None:
+            order.put(name)
+
         for image in decoding.images:
-            image.add_done_callback(lambda _, name=name: order.put(name))
+            image.add_done_callback(noted)
     gate.set()
     assert decodings[0].result().shape == (3, 224, 224, 3)
     assert "".join(order.get(timeout=10) for _ in range(4)) == "abaa"

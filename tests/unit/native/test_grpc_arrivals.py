@@ -23,8 +23,9 @@ async def nothing() -> AsyncIterator[bytes]:
 
 async def no_message() -> AsyncIterator[bytes]:
     """One that ends its side at once."""
-    return
-    yield b""
+    messages: list[bytes] = []
+    for message in messages:
+        yield message
 
 
 async def one(data: bytes) -> AsyncIterator[bytes]:

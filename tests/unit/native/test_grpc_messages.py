@@ -122,7 +122,11 @@ def test_long_typed_contents_are_read_in_pieces():
     item = request.inputs.add(name="x", datatype="UINT8", shape=[PIECE_VALUES + 2])
     item.contents.uint_contents.extend([7] * PIECE_VALUES + [8, 255])
     data = decode_message(*parse_message(request.SerializeToString()), REGIONS).inputs[0].data
-    assert (data.dtype, data[:PIECE_VALUES].sum(), data[-2:].tolist()) == (np.uint8, 7 * PIECE_VALUES, [8, 255])
+    assert (data.dtype, data[:PIECE_VALUES].sum(), data[-2:].tolist()) == (
+        np.dtype(np.uint8),
+        7 * PIECE_VALUES,
+        [8, 255],
+    )
     item.contents.uint_contents[-1] = 256
     with pytest.raises(InvalidRequestError, match="outside the range of UINT8"):
         decode_message(*parse_message(request.SerializeToString()), REGIONS)

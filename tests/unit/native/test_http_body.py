@@ -50,7 +50,7 @@ def test_chunks_are_joined_however_the_stream_is_cut(
     body = ChunkedBody(1000, 10)
     left = feed_in_cuts(body, stream + after, cuts)
     assert body.complete
-    assert body.content == b"".join(chunks)
+    assert bytes(body.content) == b"".join(chunks)
     assert left == after
 
 
@@ -128,6 +128,7 @@ def test_a_fixed_body_takes_what_is_its_own() -> None:
 def test_memory_is_used_again_for_the_same_layout_and_bounded() -> None:
     pool = BodyPool(8000)
     first = pool.take(1000, 10)
+    assert first is not None
     first.received(1000)
     pool.give(first)
     assert pool.take(1000, 11) is not first
@@ -151,7 +152,9 @@ def test_memory_that_is_lent_counts_among_the_spare_until_it_is_full() -> None:
     taken = []
     for _ in range(20):
         pool.give(FixedBody(1000, 0))
-        taken.append(pool.take(1000, 0))
+        body = pool.take(1000, 0)
+        assert body is not None
+        taken.append(body)
     assert [body.lent for body in taken] == [True] * 8 + [False] * 12
     assert pool._lent_bytes == 8000
     lent = taken[0]

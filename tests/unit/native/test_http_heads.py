@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from servers.native.http_parser import HeadReader, infer_target
@@ -11,7 +13,7 @@ from servers.native.settings import NativeSettings
 INFER = "/v2/models/m/infer"
 
 
-def reader(**changes: int) -> HeadReader:
+def reader(**changes: Any) -> HeadReader:
     return HeadReader(NativeSettings(**changes))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,7 +90,7 @@ def test_a_template_gives_what_decoding_gives(rows: int, width: int, request_id:
         {"id": "i" * 5000},
     ],
 )
-def test_what_has_to_be_decoded_each_time_is_not_kept(changes: dict[str, object]) -> None:
+def test_what_has_to_be_decoded_each_time_is_not_kept(changes: dict[str, Any]) -> None:
     header, data = request(**changes)
     body = memoryview(header + data)
     if len(header) > 5000:  # the id itself is too long for the protocol

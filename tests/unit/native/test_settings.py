@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -24,7 +25,7 @@ def test_arguments_bring_back_the_same_settings(monkeypatch):
 def test_every_field_is_an_option_with_its_help_variable_and_default():
     app = typer.Typer()
     app.command()(serve_native)
-    options = {one.name: one for one in typer.main.get_command(app).params}
+    options: dict[str | None, Any] = {one.name: one for one in typer.main.get_command(app).params}
     for name, field in NativeSettings.model_fields.items():
         assert field.description, name
         if name in ("artefact", "artefact_uint8"):  # the command finds them itself

@@ -17,6 +17,7 @@ def test_several_requests_are_copied_into_memory_that_is_used_again():
     staging = Staging(4)
     parts = [{"x": np.full((rows, 3), rows, np.float32)} for rows in (1, 2)]
     first = staging.gather(parts)["x"]
+    assert first.base is not None
     assert first.base.shape == (4, 3)
     for _ in range(3):
         merged = staging.gather(parts)["x"]

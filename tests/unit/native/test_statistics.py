@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from typing import Any, cast
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from servers.native.errors import FAILURE_REASONS, QueueFullError, failure_reason
+from servers.native.inference import InferenceService
 from servers.native.metrics import Metrics
 from servers.native.statistics import DURATION_BOUNDS_NS, Histogram, RequestTimes, Statistics
 
@@ -16,7 +18,7 @@ def test_each_request_is_charged_its_batch_and_the_batch_appears_once():
     statistics = Statistics(8)
     statistics.record_execution(5, [100, 300], 10, 1000, 20)
     statistics.record_execution(5, [50], 10, 2000, 20)
-    model = statistics.snapshot().as_model_stats("m", "1")
+    model: Any = statistics.snapshot().as_model_stats("m", "1")
     assert (model["inference_count"], model["execution_count"]) == (10, 2)
     assert model["inference_stats"]["queue"] == {"count": 3, "ns": 450}
     assert model["inference_stats"]["compute_infer"] == {"count": 3, "ns": 4000}
@@ -82,8 +84,8 @@ class Service:
 def test_metrics_are_in_seconds_and_cumulative():
     service = Service()
     service.statistics.record_execution(2, [2_000_000_000], 0, 500_000_000, 0)
-    samples = {}
-    for family in text_string_to_metric_families(Metrics([service]).render().decode()):  # type: ignore[arg-type]
+    metrics, samples = Metrics([cast(InferenceService, service)]), {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
             samples[(sample.name, sample.labels.get("le") or sample.labels.get("stage"))] = sample.value
     assert samples[("abserve_native_queue_duration_seconds_sum", None)] == 2

@@ -48,8 +48,8 @@ PLANS = {
 }
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def gelu_kernel(x, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def gelu_kernel(x, out, BLOCK: tl.constexpr):  # noqa: N803
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + lane, gelu(tl.load(x + lane)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
-SMALL = {"pairs": 4, "requests": 80}
+SMALL: dict[str, Any] = {"pairs": 4, "requests": 80}
 Edit = Callable[[Path], None]
 
 

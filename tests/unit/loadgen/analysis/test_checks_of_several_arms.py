@@ -15,7 +15,7 @@ from loadgen.analysis.checks.registry import Check, check_before_load
 from loadgen.analysis.noise_floor import is_self_comparison
 from loadgen.analysis.result import Result
 from loadgen.comparison.facts import Facts
-from loadgen.records.run import ArmRequest, Cell, Environment
+from loadgen.records.run import ArmRequest, Cell, Environment, Pairing
 from loadgen.storage.stored_run import StoredRun
 from loadgen.studies.fairness.records import ArmConditions, Conditions
 from tests.golden.synthetic_arms import arms
@@ -157,7 +157,7 @@ def test_a_failure_on_one_arm_takes_the_verdict_of_its_whole_scenario_and_no_oth
     result = analyse(tmp_path)
     assert not checks(result, "generator_cpu", "single")[0].ok
     verdicts = {(one.scenario, one.pairing): one.verdict for one in result.comparisons if one.leading}
-    for pairing in (("a", "b"), ("a", "c"), ("b", "c")):
+    for pairing in (Pairing("a", "b"), Pairing("a", "c"), Pairing("b", "c")):
         assert verdicts["single", pairing] == "invalid"
         assert verdicts["concurrent(16)", pairing] == "arm_better"
     assert [one.scenario for one in result.verdict.rankings] == ["concurrent(16)"]

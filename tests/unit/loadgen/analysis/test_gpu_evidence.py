@@ -40,8 +40,9 @@ def checks(result: Result, name: str) -> list[Check]:
 
 
 def findings(result: Result) -> dict[tuple[str, str | None, bool], str]:
-    assert result.of(GpuFound).evidence is not None
-    return {(r.label, r.cell, r.control): r.finding.value for r in result.of(GpuFound).evidence.records}
+    evidence = result.of(GpuFound).evidence
+    assert evidence is not None
+    return {(r.label, r.cell, r.control): r.finding.value for r in evidence.records}
 
 
 def test_on_a_machine_with_four_gpus_all_of_that_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,8 +52,9 @@ def test_on_a_machine_with_four_gpus_all_of_that_holds(tmp_path: Path, monkeypat
     assert set(findings(result).values()) == {"GPU_VERIFIED", "CPU_FALLBACK"}
     (control,) = checks(result, "negative_control")
     assert control.ok, control.detail
-    assert result.of(GpuFound).evidence is not None
-    assert {record.uuid for record in result.of(GpuFound).evidence.records} == {CAPTURE["uuid"]}
+    evidence = result.of(GpuFound).evidence
+    assert evidence is not None
+    assert {record.uuid for record in evidence.records} == {CAPTURE["uuid"]}
 
 
 def test_two_proven_arms_are_ranked_as_gpu_servers(tmp_path: Path, terminal: Show) -> None:

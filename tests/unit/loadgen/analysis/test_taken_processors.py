@@ -16,7 +16,7 @@ from tests.unit.loadgen.analysis.test_checks import SMALL, check, edit_json
 def take(directory: Path, field: str, blocks: int | None = None, **shares: float) -> None:
     """Take the stated shares of ten seconds of two cores from the arms' blocks of `single`, or from the first `blocks`
     of each."""
-    left = dict.fromkeys(shares, blocks)
+    left: dict[str, int | None] = dict.fromkeys(shares, blocks)
     for path in sorted((directory / "blocks").glob("*.json")):
         block = json.loads(path.read_text())
         if block["cell"] != "single":
@@ -25,8 +25,10 @@ def take(directory: Path, field: str, blocks: int | None = None, **shares: float
         taken = shares[block["label"]] if n is None or n > 0 else 0.0
         left[block["label"]] = None if n is None else n - 1
         total_ns = 20_000_000_000
-        machine = {"total_ns": total_ns, "steal_ns": 0, "busy_ns": 40_000_000, "known_ns": 40_000_000,
-                   "others": ["ffmpeg 0.97 cores"], "runnable": 1, "waited_ns": None}  # fmt: skip
+        machine: dict[str, Any] = {
+            "total_ns": total_ns, "steal_ns": 0, "busy_ns": 40_000_000, "known_ns": 40_000_000,
+            "others": ["ffmpeg 0.97 cores"], "runnable": 1, "waited_ns": None,
+        }  # fmt: skip
         machine[field] += round(taken * total_ns)
         edit_json(path, machine=machine)
 

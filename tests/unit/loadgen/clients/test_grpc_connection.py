@@ -18,7 +18,7 @@ from loadgen.clients.requests import AddressError
 REQUEST = GrpcRequest(b"question", 5)
 
 
-class Scripted(grpc.GenericRpcHandler):
+class Scripted(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ships no types
     """Answers ModelInfer by a function that a test may replace; everything else with nothing."""
 
     def __init__(self) -> None:

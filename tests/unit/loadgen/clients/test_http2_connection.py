@@ -212,10 +212,14 @@ def test_a_server_that_leaves_is_connected_to_again(scripted: Any, monkeypatch: 
         peer.send(4, 0, 0)
         peer.answer(peer.message()[0])
 
-    connected_ns, connect = [], socket.create_connection
-    monkeypatch.setattr(
-        socket, "create_connection", lambda *a, **o: (connected_ns.append(perf_counter_ns()), connect(*a, **o))[1]
-    )
+    connected_ns: list[int] = []
+    create_connection = socket.create_connection
+
+    def connect(*arguments: Any, **options: Any) -> socket.socket:
+        connected_ns.append(perf_counter_ns())
+        return create_connection(*arguments, **options)
+
+    monkeypatch.setattr(socket, "create_connection", connect)
     connection = scripted(leaving, staying)
     assert ask(connection).good
     exchange = ask(connection)
@@ -286,7 +290,7 @@ def test_http_1_is_no_grpc(scripted: Any) -> None:
 
 
 def test_large_messages_both_ways_through_the_grpc_library() -> None:
-    class Echo(grpc.GenericRpcHandler):
+    class Echo(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ships no types
         def service(self, _details: Any) -> Any:
             return grpc.unary_unary_rpc_method_handler(lambda message, _context: message[::-1])
 

@@ -95,7 +95,7 @@ def test_tiny_and_malformed_answers_are_failures(body: bytes) -> None:
     exchange.body = memoryview(body)
     for transport in ("http", "grpc", "shm"):
         exchange.status = GRPC_STATUS if transport == "grpc" else 200
-        fault = Promise(transport, SIGNATURE, 3).fault(exchange)  # type: ignore[arg-type]
+        fault = Promise(transport, SIGNATURE, 3).fault(exchange)
         assert fault is not None
         assert fault.startswith("the answer is not what the model promises: ")
         assert len(fault) < 500

@@ -109,7 +109,7 @@ def test_of_several_inputs_the_one_with_most_room_varies() -> None:
     assert variation is not None
     assert variation.name == "x"
     for transport in ("http", "grpc"):
-        body = prepare(transport, SampleInputs(arrays, "synthetic"), signature, (0, 3), variation)  # type: ignore[arg-type]
+        body = prepare(transport, SampleInputs(arrays, "synthetic"), signature, (0, 3), variation)
         patches = [variation.patch(item, 5) for item in (0, 3)]
         sent = b"".join(assemble(b"", body.pieces, patches))  # type: ignore[union-attr]
         varied = [variation.varied(SampleInputs(arrays, "synthetic"), item, 5).arrays["x"] for item in (0, 3)]

@@ -82,6 +82,7 @@ def test_beyond_capacity_the_answers_come_at_the_capacity_and_it_says_so() -> No
     assert loop.saturation.startswith("saturated at this rate: answered ")
     assert f"of {500} in time" in loop.saturation
     assert loop.answered_share == pytest.approx(0.8, abs=0.03)
+    assert loop.connection_wait_max_ms is not None
     assert loop.connection_wait_max_ms > 500
     assert loop.generator_lag_max_ms == 0.0, "waiting for a busy connection is not the generator's doing"
 

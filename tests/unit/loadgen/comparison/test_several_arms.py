@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -14,7 +16,7 @@ from loadgen.records.run import Cell, Label, Pairing
 from loadgen.statistics.ratios import adjust_holm
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
-COMMON = {"seconds": 1.0, "max_seconds": 30.0, "rounds": 6}
+COMMON: dict[str, Any] = {"seconds": 1.0, "max_seconds": 30.0, "rounds": 6}
 CELLS = (
     Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, **{**COMMON, "rounds": 4}),
     Cell(scenario="single", batch_size=1, concurrency=1, requests=60, **COMMON),

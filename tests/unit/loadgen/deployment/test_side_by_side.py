@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,8 +20,8 @@ from loadgen.deployment.ports import PortReservation, port_range
 @pytest.fixture(autouse=True)
 def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of these tests alone."""
-    monkeypatch.setattr(ports.tempfile, "tempdir", str(tmp_path))
-    return tmp_path / f"abserve-ports-{ports.os.getuid()}"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"abserve-ports-{os.getuid()}"
 
 
 def free_range(count: int) -> range:

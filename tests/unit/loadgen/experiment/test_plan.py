@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -78,13 +79,13 @@ def test_arm_options() -> None:
     arm = make_arm("b", ArmSettings(target="triton", options=options))
     assert arm.settings == {"added-delay-ms": "20", "engine": "onnxruntime"}
     assert make_arm("a", ArmSettings(target="http://h:1")).target == "http://h:1"
-    for target, options, words in [
+    for target, refused, words in [
         ("native", ["nonsense"], "KEY=VALUE"),
         ("tritton", [], "native, triton or a URL"),
         ("http://h:1", ["x=1"], "not started by us"),
     ]:
         with pytest.raises(PlanError, match=words):
-            make_arm("a", ArmSettings(target=target, options=parse_options("--a-option", options)))
+            make_arm("a", ArmSettings(target=target, options=parse_options("--a-option", refused)))
 
 
 def test_a_wrong_option_is_one_sentence_and_status_2(tmp_path: Path) -> None:
@@ -144,6 +145,7 @@ def test_the_forecast_learns(labels: str) -> None:
 
 @pytest.mark.parametrize(("option", "scenario"), [("batch_sizes", "batched"), ("concurrency", "concurrent")])
 def test_an_empty_list_is_no_scenario_without_cells(option: str, scenario: str) -> None:
+    nothing: dict[str, Any] = {option: ()}
     with pytest.raises(PlanError, match=rf"\(empty\): give one size at least, or leave {scenario} out"):
-        make_cells("quick", ["single", scenario], **{option: ()})
-    assert make_cells("quick", ["single"], **{option: ()})
+        make_cells("quick", ["single", scenario], **nothing)
+    assert make_cells("quick", ["single"], **nothing)

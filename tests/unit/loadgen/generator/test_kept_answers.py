@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ def fill(kept: KeptAnswers, requests: int, rows: int = 1) -> None:
         slot = kept.slot(request)
         if slot is not None:
             answer = {"y": np.full((rows, 2), request, "<f4")}
-            kept.keep(slot, request, request % 3, request % 5, 10 * request, lambda answer=answer: answer)
+            kept.keep(slot, request, request % 3, request % 5, 10 * request, partial(dict, answer))
 
 
 @pytest.mark.parametrize("requests", [0, 3, 8, 9, 50, 2000])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen.records.samples import SAMPLE_DTYPE, SampleWriter, part_path, read_samples
-from loadgen.storage.stored_run import read_samples as read_for_analysis
+from loadgen.storage.stored_run import read_samples as read_for_analysis  # type: ignore[attr-defined]
 
 LONG = st.integers(0, 2**62)
 ROW = st.tuples(

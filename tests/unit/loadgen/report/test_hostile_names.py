@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from loadgen.analysis.analysis import analyse
-from loadgen.conformance.records import CaseResult, Verdict
-from loadgen.conformance.rendering import ConformanceReport, markdown, print_report
+from loadgen.conformance.records import CaseResult, ConformanceReport, Verdict
+from loadgen.conformance.rendering import markdown, print_report
 from loadgen.report.charts import label_text
 from loadgen.report.console import make_console
 from loadgen.report.document import Chapter, Document, Section, Table, names

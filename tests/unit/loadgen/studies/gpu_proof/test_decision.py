@@ -17,10 +17,12 @@ from loadgen.studies.gpu_proof.records import (
     Attribution,
     EvidenceInputs,
     EvidenceRecord,
+    Finding,
     Gpu,
     Health,
     Load,
     Placement,
+    PlacementResult,
     Window,
     Witness,
 )
@@ -39,7 +41,7 @@ ACTIVITY = {
     "weak": {"utilisation_low": 0.03, "utilisation_high": 0.03, "energy_excess_joules": 100.0},
     "active": {"utilisation_low": 0.9, "utilisation_high": 0.9, "energy_excess_joules": 20000.0},
 }
-PLACEMENT = {
+PLACEMENT: dict[str, tuple[PlacementResult, float | None]] = {
     "gpu": ("gpu", 0.0), "cpu": ("cpu", 1.0), "unknown": ("unknown", None), "partial 5 %": ("partial", 0.05),
     "partial 30 %": ("partial", 0.3), "partial ?": ("partial", None),
 }  # fmt: skip
@@ -214,7 +216,7 @@ def test_lost_readings_never_make_an_idle_gpu_look_verified(run: Run, plan: Any,
 
 
 CPU_CONTROL = EvidenceRecord(
-    label="a", cell="single", control=True, finding="CPU_FALLBACK", code=None, sentence="", notes=(), activity="idle",
-    attributed=None, cpu_witness=True, thresholds=DEFAULT_THRESHOLDS,
+    label="a", cell="single", control=True, finding=Finding.CPU_FALLBACK, code=None, sentence="", notes=(),
+    activity="idle", attributed=None, cpu_witness=True, thresholds=DEFAULT_THRESHOLDS,
     inputs=change(inputs("cpu"), "witness", {"cpu_s_per_request": 0.002, "requests_per_s": 50.0}),
 )  # fmt: skip

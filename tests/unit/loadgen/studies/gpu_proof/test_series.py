@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ PERIOD = S // 5
 
 
 def device(
-    sample_ends: list[int] | None = None, values: list[float] | None = None, energy: list[tuple[float, float]] = ()
+    sample_ends: list[int] | None = None, values: list[float] | None = None, energy: Sequence[tuple[float, float]] = ()
 ) -> DeviceReadings:
     none = np.empty(0)
     return DeviceReadings(
@@ -43,7 +44,7 @@ def test_busy_seconds_are_cut_at_the_edges_of_the_window() -> None:
     found = busy(readings, [window(4.1, 6.1)], DEFAULT_THRESHOLDS)
     assert found.busy_s == pytest.approx(0.9)
     assert found.covered_s == pytest.approx(2.0)
-    assert (found.low, found.high) == (pytest.approx(0.45), pytest.approx(0.45))
+    assert (found.low, found.high) == pytest.approx((0.45, 0.45))
 
 
 def test_a_lost_drain_is_a_hole_and_not_a_long_sample() -> None:

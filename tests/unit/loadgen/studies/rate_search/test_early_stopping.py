@@ -29,6 +29,7 @@ def test_a_server_at_the_bound_rarely_passes() -> None:
     random = np.random.default_rng(3)
     for queries in (459, 2_010, 5_000):
         allowed = late_allowed(queries)
+        assert allowed is not None
         passes = np.mean(random.binomial(queries, 0.01, 50_000) <= allowed)
         assert passes <= 0.0125
 

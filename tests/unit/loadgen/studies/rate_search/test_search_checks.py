@@ -37,7 +37,7 @@ def failed(result: Result, name: str) -> list[str]:
 def both_pairs(a: float, b: float) -> list[Trial]:
     return [
         trial for pair in (0, 1) for label, rate in (("a", a), ("b", b)) for trial in search(label, rate, round_=pair)
-    ]  # type: ignore[arg-type]
+    ]
 
 
 def test_a_whole_search_is_compared(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ def trial(cell: Cell, label: Label, step: int, *, round_: int = 0, cpu: float = 
 
 
 def search(label: Label, capacity: float, *, round_: int = 0, cpu: float = 0.5) -> list[Trial]:
-    steps, found = [], RateSearch(20.0, lowest=459 / 60)
+    steps: list[Trial] = []
+    found = RateSearch(20.0, lowest=459 / 60)
     while (rate := found.next_rate) is not None:
         held = rate <= capacity
         steps.append(
