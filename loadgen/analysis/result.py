@@ -64,8 +64,7 @@ class Result(Record, frozen=True, kw_only=True):
 
     def of(self, kind: type[F]) -> F:
         """What a study found."""
-        found = self.studies.get(kind.STUDY)
-        return found if isinstance(found, kind) else kind()
+        return kind.among(self.studies)
 
 
 class ResultError(Exception):

@@ -151,13 +151,14 @@ def shared_correlation(paired: Sequence[PairedMetric]) -> tuple[float, float]:
     """How much a pair resembles the next one over all scenarios of the run, with an allowance for what so few pairs can
     hide, and that allowance. A single series of ten pairs tells little of it, and what makes an arm drift acts on every
     scenario."""
-    known = [value for one in paired if one.leads and (value := _own_correlation(one)) is not None]
-    if not known:
-        return 0.0, 0.0
+    known: list[float] = []
     rounds: dict[str, int] = {}  # of a cell once, however many arms share them
     for one in paired:
-        if one.leads and _own_correlation(one) is not None:
+        if one.leads and (value := _own_correlation(one)) is not None:
+            known.append(value)
             rounds[one.cell.name] = max(len(one.pairs), rounds.get(one.cell.name, 0))
+    if not known:
+        return 0.0, 0.0
     allowance = CORRELATION_ALLOWANCE / math.sqrt(sum(rounds.values()))
     return math.fsum(known) / len(known) + allowance, allowance
 

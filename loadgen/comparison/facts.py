@@ -64,8 +64,7 @@ class Facts:
 
     def of(self, kind: type[F]) -> F:
         """What a study has found."""
-        found = self.findings.get(kind.STUDY)
-        return found if isinstance(found, kind) else kind()
+        return kind.among(self.findings)
 
     @property
     def planned(self) -> list[CellFacts]:

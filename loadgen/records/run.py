@@ -17,8 +17,9 @@ only label. A missing reading is None, never 0. Every file is written to a tempo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import combinations
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 import msgspec
 
@@ -67,6 +68,12 @@ class Found(Record, frozen=True, kw_only=True):
 
     STUDY: ClassVar[str]
     """Its name below `studies` in result.json."""
+
+    @classmethod
+    def among(cls, findings: Mapping[str, object]) -> Self:
+        """The one of this kind, by the names of the studies; an empty one where there is none."""
+        found = findings.get(cls.STUDY)
+        return found if isinstance(found, cls) else cls()
 
 
 def setting_key(option: str) -> str:

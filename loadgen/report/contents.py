@@ -5,7 +5,7 @@ A new table is one function that returns a section, and its place here or, of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import loadgen.report.document as doc
 from loadgen.analysis.result import Result
@@ -27,24 +27,20 @@ CONTENTS: Sequence[tuple[str, Sequence[MakeSection | None]]] = (
 )
 
 
-def makers_of(title: str, makers: Sequence[MakeSection | None]) -> list[MakeSection]:
-    """What makes the sections of a chapter."""
-    studies: list[MakeSection] = [make for own in parts("sections", "SECTIONS") for make in own.get(title, ())]
-    return [one for make in makers for one in (studies if make is STUDIES else [make]) if one is not None]
-
-
 def result_document(result: Result) -> doc.Document:
     """The document of a result."""
     base, *others = titles(result).values()
+    studies = list(parts("sections", "SECTIONS"))
+
+    def sections(title: str, makers: Sequence[MakeSection | None]) -> Iterator[doc.Section]:
+        for make in makers:
+            own = [make] if make is not STUDIES else [one for study in studies for one in study.get(title, ())]
+            yield from (section for one in own if (section := one(result)) is not None)
+
     what = f"{len(others) + 1} arms serving" if several(result) else "A/B of"
     return doc.Document(
         f"{'VALID' if result.verdict.valid else 'INVALID'} · {base} against {join(others)}",
-        tuple(
-            doc.Chapter(
-                title, tuple(section for make in makers_of(title, makers) if (section := make(result)) is not None)
-            )
-            for title, makers in CONTENTS
-        ),
+        tuple(doc.Chapter(title, tuple(sections(title, makers))) for title, makers in CONTENTS),
         about=f"{what} {result.experiment.model}",
         started_at=result.environment.started_at if result.environment is not None else None,
     )

@@ -132,7 +132,7 @@ def _equal(wanted: str, have: object) -> bool:
     remedy="Correct the setting, or read why the server overrode it.",
 )
 @per_arm
-def settings_in_effect(arm: ArmRecord) -> Outcome:
+def settings_in_effect(arm: ArmRecord, _: Facts) -> Outcome:
     label, threshold = shown(arm.label), "as asked for"
     known = []
     for name, wanted in arm.settings.items():
@@ -171,11 +171,8 @@ _declare_same(
     severity="warns",
     remedy="Ask for smaller batches, or raise the arm's max-batch-size.",
 )
-def batch_limit(facts: Facts) -> list[Outcome]:
-    return [_batch_limit(arm, facts) for arm in facts.run.arms]
-
-
-def _batch_limit(arm: ArmRecord, facts: Facts) -> Outcome:
+@per_arm
+def batch_limit(arm: ArmRecord, facts: Facts) -> Outcome:
     limit = whole(arm.in_effect.get("max_batch_size"))
     asked = max((cell.batch_size for cell in _cells(facts)), default=1)
     if limit is None:
@@ -189,11 +186,8 @@ def _batch_limit(arm: ArmRecord, facts: Facts) -> Outcome:
     severity="informs",
     remedy="Set max-queue-delay-us to 0 for serial load, on all arms alike, or read these scenarios with it in mind.",
 )
-def serial_queue_delay(facts: Facts) -> list[Outcome]:
-    return [_serial_queue_delay(arm, facts) for arm in facts.run.arms]
-
-
-def _serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
+@per_arm
+def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
     delay, limit = _number(arm.in_effect.get("max_queue_delay_us")), whole(arm.in_effect.get("max_batch_size"))
     serial = [
         cell.name
@@ -217,7 +211,7 @@ def _serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
     remedy='Set use_tf32 to "0" in the cuda accelerator of the configuration, or ask every arm for tf32.',
 )
 @per_arm
-def tf32(arm: ArmRecord) -> Outcome:
+def tf32(arm: ArmRecord, _: Facts) -> Outcome:
     precision, device = arm.in_effect.get("precision"), str(arm.in_effect.get("device") or "")
     threshold = "off under FP32"
     if device == "cpu" or (not device and kind_of(arm) == "KIND_CPU"):
@@ -239,7 +233,7 @@ def tf32(arm: ArmRecord) -> Outcome:
     remedy="Add model_warmup for every batch size. The load is warmed by us before it begins, a cold start is not.",
 )
 @per_arm
-def model_warm_up(arm: ArmRecord) -> Outcome:
+def model_warm_up(arm: ArmRecord, _: Facts) -> Outcome:
     threshold = "every model warms itself before it is ready"
     if arm.model_config is None:
         return _untold(arm, threshold)
@@ -261,7 +255,7 @@ def model_warm_up(arm: ArmRecord) -> Outcome:
     "logs.",
 )
 @per_arm
-def metrics(arm: ArmRecord) -> Outcome:
+def metrics(arm: ArmRecord, _: Facts) -> Outcome:
     threshold = "no summaries, traces or verbose logs"
     if arm.server_name == NATIVE and arm.model_config is not None:
         return Outcome(True, f"{shown(arm.label)} keeps counters only", None, threshold)
@@ -284,7 +278,7 @@ def metrics(arm: ArmRecord) -> Outcome:
     remedy="Set response_cache { enable: false }: requests repeat, and a cached answer is no inference.",
 )
 @per_arm
-def response_cache(arm: ArmRecord) -> Outcome:
+def response_cache(arm: ArmRecord, _: Facts) -> Outcome:
     if arm.model_config is None:
         return _untold(arm, "off")
     cache = arm.model_config.get("response_cache")
@@ -301,7 +295,7 @@ def response_cache(arm: ArmRecord) -> Outcome:
     remedy="Take the setting out: only Triton's tensorrt backend reads it, and enable_cuda_graph is unsafe in Triton.",
 )
 @per_arm
-def cuda_graphs(arm: ArmRecord) -> Outcome:
+def cuda_graphs(arm: ArmRecord, _: Facts) -> Outcome:
     """Asked for where nothing reads them, or where they replay stale inputs."""
     threshold = "asked for only where they take effect"
     if arm.model_config is None:
@@ -322,12 +316,9 @@ def cuda_graphs(arm: ArmRecord) -> Outcome:
     severity="warns",
     remedy="Add a graph_spec for each batch size, or a graph_lower_bound that covers it.",
 )
-def graph_sizes(facts: Facts) -> list[Outcome]:
+@per_arm
+def graph_sizes(arm: ArmRecord, facts: Facts) -> Outcome:
     """Whether the batch sizes that are asked for have a captured graph; merged batches may have any size."""
-    return [_graph_sizes(arm, facts) for arm in facts.run.arms]
-
-
-def _graph_sizes(arm: ArmRecord, facts: Facts) -> Outcome:
     threshold = "every batch size has a graph"
     if arm.model_config is None:
         return _untold(arm, threshold)
@@ -377,7 +368,7 @@ def _largest(config: Mapping[str, Any]) -> int:
     remedy="Leave preferred_batch_size out, as Triton advises, unless each size has a TensorRT profile of its own.",
 )
 @per_arm
-def preferred_sizes(arm: ArmRecord) -> Outcome:
+def preferred_sizes(arm: ArmRecord, _: Facts) -> Outcome:
     threshold = "none, but for TensorRT with several profiles"
     if arm.model_config is None:
         return _untold(arm, threshold)
@@ -405,12 +396,9 @@ def preferred_sizes(arm: ArmRecord) -> Outcome:
     severity="warns",
     remedy="Ask for fewer --threads or instances: threads that share a core wait for each other.",
 )
-def cores(facts: Facts) -> list[Outcome]:
+@per_arm
+def cores(arm: ArmRecord, facts: Facts) -> Outcome:
     """On the CPU: threads times instances against the cores."""
-    return [_cores(arm, facts) for arm in facts.run.arms]
-
-
-def _cores(arm: ArmRecord, facts: Facts) -> Outcome:
     if str(arm.in_effect.get("device") or "").startswith("cuda") or kind_of(arm) == "KIND_GPU":
         return Outcome(True, f"{shown(arm.label)} executes on a GPU", None, facts.cores)
     threads, instances = _number(arm.in_effect.get("threads")), _number(arm.in_effect.get("instances")) or 1

@@ -135,12 +135,12 @@ def leading_by_scenario(comparisons: Sequence[Comparison]) -> dict[str, list[Com
     return found
 
 
-def per_arm(judge: Callable[[ArmRecord], Outcome]) -> Find:
+def per_arm(judge: Callable[[ArmRecord, Facts], Outcome]) -> Find:
     """For a check that looks at each arm by itself."""
 
     @wraps(judge)
     def find(facts: Facts) -> list[Outcome]:
-        return [judge(arm) for arm in facts.run.arms]
+        return [judge(arm, facts) for arm in facts.run.arms]
 
     return find
 
