@@ -52,7 +52,7 @@ lint: setup ## ruff, mypy --strict, and the files of docker compose (with docker
 	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/compose/test_files.py
 
 schema: setup ## write the JSON Schema of result.json anew
-	@$(BIN)/python -m loadgen.analysis.result_schema > docs/result.schema.json.new
+	@$(BIN)/python -m loadgen.result.result_schema > docs/result.schema.json.new
 	@mv docs/result.schema.json.new docs/result.schema.json
 
 format: setup ## let ruff rewrite what it can

@@ -46,10 +46,6 @@ from gevent.event import Event
 from locust import events, task
 from locust.exception import StopUser
 
-from loadgen.clients.endpoint import Endpoint, EndpointError
-from loadgen.clients.exchange import ConnectionRefused
-from loadgen.clients.inputs import InputError
-from loadgen.clients.requests import Address, AddressError
 from loadgen.experiment.arrivals import endless_offsets_ns
 from loadgen.exporters.load import export_load
 from loadgen.generator.pacer import Pacer
@@ -57,6 +53,10 @@ from loadgen.generator.users import InferenceUser
 from loadgen.generator.window import LoadWindow
 from loadgen.locustfile.session import LoadOptions, Session
 from loadgen.locustfile.workers import MasterSide, WorkerSide, share_of
+from loadgen.transport.endpoint import Endpoint, EndpointError
+from loadgen.transport.exchange import ConnectionRefused
+from loadgen.transport.inputs import InputError
+from loadgen.transport.requests import Address, AddressError
 
 DEFAULT_HOST = "http://127.0.0.1:8100"
 _POLL_SECONDS = 0.005

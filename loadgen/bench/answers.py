@@ -17,17 +17,17 @@ import numpy as np
 from loadgen.bench.arms import Arm
 from loadgen.bench.parity import Answer, ParityTarget, ask
 from loadgen.bench.preparation import Inputs
-from loadgen.clients.bodies import AnswerError, choose_items
-from loadgen.clients.endpoint import Signature
-from loadgen.clients.exchange import ConnectionRefused
-from loadgen.clients.inputs import Array, InputError
-from loadgen.clients.variation import Variation, find_variation
 from loadgen.generator.kept_answers import unpacked
 from loadgen.generator.messages import KeptAnswer, Open, Outcome
 from loadgen.records.run import Cell, Label
 from loadgen.statistics.agreement import Tolerance, difference, root_mean_square
 from loadgen.storage.store import RunStore
 from loadgen.studies.answers.records import AnswersCompared
+from loadgen.transport.bodies import AnswerError, choose_items
+from loadgen.transport.endpoint import Signature
+from loadgen.transport.exchange import ConnectionRefused
+from loadgen.transport.inputs import Array, InputError
+from loadgen.transport.variation import Variation, find_variation
 
 LEAST_ANSWERS = 64
 """Of a workload and an arm over the run, where there are so many."""

@@ -8,14 +8,14 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from loadgen.clients.endpoint import Endpoint, EndpointError, Signature
-from loadgen.clients.transports import Target
-from loadgen.deployment.interface import Deployment
 from loadgen.documents import one_line
 from loadgen.generator.messages import Open, Prepare
 from loadgen.records.model_config import groups, whole
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Transport
 from loadgen.records.samples import NS_PER_MS
+from loadgen.targets.interface import Deployment
+from loadgen.transport.endpoint import Endpoint, EndpointError, Signature
+from loadgen.transport.transports import Target
 
 REQUEST_TIMEOUT_S = 60.0
 _MOST_INSTANCES = 2**31

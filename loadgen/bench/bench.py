@@ -12,12 +12,12 @@ from loadgen.bench.gpu_stage import GpuStage
 from loadgen.bench.load_runner import LoadRunner
 from loadgen.bench.preparation import Inputs
 from loadgen.bench.progress import Progress
-from loadgen.clients.endpoint import Signature
 from loadgen.experiment.forecast import Forecast
 from loadgen.generator.process import GeneratorProcess
 from loadgen.records.run import ArmRecord, Cell, Experiment, Label
 from loadgen.storage.store import RunStore
 from loadgen.storage.stored_run import StoredBlock
+from loadgen.transport.endpoint import Signature
 
 
 @dataclass(frozen=True, slots=True)

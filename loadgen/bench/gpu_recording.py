@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from loadgen.deployment.process import ChildProcess, ProcessError
 from loadgen.invocation import OWN_MODULE
 from loadgen.records.run import Label
 from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS, Thresholds, Window
+from loadgen.targets.process import ChildProcess, ProcessError
 
 SAMPLER: tuple[str, ...] = (*OWN_MODULE, "servers.gpu.sampler")
 """As a process: the load generator imports nothing of the servers."""

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import psutil
 
 from loadgen.bench.arms import Arm
-from loadgen.clients.requests import Address
 from loadgen.documents import one_line
 from loadgen.machine.processors import TICK_NS, ProcessorReading, descendants, read_processors
 from loadgen.records.run import MachineLoad
+from loadgen.transport.requests import Address
 
 RELAYS = frozenset(
     {"docker-proxy", "rootlessport", "slirp4netns", "pasta", "gvproxy", "ssh", "sshd", "nginx", "haproxy", "envoy",

@@ -10,13 +10,13 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from loadgen.clients.bodies import AnswerError
-from loadgen.clients.endpoint import Signature
-from loadgen.clients.exchange import ConnectionRefused
-from loadgen.clients.inputs import Array, InputError, SampleInputs
-from loadgen.clients.transports import Target, prepare, read_answer
 from loadgen.records.run import Label, ParityCase, ParityRecord
 from loadgen.statistics.agreement import Tolerance, difference
+from loadgen.transport.bodies import AnswerError
+from loadgen.transport.endpoint import Signature
+from loadgen.transport.exchange import ConnectionRefused
+from loadgen.transport.inputs import Array, InputError, SampleInputs
+from loadgen.transport.transports import Target, prepare, read_answer
 
 _MIXED_SIZES = (2, 3, 1, 5, 1, 4, 7, 1, 8)
 _TIMEOUT_S = 120.0

@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from loadgen.clients.endpoint import Signature
-from loadgen.clients.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
-from loadgen.deployment.compose import ComposeDeployment
-from loadgen.deployment.containers import PROJECT
-from loadgen.deployment.embedded import EmbeddedDeployment
-from loadgen.deployment.interface import Deployment
-from loadgen.deployment.process import ChildProcess
-from loadgen.deployment.remote import RemoteDeployment
 from loadgen.invocation import ABSERVE
 from loadgen.records.payloads import base_name
 from loadgen.records.run import ArmRequest, Experiment, Label
 from loadgen.storage.store import RunStore
+from loadgen.targets.compose import ComposeDeployment
+from loadgen.targets.containers import PROJECT
+from loadgen.targets.embedded import EmbeddedDeployment
+from loadgen.targets.interface import Deployment
+from loadgen.targets.process import ChildProcess
+from loadgen.targets.remote import RemoteDeployment
+from loadgen.transport.endpoint import Signature
+from loadgen.transport.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
 
 READY_SECONDS = 300.0
 """For a server of ours to start."""

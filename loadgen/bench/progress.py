@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loadgen.analysis.checks.registry import Check
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.records.run import ArmRecord, BlockRecord, ParityRecord
+from loadgen.result.checks.registry import Check
 from loadgen.studies.cold_start.records import ColdStart
 
 

@@ -13,7 +13,7 @@ from struct import Struct
 from time import perf_counter_ns
 from typing import Any
 
-from loadgen.clients.http2 import (
+from loadgen.transport.http2 import (
     ACK,
     DATA,
     END_HEADERS,

@@ -19,11 +19,7 @@ import msgspec
 import numpy as np
 
 from loadgen.calibration.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
-from loadgen.clients.endpoint import Signature, TensorSignature
-from loadgen.clients.transports import TRANSPORTS
 from loadgen.comparison.loops import throughput_per_s
-from loadgen.deployment.process import ChildProcess
-from loadgen.deployment.work_folder import work_folder
 from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.invocation import OWN_MODULE
@@ -35,6 +31,10 @@ from loadgen.records.payloads import PAYLOADS
 from loadgen.records.run import Transport
 from loadgen.records.samples import good, latencies_ms, read_samples
 from loadgen.statistics.percentiles import percentile
+from loadgen.targets.process import ChildProcess
+from loadgen.targets.work_folder import work_folder
+from loadgen.transport.endpoint import Signature, TensorSignature
+from loadgen.transport.transports import TRANSPORTS
 
 JPEG_BYTES = 30_000
 GENERATOR_IS_BUSY = 0.9

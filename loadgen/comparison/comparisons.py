@@ -7,7 +7,7 @@ order:
 - no_difference: the 95 % interval lies inside [1/(1+δ), 1+δ] (two one-sided tests at 2.5 %);
 - arm_better, baseline_better: the interval excludes 1 and Holm's adjusted p over all comparisons of the run, whatever
   the number of arms, is below 5 %;
-- inconclusive: everything else, and what lies within the machine's noise floor (`loadgen.analysis.noise_floor`).
+- inconclusive: everything else, and what lies within the machine's noise floor (`loadgen.result.noise_floor`).
 
 Which interval: Student's t over the pairs; over the restarts where there are several; with `--until decided` one that
 may be looked at after every pair (`loadgen.statistics.anytime`). High percentiles are taken from the samples of all

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from loadgen.conformance.records import SkippedError
 from loadgen.conformance.settings import Setting
-from loadgen.deployment.embedded import EmbeddedDeployment
-from loadgen.deployment.interface import DeploymentError
 from loadgen.invocation import ABSERVE
+from loadgen.targets.embedded import EmbeddedDeployment
+from loadgen.targets.interface import DeploymentError
 
 READY_SECONDS = 330.0
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.clients.endpoint import TensorSignature
-from loadgen.clients.inputs import NUMPY_TYPES
 from loadgen.conformance.images import flat_jpeg
 from loadgen.conformance.records import NotApplicableError
+from loadgen.transport.endpoint import TensorSignature
+from loadgen.transport.inputs import NUMPY_TYPES
 
 Array = npt.NDArray[Any]
 

@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from loadgen.clients.endpoint import EndpointError, read_tensors
-from loadgen.clients.outputs import read_body
 from loadgen.conformance.grpc_calls import GrpcClient
 from loadgen.conformance.launching import LaunchedServer, Launcher
 from loadgen.conformance.metrics import Samples, parse_metrics
@@ -21,6 +19,8 @@ from loadgen.conformance.model import HEADER, Body, Model
 from loadgen.conformance.records import Answer, NotApplicableError
 from loadgen.conformance.wire import RawConnection, request_head
 from loadgen.documents import DocumentError, read_json
+from loadgen.transport.endpoint import EndpointError, read_tensors
+from loadgen.transport.outputs import read_body
 
 GOLDEN_TOLERANCE = 1e-5
 ANSWER_SECONDS = 20.0

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from loadgen.clients.grpc import parse_grpc_address
-from loadgen.clients.requests import Address, AddressError
-from loadgen.clients.transports import TRANSPORTS
 from loadgen.experiment.plan import PlanError
 from loadgen.records.payloads import PAYLOADS, implied_payload
 from loadgen.records.run import ArmRequest, Transport, option_of
+from loadgen.transport.grpc import parse_grpc_address
+from loadgen.transport.requests import Address, AddressError
+from loadgen.transport.transports import TRANSPORTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 To add a setting, add one field to `ExperimentSettings`. From it come the key of the file, the option
 `--the-name` with its help and default, the variable ABSERVE_COMPARE_THE_NAME and the line in the effective file; what
-is left is to read it in `loadgen.commands.assembly`. The limits (`ge`, `le`) hold wherever the value comes from. A
+is left is to read it in `loadgen.cli.assembly`. The limits (`ge`, `le`) hold wherever the value comes from. A
 field that is a tuple is written with commas on the command line, or once for each value where it is `REPEATED`.
 """
 

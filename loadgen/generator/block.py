@@ -18,12 +18,6 @@ from locust import task
 from locust.env import Environment
 from locust.exception import StopUser
 
-from loadgen.clients.bodies import choose_items, failure_message
-from loadgen.clients.exchange import ConnectionRefused
-from loadgen.clients.inputs import InputError, read_inputs
-from loadgen.clients.promise import Promise
-from loadgen.clients.transports import Bodies, Sendable, Target, prepare_bodies
-from loadgen.clients.variation import FreshItems, FreshNumbers, find_variation
 from loadgen.generator.kept_answers import KeptAnswers
 from loadgen.generator.messages import (
     Abort,
@@ -41,6 +35,12 @@ from loadgen.generator.pacer import MonotonicTimer, Pacer
 from loadgen.generator.users import InferenceUser, Traffic
 from loadgen.generator.window import Claim, LoadWindow
 from loadgen.records.samples import SampleWriter, median_latency_ns, read_samples
+from loadgen.transport.bodies import choose_items, failure_message
+from loadgen.transport.exchange import ConnectionRefused
+from loadgen.transport.inputs import InputError, read_inputs
+from loadgen.transport.promise import Promise
+from loadgen.transport.transports import Bodies, Sendable, Target, prepare_bodies
+from loadgen.transport.variation import FreshItems, FreshNumbers, find_variation
 
 _FLUSH_SECONDS = 0.5
 _GATHER_SECONDS = 30.0

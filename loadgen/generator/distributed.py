@@ -20,12 +20,12 @@ from gevent.queue import Queue
 from locust.env import Environment
 from locust.runners import STATE_MISSING
 
-from loadgen.clients.shared_memory import sweep
-from loadgen.deployment.process import ChildProcess, ProcessError
 from loadgen.generator.distribution import Contribution, merge, shares
 from loadgen.generator.messages import Abort, Command, Go, Open, Opened, Outcome, Prepare, Refusal, Reply
 from loadgen.generator.worker import COMMAND, HELLO, REPLY
 from loadgen.invocation import OWN_MODULE
+from loadgen.targets.process import ChildProcess, ProcessError
+from loadgen.transport.shared_memory import sweep
 
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.05

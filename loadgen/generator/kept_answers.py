@@ -10,9 +10,9 @@ from random import Random
 import msgspec
 import numpy as np
 
-from loadgen.clients.bodies import AnswerError
-from loadgen.clients.inputs import Array
 from loadgen.generator.messages import KeptAnswer, KeptTensor
+from loadgen.transport.bodies import AnswerError
+from loadgen.transport.inputs import Array
 
 MOST_ROWS = 1
 """Items of one answer that are compared; all of them are looked through for NaN and infinity."""

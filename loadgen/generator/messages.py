@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import msgspec
 
-from loadgen.clients.endpoint import Signature
 from loadgen.experiment.arrivals import Offsets, arrival_count, due_offsets_ns
 from loadgen.records.run import Arrivals, Transport, WorkerRecord
+from loadgen.transport.endpoint import Signature
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

@@ -12,8 +12,6 @@ from typing import TypeVar
 
 import msgspec
 
-from loadgen.clients.shared_memory import sweep
-from loadgen.deployment.process import ChildProcess
 from loadgen.generator.messages import (
     Abort,
     Command,
@@ -27,6 +25,8 @@ from loadgen.generator.messages import (
     Reply,
 )
 from loadgen.invocation import OWN_MODULE
+from loadgen.targets.process import ChildProcess
+from loadgen.transport.shared_memory import sweep
 
 _DECODER = msgspec.json.Decoder(Reply)
 _R = TypeVar("_R", Prepared, Opened, Outcome)

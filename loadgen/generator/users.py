@@ -12,13 +12,13 @@ from typing import Any
 
 from locust import User
 
-from loadgen.clients.bodies import failure_message
-from loadgen.clients.exchange import Connection, ConnectionRefused, Exchange
-from loadgen.clients.promise import Promise
-from loadgen.clients.transports import Sendable, Target, keep_answer
-from loadgen.clients.variation import FreshItems
 from loadgen.generator.kept_answers import KeptAnswers
 from loadgen.records.samples import SampleWriter
+from loadgen.transport.bodies import failure_message
+from loadgen.transport.exchange import Connection, ConnectionRefused, Exchange
+from loadgen.transport.promise import Promise
+from loadgen.transport.transports import Sendable, Target, keep_answer
+from loadgen.transport.variation import FreshItems
 
 GOOD = -1
 _MOST_MESSAGES = 200

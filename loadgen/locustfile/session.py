@@ -13,20 +13,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from loadgen.clients.bodies import choose_items
-from loadgen.clients.endpoint import Endpoint, Signature
-from loadgen.clients.grpc import parse_grpc_address
-from loadgen.clients.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
-from loadgen.clients.promise import Promise
-from loadgen.clients.requests import Address, AddressError
-from loadgen.clients.transports import TRANSPORTS, Target, prepare_bodies
-from loadgen.clients.variation import FreshNumbers, find_variation
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.generator.users import Traffic
 from loadgen.locustfile.workers import WorkerFile
 from loadgen.records.payloads import PAYLOADS, base_name, variant_name
 from loadgen.records.run import Arrivals, Transport
 from loadgen.records.samples import SampleWriter
+from loadgen.transport.bodies import choose_items
+from loadgen.transport.endpoint import Endpoint, Signature
+from loadgen.transport.grpc import parse_grpc_address
+from loadgen.transport.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
+from loadgen.transport.promise import Promise
+from loadgen.transport.requests import Address, AddressError
+from loadgen.transport.transports import TRANSPORTS, Target, prepare_bodies
+from loadgen.transport.variation import FreshNumbers, find_variation
 
 logger = logging.getLogger("abserve")
 

@@ -8,11 +8,11 @@ from typing import cast
 
 import msgspec
 
-from loadgen.analysis.result import write_atomically
 from loadgen.documents import DocumentError, read_record
 from loadgen.machine.environment import read_environment
 from loadgen.machine.fingerprint import cache_folder, fingerprint
 from loadgen.records.machine import Calibration
+from loadgen.result.result_file import write_atomically
 
 PACKAGES = ("abserve", "gevent", "greenlet", "grpcio", "locust", "msgspec", "numpy", "tritonclient")
 """Whose versions bear on the generator's speed."""

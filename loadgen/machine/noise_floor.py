@@ -8,14 +8,14 @@ from typing import cast
 
 import msgspec
 
-from loadgen.analysis.noise_floor import COMMAND, floor_entries, gpu_of, is_self_comparison, servers_of, tail_floors
-from loadgen.analysis.result import Result, write_atomically
 from loadgen.comparison.pairs import pair_metrics
 from loadgen.documents import DocumentError, read_record
 from loadgen.machine.environment import utc_now
 from loadgen.machine.fingerprint import cache_folder, fingerprint
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import Environment, Experiment
+from loadgen.result.noise_floor import COMMAND, floor_entries, gpu_of, is_self_comparison, servers_of, tail_floors
+from loadgen.result.result_file import Result, write_atomically
 from loadgen.studies.cold_start.analyse import ColdStartsFound
 
 

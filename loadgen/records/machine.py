@@ -4,7 +4,7 @@ The generator is measured against a sink: a process that takes a request, keeps 
 What the generator then reports is its own doing. A cell that runs at more than half of the ceiling found here is
 flagged by the check `generator_ceiling`.
 
-`NoiseFloor`: what runs of an arm against itself have shown; `loadgen.analysis.noise_floor` makes and uses it.
+`NoiseFloor`: what runs of an arm against itself have shown; `loadgen.result.noise_floor` makes and uses it.
 """
 
 from __future__ import annotations

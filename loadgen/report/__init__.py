@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from loadgen.analysis.result import Result
+from loadgen.result.result_file import Result
 
 EXPERIMENT_FILE = "experiment.yaml"
 
@@ -14,11 +14,11 @@ def write_reports(out_dir: Path, result: Result) -> list[Path]:
     """Write report.html, summary.md, result.json and the effective experiment.yaml into `out_dir`, each whole or not at
     all; return their paths, the one to look at first. A result.json of an earlier version that says the same is left
     alone. Raises `OSError`."""
-    from loadgen.analysis.result import FILE_NAME, ResultError, encode_result, read_result, write_atomically
     from loadgen.experiment.file import write_content
     from loadgen.report.contents import result_document
     from loadgen.report.renderers.html import render_html
     from loadgen.report.renderers.markdown import render_markdown
+    from loadgen.result.result_file import FILE_NAME, ResultError, encode_result, read_result, write_atomically
 
     settings, sha256 = result.experiment.settings, result.experiment.settings_sha256
     document = result_document(result)

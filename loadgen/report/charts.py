@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import loadgen.report.document as doc
-from loadgen.analysis.result import Result
 from loadgen.documents import printable
 from loadgen.records.run import Label, shown
+from loadgen.result.result_file import Result
 
 MARKERS = ("circle", "diamond", "square", "triangle-up", "cross", "x", "pentagon", "triangle-down")
 DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot", "8px,2px", "2px,6px", "12px,3px,2px,3px,2px,3px")

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import loadgen.report.document as doc
-from loadgen.analysis.result import Result
 from loadgen.comparison.claims import join
 from loadgen.report.charts import several, titles
 from loadgen.report.sections import checks, comparisons, conditions, verdict
+from loadgen.result.result_file import Result
 from loadgen.studies.registry import parts
 
 MakeSection = Callable[[Result], doc.Section | None]

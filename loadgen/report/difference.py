@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import loadgen.report.document as doc
-from loadgen.analysis.run_difference import ComparisonChange, RunDifference
 from loadgen.comparison.claims import verdict_words
 from loadgen.comparison.pairs import METRICS
 from loadgen.quantities import ratio, ratio_interval
 from loadgen.records.run import Label, Pairing, shown
 from loadgen.report.sections.comparisons import SHORT
+from loadgen.result.run_difference import ComparisonChange, RunDifference
 
 
 def difference(found: RunDifference) -> doc.Document:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import loadgen.report.document as doc
-from loadgen.analysis.result import Result, encode_result, write_atomically
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.csv import csv_names, render_csv
 from loadgen.report.renderers.junit import render_junit
 from loadgen.report.renderers.markdown import render_markdown
+from loadgen.result.result_file import Result, encode_result, write_atomically
 
 CSV = "comparisons"
 """The table that is meant where no other is named."""

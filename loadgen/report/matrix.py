@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import loadgen.report.document as doc
-from loadgen.analysis.result import Result, write_atomically
 from loadgen.comparison.comparisons import leading_comparisons
 from loadgen.experiment.combinations import Combination
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.sections.comparisons import against_baseline, comparison_cells, comparison_columns
+from loadgen.result.result_file import Result, write_atomically
 
 NOTE = (
     "Each table compares the arms over one transport with one payload. The tables were measured one after the other, "

@@ -16,14 +16,14 @@ from rich.padding import Padding
 from rich.spinner import Spinner
 from rich.text import Text
 
-from loadgen.analysis.checks.registry import Check
-from loadgen.analysis.checks.run import parity_figures
 from loadgen.bench.live_ratios import LiveRatios
 from loadgen.bench.progress import Progress
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.records.run import ArmRecord, BlockRecord, ParityRecord, shown
 from loadgen.report.live import FIXED, OPEN, ratio_line, ratio_table
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
+from loadgen.result.checks.registry import Check
+from loadgen.result.checks.run import parity_figures
 from loadgen.studies.cold_start.records import ColdStart
 
 

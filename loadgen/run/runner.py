@@ -32,12 +32,6 @@ from loadgen.bench.preparation import (
     synthesise_inputs,
 )
 from loadgen.bench.progress import Progress
-from loadgen.clients.endpoint import EndpointError, Signature
-from loadgen.clients.inputs import InputError
-from loadgen.clients.requests import AddressError
-from loadgen.deployment.interface import DeploymentError
-from loadgen.deployment.process import ProcessError
-from loadgen.deployment.work_folder import work_folder
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.plan import sized
 from loadgen.experiment.schedule import load_cells, schedule
@@ -58,6 +52,12 @@ from loadgen.studies.ceiling.plan import wants_ceilings
 from loadgen.studies.cold_start.measure import ColdStartPhase, repetitions_of
 from loadgen.studies.gpu_proof.control import WHOLE_SECONDS
 from loadgen.studies.registry import measurements
+from loadgen.targets.interface import DeploymentError
+from loadgen.targets.process import ProcessError
+from loadgen.targets.work_folder import work_folder
+from loadgen.transport.endpoint import EndpointError, Signature
+from loadgen.transport.inputs import InputError
+from loadgen.transport.requests import AddressError
 
 RUN_ERRORS = (
     AddressError,

@@ -14,14 +14,14 @@ from loadgen.bench.arms import Arm
 from loadgen.bench.parity import ParityTarget, check_parity
 from loadgen.bench.preparation import READY_SECONDS, Inputs, make_deployment
 from loadgen.bench.progress import Progress
-from loadgen.clients.endpoint import EndpointError, Signature
-from loadgen.deployment.compose import ComposeDeployment, require_one_way
-from loadgen.deployment.embedded import EmbeddedDeployment
-from loadgen.deployment.interface import DeploymentError
 from loadgen.invocation import ABSERVE
 from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord, option_of, shown
 from loadgen.statistics.agreement import Tolerance
 from loadgen.storage.store import RunStore
+from loadgen.targets.compose import ComposeDeployment, require_one_way
+from loadgen.targets.embedded import EmbeddedDeployment
+from loadgen.targets.interface import DeploymentError
+from loadgen.transport.endpoint import EndpointError, Signature
 
 
 class ParityFailedError(Exception):

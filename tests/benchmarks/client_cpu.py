@@ -46,10 +46,10 @@ from locust import FastHttpUser, task
 from locust.env import Environment
 from locust.exception import StopUser
 from loadgen.calibration.measurement import signature, write_images
-from loadgen.clients.requests import Address
-from loadgen.clients.inputs import read_inputs
+from loadgen.transport.requests import Address
+from loadgen.transport.inputs import read_inputs
 from loadgen.records.samples import SampleWriter
-from loadgen.clients.transports import Target, prepare
+from loadgen.transport.transports import Target, prepare
 from loadgen.generator.users import InferenceUser, Traffic
 
 url, grpc_address, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from loadgen.clients.bodies import prepare_body
-from loadgen.clients.endpoint import Endpoint
-from loadgen.clients.inputs import read_inputs, write_samples
-from loadgen.deployment.compose import ComposeDeployment
-from loadgen.deployment.interface import Deployment, DeploymentError
 from loadgen.studies.cold_start.containers import measure_container_cold_start
+from loadgen.targets.compose import ComposeDeployment
+from loadgen.targets.interface import Deployment, DeploymentError
+from loadgen.transport.bodies import prepare_body
+from loadgen.transport.endpoint import Endpoint
+from loadgen.transport.inputs import read_inputs, write_samples
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
 

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from loadgen.commands.conformance import conformance
+from loadgen.cli.conformance import conformance
 from loadgen.conformance.corpus import CASES, select
 from loadgen.conformance.records import CaseResult, ConformanceReport, Verdict
 from loadgen.conformance.rendering import DocumentError, write_section

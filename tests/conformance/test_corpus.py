@@ -9,7 +9,6 @@ import socket
 import pytest
 from PIL import Image
 
-from loadgen.clients.endpoint import TensorSignature
 from loadgen.conformance.cases.framing import gzip_of_blanks
 from loadgen.conformance.corpus import CASES, select
 from loadgen.conformance.engine_blocker import wait_for
@@ -19,6 +18,7 @@ from loadgen.conformance.records import Door, SkippedError
 from loadgen.conformance.sessions import is_loopback
 from loadgen.conformance.settings import SMALL_BODIES, SMALL_QUEUES
 from loadgen.conformance.wire import RawConnection, all_read, parse_answer
+from loadgen.transport.endpoint import TensorSignature
 
 FUZZ = 16
 MODEL = Model("m", (TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),), 4)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.clients.endpoint import TensorSignature
 from loadgen.conformance.fuzz import ROUTES, VERBS, fuzz, make_request
 from loadgen.conformance.model import Model
 from loadgen.conformance.settings import AS_STARTED
+from loadgen.transport.endpoint import TensorSignature
 
 MODEL = Model("m", (TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),), 4)
 SHORT, LONG = 500, 10_000

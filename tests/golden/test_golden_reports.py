@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 from syrupy.assertion import SnapshotAssertion
 
-from loadgen.analysis.analysis import analyse
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
+from loadgen.result.analysis import analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 PLANS = {

@@ -13,7 +13,7 @@ FULL = """
 import resource, sys
 from pathlib import Path
 import loadgen.run.runner
-from loadgen.commands.compare import run_and_report
+from loadgen.cli.compare import run_and_report
 from loadgen.records.run import RunState
 from loadgen.storage.stored_run import read_run
 out = Path(sys.argv[1])
@@ -52,7 +52,7 @@ GONE = """
 import os, sys
 from pathlib import Path
 import loadgen.run.runner
-from loadgen.commands.compare import run_and_report
+from loadgen.cli.compare import run_and_report
 from loadgen.records.run import RunState
 from loadgen.storage.stored_run import read_run
 out = Path(sys.argv[1])

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import Result
 from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Cell, Experiment
+from loadgen.result.analysis import analyse
+from loadgen.result.result_file import Result
 from loadgen.run.runner import run_experiment
 
 SERVER = Path(__file__).with_name("planted_server.py")

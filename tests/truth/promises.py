@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-from loadgen.analysis.noise_floor import floor_of
 from loadgen.comparison.comparisons import LEADING_SHARE, compare_all, estimate_pairs, shared_correlation
 from loadgen.comparison.pairs import THROUGHPUT, Pair, PairedMetric
 from loadgen.comparison.ranking import rank
 from loadgen.records.run import Pairing
+from loadgen.result.noise_floor import floor_of
 from loadgen.statistics.anytime import half_width, log_bayes_factors
 from loadgen.statistics.ratios import SIGNIFICANCE, adjust_holm, critical_t, estimate_ratio, estimate_restarts
 from loadgen.statistics.tails import Round, estimate_tail_ratio

@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from loadgen.analysis.result import Result
 from loadgen.comparison.comparisons import Comparison
 from loadgen.quantities import ratio, ratio_interval
 from loadgen.records.run import Cell
+from loadgen.result.result_file import Result
 from tests.truth.conftest import Compare, state
 
 

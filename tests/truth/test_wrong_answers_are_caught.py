@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from loadgen.analysis.result import Result
 from loadgen.records.run import Cell
+from loadgen.result.result_file import Result
 from tests.truth.conftest import Compare, state
 
 USERS = 16

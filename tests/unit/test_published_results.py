@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from loadgen.analysis.result import read_result
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.terminal import print_document
+from loadgen.result.result_file import read_result
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = sorted((ROOT / "docs/results").glob("*/manifest.json"))

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.clients.inputs import NUMPY_TYPES
 from loadgen.conformance.case import Case, Section, infers, spoils
 from loadgen.conformance.grpc_calls import infer_message
 from loadgen.conformance.model import HEADER, Body, InferenceRequest, json_body
 from loadgen.conformance.records import Answer, Door, Fact, NotApplicableError, expect
 from loadgen.conformance.subject import Subject
+from loadgen.transport.inputs import NUMPY_TYPES
 
 DEEP, DEEPEST = 120, 250_000
 SPECIAL = (float("nan"), float("inf"), float("-inf"))

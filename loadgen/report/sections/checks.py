@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import loadgen.report.document as doc
-from loadgen.analysis.checks.registry import CHECKS, Check
-from loadgen.analysis.result import Result
 from loadgen.records.run import shown
 from loadgen.report.charts import several
+from loadgen.result.checks.registry import CHECKS, Check
+from loadgen.result.result_file import Result
 
 WORDS: dict[doc.Style, str] = {
     "ok": "ok", "failed": "failed", "warning": "warn", "unknown": "unknown", "note": "only noted",

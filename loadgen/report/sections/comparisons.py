@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import loadgen.report.document as doc
-from loadgen.analysis.result import Result
 from loadgen.comparison.claims import claim, figure, verdict_words
 from loadgen.comparison.comparisons import Comparison, Outcome, winner_of
 from loadgen.comparison.pairs import METRICS
@@ -25,6 +24,7 @@ from loadgen.report.charts import (
     marker_of,
     several,
 )
+from loadgen.result.result_file import Result
 
 STYLES: dict[Outcome, doc.Style] = {
     "no_difference": "ok",

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import loadgen.report.document as doc
-from loadgen.analysis.result import Result
 from loadgen.comparison.claims import join
 from loadgen.quantities import share
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import ArmRecord, Experiment, setting_key, shown
 from loadgen.report.charts import several
+from loadgen.result.result_file import Result
 
 
 def arms(result: Result) -> doc.Section | None:

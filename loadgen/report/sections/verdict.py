@@ -6,9 +6,6 @@ import math
 from collections.abc import Sequence
 
 import loadgen.report.document as doc
-from loadgen.analysis.checks.gpu import gpu_present
-from loadgen.analysis.checks.run import parity_figures
-from loadgen.analysis.result import Result
 from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.quantities import ratio, ratio_interval, sentence, share
 from loadgen.records.run import shown
@@ -23,6 +20,9 @@ from loadgen.report.sections.comparisons import (
     threshold_sentence,
     verdict_style,
 )
+from loadgen.result.checks.gpu import gpu_present
+from loadgen.result.checks.run import parity_figures
+from loadgen.result.result_file import Result
 from loadgen.studies.gpu_proof.sections import ALL_SCENARIOS, findings
 
 LEAST_SPAN = math.log(1.1)

@@ -20,12 +20,7 @@ from loadgen.bench.bench import Bench
 from loadgen.bench.load_runner import LoadError, LoadRunner
 from loadgen.bench.preparation import READY_SECONDS, make_deployment
 from loadgen.bench.progress import Progress
-from loadgen.clients.endpoint import EndpointError
-from loadgen.clients.inputs import InputError
-from loadgen.clients.requests import AddressError
 from loadgen.comparison.summaries import summarise_blocks
-from loadgen.deployment.interface import DeploymentError
-from loadgen.deployment.process import ProcessError
 from loadgen.experiment.schedule import has_load, interleave
 from loadgen.generator.process import GeneratorError
 from loadgen.records.run import ArmRequest, Cell, Experiment, Label, shown
@@ -39,6 +34,11 @@ from loadgen.studies.causes.plan import (
     seconds_needed,
 )
 from loadgen.studies.causes.records import AS_IS, BESIDE, WITHOUT, Counterfactual, Explanation, Untested, Variant
+from loadgen.targets.interface import DeploymentError
+from loadgen.targets.process import ProcessError
+from loadgen.transport.endpoint import EndpointError
+from loadgen.transport.inputs import InputError
+from loadgen.transport.requests import AddressError
 
 OBSTACLES = (
     AddressError, DeploymentError, EndpointError, GeneratorError, InputError, LoadError, ProcessError,

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from loadgen.clients.requests import Address
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import load_cells
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, Label, asked_for, setting_key, shown
 from loadgen.studies.causes.analyse import Pairs, difference, mean_pairs
 from loadgen.studies.causes.records import CauseName, Counterfactual, Untested, Variant
+from loadgen.transport.requests import Address
 
 MIN_PAIRS, MAX_PAIRS = 3, 6
 """Of a counterfactual in a cell: as many as the cell itself has, within these."""

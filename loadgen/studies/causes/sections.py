@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 
 import loadgen.report.document as doc
-from loadgen.analysis.result import Result
-from loadgen.analysis.verdict import ScenarioVerdict
 from loadgen.comparison.claims import verdict_words
 from loadgen.comparison.comparisons import winner_of
 from loadgen.comparison.stages import STAGES, TITLES, StageAccount
@@ -27,6 +25,8 @@ from loadgen.report.charts import (
     label_text,
     several,
 )
+from loadgen.result.result_file import Result
+from loadgen.result.verdict import ScenarioVerdict
 from loadgen.studies.causes.analyse import CausesFound, CellCauses, percent
 
 FOLDED = "folded"

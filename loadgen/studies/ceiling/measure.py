@@ -14,11 +14,11 @@ import msgspec
 
 from loadgen.bench.interruption import uninterrupted
 from loadgen.bench.progress import Progress
-from loadgen.deployment.process import ChildProcess, ProcessError
 from loadgen.records.run import ArmRecord, Experiment, shown
 from loadgen.storage.store import RunStore
 from loadgen.studies.ceiling.plan import NAMED, SECONDS_A_SIZE, EngineRun, plan_ceilings
 from loadgen.studies.ceiling.records import Ceiling, Ceilings, EngineDocument
+from loadgen.targets.process import ChildProcess, ProcessError
 
 LOAD_TIMEOUT_S = 300.0
 SIZE_TIMEOUT_S = 60.0

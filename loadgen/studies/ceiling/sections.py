@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import loadgen.report.document as doc
-from loadgen.analysis.result import Result
 from loadgen.quantities import number, share
 from loadgen.records.run import shown
+from loadgen.result.result_file import Result
 from loadgen.studies.ceiling.analyse import CeilingsFound, EngineShare
 
 CEILING_CAPTION = (

@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from loadgen.clients.bodies import PreparedBody, failure_message
-from loadgen.clients.exchange import ConnectionRefused
-from loadgen.clients.http import HttpConnection
-from loadgen.clients.requests import Address
-from loadgen.deployment.compose import ComposeDeployment
-from loadgen.deployment.containers import LogLine, wall_to_monotonic_ns
-from loadgen.deployment.interface import DeploymentError
 from loadgen.records.run import Label
 from loadgen.studies.cold_start.records import Caches, ContainerColdStart
+from loadgen.targets.compose import ComposeDeployment
+from loadgen.targets.containers import LogLine, wall_to_monotonic_ns
+from loadgen.targets.interface import DeploymentError
+from loadgen.transport.bodies import PreparedBody, failure_message
+from loadgen.transport.exchange import ConnectionRefused
+from loadgen.transport.http import HttpConnection
+from loadgen.transport.requests import Address
 
 CONDITIONS: Mapping[Caches, str] = {
     "cached": "container kept and started again, page cache warm, compile caches kept",

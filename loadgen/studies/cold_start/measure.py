@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from loadgen.bench.arms import Arm
 from loadgen.bench.preparation import READY_SECONDS, Inputs
 from loadgen.bench.progress import Progress
-from loadgen.clients.bodies import PreparedBody, choose_items, prepare_body
-from loadgen.clients.endpoint import Signature
-from loadgen.clients.transports import Body, prepare
-from loadgen.deployment.compose import ComposeDeployment
-from loadgen.deployment.embedded import EmbeddedDeployment
 from loadgen.experiment.forecast import Forecast
 from loadgen.records.run import ArmRecord, Experiment, Label, shown
 from loadgen.storage.store import RunStore
 from loadgen.studies.cold_start.containers import measure_container_cold_start
 from loadgen.studies.cold_start.processes import cold_start_order, measure_cold_start
 from loadgen.studies.cold_start.records import Caches, ColdStart, ContainerColdStart
+from loadgen.targets.compose import ComposeDeployment
+from loadgen.targets.embedded import EmbeddedDeployment
+from loadgen.transport.bodies import PreparedBody, choose_items, prepare_body
+from loadgen.transport.endpoint import Signature
+from loadgen.transport.transports import Body, prepare
 
 WITHOUT_PROFILE = {"ABSERVE_PROFILE_AT_START": "0"}
 """A start that is timed does without the profiled inference that the GPU evidence needs."""

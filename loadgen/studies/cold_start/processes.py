@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from random import Random
 
 from loadgen.bench.arms import Arm
-from loadgen.clients.bodies import failure_message
-from loadgen.clients.exchange import ConnectionRefused
-from loadgen.clients.transports import Body
-from loadgen.deployment.interface import DeploymentError, StartTimes
 from loadgen.experiment.schedule import arm_orders
 from loadgen.records.run import Label
 from loadgen.studies.cold_start.records import ColdStart
+from loadgen.targets.interface import DeploymentError, StartTimes
+from loadgen.transport.bodies import failure_message
+from loadgen.transport.exchange import ConnectionRefused
+from loadgen.transport.transports import Body
 
 CONDITIONS = "page cache warm, fresh ports, the other servers stopped"
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import loadgen.report.document as doc
-from loadgen.analysis.result import Result
 from loadgen.quantities import number
 from loadgen.records.run import shown
 from loadgen.report.charts import ROWS, axis, bars_across, colour, label_text, place_of
+from loadgen.result.result_file import Result
 from loadgen.studies.cold_start.analyse import ColdStartsFound
 from loadgen.studies.cold_start.records import ContainerColdStart
 

@@ -11,13 +11,13 @@ from random import SystemRandom
 from time import perf_counter, perf_counter_ns
 
 from loadgen.bench.arms import Arm
-from loadgen.clients.bodies import failure_message
-from loadgen.clients.endpoint import Signature
-from loadgen.clients.exchange import ConnectionRefused
-from loadgen.clients.inputs import InputError, SampleInputs
-from loadgen.clients.transports import Target, prepare
-from loadgen.clients.variation import DIGITS, find_variation
 from loadgen.studies.fairness.records import CacheProbe
+from loadgen.transport.bodies import failure_message
+from loadgen.transport.endpoint import Signature
+from loadgen.transport.exchange import ConnectionRefused
+from loadgen.transport.inputs import InputError, SampleInputs
+from loadgen.transport.transports import Target, prepare
+from loadgen.transport.variation import DIGITS, find_variation
 
 GROUPS = 24
 REPEATS = 5

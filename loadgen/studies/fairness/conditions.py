@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 
 from loadgen.bench.arms import Arm
-from loadgen.clients.endpoint import EndpointError
-from loadgen.clients.requests import Address
 from loadgen.machine.environment import utc_now
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.model_config import mapping, whole
 from loadgen.records.run import ArmRecord, Label
 from loadgen.studies.fairness.records import ArmConditions, Conditions, GpuCondition
+from loadgen.transport.endpoint import EndpointError
+from loadgen.transport.requests import Address
 
 CONNECTIONS = 9
 CONNECT_SECONDS = 2.0

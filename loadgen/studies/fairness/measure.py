@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from loadgen.analysis.checks.registry import check_before_load
 from loadgen.bench.bench import Bench
 from loadgen.comparison.facts import Facts
 from loadgen.experiment.schedule import has_load
+from loadgen.result.checks.registry import check_before_load
 from loadgen.storage.stored_run import read_run
 from loadgen.studies.fairness.cache_probe import probe_cache
 from loadgen.studies.fairness.conditions import read_conditions

@@ -11,12 +11,12 @@ import msgspec
 from loadgen.bench.arms import Arm
 from loadgen.bench.load_runner import LoadRunner
 from loadgen.bench.preparation import READY_SECONDS
-from loadgen.deployment.interface import Deployment
 from loadgen.experiment.schedule import ScheduledBlock
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, Label
 from loadgen.records.samples import read_samples
 from loadgen.storage.store import RunStore
 from loadgen.studies.gpu_proof.analyse import ControlRun
+from loadgen.targets.interface import Deployment
 
 CONTROL_SECONDS = 12.0
 WHOLE_SECONDS = 45.0

@@ -8,9 +8,6 @@ from loadgen.bench.bench import Bench
 from loadgen.bench.gpu_recording import GpuRecording
 from loadgen.bench.load_runner import LoadError
 from loadgen.bench.preparation import make_deployment
-from loadgen.clients.endpoint import EndpointError
-from loadgen.deployment.interface import DeploymentError
-from loadgen.deployment.process import ProcessError
 from loadgen.experiment.schedule import has_load
 from loadgen.generator.process import GeneratorError
 from loadgen.records.run import Label, shown
@@ -18,6 +15,9 @@ from loadgen.storage.stored_run import read_run
 from loadgen.studies.gpu_proof.analyse import ControlRun, Evidence, assess_run
 from loadgen.studies.gpu_proof.control import control_cell, run_control
 from loadgen.studies.gpu_proof.readings import ReadingsError
+from loadgen.targets.interface import DeploymentError
+from loadgen.targets.process import ProcessError
+from loadgen.transport.endpoint import EndpointError
 
 wanted = has_load
 _CONTROL_ERRORS = (DeploymentError, EndpointError, GeneratorError, LoadError, ProcessError, OSError, ValueError)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import loadgen.report.document as doc
-from loadgen.analysis.result import Result
 from loadgen.quantities import number, share
 from loadgen.records.run import shown
 from loadgen.report.charts import LEGEND_ABOVE, axis, colour, label_text, rounded, several
+from loadgen.result.result_file import Result
 from loadgen.studies.gpu_proof.analyse import GpuFound
 from loadgen.studies.gpu_proof.records import EvidenceRecord, Finding
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import loadgen.report.document as doc
-from loadgen.analysis.result import Result
 from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import measured, number, share
 from loadgen.records.run import shown
@@ -26,6 +25,7 @@ from loadgen.report.charts import (
     tall,
     two_panels,
 )
+from loadgen.result.result_file import Result
 from loadgen.studies.load.analyse import LoadFound
 
 MAX_SIZES = 6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import loadgen.report.document as doc
-from loadgen.analysis.result import Result
 from loadgen.quantities import number
 from loadgen.records.run import Pairing, shown
 from loadgen.report.charts import (
@@ -18,6 +17,7 @@ from loadgen.report.charts import (
     tall,
     two_panels,
 )
+from loadgen.result.result_file import Result
 from loadgen.studies.rate_search.records import RampFound, RampRung, RateFound, RatesFound
 
 RATE_CAPTION = (

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.analysis.analysis import analyse
 from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Cell
+from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from loadgen.studies.causes.analyse import CausesFound
 from loadgen.studies.causes.records import Explanation

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadgen.analysis.analysis import analyse
 from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, RunState
 from loadgen.report import write_reports
+from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import RunStore
 from loadgen.studies.ceiling.analyse import CeilingsFound

@@ -11,16 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import loadgen.deployment.compose as compose
-from loadgen.analysis.analysis import analyse
+import loadgen.targets.compose as compose
 from loadgen.bench.progress import Progress
-from loadgen.deployment.containers import LogLine, State
-from loadgen.deployment.interface import DeploymentError
-from loadgen.deployment.ports import PortReservation
 from loadgen.records.run import Cell, RunState
+from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from loadgen.studies.cold_start.analyse import ColdStartsFound
 from loadgen.studies.cold_start.records import ColdStart, ContainerColdStart
+from loadgen.targets.containers import LogLine, State
+from loadgen.targets.interface import DeploymentError
+from loadgen.targets.ports import PortReservation
 from tests.integration.loadgen.conftest import FAKE, FAKE_ABSERVE, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -18,12 +18,12 @@ import msgspec
 import psutil
 import pytest
 
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.checks.registry import invalidating
-from loadgen.analysis.result import Result
 from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Cell, Experiment, RunState
 from loadgen.report import write_reports
+from loadgen.result.analysis import analyse
+from loadgen.result.checks.registry import invalidating
+from loadgen.result.result_file import Result
 from loadgen.run.runner import run_experiment
 from loadgen.studies.cold_start.analyse import ColdStartsFound
 from loadgen.studies.gpu_proof.analyse import GpuFound

@@ -13,15 +13,15 @@ import psutil
 import pytest
 
 import loadgen.bench.load_runner
-from loadgen.analysis.analysis import analyse
 from loadgen.bench.progress import Progress
-from loadgen.clients.endpoint import Endpoint
-from loadgen.clients.inputs import write_synthetic
 from loadgen.generator.messages import Open, Prepare
 from loadgen.generator.process import GeneratorProcess
 from loadgen.records.run import BlockRecord, Cell, Experiment, RunState
 from loadgen.records.samples import read_samples
+from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
+from loadgen.transport.endpoint import Endpoint
+from loadgen.transport.inputs import write_synthetic
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, blocks, make_experiment, start_runner, stored
 
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]

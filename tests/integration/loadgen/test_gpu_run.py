@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 import loadgen.bench.load_runner
-from loadgen.analysis.analysis import analyse
 from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Cell, RunState
 from loadgen.report import write_reports
+from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from loadgen.studies.gpu_proof.analyse import GpuFound
 from loadgen.studies.gpu_proof.readings import read_readings

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.analysis.analysis import analyse
 from loadgen.bench.progress import Progress
 from loadgen.records.run import Cell, ParityRecord, RunState
+from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from tests.hostile_names import HOSTILE, check_reports
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment, stored

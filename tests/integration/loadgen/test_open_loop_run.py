@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.analysis.analysis import analyse
 from loadgen.bench.progress import Progress
 from loadgen.experiment.arrivals import due_offsets_ns, schedule_seed
 from loadgen.records.run import ArmRequest, Arrivals, BlockRecord, Cell
+from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment
 

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadgen.clients.endpoint import Endpoint
-from loadgen.clients.inputs import write_synthetic
 from loadgen.comparison.loops import throughput_per_s
-from loadgen.deployment.embedded import EmbeddedDeployment
 from loadgen.generator.messages import Open, Prepare
 from loadgen.generator.process import GeneratorProcess
 from loadgen.records.run import Transport
 from loadgen.records.samples import latencies_ms
+from loadgen.targets.embedded import EmbeddedDeployment
+from loadgen.transport.endpoint import Endpoint
+from loadgen.transport.inputs import write_synthetic
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(600)]
 

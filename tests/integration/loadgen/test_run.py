@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.analysis.analysis import analyse
 from loadgen.bench.preparation import PreparationError, export_artefacts
 from loadgen.bench.progress import Progress
 from loadgen.experiment.schedule import schedule
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Environment, Experiment, ParityRecord, RunState
+from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import RunStore, StorageError
 from loadgen.studies.cold_start.records import ColdStart

@@ -12,13 +12,13 @@ import numpy as np
 import psutil
 import pytest
 
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.checks.registry import Check
-from loadgen.deployment.work_folder import remove_abandoned
 from loadgen.experiment.schedule import schedule
 from loadgen.records.run import Cell, Experiment, RunState
 from loadgen.records.samples import read_samples
 from loadgen.report import write_reports
+from loadgen.result.analysis import analyse
+from loadgen.result.checks.registry import Check
+from loadgen.targets.work_folder import remove_abandoned
 from tests.integration.loadgen.conftest import await_true, blocks, make_experiment, start_runner, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

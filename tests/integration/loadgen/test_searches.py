@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import Result
 from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Cell
 from loadgen.report import write_reports
+from loadgen.result.analysis import analyse
+from loadgen.result.result_file import Result
 from loadgen.run.runner import run_experiment
 from loadgen.studies.rate_search.records import RatesFound
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.analysis.analysis import analyse
 from loadgen.bench.progress import Progress
 from loadgen.experiment.schedule import schedule
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, ParityRecord, RunState
 from loadgen.report import write_reports
+from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from loadgen.studies.causes.analyse import CausesFound
 from loadgen.studies.causes.records import Explanation

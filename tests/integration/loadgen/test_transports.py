@@ -17,18 +17,18 @@ import psutil
 import pytest
 
 from loadgen.bench.parity import ParityTarget, check_parity
-from loadgen.clients.endpoint import Endpoint
-from loadgen.clients.exchange import ConnectionRefused
-from loadgen.clients.inputs import SampleInputs, read_inputs, write_samples
-from loadgen.clients.shared_memory import FOLDER
-from loadgen.clients.transports import TRANSPORTS, Target, prepare, read_answer
-from loadgen.deployment.embedded import EmbeddedDeployment
 from loadgen.experiment.arrivals import due_offsets_ns
 from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.records.payloads import PAYLOADS, variant_name
 from loadgen.records.run import Transport
 from loadgen.statistics.agreement import tolerance_of
+from loadgen.targets.embedded import EmbeddedDeployment
+from loadgen.transport.endpoint import Endpoint
+from loadgen.transport.exchange import ConnectionRefused
+from loadgen.transport.inputs import SampleInputs, read_inputs, write_samples
+from loadgen.transport.shared_memory import FOLDER
+from loadgen.transport.transports import TRANSPORTS, Target, prepare, read_answer
 from tests.integration.loadgen.conftest import await_true
 
 ABSERVE = (sys.executable, "-P", "-m", "loadgen.entry")

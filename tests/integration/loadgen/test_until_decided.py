@@ -7,11 +7,11 @@ from time import monotonic
 
 import pytest
 
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import Result
-from loadgen.analysis.stopping import Stopping
 from loadgen.bench.progress import Progress
 from loadgen.records.run import ArmRequest, Cell, Experiment
+from loadgen.result.analysis import analyse
+from loadgen.result.result_file import Result
+from loadgen.result.stopping import Stopping
 from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 

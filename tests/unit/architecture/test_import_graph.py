@@ -36,16 +36,16 @@ def of_studies(*modules: str) -> tuple[str, ...]:
 # before the storage that reads them, then what it computes, what it measures and what it shows. What needs a part of
 # every study gets it from the registry, which imports them when they are asked for.
 LOADGEN = (
-    "quantities", "documents", "invocation", "records", "statistics", "clients", "deployment", "experiment",
+    "quantities", "documents", "invocation", "records", "statistics", "transport", "targets", "experiment",
     "generator", "locustfile", "studies.registry", *of_studies("records"), "studies.gpu_proof.readings", "storage",
-    "comparison", "studies", "analysis", "machine", "bench", *of_studies(*MEASURING[:-1]), *of_studies("measure"),
+    "comparison", "studies", "result", "machine", "bench", *of_studies(*MEASURING[:-1]), *of_studies("measure"),
     "report.document", "report.charts", "report.renderers", *of_studies("sections"), "run", "calibration", "report",
-    "exporters", "conformance", "commands", "scenarios", "cli", "entry",
+    "exporters", "conformance", "scenarios", "cli", "entry",
 )  # fmt: skip
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
-    "statistics", "records.run", "comparison", "analysis", "experiment.schedule", "experiment.arrivals",
+    "statistics", "records.run", "comparison", "result", "experiment.schedule", "experiment.arrivals",
     *(f"studies.{study}.analyse" for study in STUDIES if study not in ("fairness", "answers")),
     "studies.gpu_proof.decision", "studies.gpu_proof.signals", "studies.rate_search.search",
 )  # fmt: skip
@@ -57,8 +57,8 @@ IMPURE = {
     "socket",
     "time",
     "threading",
-    "loadgen.clients",
-    "loadgen.deployment",
+    "loadgen.transport",
+    "loadgen.targets",
     "loadgen.generator",
     "loadgen.bench",
     "loadgen.run",
@@ -260,7 +260,7 @@ def test_no_analysis_imports_a_measurement() -> None:
     users = {
         (name, target)
         for name in MODULES
-        if name.startswith(("loadgen.analysis", "loadgen.comparison")) or name.endswith((".analyse", ".sections"))
+        if name.startswith(("loadgen.result", "loadgen.comparison")) or name.endswith((".analyse", ".sections"))
         for target in reachable(name) & measuring
     }
     assert users == set()
@@ -273,9 +273,9 @@ def test_the_run_needs_little_of_the_analysis() -> None:
         (name, target)
         for name, targets in GRAPH.items()
         for target in targets
-        if name.startswith(measuring) and target.startswith("loadgen.analysis.")
+        if name.startswith(measuring) and target.startswith("loadgen.result.")
     }
-    assert {target for _, target in users} == {"loadgen.analysis.checks.registry"}
+    assert {target for _, target in users} == {"loadgen.result.checks.registry"}
     assert {name for name, _ in users} == {"loadgen.studies.fairness.measure", "loadgen.bench.progress"}
 
 

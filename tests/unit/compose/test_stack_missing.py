@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.deployment.compose import ComposeDeployment
-from loadgen.deployment.interface import DeploymentError
 from loadgen.entry import build
 from loadgen.records.run import RunState
+from loadgen.targets.compose import ComposeDeployment
+from loadgen.targets.interface import DeploymentError
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.analysis.result import ResultError, read_result
 from loadgen.machine.calibration import CalibrationError, read_calibration
 from loadgen.machine.environment import read_environment
 from loadgen.machine.noise_floor import NoiseFloorError, read_floors
 from loadgen.records.samples import load_samples
+from loadgen.result.result_file import ResultError, read_result
 from loadgen.storage.store import RunStore, StorageError
 from loadgen.storage.stored_run import StoredRunError, read_run
 from loadgen.studies.gpu_proof.readings import ReadingsError, read_readings

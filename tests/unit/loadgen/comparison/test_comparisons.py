@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.analysis.analysis import analyse
 from loadgen.comparison.comparisons import judge
 from loadgen.comparison.pairs import METRICS
 from loadgen.quantities import ratio
 from loadgen.records.run import Cell
+from loadgen.result.analysis import analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 

@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.checks.registry import Check
-from loadgen.analysis.result import Result
 from loadgen.comparison.loops import OpenLoop, backlog_grew, split_lag_ms, summarise_open_loop
 from loadgen.experiment.arrivals import due_offsets_ns
 from loadgen.records.machine import Calibration, CalibrationCell
@@ -24,6 +21,9 @@ from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
+from loadgen.result.analysis import analyse
+from loadgen.result.checks.registry import Check
+from loadgen.result.result_file import Result
 from tests.golden.synthetic_run import ORIGIN_NS, Plan, SimulatedArm, write_run
 
 MS = 1_000_000

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import Result
 from loadgen.comparison.comparisons import Comparison, Outcome
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.ranking import Ranking, neighbours, rank
 from loadgen.records.run import Cell, Label, Pairing
+from loadgen.result.analysis import analyse
+from loadgen.result.result_file import Result
 from loadgen.statistics.ratios import adjust_holm
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 

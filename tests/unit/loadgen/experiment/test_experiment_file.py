@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.commands.assembly import plan_experiment
+from loadgen.cli.assembly import plan_experiment
 from loadgen.entry import build
 from loadgen.experiment.file import effective_settings, write_settings
 from loadgen.experiment.options import setting_options

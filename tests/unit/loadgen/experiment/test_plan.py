@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.commands.assembly import make_arm
+from loadgen.cli.assembly import make_arm
 from loadgen.entry import build
 from loadgen.experiment.file import parse_options
 from loadgen.experiment.forecast import Forecast

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from loadgen.commands.assembly import plan_experiment
-from loadgen.commands.noise_floor import self_comparison
+from loadgen.cli.assembly import plan_experiment
+from loadgen.cli.noise_floor import self_comparison
 from loadgen.entry import build
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.schedule import interleave, load_cells

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import Result, encode_result, read_result
 from loadgen.report.contents import result_document
 from loadgen.report.document import Table
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
+from loadgen.result.analysis import analyse
+from loadgen.result.result_file import Result, encode_result, read_result
 from loadgen.storage.store import RunStore
 from loadgen.studies.cold_start.records import ContainerColdStart
 from loadgen.studies.cold_start.sections import container_starts

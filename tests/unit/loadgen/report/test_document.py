@@ -11,8 +11,6 @@ import pytest
 from rich.console import Console
 
 import loadgen.report.document as doc
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import Result
 from loadgen.experiment.combinations import Combination
 from loadgen.report import contents
 from loadgen.report.contents import result_document
@@ -22,6 +20,8 @@ from loadgen.report.renderers.csv import render_csv
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
+from loadgen.result.analysis import analyse
+from loadgen.result.result_file import Result
 from tests.golden.synthetic_run import Plan, write_run
 
 

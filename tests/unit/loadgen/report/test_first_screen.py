@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import Result
 from loadgen.report.contents import result_document
 from loadgen.report.document import Strip, Style, Table, Value, style_of, text_of
 from loadgen.report.renderers.html import STRIP_WIDTH, render_html, strip_x
 from loadgen.report.sections.verdict import overview, proof
+from loadgen.result.analysis import analyse
+from loadgen.result.result_file import Result
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import Result
 from loadgen.entry import build
 from loadgen.report.contents import result_document
 from loadgen.report.files import formats, write_csv, write_junit
 from loadgen.report.renderers.junit import clean, render_junit
+from loadgen.result.analysis import analyse
+from loadgen.result.result_file import Result
 from tests.golden.synthetic_run import Plan, write_run
 
 ATTRIBUTES = {

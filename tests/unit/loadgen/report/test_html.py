@@ -11,9 +11,9 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
-from loadgen.analysis.analysis import analyse
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import code, render_html
+from loadgen.result.analysis import analyse
 from tests.golden.synthetic_run import Plan, write_run
 
 TOKEN = re.compile(r"--[a-z][a-z0-9-]*")

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from loadgen.analysis.analysis import analyse
 from loadgen.bench.live_ratios import LiveRatio, LiveRatios
 from loadgen.comparison.summaries import BlockSummary, summarise_blocks
 from loadgen.report.live import ratio_line, ratio_table, track_of
 from loadgen.report.progress import RichProgress
+from loadgen.result.analysis import analyse
 from loadgen.storage.stored_run import StoredRun, read_run
 from loadgen.studies.cold_start.records import ColdStart
 from tests.golden.synthetic_run import Plan, write_run

@@ -16,8 +16,6 @@ import pytest
 from rich.console import Console
 
 import loadgen.report.document as doc
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import Result
 from loadgen.bench.live_ratios import LiveRatios
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.report.contents import result_document
@@ -28,6 +26,8 @@ from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.sections.comparisons import comparisons, forest, ranking
 from loadgen.report.sections.verdict import overview
+from loadgen.result.analysis import analyse
+from loadgen.result.result_file import Result
 from loadgen.storage.stored_run import read_run
 from loadgen.studies.causes.analyse import Cause, CauseEffect, CausesFound, CellCauses
 from loadgen.studies.causes.sections import cause_table, causes_chart, why

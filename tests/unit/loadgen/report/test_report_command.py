@@ -9,8 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from loadgen.analysis.result import read_result
-from loadgen.commands.report import report
+from loadgen.cli.report import report
+from loadgen.result.result_file import read_result
 from tests.golden.synthetic_run import Plan, write_run
 
 app = typer.Typer()

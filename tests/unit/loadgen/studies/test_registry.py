@@ -9,12 +9,12 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import ResultError, encode_result, read_result
 from loadgen.bench.bench import Bench
 from loadgen.records.run import Experiment
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
+from loadgen.result.analysis import analyse
+from loadgen.result.result_file import ResultError, encode_result, read_result
 from loadgen.storage.store import RunStore
 from loadgen.studies import registry
 from tests.golden.synthetic_run import Plan, write_run

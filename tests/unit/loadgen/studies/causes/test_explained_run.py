@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import Result, encode_result, read_result
 from loadgen.records.run import Cell, Experiment, Label
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
+from loadgen.result.analysis import analyse
+from loadgen.result.result_file import Result, encode_result, read_result
 from loadgen.studies.causes.analyse import CausesFound
 from loadgen.studies.causes.records import AS_IS, WITHOUT, CauseName, Counterfactual, Explanation, Untested, Variant
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run

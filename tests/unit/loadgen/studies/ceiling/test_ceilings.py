@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import Result, encode_result, read_result
 from loadgen.quantities import share
 from loadgen.records.run import Label
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
+from loadgen.result.analysis import analyse
+from loadgen.result.result_file import Result, encode_result, read_result
 from loadgen.studies.ceiling.analyse import CeilingsFound, EngineShare, nearest_size
 from loadgen.studies.ceiling.measure import read_document
 from loadgen.studies.ceiling.records import Ceiling, Ceilings, EngineBatch, EngineDocument

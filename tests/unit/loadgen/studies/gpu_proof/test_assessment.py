@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.analysis.checks.gpu import may_rank
+from loadgen.result.checks.gpu import may_rank
 from loadgen.studies.gpu_proof.decision import decide
 from loadgen.studies.gpu_proof.records import Code, EvidenceRecord, Finding
 from tests.scripted_reader import Fault

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from loadgen.analysis.checks.gpu import may_rank
 from loadgen.records.run import BlockRecord
+from loadgen.result.checks.gpu import may_rank
 from loadgen.studies.gpu_proof.analyse import ArmLoad, assess
 from loadgen.studies.gpu_proof.readings import read_readings
 from loadgen.studies.gpu_proof.records import EvidenceRecord, Window

@@ -8,12 +8,12 @@ from typing import Any
 import psutil
 import pytest
 
-from loadgen.analysis.noise_floor import gpu_of
 from loadgen.bench.gpu_stage import gpu_options
 from loadgen.machine.fingerprint import fingerprint
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import ArmRecord, Label
 from loadgen.report.sections.conditions import gpu_text
+from loadgen.result.noise_floor import gpu_of
 from loadgen.studies.fairness import conditions
 from loadgen.studies.fairness.conditions import read_busy_share, read_conditions
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.analysis.analysis import analyse
-from loadgen.analysis.result import Result
 from loadgen.records.machine import Calibration, CalibrationCell
 from loadgen.records.run import Cell
+from loadgen.result.analysis import analyse
+from loadgen.result.result_file import Result
 from loadgen.studies.rate_search.records import Trial
 from tests.golden.synthetic_run import Plan, write_run
 from tests.unit.loadgen.studies.rate_search.test_searches import RAMP, SLO, climb, search

@@ -11,7 +11,7 @@ from loadgen.records.run import Cell, Label
 from loadgen.studies.rate_search.analyse import find_ramps, find_rates
 from loadgen.studies.rate_search.records import RampFound, RateFound, Trial
 from loadgen.studies.rate_search.search import RateSearch
-from tests.unit.loadgen.analysis.test_fairness import EXPERIMENT
+from tests.unit.loadgen.result.test_fairness import EXPERIMENT
 
 SLO = Cell(
     scenario="slo", batch_size=1, concurrency=8, requests=459, seconds=1.0, max_seconds=60.0, rounds=2,

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import loadgen.report.document as doc
-from loadgen.analysis.result import Result
+from loadgen.result.result_file import Result
 from tests.unit.loadgen.studies.toy.records import TemperatureFound
 
 

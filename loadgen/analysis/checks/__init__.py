@@ -1,9 +1,0 @@
-"""The named conditions under which a comparison means something, in the order in which they are shown."""
-
-# isort: off
-from loadgen.analysis.checks import gpu  # noqa: F401 (importing a module declares its checks)
-from loadgen.analysis.checks import run  # noqa: F401
-from loadgen.analysis.checks import generator  # noqa: F401
-from loadgen.analysis.checks import arms  # noqa: F401
-from loadgen.analysis.checks import machine  # noqa: F401
-from loadgen.analysis.checks import interpretation  # noqa: F401

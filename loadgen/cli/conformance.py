@@ -1,0 +1,144 @@
+"""`abserve conformance`: options in, cases run, table out."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from loadgen.cli.json_output import write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from loadgen.conformance.sessions import Session
+
+EXIT_CONFORMS, EXIT_DEVIATES, EXIT_USAGE = 0, 1, 2
+
+
+def conformance(
+    url: Annotated[str | None, typer.Argument(help="A server of the Open Inference Protocol, over HTTP.")] = None,
+    grpc: Annotated[str | None, typer.Option(help="HOST:PORT of its gRPC door.")] = None,
+    model: Annotated[
+        str, typer.Option(envvar="ABSERVE_CONFORMANCE_MODEL", help="The model to ask.")
+    ] = "openclip_vit_b32",
+    image_model: Annotated[
+        str | None, typer.Option(help="A model that takes an encoded image; found in its repository index otherwise.")
+    ] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - is standard output.")
+    ] = None,
+    only: Annotated[str | None, typer.Option(help="Cases, such as 1,2b,25; a number takes all its letters.")] = None,
+    launch: Annotated[
+        str | None, typer.Option(help="native or triton: start servers of that kind, each as its cases want it.")
+    ] = None,
+    launch_option: Annotated[
+        list[str] | None, typer.Option("--launch-option", metavar="NAME=VALUE", help="For `abserve serve`; repeatable.")
+    ] = None,
+    logs: Annotated[Path | None, typer.Option(help="Folder that keeps the logs of launched servers.")] = None,
+    pid: Annotated[int | None, typer.Option(help="The server's process, so that its memory can be read.")] = None,
+    metrics: Annotated[str | None, typer.Option(help="Its Prometheus metrics; default: URL/metrics.")] = None,
+    max_body_bytes: Annotated[int | None, typer.Option(help="The server's body limit, for case 7.")] = None,
+    fuzz: Annotated[int, typer.Option(min=0, help="Case 16 with so many raw requests.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the raw requests.")] = 0,
+    growth: Annotated[bool, typer.Option("--growth", help="Case 35: over three minutes of load.")] = False,
+    document: Annotated[
+        Path | None, typer.Option(help="A Markdown file whose section for this kind of server is written anew.")
+    ] = None,
+    i_own_this_server: Annotated[
+        bool, typer.Option("--i-own-this-server", help="Send also what may end a server that is not on this machine.")
+    ] = False,
+) -> None:
+    """Send a corpus of bad input, overload and faults, and say where the answers are not the protocol's."""
+    from loadgen.report.console import make_console
+
+    errors = make_console(sys.stderr)
+    if (url is None) == (launch is None):
+        _fail(errors, "give either a URL or --launch native|triton")
+    if launch not in (None, "native", "triton"):
+        _fail(errors, f"--launch {launch} is unknown; it takes native or triton")
+    # Behind the argument checks: grpc takes half a second to import.
+    from loadgen.bench.interruption import interruptible
+    from loadgen.conformance.corpus import select
+    from loadgen.conformance.fuzz import fuzz_case
+    from loadgen.conformance.growth import GrowthPlan, growth_case
+    from loadgen.conformance.launching import Launcher
+    from loadgen.conformance.records import ConformanceReport, SkippedError
+    from loadgen.conformance.rendering import DocumentError, print_report, write_section
+    from loadgen.conformance.runner import CaseRun
+    from loadgen.conformance.sessions import LaunchedSession, RemoteSession, is_loopback
+    from loadgen.conformance.subject import SubjectError
+    from loadgen.targets.work_folder import work_folder
+
+    try:
+        cases = [
+            *select(only),
+            *([fuzz_case(fuzz, seed)] if fuzz else []),
+            *([growth_case(GrowthPlan())] if growth else []),
+        ]
+    except ValueError as exc:
+        _fail(errors, str(exc))
+    with interruptible(), work_folder("conformance") as temporary:
+        session: Session
+        try:
+            if launch is not None:
+                launcher = Launcher(launch, model, _options(errors, launch_option or []), logs or temporary)
+                errors.print(f"starting serve {launch}", soft_wrap=True)
+                session = LaunchedSession(launcher, image_model)
+            else:
+                assert url is not None
+                session = RemoteSession(
+                    url if "://" in url else f"http://{url}",
+                    model,
+                    grpc=grpc,
+                    pid=pid,
+                    metrics_url=metrics,
+                    image_model=image_model,
+                    max_body_bytes=max_body_bytes,
+                )
+        except (SubjectError, SkippedError) as exc:
+            _fail(errors, str(exc))
+        try:
+            run = CaseRun(session, destructive=launch is not None or i_own_this_server or is_loopback(url or ""))
+            results = run.run(
+                cases,
+                announce=lambda case: errors.print(f"{case.number:>5} {case.title}", soft_wrap=True, style="dim"),
+            )
+        finally:
+            session.close()
+    report = ConformanceReport(
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        abserve_version=version("abserve"),
+        server=launch or url or "",
+        server_title=session.title,
+        model=model,
+        results=results,
+        stopped=run.stopped,
+    )
+    print_report(report, make_console(sys.stderr if json_file == "-" else sys.stdout))
+    write_json(report, json_file)
+    if document is not None:
+        try:
+            write_section(report, document, launch or "remote")
+        except DocumentError as exc:
+            _fail(errors, str(exc))
+    raise typer.Exit(EXIT_DEVIATES if report.failed else EXIT_CONFORMS)
+
+
+def _options(console: Console, given: list[str]) -> dict[str, str]:
+    options = {}
+    for item in given:
+        name, separator, value = item.partition("=")
+        if not name:
+            _fail(console, f"--launch-option {item} names no option; give NAME=VALUE")
+        options[name.removeprefix("--")] = value if separator else "true"
+    return options
+
+
+def _fail(console: Console, message: str) -> NoReturn:
+    console.print(f"error: {message}", soft_wrap=True, style="bold red")
+    raise typer.Exit(EXIT_USAGE)

@@ -1,0 +1,78 @@
+"""`abserve diff OLD NEW`: have the ratios between the arms changed from one run to the other?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from loadgen.result.result_file import Result
+
+EXIT_UNCHANGED, EXIT_NOT_COMPARABLE, EXIT_USAGE, EXIT_CHANGED = 0, 1, 2, 3
+_RUN = "A folder that `abserve compare` wrote to, or a result.json."
+
+
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="OLD", show_default=False, help=_RUN)],
+    new: Annotated[Path, typer.Argument(metavar="NEW", show_default=False, help=_RUN)],
+    allow: Annotated[
+        bool,
+        typer.Option(
+            "--allow-different-environments",
+            help="Compare what both runs have, although machine, software or load differ.",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, schema abserve.diff/2.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+) -> None:
+    """Compare two finished runs: old ratio, new ratio, the change with its interval, and whether verdicts changed.
+
+    Exit status: 0 no change is shown, 1 the runs cannot be compared (each difference is named), 2 a run cannot be read,
+    3 at least one comparison changed, for better or worse.
+    """
+    import msgspec
+
+    from loadgen.report.console import make_console
+    from loadgen.report.difference import difference
+    from loadgen.report.renderers.markdown import render_markdown
+    from loadgen.report.renderers.terminal import print_document
+    from loadgen.result.analysis import readable
+    from loadgen.result.result_file import ResultError
+    from loadgen.result.run_difference import compare_runs
+    from loadgen.storage.stored_run import StoredRunError
+
+    if as_json and as_markdown:
+        typer.echo("abserve diff: give --json or --markdown, not both", err=True)
+        raise typer.Exit(EXIT_USAGE)
+    try:
+        runs = [_read(path) for path in (old, new)]
+        with readable(old if old == new else Path(f"{old} or {new}")):
+            found = compare_runs(runs[0], runs[1], names=(str(old), str(new)), allow_different=allow)
+            if as_json:
+                typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+            elif as_markdown:
+                typer.echo(render_markdown(difference(found)), nl=False)
+            else:
+                print_document(difference(found), make_console(sys.stdout))
+    except (StoredRunError, ResultError) as exc:
+        typer.echo(f"abserve diff: {exc}", err=True)
+        raise typer.Exit(EXIT_USAGE) from exc
+    if not found.comparable:
+        raise typer.Exit(EXIT_NOT_COMPARABLE)
+    changed = any(one.outcome == "changed" for one in found.comparisons)
+    raise typer.Exit(EXIT_CHANGED if changed else EXIT_UNCHANGED)
+
+
+def _read(path: Path) -> Result:
+    """Of a folder what its records say today, so that both runs are analysed alike; else its result.json."""
+    from loadgen.result.analysis import readable, stored_result
+    from loadgen.result.result_file import read_result
+
+    if not path.exists():
+        typer.echo(f"abserve diff: there is no {path}; give {_RUN[0].lower()}{_RUN[1:-1]}", err=True)
+        raise typer.Exit(EXIT_USAGE)
+    with readable(path):
+        return stored_result(path) if path.is_dir() else read_result(path)

@@ -1,0 +1,123 @@
+"""From a run's stored records to its result: reads, summarises, checks, compares, concludes; writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from loadgen.comparison.comparisons import compare_all, invalidate
+from loadgen.comparison.facts import Facts
+from loadgen.comparison.pairs import latencies_of
+from loadgen.comparison.stages import account_cell
+from loadgen.comparison.summaries import summarise_blocks, summarise_cell
+from loadgen.documents import one_line
+from loadgen.records.run import Found
+from loadgen.result.checks.registry import make_checks, reason_against
+from loadgen.result.noise_floor import apply_floor, floor_sentence, is_self_comparison
+from loadgen.result.result_file import FILE_NAME, Result, read_result
+from loadgen.result.stopping import describe_stopping
+from loadgen.result.thresholds import judge_thresholds
+from loadgen.result.verdict import reach_verdict
+from loadgen.storage.stored_run import StoredRun, StoredRunError, read_run
+from loadgen.studies.rate_search.records import RatesFound
+from loadgen.studies.registry import parts
+
+
+def analyse(out_dir: Path) -> Result:
+    """The result of the run in `out_dir`, also of one that was interrupted or killed.
+
+    Raises `StoredRunError` where there is no run or a record is unreadable.
+    """
+    return analyse_run(read_run(out_dir))
+
+
+def analyse_run(run: StoredRun) -> Result:
+    """The same, of records already read."""
+    labels, pairings = run.experiment.labels, run.experiment.pairings
+    loads = [cell for cell in run.experiment.cells if cell.has_blocks]
+    blocks = summarise_blocks(run.blocks)
+    summaries = tuple(summarise_cell(cell.name, label, run.blocks, blocks) for cell in loads for label in labels)
+    complete = [
+        block for block, summary in zip(run.blocks, blocks, strict=True) if summary.complete
+    ]  # one that was cut short explains nothing
+    accounts = tuple(
+        account
+        for cell in loads
+        for account in account_cell(cell.name, [one for one in complete if one.record.cell == cell.name], pairings)
+    )
+    facts = Facts(run, blocks, summaries, accounts)
+    every: list[Found] = [analyse(facts) for analyse in parts("analyse", "analyse")]
+    findings = {found.STUDY: found for found in every}
+    facts = replace(facts, findings=findings)
+    searches = facts.of(RatesFound)
+    drafts = compare_all(
+        run.experiment, blocks, run.cold_starts, [*searches.rates, *searches.ramps], latencies_of(run.blocks)
+    )
+    stopping = describe_stopping(run.experiment, run.state, drafts)
+    if not is_self_comparison(run.experiment):
+        drafts = apply_floor(drafts, run.noise_floors, run.experiment.equivalence_margin)
+    facts = replace(facts, comparisons=drafts)
+    checks = make_checks(facts)
+    comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
+    facts = replace(facts, comparisons=comparisons)
+    titles = {request.label: request.target for request in run.experiment.arms}
+    titles |= {arm.label: arm.title for arm in run.arms}
+    verdict = reach_verdict(facts, titles, checks)
+    if run.experiment.until_decided:
+        verdict = msgspec.structs.replace(verdict, caveats=(*verdict.caveats, stopping.sentence))
+    return Result(
+        valid=verdict.valid,
+        state=run.state,
+        verdict=verdict,
+        environment=run.environment,
+        experiment=run.experiment,
+        arms=run.arms,
+        parity=run.parity,
+        checks=checks,
+        comparisons=comparisons,
+        summaries=summaries,
+        stages=accounts,
+        blocks=blocks,
+        studies={name: found for name, found in findings.items() if found != type(found)()},
+        stopping=stopping,
+        noise_floors=run.noise_floors,
+        noise_floor_sentence=floor_sentence(run.noise_floors, comparisons, run.experiment),
+        thresholds=judge_thresholds(facts),
+    )
+
+
+def stored_result(directory: Path) -> Result:
+    """What the records say today; of a folder with a result.json and without samples, as a published one, that file.
+
+    Such a folder must not be analysed: a run without samples is an invalid one. Raises `StoredRunError` and
+    `ResultError`.
+    """
+    if (directory / FILE_NAME).exists() and not _records_are_kept(directory):
+        return read_result(directory / FILE_NAME)
+    runs = sorted(path.parent.name for path in directory.glob("*/experiment.json"))
+    if runs and not (directory / "experiment.json").exists():
+        raise StoredRunError(f"{directory} holds several runs; give one of its folders: {', '.join(runs)}")
+    return analyse(directory)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Around everything that is done with stored records. They have the right types, but nobody can say what else was
+    changed in them: what fails over that is told in one sentence. Raises `StoredRunError`."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as exc:
+        raise StoredRunError(
+            f"the records in {path} contradict each other ({type(exc).__name__}: {one_line(str(exc))}); "
+            "run the comparison again, or report this if nobody has changed them"
+        ) from exc
+
+
+def _records_are_kept(directory: Path) -> bool:
+    if not (directory / "run.json").exists():
+        return False
+    return any(directory.glob("samples/*")) or not any(directory.glob("blocks/*.json"))

@@ -1,0 +1,107 @@
+"""`result.json`: everything seen and everything concluded, schema abserve.result/2; see docs/result-format.md.
+
+The report is rendered from this alone. Fields are only ever added, each with a default, so that a later reader takes
+an older file; any other change raises the schema's number.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import msgspec
+
+from loadgen.comparison.comparisons import Comparison
+from loadgen.comparison.stages import StageAccount
+from loadgen.comparison.summaries import BlockSummary, CellSummary
+from loadgen.documents import DocumentError, read_record
+from loadgen.records.machine import NoiseFloor
+from loadgen.records.run import (
+    ArmRecord,
+    Environment,
+    Experiment,
+    Found,
+    ParityRecord,
+    Record,
+    RunState,
+)
+from loadgen.result.checks.registry import Check
+from loadgen.result.stopping import Stopping
+from loadgen.result.thresholds import ThresholdOutcome
+from loadgen.result.verdict import Verdict
+
+FILE_NAME = "result.json"
+F = TypeVar("F", bound=Found)
+
+
+class Result(Record, frozen=True, kw_only=True):
+    """The whole result. None and empty mean that the run did not get that far."""
+
+    schema: Literal["abserve.result/2"] = "abserve.result/2"
+    valid: bool
+    """No check that takes a verdict away failed, or is unknown where it must be known."""
+    state: RunState | None
+    verdict: Verdict
+    environment: Environment | None
+    experiment: Experiment
+    arms: tuple[ArmRecord, ...]
+    parity: ParityRecord | None
+    checks: tuple[Check, ...]
+    comparisons: tuple[Comparison, ...]
+    summaries: tuple[CellSummary, ...]
+    stages: tuple[StageAccount, ...]
+    blocks: tuple[BlockSummary, ...]
+    studies: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What each study found, by its name; a study that found nothing is left out."""
+    stopping: Stopping | None = None
+    """None in results of before there were several rules."""
+    noise_floors: tuple[NoiseFloor, ...] = ()
+    """Of the machine, as known when the run began."""
+    noise_floor_sentence: str = ""
+    thresholds: tuple[ThresholdOutcome, ...] = ()
+
+    def of(self, kind: type[F]) -> F:
+        """What a study found."""
+        return kind.among(self.studies)
+
+
+class ResultError(Exception):
+    """A result file cannot be read; the message names it."""
+
+
+def encode_result(result: Result) -> bytes:
+    """Indented JSON, the same bytes for the same result."""
+    return msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+
+
+def read_result(path: Path) -> Result:
+    """Read a `result.json`. Raises `ResultError` for a missing file, another schema or an unknown field."""
+    from loadgen.studies.registry import finding_types
+
+    try:
+        result = cast("Result", read_record(path.read_bytes(), Result))
+        kinds = finding_types()
+        found = {name: msgspec.convert(value, kinds[name], str_keys=True) for name, value in result.studies.items()}
+        return msgspec.structs.replace(result, studies=found)
+    except KeyError as exc:
+        raise ResultError(f"{path} is not a result of this version of abserve: there is no study {exc}") from exc
+    except (OSError, DocumentError, msgspec.ValidationError) as exc:
+        raise ResultError(f"{path} is not a result of this version of abserve: {exc}") from exc
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write under a temporary name and rename: a reader sees the old file or the new one, whole. Raises `OSError`."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,290 @@
+"""A raw HTTP/1.1 client for bodies that were prepared beforehand: the measured path of every request.
+
+One connection serves one user at a time. It uses the `socket` module of the process it runs in, so it blocks in a
+plain process and yields to other users in one that gevent has patched (locust does).
+
+Cost of a request on this side: one `sendmsg` of head and body without joining them, one `recv_into` a reused buffer
+for an answer that fits, no copy of the body in either direction, no object but the `Exchange`, which is reused too.
+A request that was sent is never sent again.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from time import perf_counter_ns
+
+from loadgen.transport.exchange import MOST_ANSWER_BYTES, ConnectionRefused, Deadline, Exchange
+from loadgen.transport.requests import Address, Request, assemble, send_parts
+
+_BUFFER_BYTES = 64 * 1024
+_MAX_HEAD_BYTES = 64 * 1024
+_MOST_INTERIM_ANSWERS = 100
+_MOST_TRAILERS = 100
+_MOST_DIGITS = 10
+"""Of a Content-Length or the size of a chunk."""
+_BODILESS_STATUS = frozenset({204, 304})
+
+
+class _AnswerError(Exception):
+    """The exchange failed; `str(error)` is what the sample's error message says."""
+
+
+class HttpConnection:
+    """One keep-alive connection. `timeout_s` bounds connecting and, separately, a whole exchange (see `Deadline`);
+    an answer of more than `most_bytes` ends it."""
+
+    def __init__(self, address: Address, *, timeout_s: float = 60.0, most_bytes: int = MOST_ANSWER_BYTES) -> None:
+        self.address = address
+        self.timeout_s = timeout_s
+        self.reconnects = 0
+        """Connections that the server had closed, while idle or with its last answer, and that were made again for a
+        request. The time for that is in the request's latency."""
+        self._left = False
+        """Whether the server has ended the connection with its last answer."""
+        self._deadline = Deadline(timeout_s)
+        self._most_bytes = most_bytes + _MAX_HEAD_BYTES
+        self._socket: socket.socket | None = None
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._exchange = Exchange()
+
+    def connect(self) -> None:
+        """Connect unless connected. Raises `ConnectionRefused` with a sentence."""
+        if self._socket is not None:
+            return
+        try:
+            connection = socket.create_connection((self.address.host, self.address.port), timeout=self.timeout_s)
+        except TimeoutError:
+            raise ConnectionRefused(f"no connection to {self.address.authority} within {self.timeout_s:g} s") from None
+        except OSError as exc:
+            reason = exc.strerror or str(exc)
+            raise ConnectionRefused(f"no connection to {self.address.authority}: {reason}") from None
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._deadline.reset()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def send(self, request: Request, patches: Sequence[bytes] = ()) -> Exchange:
+        """Send one request, with the patches where it varies, and read its answer. A failure is told in the result,
+        not raised.
+
+        Raises `ConnectionRefused`, before anything is sent, when a new connection is needed and cannot be made.
+        """
+        parts = assemble(request.head, request.pieces or (request.body,), patches)
+        due_ns = perf_counter_ns()  # before connecting again: a server that closes its connections makes users wait
+        if self._socket is not None and self._closed_while_idle(self._socket):
+            self.close()
+            self.reconnects += 1
+        if self._socket is None:
+            self.connect()
+            self.reconnects += self._left
+        self._left = False
+        assert self._socket is not None
+        exchange = self._exchange
+        exchange.status = exchange.first_byte_ns = exchange.response_bytes = 0
+        exchange.failure = None
+        exchange.head = b""
+        exchange.request_bytes = len(request.head) + len(request.body)
+        exchange.send_ns = due_ns
+        self._deadline.begin(self._socket, exchange.send_ns)
+        try:
+            sent_whole = self._send(self._socket, parts)
+            self._receive(self._socket, exchange)
+            exchange.end_ns = perf_counter_ns()
+            if not sent_whole or _closes(exchange.head):
+                self.close()
+            self._left = self._socket is None
+        except _AnswerError as exc:
+            self._fail(exchange, str(exc))
+        except TimeoutError:
+            self._fail(exchange, f"no whole answer within {self.timeout_s:g} s")
+        except ConnectionResetError:
+            self._fail(exchange, "connection reset by the server")
+        except OSError as exc:
+            self._fail(exchange, f"connection failed: {exc.strerror or exc}")
+        return exchange
+
+    def _fail(self, exchange: Exchange, message: str) -> None:
+        exchange.end_ns = perf_counter_ns()
+        exchange.status = 0
+        exchange.failure = message
+        self.close()
+
+    @staticmethod
+    def _closed_while_idle(connection: socket.socket) -> bool:
+        """Whether the peer has closed, or has sent bytes that belong to no request: both make it unusable."""
+        timeout = connection.gettimeout()
+        connection.settimeout(0.0)
+        try:
+            connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        finally:
+            connection.settimeout(timeout)
+        return True
+
+    def _send(self, connection: socket.socket, parts: list[bytes | memoryview]) -> bool:
+        """Whether the whole request went out; a server may answer early and stop reading (413)."""
+        try:
+            send_parts(connection, parts, self._deadline)
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        return True
+
+    def _receive(self, connection: socket.socket, exchange: Exchange) -> None:
+        filled, head_end = self._receive_head(connection, exchange, 0)
+        for _ in range(_MOST_INTERIM_ANSWERS):
+            head = bytes(self._view[:head_end]).lower()
+            status = _status(head)
+            if status >= 200:
+                break
+            remaining = filled - head_end  # an interim answer: the real one follows
+            self._view[:remaining] = bytes(self._view[head_end:filled])
+            filled, head_end = self._receive_head(connection, exchange, remaining)
+        else:
+            raise _AnswerError("malformed answer: interim answers without end")
+        exchange.head = head
+        if status in _BODILESS_STATUS:
+            exchange.body = self._view[:0]
+            exchange.response_bytes = head_end
+        elif b"\r\ntransfer-encoding:" in head:
+            coding = _header(head, b"\r\ntransfer-encoding:")
+            if coding != b"chunked":
+                raise _AnswerError("malformed answer: unknown transfer encoding")
+            self._receive_chunked(connection, exchange, head_end, filled)
+        elif (length := _header(head, b"\r\ncontent-length:")) is not None:
+            if not length.isdigit() or len(length) > _MOST_DIGITS:
+                raise _AnswerError("malformed answer: Content-Length is not a number, or beyond all reason")
+            self._receive_counted(connection, exchange, head_end, filled, int(length))
+        else:
+            self._receive_until_closed(connection, exchange, head_end, filled)
+        exchange.status = status
+
+    def _receive_head(self, connection: socket.socket, exchange: Exchange, filled: int) -> tuple[int, int]:
+        """Bytes in the buffer and the end of the head among them."""
+        searched = 0
+        while True:
+            end = self._buffer.find(b"\r\n\r\n", searched, filled)
+            if end >= 0:
+                return filled, end + 4
+            if filled >= _MAX_HEAD_BYTES:
+                raise _AnswerError(f"malformed answer: more than {_MAX_HEAD_BYTES} bytes of headers")
+            searched = max(0, filled - 3)
+            filled += self._read(connection, exchange, filled)
+
+    def _receive_counted(
+        self, connection: socket.socket, exchange: Exchange, start: int, filled: int, length: int
+    ) -> None:
+        end = start + length
+        self._bound(end)
+        while filled < end:
+            filled += self._read(connection, exchange, filled)
+        if filled > end:
+            raise _AnswerError("malformed answer: more bytes than Content-Length says")
+        exchange.body = self._view[start:end]
+        exchange.response_bytes = end
+
+    def _receive_until_closed(self, connection: socket.socket, exchange: Exchange, start: int, filled: int) -> None:
+        while True:
+            if filled == len(self._buffer):
+                self._grow(filled)
+            count = connection.recv_into(self._view[filled:])
+            self._deadline.check(connection)
+            if count == 0:
+                break
+            filled += count
+        exchange.body = self._view[start:filled]
+        exchange.response_bytes = filled
+        self.close()
+
+    def _receive_chunked(self, connection: socket.socket, exchange: Exchange, start: int, filled: int) -> None:
+        """Decodes in place: the payload of every chunk moves down to the end of the body so far."""
+        body_end = cursor = start
+
+        def line() -> bytes:
+            nonlocal cursor, filled
+            while (end := self._buffer.find(b"\r\n", cursor, filled)) < 0:
+                if filled - cursor > _MAX_HEAD_BYTES:
+                    raise _AnswerError(f"malformed answer: more than {_MAX_HEAD_BYTES} bytes before a chunk")
+                filled += self._read(connection, exchange, filled)
+            text = bytes(self._view[cursor:end])
+            cursor = end + 2
+            return text
+
+        while True:
+            size_text = line().partition(b";")[0].strip()
+            try:
+                size = int(size_text, 16)
+            except ValueError:
+                raise _AnswerError("malformed answer: a chunk without a size") from None
+            if size == 0:
+                break
+            if size < 0 or len(size_text) > _MOST_DIGITS:
+                raise _AnswerError("malformed answer: a chunk of an impossible size")
+            self._bound(cursor + size + 2)
+            while filled < cursor + size + 2:
+                filled += self._read(connection, exchange, filled)
+            self._buffer[body_end : body_end + size] = self._buffer[cursor : cursor + size]
+            body_end += size
+            cursor += size + 2
+        for _ in range(_MOST_TRAILERS):
+            if not line():
+                break
+        else:
+            raise _AnswerError("malformed answer: trailers without end")
+        exchange.body = self._view[start:body_end]
+        exchange.response_bytes = cursor
+
+    def _read(self, connection: socket.socket, exchange: Exchange, filled: int) -> int:
+        if filled == len(self._buffer):
+            self._grow(filled)
+        count = connection.recv_into(self._view[filled:])
+        if exchange.first_byte_ns == 0:
+            exchange.first_byte_ns = perf_counter_ns() if count else 0
+        if count == 0:
+            part = "in the middle of an answer" if filled else "without an answer"
+            raise _AnswerError(f"connection closed by the server {part}")
+        self._deadline.check(connection)
+        return count
+
+    def _bound(self, needed: int) -> None:
+        if needed > self._most_bytes:
+            raise _AnswerError(
+                f"the answer is larger than the {self._most_bytes - _MAX_HEAD_BYTES:,} bytes that are read"
+            )
+
+    def _grow(self, filled: int) -> None:
+        """For twice what has come: memory is taken as bytes arrive, not as they are announced."""
+        self._bound(filled + 1)
+        grown = bytearray(min(2 * filled, self._most_bytes))
+        grown[:filled] = self._view[:filled]
+        self._buffer = grown
+        self._view = memoryview(grown)
+
+
+def _status(head: bytes) -> int:
+    code = head[9:12]
+    if not head.startswith(b"http/1.") or not code.isdigit():
+        raise _AnswerError("malformed answer: not HTTP/1.1")
+    return int(code)
+
+
+def _header(head: bytes, key: bytes) -> bytes | None:
+    start = head.find(key)
+    if start < 0:
+        return None
+    start += len(key)
+    return head[start : head.index(b"\r\n", start)].strip()
+
+
+def _closes(head: bytes) -> bool:
+    connection = _header(head, b"\r\nconnection:")
+    return connection == b"close" or (head.startswith(b"http/1.0") and connection != b"keep-alive")

@@ -1,0 +1,327 @@
+"""Every check can fail, is never ok without its data, and takes the verdict from what it covers and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from loadgen.comparison.facts import Facts
+from loadgen.report.contents import result_document
+from loadgen.report.renderers.markdown import render_markdown
+from loadgen.result.analysis import analyse
+from loadgen.result.checks.registry import CHECKS, Check, Outcome
+from loadgen.result.checks.registry import check as declare
+from loadgen.result.result_file import Result
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
+
+SMALL: dict[str, Any] = {"pairs": 4, "requests": 80}
+Edit = Callable[[Path], None]
+
+
+def check(result: Result, name: str, cell: str | None = None) -> Check:
+    found = [c for c in result.checks if c.name == name and (cell is None or c.scope == f"cell {cell}")]
+    return min(found, key=lambda c: (c.ok is not False, c.ok is not None))
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_arm(directory: Path, label: int, **in_effect: object) -> None:
+    path = directory / "arms.json"
+    arms = json.loads(path.read_text())
+    arms[label]["in_effect"] |= in_effect
+    path.write_text(json.dumps(arms))
+
+
+def edit_blocks(directory: Path, cell: str, **changes: object) -> None:
+    for path in (directory / "blocks").glob("*.json"):
+        if json.loads(path.read_text())["cell"] == cell:
+            edit_json(path, **changes)
+
+
+def edit_samples(directory: Path, cell: str, change: Callable[[np.ndarray], object], label: str = "ab") -> None:
+    for path in (directory / "blocks").glob("*.json"):
+        block = json.loads(path.read_text())
+        if block["cell"] == cell and block["label"] in label:
+            samples = np.load(directory / block["samples"])
+            change(samples)
+            np.save(directory / block["samples"], samples)
+
+
+def bigger(samples: np.ndarray) -> None:
+    samples["request_bytes"] *= 2
+
+
+def answered(directory: Path, cell: str, **changes: object) -> None:
+    """Change what is stored of B's answers under load."""
+    path = directory / "answers.json"
+    records = json.loads(path.read_text())
+    next(one for one in records if (one["cell"], one["label"]) == (cell, "b")).update(changes)
+    path.write_text(json.dumps(records))
+
+
+def late(samples: np.ndarray) -> None:
+    samples["intended_ns"] -= np.where(np.arange(len(samples)) % 20 == 0, 50_000_000, 0)
+
+
+def break_sample_file(directory: Path) -> None:
+    path = directory / "samples" / "0003.npy"
+    path.write_bytes(path.read_bytes()[:-80])
+
+
+def disagree(directory: Path) -> None:
+    path = directory / "parity.json"
+    parity = json.loads(path.read_text())
+    parity["ok"] = parity["cases"][1]["ok"] = False
+    parity["cases"][1]["cosine_min"] = 0.93
+    path.write_text(json.dumps(parity))
+
+
+def fail_a_start(directory: Path) -> None:
+    path = directory / "cold_starts.json"
+    starts = json.loads(path.read_text())
+    starts[1] |= {"ready_ns": None, "first_answer_ns": None, "error": "exited with status 1"}
+    path.write_text(json.dumps(starts))
+
+
+def sent_other_payloads(directory: Path) -> None:
+    path = directory / "experiment.json"
+    experiment = json.loads(path.read_text())
+    experiment["arms"][1]["payload"] = "jpeg"
+    path.write_text(json.dumps(experiment))
+
+
+FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
+    ("gpu_present", "informs", None, Plan(**SMALL)),
+    ("run_finished", "invalidates", None, Plan(state="interrupted", cut_after=50, **SMALL)),
+    ("parity", "invalidates", disagree, Plan(**SMALL)),
+    ("same_payload", "invalidates", sent_other_payloads, Plan(**SMALL)),
+    ("request_errors", "invalidates", None, Plan(failing_block=3, **SMALL)),
+    ("answers_under_load", "invalidates", lambda d: answered(d, "single", wrong=2, fault="y is 0"), Plan(**SMALL)),
+    ("blocks_complete", "invalidates", lambda d: edit_json(d / "blocks/0005.json", complete=False), Plan(**SMALL)),
+    ("samples_complete", "invalidates", break_sample_file, Plan(**SMALL)),
+    ("cold_starts_succeeded", "invalidates", fail_a_start, Plan(**SMALL)),
+    ("enough_pairs", "warns", None, Plan(pairs=1)),
+    ("generator_cpu", "invalidates", lambda d: edit_blocks(d, "single", generator_cpu_ns=10**12), Plan(**SMALL)),
+    ("warm_up", "invalidates", None, Plan(a=SimulatedArm(slow_requests=10, slow_request_extra_ms=400.0), **SMALL)),
+    ("connections_kept", "warns", lambda d: edit_blocks(d, "single", reconnects=20), Plan(**SMALL)),
+    ("same_payload_bytes", "invalidates", lambda d: edit_samples(d, "single", bigger, "b"), Plan(**SMALL)),
+    ("same_model", "invalidates", lambda d: edit_arm(d, 1, model="resnet50"), Plan(b_in_effect={}, **SMALL)),
+    ("same_weights", "invalidates", lambda d: edit_arm(d, 1, weights="laion2b_s34b_b79k"), Plan(**SMALL)),
+    ("same_precision", "invalidates", lambda d: edit_arm(d, 1, precision="tf32"), Plan(**SMALL)),
+    ("same_device", "invalidates", lambda d: edit_arm(d, 1, device="cuda:0"), Plan(**SMALL)),
+    ("same_threads", "invalidates", lambda d: edit_arm(d, 1, threads=1), Plan(**SMALL)),
+    ("same_max_batch_size", "invalidates", lambda d: edit_arm(d, 1, max_batch_size=8), Plan(**SMALL)),
+    ("settings_in_effect", "warns", None, Plan(b_settings={"max-queue-delay-us": "500"}, **SMALL)),
+    ("machine_steady", "warns", None, Plan(drift=0.6, **SMALL)),
+    (
+        "wall_clock",
+        "informs",
+        lambda d: edit_json(d / "blocks/0005.json", started_at="2026-03-02T14:00:00Z"),
+        Plan(**SMALL),
+    ),
+    ("server_cpu", "informs", lambda d: edit_blocks(d, "single", server_cpu_ns=10**12), Plan(**SMALL)),
+    ("batching_formed", "informs", None, Plan(b=SimulatedArm(max_batch=1), **SMALL)),
+    ("sensitivity", "informs", None, Plan(block_noise=0.2, **SMALL)),
+    ("trained_weights", "informs", None, Plan(**SMALL)),
+    ("native_backend", "informs", None, Plan(**SMALL)),
+]
+
+
+def test_answers_that_were_not_compared_are_not_taken_as_right(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(**SMALL))
+    answered(tmp_path, "single", answers=0, items=0, relative_max=None, error="arm a does not answer again")
+    found = check(analyse(tmp_path), "answers_under_load")
+    assert (found.ok, found.severity, found.detail) == (None, "invalidates", "arm a does not answer again")
+    (tmp_path / "answers.json").write_text("[]")
+    result = analyse(tmp_path)
+    assert check(result, "answers_under_load").detail == "no answers of A and B were compared"
+    assert not result.valid
+    (tmp_path / "answers.json").unlink()
+    older = analyse(tmp_path)
+    assert older.valid
+    assert "answers_under_load" not in {found.name for found in older.checks}
+
+
+@pytest.mark.parametrize(("name", "severity", "edit", "plan"), FAULTS, ids=[f[0] for f in FAULTS])
+def test_a_planted_fault_fails_its_check(
+    tmp_path: Path, name: str, severity: str, edit: Edit | None, plan: Plan
+) -> None:
+    write_run(tmp_path, plan)
+    if edit:
+        edit(tmp_path)
+    result = analyse(tmp_path)
+    failed = check(result, name)
+    assert failed.ok is False
+    assert failed.severity == severity
+    assert failed.remedy
+    assert failed.detail
+    assert result.valid == (severity != "invalidates")
+
+
+def test_the_faults_above_are_the_whole_registry() -> None:
+    """send_lag, queue_delay and stage_account have their own tests below, evidence has test_gpu_evidence, the open loop
+    test_open_loop."""
+    open_loop = {"generator_ceiling", "connections_free", "rate_sustained"}
+    repetition = {"restarts", "noise_floor", "repeated_requests"}  # test_repetition
+    elsewhere = (
+        repetition | {"send_lag", "queue_delay", "stage_account", "gpu_evidence", "negative_control"} | open_loop
+    )
+    fairness = {name for name, definition in CHECKS.items() if definition.before_load}  # test_fairness
+    searches = {"searches_ended"}  # tests/unit/loadgen/studies/rate_search/test_search_checks.py
+    ceilings = {"engine_ceiling"}  # test_ceilings
+    processors = {"cpu_steal", "other_processes"}  # test_taken_processors
+    covered = {fault[0] for fault in FAULTS} | elsewhere | fairness | searches | ceilings | processors
+    assert covered == set(CHECKS)
+
+
+def test_a_sound_run_is_valid_and_fails_nothing_that_matters(tmp_path: Path) -> None:
+    result = analyse(write_run(tmp_path))
+    assert result.valid
+    assert {c.name for c in result.checks if c.ok is not True and c.severity == "invalidates"} == set()
+    assert {c.name for c in result.checks if c.ok is False} == {
+        "gpu_present",
+        "trained_weights",
+        "native_backend",
+        "sensitivity",
+        "restarts",
+    }
+
+
+def test_send_lag_is_judged_with_enough_samples_and_only_suspected_with_few(tmp_path: Path) -> None:
+    write_run(tmp_path / "few", Plan(pairs=2, requests=60))
+    edit_samples(tmp_path / "few", "concurrent(16)", late)
+    few = check(analyse(tmp_path / "few"), "send_lag", "concurrent(16)")
+    assert (few.ok, few.severity) == (None, "warns")
+    write_run(tmp_path / "many", Plan(pairs=2, requests=700))
+    edit_samples(tmp_path / "many", "concurrent(16)", late)
+    result = analyse(tmp_path / "many")
+    assert check(result, "send_lag", "concurrent(16)").ok is False
+    assert not result.valid
+
+
+def test_a_queue_delay_under_serial_load_is_seen(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(**SMALL))
+    for path in (tmp_path / "blocks").glob("*.json"):
+        block = json.loads(path.read_text())
+        if block["cell"] == "single" and block["label"] == "b":
+            block["stages"]["queue_ns"] = 5_000_000 * block["requests"]
+            block["stages"]["compute_infer_ns"] -= 5_000_000 * block["requests"]
+            path.write_text(json.dumps(block))
+    result = analyse(tmp_path)
+    assert check(result, "queue_delay", "single").ok is False
+
+
+def test_a_request_that_is_in_no_stage_is_seen(tmp_path: Path) -> None:
+    result = analyse(write_run(tmp_path, Plan(b=SimulatedArm(transport_ms=60.0, reports_http=False), **SMALL)))
+    failed = check(result, "stage_account", "single")
+    assert failed.ok is False
+    assert "of a request to B" in failed.detail
+    assert "is in no stage" in failed.detail
+    assert result.valid, "it informs"
+
+
+def test_a_server_that_counts_other_requests_is_seen(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(**SMALL))
+    path = tmp_path / "blocks" / "0000.json"
+    block = json.loads(path.read_text())
+    block["stages"]["requests"] += 3
+    path.write_text(json.dumps(block))
+    failed = check(analyse(tmp_path), "stage_account")
+    assert failed.ok is False
+    assert "counted" in failed.detail
+
+
+def test_a_difference_that_was_asked_for_warns_instead(tmp_path: Path) -> None:
+    plan = Plan(b_settings={"precision": "fp16"}, b_in_effect={"precision": "fp16"}, **SMALL)
+    result = analyse(write_run(tmp_path, plan))
+    precision = check(result, "same_precision")
+    assert (precision.ok, precision.severity) == (False, "warns")
+    assert result.valid
+    assert any("not servers alone" in caveat for caveat in result.verdict.caveats)
+
+
+def test_a_failed_cell_leaves_the_other_cells_their_verdict(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(**SMALL))
+    edit_blocks(tmp_path, "single", generator_cpu_ns=10**12)
+    result = analyse(tmp_path)
+    verdicts = {scenario: {c.verdict for c in result.comparisons if c.scenario == scenario and c.ratios}
+                for scenario in ("single", "concurrent(16)")}  # fmt: skip
+    assert verdicts == {"single": {"invalid"}, "concurrent(16)": {"arm_better"}}
+    assert not result.valid
+    assert result.verdict.sentence.startswith("No verdict on 1 of 8 scenarios")
+
+
+def test_failed_parity_leaves_no_verdict_at_all(tmp_path: Path) -> None:
+    result = analyse(write_run(tmp_path, Plan(parity_cosine=0.91, **SMALL)))
+    assert {c.verdict for c in result.comparisons} == {"invalid"}
+    assert result.verdict.sentence.startswith(
+        "No verdict: “the arms give the same answers” failed: 4 of 4 cases disagree"
+    )
+
+
+def test_without_its_data_no_check_is_ok(tmp_path: Path) -> None:
+    """Two servers by URL that tell nothing, on a machine that recorded nothing, in a run without samples."""
+    write_run(tmp_path, Plan(pairs=2, cut_after=0, state="running"))
+    for name in ("environment.json", "parity.json", "run.json", "cold_starts.json"):
+        (tmp_path / name).unlink()
+    arms = json.loads((tmp_path / "arms.json").read_text())
+    for arm in arms:
+        arm |= {"in_effect": {}, "model_config": None, "argv": None, "settings": {"threads": "2"}}
+    (tmp_path / "arms.json").write_text(json.dumps(arms))
+    result = analyse(tmp_path)
+    assert not result.valid
+    assert {c.name for c in result.checks if c.ok} == set()
+
+
+def test_a_check_survives_the_round_trip(tmp_path: Path) -> None:
+    for one in analyse(write_run(tmp_path, Plan(**SMALL))).checks:
+        assert msgspec.json.decode(msgspec.json.encode(one), type=Check) == one
+
+
+def test_the_document_lists_every_check_with_its_effect() -> None:
+    document = (Path(__file__).parents[4] / "docs" / "measurement.md").read_text()
+    declared = [f"| `{d.name}` | {d.title} | {d.severity} | {d.unknown} |" for d in CHECKS.values()]
+    assert "\n".join(declared) in document, "the table lists them in the order in which they are shown"
+
+
+@pytest.fixture
+def own_registry() -> Iterator[None]:
+    """What a test declares is forgotten after it."""
+    before = dict(CHECKS)
+    yield
+    CHECKS.clear()
+    CHECKS.update(before)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_new_check_is_one_function(tmp_path: Path) -> None:
+    """Declared where it is computed, it is in the result, takes the verdict and stands in the report."""
+
+    @declare(title="no block is short", severity="invalidates", remedy="Ask for longer blocks.")
+    def toy_check(facts: Facts) -> Iterator[Outcome]:
+        for load in facts.loads:
+            shortest = min(block.duration_s for block in load.blocks)
+            yield Outcome(shortest > 1e6, f"the shortest takes {shortest:.1f} s", shortest, 1e6, load.scope)
+
+    result = analyse(write_run(tmp_path, Plan(pairs=2)))
+    found = [one for one in result.checks if one.name == "toy_check"]
+    assert result.checks[-len(found) :] == tuple(found)
+    assert [one.scope for one in found] == [f"cell {cell.name}" for cell in result.experiment.cells if cell.has_blocks]
+    assert not result.valid
+    assert any("“no block is short” failed in 7 scenarios" in reason for reason in result.verdict.failed)
+    page = render_markdown(result_document(result))
+    assert "no block is short" in page
+    assert "Ask for longer blocks." in page
+
+
+def test_two_checks_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="two checks parity"):
+        declare(title="", severity="informs", remedy="")(CHECKS["parity"].find)

@@ -1,0 +1,210 @@
+"""Three arms: a check names the arm that it is about, and whatever fails on one arm covers its whole scenario."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loadgen.comparison.facts import Facts
+from loadgen.records.run import ArmRequest, Cell, Environment, Pairing
+from loadgen.result.analysis import analyse
+from loadgen.result.checks.gpu import gpu_present
+from loadgen.result.checks.registry import Check, check_before_load
+from loadgen.result.noise_floor import is_self_comparison
+from loadgen.result.result_file import Result
+from loadgen.storage.stored_run import StoredRun
+from loadgen.studies.fairness.records import ArmConditions, Conditions
+from tests.golden.synthetic_arms import arms
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
+from tests.unit.loadgen.result.test_checks import bigger, edit_blocks, edit_json, edit_samples
+from tests.unit.loadgen.result.test_fairness import EXPERIMENT
+from tests.unit.loadgen.result.test_taken_processors import take
+
+FAST = SimulatedArm(3.0, 4.0, 1.5)
+CELLS = tuple(
+    Cell(scenario="single", batch_size=1, concurrency=1, requests=40, seconds=1.0, max_seconds=30.0, rounds=4)
+    if users == 1
+    else Cell(scenario="concurrent", batch_size=1, concurrency=16, requests=80, seconds=1.0, max_seconds=30.0, rounds=4)
+    for users in (1, 16)
+)
+STARTS = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=2)
+PLAN = Plan(others=(FAST,), cells=CELLS)
+
+
+def run_of(*, asked: dict[str, dict[str, str]] | None = None, **in_effect: dict[str, object]) -> StoredRun:
+    """Arms that are alike but for what is in effect, and was asked for, by their labels."""
+    requests = tuple(
+        ArmRequest(label=label, target="native", settings=(asked or {}).get(label, {})) for label in ("a", "b", "c")
+    )
+    records = tuple(
+        msgspec.structs.replace(arm, in_effect={**arm.in_effect, "instances": 1} | in_effect.get(arm.label, {}))
+        for arm in arms({}, {}, ["c"])
+    )
+    environment = Environment(started_at="", command="", git_commit=None, host={"cpu_count": 2}, packages={}, gpu={})
+    return StoredRun(Path(), msgspec.structs.replace(EXPERIMENT, arms=requests), environment, records)
+
+
+def checks(result: Result, name: str, cell: str | None = None) -> list[Check]:
+    return [one for one in result.checks if one.name == name and (cell is None or one.scope == f"cell {cell}")]
+
+
+def before(run: StoredRun, name: str) -> list[tuple[bool | None, str, str]]:
+    return [(one.ok, one.severity, one.detail) for one in check_before_load(Facts(run)) if one.name == name]
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value", "severity", "detail"),
+    [
+        ("same_model", "model", "resnet50", "invalidates", "A openclip_vit_b32, C resnet50"),
+        ("same_weights", "weights", "laion2b", "invalidates", "A random weights (seed 0), C laion2b"),
+        ("same_precision", "precision", "tf32", "invalidates", "A fp32, C tf32"),
+        ("same_device", "device", "cuda:0", "invalidates", "A cpu, C cuda:0"),
+        ("same_threads", "threads", 1, "invalidates", "A 2, C 1"),
+        ("same_max_batch_size", "max_batch_size", 8, "invalidates", "A 32, C 8"),
+        ("same_queue_delay", "max_queue_delay_us", 500, "warns", "A 0, C 500"),
+        ("same_instances", "instances", 4, "warns", "A 1, C 4"),
+    ],
+)
+def test_the_arm_that_differs_is_named_and_the_others_are_not(
+    name: str, setting: str, value: object, severity: str, detail: str
+) -> None:
+    assert before(run_of(c={setting: value}), name) == [
+        (False, severity, f"{setting} differs ({detail}), and nobody asked for that")
+    ]
+    ((ok, _, _),) = before(run_of(), name)
+    assert ok
+
+
+def test_what_was_asked_for_is_told_apart_from_what_was_not() -> None:
+    """B was asked for FP16, C fell to TF32 by itself."""
+    run = run_of(asked={"b": {"precision": "fp16"}}, b={"precision": "fp16"}, c={"precision": "tf32"})
+    assert before(run, "same_precision") == [
+        (False, "invalidates", "precision differs (A fp32, C tf32), and nobody asked for that"),
+        (
+            False,
+            "warns",
+            "precision differs (A fp32, B fp16), as asked for: this compares settings and not servers alone",
+        ),
+    ]
+
+
+def test_a_silent_arm_hides_no_difference_between_the_others() -> None:
+    assert before(run_of(a={"precision": None}, c={"precision": "fp16"}), "same_precision") == [
+        (False, "invalidates", "precision differs (B fp32, C fp16), and nobody asked for that"),
+        (None, "warns", "A does not tell"),
+    ]
+    silent = run_of(b={"precision": None}, c={"precision": None})
+    assert before(silent, "same_precision") == [(None, "warns", "B and C do not tell")]
+
+
+def test_threads_are_compared_as_long_as_one_arm_is_on_the_cpu() -> None:
+    gpu: dict[str, object] = {"device": "cuda:0"}
+    all_on_gpu = run_of(a=gpu, b=gpu, c={**gpu, "threads": 1})
+    assert before(all_on_gpu, "same_threads")[0][0] is True
+    one_on_cpu = run_of(a=gpu, b=gpu, c={"threads": 1})
+    assert before(one_on_cpu, "same_threads")[0][0] is False
+
+
+def test_an_arm_that_is_farther_away_is_seen() -> None:
+    near = [ArmConditions(label=label, loopback=True, connect_ms=0.03, pids=()) for label in "ab"]
+    away = ArmConditions(label="c", loopback=False, connect_ms=0.4, pids=())
+    conditions = Conditions(taken_at="", arms=(*near, away), cpu_busy_share=0.0, cpu_governors=None, gpus=())
+    ((ok, _, detail),) = before(replace(run_of(), conditions=conditions), "client_distance")
+    assert ok is False
+    assert detail.endswith("C LAN (0.400 ms): the arms are not equally far away")
+
+
+def test_arms_in_different_places_are_each_named() -> None:
+    (found,) = gpu_present.checks(Facts(run_of(a={"device": "cuda:0"}, b={"device": "cpu"}, c={"device": None})))
+    assert found.detail == "Arm A ran on a GPU and arm B ran on the CPU: they are not ranked."
+    (found,) = gpu_present.checks(Facts(run_of()))
+    assert found.detail == "All arms ran on the CPU, as their servers report: this is a CPU comparison."
+
+
+def test_one_arm_with_another_payload_is_named_in_the_sentence(tmp_path: Path) -> None:
+    write_run(tmp_path, PLAN)
+    experiment = json.loads((tmp_path / "experiment.json").read_text())
+    experiment["arms"][2]["payload"] = "jpeg"
+    edit_json(tmp_path / "experiment.json", arms=experiment["arms"])
+    result = analyse(tmp_path)
+    (found,) = checks(result, "same_payload")
+    assert (found.ok, found.value) == (False, "fp32, jpeg")
+    assert result.verdict.sentence == ("Not a comparison of servers, so no winner is named: A is sent fp32, C jpeg.")
+    assert {one.verdict for one in result.comparisons} == {"invalid"}
+
+
+def test_the_largest_request_is_compared_with_the_smallest(tmp_path: Path) -> None:
+    write_run(tmp_path, PLAN)
+    edit_samples(tmp_path, "single", bigger, "c")
+    result = analyse(tmp_path)
+    (found,) = checks(result, "same_payload_bytes", "single")
+    assert (found.ok, found.value) == (False, 602_412)
+    assert found.detail == "a request is 602,412 bytes to A, 602,412 bytes to B and 1,204,824 bytes to C"
+    assert checks(result, "same_payload_bytes", "concurrent(16)")[0].ok
+
+
+def test_a_failure_on_one_arm_takes_the_verdict_of_its_whole_scenario_and_no_other(tmp_path: Path) -> None:
+    write_run(tmp_path, PLAN)
+    edit_blocks(tmp_path, "single", generator_cpu_ns=0)
+    for path in (tmp_path / "blocks").glob("*.json"):
+        block = json.loads(path.read_text())
+        if (block["cell"], block["label"]) == ("single", "c"):
+            edit_json(path, generator_cpu_ns=10**12)
+    result = analyse(tmp_path)
+    assert not checks(result, "generator_cpu", "single")[0].ok
+    verdicts = {(one.scenario, one.pairing): one.verdict for one in result.comparisons if one.leading}
+    for pairing in (Pairing("a", "b"), Pairing("a", "c"), Pairing("b", "c")):
+        assert verdicts["single", pairing] == "invalid"
+        assert verdicts["concurrent(16)", pairing] == "arm_better"
+    assert [one.scenario for one in result.verdict.rankings] == ["concurrent(16)"]
+    assert result.verdict.sentence.startswith("No verdict on 1 of 2 scenarios")
+
+
+def test_blocks_starts_and_pairs_are_counted_over_all_arms(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(others=(FAST,), cells=(STARTS, CELLS[0])))
+    whole = analyse(tmp_path)
+    assert checks(whole, "blocks_complete")[0].detail == "12 of 12 blocks are complete"
+    assert checks(whole, "cold_starts_succeeded")[0].detail == "6 of 6 starts came up"
+    assert [one.detail for one in checks(whole, "enough_pairs", "single")] == ["4 complete pairs"]
+    assert whole.stopping is not None
+    assert whole.stopping.sentence == "As planned: 4 rounds of each scenario, 2 of cold starts."
+    third = next(
+        path for path in sorted((tmp_path / "blocks").glob("*")) if json.loads(path.read_text())["label"] == "c"
+    )
+    edit_json(third, complete=False)
+    cut = analyse(tmp_path)
+    assert checks(cut, "blocks_complete")[0].detail == "11 of 12 blocks are complete"
+    assert [one.detail for one in checks(cut, "enough_pairs", "single")] == ["3 complete pairs"]
+    assert {(one.pairing, one.pairs) for one in cut.comparisons if one.leading and one.scenario == "single"} == {
+        (("a", "b"), 4), (("a", "c"), 3), (("b", "c"), 3),
+    }  # fmt: skip
+    assert cut.stopping is not None
+    assert cut.stopping.pairs == {"single": 3}
+
+
+def test_an_arm_whose_processors_were_taken_is_not_on_the_same_machine(tmp_path: Path) -> None:
+    write_run(tmp_path, PLAN)
+    take(tmp_path, a=0.0, b=0.0, c=0.1, field="steal_ns")
+    (found,) = checks(analyse(tmp_path), "cpu_steal", "single")
+    assert (found.ok, found.severity) == (False, "invalidates")
+    assert "took 0 % from A, 0 % from B and 10 % from C (4 of 12 blocks" in found.detail
+    assert found.detail.endswith("so the arms did not have the same machine")
+
+
+def test_every_arm_has_its_stages_once(tmp_path: Path) -> None:
+    result = analyse(write_run(tmp_path, PLAN))
+    facts = Facts(StoredRun(Path(), result.experiment, None, ()), blocks=result.blocks, accounts=result.stages)
+    assert [(arm.label, load.scope) for load in facts.loads for arm in load.stages] == [
+        (label, f"cell {cell.name}") for cell in CELLS for label in ("a", "b", "c")
+    ]
+
+
+def test_a_noise_floor_takes_arms_that_are_all_alike() -> None:
+    same = run_of().experiment
+    assert is_self_comparison(same)
+    changed = msgspec.structs.replace(same.arms[2], settings={"threads": "1"})
+    assert not is_self_comparison(msgspec.structs.replace(same, arms=(*same.arms[:2], changed)))

@@ -1,0 +1,301 @@
+"""Each check before a load is triggered by a configuration or a reading, silent without it, unknown without data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from loadgen.bench.arms import effective_settings
+from loadgen.comparison.facts import Facts
+from loadgen.experiment.plan import make_cells
+from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, Label
+from loadgen.report.sections.checks import fairness_lines, fairness_summary
+from loadgen.result.analysis import analyse
+from loadgen.result.checks.arms import captured_sizes
+from loadgen.result.checks.registry import CHECKS, Check, check_before_load
+from loadgen.storage.stored_run import StoredRun
+from loadgen.studies.fairness.conditions import as_condition, connect_ms, read_governors
+from loadgen.studies.fairness.records import ArmConditions, Conditions
+from loadgen.transport.requests import Address
+from tests.golden.synthetic_run import Plan, write_run
+
+EXPERIMENT = Experiment(
+    arms=(ArmRequest(label="a", target="native"), ArmRequest(label="b", target="triton")),
+    model="m", weights="random:0", payload="fp32", transport="http",
+    cells=make_cells("quick", ("single", "batched", "concurrent"), batch_sizes=(1, 8, 32)),
+    preset="quick", seed=0, equivalence_margin=0.05, threads=2,
+)  # fmt: skip
+
+SETTINGS = (
+    "batch_limit", "serial_queue_delay", "tf32", "model_warm_up", "metrics", "response_cache", "cores", "cuda_graphs",
+    "graph_sizes", "preferred_sizes",
+)  # fmt: skip
+MACHINE = ("client_distance", "machine_idle", "cpu_governor", "gpu_exclusive", "gpu_idle", "gpu_clocks")
+
+ONNX: dict[str, Any] = {
+    "name": "m_onnx", "backend": "onnxruntime", "max_batch_size": 32,
+    "dynamic_batching": {"max_queue_delay_microseconds": "0"},
+    "instance_group": [{"kind": "KIND_GPU", "count": 1, "gpus": [0]}],
+    "optimization": {
+        "execution_accelerators": {"gpu_execution_accelerator": [{"name": "cuda", "parameters": {"use_tf32": "0"}}]}
+    },
+    "model_warmup": [{"name": "w1", "batch_size": 1}], "response_cache": {"enable": False},
+}  # fmt: skip
+SPEC = [{"batch_size": 1}, {"batch_size": 8, "graph_lower_bound": {"batch_size": 2}},
+        {"batch_size": 32, "graph_lower_bound": {"batch_size": 9}}]  # fmt: skip
+TENSORRT: dict[str, Any] = {
+    **ONNX, "backend": "tensorrt", "optimization": {"cuda": {"graphs": True, "graph_spec": SPEC}},
+}  # fmt: skip
+NATIVE: dict[str, Any] = {
+    "name": "m", "backend": "torch", "platform": "", "max_batch_size": 32,
+    "dynamic_batching": {"preferred_batch_size": [], "max_queue_delay_microseconds": 0},
+    "instance_group": [{"kind": "KIND_CPU", "count": 1, "gpus": []}],
+    "parameters": {key: {"string_value": value} for key, value in
+                   {"engine": "torch", "precision": "fp32", "device": "cpu", "threads": "2"}.items()},
+    "model_warmup": [],
+}  # fmt: skip
+
+
+def arm(config: dict[str, Any] | None, label: Label = "b", **changes: Any) -> ArmRecord:
+    """As a run records it: what is in effect is read from the configuration."""
+    record = ArmRecord(
+        label=label, title="t", target="triton", url="http://127.0.0.1:1", server_name="triton", server_version="2",
+        launched=True, argv=("tritonserver",), settings={}, in_effect=effective_settings(config), model_config=config,
+        gpu_info=None, artefact=None,
+    )  # fmt: skip
+    return msgspec.structs.replace(record, **changes)
+
+
+def native(config: dict[str, Any] | None = None) -> ArmRecord:
+    return arm(config or NATIVE, "a", server_name="abserve-native", target="native")
+
+
+def made(*arms: ArmRecord, conditions: Conditions | None = None) -> list[Check]:
+    """Every check before the load, on a machine with two cores."""
+    machine = Environment(started_at="", command="", git_commit=None, host={"cpu_count": 2}, packages={}, gpu={})
+    run = StoredRun(Path(), EXPERIMENT, machine, arms, conditions=conditions)
+    return check_before_load(Facts(run))
+
+
+def of_settings(record: ArmRecord) -> list[Check]:
+    """Those that look at one arm by itself."""
+    return [check for check in made(record) if check.name in SETTINGS]
+
+
+def of_machine(readings: Conditions, *arms: ArmRecord) -> list[Check]:
+    return [check for check in made(*arms, conditions=readings) if check.name in MACHINE]
+
+
+def found(record: ArmRecord, name: str) -> Check:
+    (check,) = [check for check in of_settings(record) if check.name == name]
+    return check
+
+
+@pytest.mark.parametrize("record", [arm(ONNX), arm(TENSORRT), native()], ids=["onnxruntime", "tensorrt", "native"])
+def test_sound_settings_need_no_look(record: ArmRecord) -> None:
+    assert [check for check in of_settings(record) if check.ok is False] == []
+
+
+def test_the_preferred_size_that_triton_fills_in_itself_is_none() -> None:
+    """Its configuration route names the largest batch where nothing is preferred."""
+    check = found(arm(batching(ONNX, preferred_batch_size=[32])), "preferred_sizes")
+    assert (check.ok, check.detail) == (True, "B prefers none")
+
+
+def with_parameter(name: str, value: str) -> dict[str, Any]:
+    return {**NATIVE, "parameters": {**NATIVE["parameters"], name: {"string_value": value}}}
+
+
+def batching(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**config, "dynamic_batching": {**config["dynamic_batching"], **changes}}
+
+
+def accelerated(**parameters: str) -> dict[str, Any]:
+    entry = {"name": "cuda", "parameters": parameters}
+    return {**ONNX, "optimization": {"execution_accelerators": {"gpu_execution_accelerator": [entry]}}}
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "words"),
+    [
+        (arm({**ONNX, "max_batch_size": 16}), "batch_limit", "B takes batches up to 16; the largest that"),
+        (native({**NATIVE, "max_batch_size": 8}), "batch_limit", "A takes batches up to 8"),
+        (arm(batching(ONNX, max_queue_delay_microseconds="10000")), "serial_queue_delay", "delay is 10,000 µs"),
+        (native(batching(NATIVE, max_queue_delay_microseconds=2000)), "serial_queue_delay", "in single, batched(1)"),
+        (arm(accelerated()), "tf32", "left to ONNX Runtime, which has it on"),
+        (arm(accelerated(use_tf32="1")), "tf32", "use_tf32 is 1"),
+        (arm({**ONNX, "model_warmup": []}), "model_warm_up", "B has no model_warmup"),
+        (arm(ONNX, argv=("tritonserver", "--metrics-config=summary_latencies=true")), "metrics", "summary_latencies"),
+        (arm(ONNX, argv=("tritonserver", "--trace-config", "level=TIMESTAMPS")), "metrics", "tracing"),
+        (arm({**ONNX, "response_cache": {"enable": True}}), "response_cache", "no inference"),
+        (arm({**ONNX, "optimization": {"cuda": {"graphs": True}}}), "cuda_graphs", "the onnxruntime backend ignores"),
+        (native({**NATIVE, "optimization": {"cuda": {"graphs": True}}}), "cuda_graphs", "the torch backend ignores"),
+        (arm(accelerated(use_tf32="0", enable_cuda_graph="1")), "cuda_graphs", "stale inputs"),
+        (arm({**TENSORRT, "optimization": {"cuda": {"graphs": True}}}), "graph_sizes", "2, 3, 4, 5 and 26 more"),
+        (arm(batching(ONNX, preferred_batch_size=[8, 16])), "preferred_sizes", "wait for the whole queue delay"),
+        (arm(batching(ONNX, preferred_batch_size=[64])), "preferred_sizes", "they never form"),
+        (native(with_parameter("threads", "3")), "cores", "A computes with 3 threads"),
+        (native({**NATIVE, "instance_group": [{"kind": "KIND_CPU", "count": 2}]}), "cores", "4 threads (2 × 2"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_misleads_is_named(record: ArmRecord, name: str, words: str) -> None:
+    check = found(record, name)
+    assert check.ok is False
+    assert words in check.detail
+    assert check.remedy
+
+
+def test_a_server_that_tells_nothing_is_unknown_in_everything() -> None:
+    checks = of_settings(arm(None, argv=None, server_name=None))
+    assert {check.ok for check in checks} == {None}
+    assert all(check.severity == "informs" for check in checks)
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes"),
+    [
+        ({}, {1, 32}),
+        ({"dynamic_batching": {"preferred_batch_size": [8, 16]}}, {1, 8, 16, 32}),
+        ({"dynamic_batching": None}, {1, 2, 3, 4, 6, 8, 12, 16, 32}),
+        ({"optimization": {"cuda": {"graph_spec": SPEC}}}, set(range(1, 33))),
+        ({"optimization": {"cuda": {"graph_spec": [{"batch_size": 4}]}}}, {4}),
+    ],
+)
+def test_the_sizes_with_a_graph_are_those_that_triton_captures(change: dict[str, Any], sizes: set[int]) -> None:
+    config = {**ONNX, "optimization": {"cuda": {"graphs": True}}, **change}
+    assert captured_sizes(config) == sizes
+
+
+@pytest.mark.parametrize("key", ["max_queue_delay_us", "instances"])
+def test_arms_whose_settings_differ_unasked_are_told_apart(key: str) -> None:
+    b = msgspec.structs.replace(arm(ONNX), in_effect={**arm(ONNX).in_effect, key: 4})
+    name = f"same_{key.removesuffix('_us').removeprefix('max_')}"
+    (check,) = [c for c in made(native(), b) if c.name == name]
+    assert (check.ok, check.severity) == (False, "warns")
+
+
+GPU = {"uuid": "GPU-1", "name": "H200", "utilization_ratio": 0.0, "sm_clock_hertz": 1.98e9, "temperature_celsius": 35,
+       "clock_event_reasons": ["idle"], "processes": [{"pid": 11}, {"pid": 12}]}  # fmt: skip
+
+
+def conditions(gpu: dict[str, Any] | None = None, **changes: Any) -> Conditions:
+    calm = Conditions(
+        taken_at="2026-03-02T10:00:00Z",
+        arms=(
+            ArmConditions(label="a", loopback=True, connect_ms=0.03, pids=(11,)),
+            ArmConditions(label="b", loopback=True, connect_ms=0.04, pids=(12,)),
+        ),
+        cpu_busy_share=0.01,
+        cpu_governors=("performance",),
+        gpus=(as_condition({**GPU, **(gpu or {})}),),
+    )
+    return msgspec.structs.replace(calm, **changes)
+
+
+def test_a_gpu_that_nobody_tells_of_is_unknown_and_not_left_out() -> None:
+    checks = {check.name: check.ok for check in of_machine(conditions(gpus=()), arm(ONNX))}
+    assert {checks[name] for name in ("gpu_exclusive", "gpu_idle", "gpu_clocks")} == {None}
+    assert "gpu_idle" not in {check.name for check in of_machine(conditions(gpus=()), native())}
+
+
+def away(label: Label, connect_ms: float | None) -> ArmConditions:
+    return ArmConditions(label=label, loopback=False, connect_ms=connect_ms, pids=())
+
+
+def test_a_calm_machine_needs_no_look() -> None:
+    assert {check.ok for check in of_machine(conditions())} == {True}
+
+
+@pytest.mark.parametrize(
+    ("readings", "name", "ok", "words"),
+    [
+        (conditions(arms=(away("a", 38.0), away("b", 39.0))), "client_distance", False, "A WAN (38.0 ms)"),
+        (conditions(arms=(conditions().arms[0], away("b", 0.4))), "client_distance", False, "not equally far away"),
+        (conditions(arms=(away("a", 0.3), away("b", 0.4))), "client_distance", True, "B LAN"),
+        (conditions(arms=(away("a", None), away("b", 0.4))), "client_distance", None, "no connection"),
+        (conditions(cpu_busy_share=0.6), "machine_idle", False, "60 % of the cores"),
+        (conditions(cpu_busy_share=None), "machine_idle", None, "unknown"),
+        (conditions(cpu_governors=("performance", "powersave")), "cpu_governor", False, "powersave"),
+        (conditions(cpu_governors=None), "cpu_governor", None, "does not tell"),
+        (conditions({"processes": [{"pid": 11}, {"pid": 12}, {"pid": 99}]}), "gpu_exclusive", False, "99"),
+        (conditions({"processes": [{"pid": 98}, {"pid": 99}]}), "gpu_exclusive", None, "on another host"),
+        (conditions({"processes": []}), "gpu_exclusive", None, "lists no process on the GPU, not even the arms'"),
+        (conditions({"processes": None}), "gpu_exclusive", None, "not told"),
+        (conditions({"utilization_ratio": 0.4}), "gpu_idle", False, "40 % of the time"),
+        (conditions({"utilization_ratio": None}), "gpu_idle", None, "not told"),
+        (conditions({"clock_event_reasons": ["software_thermal"]}), "gpu_clocks", False, "software thermal (H200"),
+        (conditions({"clock_event_reasons": ["idle", "applications_clocks"]}), "gpu_clocks", True, "1,980 MHz, 35 °C"),
+        (conditions({"clock_event_reasons": None}), "gpu_clocks", None, "not told"),
+    ],
+)  # fmt: skip
+def test_a_machine_that_is_not_fit_is_named(readings: Conditions, name: str, ok: bool | None, words: str) -> None:
+    (check,) = [check for check in of_machine(readings) if check.name == name]
+    assert check.ok is ok
+    assert words in check.detail
+
+
+def test_a_run_keeps_its_conditions_and_its_checks(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(pairs=2))
+    (tmp_path / "conditions.json").write_bytes(msgspec.json.encode(conditions(cpu_busy_share=0.6)))
+    result = analyse(tmp_path)
+    (check,) = [check for check in result.checks if check.name == "machine_idle"]
+    assert (check.ok, check.value, check.severity) == (False, 0.6, "warns")
+    summary = fairness_summary(result.checks)
+    assert summary is not None
+    assert "needs a look" in summary or "need a look" in summary
+    assert any("60 % of the cores" in line and "→ End what else runs" in line for line in fairness_lines(result.checks))
+
+
+def test_every_definition_is_made_somewhere(tmp_path: Path) -> None:
+    names = {check.name for check in made(native(), arm(ONNX), conditions=conditions())}
+    assert names == {name for name, definition in CHECKS.items() if definition.before_load}
+
+
+def test_readings_are_taken_from_here(tmp_path: Path) -> None:
+    for core, governor in enumerate(("powersave", "performance", "powersave")):
+        folder = tmp_path / f"cpu{core}" / "cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_governor").write_text(governor + "\n")
+    assert read_governors(tmp_path) == ("performance", "powersave")
+    assert read_governors(tmp_path / "none") is None
+    assert connect_ms(Address.parse("http://127.0.0.1:1")) is None
+    json.dumps(msgspec.to_builtins(conditions()))
+
+
+ODD: tuple[Any, ...] = (None, "x", "12", -1, 1.5, True, [], {}, [None], {"a": None}, 10**20)
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every key and index of a document."""
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    return [found for key, child in children for found in ((*path, key), *places(child, (*path, key)))]
+
+
+def replaced(node: Any, path: tuple[Any, ...], value: Any) -> Any:
+    copy = json.loads(json.dumps(node))
+    target = copy
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    return copy
+
+
+def test_a_configuration_in_which_anything_is_anything_fails_nothing() -> None:
+    """Of somebody else's server: what makes no sense is not told."""
+    whole = {
+        **TENSORRT,
+        "parameters": NATIVE["parameters"],
+        "optimization": ONNX["optimization"] | TENSORRT["optimization"],
+    }
+    for path in places(whole):
+        for value in ODD:
+            made(native(), arm(replaced(whole, path, value)))
+
+
+def test_a_queue_delay_that_is_no_number_is_not_told() -> None:
+    odd = {**ONNX, "dynamic_batching": {"max_queue_delay_microseconds": "soon"}}
+    assert found(arm(odd), "serial_queue_delay").ok is None

@@ -1,0 +1,214 @@
+"""`abserve diff`: what counts as a change, what refuses, and what each exit status means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from scipy import stats
+from typer.testing import CliRunner
+
+from loadgen.entry import build
+from loadgen.result.analysis import analyse
+from loadgen.result.result_file import Result, encode_result, read_result
+from loadgen.result.run_difference import compare_runs
+from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
+
+PLAN = Plan(pairs=4, requests=60)
+SLOWER_B = Plan(pairs=4, requests=60, seed=8, b=SimulatedArm(6.5, 7.8, 2.5, reports_http=False, ready_s=5.5))
+"""B takes 1.3 times as long for its work; another seed is another day."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    plans = {"old": PLAN, "again": Plan(pairs=4, requests=60, seed=9), "slower": SLOWER_B}
+    return {name: write_run(folder / name, plan) for name, plan in plans.items()}
+
+
+def diff(*arguments: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(build(), ["diff", *map(str, arguments)], env={"COLUMNS": "200"})
+    return done.exit_code, done.output
+
+
+def in_other_place(run: Path, to: Path, **changes: object) -> Path:
+    """The result of a run, as if from elsewhere."""
+    result = analyse(run)
+    assert result.environment is not None
+    environment = msgspec.structs.replace(result.environment, **changes)
+    to.write_bytes(encode_result(msgspec.structs.replace(result, environment=environment)))
+    return to
+
+
+def test_a_planted_change_is_found_where_it_is_and_named_for_the_arm_that_gained(runs: dict[str, Path]) -> None:
+    status, output = diff(runs["old"], runs["slower"], "--json")
+    assert status == 3
+    found = json.loads(output)
+    assert found["schema"] == "abserve.diff/2"
+    changes = {(c["scenario"], c["metric"]): c for c in found["comparisons"]}
+    main = changes["concurrent(16)", "throughput"]
+    assert (main["outcome"], main["better_for"]) == ("changed", "a")
+    assert main["change_ci95"][0] < 1 / 1.3 < main["change_ci95"][1]
+    assert changes["concurrent(16)", "latency_p50"]["change"] == pytest.approx(1.3, rel=0.05)
+    assert changes["cold-start", "time_to_ready"]["outcome"] == "no change shown"
+    unmeasured = changes["single", "latency_p99"]
+    assert unmeasured["outcome"] == "not comparable"
+    assert "not measured in the old run" in unmeasured["reason"]
+
+
+def test_the_same_plan_on_another_day_shows_no_change(runs: dict[str, Path]) -> None:
+    status, output = diff(runs["old"], runs["again"])
+    assert status == 0, output
+    assert "No change shown in any of" in output
+    assert "with --restarts 5 or more" in output
+    status, markdown = diff(runs["old"], runs["again"], "--markdown")
+    assert status == 0
+    assert "| concurrent(16) | throughput |" in markdown
+    for told in (output, markdown):
+        assert "Not compared" in told
+        assert "p99 latency in single" in told, "which one it is"
+        assert "not measured in the old run: p99 latency needs 662 samples of each arm" in told
+
+
+def test_the_interval_is_welchs(runs: dict[str, Path]) -> None:
+    """Against SciPy's Welch test of the pairs' log ratios."""
+    old, new = analyse(runs["old"]), analyse(runs["slower"])
+
+    def ratios(result: Result) -> np.ndarray:
+        (found,) = [c.ratios for c in result.comparisons if (c.scenario, c.metric) == ("concurrent(16)", "throughput")]
+        return np.log(found)
+
+    reference = stats.ttest_ind(ratios(new), ratios(old), equal_var=False)
+    expected = np.exp(reference.confidence_interval(0.95))
+    change = next(
+        c for c in compare_runs(old, new).comparisons if (c.scenario, c.metric) == ("concurrent(16)", "throughput")
+    )
+    assert change.change_ci95 == pytest.approx(tuple(expected))
+
+
+def test_other_environments_are_refused_by_name_unless_told(runs: dict[str, Path], tmp_path: Path) -> None:
+    old = analyse(runs["old"]).environment
+    assert old is not None
+    elsewhere = in_other_place(
+        runs["again"],
+        tmp_path / "elsewhere.json",
+        host=old.host | {"cpu_model": "Other CPU 3.0 GHz"},
+        packages=old.packages | {"torch": "2.16.0"},
+        gpu={"devices": [{"name": "NVIDIA H200"}]},
+    )
+    status, output = diff(runs["old"], elsewhere)
+    assert status == 1
+    assert "Not compared: the runs differ in cpu_model, GPU 0, torch." in output
+    for line in ("cpu_model: Simulated CPU 2.0 GHz → Other CPU 3.0 GHz", "torch: 2.15.0 → 2.16.0"):
+        assert line in output
+    status, output = diff(runs["old"], elsewhere, "--allow-different-environments")
+    assert status == 0
+    assert "a change need not come from an arm" in output
+
+
+@pytest.mark.parametrize(("pages", "refused"), [(40, ()), (2_000_000, ("memory",))])
+def test_memory_is_another_only_where_it_is_more_than_a_boot_changes(
+    runs: dict[str, Path], tmp_path: Path, pages: int, refused: tuple[str, ...]
+) -> None:
+    old = analyse(runs["old"])
+    assert old.environment is not None
+    size = old.environment.host["memory_bytes"]
+    assert isinstance(size, int)
+    host = old.environment.host | {"memory_bytes": size - 4096 * pages}
+    new = read_result(in_other_place(runs["again"], tmp_path / "booted.json", host=host))
+    assert compare_runs(old, new).refused == refused
+
+
+def test_another_load_is_another_environment_and_another_setting_of_an_arm_is_not(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    longer = write_run(tmp_path / "longer", Plan(pairs=4, requests=80))
+    assert diff(runs["old"], longer)[0] == 1
+    setting = Plan(pairs=4, requests=60, seed=9, b_settings={"max-queue-delay-us": "500"})
+    status, output = diff(runs["old"], write_run(tmp_path / "setting", setting))
+    assert status == 0
+    assert "b: max-queue-delay-us: unknown → 500" in output
+
+
+def test_an_invalid_run_gives_nothing_to_compare(runs: dict[str, Path], tmp_path: Path) -> None:
+    wrong = write_run(tmp_path / "wrong", Plan(pairs=4, requests=60, parity_cosine=0.9))
+    status, output = diff(runs["old"], wrong)
+    assert status == 1
+    assert "Nothing can be compared" in output
+
+
+def test_what_is_no_run_is_a_usage_error(runs: dict[str, Path], tmp_path: Path) -> None:
+    status, output = diff(runs["old"], tmp_path)
+    assert status == 2
+    assert "holds no run" in output
+
+
+FAST = SimulatedArm(3.0, 4.0, 1.5)
+SLOWER_C = SimulatedArm(3.9, 5.2, 1.5)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A, B and C; C takes 1.3 times as long for its work in the second run."""
+    folder = tmp_path_factory.mktemp("three")
+    plans = {
+        "old": Plan(pairs=6, requests=60, others=(FAST,)),
+        "slower": Plan(pairs=6, requests=60, seed=8, others=(SLOWER_C,)),
+    }
+    return {name: write_run(folder / name, plan) for name, plan in plans.items()}
+
+
+def test_of_three_arms_the_one_that_changed_is_named_with_those_that_gained_on_it(three: dict[str, Path]) -> None:
+    status, output = diff(three["old"], three["slower"], "--json")
+    assert status == 3
+    found = json.loads(output)["comparisons"]
+    loads = {
+        (c["baseline"], c["arm"]): (c["outcome"], c["better_for"])
+        for c in found
+        if (c["scenario"], c["metric"]) == ("single", "throughput")
+    }
+    assert loads == {
+        ("a", "b"): ("no change shown", None),
+        ("a", "c"): ("changed", "a"),
+        ("b", "c"): ("changed", "b"),
+    }
+    _, markdown = diff(three["old"], three["slower"], "--markdown")
+    assert "| scenario | metric | arms | old ratio | new ratio |" in markdown
+    assert "| single | throughput | C/A |" in markdown
+    assert "better for B" in markdown
+    _, text = diff(three["old"], three["slower"])
+    assert "A gained" in text
+    assert "p99 latency in single (C/A)" in text, "which one was not compared"
+
+
+def test_arms_are_matched_by_their_labels_and_a_further_one_stands_alone(
+    three: dict[str, Path], tmp_path: Path
+) -> None:
+    two = write_run(tmp_path / "two", Plan(pairs=6, requests=60, seed=9))
+    status, output = diff(two, three["old"], "--json")
+    assert status == 0, output
+    found = json.loads(output)
+    assert found["refused"] == []
+    changes = {(c["scenario"], c["metric"], c["baseline"], c["arm"]): c for c in found["comparisons"]}
+    assert changes["single", "throughput", "a", "b"]["outcome"] == "no change shown"
+    for pairing in (("a", "c"), ("b", "c")):
+        alone = changes["single", "throughput", *pairing]
+        assert (alone["outcome"], alone["reason"]) == ("not comparable", "the old run has no arm C")
+    assert {"name": "c: target", "kind": "arm", "old": None, "new": "native"} in found["differences"]
+
+
+def test_another_baseline_is_not_comparable(three: dict[str, Path], tmp_path: Path) -> None:
+    write_run(tmp_path / "turned", Plan(pairs=6, requests=60, seed=8, others=(FAST,)))
+    path = tmp_path / "turned" / "experiment.json"
+    experiment = json.loads(path.read_text())
+    a, b, c = experiment["arms"]
+    path.write_text(json.dumps(experiment | {"arms": [b, a, c]}))
+    status, output = diff(three["old"], path.parent, "--json")
+    found = json.loads(output)["comparisons"]
+    outcomes = {(c["baseline"], c["arm"], c["reason"]) for c in found if c["metric"] == "throughput"}
+    turned = "the baseline was A and is B"
+    assert {("a", "b", turned), ("b", "a", turned)} <= outcomes
+    assert status == 0, "B and C are compared in both runs, if only to rank them"

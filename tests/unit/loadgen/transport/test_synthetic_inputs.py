@@ -1,0 +1,30 @@
+"""Values that are made up for a model that only its server knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loadgen.transport.endpoint import Signature, TensorSignature
+from loadgen.transport.inputs import InputError, read_inputs, write_synthetic
+
+
+def signature(name: str, shape: tuple[int, ...] = (-1, 3)) -> Signature:
+    return Signature("m", (TensorSignature(name, "FP32", shape),), ())
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "serving/input:0", "../../outside", "naïve %2F name"])
+def test_an_input_may_be_called_anything_and_nothing_is_written_elsewhere(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "a" / "b" / "samples"
+    write_synthetic(signature(name), folder, "fp32", 0)
+    assert list(read_inputs(folder, "fp32").arrays) == [name]
+    assert [path.name for path in tmp_path.rglob("*.npy")] == [path.name for path in folder.glob("*.npy")]
+
+
+def test_values_for_which_there_is_no_room_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="too large for values made up"):
+        write_synthetic(signature("x", (-1, 10**15)), tmp_path, "fp32", 0)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="no values can be made up for m: "):
+        write_synthetic(signature("x"), tmp_path / "file", "fp32", 0)
