@@ -1,56 +1,161 @@
-"""The `abserve` command: finds the command groups that are installed, mounts them, runs."""
+"""The `abserve` command line: finds the installed commands and imports only the one that runs."""
 
 from __future__ import annotations
 
 import sys
-from importlib.metadata import entry_points
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from importlib.metadata import entry_points, version
 from io import TextIOWrapper
-from typing import Any
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-GROUP = "abserve.commands"
-HELP_COLUMNS = 110
+COMMANDS, INTERNAL = "abserve.commands", "abserve.internal_commands"
+"""Entry points: the name of a command and its function or Typer group. The help leaves out the internal ones."""
+UsageError: Any = typer.BadParameter.__base__
+"""Click's class, which typer carries under a private name in some versions and imports in others."""
+STYLE = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
-class Commands(TyperGroup):
-    """Lists each command with the whole of its first paragraph; click's own list cuts it after some words."""
+class Command(TyperCommand):
+    """A command whose help lists its options in groups, by their `rich_help_panel`, in order of first appearance.
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    Rich's own tables would cut the names of long options at 80 columns."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write one section for each group of options; options without a group come last."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            group = "Arguments" if parameter.param_type_name == "argument" else ""
+            if record := parameter.get_help_record(ctx):
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or group, []).append(record)
+        rest = groups.pop("", [])
+        for title, records in [
+            *groups.items(),
+            ("Other options" if groups.keys() - {"Arguments"} else "Options", rest),
+        ]:
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+class Group(TyperGroup):
+    """Lists each command with the whole first paragraph of its help, which typer would cut after some words."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the caller passes it
         """Write the section of the commands that are not hidden."""
-        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        rows = [
+        listed = [
             (name, " ".join((command.help or "").partition("\n\n")[0].split()))
-            for name, command in found
-            if command is not None and not command.hidden
+            for name, command in self.commands.items()
+            if not command.hidden
         ]
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl(listed)
+
+
+class InstalledCommands(MutableMapping[str, Any]):
+    """The commands of all installed packages by name, each imported when it is asked for."""
+
+    def __init__(self) -> None:
+        self._points = {point.name: point for group in (INTERNAL, COMMANDS) for point in entry_points(group=group)}
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            target = self._points[name].load()
+            self._made[name] = self._command(target, name)
+            self._made[name].hidden = self._points[name].group == INTERNAL
+        return self._made[name]
+
+    def _command(self, target: Any, name: str) -> Any:
+        app = target
+        if not isinstance(target, typer.Typer):
+            app = typer.Typer()
+            app.command(name)(target)
+        for one in app.registered_commands:
+            one.cls = Command
+        app.info.name, app.info.cls, app.info.context_settings = name, Group, STYLE
+        app._add_completion, app.rich_markup_mode = False, None
+        return typer.main.get_command(app)
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._points[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._points))
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+
+class Commands(Group):
+    """The root of the command line. A mistake in an option is one sentence, without the usage before it."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = InstalledCommands()
+
+    def make_context(self, *arguments: Any, **settings: Any) -> Any:
+        """Parse the options of the root."""
+        with short_usage_errors():
+            return super().make_context(*arguments, **settings)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse the options of the command and run it."""
+        with short_usage_errors():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def short_usage_errors() -> Iterator[None]:
+    """Take the context from usage errors: what is shown is then the message alone. Help for no arguments stays."""
+    try:
+        yield
+    except UsageError as error:
+        if type(error).__name__ != "NoArgsIsHelpError":
+            error.ctx = None
+        raise
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version and exit."""
+    if wanted:
+        typer.echo(f"abserve {version('abserve')}")
+        raise typer.Exit
 
 
 def build() -> typer.Typer:
-    """The whole command line. Each package registers a function `commands(app)` under the entry points of GROUP."""
+    """The whole command line."""
     app = typer.Typer(
         name="abserve",
         cls=Commands,
-        help="PyTorch or Triton: which should serve this model, by how much, why, and is that true?",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # its tables cut the names of long options and commands at 80 columns
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_COLUMNS},
+        rich_markup_mode=None,
+        context_settings=STYLE,
     )
-    for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):
-        point.load()(app)
+
+    @app.callback()
+    def options(
+        version: Annotated[
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+        ] = False,
+    ) -> None:
+        """PyTorch or Triton: which should serve this model, by how much, why, and is that true?"""
+
     return app
 
 
 def main() -> None:
-    """Run the command line; a package's own errors end as one sentence on standard error and exit status 1."""
+    """Run the command line. A usage error ends with one sentence on standard error and exit status 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without × shows ?, and no run ends for it
+            stream.reconfigure(errors="replace")  # a terminal without × shows ?, and the run goes on
     build()(prog_name="abserve")
 
 

@@ -1,0 +1,59 @@
+"""`abserve compose init`: the containers for somebody who installed abserve and has no checkout of it."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+STACK = ("docker", "docker-compose.yml", ".env.example", "triton_model_repo", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("servers", "loadgen")
+"""The images are built from these packages."""
+
+compose = typer.Typer(help="Run both servers, Prometheus, Grafana and Locust in containers.", no_args_is_help=True)
+
+
+@compose.callback()
+def group() -> None:
+    """Run both servers, Prometheus, Grafana and Locust in containers."""
+
+
+@compose.command("init")
+def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that is new or empty.")]) -> None:
+    """Write the compose files, dashboards and build files to DIR, and a .env with a new Grafana password."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise typer.BadParameter(f"{folder} is not an empty folder; choose a new one.")
+    try:
+        write_stack(folder)
+    except OSError as error:
+        raise typer.BadParameter(f"{folder} cannot be written ({error.strerror}); choose another folder.") from error
+    typer.echo(
+        f"Wrote {folder}. Its .env holds the settings and Grafana's password.\n\n"
+        f"  cd {folder}\n"
+        "  docker compose up --wait                  # with an NVIDIA GPU\n"
+        "  docker compose --profile cpu up --wait    # without one"
+    )
+
+
+def write_stack(folder: Path) -> None:
+    """Write everything that `docker compose up` needs into `folder`. Raises OSError."""
+    installed = Path(str(files("loadgen")))
+    stack = (
+        installed / "stack" if (installed / "stack").is_dir() else installed.parent
+    )  # a checkout has them at its root
+    sources = {name: stack / name for name in STACK} | {name: installed.parent / name for name in SOURCES}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, source in sources.items():
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "stack", "*.onnx"))
+        else:
+            shutil.copy2(source, folder / name)
+    settings = (folder / ".env.example").read_text()
+    password = f"GRAFANA_ADMIN_PASSWORD={secrets.token_urlsafe(18)}"
+    target = folder / ".env"
+    target.touch(mode=0o600)
+    target.write_text(settings.replace("GRAFANA_ADMIN_PASSWORD=", password, 1))
