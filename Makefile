@@ -7,7 +7,8 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compare test test-slow test-compose benchmark lint schema format doctor repo lock pin-images clean
+REPORT := docs/results/2026-11-22-h200/http-uint8/report.html
+.PHONY: help setup compare test test-slow test-compose benchmark lint reference picture docs dist format doctor repo lock pin-images clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,9 +52,24 @@ lint: setup ## ruff, mypy --strict, and the files of docker compose (with docker
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/compose/test_files.py
 
-schema: setup ## write the JSON Schema of result.json anew
+reference: setup ## write the JSON Schema of result.json and docs/commands.md again, from the code
 	@$(BIN)/python -m loadgen.result.result_schema > docs/result.schema.json.new
 	@mv docs/result.schema.json.new docs/result.schema.json
+	@$(BIN)/python .ci/command_reference.py > docs/commands.md.new
+	@mv docs/commands.md.new docs/commands.md
+
+picture: ## take the picture of the README again, from the published report (needs Chromium)
+	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1400,1250 --screenshot=docs/images/report.png \
+		"file://$(CURDIR)/$(REPORT)" 2>/dev/null
+	@ls -l docs/images/report.png
+
+docs: ## build the documentation site into site/html, with every link checked
+	@test -x $(VENV)-docs/bin/zensical || ($(PYTHON) -m venv $(VENV)-docs && $(VENV)-docs/bin/pip install --quiet zensical)
+	@rm -rf site && mkdir site && cp -r docs .ci/zensical.toml site/
+	@$(VENV)-docs/bin/zensical build --strict --clean --config-file site/zensical.toml
+
+dist: ## build and check the packages, install them in a fresh environment of every Python that is there
+	@PYTHON="$(PYTHON)" .ci/dist
 
 format: setup ## let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .
@@ -72,4 +88,4 @@ pin-images: ## write into .env the digest that each image's tag has today (needs
 	@$(PYTHON) docker/pin_images.py $(ARGS)
 
 clean: ## remove the environment, artefacts and results
-	rm -rf $(VENV) .artefacts results/* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs site dist .artefacts results/* .pytest_cache .mypy_cache .ruff_cache .hypothesis

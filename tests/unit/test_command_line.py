@@ -56,7 +56,7 @@ def test_help_names_every_command_that_is_not_hidden() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "sentence"),
     [
-        (("comparee",), 2, "No such command 'comparee'. Did you mean 'compare'?"),
+        (("comparee",), 2, "No such command 'comparee'. Did you mean 'compare'"),
         (("compare", "--concurency", "4"), 2, "No such option: --concurency (Possible options: --concurrency)"),
         (("diff", "no-such-run", "other"), 2, "abserve diff: there is no no-such-run; give a folder that"),
         (("engine", "--seconds", "-1"), 2, "Input should be greater than or equal to 0.01"),

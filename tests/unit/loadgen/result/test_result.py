@@ -20,7 +20,7 @@ PUBLISHED = sorted((DOCS / "results").glob("**/result.json"))
 
 
 def test_the_schema_in_the_docs_is_that_of_the_code() -> None:
-    assert SCHEMA.read_text() == result_schema(), "write it anew: make schema"
+    assert SCHEMA.read_text() == result_schema(), "write it anew: make reference"
 
 
 def test_every_result_keeps_to_the_schema_and_a_changed_one_does_not(tmp_path: Path) -> None:
