@@ -1,0 +1,61 @@
+"""The root of the command line: what it imports, how help is grouped, what a mistake looks like."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from typer.testing import CliRunner
+
+from loadgen.entry import Command, InstalledCommands, build
+
+HEAVY = {"numpy", "scipy", "pydantic", "rich", "torch", "gevent", "locust", "msgspec", "plotly", "tritonclient"}
+
+
+def test_the_version_is_shown_without_importing_what_a_command_needs() -> None:
+    program = (
+        "import sys\nfrom loadgen.entry import build\n"
+        "try:\n    build()(['--version'])\nexcept SystemExit:\n    print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    shown, modules = done.stdout.splitlines()
+    assert shown == f"abserve {version('abserve')}"
+    assert HEAVY & set(modules.split()) == set()
+    assert not any(name.startswith(("servers.", "loadgen.cli")) for name in modules.split())
+
+
+def test_a_mistake_is_one_line_on_standard_error_with_status_2() -> None:
+    for arguments in (["report", "--fromat", "csv", "."], ["report"], ["reprot"], ["--vresion"]):
+        done = CliRunner().invoke(build(), arguments)
+        assert done.exit_code == 2
+        assert done.stderr.count("\n") == 1
+        assert done.stderr.startswith("Error: ")
+        assert done.stdout == ""
+
+
+def test_options_are_listed_in_groups_in_order_of_appearance() -> None:
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+    @app.command(cls=Command)
+    def one(
+        first: Annotated[str, typer.Option(rich_help_panel="Target", help="Where.")] = "",
+        second: Annotated[str, typer.Option(help="Anything.")] = "",
+        third: Annotated[str, typer.Option(rich_help_panel="Load", help="How much.")] = "",
+        fourth: Annotated[str, typer.Option(rich_help_panel="Target", help="Which.")] = "",
+    ) -> None:
+        """Nothing."""
+
+    lines = CliRunner().invoke(app, ["--help"]).output.splitlines()
+    shown = [word.split()[0] for word in lines if word.startswith("  --") or word.endswith(":")]
+    assert shown == ["Target:", "--first", "--fourth", "Load:", "--third", "Other", "--second", "--help"]
+
+
+def test_internal_commands_run_but_are_not_listed() -> None:
+    listed = CliRunner().invoke(build(), ["--help"]).output
+    internal = [name for name, command in InstalledCommands().items() if command.hidden]
+    assert internal
+    assert not any(f"  {name} " in listed for name in internal)
+    assert CliRunner().invoke(build(), [internal[0], "--help"]).exit_code == 0
