@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from servers.gpu.exporter import DEFINITIONS, GpuExporter, GpuPolling
+from servers.gpu.exporter import CPU_MODES, DEFINITIONS, HOST_DEFINITIONS, GpuExporter, GpuPolling
 from servers.gpu.readings import EdgeReading, GpuProcess, Reading
 from tests.scripted_reader import Fault, NullReader, Phase, ScriptedReader
 
@@ -93,8 +94,9 @@ def test_every_family_of_a_full_reading(export: Any, clock: Clock) -> None:
     exporter = export(polling)
     poll_for(polling, clock, 20)
     found = scrape(exporter.port)
-    assert {name for name, _ in found} == {definition.name for definition in DEFINITIONS}
-    for definition in DEFINITIONS:
+    definitions = (*DEFINITIONS, *HOST_DEFINITIONS)
+    assert {name for name, _ in found} == {definition.name for definition in definitions}
+    for definition in definitions:
         labels = next(dict(labels) for name, labels in found if name == definition.name)
         assert set(labels) == set(definition.labels), definition.name
     assert value(found, "nvml_up") == 1
@@ -113,7 +115,16 @@ def test_every_family_of_a_full_reading(export: Any, clock: Clock) -> None:
 def test_without_a_gpu_nothing_looks_like_one(export: Any) -> None:
     found = scrape(export(GpuPolling(NullReader())).port)
     assert value(found, "nvml_up") == 0
-    assert {name for name, _ in found} == {"nvml_up", "nvml_collect_duration_seconds"}
+    assert {name for name, _ in found if name.startswith("nvml")} == {"nvml_up", "nvml_collect_duration_seconds"}
+
+
+def test_the_host_is_shown_with_and_without_a_gpu(export: Any) -> None:
+    found = scrape(export(GpuPolling(NullReader())).port)
+    assert {dict(labels)["mode"] for name, labels in found if name == "host_cpu_seconds_total"} == set(CPU_MODES)
+    used = sum(value(found, "host_cpu_seconds_total", mode=mode) for mode in CPU_MODES)
+    assert used == pytest.approx(sum(psutil.cpu_times()[: len(CPU_MODES)]), rel=0.01)
+    available, total = (value(found, f"host_memory_{kind}_bytes") for kind in ("available", "total"))
+    assert 0 < available < total == psutil.virtual_memory().total
 
 
 def test_a_lost_gpu_loses_its_series_and_comes_back(export: Any, clock: Clock) -> None:
@@ -161,7 +172,7 @@ def test_wrapping_counters(clock: Clock, first: float, second: float, grown: flo
 
     polling = GpuPolling(Wrapping(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns, clock.wall_ns)
     poll_for(polling, clock, 2)
-    assert polling.state.devices[0].pcie_bytes[RECEIVED] == grown
+    assert polling.state.devices[0][1][RECEIVED] == grown
 
 
 def test_a_driver_that_counts_from_zero_again_has_not_moved_gigabytes(clock: Clock) -> None:
@@ -173,7 +184,7 @@ def test_a_driver_that_counts_from_zero_again_has_not_moved_gigabytes(clock: Clo
 
     polling = GpuPolling(Reloaded(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns, clock.wall_ns)
     poll_for(polling, clock, 6)
-    assert polling.state.devices[0].pcie_bytes[RECEIVED] == 5
+    assert polling.state.devices[0][1][RECEIVED] == 5
 
 
 @pytest.mark.parametrize("with_library", [True, False])
@@ -204,11 +215,9 @@ def test_a_hole_in_the_samples_is_not_observed_time(clock: Clock) -> None:
         ScriptedReader(clock.monotonic_ns, clock.wall_ns, idle_busy=0.5), clock.monotonic_ns, clock.wall_ns
     )
     poll_for(polling, clock, 1)
-    before = polling.state.devices[0]
+    _, before = polling.state.devices[0]
     clock.now_ns += 30 * S
     polling.poll()
-    after = polling.state.devices[0]
-    assert before.observed_s is not None
-    assert after.observed_s is not None
-    assert after.observed_s - before.observed_s == pytest.approx(14.0 + 1.0)
-    assert after.busy_s == pytest.approx(0.5 * after.observed_s)
+    _, after = polling.state.devices[0]
+    assert after["observed_seconds"] - before["observed_seconds"] == pytest.approx(14.0 + 1.0)
+    assert after["busy_seconds"] == pytest.approx(0.5 * after["observed_seconds"])
