@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -207,6 +208,17 @@ def test_the_command(stub_library: Path, library_environment: Any, with_library:
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+
+
+def test_a_taken_port_is_a_mistake_on_the_command_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "loadgen.entry", "gpu-exporter", "--port", str(port)],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"127.0.0.1:{port}" in done.stderr
 
 
 def test_a_hole_in_the_samples_is_not_observed_time(clock: Clock) -> None:
