@@ -74,7 +74,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     weights = pin(requested, specifications[0].find_pretrained)
     if not is_loopback(settings.host):
         console.print(
-            f"warning: Triton 2.51 is from 2024 and gets no fixes; expose {settings.host} to nobody untrusted"
+            f"warning: Triton 2.51 is from 2024 and gets no fixes; only trusted clients may reach {settings.host}"
         )
     made: dict[str, ExecutedFile] = {}  # JPEG and UINT8 execute the same file
     models = []
