@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from servers.finding import Finding
+from servers.finding import Finding, finding
 from servers.triton.errors import TritonUnavailableError
 
 MACHINES = ("x86_64", "aarch64")
@@ -156,9 +156,9 @@ def find_wheel(
 
 def assert_environment(interpreter: Interpreter | None = None) -> None:
     """Raise `TritonUnavailableError` for the first unmet condition, except a missing libpython."""
-    for finding in _environment_findings(interpreter or current_interpreter()):
-        if not finding.ok:
-            raise TritonUnavailableError(f"the embedded Triton cannot run here: {finding.detail}; {finding.remedy}")
+    for one in _environment_findings(interpreter or current_interpreter()):
+        if not one.ok:
+            raise TritonUnavailableError(f"the embedded Triton cannot run here: {one.detail}; {one.remedy}")
 
 
 def diagnose(interpreter: Interpreter | None = None) -> list[Finding]:
@@ -170,11 +170,7 @@ def diagnose(interpreter: Interpreter | None = None) -> list[Finding]:
         detail, remedy = f"{interpreter.libpython_name} is missing", libpython_remedy(interpreter)
         if can_fetch(interpreter):
             remedy += f" (otherwise abserve serve triton fetches it into {cache_folder(interpreter)})"
-    return [*_environment_findings(interpreter), _finding("libpython", found is not None, detail, remedy)]
-
-
-def _finding(name: str, ok: bool, detail: str, remedy: str) -> Finding:
-    return Finding(f"triton-{name}", ok, detail, None if ok else remedy)
+    return [*_environment_findings(interpreter), finding("triton-libpython", found is not None, detail, remedy)]
 
 
 def _environment_findings(interpreter: Interpreter) -> list[Finding]:
@@ -187,37 +183,37 @@ def _environment_findings(interpreter: Interpreter) -> list[Finding]:
     if numpy is not None and not numpy_1:
         numpy_detail += " is installed, with which the python backend of Triton 2.51 returns empty tensors, not errors"
     return [
-        _finding(
-            "architecture",
+        finding(
+            "triton-architecture",
             interpreter.machine in MACHINES,
             f"the processor architecture is {interpreter.machine}",
             "compare against a Triton on another machine by its URL",
         ),
-        _finding(
-            "glibc",
+        finding(
+            "triton-glibc",
             glibc is not None and glibc >= MINIMUM_GLIBC,
             f"this system has {'glibc {}.{}'.format(*glibc) if glibc else 'another C library than glibc'}, "
             f"tritonserver needs glibc {MINIMUM_GLIBC[0]}.{MINIMUM_GLIBC[1]} or newer",
             "use Debian 12, Ubuntu 22.04 or newer",
         ),
         _wheel_finding(interpreter),
-        _finding(
-            "stub",
+        finding(
+            "triton-stub",
             has_stub,
             f"the python backend {'supports' if has_stub else 'does not support'} Python {minor}",
             INSTALL if stub is None else "use Python 3.11 or 3.12",
         ),
-        _finding("numpy", numpy_1, numpy_detail, "run pip install 'numpy>=1.26,<2'"),
+        finding("triton-numpy", numpy_1, numpy_detail, "run pip install 'numpy>=1.26,<2'"),
     ]
 
 
 def _wheel_finding(interpreter: Interpreter) -> Finding:
     wheel, package = interpreter.wheel, interpreter.package
     if wheel is None or package is None:
-        return _finding("wheel", False, f"the package {WHEEL} is not installed", INSTALL)
+        return finding("triton-wheel", False, f"the package {WHEEL} is not installed", INSTALL)
     if wheel not in SERVER_VERSIONS:
         known = " or ".join(SERVER_VERSIONS)
-        return _finding("wheel", False, f"{WHEEL} {wheel} is installed, only {known} is known to work", INSTALL)
+        return finding("triton-wheel", False, f"{WHEEL} {wheel} is installed, only {known} is known to work", INSTALL)
     root = package / "tritonserver"
     binary = root / "bin" / "tritonserver"
     backend = root / "backends" / "python"
@@ -230,10 +226,10 @@ def _wheel_finding(interpreter: Interpreter) -> Finding:
     missing = [path.name for path in needed if not path.exists()]
     if missing:
         remedy = INSTALL.replace("install", "install --force-reinstall --no-deps")
-        return _finding("wheel", False, f"{WHEEL} {wheel} is incomplete, {', '.join(missing)} missing", remedy)
+        return finding("triton-wheel", False, f"{WHEEL} {wheel} is incomplete, {', '.join(missing)} missing", remedy)
     if not os.access(binary, os.X_OK):
-        return _finding("wheel", False, "the tritonserver binary is not executable", f"run chmod +x {binary}")
-    return _finding("wheel", True, f"tritonserver {SERVER_VERSIONS[wheel]} of {WHEEL} {wheel}", "")
+        return finding("triton-wheel", False, "the tritonserver binary is not executable", f"run chmod +x {binary}")
+    return finding("triton-wheel", True, f"tritonserver {SERVER_VERSIONS[wheel]} of {WHEEL} {wheel}", "")
 
 
 def _stub(package: Path, interpreter: Interpreter) -> Path:
