@@ -98,7 +98,8 @@ def _url(target: str) -> str:
 
 def _remote_info(url: str, model: str | None, log: Path | None, exporter: str | None) -> Mapping[str, Any]:
     """The document of a native server, or the one assembled for a Triton."""
-    from servers.gpu.info import ExporterReader, triton_info
+    from servers.gpu.info import gpu_info as local_info
+    from servers.gpu.info import triton_info
     from servers.models.registry import DEFAULT_MODEL
 
     own = _get(f"{url}/gpu-info", optional=True)
@@ -110,12 +111,15 @@ def _remote_info(url: str, model: str | None, log: Path | None, exporter: str | 
     config = _get(f"{url}/v2/models/{name}/config", optional=True)
     if config is None:
         fail(f"{url} serves no model {name!r}; give --model: {choose_from(name, served or _models(url))}", status=2)
-    reader = None
+    machine: Mapping[str, Any] = local_info(None)
     if exporter is not None:
-        scraped = f"{_url(exporter).removesuffix('/metrics')}/metrics"
-        reader = ExporterReader((_get(scraped) or b"").decode("utf-8", "replace"))
+        source = f"{_url(exporter).removesuffix('/metrics')}/gpu-info"
+        machine = _object(_get(source) or b"", source)
+        devices = machine.get("devices")
+        if not isinstance(devices, list) or not all(isinstance(one, dict) and "uuid" in one for one in devices):
+            fail(f"{source} is not a /gpu-info document; give --exporter the URL of abserve gpu-exporter")
     text = None if log is None else log.read_text(encoding="utf-8", errors="replace")
-    return triton_info(server, _object(config, f"{url}/v2/models/{name}/config"), text, reader)
+    return triton_info(server, _object(config, f"{url}/v2/models/{name}/config"), text, machine)
 
 
 def _models(url: str) -> list[str]:

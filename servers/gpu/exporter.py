@@ -5,11 +5,12 @@ A value that could not be read is absent, never 0. Without a GPU there is `nvml_
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import monotonic_ns, time_ns
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 from prometheus_client import CollectorRegistry, start_http_server
@@ -17,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from servers.gpu.info import gpu_info
 from servers.gpu.readings import (
     CLOCK_EVENTS,
     Connection,
@@ -305,6 +307,17 @@ class GpuExporter:
         registry.register(HostCollector())
         polling.poll()
         self._server, self._server_thread = start_http_server(port, host, registry)
+        metrics = self._server.get_app()
+        assert metrics is not None  # `start_http_server` has set it
+
+        def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+            """The metrics, and at /gpu-info the document for a Triton on this machine, which does not offer one."""
+            if environ["PATH_INFO"] != "/gpu-info":
+                return metrics(environ, start_response)
+            start_response("200 OK", [("Content-Type", "application/json")])
+            return [json.dumps(gpu_info(None)).encode()]
+
+        self._server.set_app(answer)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="gpu-polling", daemon=True)
         self._thread.start()

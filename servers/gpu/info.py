@@ -1,8 +1,8 @@
 """The `/gpu-info` document: the GPUs of this machine and the device that a server executes on. Null means unknown.
 
 The native server offers the document. For Triton, which has no such route, it is assembled from the server's metadata,
-the model's configuration, the log (only it names the execution provider of each node, or our engine) and the GPUs as
-the driver or the exporter on the server's machine shows them.
+the model's configuration, the log (only it names the execution provider of each node, or our engine) and the document
+of the exporter on the server's machine, or of this machine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import Any
 from servers.gpu.readings import (
     CLOCK_EVENTS,
     SENTENCES,
-    Connection,
     DeviceIdentity,
     EdgeReading,
+    GpuReader,
     Reading,
-    SnapshotReader,
 )
 
 SCHEMA = "abserve.gpu-info/1"
@@ -67,7 +66,7 @@ class Runtime:
     details: Mapping[str, object] = field(default_factory=dict)
 
 
-def gpu_info(runtime: Runtime | None, reader: SnapshotReader | None = None) -> Document:
+def gpu_info(runtime: Runtime | None, reader: GpuReader | None = None) -> Document:
     """The whole document, every key present. Without `reader` it asks the driver, which takes some milliseconds."""
     if reader is None:
         from servers.gpu.nvml import NvmlReader  # loads the driver's library only when somebody asks
@@ -81,7 +80,7 @@ def gpu_info(runtime: Runtime | None, reader: SnapshotReader | None = None) -> D
     status, code = connection.status, connection.return_code
     if any(reading.lost or edge.lost for _, reading, edge in read):
         status, code = "gpu_lost", GPU_IS_LOST
-    return {
+    document: Document = {
         "schema": SCHEMA,
         "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "status": status,
@@ -95,8 +94,9 @@ def gpu_info(runtime: Runtime | None, reader: SnapshotReader | None = None) -> D
         },
         "host": _host(),
         "devices": [_device(*one) for one in read],
-        "runtime": None if runtime is None else _runtime(runtime, connection),
+        "runtime": None,
     }
+    return document if runtime is None else {**document, "runtime": _runtime(runtime, document)}
 
 
 def _host() -> Document:
@@ -134,7 +134,7 @@ def _device(identity: DeviceIdentity, reading: Reading, edge: EdgeReading) -> Do
     }
 
 
-def _runtime(runtime: Runtime, connection: Connection) -> Document:
+def _runtime(runtime: Runtime, machine: Mapping[str, Any]) -> Document:
     told = runtime.details
     placement: Document = {
         "params_by_device": told.get("parameters_by_device"),
@@ -148,7 +148,7 @@ def _runtime(runtime: Runtime, connection: Connection) -> Document:
         "device": runtime.device,
         "cuda_build": told.get("cuda_build"),
         "cuda_available": told.get("cuda_available"),
-        "used_device_uuid": _used_uuid(runtime.device, told.get("device_uuid"), connection),
+        "used_device_uuid": _used_uuid(runtime.device, told.get("device_uuid"), machine),
         "placement": {"result": _placement(runtime.device, placement, told.get("canary")), **placement},
         "memory_allocated_bytes": told.get("memory_allocated_bytes"),
         "canary": told.get("canary"),
@@ -175,21 +175,22 @@ def _placement(device: str, placement: Document, kernel_probe: object) -> str:
     return "gpu" if all(str(one).startswith("cuda") for one in parameters) else "partial"
 
 
-def _used_uuid(device: str, told: object, connection: Connection) -> str | None:
+def _used_uuid(device: str, told: object, machine: Mapping[str, Any]) -> str | None:
     """The UUID that the runtime reports, else that of the only GPU: CUDA's device numbers are not the driver's."""
     if not device.startswith("cuda"):
         return None
     if isinstance(told, str) and told:
         return told if told.startswith(("GPU-", "MIG-")) else f"GPU-{told}"  # torch leaves the prefix out
-    return connection.devices[0].uuid if len(connection.devices) == connection.device_count == 1 else None
+    devices = machine["devices"]
+    return str(devices[0]["uuid"]) if len(devices) == 1 and machine.get("status") == "ok" else None
 
 
 def triton_info(
-    server: Mapping[str, Any], config: Mapping[str, Any], log: str | None, reader: SnapshotReader | None = None
+    server: Mapping[str, Any], config: Mapping[str, Any], log: str | None, machine: Mapping[str, Any]
 ) -> Document:
-    """The document of a Triton, from its answers to /v2 and /v2/models/M/config and its whole log, if known.
+    """The document of a Triton: its answers to /v2 and /v2/models/M/config, its whole log, if known, and its machine.
 
-    Without `reader` it asks the driver of this machine, which must then be the server's.
+    `machine` is the /gpu-info document of the machine on which it runs.
     """
     in_effect = engine_in_log(log or "") or {}
     details = dict(in_effect.get("details") or {})
@@ -204,11 +205,9 @@ def triton_info(
         # The log names no device. The backend and the instances do, except the python backend's, which may be wrong.
         on_gpu = str(backend).startswith("tensorrt") or any(name.startswith(("CUDA", "Tensorrt")) for name in nodes)
         device = "cuda" if on_gpu else "cpu" if backend != "python" and kinds == {"KIND_CPU"} else "unknown"
-    document = gpu_info(Runtime("triton", str(server.get("version") or ""), str(device), details), reader)
-    shown = document["runtime"]
-    assert isinstance(shown, dict)
-    shown |= {"backend": backend, "engine": in_effect.get("kind"), "instance_kinds": sorted(kinds)}
-    return document
+    runtime = _runtime(Runtime("triton", str(server.get("version") or ""), str(device), details), machine)
+    shown = {"backend": backend, "engine": in_effect.get("kind"), "instance_kinds": sorted(kinds)}
+    return {**machine, "runtime": {**runtime, **shown}}
 
 
 def engine_in_log(log: str) -> Mapping[str, Any] | None:
@@ -230,59 +229,3 @@ def engine_in_log(log: str) -> Mapping[str, Any] | None:
 def placed_nodes(log: str) -> dict[str, int]:
     """Nodes by execution provider, as the onnxruntime backend logs them with --log-verbose=1."""
     return {match["provider"]: int(match["count"]) for match in _PLACED.finditer(log)}
-
-
-class ExporterReader:
-    """A `SnapshotReader` over the text of one scrape of our exporter, for GPUs of another machine or container."""
-
-    def __init__(self, metrics: str) -> None:
-        self._metrics = metrics
-        self._values: dict[int, dict[str, float]] = {}
-
-    def connect(self) -> Connection:
-        """The GPUs that the exporter shows; the rest is None."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        try:
-            samples = [sample for one in text_string_to_metric_families(self._metrics) for sample in one.samples]
-        except (ValueError, IndexError):  # the second for a label without a name
-            return Connection(status="error", error="the exporter's response is not in Prometheus' text format")
-        up = next((sample.value for sample in samples if sample.name == "nvml_up"), None)
-        identities = [sample.labels for sample in samples if sample.name == "nvml_device_info"]
-        for labels in identities:
-            self._values[int(labels.get("index") or 0)] = {
-                _QUANTITIES[name][0]: sample.value
-                for sample in samples
-                if sample.labels.get("uuid") == labels["uuid"]
-                and (name := sample.name.removeprefix("nvml_device_")) in _QUANTITIES
-            }
-        known = identities[0] if identities else {}
-        return Connection(
-            status="ok" if up == 1.0 else "error",
-            error=None if up == 1.0 else "the exporter reports nvml_up 0" if up == 0.0 else "no nvml_up in the scrape",
-            driver_version=known.get("driver_version") or None,
-            cuda_driver_version=known.get("cuda_version") or None,
-            devices=tuple(sorted(map(_exported_identity, identities), key=lambda device: device.index)),
-            device_count=len(identities),
-        )
-
-    def reading(self, index: int) -> Reading:
-        """The gauges of one GPU."""
-        return Reading(values=self._values[index])
-
-    def edge(self, _index: int) -> EdgeReading:
-        """The exporter names no processes."""
-        return EdgeReading()
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
-def _exported_identity(labels: Mapping[str, str]) -> DeviceIdentity:
-    return DeviceIdentity(
-        index=int(labels.get("index") or 0),
-        uuid=labels["uuid"],
-        name=labels.get("name") or None,
-        pci_bus_id=labels.get("pci_bus_id") or None,
-        mig_enabled={"true": True, "false": False}.get(labels.get("mig", "")),
-    )

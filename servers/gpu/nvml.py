@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
-from statistics import median
-from time import perf_counter_ns
 from typing import Any, TypeVar
 
 import pynvml
@@ -15,7 +13,6 @@ from servers.gpu.readings import Connection, DeviceIdentity, EdgeReading, GpuPro
 from servers.gpu.selection import select_devices
 
 T = TypeVar("T")
-COST_REPETITIONS = 3
 ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
 """Every exception of a call: the second is not a subclass of the first."""
 
@@ -286,25 +283,6 @@ class NvmlReader:
             lost=calls.lost,
         )
 
-    def call_costs(self, index: int) -> Mapping[str, int]:
-        """Duration of each call; the first of each kind is a warm-up and does not count."""
-        handle = self._handles[index]
-        timed: dict[str, Callable[[Any], object]] = {
-            **_READING_CALLS,
-            "field_values": _read_field_values,
-            "samples": lambda h: _read_samples(h, 0),
-            "processes": _read_processes,
-            "ecc_errors": _read_ecc_errors,
-        }
-        if index in self._gpm:
-            timed["gpm"] = lambda _: self._gpm[index].read()
-        costs: dict[str, int] = {}
-        for name, call in timed.items():
-            with suppress(*ERRORS):
-                call(handle)
-                costs[name] = int(median(_time_ns(call, handle) for _ in range(COST_REPETITIONS)))
-        return costs
-
     def close(self) -> None:
         """Release the library."""
         for counters in self._gpm.values():
@@ -345,9 +323,3 @@ class _Calls:
             self.failed[name] = _code_name(error.value) if isinstance(error, pynvml.NVMLError) else "LIBRARY_MISMATCH"
             self.lost = self.lost or _status_of(error) == "gpu_lost"
             return None
-
-
-def _time_ns(call: Callable[[Any], object], handle: Any) -> int:
-    start_ns = perf_counter_ns()
-    call(handle)
-    return perf_counter_ns() - start_ns

@@ -111,8 +111,8 @@ class EdgeReading:
     lost: bool = False
 
 
-class SnapshotReader(Protocol):
-    """Reads GPUs once. Never raises: a failure is a status or a failed call. One thread at a time."""
+class GpuReader(Protocol):
+    """Never raises: a failure is a status or a failed call. One thread at a time."""
 
     def connect(self) -> Connection:
         """Open the library, or open it again. The devices are in the order of their index."""
@@ -120,18 +120,11 @@ class SnapshotReader(Protocol):
     def reading(self, index: int) -> Reading:
         """All fast quantities, and energy; about 4 ms on an H200, of which energy takes 3.7."""
 
+    def samples(self, index: int, since_us: int) -> SampleBatch:
+        """Utilisation samples later than `since_us`, in order; about 2 ms. An empty batch is not a failure."""
+
     def edge(self, index: int) -> EdgeReading:
         """Process list and ECC counters."""
 
     def close(self) -> None:
         """Release the library. Idempotent."""
-
-
-class GpuReader(SnapshotReader, Protocol):
-    """Reads GPUs for as long as a load lasts."""
-
-    def samples(self, index: int, since_us: int) -> SampleBatch:
-        """Utilisation samples later than `since_us`, in order; about 2 ms. An empty batch is not a failure."""
-
-    def call_costs(self, index: int) -> Mapping[str, int]:
-        """Duration of each call in ns: the median of three. Failing calls are left out."""

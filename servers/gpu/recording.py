@@ -89,9 +89,6 @@ class Recording:
     def header(self, pid: int) -> Line:
         """The first line."""
         connection = self.connection
-        costs: Mapping[str, int] = {}
-        if self.devices:
-            costs = self._reader.call_costs(self.devices[0].index)
         return {
             "type": "header",
             "schema": SCHEMA,
@@ -109,7 +106,6 @@ class Recording:
             "cuda_driver_version": connection.cuda_driver_version,
             "device_count": connection.device_count,
             "devices": [{name: getattr(device.identity, name) for name in IDENTITY_FIELDS} for device in self._devices],
-            "call_cost_ns": dict(costs),
             "intervals_s": {name: getattr(self._intervals, name) for name in ("reading", "drain", "edge")},
         }
 

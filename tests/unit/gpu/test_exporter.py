@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -201,6 +202,9 @@ def test_the_command(stub_library: Path, library_environment: Any, with_library:
         assert value(found, "nvml_up") == float(with_library)
         if with_library:
             assert value(found, "nvml_device_power_watts", uuid="GPU-stub") == 80
+        with urllib.request.urlopen(line.partition("on ")[2].partition("/metrics")[0] + "/gpu-info") as answer:
+            document = json.load(answer)
+        assert [device["uuid"] for device in document["devices"]] == (["GPU-stub"] if with_library else [])
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=20) == 0
     finally:
