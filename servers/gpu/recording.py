@@ -32,7 +32,7 @@ Observer = Callable[[DeviceIdentity, Reading | SampleBatch | EdgeReading], None]
 CLOCK_STEP_NS = 50_000_000
 """A larger change between wall clock and monotonic clock is a step; a slewing NTP daemon stays below it for hours."""
 SAMPLE_CLOCK_RANGE_NS = 60_000_000_000
-"""The newest sample's time stamp must lie this close to now on the clock that it is assumed to use."""
+"""The newest sample's time stamp must be this close to now on the clock that it is assumed to use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class Recording:
                 lines += self._lose(now_ns, device.identity.uuid, batch.failed)
                 continue
             shift_ns = self._sample_shift_ns(batch.samples[-1][0], now_ns) if batch.samples else 0
-            # A time stamp from before the wall clock was set back lies in the future: an earlier drain had it already.
+            # A time stamp from before the wall clock was set back is in the future: an earlier drain had it already.
             fresh = [
                 (at_ns, share)
                 for at_us, share in batch.samples
@@ -217,7 +217,7 @@ class Recording:
         return [_event(at_ns, "clock_step")]
 
     def _sample_shift_ns(self, newest_us: int, now_ns: int) -> int:
-        """The driver's clock minus ours. Real drivers use wall time; else monotonic time, or the newest sample is now.
+        """The driver's clock minus this one. Real drivers use wall time; else monotonic time, or the newest sample is now.
 
         The first drain with samples decides which.
         """

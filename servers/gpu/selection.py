@@ -61,14 +61,14 @@ def select_devices(
 ) -> Connection:
     """The connection with the named devices only; with `names` None, all. `device_count` stays that of the machine.
 
-    The status is `ok` if the driver answers for the named devices, whatever happens to the others. If none is found,
-    there is no device, and `error` gives the reason.
+    The status is `ok` if the driver answers for the named devices, even if another one fails. Without a match there is
+    no device, and `error` gives the reason.
     """
     if names is None or not connection.devices:
         return connection
     chosen = matching(names, connection.devices, parent_of)
     if chosen:
         return replace(connection, status="ok", devices=chosen)
-    named = ", ".join(names) or f"by an empty {VARIABLE}"
-    error = connection.error or f"none of this machine's {connection.device_count} GPUs is named {named}"
+    named = ", ".join(names) or f"in {VARIABLE}, which is empty"
+    error = connection.error or f"this machine has {connection.device_count} GPUs, but no GPU named {named}"
     return replace(connection, error=error, devices=())

@@ -1,7 +1,7 @@
 """From settings to a launch plan: checks this machine, lays out the repository, builds tritonserver's command line.
 
 The plan starts the tritonserver binary itself, without a wrapper process, so that a cold start begins with the
-creation of its own process.
+creation of that process.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def prepare(
 ) -> LaunchPlan:
     """Prepare everything except the process. `weights` are pinned; `announce` is called before a slow step.
 
-    Every model is served by a process of its own; the plan names the first. Raises `TritonError`.
+    Each model gets its own process; the plan names the first model. Raises `TritonError`.
     """
     assert_ready(settings)
     wheel = find_wheel(announce=announce)

@@ -52,7 +52,7 @@ class Repository:
 
 
 def assert_usable(folder: Path) -> None:
-    """Raise `TritonOptionError` if `folder` holds files that are not ours: Triton serves everything that it finds."""
+    """Raise `TritonOptionError` if `folder` holds foreign files: Triton serves everything that it finds."""
     if folder.is_dir() and not (folder / MARKER).exists() and any(folder.iterdir()):
         raise TritonOptionError(
             f"the working folder {folder} holds other files, which would be removed; give --work-dir an empty folder"
@@ -70,7 +70,7 @@ def lay_out(
 ) -> Repository:
     """Write `folder` anew; `engine` is resolved (see `settings.resolve_engine`).
 
-    Raises `TritonOptionError` if `folder` cannot be written or holds files that are not ours.
+    Raises `TritonOptionError` if `folder` cannot be written or holds foreign files.
     """
     repository = Repository(folder / "models", folder / "backends", folder / "lib")
     try:

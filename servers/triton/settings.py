@@ -22,38 +22,22 @@ class TritonSettings(EngineOptions):
 
     model_config = settings_of("ABSERVE_TRITON_")
 
-    engine: str = Field(
-        "onnxruntime",
-        title="Engine",
-        description="Engine inside the python backend: torch, onnxruntime, tensorrt or null.",
-    )
-    payloads: str = Field(
-        "", title="Model", description="Payloads to serve, any of fp32,uint8,jpeg; default: only the model itself."
-    )
-    host: str = Field(
-        defaults.HOST, title="Target", description="Address to listen on; expose this old Triton to nobody untrusted."
-    )
+    engine: str = Field("onnxruntime", title="Engine", description="Engine inside Triton's python backend.")
+    payloads: str = Field("", title="Model", description="Any of fp32,uint8,jpeg; default: that of the model.")
+    host: str = Field(defaults.HOST, title="Target", description="Address to listen on; for trusted clients only.")
     http_port: int = Field(8000, ge=1, le=65535, title="Target", description="HTTP port.")
     grpc_port: int = Field(8001, ge=1, le=65535, title="Target", description="gRPC port.")
     metrics_port: int = Field(8002, ge=1, le=65535, title="Target", description="Port of the Prometheus metrics.")
-    max_batch_size: int | None = Field(
-        None, ge=1, title="Batching", description="Largest batch that Triton merges; default: the model's."
-    )
+    max_batch_size: int | None = Field(None, ge=1, title="Batching", description="Largest batch; default: the model's.")
     max_queue_delay_us: int = Field(
         defaults.MAX_QUEUE_DELAY_US,
         ge=0,
         title="Batching",
         description="Maximum time a batch waits for more requests (µs).",
     )
-    queue_size: int = Field(
-        defaults.QUEUE_SIZE, ge=1, title="Limits", description="Requests that may wait; more get status 503."
-    )
-    decode_threads: int = Field(
-        DECODING.threads, ge=0, title="Limits", description="Threads that decode JPEG files; 0: up to 4."
-    )
-    max_image_pixels: int = Field(
-        DECODING.max_pixels, ge=1, title="Limits", description="Largest JPEG file that is decoded, in pixels."
-    )
+    queue_size: int = Field(defaults.QUEUE_SIZE, ge=1, title="Limits", description="Waiting requests; more get a 503.")
+    decode_threads: int = Field(DECODING.threads, ge=0, title="Limits", description="JPEG decoders; 0: up to 4.")
+    max_image_pixels: int = Field(DECODING.max_pixels, ge=1, title="Limits", description="Largest JPEG, in pixels.")
     work_dir: Path | None = Field(
         None, title="Output", description="Folder for the model repository; default: ARTEFACTS/triton/HTTP_PORT."
     )
