@@ -217,7 +217,7 @@ class Recording:
         return [_event(at_ns, "clock_step")]
 
     def _sample_shift_ns(self, newest_us: int, now_ns: int) -> int:
-        """The driver's clock minus this one. Real drivers use wall time; else monotonic time, or the newest sample is now.
+        """The driver's clock minus this one. Real drivers use wall time, else monotonic time, else the newest is now.
 
         The first drain with samples decides which.
         """

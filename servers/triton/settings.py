@@ -35,8 +35,8 @@ class TritonSettings(EngineOptions):
         title="Batching",
         description="Maximum time a batch waits for more requests (µs).",
     )
-    queue_size: int = Field(defaults.QUEUE_SIZE, ge=1, title="Limits", description="Waiting requests; more get a 503.")
-    decode_threads: int = Field(DECODING.threads, ge=0, title="Limits", description="JPEG decoders; 0: up to 4.")
+    queue_size: int = Field(defaults.QUEUE_SIZE, ge=1, title="Limits", description="Waiting requests; more get 503.")
+    decode_threads: int = Field(DECODING.threads, ge=0, title="Limits", description="JPEG decoder threads; 0: up to 4.")
     max_image_pixels: int = Field(DECODING.max_pixels, ge=1, title="Limits", description="Largest JPEG, in pixels.")
     work_dir: Path | None = Field(
         None, title="Output", description="Folder for the model repository; default: ARTEFACTS/triton/HTTP_PORT."
