@@ -86,7 +86,7 @@ def gpu_exporter(**options: object) -> None:
     except OSError as exc:
         message = f"cannot listen on {settings.host}:{settings.port}: {exc.strerror or exc}"
         fail(f"{message}; choose another --port or --host, for example --port {settings.port + 1}", exc, status=2)
-    typer.echo(f"GPU metrics on http://{settings.host}:{running.port}/metrics. {SENTENCES[polling.state.status]}")
+    typer.echo(f"GPU metrics on http://{settings.host}:{running.port}/metrics. {SENTENCES[polling.status]}")
     ended.wait()
     running.close()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import monotonic_ns, time_ns
@@ -42,7 +43,7 @@ CPU_MODES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "stea
 Labels = tuple[str, ...]
 _CLOCK_SETTINGS = ("applications_clocks", "sync_boost", "display_clocks")
 """Clock events that an administrator chose; they have no series."""
-_PCIE_COUNTERS = ("pcie_transmit_bytes", "pcie_receive_bytes")
+_PCIE_COUNTERS = frozenset({"pcie_transmit_bytes", "pcie_receive_bytes"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,68 +132,57 @@ HOST_DEFINITIONS = (
 """Every host family. In a container they show the whole machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuState:
-    """One published snapshot: the readable devices with their values, and the failed calls by (call, code)."""
-
-    status: Status
-    connection: Connection | None = None
-    devices: tuple[tuple[DeviceIdentity, Mapping[str, float]], ...] = ()
-    last_success_s: float | None = None
-    collect_s: float = 0.0
-    errors: Mapping[tuple[str, str], int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class _Device:
     """The newest values of one GPU. The counters outlast the loss of the GPU."""
 
-    reading: dict[str, float] = field(default_factory=dict)
-    edge: dict[str, float] = field(default_factory=dict)
-    counters: dict[str, float] = field(default_factory=dict)
-    last_sample_ns: int | None = None
-    last_pcie: dict[str, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.counters: defaultdict[str, float] = defaultdict(float)
+        self.forget_readings()
 
     def forget_readings(self) -> None:
         """After the library was opened again: a reloaded driver counts from 0, which is not a counter wrap."""
-        self.reading, self.edge, self.last_sample_ns, self.last_pcie = {}, {}, None, {}
+        self._reading: dict[str, float] = {}
+        self._edge: dict[str, float] = {}
+        self._last_sample_ns: int | None = None
+        self._last_pcie: dict[str, float] = {}
 
-    def take_reading(self, values: Mapping[str, float]) -> None:
-        self.reading = dict(values)
-        if "clock_event_reasons" in values:
-            mask = int(values["clock_event_reasons"])
-            self.reading |= {f"clock_event_{reason}": float(bool(mask & bit)) for bit, reason in CLOCK_EVENTS.items()}
-        self.reading |= {
-            f"{name.removesuffix('_ns')}_seconds": value / 1e9 for name, value in values.items() if name.endswith("_ns")
-        }
-        for name in _PCIE_COUNTERS:
-            if name in values:
-                grown, before = 0.0, self.last_pcie.get(name)
-                if before is not None:
-                    grown = values[name] - before
-                    if grown < 0:
-                        grown += 2.0**32 if before < 2**32 else 2.0**64
-                self.counters[name] = self.counters.get(name, 0.0) + grown
-                self.last_pcie[name] = values[name]
+    @property
+    def values(self) -> dict[str, float]:
+        """Every value by its quantity."""
+        return {**self._reading, **self._edge, **self.counters}
 
-    def take_samples(self, batch: SampleBatch) -> None:
-        """Integrate new samples, each a share that ends at a time in ns."""
-        for at_ns, share in batch.samples:
-            length_s = 0.0
-            if self.last_sample_ns is not None:
-                length_s = min((at_ns - self.last_sample_ns) / 1e9, LONGEST_SAMPLE_S)
-            self.counters["busy_seconds"] = self.counters.get("busy_seconds", 0.0) + share * length_s
-            self.counters["observed_seconds"] = self.counters.get("observed_seconds", 0.0) + length_s
-            self.last_sample_ns = at_ns
-
-    def take_edge(self, edge: EdgeReading) -> None:
-        self.edge = {f"ecc_{kind}": count for kind, count in (edge.ecc_errors or {}).items()}
-        if edge.processes is not None:
-            self.edge["compute_processes"] = len(edge.processes)
+    def take(self, answer: Reading | SampleBatch | EdgeReading) -> None:
+        """Keep one answer of the reader."""
+        match answer:
+            case Reading(values):
+                self._reading = dict(values)
+                for name, value in values.items():
+                    if name.endswith("_ns"):
+                        self._reading[f"{name.removesuffix('_ns')}_seconds"] = value / 1e9
+                if "clock_event_reasons" in values:
+                    mask = int(values["clock_event_reasons"])
+                    self._reading |= {
+                        f"clock_event_{name}": float(bool(mask & bit)) for bit, name in CLOCK_EVENTS.items()
+                    }
+                for name in _PCIE_COUNTERS & values.keys():
+                    before = self._last_pcie.get(name, values[name])
+                    wrapped = (2.0**32 if before < 2**32 else 2.0**64) if values[name] < before else 0.0
+                    self.counters[name] += values[name] - before + wrapped
+                    self._last_pcie[name] = values[name]
+            case SampleBatch(samples):  # each is a share that ends at a time in ns
+                for at_ns, share in samples:
+                    length_s = min((at_ns - (self._last_sample_ns or at_ns)) / 1e9, LONGEST_SAMPLE_S)
+                    self.counters["busy_seconds"] += share * length_s
+                    self.counters["observed_seconds"] += length_s
+                    self._last_sample_ns = at_ns
+            case EdgeReading(processes, ecc_errors):
+                self._edge = {f"ecc_{kind}": count for kind, count in (ecc_errors or {}).items()}
+                if processes is not None:
+                    self._edge["compute_processes"] = len(processes)
 
 
 class GpuPolling(Collector):
-    """Call `poll` about once per second from one thread; `state` and `collect` work from any thread.
+    """Call `poll` about once per second from one thread; `collect` works from any thread.
 
     Keeps the counters that the driver does not: busy and observed seconds, PCIe bytes (the driver's wrap) and errors.
     """
@@ -204,10 +194,14 @@ class GpuPolling(Collector):
         self._clock_ns = clock_ns
         self._wall_ns = wall_ns
         self._recording: Recording | None = None
+        self._connection: Connection | None = None
         self._permanent: set[tuple[str, str]] = set()
-        self._errors: dict[tuple[str, str], int] = {}
-        self._devices: dict[str, _Device] = {}  # by UUID
-        self.state = GpuState("error")
+        self._errors: Counter[tuple[str, ...]] = Counter()
+        self._devices: defaultdict[str, _Device] = defaultdict(_Device)  # by UUID
+        self._last_success: dict[Labels, float] = {}
+        self.status: Status = "error"
+        self.points: Mapping[str, Mapping[Labels, float]] = {}
+        """By family and labels; replaced as a whole by each poll."""
 
     def poll(self) -> None:
         """Read what is due and publish it. After the loss of a GPU, try to open the library again."""
@@ -218,67 +212,56 @@ class GpuPolling(Collector):
             self._recording.edge("first")
         else:
             self._recording.tick()
-            if self._recording.connection is not self.state.connection:
+            if self._recording.connection is not self._connection:
                 for device in self._devices.values():
                     device.forget_readings()
                 self._recording.tick()
-        status = self._recording.status
-        known = [(identity, self._devices[identity.uuid]) for identity in self._recording.devices]
-        self.state = GpuState(
-            status=status,
-            connection=self._recording.connection,
-            devices=tuple((identity, {**one.reading, **one.edge, **one.counters}) for identity, one in known),
-            last_success_s=self._wall_ns() / 1e9 if status == "ok" else self.state.last_success_s,
-            collect_s=(self._clock_ns() - start_ns) / 1e9,
-            errors=dict(self._errors),
-        )
+        self._connection, self.status = self._recording.connection, self._recording.status
+        if self.status == "ok":
+            self._last_success = {(): self._wall_ns() / 1e9}
+        points: dict[str, Mapping[Labels, float]] = {
+            "nvml_up": {(): float(self.status == "ok")},
+            "nvml_last_success_timestamp_seconds": self._last_success,
+            "nvml_collect_duration_seconds": {(): (self._clock_ns() - start_ns) / 1e9},
+            "nvml_errors_total": dict(sorted(self._errors.items())),
+            "nvml_device_info": {_identity(one, self._connection): 1.0 for one in self._recording.devices},
+        }
+        values = {identity.uuid: self._devices[identity.uuid].values for identity in self._recording.devices}
+        for definition in DEFINITIONS:
+            if definition.quantities:
+                points[definition.name] = {
+                    (uuid, *labels): found[quantity]
+                    for uuid, found in values.items()
+                    for labels, quantity in definition.quantities.items()
+                    if quantity in found
+                }
+        self.points = points
 
     def collect(self) -> Iterator[Metric]:
         """Every GPU family that has a value."""
-        state = self.state
-        points: dict[str, dict[Labels, float]] = {
-            "nvml_up": {(): float(state.status == "ok")},
-            "nvml_last_success_timestamp_seconds": {} if state.last_success_s is None else {(): state.last_success_s},
-            "nvml_collect_duration_seconds": {(): state.collect_s},
-            "nvml_errors_total": dict(sorted(state.errors.items())),
-            "nvml_device_info": {_identity_labels(one, state.connection): 1.0 for one, _ in state.devices},
-        }
+        points = self.points
         for definition in DEFINITIONS:
-            found = points.get(definition.name) or {
-                (identity.uuid, *labels): values[quantity]
-                for identity, values in state.devices
-                for labels, quantity in definition.quantities.items()
-                if quantity in values
-            }
-            if found:
-                yield definition.family(found)
+            if points.get(definition.name):
+                yield definition.family(points[definition.name])
 
     def close(self) -> None:
         """Release the library."""
         self._reader.close()
 
     def _observe(self, identity: DeviceIdentity, answer: Reading | SampleBatch | EdgeReading) -> None:
-        device = self._devices.setdefault(identity.uuid, _Device())
         for call, code in answer.failed.items():
             if code in PERMANENT_CODES:
                 if (identity.uuid, call) in self._permanent:
                     continue
                 self._permanent.add((identity.uuid, call))
-            self._errors[call, code] = self._errors.get((call, code), 0) + 1
-        match answer:
-            case Reading():
-                device.take_reading(answer.values)
-            case SampleBatch():
-                device.take_samples(answer)
-            case EdgeReading():
-                device.take_edge(answer)
+            self._errors[call, code] += 1
+        self._devices[identity.uuid].take(answer)
 
 
-def _identity_labels(identity: DeviceIdentity, connection: Connection | None) -> Labels:
-    driver, cuda = (connection.driver_version, connection.cuda_driver_version) if connection else (None, None)
+def _identity(identity: DeviceIdentity, connection: Connection) -> Labels:
     mig = {None: "", True: "true", False: "false"}[identity.mig_enabled]
-    name, driver, cuda, bus = (text or "" for text in (identity.name, driver, cuda, identity.pci_bus_id))
-    return (identity.uuid, str(identity.index), name, driver, cuda, bus, mig)
+    known = (identity.name, connection.driver_version, connection.cuda_driver_version, identity.pci_bus_id)
+    return (identity.uuid, str(identity.index), *(text or "" for text in known), mig)
 
 
 class HostCollector(Collector):

@@ -157,7 +157,7 @@ def test_a_failed_reading_is_absent_and_counted(export: Any, clock: Clock) -> No
         ScriptedReader(clock.monotonic_ns, clock.wall_ns, (), faults), clock.monotonic_ns, clock.wall_ns
     )
     poll_for(polling, clock, 3)
-    assert dict(polling.state.errors) == {("power", "UNKNOWN"): 3, ("energy", "NOT_SUPPORTED"): 1}
+    assert polling.points["nvml_errors_total"] == {("power", "UNKNOWN"): 3, ("energy", "NOT_SUPPORTED"): 1}
     found = scrape(export(polling).port)
     assert value(found, "nvml_device_power_watts", uuid=UUID) is None
     assert value(found, "nvml_device_utilization_ratio", uuid=UUID) == 0
@@ -174,7 +174,7 @@ def test_wrapping_counters(clock: Clock, first: float, second: float, grown: flo
 
     polling = GpuPolling(Wrapping(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns, clock.wall_ns)
     poll_for(polling, clock, 2)
-    assert polling.state.devices[0][1][RECEIVED] == grown
+    assert polling.points["nvml_device_pcie_bytes_total"][UUID, "receive"] == grown
 
 
 def test_a_driver_that_counts_from_zero_again_has_not_moved_gigabytes(clock: Clock) -> None:
@@ -186,7 +186,7 @@ def test_a_driver_that_counts_from_zero_again_has_not_moved_gigabytes(clock: Clo
 
     polling = GpuPolling(Reloaded(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns, clock.wall_ns)
     poll_for(polling, clock, 6)
-    assert polling.state.devices[0][1][RECEIVED] == 5
+    assert polling.points["nvml_device_pcie_bytes_total"][UUID, "receive"] == 5
 
 
 @pytest.mark.parametrize("with_library", [True, False])
@@ -231,9 +231,10 @@ def test_a_hole_in_the_samples_is_not_observed_time(clock: Clock) -> None:
         ScriptedReader(clock.monotonic_ns, clock.wall_ns, idle_busy=0.5), clock.monotonic_ns, clock.wall_ns
     )
     poll_for(polling, clock, 1)
-    _, before = polling.state.devices[0]
+    observed, busy = "nvml_device_observed_seconds_total", "nvml_device_busy_seconds_total"
+    before = polling.points
     clock.now_ns += 30 * S
     polling.poll()
-    _, after = polling.state.devices[0]
-    assert after["observed_seconds"] - before["observed_seconds"] == pytest.approx(14.0 + 1.0)
-    assert after["busy_seconds"] == pytest.approx(0.5 * after["observed_seconds"])
+    after = polling.points
+    assert after[observed][UUID,] - before[observed][UUID,] == pytest.approx(14.0 + 1.0)
+    assert after[busy][UUID,] == pytest.approx(0.5 * after[observed][UUID,])
