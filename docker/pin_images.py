@@ -1,7 +1,7 @@
-"""Write the digest that each image's tag has in its registry into a settings file: `python pin_images.py [FILE]`.
+"""Writes the digest of each image's tag into a settings file, .env by default: `python pin_images.py [FILE]`.
 
-FILE is .env when left out; its lines NAME_IMAGE=TAG[@DIGEST] are rewritten and nothing else. Asks `docker buildx`, and
-the engine for an image that was pulled before. Exit status 1 with one sentence for every image that neither knows.
+Rewrites only the lines NAME_IMAGE=TAG[@DIGEST]. `docker buildx` asks the registry; the engine knows images that were
+pulled before. Exit status 1 with one sentence for every image without a known digest.
 """
 
 import re
@@ -14,7 +14,7 @@ DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def digest_of(tag: str) -> str | None:
-    """The digest of the tag's index, or of its one manifest; None when nobody knows it."""
+    """The digest of the tag's index or only manifest; None if neither registry nor engine knows it."""
     told = output("docker", "buildx", "imagetools", "inspect", "--format", "{{.Manifest.Digest}}", tag)
     if DIGEST.fullmatch(told):
         return told
@@ -24,7 +24,7 @@ def digest_of(tag: str) -> str | None:
 
 
 def output(*command: str) -> str:
-    """Empty when the command fails or is not there."""
+    """The command's output; empty if it fails or is not installed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     except (OSError, subprocess.TimeoutExpired):
@@ -33,10 +33,10 @@ def output(*command: str) -> str:
 
 
 def main() -> int:
-    """Exit status 1 when an image could not be found; the others are written all the same."""
+    """Write every known digest. Exit status 1 if one is unknown."""
     path = Path(sys.argv[1] if len(sys.argv) > 1 else ".env")
     if not path.is_file():
-        sys.stderr.write(f"there is no {path}: cp .env.example .env\n")
+        sys.stderr.write(f"{path} does not exist; run: cp .env.example .env\n")
         return 1
     text = path.read_text(encoding="utf-8")
     missing = 0

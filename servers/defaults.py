@@ -1,4 +1,4 @@
-"""Default values that several servers and commands share. Imports nothing of ours: every process can read them."""
+"""Default values that several servers and commands share. Imports no other module of the project."""
 
 from typing import Final
 

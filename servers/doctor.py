@@ -1,26 +1,25 @@
-"""`abserve doctor`: looks at this machine and says, with a remedy each, what stands in the way of a comparison."""
+"""`abserve doctor`: checks this machine for a comparison; every problem comes with its remedy."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import shutil
-import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from servers.finding import Finding
+from servers.finding import Finding, finding
 from servers.native.listener import ListenerError, check_free
 from servers.native.settings import NativeSettings
 from servers.triton.settings import TritonSettings
 
 MIN_FREE_BYTES = 2 * 2**30
-"""An export needs 0.4 GB and as much again while it is written; a full run's samples and logs some tens of MB."""
+"""An export needs 0.4 GB and the same again while it is written; the samples and logs of a full run some tens of MB."""
 
 MIN_SHM_BYTES = 128 * 2**20
 """Triton's python backend passes every tensor through /dev/shm."""
@@ -33,12 +32,21 @@ PORTS: dict[int, str] = {
     _TRITON["grpc_port"].default: "Triton gRPC",
     _TRITON["metrics_port"].default: "Triton metrics",
 }
+PACKAGES = {"torch": "torch", "open_clip": "open_clip_torch", "onnxruntime": "onnxruntime-gpu", "fastapi": "fastapi"}
+"""Modules that the servers need, and the package of each."""
+GPU_REMEDIES = {
+    "driver_mismatch": "reboot, so that the driver's kernel module and library match again",
+    "no_permission": "run the container with --gpus all, or give this user access to /dev/nvidia*",
+    "gpu_lost": "reboot the machine; `dmesg | grep -i xid` shows why the GPU fell off the bus",
+    "error": "run nvidia-smi and follow its message",
+}
+"""By status. With any other status this machine has no GPU, which is fine for a comparison of CPUs."""
 
 
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.", rich_help_panel="Output")] = False,
 ) -> None:
-    """Check this machine: Python, packages, Triton, GPU, ports, disk. Exit status 1 when something is missing."""
+    """Check this machine: Python, packages, Triton, GPU, ports, disk. Exit status 1 if something is missing."""
     found = findings()
     if json:
         import orjson
@@ -46,74 +54,58 @@ def doctor(
         typer.echo(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
     else:
         _show(found)
-    raise typer.Exit(0 if all(finding.ok for finding in found) else 1)
+    raise typer.Exit(0 if all(one.ok for one in found) else 1)
 
 
 def findings() -> list[Finding]:
-    """Everything that was looked at, needed things first."""
+    """Every finding, the required things first."""
     from servers.container_findings import container_findings
     from servers.gpu.info import gpu_info
     from servers.triton.wheel import diagnose
 
-    gpu = gpu_info(None)
-    machine = [_python(), *_packages(), *diagnose(), _gpu(gpu), *_ports(), _disk(), _shared_memory(), _exposure()]
-    return [*machine, *container_findings(gpu)]
-
-
-def _python() -> Finding:
-    version = ".".join(map(str, sys.version_info[:3]))
-    ok = sys.version_info[:2] in ((3, 11), (3, 12))
-    return Finding("python", ok, f"Python {version}", None if ok else "make PYTHON=python3.12 setup")
+    gpu: Mapping[str, Any] = gpu_info(None)
+    python = finding(
+        "python",
+        sys.version_info[:2] in ((3, 11), (3, 12)),
+        f"Python {'.'.join(map(str, sys.version_info[:3]))}",
+        "make PYTHON=python3.12 setup",
+    )
+    here = [_gpu(gpu), *_ports(), _disk(), _shared_memory(), _exposure()]
+    return [python, *_packages(), *diagnose(), *here, *container_findings(gpu)]
 
 
 def _packages() -> list[Finding]:
-    """One finding a package that a server needs; `find_spec` does not import them, so this stays quick."""
-    needed = {"torch": "torch", "open_clip": "open_clip_torch", "onnxruntime": "onnxruntime-gpu", "fastapi": "fastapi"}
-    result = []
-    for module, package in needed.items():
-        ok = find_spec(module) is not None
-        remedy = None if ok else "pip install 'abserve[servers]'"
-        result.append(Finding(package, ok, "installed" if ok else "not installed", remedy))
-    return result
+    found = {package: find_spec(module) is not None for module, package in PACKAGES.items()}  # imports none of them
+    remedy = "pip install 'abserve[servers]'"
+    return [finding(name, ok, "installed" if ok else "not installed", remedy) for name, ok in found.items()]
 
 
-def _gpu(document: Mapping[str, object]) -> Finding:
-    """A machine without a GPU is fine for a CPU comparison, and the finding says which of the two this is."""
-    status = str(document["status"])
-    devices = document["devices"]
-    if status == "ok" and isinstance(devices, list) and devices:
-        names = ", ".join(str(device["name"]) for device in devices)
-        return Finding("gpu", True, names)
-    fatal = status in ("driver_mismatch", "no_permission", "gpu_lost", "error")
-    remedies = {
-        "driver_mismatch": "reboot, so that the kernel module and the library of the driver match again",
-        "no_permission": "run the container with --gpus all, or give this user access to /dev/nvidia*",
-        "gpu_lost": "reboot the machine; `dmesg | grep -i xid` tells why the GPU fell off the bus",
-        "error": "run nvidia-smi and follow what it says",
-    }
-    detail = f"{document['message']} Comparisons here compare CPUs."
-    return Finding("gpu", not fatal, detail, remedies.get(status))
+def _gpu(document: Mapping[str, Any]) -> Finding:
+    status = document["status"]
+    if status == "ok" and document["devices"]:
+        return Finding("gpu", True, ", ".join(str(device["name"]) for device in document["devices"]))
+    detail = f"{document['message']} Comparisons on this machine compare CPUs."
+    return finding("gpu", status not in GPU_REMEDIES, detail, GPU_REMEDIES.get(status, ""))
 
 
 def _ports() -> list[Finding]:
-    """Default ports; `abserve compare` picks free ones by itself, `abserve serve` uses these."""
+    """The default ports: `abserve serve` uses them, `abserve compare` takes free ones."""
     result = []
     for port, use in PORTS.items():
         try:
             check_free("127.0.0.1", port, use)
+            ok = True
         except ListenerError:
-            remedy = f"stop what listens there (ss -ltnp 'sport = :{port}'), or give another port"
-            result.append(Finding(f"port {port}", False, f"{use}: taken", remedy))
-        else:
-            result.append(Finding(f"port {port}", True, f"{use}: free"))
+            ok = False
+        remedy = f"stop the process on it (ss -ltnp 'sport = :{port}'), or choose another port"
+        result.append(finding(f"port {port}", ok, f"{use}: {'free' if ok else 'in use'}", remedy))
     return result
 
 
 def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
-    ok = free >= MIN_FREE_BYTES
-    remedy = None if ok else "free 2 GB here, or give --artefacts and --out folders on another disk"
-    return Finding("disk", ok, f"{free / 2**30:.1f} GiB free in this folder", remedy)
+    remedy = "free 2 GB here, or choose --artefacts and --out folders on another disk"
+    return finding("disk", free >= MIN_FREE_BYTES, f"{free / 2**30:.1f} GiB free in this folder", remedy)
 
 
 def _shared_memory() -> Finding:
@@ -121,40 +113,32 @@ def _shared_memory() -> Finding:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
         return Finding("/dev/shm", False, "missing", "mount a tmpfs there, or give the container --shm-size=1g")
-    ok = free >= MIN_SHM_BYTES
-    return Finding("/dev/shm", ok, f"{free / 2**20:.0f} MiB free", None if ok else "give the container --shm-size=1g")
+    return finding("/dev/shm", free >= MIN_SHM_BYTES, f"{free / 2**20:.0f} MiB free", "run with --shm-size=1g")
 
 
 def _exposure() -> Finding:
-    """Listening sockets of the default ports on every interface: no server here has authentication."""
-    public = sorted(PORTS[port] for port in _public_listeners() if port in PORTS)
-    if not public:
-        return Finding("exposure", True, "no abserve port listens beyond 127.0.0.1")
+    """Whether other machines can reach a default port: the servers have no authentication."""
+    public = sorted({PORTS[port] for host, port in _listeners() if port in PORTS and not _is_loopback(host)})
     remedy = "start the server with --host 127.0.0.1 and reach it through an SSH tunnel"
-    return Finding("exposure", False, f"reachable from outside: {', '.join(public)}", remedy)
+    detail = f"other machines can reach {', '.join(public)}" if public else "only this machine can reach our ports"
+    return finding("exposure", not public, detail, remedy)
 
 
-def _public_listeners() -> set[int]:
-    """Ports of TCP sockets that listen on another address than loopback, from /proc/net/tcp and tcp6."""
-    ports = set()
-    for name in ("tcp", "tcp6"):
-        path = Path("/proc/net") / name
-        if not path.exists():
-            continue
-        for line in path.read_text().splitlines()[1:]:
-            fields = line.split()
-            address, _, port = fields[1].partition(":")
-            if fields[3] == "0A" and not _is_loopback(address):
-                ports.add(int(port, 16))
-    return ports
+def _listeners() -> Sequence[tuple[str, int]]:
+    import psutil
+
+    try:
+        connections = psutil.net_connections("tcp")
+    except (psutil.Error, OSError):  # some systems show them only to root
+        return ()
+    return [(one.laddr.ip, one.laddr.port) for one in connections if one.laddr and one.status == psutil.CONN_LISTEN]
 
 
-def _is_loopback(address: str) -> bool:
-    """As the kernel writes it: words of 32 bits, each in the machine's byte order. gRPC listens on ::ffff:127.0.0.1."""
-    words = struct.unpack(f">{len(address) // 8}I", bytes.fromhex(address))
-    found = ipaddress.ip_address(struct.pack(f"={len(words)}I", *words))
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_loopback
+def _is_loopback(host: str) -> bool:
+    """gRPC listens on ::ffff:127.0.0.1."""
+    address = ipaddress.ip_address(host)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def _show(found: list[Finding]) -> None:
@@ -164,19 +148,18 @@ def _show(found: list[Finding]) -> None:
 
     table = Table(box=None, pad_edge=False, title="This machine", title_justify="left")
     table.add_column("")
-    table.add_column("What")
-    table.add_column("Seen", overflow="fold")
-    for finding in found:
-        mark = Text("✓", "green") if finding.ok else Text("✗", "bold red")
-        detail = Text(finding.detail)
-        if finding.remedy:
-            detail.append(f"\n→ {finding.remedy}", "yellow")
-        table.add_row(mark, finding.name, detail)
+    table.add_column("Check")
+    table.add_column("Found", overflow="fold")
+    for one in found:
+        detail = Text(one.detail)
+        if one.remedy:
+            detail.append(f"\n→ {one.remedy}", "yellow")
+        table.add_row(Text("✓", "green") if one.ok else Text("✗", "bold red"), one.name, detail)
     console = Console()
     console.print(table)
-    missing = sum(not finding.ok for finding in found)
-    if missing:
-        console.print(f"[bold red]{missing} of {len(found)} need attention.[/]")
+    failed = sum(not one.ok for one in found)
+    if failed:
+        console.print(f"[bold red]{failed} of {len(found)} checks need attention.[/]")
     else:
         cores = len(os.sched_getaffinity(0))
-        console.print(f"[green]All {len(found)} well.[/] CPU cores this process may use: {cores}.")
+        console.print(f"[green]All {len(found)} checks pass.[/] CPU cores that this process may use: {cores}.")

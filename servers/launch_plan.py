@@ -1,4 +1,4 @@
-"""How a server process is started, as data: `abserve serve … --print-launch` prints it, any supervisor may run it."""
+"""A launch plan: data to start a server process. `abserve serve … --print-launch` prints it for any supervisor."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import msgspec
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a supervisor needs to start one server and to find it.
-
-    `env` holds only what must be added to or changed in the supervisor's own environment.
-    """
+    """Everything that a supervisor needs to start and find one server. `env` extends the supervisor's environment."""
 
     schema: str = "abserve.launch/1"
     argv: tuple[str, ...]
@@ -19,9 +16,9 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     metrics_url: str
     model: str
     title: str
-    """For people, before the server runs: "native torch fp32", "Triton 2.51 python backend, onnxruntime fp32"."""
+    """A name for people, such as "native torch fp32" or "Triton 2.51 python backend, onnxruntime fp32"."""
     artefact: dict[str, object] | None = None
-    """The manifest of the exported file that the server executes, where it executes one."""
+    """The manifest of the exported file, if the server executes one."""
 
     def to_json(self) -> bytes:
         """One line of JSON."""
@@ -29,5 +26,5 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_in_url(host: str) -> str:
-    """An IPv6 address stands in brackets there, and before gRPC's port."""
+    """The host as it precedes a port, in a URL and for gRPC: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host

@@ -1,14 +1,14 @@
 """`python -m servers.model_volume {gpu|cpu}`: fills the volume that the containers of docker-compose.yml share.
 
-    ROOT/artefacts/                       what `abserve export` makes
-    ROOT/samples/                         sample inputs, for the load generator
+    ROOT/artefacts/                       exported files, as from `abserve export`
+    ROOT/samples/                         sample inputs for the load generator
     ROOT/launch/native.json, triton.json  launch plans; the containers become the processes that they describe
     ROOT/triton-cpu/                      the working folder of the wheel's tritonserver            (cpu)
     ROOT/repository/                      a model repository for Triton's own backends              (gpu)
-    ROOT/plan/request.json, *.onnx        what the TensorRT plan is to be built from                (gpu)
+    ROOT/plan/request.json, *.onnx        what `docker/tensorrt/build_plan.py` builds               (gpu)
 
-Settings come from the environment: ABSERVE_MODELS_{MODEL,WEIGHTS,TRITON_BACKENDS}, and those of both servers. What is
-up to date is left alone. Files that others read appear under their name when they are whole.
+Settings come from the environment: ABSERVE_MODELS_{MODEL,WEIGHTS,TRITON_BACKENDS}, and those of both servers. Files
+that are up to date stay. A file gets its name when it is complete, since other containers read it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -35,50 +35,57 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 
 Kind = Literal["gpu", "cpu"]
-BACKENDS = ("onnxruntime", "tensorrt")
+BACKENDS = {"onnxruntime": "onnx", "tensorrt": "tensorrt"}
+"""Triton's own backends, each with the suffix of its model's name."""
 ABSERVE = (sys.executable, "-P", "-m", "loadgen.entry")
 PLAN_REQUEST_SCHEMA = "abserve.plan-request/1"
 
 
+say = partial(print, flush=True)
+
+
 class VolumeError(Exception):
-    """The volume cannot be filled as asked; the message is one sentence with the remedy."""
+    """The volume cannot be filled with these settings; the message is one sentence with the remedy."""
 
 
 def fill(root: Path, kind: Kind, environment: Mapping[str, str]) -> None:
-    """Everything that the containers of one profile need. Raises `VolumeError` and what an export raises."""
+    """Everything that the containers of one profile need. Raises `VolumeError` and the errors of an export."""
     specification = get_specification(environment.get("ABSERVE_MODELS_MODEL", DEFAULT_MODEL))
-    asked_for = parse_weights(environment.get("ABSERVE_MODELS_WEIGHTS") or specification.default_weights)
-    weights = pin(asked_for, specification.find_pretrained)
+    requested = parse_weights(environment.get("ABSERVE_MODELS_WEIGHTS") or specification.default_weights)
+    backends = parse_backends(environment)
+    weights = pin(requested, specification.find_pretrained)
     say(f"sample inputs: {'written' if write_samples(specification, root / 'samples') else 'up to date'}")
-    shared = {"model": specification.name, "weights": weights.text, "artefacts": str(root / "artefacts")}
-    ports = {"host": "0.0.0.0", "http-port": "8100", "grpc-port": "8101"}
-    _write_launch_plan(root, "native", {**shared, **ports}, environment)
+    shared = {
+        "model": specification.name,
+        "weights": weights.text,
+        "artefacts": str(root / "artefacts"),
+        "host": "0.0.0.0",
+    }
+    _write_launch_plan(root, "native", {**shared, "http-port": "8100", "grpc-port": "8101"}, environment)
     if kind == "cpu":
-        ports = {"host": "0.0.0.0", "http-port": "8000", "grpc-port": "8001", "metrics-port": "8002"}
+        ports = {"http-port": "8000", "grpc-port": "8001", "metrics-port": "8002"}
         working = {"work-dir": str(root / "triton-cpu"), "device": "cpu"}
         _write_launch_plan(root, "triton", {**shared, **ports, **working}, environment)
     else:
-        _lay_out_repository(root, specification, weights, parse_backends(environment))
+        _lay_out_repository(root, specification, weights, backends)
 
 
 def parse_backends(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Which of Triton's own backends get the model. Raises `VolumeError` for one that we have no configuration for."""
+    """The backends of Triton that get the model. Raises `VolumeError` for an unknown one."""
     text = environment.get("ABSERVE_MODELS_TRITON_BACKENDS", ",".join(BACKENDS))
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names or set(names) - set(BACKENDS):
-        raise VolumeError(f"TRITON_BACKENDS={text}: give {', '.join(BACKENDS)} or both, separated by a comma")
+        raise VolumeError(f"TRITON_BACKENDS={text}: use {' or '.join(BACKENDS)}, or both separated by a comma")
     return names
 
 
 def _write_launch_plan(root: Path, server: str, options: Mapping[str, str], environment: Mapping[str, str]) -> None:
-    """What is not among `options` comes from the server's own environment variables."""
+    """The server's own environment variables set everything that is not in `options`."""
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
-    done = subprocess.run(
-        [*ABSERVE, "serve", server, *arguments, "--print-launch"], stdout=subprocess.PIPE, env=dict(environment),
-        check=False,
-    )  # fmt: skip
+    command = [*ABSERVE, "serve", server, *arguments, "--print-launch"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=dict(environment), check=False)
     if done.returncode != 0:
-        raise VolumeError(f"serve {server} cannot be launched with these settings; its reason is above")
+        raise VolumeError(f"serve {server} refuses these settings; the reason is above")
     line = done.stdout.strip().rpartition(b"\n")[2]
     write_whole(root / "launch" / f"{server}.json", line + b"\n")
     say(f"launch plan: {json.loads(line)['title']}")
@@ -87,28 +94,26 @@ def _write_launch_plan(root: Path, server: str, options: Mapping[str, str], envi
 def _lay_out_repository(
     root: Path, specification: ModelSpecification, weights: WeightsSource, backends: tuple[str, ...]
 ) -> None:
-    """`<model>_onnx` with its file, `<model>_tensorrt` without: that one is built where its TensorRT is."""
-    repository, plan = root / "repository", root / "plan"
-    for folder in repository.glob("*") if repository.is_dir() else ():
-        if folder.name not in {f"{specification.name}_{suffix}" for suffix in _suffixes(backends)}:
-            shutil.rmtree(folder)  # Triton serves all that it finds
+    """`<model>_onnx` with its file, and `<model>_tensorrt` without: its plan is built where its TensorRT is."""
+    repository, request_file = root / "repository", root / "plan" / "request.json"
+    places = {name: repository / f"{specification.name}_{BACKENDS[name]}" for name in backends}
+    for folder in repository.glob("*"):
+        if folder not in places.values():
+            shutil.rmtree(folder)  # Triton serves everything that it finds
     if "onnxruntime" in backends:
         form = executed_form("onnxruntime", "fp32")
         artefact = ensure_artefact(specification, weights, root / "artefacts", form=form, progress=say)
-        place = repository / f"{specification.name}_onnx"
-        link_whole(artefact.path, place / "1" / artefact_name(specification, "onnx"))
-        write_whole(place / "config.pbtxt", onnxruntime_config(specification).encode())
+        link_whole(artefact.path, places["onnxruntime"] / "1" / artefact_name(specification, "onnx"))
+        write_whole(places["onnxruntime"] / "config.pbtxt", onnxruntime_config(specification).encode())
     if "tensorrt" not in backends:
-        with suppress(FileNotFoundError):
-            (plan / "request.json").unlink()
+        request_file.unlink(missing_ok=True)
         return
-    # TensorRT 11 networks are strongly typed: an FP16 plan comes from an FP16 file.
+    # TensorRT 11 networks are strongly typed: an FP16 plan needs an FP16 file.
     form = executed_form("tensorrt", "fp16")
     artefact = ensure_artefact(specification, weights, root / "artefacts", form=form, progress=say)
-    place = repository / f"{specification.name}_tensorrt"
-    write_whole(place / "config.pbtxt", tensorrt_config(specification).encode())
-    (place / "1").mkdir(exist_ok=True)
-    link_whole(artefact.path, plan / artefact.path.name)
+    write_whole(places["tensorrt"] / "config.pbtxt", tensorrt_config(specification).encode())
+    (places["tensorrt"] / "1").mkdir(exist_ok=True)
+    link_whole(artefact.path, request_file.with_name(artefact.path.name))
     request = {
         "schema": PLAN_REQUEST_SCHEMA,
         "onnx": artefact.path.name,
@@ -116,17 +121,13 @@ def _lay_out_repository(
         "input": specification.inputs[0].name,
         "item_shape": list(specification.inputs[0].item_shape),
         "max_batch_size": specification.max_batch_size,
-        "plan": str(place / "1" / artefact_name(specification, "plan")),
+        "plan": str(places["tensorrt"] / "1" / artefact_name(specification, "plan")),
     }
-    write_whole(plan / "request.json", json.dumps(request, indent=2).encode() + b"\n")
-
-
-def _suffixes(backends: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple({"onnxruntime": "onnx", "tensorrt": "tensorrt"}[name] for name in backends)
+    write_whole(request_file, json.dumps(request, indent=2).encode() + b"\n")
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Under a temporary name, then renamed."""
+    """Write under a temporary name, then rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     part.write_bytes(content)
@@ -134,10 +135,10 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def link_whole(source: Path, target: Path) -> None:
-    """A hard link, so that hundreds of megabytes lie on the disk once; a copy where the file system has no links."""
+    """A hard link, which saves hundreds of megabytes; a copy if the file system has no links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists() and target.samefile(source):
-        return  # renaming a link onto another one to the same file would do nothing, and leave both
+        return  # renaming a link onto a link to the same file does nothing and leaves both
     part = target.with_name(f"{target.name}.part")
     part.unlink(missing_ok=True)
     try:
@@ -147,14 +148,8 @@ def link_whole(source: Path, target: Path) -> None:
     part.replace(target)
 
 
-def say(text: str) -> None:
-    """A line in the container's log."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
 def main() -> int:
-    """Exit status 1 with one sentence when it cannot be done."""
+    """Exit status 1 with one sentence if the volume cannot be filled."""
     if sys.argv[1:] not in (["gpu"], ["cpu"]):
         sys.stderr.write("usage: python -m servers.model_volume gpu|cpu\n")
         return 2

@@ -1,10 +1,11 @@
-"""Command-line options made from a settings class: each field's name, type, limits, default and help exist once."""
+"""Command-line options from a settings class: each field's name, type, limits, default, group and help exist once."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -24,9 +25,9 @@ class Option:
     """Annotates a field of a settings class that is not an ordinary option of the command."""
 
     offered: bool = True
-    """False: the command decides the value itself."""
+    """False: the command sets the value itself."""
     hidden: bool = False
-    """True: left out of the help."""
+    """True: the help does not show it."""
 
 
 def settings_of(prefix: str) -> SettingsConfigDict:
@@ -35,34 +36,37 @@ def settings_of(prefix: str) -> SettingsConfigDict:
 
 
 class ModelOptions(BaseSettings):
-    """Which model, with which weights, from which folder of exported files."""
+    """The model, its weights and the folder of exported files. A field's `title` is its group in the help."""
 
-    model: str = Field(DEFAULT_MODEL, description="A registered model.")
+    model: str = Field(DEFAULT_MODEL, title="Model", description="Model to use, by its registered name.")
     weights: str | None = Field(
-        None, description="random:SEED, a pretrained tag or a checkpoint file; the model's default when left out."
+        None, title="Model", description="random:SEED, a pretrained tag or a checkpoint file; default: the model's."
     )
-    artefacts: Path = Field(Path(defaults.ARTEFACTS), description="Folder of exported files; created if missing.")
+    artefacts: Path = Field(
+        Path(defaults.ARTEFACTS), title="Output", description="Folder of exported files; created if missing."
+    )
 
 
 class EngineOptions(ModelOptions):
-    """Which engine executes the model, and how."""
+    """The engine and how it executes the model."""
 
-    engine: str = Field("torch", description="torch, onnxruntime, tensorrt or null (no model).")
-    precision: str = Field(defaults.PRECISION, description="fp32, tf32, fp16 or bf16, as the engine offers.")
-    mode: str = Field(defaults.MODE, description="auto, or what the engine offers.")
-    device: str = Field(defaults.DEVICE, description="auto, cpu or cuda:N; auto takes a GPU where one is.")
-    threads: int = Field(0, ge=0, description="Intra-op threads on the CPU; 0: all cores.")
+    engine: str = Field("torch", title="Engine", description="torch, onnxruntime, tensorrt or null (no model).")
+    precision: str = Field(defaults.PRECISION, title="Engine", description="fp32, tf32, fp16 or bf16.")
+    mode: str = Field(defaults.MODE, title="Engine", description="auto or a mode of the engine.")
+    device: str = Field(
+        defaults.DEVICE, title="Engine", description="auto, cpu or cuda:N; auto uses a GPU if there is one."
+    )
+    threads: int = Field(0, ge=0, title="Engine", description="Intra-op threads on the CPU; 0 uses all cores.")
 
     def engine_settings(self, max_batch_size: int) -> EngineSettings:
-        """The same for an engine."""
+        """The options as an engine takes them."""
         return EngineSettings(self.engine, self.precision, self.mode, self.device, self.threads, max_batch_size)
 
 
 def takes_settings(kind: type[BaseSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Put an option for each field of `kind` in the place of the command's `**options`.
+    """Replace the command's `**options` by one option for each field of `kind`.
 
-    Name, environment variable, help and default come from the field. The class itself checks the values, so that a
-    wrong one gets the same sentence from every entry point.
+    The settings class itself checks the values, so a wrong one gets the same sentence from every entry point.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -79,7 +83,7 @@ def takes_settings(kind: type[BaseSettings]) -> Callable[[Callable[..., None]], 
 
 
 def checked(kind: type[S], options: Mapping[str, Any]) -> S:
-    """The settings of a command's options; a wrong value ends it as a mistake on the command line."""
+    """The settings of a command's options. A wrong value ends the command with one sentence and exit status 2."""
     try:
         return kind(**options)
     except ValidationError as exc:
@@ -89,7 +93,7 @@ def checked(kind: type[S], options: Mapping[str, Any]) -> S:
 
 
 def validation_sentence(error: ValidationError) -> str:
-    """The first contradiction: which option, what is wrong with it, and what came."""
+    """The first error: the option, the problem and the value."""
     first = error.errors()[0]
     return f"{flag_of(str(first['loc'][0]))}: {first['msg']}, got {first['input']!r}"
 
@@ -99,15 +103,22 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def fail(message: str, cause: Exception | None = None) -> NoReturn:
-    """End the command with one sentence on standard error and exit status 1."""
+def choose_from(value: str, choices: Iterable[str]) -> str:
+    """The end of a message about an unknown value: the closest choice, and all of them."""
+    known = list(choices)
+    close = get_close_matches(value, known, n=1)
+    return (f"did you mean {close[0]}? " if close else "") + f"choose from: {', '.join(known) or 'none'}"
+
+
+def fail(message: str, cause: Exception | None = None, status: int = 1) -> NoReturn:
+    """End the command with one sentence on standard error; `status` 2 is for a mistake on the command line."""
     import typer
     from rich.console import Console
 
     Console(stderr=True).print(
         f"error: {message}", style="bold red", highlight=False, soft_wrap=True, markup=False, emoji=False
     )
-    raise typer.Exit(1) from cause
+    raise typer.Exit(status) from cause
 
 
 def _option(field: FieldInfo) -> Option:
@@ -115,7 +126,7 @@ def _option(field: FieldInfo) -> Option:
 
 
 def _parameter(name: str, field: FieldInfo, prefix: str) -> inspect.Parameter:
-    import typer  # not above: a server process reads its settings without it, and listens the sooner
+    import typer  # not above: a server process reads its settings without typer, and so listens sooner
 
     kind: Any = field.annotation
     flag, metavar = flag_of(name), None
@@ -128,6 +139,7 @@ def _parameter(name: str, field: FieldInfo, prefix: str) -> inspect.Parameter:
         help=field.description,
         metavar=metavar,
         hidden=_option(field).hidden,
+        rich_help_panel=field.title,
     )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=field.default

@@ -6,7 +6,7 @@ that steps every 100 ms. Its device name says that it is not real.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from servers.gpu.readings import Connection, DeviceIdentity, EdgeReading, GpuProcess, Reading, SampleBatch, Status
@@ -116,10 +116,6 @@ class ScriptedReader:
             lost=LOST in failed.values(),
         )
 
-    def call_costs(self, index: int) -> Mapping[str, int]:
-        """None: nothing is called."""
-        return {}
-
     def close(self) -> None:
         """Nothing to release."""
 
@@ -181,10 +177,6 @@ class ScriptedMachine:
         """Of one GPU."""
         return self._gpus[index].edge(index)
 
-    def call_costs(self, index: int) -> Mapping[str, int]:
-        """None: nothing is called."""
-        return {}
-
     def close(self) -> None:
         """Nothing to release."""
 
@@ -210,10 +202,6 @@ class NullReader:
     def edge(self, index: int) -> EdgeReading:
         """There is none."""
         return EdgeReading(failed={"processes": "UNINITIALIZED"})
-
-    def call_costs(self, index: int) -> Mapping[str, int]:
-        """Nothing is called."""
-        return {}
 
     def close(self) -> None:
         """Nothing to release."""

@@ -1,8 +1,8 @@
-"""build_plan.py FOLDER: builds the TensorRT plan that FOLDER/request.json asks for, or leaves it when it is up to date.
+"""build_plan.py FOLDER: builds the TensorRT plan of FOLDER/request.json, unless it is up to date.
 
-Runs in NVIDIA's TensorRT image, so it needs nothing but Python's standard library and `tensorrt`. A plan serves only
-under the TensorRT build and on the GPU architecture that it was built with: FOLDER/triton-tensorrt.json says which
-TensorRT Triton has, and any other here is refused. API of TensorRT 10 and 11.
+Runs in NVIDIA's TensorRT image with Python's standard library and `tensorrt` only (API of versions 10 and 11). A plan
+loads only with the TensorRT build and GPU architecture that built it, so this refuses to build with another TensorRT
+than Triton's, which FOLDER/triton-tensorrt.json names.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ WORKSPACE_BYTES = 4 * 2**30
 
 
 class PlanError(Exception):
-    """No plan can be built; the message is one sentence with the remedy."""
+    """The plan cannot be built; the message is one sentence with the remedy."""
 
 
 def main(folder: Path) -> int:
-    """Exit status 1 with one sentence when there is to be a plan and there is none."""
+    """Exit status 1 with one sentence if the requested plan cannot be built."""
     try:
         sys.stdout.write(ensure_plan(folder) + "\n")
     except PlanError as exc:
@@ -31,18 +31,18 @@ def main(folder: Path) -> int:
 
 
 def ensure_plan(folder: Path) -> str:
-    """What was done, in a sentence. Raises `PlanError`."""
+    """Build the plan if necessary; returns a sentence about it. Raises `PlanError`."""
     request_path = folder / "request.json"
     if not request_path.exists():
-        return "no plan is asked for (TRITON_BACKENDS without tensorrt)"
+        return "no plan is needed (TRITON_BACKENDS has no tensorrt)"
     request = json.loads(request_path.read_text(encoding="utf-8"))
     import tensorrt
 
     serving = json.loads((folder / "triton-tensorrt.json").read_text(encoding="utf-8"))["tensorrt"]
     if serving != tensorrt.__version__:
         raise PlanError(
-            f"Triton serves with TensorRT {serving} and this image builds with {tensorrt.__version__}: a plan of one "
-            "does not load in the other; use images of the same month for both services in docker-compose.yml"
+            f"Triton uses TensorRT {serving} and this image has {tensorrt.__version__}: a plan of one does not load in "
+            "the other; set TRITON_IMAGE and TENSORRT_IMAGE in .env to the same month"
         )
     manifest = {
         "schema": SCHEMA,
@@ -65,7 +65,7 @@ def ensure_plan(folder: Path) -> str:
 
 
 def up_to_date(folder: Path, plan: Path, wanted: dict[str, Any]) -> bool:
-    """Whether the plan is there, whole, and built from and for the same."""
+    """Whether the plan is complete and was built from the same file for the same GPU."""
     try:
         known = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
         content = plan.read_bytes()
@@ -77,7 +77,7 @@ def up_to_date(folder: Path, plan: Path, wanted: dict[str, Any]) -> bool:
 
 
 def gpu() -> str:
-    """Name and compute capability of the GPU that the plan is for. Raises `PlanError`."""
+    """Name and compute capability of this GPU. Raises `PlanError`."""
     query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=True)
@@ -87,10 +87,10 @@ def gpu() -> str:
 
 
 def build(trt: Any, onnx: Path, request: dict[str, Any], timing_cache: Path) -> bytes:
-    """The serialised engine: one profile from 1 to the largest batch, tuned for the largest. Raises `PlanError`."""
+    """The serialised engine: one profile from batch 1 to the largest, tuned for the largest. Raises `PlanError`."""
     logger = trt.Logger(trt.Logger.INFO)
     builder = trt.Builder(logger)
-    # Always strongly typed in TensorRT 11; in 10 it has to be said, so that FP16 means the file's FP16.
+    # TensorRT 11 is always strongly typed; 10 needs the flag, so that FP16 means the FP16 of the file.
     flags = 0
     if hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):
         flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
@@ -98,7 +98,7 @@ def build(trt: Any, onnx: Path, request: dict[str, Any], timing_cache: Path) -> 
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(onnx)):
         errors = "; ".join(str(parser.get_error(index)) for index in range(parser.num_errors))
-        raise PlanError(f"TensorRT does not parse {onnx.name}: {errors}")
+        raise PlanError(f"TensorRT cannot parse {onnx.name}: {errors}")
     config = builder.create_builder_config()
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, WORKSPACE_BYTES)
     cache = config.create_timing_cache(timing_cache.read_bytes() if timing_cache.exists() else b"")

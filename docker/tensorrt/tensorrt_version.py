@@ -1,6 +1,6 @@
-"""tensorrt_version.py FILE: writes which TensorRT this image serves with, as the library itself says it.
+"""tensorrt_version.py FILE: writes the version of the TensorRT library in this image, as the library reports it.
 
-Runs in Triton's image, so it needs nothing beyond Python's standard library; the library loads without a GPU.
+Runs in Triton's image with Python's standard library only; the TensorRT library loads without a GPU.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ FOLDERS = (
 
 
 def candidates() -> list[str]:
-    """Libraries by full path, the newest major version first, then by the loader's own search."""
+    """Paths of the libraries, the newest major version first, then names for the loader's search."""
     found = {str(path) for folder in FOLDERS for path in Path(folder).glob("libnvinfer.so.*")}
 
     def major(path: str) -> int:
@@ -29,14 +29,14 @@ def candidates() -> list[str]:
 
 
 def read_version(name: str) -> str:
-    """As `11.2.1.2`. Raises OSError where the library is missing, AttributeError where it is older than 10."""
+    """The version as in `11.2.1.2`. Raises OSError if the library is missing, AttributeError if it is older than 10."""
     library = ctypes.CDLL(name)
     parts = ("Major", "Minor", "Patch", "Build")
     return ".".join(str(getattr(library, f"getInferLib{part}Version")()) for part in parts)
 
 
 def main() -> int:
-    """Exit status 1 when no library answers."""
+    """Exit status 1 if no library loads."""
     reasons = []
     for name in candidates():
         try:
@@ -49,7 +49,7 @@ def main() -> int:
         target.write_text(json.dumps({"tensorrt": version, "library": name}) + "\n", encoding="utf-8")
         sys.stdout.write(f"this image serves with TensorRT {version} ({name})\n")
         return 0
-    sys.stderr.write("no TensorRT library answers in this image:\n  " + "\n  ".join(reasons) + "\n")
+    sys.stderr.write("no TensorRT library loads in this image:\n  " + "\n  ".join(reasons) + "\n")
     return 1
 
 

@@ -1,4 +1,4 @@
-"""`abserve gpu-info` and `abserve gpu-exporter`: what the GPUs are and do, once or for Prometheus."""
+"""`abserve gpu-info` and `abserve gpu-exporter`: the GPUs and the device of a server, once or for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,44 +15,49 @@ import typer
 from pydantic import Field
 from pydantic_settings import BaseSettings
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from servers.defaults import HOST
-from servers.options import checked, settings_of, takes_settings
+from servers.options import checked, choose_from, fail, settings_of, takes_settings
 
 TIMEOUT_SECONDS = 10.0
+IS_IT_A_SERVER = "is it a server of the Open Inference Protocol?"
 
 
 def gpu_info(
     target: Annotated[
-        str | None, typer.Argument(help="URL of a native or a Triton server; this machine when left out.")
+        str | None, typer.Argument(help="URL of a native or Triton server; without it, this machine.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the document itself.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the document.", rich_help_panel="Output")] = False,
     model: Annotated[
-        str | None, typer.Option("--model", envvar="ABSERVE_MODEL", help="The model that Triton serves.")
+        str | None,
+        typer.Option(
+            "--model", envvar="ABSERVE_MODEL", help="Model of a Triton that serves several.", rich_help_panel="Target"
+        ),
     ] = None,
     log: Annotated[
         Path | None,
-        typer.Option("--log", exists=True, dir_okay=False, help="Triton's log: only it says where nodes were placed."),
+        typer.Option(
+            "--log", exists=True, dir_okay=False, rich_help_panel="Target",
+            help="Triton's log; only it shows which device executes each node.",
+        ),
     ] = None,
     exporter: Annotated[
-        str | None, typer.Option("--exporter", help="URL of the exporter beside Triton; this machine's driver if not.")
+        str | None,
+        typer.Option(
+            "--exporter", rich_help_panel="Target",
+            help="URL of the GPU exporter on Triton's machine; without it, this machine's driver.",
+        ),
     ] = None,
-) -> None:
-    """Show the GPUs, and what a server really executes on."""
+) -> None:  # fmt: skip
+    """Show the GPUs, and the device that a server executes on."""
     from servers.gpu.info import gpu_info as local_info
 
-    try:
-        document = local_info(None) if target is None else _remote_info(_url(target), model, log, exporter)
-    except _UnreachableError as exc:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(escape(str(exc)))
-        raise typer.Exit(1) from exc
-    console = Console(highlight=False, soft_wrap=True)
+    document = local_info(None) if target is None else _remote_info(_url(target), model, log, exporter)
     if as_json:
-        console.out(json.dumps(document, indent=2), highlight=False)
+        typer.echo(json.dumps(document, indent=2))
     else:
-        _show(console, document)
+        _show(document)
 
 
 class ExporterSettings(BaseSettings):
@@ -60,19 +65,18 @@ class ExporterSettings(BaseSettings):
 
     model_config = settings_of("ABSERVE_GPU_EXPORTER_")
 
-    host: str = Field(HOST, description="Address to listen on.")
-    port: int = Field(9445, ge=0, le=65535, description="0 takes a free one.")
+    host: str = Field(HOST, title="Target", description="Address to listen on.")
+    port: int = Field(9445, ge=0, le=65535, title="Target", description="Port to listen on; 0 takes a free one.")
 
 
 @takes_settings(ExporterSettings)
 def gpu_exporter(**options: object) -> None:
-    """Serve GPU metrics for Prometheus until stopped. Without a GPU it says nvml_up 0 and goes on looking."""
+    """Serve GPU and host metrics for Prometheus until stopped. Without a GPU it reports nvml_up 0 and keeps trying."""
     from servers.gpu.exporter import GpuExporter, GpuPolling
     from servers.gpu.nvml import NvmlReader
     from servers.gpu.readings import SENTENCES
 
     settings = checked(ExporterSettings, options)
-    console = Console(highlight=False, soft_wrap=True)
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
@@ -80,72 +84,81 @@ def gpu_exporter(**options: object) -> None:
     try:
         running = GpuExporter(polling, settings.host, settings.port)
     except OSError as exc:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"cannot listen on {settings.host}:{settings.port}: {exc.strerror or exc}; choose another --port or --host"
-        )
-        raise typer.Exit(1) from exc
-    console.print(f"GPU metrics on http://{settings.host}:{running.port}/metrics. {SENTENCES[polling.state.status]}")
+        message = f"cannot listen on {settings.host}:{settings.port}: {exc.strerror or exc}"
+        fail(f"{message}; choose another --port or --host, for example --port {settings.port + 1}", exc, status=2)
+    typer.echo(f"GPU metrics on http://{settings.host}:{running.port}/metrics. {SENTENCES[polling.status]}")
     ended.wait()
     running.close()
 
 
 def _url(target: str) -> str:
-    """HOST:PORT is taken for HTTP, as `abserve compare` takes it."""
+    """HOST:PORT means HTTP, as in `abserve compare`."""
     return (target if "://" in target else f"http://{target}").rstrip("/")
 
 
-class _UnreachableError(Exception):
-    """A server that was asked does not answer, or not as it should; the message says what to do."""
-
-
 def _remote_info(url: str, model: str | None, log: Path | None, exporter: str | None) -> Mapping[str, Any]:
-    """The server's own document, or Triton's made up."""
-    from servers.gpu.info import ExporterReader, triton_info
+    """The document of a native server, or the one assembled for a Triton."""
+    from servers.gpu.info import gpu_info as local_info
+    from servers.gpu.info import triton_info
     from servers.models.registry import DEFAULT_MODEL
 
     own = _get(f"{url}/gpu-info", optional=True)
     if own is not None:
         return _object(own, f"{url}/gpu-info")
     server = _object(_get(f"{url}/v2") or b"", f"{url}/v2")
-    name = model or DEFAULT_MODEL
+    served = [] if model else _models(url)
+    name = model or (served[0] if len(served) == 1 else DEFAULT_MODEL)
     config = _get(f"{url}/v2/models/{name}/config", optional=True)
     if config is None:
-        raise _UnreachableError(f"{url} serves no model {name}; name its model with --model")
-    reader = None
+        fail(f"{url} serves no model {name!r}; give --model: {choose_from(name, served or _models(url))}", status=2)
+    machine: Mapping[str, Any] = local_info(None)
     if exporter is not None:
-        scraped = f"{_url(exporter).removesuffix('/metrics')}/metrics"
-        reader = ExporterReader((_get(scraped) or b"").decode("utf-8", "replace"))
+        source = f"{_url(exporter).removesuffix('/metrics')}/gpu-info"
+        machine = _object(_get(source) or b"", source)
+        devices = machine.get("devices")
+        if not isinstance(devices, list) or not all(isinstance(one, dict) and "uuid" in one for one in devices):
+            fail(f"{source} is not a /gpu-info document; give --exporter the URL of abserve gpu-exporter")
     text = None if log is None else log.read_text(encoding="utf-8", errors="replace")
-    return triton_info(server, _object(config, f"{url}/v2/models/{name}/config"), text, reader)
+    return triton_info(server, _object(config, f"{url}/v2/models/{name}/config"), text, machine)
 
 
-def _get(url: str, *, optional: bool = False) -> bytes | None:
-    """The body of a good answer. `optional`: None where the server answers, but has no such route."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as every other request to a server here
+def _models(url: str) -> list[str]:
+    """The models in Triton's repository; none if it does not list them."""
     try:
-        with direct.open(url, timeout=TIMEOUT_SECONDS) as answer:
-            return bytes(answer.read())
+        found = json.loads(_get(f"{url}/v2/repository/index", data=b"{}", optional=True) or b"[]")
+        return [str(one["name"]) for one in found]
+    except (ValueError, TypeError, KeyError):
+        return []
+
+
+def _get(url: str, *, data: bytes | None = None, optional: bool = False) -> bytes | None:
+    """The body of a good response. `optional`: None if the server has no such route."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy, as for every server here
+    try:
+        with direct.open(url, data, timeout=TIMEOUT_SECONDS) as response:
+            return bytes(response.read())
     except urllib.error.HTTPError as exc:
         if optional and exc.code in (400, 404, 405):
             return None
-        raise _UnreachableError(f"{url} answers {exc.code}; is it a server of the Open Inference Protocol?") from exc
+        fail(f"{url} answers {exc.code}; {IS_IT_A_SERVER}", exc)
     except (OSError, ValueError) as exc:
         reason = getattr(exc, "reason", exc)
         said = getattr(reason, "strerror", None) or reason
-        raise _UnreachableError(f"{url} does not answer ({said}); start the server or correct the URL") from exc
+        fail(f"{url} does not answer ({said}); start the server or correct the URL", exc)
 
 
 def _object(body: bytes, url: str) -> Mapping[str, Any]:
     try:
         document = json.loads(body)
     except ValueError as exc:
-        raise _UnreachableError(f"{url} answers no JSON; is it a server of the Open Inference Protocol?") from exc
+        fail(f"{url} does not answer with JSON; {IS_IT_A_SERVER}", exc)
     if not isinstance(document, dict):
-        raise _UnreachableError(f"{url} answers no JSON object; is it a server of the Open Inference Protocol?")
+        fail(f"{url} does not answer with a JSON object; {IS_IT_A_SERVER}")
     return document
 
 
-def _show(console: Console, document: Mapping[str, Any]) -> None:
+def _show(document: Mapping[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True, markup=False)  # the texts come from another program
     console.print(document.get("message") or document.get("status"))
     nvml = document.get("nvml") or {}
     if nvml.get("driver_version"):
@@ -165,7 +178,7 @@ def _show(console: Console, document: Mapping[str, Any]) -> None:
         )
         for name in ("params_by_device", "ep_nodes", "cpu_time_ratio", "cpu_non_shape_ops"):
             if placement.get(name) is not None:
-                console.print(f"  {name}: {escape(json.dumps(placement[name]))}")
+                console.print(f"  {name}: {json.dumps(placement[name])}")
 
 
 def _row(device: Mapping[str, Any]) -> tuple[str, ...]:
@@ -176,7 +189,7 @@ def _row(device: Mapping[str, Any]) -> tuple[str, ...]:
     processes = device.get("processes")
     return (
         str(device.get("index")),
-        escape(str(device.get("name") or "–")) + (" (MIG)" if device.get("mig_enabled") else ""),
+        str(device.get("name") or "–") + (" (MIG)" if device.get("mig_enabled") else ""),
         str(device.get("uuid") or "–"),
         shown("utilization_ratio", 100, "%"),
         shown("power_watts", 1, "W"),

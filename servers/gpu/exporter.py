@@ -1,21 +1,25 @@
-"""GPU metrics for Prometheus, prefix `nvml_`: families built fresh from one immutable snapshot at each scrape.
+"""GPU metrics (prefix `nvml_`) and host metrics (prefix `host_`) for Prometheus.
 
-What could not be read is absent, never 0; without a GPU there is `nvml_up 0` and nothing that looks like one.
+A value that could not be read is absent, never 0. Without a GPU there is `nvml_up 0` and no series of a device.
 """
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from time import monotonic_ns, time_ns
-from typing import Literal
+from typing import Any, Literal
 
+import psutil
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from servers.gpu.info import gpu_info
 from servers.gpu.readings import (
     CLOCK_EVENTS,
     Connection,
@@ -30,108 +34,157 @@ from servers.gpu.recording import Intervals, Recording
 
 POLL_SECONDS = 1.0
 PERMANENT_CODES = frozenset({"NOT_SUPPORTED", "FUNCTION_NOT_FOUND"})
-"""Counted once per device and call: they say what a device is, not that something went wrong again."""
+"""Counted once per device and call: they describe the device and are not a new failure each time."""
 LONGEST_SAMPLE_S = 1.0
-"""A utilisation sample stands for at most so long (nvmlDeviceGetUtilizationRates: 1/6 to 1 s)."""
+"""A utilisation sample covers at most this time (nvmlDeviceGetUtilizationRates: 1/6 to 1 s)."""
+CPU_MODES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+"""Together all CPU time: the kernel counts guests as user time, too."""
+
+Labels = tuple[str, ...]
+_CLOCK_SETTINGS = ("applications_clocks", "sync_boost", "display_clocks")
+"""Clock events that an administrator chose; they have no series."""
+_PCIE_COUNTERS = frozenset({"pcie_transmit_bytes", "pcie_receive_bytes"})
 
 
 @dataclass(frozen=True, slots=True)
 class MetricDefinition:
-    """One family; a counter's name ends in `_total`."""
+    """One family. `quantities` maps the labels after `uuid` to the value of a device that they show."""
 
     name: str
     kind: Literal["gauge", "counter"]
-    labels: tuple[str, ...]
+    labels: Labels
     help: str
+    quantities: Mapping[Labels, str] = field(default_factory=dict)
+
+    def family(self, points: Mapping[Labels, float]) -> Metric:
+        """The family with a value for each set of labels."""
+        kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
+        family: Metric = kind(self.name, self.help, labels=self.labels)
+        for labels, value in points.items():
+            family.add_metric(labels, value)  # type: ignore[attr-defined]  # both kinds have it, their base has not
+        return family
 
 
-_UUID = ("uuid",)
+def _gauge(name: str, quantity: str, text: str) -> MetricDefinition:
+    return MetricDefinition(name, "gauge", ("uuid",), text, {(): quantity})
+
+
+def _counter(name: str, quantity: str, text: str) -> MetricDefinition:
+    return MetricDefinition(name, "counter", ("uuid",), text, {(): quantity})
+
+
 DEFINITIONS = (
-    MetricDefinition("nvml_up", "gauge", (), "1 when the NVIDIA driver answers for every GPU."),
+    MetricDefinition("nvml_up", "gauge", (), "1 if the NVIDIA driver answers for every GPU."),
     MetricDefinition("nvml_last_success_timestamp_seconds", "gauge", (), "When every GPU was last read."),
-    MetricDefinition("nvml_collect_duration_seconds", "gauge", (), "What the last reading took."),
+    MetricDefinition("nvml_collect_duration_seconds", "gauge", (), "Duration of the last reading."),
     MetricDefinition("nvml_errors_total", "counter", ("call", "code"), "Failed calls; unsupported ones count once."),
     MetricDefinition(
         "nvml_device_info", "gauge",
         ("uuid", "index", "name", "driver_version", "cuda_version", "pci_bus_id", "mig"), "Identity; always 1.",
     ),
-    MetricDefinition("nvml_device_utilization_ratio", "gauge", _UUID, "Share of time with a kernel running."),
-    MetricDefinition("nvml_device_memory_utilization_ratio", "gauge", _UUID, "Share of time with memory traffic."),
-    MetricDefinition("nvml_device_busy_seconds_total", "counter", _UUID, "Integral of the utilisation samples."),
-    MetricDefinition("nvml_device_observed_seconds_total", "counter", _UUID, "Time that those samples cover."),
-    MetricDefinition("nvml_device_energy_joules_total", "counter", _UUID, "Since the driver was loaded."),
-    MetricDefinition("nvml_device_power_watts", "gauge", _UUID, "On Ampere and later the mean of the last second."),
-    MetricDefinition("nvml_device_power_limit_watts", "gauge", _UUID, "The enforced limit."),
-    MetricDefinition("nvml_device_memory_used_bytes", "gauge", _UUID, "By all processes and the driver."),
-    MetricDefinition("nvml_device_memory_total_bytes", "gauge", _UUID, "Of the device."),
-    MetricDefinition("nvml_device_clock_hertz", "gauge", ("uuid", "clock"), "Of graphics, sm and memory."),
-    MetricDefinition("nvml_device_clock_event_active", "gauge", ("uuid", "reason"), "1: it holds the clocks down now."),
-    MetricDefinition(
-        "nvml_device_clock_event_seconds_total", "counter", ("uuid", "reason"), "Clocks held down so long by it."
+    _gauge("nvml_device_utilization_ratio", "utilization_ratio", "Share of time with a kernel running."),
+    _gauge(
+        "nvml_device_memory_utilization_ratio", "memory_utilization_ratio", "Share of time with memory traffic."
     ),
-    MetricDefinition("nvml_device_temperature_celsius", "gauge", _UUID, "Of the die."),
-    MetricDefinition("nvml_device_pcie_bytes_total", "counter", ("uuid", "direction"), "Since the exporter started."),
-    MetricDefinition("nvml_device_ecc_errors_total", "counter", ("uuid", "type"), "Since the driver was loaded."),
-    MetricDefinition("nvml_device_compute_processes", "gauge", _UUID, "With a context; a container may hide them."),
-    MetricDefinition("nvml_gpm_sm_active_ratio", "gauge", _UUID, "Share of the SMs' time with work."),
-    MetricDefinition("nvml_gpm_tensor_active_ratio", "gauge", _UUID, "Share of it with tensor operations."),
-    MetricDefinition("nvml_gpm_dram_active_ratio", "gauge", _UUID, "Share of the memory's bandwidth."),
+    _counter("nvml_device_busy_seconds_total", "busy_seconds", "Integral of the utilisation samples."),
+    _counter("nvml_device_observed_seconds_total", "observed_seconds", "Time that the samples cover."),
+    _counter("nvml_device_energy_joules_total", "energy_joules", "Energy since the driver was loaded."),
+    _gauge("nvml_device_power_watts", "power_watts", "Power; from Ampere on the mean of the last second."),
+    _gauge("nvml_device_power_limit_watts", "power_limit_watts", "Enforced power limit."),
+    _gauge("nvml_device_memory_used_bytes", "memory_used_bytes", "Memory used by all processes and the driver."),
+    _gauge("nvml_device_memory_total_bytes", "memory_total_bytes", "Memory of the device."),
+    MetricDefinition(
+        "nvml_device_clock_hertz", "gauge", ("uuid", "clock"), "Current clock.",
+        {(clock,): f"{clock}_clock_hertz" for clock in ("graphics", "sm", "memory")},
+    ),
+    MetricDefinition(
+        "nvml_device_clock_event_active", "gauge", ("uuid", "reason"), "1 if this reason lowers the clocks now.",
+        {(reason,): f"clock_event_{reason}" for reason in CLOCK_EVENTS.values() if reason not in _CLOCK_SETTINGS},
+    ),
+    MetricDefinition(
+        "nvml_device_clock_event_seconds_total", "counter", ("uuid", "reason"), "Time with clocks lowered for this.",
+        {
+            (reason,): f"{reason}_seconds"
+            for reason in ("software_power_cap", "software_thermal", "hardware_thermal", "power_brake")
+        },
+    ),
+    _gauge("nvml_device_temperature_celsius", "temperature_celsius", "Temperature of the die."),
+    MetricDefinition(
+        "nvml_device_pcie_bytes_total", "counter", ("uuid", "direction"), "PCIe traffic since the exporter started.",
+        {("transmit",): "pcie_transmit_bytes", ("receive",): "pcie_receive_bytes"},
+    ),
+    MetricDefinition(
+        "nvml_device_ecc_errors_total", "counter", ("uuid", "type"), "ECC errors since the driver was loaded.",
+        {("corrected",): "ecc_corrected", ("uncorrected",): "ecc_uncorrected"},
+    ),
+    _gauge("nvml_device_compute_processes", "compute_processes", "Processes with a context that the driver shows."),
+    _gauge("nvml_gpm_sm_active_ratio", "sm_active_ratio", "Share of time in which the SMs had work."),
+    _gauge("nvml_gpm_tensor_active_ratio", "tensor_active_ratio", "Share of time with tensor operations."),
+    _gauge("nvml_gpm_dram_active_ratio", "dram_active_ratio", "Share of the memory bandwidth that was used."),
 )  # fmt: skip
-"""Every family that there is, in the order of the scrape."""
+"""Every GPU family, in the order of the scrape."""
 
-_QUANTITIES = {
-    "nvml_device_utilization_ratio": "utilization_ratio",
-    "nvml_device_memory_utilization_ratio": "memory_utilization_ratio",
-    "nvml_device_energy_joules_total": "energy_joules",
-    "nvml_device_power_watts": "power_watts",
-    "nvml_device_power_limit_watts": "power_limit_watts",
-    "nvml_device_memory_used_bytes": "memory_used_bytes",
-    "nvml_device_memory_total_bytes": "memory_total_bytes",
-    "nvml_device_temperature_celsius": "temperature_celsius",
-    "nvml_gpm_sm_active_ratio": "sm_active_ratio",
-    "nvml_gpm_tensor_active_ratio": "tensor_active_ratio",
-    "nvml_gpm_dram_active_ratio": "dram_active_ratio",
-}
-_CLOCK_SETTINGS = ("applications_clocks", "sync_boost", "display_clocks")
-"""Clock events that are choices of whoever runs the machine; they have no series."""
-_CLOCKS = ("graphics", "sm", "memory")
-_TIMED_EVENTS = ("software_power_cap", "software_thermal", "hardware_thermal", "power_brake")
-_DIRECTIONS = {"transmit": "pcie_transmit_bytes", "receive": "pcie_receive_bytes"}
-
-Point = tuple[tuple[str, ...], float]
+HOST_DEFINITIONS = (
+    MetricDefinition("host_cpu_seconds_total", "counter", ("mode",), "CPU time of all cores since the boot."),
+    MetricDefinition("host_memory_total_bytes", "gauge", (), "Memory of the machine."),
+    MetricDefinition("host_memory_available_bytes", "gauge", (), "Memory that programs can get without swapping."),
+)
+"""Every host family. In a container they show the whole machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceState:
-    """One GPU. `values` as `Reading.values`; only what could be read last time."""
+class _Device:
+    """The newest values of one GPU. The counters outlast the loss of the GPU."""
 
-    identity: DeviceIdentity
-    values: Mapping[str, float] = field(default_factory=dict)
-    busy_s: float | None = None
-    observed_s: float | None = None
-    pcie_bytes: Mapping[str, float] = field(default_factory=dict)
-    ecc_errors: Mapping[str, int] | None = None
-    compute_processes: int | None = None
+    def __init__(self) -> None:
+        self.counters: defaultdict[str, float] = defaultdict(float)
+        self.forget_readings()
+
+    def forget_readings(self) -> None:
+        """After the library was opened again: a reloaded driver counts from 0, which is not a counter wrap."""
+        self._reading: dict[str, float] = {}
+        self._edge: dict[str, float] = {}
+        self._last_sample_ns: int | None = None
+        self._last_pcie: dict[str, float] = {}
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Every value by its quantity."""
+        return {**self._reading, **self._edge, **self.counters}
+
+    def take(self, answer: Reading | SampleBatch | EdgeReading) -> None:
+        """Keep one answer of the reader."""
+        match answer:
+            case Reading(values):
+                self._reading = dict(values)
+                for name, value in values.items():
+                    if name.endswith("_ns"):
+                        self._reading[f"{name.removesuffix('_ns')}_seconds"] = value / 1e9
+                if "clock_event_reasons" in values:
+                    mask = int(values["clock_event_reasons"])
+                    self._reading |= {
+                        f"clock_event_{name}": float(bool(mask & bit)) for bit, name in CLOCK_EVENTS.items()
+                    }
+                for name in _PCIE_COUNTERS & values.keys():
+                    before = self._last_pcie.get(name, values[name])
+                    wrapped = (2.0**32 if before < 2**32 else 2.0**64) if values[name] < before else 0.0
+                    self.counters[name] += values[name] - before + wrapped
+                    self._last_pcie[name] = values[name]
+            case SampleBatch(samples):  # each is a share that ends at a time in ns
+                for at_ns, share in samples:
+                    length_s = min((at_ns - (self._last_sample_ns or at_ns)) / 1e9, LONGEST_SAMPLE_S)
+                    self.counters["busy_seconds"] += share * length_s
+                    self.counters["observed_seconds"] += length_s
+                    self._last_sample_ns = at_ns
+            case EdgeReading(processes, ecc_errors):
+                self._edge = {f"ecc_{kind}": count for kind, count in (ecc_errors or {}).items()}
+                if processes is not None:
+                    self._edge["compute_processes"] = len(processes)
 
 
-@dataclass(frozen=True, slots=True)
-class GpuState:
-    """Everything that a scrape shows. `errors`: (call, code) → times."""
+class GpuPolling(Collector):
+    """Call `poll` about once per second from one thread; `collect` works from any thread.
 
-    status: Status
-    driver_version: str | None = None
-    cuda_version: str | None = None
-    devices: tuple[DeviceState, ...] = ()
-    last_success_s: float | None = None
-    collect_s: float = 0.0
-    errors: Mapping[tuple[str, str], int] = field(default_factory=dict)
-
-
-class GpuPolling:
-    """`poll` at about 1 Hz from one thread; `state` from any: the newest reading of all GPUs, as one immutable record.
-
-    Counters that the driver does not keep are kept here: busy and observed seconds (the integral of its sample buffer),
-    bytes over PCIe (its counters wrap) and failed calls. They outlast the loss of a GPU.
+    Keeps the counters that the driver does not: busy and observed seconds, PCIe bytes (the driver's wrap) and errors.
     """
 
     def __init__(
@@ -142,135 +195,119 @@ class GpuPolling:
         self._wall_ns = wall_ns
         self._recording: Recording | None = None
         self._connection: Connection | None = None
-        self._last_sample_ns: dict[str, int] = {}
-        self._last_pcie: dict[tuple[str, str], float] = {}
         self._permanent: set[tuple[str, str]] = set()
-        self._errors: dict[tuple[str, str], int] = {}
-        self._devices: dict[str, DeviceState] = {}  # by UUID
-        self.state = GpuState(status="error")
+        self._errors: Counter[tuple[str, ...]] = Counter()
+        self._devices: defaultdict[str, _Device] = defaultdict(_Device)  # by UUID
+        self._last_success: dict[Labels, float] = {}
+        self.status: Status = "error"
+        self.points: Mapping[str, Mapping[Labels, float]] = {}
+        """By family and labels; replaced as a whole by each poll."""
 
     def poll(self) -> None:
-        """Read what is due and publish it; after a loss try to open the library again."""
+        """Read what is due and publish it. After the loss of a GPU, try to open the library again."""
         start_ns = self._clock_ns()
         if self._recording is None:
             intervals = Intervals(reconnect=POLL_SECONDS)
             self._recording = Recording(self._reader, intervals, self._clock_ns, self._wall_ns, self._observe)
-            self._connection = self._recording.connection
             self._recording.edge("first")
         else:
             self._recording.tick()
-        if self._recording.connection is not self._connection:
-            self._connection = self._recording.connection
-            self._forget_readings()
-            self._recording.tick()
-        connection, status = self._recording.connection, self._recording.status
-        self.state = GpuState(
-            status=status,
-            driver_version=connection.driver_version,
-            cuda_version=connection.cuda_driver_version,
-            devices=tuple(self._devices[identity.uuid] for identity in self._recording.devices),
-            last_success_s=self._wall_ns() / 1e9 if status == "ok" else self.state.last_success_s,
-            collect_s=(self._clock_ns() - start_ns) / 1e9,
-            errors=dict(self._errors),
-        )
+            if self._recording.connection is not self._connection:
+                for device in self._devices.values():
+                    device.forget_readings()
+                self._recording.tick()
+        self._connection, self.status = self._recording.connection, self._recording.status
+        if self.status == "ok":
+            self._last_success = {(): self._wall_ns() / 1e9}
+        points: dict[str, Mapping[Labels, float]] = {
+            "nvml_up": {(): float(self.status == "ok")},
+            "nvml_last_success_timestamp_seconds": self._last_success,
+            "nvml_collect_duration_seconds": {(): (self._clock_ns() - start_ns) / 1e9},
+            "nvml_errors_total": dict(sorted(self._errors.items())),
+            "nvml_device_info": {_identity(one, self._connection): 1.0 for one in self._recording.devices},
+        }
+        values = {identity.uuid: self._devices[identity.uuid].values for identity in self._recording.devices}
+        for definition in DEFINITIONS:
+            if definition.quantities:
+                points[definition.name] = {
+                    (uuid, *labels): found[quantity]
+                    for uuid, found in values.items()
+                    for labels, quantity in definition.quantities.items()
+                    if quantity in found
+                }
+        self.points = points
+
+    def collect(self) -> Iterator[Metric]:
+        """Every GPU family that has a value."""
+        points = self.points
+        for definition in DEFINITIONS:
+            if points.get(definition.name):
+                yield definition.family(points[definition.name])
 
     def close(self) -> None:
         """Release the library."""
         self._reader.close()
 
-    def _forget_readings(self) -> None:
-        """The library was opened again: a driver that was loaded again counts from 0, which is no wrap."""
-        self._last_pcie.clear()
-        self._last_sample_ns.clear()
-        for uuid, device in self._devices.items():
-            self._devices[uuid] = replace(device, values={}, ecc_errors=None, compute_processes=None)
-
     def _observe(self, identity: DeviceIdentity, answer: Reading | SampleBatch | EdgeReading) -> None:
-        """Take over one answer of the reader."""
-        device = replace(self._devices.get(identity.uuid, DeviceState(identity)), identity=identity)
-        self._count_failures(identity.uuid, answer.failed)
-        match answer:
-            case Reading():
-                device = replace(device, values=answer.values, pcie_bytes=self._pcie(device, answer.values))
-            case SampleBatch():
-                device = self._add_samples(device, answer.samples)
-            case EdgeReading():
-                count = None if answer.processes is None else len(answer.processes)
-                device = replace(device, ecc_errors=answer.ecc_errors, compute_processes=count)
-        self._devices[identity.uuid] = device
-
-    def _add_samples(self, device: DeviceState, samples: Sequence[tuple[int, float]]) -> DeviceState:
-        """`samples` are new and end at a time in ns."""
-        if not samples:
-            return device
-        uuid = device.identity.uuid
-        busy_s, observed_s, last_ns = device.busy_s or 0.0, device.observed_s or 0.0, self._last_sample_ns.get(uuid)
-        for at_ns, share in samples:
-            length_s = 0.0 if last_ns is None else min((at_ns - last_ns) / 1e9, LONGEST_SAMPLE_S)
-            busy_s += share * length_s
-            observed_s += length_s
-            last_ns = at_ns
-        self._last_sample_ns[uuid] = samples[-1][0]
-        return replace(device, busy_s=busy_s, observed_s=observed_s)
-
-    def _pcie(self, device: DeviceState, values: Mapping[str, float]) -> dict[str, float]:
-        totals = dict(device.pcie_bytes)
-        for name in _DIRECTIONS.values():
-            if name not in values:
-                continue
-            key = (device.identity.uuid, name)
-            now, before = values[name], self._last_pcie.get(key)
-            self._last_pcie[key] = now
-            if before is None:
-                totals.setdefault(name, 0.0)
-            else:
-                wrapped = 2.0**32 if before < 2**32 else 2.0**64
-                totals[name] = totals.get(name, 0.0) + (now - before if now >= before else now - before + wrapped)
-        return totals
-
-    def _count_failures(self, uuid: str, failed: Mapping[str, str]) -> None:
-        for call, code in failed.items():
+        for call, code in answer.failed.items():
             if code in PERMANENT_CODES:
-                if (uuid, call) in self._permanent:
+                if (identity.uuid, call) in self._permanent:
                     continue
-                self._permanent.add((uuid, call))
-            self._errors[call, code] = self._errors.get((call, code), 0) + 1
+                self._permanent.add((identity.uuid, call))
+            self._errors[call, code] += 1
+        self._devices[identity.uuid].take(answer)
 
 
-class GpuCollector(Collector):
-    """Shows a `GpuPolling`'s newest state."""
+def _identity(identity: DeviceIdentity, connection: Connection) -> Labels:
+    mig = {None: "", True: "true", False: "false"}[identity.mig_enabled]
+    known = (identity.name, connection.driver_version, connection.cuda_driver_version, identity.pci_bus_id)
+    return (identity.uuid, str(identity.index), *(text or "" for text in known), mig)
 
-    def __init__(self, polling: GpuPolling) -> None:
-        self._polling = polling
 
-    def collect(self) -> Iterable[Metric]:
-        """All families that have a value."""
-        state = self._polling.state
-        points: dict[str, list[Point]] = {}
-        for name, labels, value in _points(state):
-            points.setdefault(name, []).append((labels, value))
-        for definition in DEFINITIONS:
-            if definition.name in points:
-                yield _family(definition, points[definition.name])
+class HostCollector(Collector):
+    """CPU time and memory of the machine, read at each scrape."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Every host family. A mode that the kernel does not report is absent."""
+        cpu, memory = psutil.cpu_times(), psutil.virtual_memory()
+        points: tuple[dict[Labels, float], ...] = (
+            {(mode,): getattr(cpu, mode) for mode in CPU_MODES if hasattr(cpu, mode)},
+            {(): memory.total},
+            {(): memory.available},
+        )
+        for definition, found in zip(HOST_DEFINITIONS, points, strict=True):
+            yield definition.family(found)
 
 
 class GpuExporter:
-    """Polls in a thread of its own and answers scrapes. Stop it with `close`."""
+    """Polls in its own thread and answers scrapes until `close`."""
 
     def __init__(self, polling: GpuPolling, host: str, port: int) -> None:
-        """Binds at once; raises `OSError`. Port 0 takes a free one."""
+        """Listens at once; port 0 takes a free one. Raises `OSError`."""
         self._polling = polling
         registry = CollectorRegistry()
-        registry.register(GpuCollector(polling))
+        registry.register(polling)
+        registry.register(HostCollector())
         polling.poll()
         self._server, self._server_thread = start_http_server(port, host, registry)
+        metrics = self._server.get_app()
+        assert metrics is not None  # `start_http_server` has set it
+
+        def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+            """The metrics, and at /gpu-info the document for a Triton on this machine, which does not offer one."""
+            if environ["PATH_INFO"] != "/gpu-info":
+                return metrics(environ, start_response)
+            start_response("200 OK", [("Content-Type", "application/json")])
+            return [json.dumps(gpu_info(None)).encode()]
+
+        self._server.set_app(answer)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="gpu-polling", daemon=True)
         self._thread.start()
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port that it listens on."""
         return int(self._server.server_port)
 
     def close(self) -> None:
@@ -285,59 +322,3 @@ class GpuExporter:
     def _poll(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
             self._polling.poll()
-
-
-def _family(definition: MetricDefinition, points: Iterable[Point]) -> Metric:
-    kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
-    family: Metric = kind(definition.name, definition.help, labels=definition.labels)
-    for labels, value in points:
-        family.add_metric(labels, value)  # type: ignore[attr-defined]  # both kinds have it, their base has not
-    return family
-
-
-def _points(state: GpuState) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    yield "nvml_up", (), float(state.status == "ok")
-    if state.last_success_s is not None:
-        yield "nvml_last_success_timestamp_seconds", (), state.last_success_s
-    yield "nvml_collect_duration_seconds", (), state.collect_s
-    for (call, code), count in sorted(state.errors.items()):
-        yield "nvml_errors_total", (call, code), count
-    for device in state.devices:
-        yield "nvml_device_info", _identity(state, device), 1.0
-        yield from _device_points(device)
-
-
-def _device_points(device: DeviceState) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    uuid, values = device.identity.uuid, device.values
-    for name, quantity in _QUANTITIES.items():
-        if quantity in values:
-            yield name, (uuid,), values[quantity]
-    if device.busy_s is not None and device.observed_s is not None:
-        yield "nvml_device_busy_seconds_total", (uuid,), device.busy_s
-        yield "nvml_device_observed_seconds_total", (uuid,), device.observed_s
-    for clock in _CLOCKS:
-        if f"{clock}_clock_hertz" in values:
-            yield "nvml_device_clock_hertz", (uuid, clock), values[f"{clock}_clock_hertz"]
-    if "clock_event_reasons" in values:
-        mask = int(values["clock_event_reasons"])
-        for bit, reason in CLOCK_EVENTS.items():
-            if reason not in _CLOCK_SETTINGS:
-                yield "nvml_device_clock_event_active", (uuid, reason), float(bool(mask & bit))
-    for reason in _TIMED_EVENTS:
-        if f"{reason}_ns" in values:
-            yield "nvml_device_clock_event_seconds_total", (uuid, reason), values[f"{reason}_ns"] / 1e9
-    for direction, quantity in _DIRECTIONS.items():
-        if quantity in device.pcie_bytes:
-            yield "nvml_device_pcie_bytes_total", (uuid, direction), device.pcie_bytes[quantity]
-    for kind, count in (device.ecc_errors or {}).items():
-        yield "nvml_device_ecc_errors_total", (uuid, kind), count
-    if device.compute_processes is not None:
-        yield "nvml_device_compute_processes", (uuid,), device.compute_processes
-
-
-def _identity(state: GpuState, device: DeviceState) -> tuple[str, ...]:
-    identity = device.identity
-    mig = {None: "", True: "true", False: "false"}[identity.mig_enabled]
-    known = (identity.name, state.driver_version, state.cuda_version, identity.pci_bus_id)
-    name, driver, cuda, bus = (text or "" for text in known)
-    return (identity.uuid, str(identity.index), name, driver, cuda, bus, mig)

@@ -1,11 +1,10 @@
-"""Reads NVIDIA GPUs: the only importer of `pynvml`, and the one place where its failures become a status."""
+"""Reads NVIDIA GPUs: the only importer of `pynvml`, and the only place that turns its errors into a status."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import isfinite
-from statistics import median
-from time import perf_counter_ns
 from typing import Any, TypeVar
 
 import pynvml
@@ -14,9 +13,8 @@ from servers.gpu.readings import Connection, DeviceIdentity, EdgeReading, GpuPro
 from servers.gpu.selection import select_devices
 
 T = TypeVar("T")
-COST_REPETITIONS = 3
 ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
-"""All that a call may raise: the second one is not a subclass of the first."""
+"""Every exception of a call: the second is not a subclass of the first."""
 
 _STATUS: Mapping[int, Status] = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "no_library",
@@ -42,11 +40,9 @@ _IDENTITY_CALLS: Mapping[str, Callable[[Any], Any]] = {
     "pcie_gen": pynvml.nvmlDeviceGetCurrPcieLinkGeneration,
     "pcie_width": pynvml.nvmlDeviceGetCurrPcieLinkWidth,
 }
-"""The fields of a `DeviceIdentity` but its index and UUID, each with the call that reads it."""
+"""The call for each field of a `DeviceIdentity` except its index and UUID."""
 
 Values = dict[str, float]
-Partial = tuple[Values, dict[str, str]]
-"""What was read, and the error code of each part that was not."""
 
 _CLOCKS = {
     "graphics_clock_hertz": pynvml.NVML_CLOCK_GRAPHICS,
@@ -88,7 +84,7 @@ def _single(name: str, call: Callable[[Any], float]) -> Callable[[Any], Values]:
 
 
 _READING_CALLS: Mapping[str, Callable[[Any], Values]] = {
-    # Energy first: its moment is the one that a reading is stamped with.
+    # Energy first: the time stamp of a reading is that of its energy.
     "energy": _single("energy_joules", lambda h: pynvml.nvmlDeviceGetTotalEnergyConsumption(h) / 1e3),
     "power": _single("power_watts", lambda h: pynvml.nvmlDeviceGetPowerUsage(h) / 1e3),
     "power_limit": _single("power_limit_watts", lambda h: pynvml.nvmlDeviceGetEnforcedPowerLimit(h) / 1e3),
@@ -100,11 +96,11 @@ _READING_CALLS: Mapping[str, Callable[[Any], Values]] = {
         "temperature_celsius", lambda h: pynvml.nvmlDeviceGetTemperature(h, pynvml.NVML_TEMPERATURE_GPU)
     ),
 }
-"""What one second's reading consists of, besides `_read_field_values` and GPM."""
+"""The calls of one reading, besides `_read_field_values` and GPM."""
 
 
-def _read_field_values(handle: Any) -> Partial:
-    """Throttle times and PCIe counters, in one call that does not block."""
+def _read_field_values(handle: Any) -> tuple[Values, dict[str, str]]:
+    """Throttle times and PCIe counters, and the error code of each that failed, in one call that does not block."""
     values: Values = {}
     failed: dict[str, str] = {}
     found = pynvml.nvmlDeviceGetFieldValues(handle, list(_FIELD_VALUES.values()))
@@ -117,7 +113,7 @@ def _read_field_values(handle: Any) -> Partial:
 
 
 def _read_samples(handle: Any, since_us: int) -> list[tuple[int, float]]:
-    """The driver's utilisation samples after `since_us`, in order; none new is an empty list."""
+    """The driver's utilisation samples after `since_us`, in order."""
     try:
         kind, samples = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, since_us)
     except pynvml.NVMLError as error:
@@ -136,7 +132,6 @@ def _read_processes(handle: Any) -> tuple[GpuProcess, ...]:
 
 
 def _read_ecc_errors(handle: Any) -> dict[str, int]:
-    """Since the driver was loaded."""
     types = {"corrected": pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, "uncorrected": 1}
     return {
         name: pynvml.nvmlDeviceGetTotalEccErrors(handle, kind, pynvml.NVML_VOLATILE_ECC) for name, kind in types.items()
@@ -153,8 +148,7 @@ class _GpmCounters:
         pynvml.nvmlGpmSampleGet(handle, self._before)
 
     def read(self) -> Values:
-        """Shares since the last call. Where less than 100 ms lie between, the driver answers NaN (seen on an H200):
-        such a share is absent, as every failed reading is."""
+        """Shares since the last call. An H200 returns NaN if that was less than 100 ms ago; such a share is absent."""
         pynvml.nvmlGpmSampleGet(self._handle, self._now)
         request = pynvml.c_nvmlGpmMetricsGet_t()
         request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
@@ -176,44 +170,34 @@ class _GpmCounters:
         pynvml.nvmlGpmSampleFree(self._now)
 
 
-def _code_name(code: int) -> str:
-    """GPU_IS_LOST for 15, and so on."""
-    return _CODES.get(code, f"ERROR_{code}")
-
-
-def _failure_code(error: Exception) -> str:
-    """The driver's name of what a call raised."""
-    return _code_name(error.value) if isinstance(error, pynvml.NVMLError) else "LIBRARY_MISMATCH"
-
-
 _CODES: Mapping[int, str] = {
     value: name.removeprefix("NVML_ERROR_") for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")
 }
 
 
+def _code_name(code: int) -> str:
+    """GPU_IS_LOST for 15, and so on."""
+    return _CODES.get(code, f"ERROR_{code}")
+
+
 def _status_of(error: Exception) -> Status:
-    """What a failed call says about the whole machine."""
+    """The status of the machine that a failed call implies."""
     if isinstance(error, pynvml.NVMLLibraryMismatchError):  # the library lacks a newer function
         return "driver_mismatch"
     return _STATUS.get(getattr(error, "value", -1), "error")
 
 
+def _failure(error: Exception) -> tuple[Status, str, int | None]:
+    return _status_of(error), str(error), getattr(error, "value", None)
+
+
 def mig_parent(uuid: str) -> str | None:
-    """The UUID of the GPU that a MIG instance is of; None where the driver knows no such instance."""
+    """The UUID of the GPU that contains a MIG instance; None if the driver knows no such instance."""
     try:
         instance = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         return _text(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)))
     except ERRORS:
         return None
-
-
-def _read_versions() -> dict[str, Any]:
-    """Of driver, library and CUDA; None where one cannot be read."""
-    return {
-        "driver_version": _version(pynvml.nvmlSystemGetDriverVersion),
-        "nvml_version": _version(pynvml.nvmlSystemGetNVMLVersion),
-        "cuda_driver_version": _version(pynvml.nvmlSystemGetCudaDriverVersion),
-    }
 
 
 def _version(call: Callable[[], Any]) -> str | None:
@@ -226,41 +210,49 @@ def _version(call: Callable[[], Any]) -> str | None:
 
 
 class NvmlReader:
-    """See `servers.gpu.readings.GpuReader`. Keeps the library open, with one handle per device."""
+    """A `servers.gpu.readings.GpuReader` that keeps the library open, with one handle per device."""
 
     def __init__(self, names: Sequence[str] | None = None) -> None:
-        """`names`: the GPUs to read, as `select_devices` takes them; None: all."""
+        """`names`: the GPUs to read, as `select_devices` takes them; None reads all."""
         self._names = names
         self._open = False
         self._handles: dict[int, Any] = {}
         self._gpm: dict[int, _GpmCounters] = {}
 
     def connect(self) -> Connection:
-        """Open the library anew; a device that gives no handle or UUID is left out and makes the status."""
+        """Open the library again. A device without a handle or UUID is left out, and its error is the status."""
         self.close()
+        devices: list[DeviceIdentity] = []
+        count: int | None = None
+        status: Status = "ok"
+        problem: str | None = None
+        code: int | None = pynvml.NVML_SUCCESS
         try:
             pynvml.nvmlInit()
             self._open = True
             count = int(pynvml.nvmlDeviceGetCount())
+            status = "ok" if count else "no_device"
         except ERRORS as error:
-            versions = _read_versions() if self._open else {}
-            code = getattr(error, "value", None)
-            return Connection(status=_status_of(error), error=str(error), return_code=code, **versions)
-        devices: list[DeviceIdentity] = []
-        status: Status = "ok" if count else "no_device"
-        problem, code = None, pynvml.NVML_SUCCESS
-        for index in range(count):
+            status, problem, code = _failure(error)
+        for index in range(count or 0):
             try:
                 devices.append(self._open_device(index))
             except ERRORS as error:
-                status, problem, code = _status_of(error), str(error), getattr(error, "value", None)
+                status, problem, code = _failure(error)
         connection = Connection(
-            status, problem, devices=tuple(devices), device_count=count, return_code=code, **_read_versions()
+            status=status,
+            error=problem,
+            driver_version=_version(pynvml.nvmlSystemGetDriverVersion) if self._open else None,
+            nvml_version=_version(pynvml.nvmlSystemGetNVMLVersion) if self._open else None,
+            cuda_driver_version=_version(pynvml.nvmlSystemGetCudaDriverVersion) if self._open else None,
+            devices=tuple(devices),
+            device_count=count,
+            return_code=code,
         )
         return select_devices(connection, self._names, mig_parent)
 
     def reading(self, index: int) -> Reading:
-        """Each quantity by itself: one that fails costs no other."""
+        """Every quantity; the failure of one does not affect the others."""
         calls = _Calls()
         handle = self._handles[index]
         values: dict[str, float] = {}
@@ -291,42 +283,17 @@ class NvmlReader:
             lost=calls.lost,
         )
 
-    def call_costs(self, index: int) -> Mapping[str, int]:
-        """The first call of each kind is not counted: it loads what the others find loaded."""
-        handle = self._handles[index]
-        timed: dict[str, Callable[[Any], object]] = {
-            **_READING_CALLS,
-            "field_values": _read_field_values,
-            "samples": lambda h: _read_samples(h, 0),
-            "processes": _read_processes,
-            "ecc_errors": _read_ecc_errors,
-        }
-        if index in self._gpm:
-            timed["gpm"] = lambda _: self._gpm[index].read()
-        costs: dict[str, int] = {}
-        for name, call in timed.items():
-            try:
-                call(handle)
-                costs[name] = int(median(_time_ns(call, handle) for _ in range(COST_REPETITIONS)))
-            except ERRORS:
-                continue
-        return costs
-
     def close(self) -> None:
         """Release the library."""
         for counters in self._gpm.values():
-            try:
+            with suppress(*ERRORS):
                 counters.close()
-            except ERRORS:
-                continue
         self._gpm.clear()
         self._handles.clear()
         if self._open:
             self._open = False
-            try:
+            with suppress(*ERRORS):  # the library may be gone
                 pynvml.nvmlShutdown()
-            except ERRORS:  # the library has gone
-                return
 
     def _open_device(self, index: int) -> DeviceIdentity:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -342,23 +309,17 @@ class NvmlReader:
 
 
 class _Calls:
-    """Runs calls and keeps what went wrong."""
+    """Runs calls and keeps the error codes of those that fail."""
 
     def __init__(self) -> None:
         self.failed: dict[str, str] = {}
         self.lost = False
 
     def run(self, name: str, call: Callable[[Any], T], handle: Any) -> T | None:
-        """The answer; None after a failure, which is then in `failed`."""
+        """The call's value; None if it fails."""
         try:
             return call(handle)
         except ERRORS as error:
-            self.failed[name] = _failure_code(error)
+            self.failed[name] = _code_name(error.value) if isinstance(error, pynvml.NVMLError) else "LIBRARY_MISMATCH"
             self.lost = self.lost or _status_of(error) == "gpu_lost"
             return None
-
-
-def _time_ns(call: Callable[[Any], object], handle: Any) -> int:
-    start_ns = perf_counter_ns()
-    call(handle)
-    return perf_counter_ns() - start_ns

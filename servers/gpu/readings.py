@@ -1,7 +1,7 @@
-"""What is read from GPUs, as records, and the narrow interface between whatever reads and whoever uses the readings.
+"""Records of GPU readings, and the interface between the readers and their users.
 
-None means unknown, never zero, and a failed reading is absent from `values` and named in `failed`: a missing reading
-must not look like an idle GPU.
+None means unknown, never zero. A failed reading is absent from `values` and named in `failed`: a missing reading must
+not look like an idle GPU.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ Status = Literal["ok", "no_library", "no_driver", "driver_mismatch", "no_device"
 
 SENTENCES: Mapping[Status, str] = {
     "ok": "The NVIDIA driver answers.",
-    "no_library": "No NVIDIA driver library (libnvidia-ml.so.1) is installed here: this machine has no usable GPU.",
-    "no_driver": "The NVIDIA library is here but its kernel driver is not loaded: load it or install the driver.",
+    "no_library": "No NVIDIA driver library (libnvidia-ml.so.1) is installed, so this machine has no usable GPU.",
+    "no_driver": "The NVIDIA library is installed but its kernel driver is not loaded: load or install the driver.",
     "driver_mismatch": "The NVIDIA library and the kernel driver have different versions: reboot, or restart the "
-    "container after the driver's update.",
+    "container after the driver update.",
     "no_device": "The NVIDIA driver answers but shows no GPU to this process.",
-    "no_permission": "This process may not ask the NVIDIA driver: check its user and the container's devices.",
-    "gpu_lost": "A GPU has fallen off the bus: reset or reboot the machine.",
+    "no_permission": "This process may not use the NVIDIA driver: check its user and the container's devices.",
+    "gpu_lost": "A GPU has fallen off the bus: reset it or reboot the machine.",
     "error": "The NVIDIA driver answered with an error.",
 }
 
@@ -35,7 +35,7 @@ CLOCK_EVENTS: Mapping[int, str] = {
     0x80: "power_brake",
     0x100: "display_clocks",
 }
-"""Bits of `clock_event_reasons` that say why the clocks are not higher."""
+"""Bits of `clock_event_reasons`: why the clocks are not higher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True)
 class DeviceIdentity:
-    """What is read once, when the library is opened. `failed` maps a field to the driver's error code."""
+    """Read once, when the library is opened. `failed` maps a field to the driver's error code."""
 
     index: int
     uuid: str
@@ -64,7 +64,7 @@ class DeviceIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The library as opened, or why it cannot be; `return_code` and `error` are the library's own."""
+    """The opened library, or why it cannot be opened; `return_code` and `error` are the library's own."""
 
     status: Status
     error: str | None = None
@@ -72,18 +72,18 @@ class Connection:
     nvml_version: str | None = None
     cuda_driver_version: str | None = None
     devices: tuple[DeviceIdentity, ...] = ()
-    """Those that are read."""
+    """The devices that are read."""
     device_count: int | None = None
-    """How many the driver shows, read or not."""
+    """All devices that the driver shows, read or not."""
     return_code: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One device now: values by quantity, failures by call (see `servers.gpu.nvml`), `lost` when it fell off the bus.
+    """One device now: values by quantity, error codes by call (see `servers.gpu.nvml`), `lost` if it fell off the bus.
 
-    `utilization_ratio` is the share of the driver's last interval (1/6 to 1 s) in which any kernel ran; power is on
-    Ampere and later the mean of the last second; the energy counter steps about every 100 ms.
+    `utilization_ratio` is the share of the driver's last interval (1/6 to 1 s) in which any kernel ran; power is from
+    Ampere on the mean of the last second; the energy counter steps about every 100 ms.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class SampleBatch:
 
 @dataclass(frozen=True, slots=True)
 class EdgeReading:
-    """What is too dear or too dull for every second. None where it cannot be read."""
+    """Values that are too slow to read every second, or change too seldom. None if they cannot be read."""
 
     processes: tuple[GpuProcess, ...] | None = None
     ecc_errors: Mapping[str, int] | None = None
@@ -112,22 +112,19 @@ class EdgeReading:
 
 
 class GpuReader(Protocol):
-    """Never raises: whatever goes wrong is a status or a failed call. One thread at a time."""
+    """Never raises: a failure is a status or a failed call. One thread at a time."""
 
     def connect(self) -> Connection:
-        """Open the library, or open it anew. The devices are in the order of their index."""
+        """Open the library, or open it again. The devices are in the order of their index."""
 
     def reading(self, index: int) -> Reading:
-        """Everything cheap, and energy; about 4 ms on an H200, of which energy takes 3.7."""
+        """All fast quantities, and energy; about 4 ms on an H200, of which energy takes 3.7."""
 
     def samples(self, index: int, since_us: int) -> SampleBatch:
-        """Utilisation samples later than `since_us`, in order; about 2 ms. None new is no failure."""
+        """Utilisation samples later than `since_us`, in order; about 2 ms. An empty batch is not a failure."""
 
     def edge(self, index: int) -> EdgeReading:
         """Process list and ECC counters."""
-
-    def call_costs(self, index: int) -> Mapping[str, int]:
-        """What each call takes, in ns: the median of three. Calls that fail are left out."""
 
     def close(self) -> None:
         """Release the library. Idempotent."""

@@ -1,11 +1,9 @@
-"""The sampler process: `python -m servers.gpu.sampler --out FILE` writes GPU readings until it is told to stop.
+"""The sampler process: `python -m servers.gpu.sampler --out FILE` writes GPU readings until it is stopped.
 
-FILE gets one JSON object a line (see `servers.gpu.recording` for the schedule, docs/gpu-proof.md for the fields),
-flushed at least every second, so that a killed sampler loses no more than that.
-Commands, one a line on standard input where that is a pipe: `edge LABEL`, `stop`. Each is answered with one JSON
-object on standard output when its readings are in the file. SIGUSR1 is an edge too; SIGTERM, SIGINT and the end of
-standard input stop it. The GPUs read are those that `--gpu` names, else those of CUDA_VISIBLE_DEVICES, else all.
-Exit status 0 when stopped, also on a machine without a GPU; 1 when FILE cannot be written.
+FILE gets one JSON object per line (docs/gpu-proof.md lists the fields), flushed at least every second. If standard
+input is a pipe, it takes one command per line: `edge LABEL` or `stop`. Each gets one JSON object on standard output
+once its readings are in the file. SIGUSR1 is an edge, too; SIGTERM, SIGINT and the end of standard input stop it.
+Exit status 0 when stopped, also without a GPU; 1 if FILE cannot be written.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import signal
 import stat
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, astuple
 from pathlib import Path
 from time import monotonic_ns, time_ns
 from typing import TextIO
@@ -30,7 +29,7 @@ SIGNAL_LABEL = "signal"
 
 
 class SamplerProcess:
-    """Waits for what comes first: a reading that is due, a command, a signal."""
+    """Waits for the next due reading, a command or a signal."""
 
     def __init__(self, recording: Recording, file: TextIO, answers: TextIO) -> None:
         self._recording = recording
@@ -44,7 +43,7 @@ class SamplerProcess:
             signal.signal(number, lambda *_: None)
 
     def run(self, commands: int | None) -> None:
-        """Until stopped. `commands`: a file descriptor. Raises `OSError` when the file cannot be written."""
+        """Run until stopped. `commands` is a file descriptor. Raises `OSError` if the file cannot be written."""
         header = self._recording.header(os.getpid())
         self._write([header])
         self._answer({"ready": True, "status": header["status"], "message": header["message"]})
@@ -81,7 +80,7 @@ class SamplerProcess:
         elif verb == "stop":
             self._stop_reason = "stop"
         elif text:
-            self._answer({"error": f"unknown command {text!r}; there are: edge LABEL, stop"})
+            self._answer({"error": f"unknown command {text!r}; use edge LABEL or stop"})
 
     def _edge(self, label: str) -> None:
         lines = self._recording.edge(label)
@@ -97,32 +96,30 @@ class SamplerProcess:
         try:
             self._answers.write(json.dumps(document) + "\n")
             self._answers.flush()
-        except OSError:  # nobody reads answers any more: the readings matter, and the end of input will stop us
-            self._answers = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (it lives as long as we do)
+        except OSError:  # nobody reads answers any more; keep recording until the input ends
+            self._answers = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (open until the process ends)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, wire, run."""
+    """Run the sampler; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m servers.gpu.sampler", description="Record GPU readings.")
-    parser.add_argument("--out", type=Path, required=True, help="file to write, one JSON object a line")
+    parser.add_argument("--out", type=Path, required=True, help="file to write, one JSON object per line")
     parser.add_argument(
         "--gpu", action="append", metavar="UUID|INDEX|all",
-        help="read this one, also several times; default: what CUDA_VISIBLE_DEVICES names, else all",
+        help="GPU to read, can be repeated; default: those in CUDA_VISIBLE_DEVICES, else all",
     )  # fmt: skip
-    defaults = Intervals()
-    parser.add_argument("--reading-seconds", type=float, default=defaults.reading)
-    parser.add_argument("--drain-seconds", type=float, default=defaults.drain)
-    parser.add_argument("--edge-seconds", type=float, default=defaults.edge)
-    parser.add_argument("--reconnect-seconds", type=float, default=defaults.reconnect)
+    for name, seconds in asdict(Intervals()).items():
+        parser.add_argument(f"--{name}-seconds", type=float, default=seconds, dest=name)
     options = parser.parse_args(arguments)
-    intervals = Intervals(
-        options.reading_seconds, options.drain_seconds, options.edge_seconds, options.reconnect_seconds
-    )
-    if min(intervals.reading, intervals.drain, intervals.edge, intervals.reconnect) <= 0:
+    intervals = Intervals(options.reading, options.drain, options.edge, options.reconnect)
+    if min(astuple(intervals)) <= 0:
         parser.error("every interval must be longer than 0 seconds")
+    names = visible(os.environ)
+    if options.gpu:
+        names = None if ALL in options.gpu else tuple(options.gpu)
     try:
         with options.out.open("w", encoding="utf-8") as file:
-            recording = Recording(NvmlReader(_named(options.gpu)), intervals, monotonic_ns, time_ns)
+            recording = Recording(NvmlReader(names), intervals, monotonic_ns, time_ns)
             SamplerProcess(recording, file, sys.stdout).run(_command_input())
     except OSError as exc:
         sys.stderr.write(f"cannot write {options.out}: {exc.strerror or exc}; free some space or choose another file\n")
@@ -130,15 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _named(given: Sequence[str] | None) -> Sequence[str] | None:
-    """None: all of them."""
-    if not given:
-        return visible(os.environ)
-    return None if ALL in given else given
-
-
 def _command_input() -> int | None:
-    """Standard input where it is a pipe or a socket; a terminal or /dev/null commands nothing."""
+    """Standard input if it is a pipe or a socket; a terminal or /dev/null gives no commands."""
     try:
         mode = os.fstat(0).st_mode
     except OSError:

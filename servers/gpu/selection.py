@@ -1,7 +1,7 @@
-"""Which of a machine's GPUs are read: those that somebody names, as CUDA_VISIBLE_DEVICES does or by `--gpu`.
+"""Selects the GPUs to read: those that CUDA_VISIBLE_DEVICES or `--gpu` names.
 
-A comparison that reads a GPU of somebody else pays for it (energy alone takes 3.7 ms of the driver's lock on an H200)
-and records work that is not its own.
+Reading a GPU that the comparison does not use costs time (energy alone takes 3.7 ms of the driver's lock on an H200)
+and records the work of others.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ ALL = "all"
 
 
 def visible(environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The names in CUDA_VISIBLE_DEVICES, none where it is empty; None for all, where it is not set.
+    """The names in CUDA_VISIBLE_DEVICES; None (all GPUs) if it is not set.
 
-    CUDA ignores a name that means nothing and everything behind it.
+    CUDA ignores an invalid name and everything after it.
     """
     text = environment.get(VARIABLE)
     if text is None:
         return None
     names: list[str] = []
-    for name in (part.strip() for part in text.split(",")):
+    for name in map(str.strip, text.split(",")):
         if not (name.isdecimal() or name.startswith(("GPU-", "MIG-"))):
             break
         names.append(name)
@@ -34,44 +34,41 @@ def visible(environment: Mapping[str, str]) -> tuple[str, ...] | None:
 def matching(
     names: Sequence[str], devices: Sequence[DeviceIdentity], parent_of: Callable[[str], str | None]
 ) -> tuple[DeviceIdentity, ...]:
-    """The devices that are named, each once, in their own order; a name of none is passed over.
+    """The named devices, each once, in their own order; an unknown name is skipped.
 
-    A name is an index, a UUID or the beginning of one, or a MIG instance, which is read as the GPU that `parent_of`
-    tells. An index is NVML's, by PCI address. CUDA counts so with CUDA_DEVICE_ORDER=PCI_BUS_ID; by default the fastest
-    card comes first, and only cards of one kind keep the order of their addresses. So `abserve compare` names UUIDs as
-    soon as the servers have told theirs, and no finding rests on an index.
+    A name is an index, a UUID or an unambiguous beginning of one, or a MIG instance, which `parent_of` maps to its GPU.
+    An index is NVML's, by PCI address. CUDA counts like that only with CUDA_DEVICE_ORDER=PCI_BUS_ID, or if all cards
+    are of one kind. So `abserve compare` names UUIDs as soon as the servers report theirs.
     """
     wanted: set[int] = set()
     for name in names:
         if name.isdecimal():
-            wanted |= {device.index for device in devices if device.index == int(name)}
-            continue
-        uuid = _parent(name, parent_of) if name.startswith("MIG-") else name
-        found = [device.index for device in devices if uuid and device.uuid.startswith(uuid)]
-        wanted |= set(found if len(found) == 1 else ())
+            found = [device.index for device in devices if device.index == int(name)]
+        else:
+            uuid: str | None = name
+            if name.startswith("MIG-GPU-"):  # MIG-GPU-UUID/INSTANCE/COMPUTE of drivers before 470
+                uuid = name.removeprefix("MIG-").partition("/")[0]
+            elif name.startswith("MIG-"):
+                uuid = parent_of(name)
+            found = [device.index for device in devices if uuid and device.uuid.startswith(uuid)]
+        if len(found) == 1:
+            wanted.add(found[0])
     return tuple(device for device in devices if device.index in wanted)
-
-
-def _parent(name: str, parent_of: Callable[[str], str | None]) -> str | None:
-    """MIG-GPU-UUID/INSTANCE/COMPUTE of drivers before 470 has the GPU in it; MIG-UUID only the driver knows."""
-    if name.startswith("MIG-GPU-"):
-        return name.removeprefix("MIG-").partition("/")[0]
-    return parent_of(name)
 
 
 def select_devices(
     connection: Connection, names: Sequence[str] | None, parent_of: Callable[[str], str | None]
 ) -> Connection:
-    """The connection with the named devices alone; `names` None: with all. `device_count` stays that of the machine.
+    """The connection with the named devices only; with `names` None, all. `device_count` stays that of the machine.
 
-    A driver that answers for the named ones is `ok`, whatever becomes of the others; with none of them found there is
-    no device, and `error` says why.
+    The status is `ok` if the driver answers for the named devices, even if another one fails. Without a match there is
+    no device, and `error` gives the reason.
     """
     if names is None or not connection.devices:
         return connection
     chosen = matching(names, connection.devices, parent_of)
     if chosen:
         return replace(connection, status="ok", devices=chosen)
-    named = ", ".join(names) or f"by an empty {VARIABLE}"
-    error = connection.error or f"none of this machine's {connection.device_count} GPUs is named {named}"
+    named = ", ".join(names) or f"in {VARIABLE}, which is empty"
+    error = connection.error or f"this machine has {connection.device_count} GPUs, but no GPU named {named}"
     return replace(connection, error=error, devices=())

@@ -1,10 +1,10 @@
-"""Runs the requests of one merged batch as one execution of an engine. Knows nothing of Triton.
+"""Executes the requests of one merged batch as one execution of an engine. Knows nothing of Triton.
 
-Images are decoded first, all of the batch at once on the decoder's threads; a request with a bad one is answered with
-its error and leaves the batch, so the others are executed as if it had never come.
+The decoder's threads first decode all images of the batch. A request with a bad image gets its error and leaves the
+batch; the others are executed without it.
 
-Copies of input bytes here: none where a batch is one request, else one, into a staging array that lives as long as the
-model. Answers are row ranges of the engine's output arrays, which belong to the caller: no copy.
+Input bytes are copied once, into a staging array that lives as long as the model, or not at all for a batch of one
+request. Responses are row ranges of the engine's output arrays, which belong to the caller: no copy.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from servers.models.specification import ModelSpecification
 
 
 class BatchExecutor:
-    """One engine and its staging arrays. Not thread-safe, as an engine is not.
+    """One engine and its staging arrays; like an engine not thread-safe.
 
-    `decoder` is for a specification whose requests bring JPEG files; the engine executes `specification.executed`.
+    A specification with JPEG requests needs a `decoder`; the engine executes `specification.executed`.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class BatchExecutor:
         self._staging = {tensor.name: _staging(tensor, max_batch_size) for tensor in inputs}
 
     def execute(self, requests: Sequence[Mapping[str, Array]]) -> list[dict[str, Array] | ImageError]:
-        """One answer a request, in order; `requests` hold one array an input, together at most `max_batch_size` rows.
+        """One response per request, in order. A request has one array per input, all at most `max_batch_size` rows.
 
-        Rows do not influence each other: one request's NaN stays in its own answer.
+        Rows do not influence each other: the NaN of a request stays in its own response.
         """
         if self._decoder is None:
             return list(self._infer(requests))
@@ -86,7 +86,7 @@ class BatchExecutor:
 
 
 def _staging(tensor: TensorSpec, max_batch_size: int) -> Array | None:
-    """None where an item's size is not fixed. Filled once, so that no request pays for its first page faults."""
+    """None if an item's size is not fixed. Filled once, so that no request pays for the first page faults."""
     if tensor.dtype.hasobject or any(dim < 0 for dim in tensor.item_shape):
         return None
     array = np.empty((max_batch_size, *tensor.item_shape), tensor.dtype)

@@ -1,4 +1,4 @@
-"""`abserve serve triton`: prepare the embedded Triton and print how to launch it, or run it in the foreground."""
+"""`abserve serve triton`: prepares the embedded Triton, then prints its command line or runs it in the foreground."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Annotated, BinaryIO, NoReturn
+from typing import Annotated, BinaryIO
 
 import typer
 from rich.console import Console
@@ -20,9 +19,9 @@ from servers.export.errors import ExportError
 from servers.launch_plan import LaunchPlan
 from servers.models.atomic_folder import FolderError
 from servers.models.registry import UnknownModelError, get_variants
-from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
-from servers.options import checked, takes_settings
-from servers.triton.errors import TritonDiedError, TritonError
+from servers.models.weights import WeightsError, parse_weights, pin
+from servers.options import checked, fail, takes_settings
+from servers.triton.errors import TritonDiedError, TritonError, TritonOptionError
 from servers.triton.launch import assert_ready, is_loopback, prepare
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
@@ -39,77 +38,78 @@ def serve_triton(
         typer.Option(
             "--print-launch",
             envvar="ABSERVE_TRITON_PRINT_LAUNCH",
-            help="Prepare everything, print the command line as JSON and exit: for a supervisor.",
+            help="Prepare everything, print the command line as JSON for a supervisor, and exit.",
+            rich_help_panel="Output",
         ),
     ] = False,
     **options: object,
 ) -> None:
     """Run a real tritonserver without a container: the one inside NVIDIA's wheel nvidia-pytriton."""
     settings = checked(TritonSettings, options)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     with _stdout_for_results() as results:
         try:
-            specification = get_variants(settings.model, settings.payloads)[0]
-            asked_for = parse_weights(settings.weights or specification.default_weights)
-            plan = _plan(settings, pin(asked_for, specification.find_pretrained), console)
+            plan = _plan(settings, console)
             if print_launch:
                 results.write(plan.to_json())
                 return
             _run(plan, settings.log_file or settings.folder / "tritonserver.log", console)
-        except TritonDiedError as exc:
-            for line in exc.log_lines:
-                console.print(line, markup=False, style="dim")
-            _fail(console, exc)
-        except (TritonError, UnknownModelError, WeightsError, EngineError, ExportError, FolderError) as exc:
-            _fail(console, exc)
+        except (TritonOptionError, UnknownModelError, WeightsError) as exc:
+            fail(str(exc), exc, status=2)
+        except (TritonError, EngineError, ExportError, FolderError) as exc:
+            if isinstance(exc, TritonDiedError):
+                for line in exc.log_lines:
+                    console.print(line, style="dim")
+            fail(str(exc), exc)
 
 
-def _plan(settings: TritonSettings, weights: WeightsSource, console: Console) -> LaunchPlan:
-    """Check the machine before the export, which takes most of a minute, and export only what is executed."""
+def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
+    """Check the options and the machine, export the model if its file is missing, and lay out the repository."""
     from servers.engines.factory import KINDS_WITH_FILE
     from servers.export.artefacts import ExecutedFile, executed_file
 
-    say = partial(console.print, markup=False)
-    assert_ready(settings)
+    specifications = get_variants(settings.model, settings.payloads)
+    requested = parse_weights(settings.weights or specifications[0].default_weights)
+    assert_ready(settings)  # before the export, which takes most of a minute
+    weights = pin(requested, specifications[0].find_pretrained)
     if not is_loopback(settings.host):
-        say(f"warning: Triton 2.51 is from 2024 and gets no fixes; nobody untrusted may reach {settings.host}")
-    made: dict[str, ExecutedFile] = {}  # JPEG and UINT8 share theirs
+        console.print(
+            f"warning: Triton 2.51 is from 2024 and gets no fixes; only trusted clients may reach {settings.host}"
+        )
+    made: dict[str, ExecutedFile] = {}  # JPEG and UINT8 execute the same file
     models = []
-    for specification in get_variants(settings.model, settings.payloads):
+    for specification in specifications:
         executed = specification.executed
         if settings.engine not in KINDS_WITH_FILE:
             models.append(PlacedModel(specification))
             continue
         if executed.name not in made:
             made[executed.name] = executed_file(
-                settings.engine, settings.precision, executed, weights, settings.artefacts, progress=say
+                settings.engine, settings.precision, executed, weights, settings.artefacts, progress=console.print
             )
         file = made[executed.name]
         models.append(PlacedModel(specification, file.path, None if file.manifest is None else file.manifest.to_dict()))
-    return prepare(settings, models, weights, announce=say)
+    return prepare(settings, models, weights, announce=console.print)
 
 
 def _run(plan: LaunchPlan, log_file: Path, console: Console) -> None:
-    """In the foreground until a signal asks for the end; raises `TritonDiedError` when it ends by itself."""
+    """Run in the foreground until a signal. Raises `TritonDiedError` if the server ends before."""
     asked_to_end = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: asked_to_end.set())
-    console.print(f"starting {plan.title}; log: {log_file}", markup=False)
+    console.print(f"starting {plan.title}; log: {log_file}")
     with TritonProcess(plan, log_file) as server:
         if not server.wait_ready(READY_SECONDS, asked_to_end):
             return
-        console.print(
-            f"ready: {plan.model} at {plan.http_url} (HTTP), {plan.grpc_address} (gRPC), {plan.metrics_url}",
-            markup=False,
-        )
+        console.print(f"ready: {plan.model} at {plan.http_url} (HTTP), {plan.grpc_address} (gRPC), {plan.metrics_url}")
         while not asked_to_end.wait(HEALTH_SECONDS):
             server.assert_alive()
-        console.print("stopping", markup=False)
+        console.print("stopping")
 
 
 @contextmanager
 def _stdout_for_results() -> Iterator[BinaryIO]:
-    """Stdout's file descriptor for the result alone; whatever else writes there, C libraries too, goes to stderr."""
+    """Keep the file descriptor of stdout for the result; other output there, also of C libraries, goes to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -120,8 +120,3 @@ def _stdout_for_results() -> Iterator[BinaryIO]:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def _fail(console: Console, exc: Exception) -> NoReturn:
-    console.print(f"error: {exc}", markup=False, style="bold red")
-    raise typer.Exit(1) from exc

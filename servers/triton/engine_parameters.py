@@ -1,7 +1,4 @@
-"""The engine as Triton's config tells it: parameters written at launch, read and verified by the model at load.
-
-So with the decoding of images, which is not verified: there is nothing in it that could turn out otherwise.
-"""
+"""The parameters in Triton's config: the launch writes engine, weights and JPEG decoding, the model reads them."""
 
 from __future__ import annotations
 
@@ -16,12 +13,15 @@ from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
+VERIFIED = ("engine", "precision", "mode", "device", "weights", "threads", "max_batch_size")
+"""The parameters that the model compares with the loaded engine; decoding cannot turn out otherwise."""
+
 
 class EngineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of engine.json: what the model needs and its public parameters do not say."""
+    """The content of engine.json: paths that the model needs and clients must not see."""
 
     weights: str
-    """As `--weights` takes it; a checkpoint with its path."""
+    """In the form of `--weights`; a checkpoint with its path."""
     artefact: str | None
     """Absolute path of the exported file."""
 
@@ -29,9 +29,9 @@ class EngineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def parameters_from_settings(
     engine: EngineSettings, weights: WeightsSource, artefact: Path | None, artefact_sha256: str | None
 ) -> dict[str, str]:
-    """What the config tells about the engine. Names without paths: a config is read by clients and gets published.
+    """The engine as the config shows it. Names without paths, since clients read the config and people publish it.
 
-    `engine` has nothing left to choose (see `servers.triton.settings.resolve_engine`).
+    `engine` is resolved (see `servers.triton.settings.resolve_engine`).
     """
     parameters = {
         "engine": engine.kind,
@@ -50,23 +50,21 @@ def parameters_from_settings(
 
 
 def parameters_from_payload(specification: ModelSpecification, decoding: DecodingSettings) -> dict[str, str]:
-    """The payload, and for JPEG how it is decoded."""
-    if specification.payload != "jpeg":
-        return {"payload": specification.payload}
-    return {
-        "payload": specification.payload,
-        "decode_threads": str(decoding.thread_count),
-        "max_image_pixels": str(decoding.max_pixels),
-    }
+    """The payload and, for JPEG, the decoding settings."""
+    parameters: dict[str, str] = {"payload": specification.payload}
+    if specification.payload == "jpeg":
+        parameters["decode_threads"] = str(decoding.thread_count)
+        parameters["max_image_pixels"] = str(decoding.max_pixels)
+    return parameters
 
 
 def decoding_from_parameters(parameters: Mapping[str, str]) -> DecodingSettings:
-    """The inverse for JPEG. Raises `KeyError` for a missing parameter."""
+    """The decoding settings of a JPEG model. Raises `KeyError` for a missing parameter."""
     return DecodingSettings(int(parameters["decode_threads"]), int(parameters["max_image_pixels"]))
 
 
 def settings_from_parameters(parameters: Mapping[str, str], max_batch_size: int) -> EngineSettings:
-    """The inverse; `max_batch_size` is a field of the config itself. Raises `KeyError` for a missing parameter."""
+    """The engine of a config, where `max_batch_size` is a separate field. Raises `KeyError` for a missing parameter."""
     return EngineSettings(
         kind=parameters["engine"],
         precision=parameters["precision"],
@@ -78,25 +76,12 @@ def settings_from_parameters(parameters: Mapping[str, str], max_batch_size: int)
 
 
 def contradictions(parameters: Mapping[str, str], max_batch_size: int, in_effect: EngineDescription) -> tuple[str, ...]:
-    """Where the engine is not what the config says, one phrase each; a mode "auto" leaves the engine its choice."""
-    told: dict[str, str | None] = {
-        "engine": parameters["engine"],
-        "precision": parameters["precision"],
-        "device": parameters["device"],
-        "weights": parameters["weights"],
-        "threads": parameters.get("threads"),
-        "max_batch_size": str(max_batch_size),
-    }
-    found: dict[str, str | None] = {
-        "engine": in_effect.kind,
-        "precision": in_effect.precision,
-        "device": in_effect.device,
-        "weights": in_effect.weights,
-        "threads": None if in_effect.threads is None else str(in_effect.threads),
-        "max_batch_size": str(in_effect.max_batch_size),
-    }
-    if parameters["mode"] != "auto":
-        told["mode"], found["mode"] = parameters["mode"], in_effect.mode
-    return tuple(
-        f"{name} is {found[name]!r}, the config says {told[name]!r}" for name in told if told[name] != found[name]
-    )
+    """A phrase for each difference between config and engine; with mode "auto" the engine may choose."""
+    config = {**parameters, "max_batch_size": str(max_batch_size)}
+    differences = []
+    for name in VERIFIED:
+        found = getattr(in_effect, "kind" if name == "engine" else name)
+        found = None if found is None else str(found)
+        if found != config.get(name) and (name, config.get(name)) != ("mode", "auto"):
+            differences.append(f"{name} is {found!r}, the config says {config.get(name)!r}")
+    return tuple(differences)

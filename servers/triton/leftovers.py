@@ -1,9 +1,8 @@
-"""What tritonserver's python backend puts on the machine, how large it has to be, and what killed servers leave behind.
+"""Shared memory and folders of tritonserver's python backend: the size they need, and removal after a killed server.
 
-The shared memory between tritonserver and its stub: every request crosses it once each way. Triton grows the region on
-demand, which stalls the request that needs it and happened on first batches under load; so it is large enough from the
-start. And one folder per server in /tmp: its place is compiled into the backend, which heeds no TMPDIR. It is for
-unpacked Python environments, of which our models have none, so ours are empty.
+Every request crosses the shared memory between tritonserver and its stub once each way. Triton would grow the region
+on demand and stall that request, so it starts large enough. The backend also makes one folder per server in /tmp,
+not in TMPDIR. It is for unpacked Python environments, which our models do not have, so our folders stay empty.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ MEBIBYTE = 1 << 20
 SLACK_BYTES = 16 * MEBIBYTE
 YOUNG_REGION_SECONDS = 60
 FILE_BYTES = MEBIBYTE // 2
-"""What an element without a fixed size, an encoded image, is reckoned at."""
+"""Assumed size of an element without a fixed size, an encoded image."""
 FOLDER = Path("/tmp")
 PATTERN = "python_env_??????"
 LIBRARY = b"libtriton_python.so"
 YOUNG_FOLDER_SECONDS = 3600
-"""A container may share /tmp, but not the list of processes."""
+"""Younger ones stay: another container may share /tmp but not the list of processes."""
 
 
 def region_bytes(specification: ModelSpecification, max_batch_size: int) -> int:
-    """Twice the largest batch with its answers, and slack for the allocator's fragmentation; whole MiB.
+    """Twice the largest batch with its outputs, and slack for the allocator's fragmentation; whole MiB.
 
-    A dimension whose size is not fixed counts as nothing here: such a region grows on demand.
+    A tensor with a dimension of unknown size counts as nothing: its region grows on demand.
     """
     item_bytes = sum(
         (FILE_BYTES if tensor.dtype.hasobject else tensor.dtype.itemsize) * math.prod(tensor.item_shape)
@@ -48,18 +47,17 @@ def region_bytes(specification: ModelSpecification, max_batch_size: int) -> int:
 
 
 def assert_space(needed_bytes: int) -> None:
-    """Raise `TritonUnavailableError` where /dev/shm is smaller: Triton would die with a bus error under load."""
+    """Raise `TritonUnavailableError` if /dev/shm is too small: Triton would die with a bus error under load."""
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free < needed_bytes:
         raise TritonUnavailableError(
             f"{SHARED_MEMORY} has {free // MEBIBYTE} MiB free and Triton's python backend needs "
-            f"{needed_bytes // MEBIBYTE} MiB; free some, give the container a larger one (docker run --shm-size=1g) or "
-            "lower --max-batch-size"
+            f"{needed_bytes // MEBIBYTE} MiB; enlarge it (docker run --shm-size=1g) or lower --max-batch-size"
         )
 
 
 def new_prefix() -> str:
-    """A name for one launch's regions, found again in its command line and in /dev/shm."""
+    """A name for the regions of one launch, in its command line and in /dev/shm."""
     return f"{PREFIX}{secrets.token_hex(4)}_"
 
 
@@ -72,58 +70,43 @@ def remove_regions(prefix: str) -> None:
 def remove_abandoned_regions() -> None:
     """Remove this user's regions that no running process names in its command line.
 
-    Young ones stay, since a container may share this folder but not the list of processes: both processes of a server
-    have to find the region by its name once, at their start, and never again.
+    Young ones stay: a container may share /dev/shm but not the list of processes, and a server opens its region by
+    name only once, at its start.
     """
-    regions = [path for path in SHARED_MEMORY.glob(f"{PREFIX}*") if _is_old_and_ours(path)]
-    if not regions:
-        return
-    command_lines = b"\0".join(_of_processes("cmdline"))
+    latest_s = time.time() - YOUNG_REGION_SECONDS
+    regions = [path for path in SHARED_MEMORY.glob(f"{PREFIX}*") if _is_own(path, 0, latest_s)]
+    command_lines = b"\0".join(_of_processes("cmdline")) if regions else b""
     for path in regions:
         prefix = "_".join(path.name.split("_")[:3]) + "_"
         if prefix.encode() not in command_lines:
             path.unlink(missing_ok=True)
 
 
-def _is_old_and_ours(path: Path) -> bool:
-    try:
-        status = path.stat()
-    except OSError:
-        return False  # its server removed it meanwhile
-    return status.st_uid == os.getuid() and time.time() - status.st_mtime > YOUNG_REGION_SECONDS
-
-
 def remove_abandoned_folders(folder: Path = FOLDER, library: bytes = LIBRARY) -> None:
-    """Remove this user's old and empty ones, unless a process lives that has loaded the backend's library."""
-    _remove(folder, library, 0, time.time() - YOUNG_FOLDER_SECONDS)
+    """Remove this user's old, empty folders, unless a running process has loaded the backend's library."""
+    remove_folders(0, time.time() - YOUNG_FOLDER_SECONDS, folder, library)
 
 
-def remove_folders_since(began_s: float, folder: Path = FOLDER, library: bytes = LIBRARY) -> None:
-    """Likewise those made since a moment of `time.time`, at which a server began that has been killed."""
-    _remove(folder, library, began_s, time.time())
-
-
-def _remove(folder: Path, library: bytes, earliest_s: float, latest_s: float) -> None:
-    found = [path for path in folder.glob(PATTERN) if _is_ours_of(path, earliest_s, latest_s)]
+def remove_folders(earliest_s: float, latest_s: float, folder: Path = FOLDER, library: bytes = LIBRARY) -> None:
+    """Remove this user's empty folders last changed in that time (`time.time`), unless a backend is running."""
+    found = [path for path in folder.glob(PATTERN) if _is_own(path, earliest_s, latest_s)]
     if not found or any(library in mapped for mapped in _of_processes("maps")):
         return
     for path in found:
-        with suppress(OSError):  # not empty, or gone meanwhile
+        with suppress(OSError):  # not empty, or already gone
             path.rmdir()
 
 
-def _is_ours_of(path: Path, earliest_s: float, latest_s: float) -> bool:
+def _is_own(path: Path, earliest_s: float, latest_s: float) -> bool:
     try:
         status = path.lstat()
     except OSError:
-        return False
+        return False  # already gone
     return status.st_uid == os.getuid() and earliest_s <= status.st_mtime <= latest_s
 
 
 def _of_processes(name: str) -> Iterator[bytes]:
-    """One file of /proc for every process that we may read."""
+    """One file of /proc for every process that this user may read."""
     for path in Path("/proc").glob(f"[0-9]*/{name}"):
-        try:
+        with suppress(OSError):  # the process ended, or belongs to another user
             yield path.read_bytes()
-        except OSError:
-            continue  # it ended meanwhile, or is another user's

@@ -1,6 +1,6 @@
-"""The first step of an ensemble: JPEG files in, UINT8 pixels out, for a Triton whose second step is a native backend.
+"""The first step of an ensemble whose second step is a native backend of Triton: JPEG files in, UINT8 pixels out.
 
-Runs inside Triton's python backend, the only place where `triton_python_backend_utils` exists.
+Runs inside Triton's python backend, the only place with `triton_python_backend_utils`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from servers.triton.engine_parameters import decoding_from_parameters
 
 
 class TritonPythonModel:
-    """What Triton creates once an instance. Triton calls its methods from one thread."""
+    """Triton creates one per instance and calls its methods from one thread."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Read which model's preprocessing it is, and how to decode."""
+        """Read the model and the decoding settings from the config."""
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
         specification = get_specification(parameters["model"])
@@ -30,7 +30,7 @@ class TritonPythonModel:
         self._decoder = ImageDecoder(specification.preprocessing, decoding_from_parameters(parameters))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One answer a request, all images at once on the decoder's threads; a bad one fails its own request alone."""
+        """One response per request. Decodes all images in parallel; a bad image fails only its own request."""
         begun = [
             self._decoder.start(pb_utils.get_input_tensor_by_name(request, self._files).as_numpy())
             for request in requests
@@ -45,5 +45,5 @@ class TritonPythonModel:
         return answers
 
     def finalize(self) -> None:
-        """End the threads when the server unloads the model."""
+        """Stop the threads."""
         self._decoder.close()

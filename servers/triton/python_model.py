@@ -1,7 +1,7 @@
 """The model that Triton's python backend executes: an engine of `servers.engines` behind Triton's batcher.
 
-Runs inside the backend's stub process, the only place where `triton_python_backend_utils` exists. Loads and warms the
-engine before Triton calls the model ready, and refuses to load when the engine is not what the config says.
+Runs inside the backend's stub process, the only place with `triton_python_backend_utils`. Loads and warms up the
+engine before Triton reports the model ready, and refuses to load an engine that differs from the config.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from servers.triton.engine_parameters import (
 
 
 class TritonPythonModel:
-    """What Triton creates once an instance. Triton calls its methods from one thread."""
+    """Triton creates one per instance and calls its methods from one thread."""
 
     _engine: Engine
     _executor: BatchExecutor
     _decoder: ImageDecoder | None
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Build, load, verify and warm the engine; any failure fails the load with its message in Triton's log."""
+        """Build, load, verify and warm up the engine; a failure fails the load, with its message in Triton's log."""
         started_ns = time.perf_counter_ns()
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
@@ -64,7 +64,7 @@ class TritonPythonModel:
         in_effect = self._engine.describe()
         wrong = contradictions(parameters, max_batch_size, in_effect)
         if wrong:
-            raise EngineError(f"the engine is not what the model config says: {'; '.join(wrong)}")
+            raise EngineError(f"the engine differs from the model's config: {'; '.join(wrong)}")
         loaded_ns = time.perf_counter_ns()
         self._engine.warm_up(warm_up_sizes(max_batch_size))
         warm_ns = time.perf_counter_ns()
@@ -80,20 +80,17 @@ class TritonPythonModel:
         pb_utils.Logger.log_info(f"engine ready: {json.dumps(report, default=str)}")
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One answer a request; `requests` are what Triton's batcher merged.
-
-        The inputs are views of the memory that Triton shares with this process, valid until this returns.
-        """
+        """One response per request of a merged batch; inputs are views of shared memory, valid until this returns."""
         try:
             answers = self._executor.execute([self._inputs(request) for request in requests])
-        except Exception:  # noqa: BLE001  whatever an engine raises must not reach the client as a traceback
+        except Exception:  # noqa: BLE001  a client must never see a traceback
             pb_utils.Logger.log_error(f"a batch of {len(requests)} requests failed: {traceback.format_exc()}")
             failure = pb_utils.TritonError("the engine failed; the cause is in the server's log")
             return [pb_utils.InferenceResponse(error=failure) for _ in requests]
         return [_response(answer) for answer in answers]
 
     def finalize(self) -> None:
-        """Free the engine when the server unloads the model."""
+        """Free the engine."""
         if self._decoder is not None:
             self._decoder.close()
         self._engine.close()

@@ -1,19 +1,18 @@
-"""Lays out what a tritonserver reads: a model repository, a backend directory and a folder with libpython.
+"""Writes the working folder of a tritonserver: a model repository, a backend directory and a folder with libpython.
 
-    FOLDER/models/<model>/config.pbtxt      generated, its parameters are what clients may read
-    FOLDER/models/<model>/1/model.py        one import: the code is `servers.triton.python_model`
+    FOLDER/models/<model>/config.pbtxt      generated; clients can read its parameters
+    FOLDER/models/<model>/1/model.py        one import of `servers.triton.python_model`
     FOLDER/models/<model>/1/engine.json     paths on this machine, which a published config must not show
-    FOLDER/backends/python/                 links into the wheel, with the stub where Triton looks for it
-    FOLDER/lib/libpython3.X.so.1.0          a link, so that the loader's path gains this one file and nothing else
+    FOLDER/backends/python/                 links into the wheel, with the stub in the place where Triton looks for it
+    FOLDER/lib/libpython3.X.so.1.0          a link, so that the loader's path gains only this file
 
-Nothing of size is copied; the artefact stays where it is.
+Nothing large is copied; the artefact stays in its place.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,18 +24,18 @@ from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 from servers.triton.engine_parameters import EngineFile, parameters_from_payload, parameters_from_settings
-from servers.triton.errors import TritonUnavailableError
+from servers.triton.errors import TritonOptionError
 from servers.triton.wheel import Wheel
 
 MARKER = ".abserve-triton"
-MODEL_PY = """# One import, so that one code serves every repository: what executes is servers.triton.python_model.
+MODEL_PY = """# The code is servers.triton.python_model, for every repository.
 from servers.triton.python_model import TritonPythonModel as TritonPythonModel
 """
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """One model of the repository; `manifest` belongs to the file at `artefact`, where the engine executes one."""
+    """One model of the repository, and the exported file with its manifest if the engine executes one."""
 
     specification: ModelSpecification
     artefact: Path | None = None
@@ -45,11 +44,19 @@ class PlacedModel:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A laid-out working folder."""
+    """The folders in a working folder."""
 
     models: Path
     backends: Path
     libraries: Path
+
+
+def assert_usable(folder: Path) -> None:
+    """Raise `TritonOptionError` if `folder` holds foreign files: Triton serves everything that it finds."""
+    if folder.is_dir() and not (folder / MARKER).exists() and any(folder.iterdir()):
+        raise TritonOptionError(
+            f"the working folder {folder} holds other files, which would be removed; give --work-dir an empty folder"
+        )
 
 
 def lay_out(
@@ -61,57 +68,44 @@ def lay_out(
     batching: BatchingSettings,
     decoding: DecodingSettings,
 ) -> Repository:
-    """Write everything anew under `folder`. `engine` has nothing left to choose (see `settings.resolve_engine`).
+    """Write `folder` anew; `engine` is resolved (see `settings.resolve_engine`).
 
-    Raises `TritonUnavailableError` where `folder` cannot be written, or holds anything that is not ours: a repository
-    serves all it finds.
+    Raises `TritonOptionError` if `folder` cannot be written or holds foreign files.
     """
-    with _writing(folder):
-        _claim(folder)
-        models, backends, libraries = folder / "models", folder / "backends", folder / "lib"
-        for path in (models, backends, libraries):
+    repository = Repository(folder / "models", folder / "backends", folder / "lib")
+    try:
+        assert_usable(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).touch()
+        for path in (repository.models, repository.backends, repository.libraries):
             shutil.rmtree(path, ignore_errors=True)
         for model in placed:
-            version = models / model.specification.name / "1"
-            version.mkdir(parents=True)
-            sha256 = model.manifest.get("sha256") if model.manifest is not None else None
             parameters = {
-                **parameters_from_settings(engine, weights, model.artefact, None if sha256 is None else str(sha256)),
+                **parameters_from_settings(engine, weights, model.artefact, _sha256(model)),
                 **parameters_from_payload(model.specification, decoding),
             }
             config = python_config(model.specification, batching, engine.device, parameters)
+            artefact = str(model.artefact.absolute()) if model.artefact else None
+            version = repository.models / model.specification.name / "1"
+            version.mkdir(parents=True)
             (version.parent / "config.pbtxt").write_text(config, encoding="utf-8")
             (version / "model.py").write_text(MODEL_PY, encoding="utf-8")
-            artefact = str(model.artefact.absolute()) if model.artefact else None
             (version / "engine.json").write_bytes(
                 msgspec.json.encode(EngineFile(weights=weights.text, artefact=artefact))
             )
-
-        backend = backends / "python"
+        backend = repository.backends / "python"
         backend.mkdir(parents=True)
-        for source in wheel.python_backend.iterdir():
-            if source.is_file():
-                (backend / source.name).symlink_to(source)
-        (backend / wheel.stub.name).symlink_to(wheel.stub)
-        libraries.mkdir()
-        (libraries / wheel.libpython.name).symlink_to(wheel.libpython)
-        return Repository(models=models, backends=backends, libraries=libraries)
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
+        for source in (*filter(Path.is_file, wheel.python_backend.iterdir()), wheel.stub):
+            (backend / source.name).symlink_to(source)
+        repository.libraries.mkdir()
+        (repository.libraries / wheel.libpython.name).symlink_to(wheel.libpython)
     except OSError as exc:
-        raise TritonUnavailableError(
+        raise TritonOptionError(
             f"cannot write the working folder {folder}: {exc.strerror or exc}; give another one with --work-dir"
         ) from exc
+    return repository
 
 
-def _claim(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / MARKER).exists() and any(folder.iterdir()):
-        raise TritonUnavailableError(
-            f"the working folder {folder} holds other files, which would be removed; give --work-dir an empty folder"
-        )
-    (folder / MARKER).touch()
+def _sha256(model: PlacedModel) -> str | None:
+    found = (model.manifest or {}).get("sha256")
+    return None if found is None else str(found)

@@ -1,4 +1,4 @@
-"""What the embedded Triton is asked to be."""
+"""The settings of the embedded Triton."""
 
 from __future__ import annotations
 
@@ -22,50 +22,54 @@ class TritonSettings(EngineOptions):
 
     model_config = settings_of("ABSERVE_TRITON_")
 
-    payloads: str = Field("", description="Variants to serve, of fp32,uint8,jpeg; default: the model named.")
-    host: str = Field(defaults.HOST, description="Address to listen on; this old a Triton belongs on loopback.")
-    http_port: int = Field(8000, ge=1, le=65535, description="Port of HTTP.")
-    grpc_port: int = Field(8001, ge=1, le=65535, description="Port of gRPC.")
-    metrics_port: int = Field(8002, ge=1, le=65535, description="Port of the Prometheus metrics.")
-    engine: str = Field("onnxruntime", description="What executes the model inside Triton's python backend.")
-    max_batch_size: int | None = Field(None, ge=1, description="Default: the model's own.")
+    engine: str = Field("onnxruntime", title="Engine", description="Engine inside Triton's python backend.")
+    payloads: str = Field("", title="Model", description="Any of fp32,uint8,jpeg; default: that of the model.")
+    host: str = Field(defaults.HOST, title="Target", description="Address to listen on; for trusted clients only.")
+    http_port: int = Field(8000, ge=1, le=65535, title="Target", description="HTTP port.")
+    grpc_port: int = Field(8001, ge=1, le=65535, title="Target", description="gRPC port.")
+    metrics_port: int = Field(8002, ge=1, le=65535, title="Target", description="Port of the Prometheus metrics.")
+    max_batch_size: int | None = Field(None, ge=1, title="Batching", description="Largest batch; default: the model's.")
     max_queue_delay_us: int = Field(
-        defaults.MAX_QUEUE_DELAY_US, ge=0, description="Maximum time a batch waits for more requests (µs)."
+        defaults.MAX_QUEUE_DELAY_US,
+        ge=0,
+        title="Batching",
+        description="Maximum time a batch waits for more requests (µs).",
     )
-    queue_size: int = Field(defaults.QUEUE_SIZE, ge=1, description="Requests that may wait; more get 503.")
-    decode_threads: int = Field(DECODING.threads, ge=0, description="Threads that decode JPEGs; 0: up to 4.")
-    max_image_pixels: int = Field(DECODING.max_pixels, ge=1, description="Largest JPEG that is decoded.")
-    work_dir: Path | None = Field(None, description="Model repository. Default: ARTEFACTS/triton/HTTP_PORT.")
-    log_file: Path | None = Field(None, description="Default: tritonserver.log in the working folder.")
+    queue_size: int = Field(defaults.QUEUE_SIZE, ge=1, title="Limits", description="Waiting requests; more get 503.")
+    decode_threads: int = Field(DECODING.threads, ge=0, title="Limits", description="JPEG decoder threads; 0: up to 4.")
+    max_image_pixels: int = Field(DECODING.max_pixels, ge=1, title="Limits", description="Largest JPEG, in pixels.")
+    work_dir: Path | None = Field(
+        None, title="Output", description="Folder for the model repository; default: ARTEFACTS/triton/HTTP_PORT."
+    )
+    log_file: Path | None = Field(
+        None, title="Output", description="Triton's log; default: tritonserver.log in the working folder."
+    )
 
     @property
     def folder(self) -> Path:
-        """The working folder, absolute: the server is started from wherever its supervisor stands."""
+        """The working folder; absolute, since a supervisor may start the server from another folder."""
         return (self.work_dir or self.artefacts / "triton" / str(self.http_port)).absolute()
 
     @property
     def decoding(self) -> DecodingSettings:
-        """How JPEG files are decoded."""
+        """Settings for decoding JPEG files."""
         return DecodingSettings(self.decode_threads, self.max_image_pixels)
 
     def resolved_engine(self) -> EngineSettings:
-        """The engine's settings with nothing left to choose: Triton's config must name the device before it runs."""
+        """The engine's settings without `auto`: Triton's config must name the device before the engine runs."""
         batch = self.max_batch_size or get_variants(self.model, self.payloads)[0].max_batch_size
         return resolve_engine(self.engine_settings(batch))
 
 
-def resolve_engine(asked_for: EngineSettings) -> EngineSettings:
-    """The same settings with nothing left to choose.
-
-    `auto` takes the GPU that the kernel shows and then insists on it. Engines with a single mode have it named.
-    """
-    if asked_for.kind == "null":
-        return replace(asked_for, device="cpu", threads=1, mode="eager")
-    device = asked_for.device
+def resolve_engine(requested: EngineSettings) -> EngineSettings:
+    """The same settings without a device `auto`, and without a mode `auto` for an engine with one mode per device."""
+    if requested.kind == "null":
+        return replace(requested, device="cpu", threads=1, mode="eager")
+    device = requested.device
     if device == "auto":
         device = "cuda:0" if nvidia_device_present() else "cpu"
-    mode = asked_for.mode
-    if asked_for.kind == "onnxruntime" and mode == "auto":
+    mode = requested.mode
+    if requested.kind == "onnxruntime" and mode == "auto":
         mode = "session" if device == "cpu" else "graph"
-    threads = thread_count(asked_for.threads) if device == "cpu" else asked_for.threads
-    return replace(asked_for, device=device, mode=mode, threads=threads)
+    threads = thread_count(requested.threads) if device == "cpu" else requested.threads
+    return replace(requested, device=device, mode=mode, threads=threads)

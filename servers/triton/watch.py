@@ -1,7 +1,7 @@
-"""Supervises one tritonserver: log to a file, readiness, an early notice of its death, a bounded stop.
+"""Supervises one tritonserver: its log, readiness, early notice of its death, a bounded stop.
 
-tritonserver stays ready when the process that executes its model dies: every request then fails after a second, and
-nothing restarts it. So the watch looks at that process, the stub, as well as at the server.
+tritonserver stays ready when the process that executes its model, the stub, dies: every request then fails after a
+second, and nothing restarts it. So the stub is watched, too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import BinaryIO
 import psutil
 
 from servers.launch_plan import LaunchPlan
-from servers.triton.errors import TritonDiedError, TritonUnavailableError
-from servers.triton.leftovers import remove_folders_since, remove_regions
+from servers.triton.errors import TritonDiedError, TritonOptionError
+from servers.triton.leftovers import remove_folders, remove_regions
 
 STUB_NAME = "triton_python_backend_stub"
 POLL_SECONDS = 0.02
@@ -43,16 +43,13 @@ class TritonProcess:
     """A tritonserver that this process started. Not thread-safe."""
 
     def __init__(self, plan: LaunchPlan, log_file: Path) -> None:
-        """Start it at once; its whole output goes to `log_file`, which is written anew.
-
-        Raises `TritonUnavailableError` where that cannot be written.
-        """
+        """Start it, with all output to a new `log_file`. Raises `TritonOptionError` if that cannot be written."""
         self._plan = plan
         self._log_file = log_file
         libc = ctypes.CDLL(None)
 
         def end_with_parent() -> None:
-            # A supervisor that is killed cannot stop its server: the kernel does it instead.
+            # A killed supervisor cannot stop its server, so the kernel does.
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
         self._began_s = time.time()
@@ -74,9 +71,9 @@ class TritonProcess:
         return self._process.pid
 
     def wait_ready(self, timeout_seconds: float, asked_to_end: threading.Event | None = None) -> bool:
-        """True when the model answers ready, False when `asked_to_end` is set before that.
+        """True when the model is ready, False if `asked_to_end` is set before.
 
-        Raises `TritonDiedError` as soon as it cannot become ready any more, or when it takes too long.
+        Raises `TritonDiedError` if the server dies or takes too long.
         """
         asked_to_end = asked_to_end or threading.Event()
         deadline = time.monotonic() + timeout_seconds
@@ -92,7 +89,7 @@ class TritonProcess:
         )
 
     def is_ready(self) -> bool:
-        """Whether the model, not only the server, says that it is ready."""
+        """Whether the model, not only the server, reports ready."""
         url = f"{self._plan.http_url}/v2/models/{self._plan.model}/ready"
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
@@ -102,10 +99,10 @@ class TritonProcess:
             return False
 
     def assert_alive(self) -> None:
-        """Raise `TritonDiedError` when the server or a stub of it has ended."""
+        """Raise `TritonDiedError` if the server or one of its stubs has ended."""
         stub_died = any(not s.is_running() or s.status() == psutil.STATUS_ZOMBIE for s in self._find_stubs())
         if stub_died:
-            # A model that fails to load takes its server with it, a moment later: that is the better message.
+            # A model that fails to load ends its server a moment later, with a better message.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(KILL_SECONDS)
         code = self._process.poll()
@@ -118,9 +115,9 @@ class TritonProcess:
             )
 
     def stop(self, timeout_seconds: float = STOP_SECONDS) -> int:
-        """SIGTERM, after `timeout_seconds` SIGKILL; then no process, shared memory or folder of it is left. Idempotent.
+        """SIGTERM, then SIGKILL after `timeout_seconds`; removes its processes, shared memory and folder. Idempotent.
 
-        Returns the server's exit status as `subprocess` gives it.
+        Returns the server's exit status in the form of `subprocess`.
         """
         stubs = self._find_stubs()
         if self._process.poll() is None:
@@ -131,14 +128,14 @@ class TritonProcess:
                 self._process.kill()
                 self._process.wait()
         with contextlib.suppress(psutil.Error):
-            _, alive = psutil.wait_procs(stubs, timeout=KILL_SECONDS)  # a stub ends by itself once its server is gone
+            _, alive = psutil.wait_procs(stubs, timeout=KILL_SECONDS)  # a stub ends by itself after its server
             for stub in alive:
                 stub.kill()
             psutil.wait_procs(alive, timeout=KILL_SECONDS)
         for prefix in region_prefixes(self._plan.argv):
             remove_regions(prefix)
-        if self._process.returncode != 0:  # else it has removed it itself
-            remove_folders_since(self._began_s)
+        if self._process.returncode != 0:  # otherwise the server has removed its folder
+            remove_folders(self._began_s, time.time())
         return self._process.returncode
 
     def __enter__(self) -> TritonProcess:
@@ -152,7 +149,7 @@ class TritonProcess:
         return f": {matches[-1]}" if matches else ""
 
     def _find_stubs(self) -> list[psutil.Process]:
-        """Every stub seen so far, ended ones included: they are what the watch is for."""
+        """Every stub seen so far, including those that have ended."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children():
                 with contextlib.suppress(psutil.Error):
@@ -166,21 +163,18 @@ def _opened(log_file: Path) -> BinaryIO:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         return log_file.open("wb")
     except OSError as exc:
-        raise TritonUnavailableError(
-            f"cannot write {log_file}: {exc.strerror or exc}; give another place with --log-file"
+        raise TritonOptionError(
+            f"cannot write {log_file}: {exc.strerror or exc}; choose another file with --log-file"
         ) from exc
 
 
 def region_prefixes(argv: Sequence[str]) -> Iterator[str]:
-    """The names under which a command line's server keeps its shared memory."""
-    for argument in argv:
-        match = _REGION_PREFIX.fullmatch(argument)
-        if match:
-            yield match[1]
+    """The prefixes of the shared memory of a server with this command line."""
+    return (match[1] for match in map(_REGION_PREFIX.fullmatch, argv) if match)
 
 
 def relevant_lines(log_file: Path, count: int = LOG_LINES) -> tuple[str, ...]:
-    """The last lines of a log that tell what went wrong; where none does, the last lines that are no table."""
+    """The last lines of a log that report an error; without any, the last lines outside tables."""
     try:
         lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

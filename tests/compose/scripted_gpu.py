@@ -1,4 +1,4 @@
-"""The exporter over a GPU that exists only on paper, so that the dashboards' GPU queries have something to show."""
+"""The exporter over a GPU that exists only on paper, so that the dashboards' GPU queries have data."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class EveryQuantityReader(ScriptedReader):  # type: ignore[misc]
             "sm_active_ratio": 0.6,
             "tensor_active_ratio": 0.4,
             "dram_active_ratio": 0.3,
+            "pcie_transmit_bytes": monotonic_ns() * 2,
+            "pcie_receive_bytes": monotonic_ns() * 12,
         }
         return replace(scripted, values={**scripted.values, **constants})
 
 
-def main() -> None:
-    """Until SIGTERM."""
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+def scripted_exporter(host: str, port: int) -> GpuExporter:
+    """An exporter over a GPU that is busy for a day."""
     start_ns = monotonic_ns()
     reader = EveryQuantityReader(
         monotonic_ns,
@@ -48,7 +48,14 @@ def main() -> None:
         [Phase(start_ns, start_ns + DAY_NS, busy=0.8, watts=600.0)],
         [Fault(start_ns, start_ns + DAY_NS, "ecc_errors", "NOT_SUPPORTED")],
     )
-    exporter = GpuExporter(GpuPolling(reader), "0.0.0.0", 9445)
+    return GpuExporter(GpuPolling(reader), host, port)
+
+
+def main() -> None:
+    """Until SIGTERM."""
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    exporter = scripted_exporter("0.0.0.0", 9445)
     ended.wait()
     exporter.close()
 

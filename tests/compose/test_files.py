@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from servers.export.tensorrt_plan import TENSORRT_IMAGE
+from tests.compose.queries import dashboard_queries, dashboards
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-DASHBOARDS = {path.name: json.loads(path.read_text()) for path in (ROOT / "docker/grafana/dashboards").glob("*.json")}
+DASHBOARDS = dashboards()
 RULES = yaml.safe_load((ROOT / "docker/prometheus/rules.yml").read_text())
 SETTINGS = dict(re.findall(r"^([A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE))
 ONE_SHOT = {name for name, service in SERVICES.items() if service["restart"] == "no"}
@@ -244,18 +243,9 @@ def test_dashboards_are_well_formed(name: str) -> None:
         assert {panel["datasource"]["uid"], *(target["datasource"]["uid"] for target in panel["targets"])} == {uid}
 
 
-def queries() -> Iterator[tuple[str, str]]:
-    for name, dashboard in DASHBOARDS.items():
-        for panel in dashboard["panels"]:
-            for target in panel["targets"]:
-                yield f"{name}: {panel['title']} {target['refId']}", target["expr"]
-        for annotation in dashboard["annotations"]["list"]:
-            yield f"{name}: {annotation['name']}", annotation["expr"]
-
-
 @needs_promtool
 def test_every_query_parses(tmp_path: Path) -> None:
-    rules = [{"record": f"q:{number}", "expr": query} for number, (_, query) in enumerate(queries())]
+    rules = [{"record": f"q:{number}", "expr": query} for number, (_, query) in enumerate(dashboard_queries())]
     assert len(rules) > 40
     file = tmp_path / "queries.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))

@@ -1,6 +1,6 @@
 """The cpu profile of docker-compose.yml, run for real: health, hardening, a comparison, cold starts, load, kills.
 
-The tests share one stack and run in this order; what one leaves (runs, load) the next ones look at.
+The tests share one stack and run in this order; later ones use the runs and the load of earlier ones.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from loadgen.targets.interface import Deployment, DeploymentError
 from loadgen.transport.bodies import prepare_body
 from loadgen.transport.endpoint import Endpoint
 from loadgen.transport.inputs import read_inputs, write_samples
+from tests.compose.queries import dashboard_queries
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
 
@@ -254,22 +255,12 @@ def test_a_stack_that_is_not_up_is_said() -> None:
         ComposeDeployment("native", "no-such-project")
 
 
-def panels() -> list[tuple[str, str]]:
-    found = []
-    for path in sorted((ROOT / "docker/grafana/dashboards").glob("*.json")):
-        dashboard = json.loads(path.read_text())
-        for panel in dashboard["panels"]:
-            found += [(f"{path.stem}: {panel['title']} {t['refId']}", t["expr"]) for t in panel["targets"]]
-        found += [(f"{path.stem}: {a['name']}", a["expr"]) for a in dashboard["annotations"]["list"]]
-    return found
-
-
 def test_every_dashboard_query_has_data(stack: Any) -> None:
     """Real servers, real load, real runs; the GPU alone is scripted, and no run has evidence of one here."""
     store_evidence(stack.results / "by-url")
     wait_until(lambda: stack.query('abserve_run_gpu_evidence{run="by-url"}', seconds=30), "the evidence's metrics", 60)
     counts = {}
-    for name, expression in panels():
+    for name, expression in dashboard_queries():
         found = stack.query(expression, seconds=1800)
         points = [float(value) for series in found for _, value in series["values"]]
         counts[name] = sum(value == value for value in points)  # NaN is no data

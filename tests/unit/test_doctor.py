@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -46,17 +46,17 @@ def test_a_port_open_to_everybody_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("address", "loopback"),
     [
-        ("0100007F", True),
-        ("0200007F", True),
-        ("00000000", False),
-        ("0100000A", False),  # 10.0.0.1
-        ("00000000000000000000000001000000", True),  # ::1
-        ("0000000000000000FFFF00000100007F", True),  # ::ffff:127.0.0.1, as gRPC listens on 127.0.0.1
-        ("0000000000000000FFFF00000100000A", False),
-        ("00000000000000000000000000000000", False),
+        ("127.0.0.1", True),
+        ("127.0.0.2", True),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),  # as gRPC listens on 127.0.0.1
+        ("::ffff:10.0.0.1", False),
+        ("::", False),
     ],
 )
-def test_which_addresses_are_reachable_from_outside(address: str, loopback: bool) -> None:
+def test_which_addresses_other_machines_can_reach(address: str, loopback: bool) -> None:
     assert doctor._is_loopback(address) is loopback
 
 
@@ -66,6 +66,21 @@ def test_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._disk().remedy
 
 
-def test_reading_proc_finds_nothing_where_it_is_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "Path", lambda _: tmp_path)
-    assert doctor._public_listeners() == set()
+def test_sockets_that_only_root_may_list_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_kind: str) -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "net_connections", refuse)
+    assert doctor._exposure().ok
+
+
+def test_an_ipv6_port_open_to_everybody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("::", 0), family=socket.AF_INET6) as public:
+        monkeypatch.setattr(doctor, "PORTS", {public.getsockname()[1]: "Triton gRPC"})
+        assert not doctor._exposure().ok
+
+
+@pytest.mark.parametrize(("status", "ok"), [("no_library", True), ("no_device", True), ("gpu_lost", False)])
+def test_a_machine_without_a_gpu_is_fine_and_a_broken_gpu_is_not(status: str, ok: bool) -> None:
+    finding = doctor._gpu({"status": status, "message": "A sentence.", "devices": []})
+    assert (finding.ok, finding.remedy is None) == (ok, ok)

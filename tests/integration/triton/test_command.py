@@ -86,12 +86,9 @@ def test_a_mode_of_the_engine_reaches_the_config(own_settings: TritonSettings) -
 
 def test_a_taken_port_is_one_sentence(own_triton: Any, own_settings: TritonSettings) -> None:
     done = subprocess.run(command(own_settings, "--print-launch"), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.strip() == (
-        f"error: port {own_settings.http_port} on 127.0.0.1 is taken; "
-        "stop what listens there or choose another with --http-port"
-    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"port {own_settings.http_port} on 127.0.0.1 " in done.stderr
+    assert "--http-port" in done.stderr
 
 
 def test_listening_beyond_this_machine_is_warned_about(own_settings: TritonSettings) -> None:
@@ -108,8 +105,29 @@ def test_listening_beyond_this_machine_is_warned_about(own_settings: TritonSetti
 
 def test_an_unknown_model_is_one_sentence(own_settings: TritonSettings) -> None:
     done = subprocess.run(command(own_settings, "--model=nothing"), capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert "unknown model 'nothing'" in done.stderr
+    assert own_settings.work_dir is not None
+    assert not own_settings.work_dir.exists()
+
+
+def test_an_unknown_engine_gets_the_closest_one(own_settings: TritonSettings) -> None:
+    done = subprocess.run(command(own_settings, "--engine=onxruntime"), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean onnxruntime?" in done.stderr
+
+
+def test_a_folder_with_other_files_is_refused_before_anything_is_exported(
+    own_settings: TritonSettings, tmp_path: Path
+) -> None:
+    (tmp_path / "precious").write_text("mine")
+    done = subprocess.run(
+        command(own_settings, f"--work-dir={tmp_path}", f"--artefacts={tmp_path / 'new'}"),
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--work-dir" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

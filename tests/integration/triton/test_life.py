@@ -17,7 +17,7 @@ import tritonclient.http as http_client
 from servers.launch_plan import LaunchPlan
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
-from servers.triton.errors import PortTakenError, TritonDiedError
+from servers.triton.errors import TritonDiedError, TritonOptionError
 from servers.triton.launch import prepare
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
@@ -93,7 +93,7 @@ def test_a_killed_server_is_named_and_cleaned_up(own_triton: Any) -> None:
 def test_a_taken_port_stops_the_second_server(
     own_triton: Any, own_settings: TritonSettings, specification: ModelSpecification
 ) -> None:
-    with pytest.raises(PortTakenError, match=f"port {own_settings.http_port} .* --http-port"):
+    with pytest.raises(TritonOptionError, match=f"port {own_settings.http_port} .* --http-port"):
         prepare(own_settings, [PlacedModel(specification)], RandomWeights(0))
 
 

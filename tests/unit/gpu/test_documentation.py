@@ -1,4 +1,4 @@
-"""docs/gpu-proof.md says what the code does: metrics, codes, thresholds, statuses."""
+"""docs/gpu-proof.md and docs/running.md agree with the code: metrics, codes, thresholds, statuses, alerts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import msgspec
 
 from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS, Code, Finding
 from servers.gpu.command import ExporterSettings
-from servers.gpu.exporter import DEFINITIONS
+from servers.gpu.exporter import DEFINITIONS, HOST_DEFINITIONS
 from servers.gpu.readings import Status
 
-TEXT = (Path(__file__).parents[3] / "docs/gpu-proof.md").read_text()
+ROOT = Path(__file__).parents[3]
+TEXT = (ROOT / "docs/gpu-proof.md").read_text()
+RUNNING = (ROOT / "docs/running.md").read_text()
 
 
-def rows(heading: str) -> list[list[str]]:
+def rows(heading: str, text: str = TEXT) -> list[list[str]]:
     """Cells of the table under a heading of the first column."""
-    lines = TEXT.splitlines()
+    lines = text.splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith(f"| {heading} |"))
     found = []
     for line in lines[start + 2 :]:
@@ -29,10 +31,12 @@ def rows(heading: str) -> list[list[str]]:
 
 
 def test_every_metric_is_documented_and_exists() -> None:
-    documented = [
-        (name.strip("`"), kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows("Metric")
-    ]
-    assert documented == [(d.name, d.kind, d.labels) for d in DEFINITIONS]
+    for found, definitions in (
+        (rows("Metric"), DEFINITIONS),
+        (rows("Host metric of `gpu-exporter`", RUNNING), HOST_DEFINITIONS),
+    ):
+        documented = [(name.strip("`"), kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in found]
+        assert documented == [(d.name, d.kind, d.labels) for d in definitions]
     assert f"127.0.0.1:{ExporterSettings().port}" in TEXT
 
 
@@ -48,3 +52,8 @@ def test_every_threshold_is_documented_with_its_value() -> None:
 def test_findings_and_statuses_are_named() -> None:
     for word in (*Finding, *get_args(Status)):
         assert f"`{word}`" in TEXT
+
+
+def test_every_alert_is_documented_and_exists() -> None:
+    alerts = re.findall(r"^ +- alert: (\w+)$", (ROOT / "docker/prometheus/rules.yml").read_text(), re.MULTILINE)
+    assert [row[0].strip("`") for row in rows("Alert", RUNNING)] == alerts

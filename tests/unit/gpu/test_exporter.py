@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -10,10 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from servers.gpu.exporter import DEFINITIONS, GpuExporter, GpuPolling
+from servers.gpu.exporter import CPU_MODES, DEFINITIONS, HOST_DEFINITIONS, GpuExporter, GpuPolling
 from servers.gpu.readings import EdgeReading, GpuProcess, Reading
 from tests.scripted_reader import Fault, NullReader, Phase, ScriptedReader
 
@@ -93,8 +96,9 @@ def test_every_family_of_a_full_reading(export: Any, clock: Clock) -> None:
     exporter = export(polling)
     poll_for(polling, clock, 20)
     found = scrape(exporter.port)
-    assert {name for name, _ in found} == {definition.name for definition in DEFINITIONS}
-    for definition in DEFINITIONS:
+    definitions = (*DEFINITIONS, *HOST_DEFINITIONS)
+    assert {name for name, _ in found} == {definition.name for definition in definitions}
+    for definition in definitions:
         labels = next(dict(labels) for name, labels in found if name == definition.name)
         assert set(labels) == set(definition.labels), definition.name
     assert value(found, "nvml_up") == 1
@@ -113,7 +117,16 @@ def test_every_family_of_a_full_reading(export: Any, clock: Clock) -> None:
 def test_without_a_gpu_nothing_looks_like_one(export: Any) -> None:
     found = scrape(export(GpuPolling(NullReader())).port)
     assert value(found, "nvml_up") == 0
-    assert {name for name, _ in found} == {"nvml_up", "nvml_collect_duration_seconds"}
+    assert {name for name, _ in found if name.startswith("nvml")} == {"nvml_up", "nvml_collect_duration_seconds"}
+
+
+def test_the_host_is_shown_with_and_without_a_gpu(export: Any) -> None:
+    found = scrape(export(GpuPolling(NullReader())).port)
+    assert {dict(labels)["mode"] for name, labels in found if name == "host_cpu_seconds_total"} == set(CPU_MODES)
+    used = sum(value(found, "host_cpu_seconds_total", mode=mode) for mode in CPU_MODES)
+    assert used == pytest.approx(sum(psutil.cpu_times()[: len(CPU_MODES)]), rel=0.01)
+    available, total = (value(found, f"host_memory_{kind}_bytes") for kind in ("available", "total"))
+    assert 0 < available < total == psutil.virtual_memory().total
 
 
 def test_a_lost_gpu_loses_its_series_and_comes_back(export: Any, clock: Clock) -> None:
@@ -144,7 +157,7 @@ def test_a_failed_reading_is_absent_and_counted(export: Any, clock: Clock) -> No
         ScriptedReader(clock.monotonic_ns, clock.wall_ns, (), faults), clock.monotonic_ns, clock.wall_ns
     )
     poll_for(polling, clock, 3)
-    assert dict(polling.state.errors) == {("power", "UNKNOWN"): 3, ("energy", "NOT_SUPPORTED"): 1}
+    assert polling.points["nvml_errors_total"] == {("power", "UNKNOWN"): 3, ("energy", "NOT_SUPPORTED"): 1}
     found = scrape(export(polling).port)
     assert value(found, "nvml_device_power_watts", uuid=UUID) is None
     assert value(found, "nvml_device_utilization_ratio", uuid=UUID) == 0
@@ -161,7 +174,7 @@ def test_wrapping_counters(clock: Clock, first: float, second: float, grown: flo
 
     polling = GpuPolling(Wrapping(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns, clock.wall_ns)
     poll_for(polling, clock, 2)
-    assert polling.state.devices[0].pcie_bytes[RECEIVED] == grown
+    assert polling.points["nvml_device_pcie_bytes_total"][UUID, "receive"] == grown
 
 
 def test_a_driver_that_counts_from_zero_again_has_not_moved_gigabytes(clock: Clock) -> None:
@@ -173,7 +186,7 @@ def test_a_driver_that_counts_from_zero_again_has_not_moved_gigabytes(clock: Clo
 
     polling = GpuPolling(Reloaded(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns, clock.wall_ns)
     poll_for(polling, clock, 6)
-    assert polling.state.devices[0].pcie_bytes[RECEIVED] == 5
+    assert polling.points["nvml_device_pcie_bytes_total"][UUID, "receive"] == 5
 
 
 @pytest.mark.parametrize("with_library", [True, False])
@@ -189,6 +202,9 @@ def test_the_command(stub_library: Path, library_environment: Any, with_library:
         assert value(found, "nvml_up") == float(with_library)
         if with_library:
             assert value(found, "nvml_device_power_watts", uuid="GPU-stub") == 80
+        with urllib.request.urlopen(line.partition("on ")[2].partition("/metrics")[0] + "/gpu-info") as answer:
+            document = json.load(answer)
+        assert [device["uuid"] for device in document["devices"]] == (["GPU-stub"] if with_library else [])
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=20) == 0
     finally:
@@ -198,17 +214,27 @@ def test_the_command(stub_library: Path, library_environment: Any, with_library:
         process.stdout.close()
 
 
+def test_a_taken_port_is_a_mistake_on_the_command_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "loadgen.entry", "gpu-exporter", "--port", str(port)],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"127.0.0.1:{port}" in done.stderr
+
+
 def test_a_hole_in_the_samples_is_not_observed_time(clock: Clock) -> None:
     """Held up for 30 s, of which the driver kept 14.2: what was lost counts as one sample of at most 1 s."""
     polling = GpuPolling(
         ScriptedReader(clock.monotonic_ns, clock.wall_ns, idle_busy=0.5), clock.monotonic_ns, clock.wall_ns
     )
     poll_for(polling, clock, 1)
-    before = polling.state.devices[0]
+    observed, busy = "nvml_device_observed_seconds_total", "nvml_device_busy_seconds_total"
+    before = polling.points
     clock.now_ns += 30 * S
     polling.poll()
-    after = polling.state.devices[0]
-    assert before.observed_s is not None
-    assert after.observed_s is not None
-    assert after.observed_s - before.observed_s == pytest.approx(14.0 + 1.0)
-    assert after.busy_s == pytest.approx(0.5 * after.observed_s)
+    after = polling.points
+    assert after[observed][UUID,] - before[observed][UUID,] == pytest.approx(14.0 + 1.0)
+    assert after[busy][UUID,] == pytest.approx(0.5 * after[observed][UUID,])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from servers.gpu.info import ExporterReader, Runtime, engine_in_log, gpu_info, placed_nodes, triton_info
+from servers.gpu.info import Runtime, engine_in_log, gpu_info, placed_nodes, triton_info
 from servers.gpu.readings import Connection, DeviceIdentity, EdgeReading, Reading
 from tests.scripted_reader import NullReader
 
@@ -35,6 +35,10 @@ class OneGpu(NullReader):
 
     def edge(self, index: int) -> EdgeReading:
         return EdgeReading()
+
+
+def machine(*uuids: str) -> dict[str, object]:
+    return gpu_info(None, OneGpu(*uuids))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ VERBOSE = (
 
 def test_triton_with_our_engine_in_its_log() -> None:
     config = {"backend": "python", "instance_group": [{"kind": "KIND_CPU"}]}
-    runtime = triton_info({"version": "2.51.0"}, config, LOG, OneGpu("GPU-1"))["runtime"]
+    runtime = triton_info({"version": "2.51.0"}, config, LOG, machine("GPU-1"))["runtime"]
     assert isinstance(runtime, dict)
     assert (runtime["kind"], runtime["version"], runtime["engine"]) == ("triton", "2.51.0", "onnxruntime")
     assert (runtime["device"], runtime["placement"]["result"]) == ("cuda:0", "gpu")
@@ -103,17 +107,17 @@ def test_the_engine_inside_triton_tells_which_of_several_gpus(kind: str) -> None
     words = json.dumps({"in_effect": in_effect, "load_ns": 1})
     log = f"2026-11-20T09:18:19Z I 3951 python_model.py:68] {json.dumps(f'engine ready: {words}')}\n"
     for text in (log, f"I1120 engine ready: {words}\n"):
-        runtime = triton_info({}, {"backend": "python"}, text, OneGpu("GPU-1", "GPU-2", "GPU-3", "GPU-4"))["runtime"]
+        runtime = triton_info({}, {"backend": "python"}, text, machine("GPU-1", "GPU-2", "GPU-3", "GPU-4"))["runtime"]
         assert isinstance(runtime, dict)
         assert runtime["used_device_uuid"] == "GPU-3"
-    untold = triton_info({}, {"backend": "tensorrt"}, None, OneGpu("GPU-1", "GPU-2"))["runtime"]
+    untold = triton_info({}, {"backend": "tensorrt"}, None, machine("GPU-1", "GPU-2"))["runtime"]
     assert isinstance(untold, dict)
     assert untold["used_device_uuid"] is None
 
 
 def test_triton_with_a_native_backend_and_its_verbose_log() -> None:
     config = {"backend": "onnxruntime", "instance_group": [{"kind": "KIND_GPU"}]}
-    runtime = triton_info({}, config, VERBOSE, OneGpu("GPU-1"))["runtime"]
+    runtime = triton_info({}, config, VERBOSE, machine("GPU-1"))["runtime"]
     assert isinstance(runtime, dict)
     assert runtime["placement"]["ep_nodes"] == placed_nodes(VERBOSE) == {CPU: 4, CUDA: 300}
     assert (runtime["device"], runtime["placement"]["result"]) == ("cuda", "partial")
@@ -129,35 +133,9 @@ def test_triton_with_a_native_backend_and_its_verbose_log() -> None:
     ],
 )
 def test_triton_without_a_log(config: dict[str, Any], device: str, result: str) -> None:
-    runtime = triton_info({}, config, None, OneGpu("GPU-1"))["runtime"]
+    runtime = triton_info({}, config, None, machine("GPU-1"))["runtime"]
     assert isinstance(runtime, dict)
     assert (runtime["device"], runtime["placement"]["result"]) == (device, result)
-
-
-IDENTITY = (
-    'cuda_version="13.0",driver_version="580.65",index="0",mig="false",name="NVIDIA \\"H200\\"",'
-    'pci_bus_id="0",uuid="GPU-1"'
-)
-METRICS = f"""# HELP nvml_up x
-nvml_up 1.0
-nvml_device_info{{{IDENTITY}}} 1.0
-nvml_device_power_watts{{uuid="GPU-1"}} 81.5
-nvml_device_memory_used_bytes{{uuid="GPU-1"}} 1.5e+09
-"""
-
-
-def test_gpus_as_the_exporter_shows_them() -> None:
-    document: Any = gpu_info(None, ExporterReader(METRICS))
-    assert (document["status"], document["nvml"]["driver_version"]) == ("ok", "580.65")
-    (device,) = document["devices"]
-    assert (device["uuid"], device["mig_enabled"], device["power_watts"]) == ("GPU-1", False, 81.5)
-    assert device["name"] == 'NVIDIA "H200"'
-    assert device["memory_used_bytes"] == 1_500_000_000
-    assert device["utilization_ratio"] is None
-    assert ExporterReader("nvml_up 0.0\n").connect().error == "the exporter reports nvml_up 0"
-    assert ExporterReader("").connect().status == "error"
-    assert ExporterReader("<html>").connect().status == "error"
-    assert ExporterReader('nvml_up{a="x", ="y"} 1\n').connect().status == "error"
 
 
 @pytest.fixture
@@ -171,6 +149,9 @@ def site() -> Iterator[tuple[str, dict[str, str]]]:
             self.send_response(404 if found is None else 200)
             self.end_headers()
             self.wfile.write((found or '{"error": "no"}').encode())
+
+        def do_POST(self) -> None:
+            self.do_GET()
 
         def log_message(self, *_: object) -> None:
             pass
@@ -208,22 +189,38 @@ def test_the_command_assembles_tritons(site: tuple[str, dict[str, str]], tmp_pat
     url, routes = site
     routes["/v2"] = '{"name": "triton", "version": "2.51.0"}'
     routes["/v2/models/m/config"] = '{"backend": "python"}'
-    routes["/metrics"] = METRICS
+    routes["/exporter/gpu-info"] = json.dumps(machine("GPU-1"))
     (tmp_path / "triton.log").write_text(LOG)
-    done = command(url, "--model", "m", "--log", str(tmp_path / "triton.log"), "--exporter", url, "--json")
+    done = command(
+        url, "--model", "m", "--log", str(tmp_path / "triton.log"), "--exporter", f"{url}/exporter", "--json"
+    )
     document = json.loads(done.stdout)
     assert document["devices"][0]["uuid"] == "GPU-1"
     assert document["runtime"]["placement"]["result"] == "gpu"
     failed = command(url, "--model", "other")
-    assert (failed.returncode, failed.stderr) == (1, f"{url} serves no model other; name its model with --model\n")
+    assert failed.returncode == 2
+    assert "'other'" in failed.stderr
+    routes["/v2/repository/index"] = '[{"name": "m"}, {"name": "othr"}]'
+    assert "did you mean othr?" in command(url, "--model", "other").stderr
+    routes["/v2/repository/index"] = '[{"name": "m"}]'
+    assert json.loads(command(url, "--exporter", f"{url}/exporter", "--json").stdout)["runtime"]["version"] == "2.51.0"
+
+
+@pytest.mark.parametrize(
+    "document", ["[]", "{}", '{"status": "ok", "devices": 3}', '{"status": "ok", "devices": [{}]}']
+)
+def test_an_exporter_with_another_document_is_one_sentence(site: tuple[str, dict[str, str]], document: str) -> None:
+    url, routes = site
+    routes |= {"/v2": "{}", "/v2/models/m/config": "{}", "/exporter/gpu-info": document}
+    done = command(url, "--model", "m", "--exporter", f"{url}/exporter")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
 
 
 def test_the_command_without_a_server() -> None:
     done = command("127.0.0.1:1")
     assert done.returncode == 1
-    assert done.stderr == (
-        "http://127.0.0.1:1/gpu-info does not answer (Connection refused); start the server or correct the URL\n"
-    )
+    assert "http://127.0.0.1:1/gpu-info does not answer (Connection refused)" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_this_machine() -> None:

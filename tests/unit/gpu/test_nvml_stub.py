@@ -20,7 +20,6 @@ for name in ("reading", "edge"):
 batch = [reader.samples(d.index, 0) for d in connection.devices]
 show["samples"] = [dataclasses.asdict(b) for b in batch]
 show["more"] = [len(reader.samples(0, b.samples[-1][0]).samples) for b in batch if b.samples]
-show["costs"] = reader.call_costs(0) if connection.devices else {}
 reader.close()
 reader.close()
 print(json.dumps(show))
@@ -73,8 +72,6 @@ def test_a_working_device_with_symbols_missing(evaluate: Evaluate, stub_library:
     (edge,) = found["edge"]
     assert len(edge["processes"]) == 1
     assert (edge["ecc_errors"], edge["failed"]) == (None, {"ecc_errors": "FUNCTION_NOT_FOUND"})
-    assert set(found["costs"]) == {"energy", "power", "utilization", "samples", "processes"}
-    assert all(cost > 0 for cost in found["costs"].values())
 
 
 def test_a_missing_symbol_is_an_absent_reading(evaluate: Evaluate, stub_without_energy: Path) -> None:

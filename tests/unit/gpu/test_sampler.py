@@ -43,7 +43,6 @@ def test_readings_lie_on_the_generators_time_axis(start_sampler: Start, stub_lib
     assert device.energy_joules == pytest.approx(80 * np.asarray(device.energy_at_ns) / 1e9, abs=80)
     (header,) = readings.headers
     assert header.driver_version == "580.65"
-    assert header.call_cost_ns["energy"] > 0
     assert header.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

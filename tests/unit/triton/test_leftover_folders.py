@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from servers.triton import leftovers
-from servers.triton.leftovers import remove_abandoned_folders, remove_folders_since
+from servers.triton.leftovers import remove_abandoned_folders, remove_folders
 
 HOLD = (
     "import mmap, sys; file = open(sys.argv[1]); mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ); "
@@ -48,7 +48,7 @@ def test_only_old_empty_folders_of_dead_servers_are_removed(tmp_path: Path) -> N
     remove_abandoned_folders(tmp_path, library.name.encode())
     assert not abandoned.exists()
     assert all(path.exists() for path in kept)
-    remove_folders_since(young.stat().st_mtime + 1, tmp_path, library.name.encode())
+    remove_folders(young.stat().st_mtime + 1, time.time(), tmp_path, library.name.encode())
     assert young.exists(), "another server's"
-    remove_folders_since(min(began_s, young.stat().st_mtime), tmp_path, library.name.encode())
+    remove_folders(min(began_s, young.stat().st_mtime), time.time(), tmp_path, library.name.encode())
     assert [path.exists() for path in kept] == [True, False, True]

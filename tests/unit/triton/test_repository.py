@@ -12,7 +12,7 @@ from servers.export.triton_config import BatchingSettings
 from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
-from servers.triton.errors import TritonUnavailableError
+from servers.triton.errors import TritonOptionError
 from servers.triton.repository import PlacedModel, Repository, lay_out
 from servers.triton.wheel import Interpreter, find_wheel
 
@@ -65,7 +65,7 @@ def test_a_folder_that_cannot_be_written_is_told_in_one_sentence(
     tmp_path: Path, interpreter: Interpreter, specification: ModelSpecification
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(TritonUnavailableError, match=r"cannot write .*/file/work: Not a directory; .* --work-dir"):
+    with pytest.raises(TritonOptionError, match=r"cannot write .*/file/work: Not a directory; .* --work-dir"):
         laid_out(tmp_path / "file" / "work", interpreter, specification)
 
 
@@ -75,6 +75,6 @@ def test_a_folder_with_other_files_is_refused_and_kept(
     precious = tmp_path / "work" / "models" / "precious"
     precious.parent.mkdir(parents=True)
     precious.write_text("mine")
-    with pytest.raises(TritonUnavailableError, match="--work-dir"):
+    with pytest.raises(TritonOptionError, match="--work-dir"):
         laid_out(tmp_path / "work", interpreter, specification)
     assert precious.read_text() == "mine"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from servers.launch_plan import LaunchPlan
-from servers.triton.errors import TritonDiedError, TritonUnavailableError
+from servers.triton.errors import TritonDiedError, TritonOptionError
 from servers.triton.watch import TritonProcess, region_prefixes, relevant_lines
 
 LOG = """\
@@ -81,9 +81,7 @@ def test_not_ready_in_time(tmp_path: Path) -> None:
 
 def test_a_log_that_cannot_be_written_is_told_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(
-        TritonUnavailableError, match=r"cannot write .*/file/log: .*; give another place with --log-file"
-    ):
+    with pytest.raises(TritonOptionError, match=r"cannot write .*/file/log: .* --log-file"):
         TritonProcess(plan("pass"), tmp_path / "file" / "log")
 
 
