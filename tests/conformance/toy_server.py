@@ -1,7 +1,7 @@
-"""A small server of the Open Inference Protocol that answers bad input as it should, and can be told to do otherwise.
+"""A small server of the Open Inference Protocol that answers invalid input correctly, unless started with a fault.
 
 Its one model doubles FP32 rows of four. `serve KIND … --print-launch` makes it stand in for `abserve`. Each `--fault`
-breaks one promise, so that a test can see the conformance tool notice exactly that.
+breaks one rule, so that a test can check that the conformance tool reports exactly that.
 """
 
 from __future__ import annotations
