@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -140,8 +141,20 @@ class Launcher:
             pids=server.pids,
             failure=server.failure,
             log_path=self._log_path(),
-            launcher=self,
+            new_server=self.running,
         )
+
+    @contextmanager
+    def running(self, ready: bool) -> Iterator[Subject]:
+        """A server with default options, stopped at the end."""
+        server = self.start(DEFAULTS, ready=ready)
+        subject = self.subject(server)
+        try:
+            yield subject
+        finally:
+            if subject.grpc is not None:
+                subject.grpc.close()
+            server.stop()
 
     def _log_path(self) -> Path:
         return self.folder / f"{self.kind}-{self.started}.log"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -21,9 +21,6 @@ from loadgen.conformance.wire import GrpcClient, RawConnection, request_head
 from loadgen.documents import DocumentError, read_json
 from loadgen.transport.endpoint import EndpointError, read_tensors
 from loadgen.transport.outputs import read_body
-
-if TYPE_CHECKING:
-    from loadgen.conformance.servers import Launcher
 
 GOLDEN_TOLERANCE = 1e-5
 ANSWER_SECONDS = 20.0
@@ -57,7 +54,8 @@ class Subject:
     pids: Callable[[], tuple[int, ...]] = tuple
     failure: Callable[[], str | None] = lambda: None
     log_path: Path | None = None
-    launcher: Launcher | None = None
+    new_server: Callable[[bool], AbstractContextManager[Subject]] | None = None
+    """Starts another server with default options, and waits until it is ready if told so."""
     max_body_bytes: int | None = None
     read_timeout_s: float | None = None
     """How long it waits for a slow client, if it was started with that option."""

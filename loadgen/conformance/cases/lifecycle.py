@@ -13,7 +13,7 @@ from typing import Any
 from loadgen.conformance.case import Case, Section, infer
 from loadgen.conformance.cases.queueing import PendingRequest, start, wait_for, wait_until_read
 from loadgen.conformance.records import Answer, Fact, NotApplicableError, Observation, Protocol
-from loadgen.conformance.servers import DEFAULTS, OWN_SERVERS
+from loadgen.conformance.servers import OWN_SERVERS
 from loadgen.conformance.subject import Subject
 
 IN_FLIGHT = 6
@@ -24,18 +24,10 @@ LOADING_SECONDS = 120.0
 
 @contextmanager
 def _new_server(subject: Subject, *, ready: bool) -> Iterator[Subject]:
-    if subject.launcher is None:
+    if subject.new_server is None:
         raise NotApplicableError("needs a server of its own; use --launch")
-    server = subject.launcher.start(DEFAULTS, ready=ready)
-    try:
-        made = replace(subject.launcher.subject(server), model=subject.model)
-        try:
-            yield made
-        finally:
-            if made.grpc is not None:
-                made.grpc.close()
-    finally:
-        server.stop()
+    with subject.new_server(ready) as server:
+        yield replace(server, model=subject.model)
 
 
 def _rows_of_a_second(subject: Subject) -> int:

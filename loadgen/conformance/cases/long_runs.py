@@ -14,44 +14,23 @@ from loadgen.conformance.records import Fact, NotApplicableError, Observation
 from loadgen.conformance.subject import Subject
 
 VERBS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
+# fmt: off
 ROUTES = (
-    "/v2",
-    "/v2/",
-    "/v2/health/live",
-    "/v2/health/ready",
-    "/v2/models/{model}",
-    "/v2/models/{model}/ready",
-    "/v2/models/{model}/config",
-    "/v2/models/{model}/stats",
-    "/v2/models/{model}/infer",
-    "/v2/models/{model}/versions/1",
-    "/v2/models/{model}/versions/1/infer",
-    "/v2/models/{model}/versions/999/infer",
-    "/v2/models/stats",
-    "/v2/models/no_such/infer",
-    "/v2/repository/index",
-    "/v2/repository/models/no_such/load",
-    "/v2/repository/models/no_such/unload",
-    "/v2/systemsharedmemory/status",
-    "/v2/systemsharedmemory/region/no_such/register",
-    "/v2/%2e%2e/%00/\u00ff",
+    "/v2", "/v2/", "/v2/health/live", "/v2/health/ready", "/v2/models/{model}", "/v2/models/{model}/ready",
+    "/v2/models/{model}/config", "/v2/models/{model}/stats", "/v2/models/{model}/infer",
+    "/v2/models/{model}/versions/1", "/v2/models/{model}/versions/1/infer", "/v2/models/{model}/versions/999/infer",
+    "/v2/models/stats", "/v2/models/no_such/infer", "/v2/repository/index", "/v2/repository/models/no_such/load",
+    "/v2/repository/models/no_such/unload", "/v2/systemsharedmemory/status",
+    "/v2/systemsharedmemory/region/no_such/register", "/v2/%2e%2e/%00/\u00ff",
 )
 HEADERS = (
-    b"Content-Type: application/json",
-    b"Content-Type: application/octet-stream",
-    b"Inference-Header-Content-Length: 0",
-    b"Inference-Header-Content-Length: 17",
-    b"Inference-Header-Content-Length: -1",
-    b"Content-Encoding: gzip",
-    b"Accept-Encoding: gzip, deflate, br",
-    b"Expect: 100-continue",
-    b"Connection: close",
-    b"X-\xc3\xa9: \xff\xfe",
-    b": no name",
-    b"X-Empty:",
-    b"Upgrade: h2c",
-    b"Range: bytes=0-1",
+    b"Content-Type: application/json", b"Content-Type: application/octet-stream",
+    b"Inference-Header-Content-Length: 0", b"Inference-Header-Content-Length: 17",
+    b"Inference-Header-Content-Length: -1", b"Content-Encoding: gzip", b"Accept-Encoding: gzip, deflate, br",
+    b"Expect: 100-continue", b"Connection: close", b"X-\xc3\xa9: \xff\xfe", b": no name", b"X-Empty:",
+    b"Upgrade: h2c", b"Range: bytes=0-1",
 )
+# fmt: on
 ALLOWED_5XX = frozenset({"501", "503", "505"})
 """Unsupported, overloaded and unknown HTTP version; any other 5xx is a fault."""
 FUZZ_SECONDS = 5.0

@@ -61,7 +61,7 @@ def test_bodies_of_a_batch_size_differ_and_use_different_images(batch_size: int)
 
 
 def test_missing_or_misfitting_inputs_are_refused() -> None:
-    with pytest.raises(InputError, match="wants an input pixel_values; the samples hold other"):
+    with pytest.raises(InputError, match="has an input pixel_values; the samples have other"):
         prepare_body(SampleInputs({"other": PIXELS}, "photographs"), SIGNATURE, [0])
     with pytest.raises(InputError, match="do not fit"):
         prepare_body(SampleInputs({"pixel_values": PIXELS.astype(np.uint8)}, "photographs"), SIGNATURE, [0])

@@ -90,14 +90,12 @@ def test_no_answer_in_time_is_a_deadline(scripted: tuple[Scripted, str, Any]) ->
         ended.wait(5)
         return b""
 
-    connection = GrpcConnection(address, timeout_s=10)
+    connection = GrpcConnection(address, timeout_s=0.5)
     try:
-        connection.connect()
-        connection.timeout_s = 0.1
         handler.infer = wait_for_the_end
         exchange = connection.send(REQUEST)
         assert exchange.status == 1004
-        assert exchange.end_ns - exchange.send_ns > 0.09e9
+        assert exchange.end_ns - exchange.send_ns > 0.4e9
     finally:
         connection.close()
 
@@ -128,7 +126,7 @@ def test_nobody_there_and_nobody_who_speaks_grpc() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         silent = GrpcConnection(f"127.0.0.1:{port}", timeout_s=0.3)
-        with pytest.raises(ConnectionRefused, match="nothing speaks gRPC"):
+        with pytest.raises(ConnectionRefused, match="does not speak gRPC"):
             silent.connect()
         silent.close()
     gone = GrpcConnection(f"127.0.0.1:{port}", timeout_s=1)
@@ -139,7 +137,7 @@ def test_nobody_there_and_nobody_who_speaks_grpc() -> None:
 
 @pytest.mark.parametrize("text", ["", "localhost", "http://127.0.0.1:8001", ":8001", "host:port", "h" * 200 + ":1"])
 def test_bad_addresses(text: str) -> None:
-    with pytest.raises(AddressError, match="no gRPC address"):
+    with pytest.raises(AddressError, match="not a gRPC address"):
         parse_grpc_address(text)
 
 

@@ -23,8 +23,8 @@ def test_an_input_may_be_called_anything_and_nothing_is_written_elsewhere(tmp_pa
 
 
 def test_values_for_which_there_is_no_room_are_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="too large for values made up"):
+    with pytest.raises(InputError, match="too large to generate"):
         write_synthetic(signature("x", (-1, 10**15)), tmp_path, "fp32", 0)
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="no values can be made up for m: "):
+    with pytest.raises(InputError, match="no values can be generated for m: "):
         write_synthetic(signature("x"), tmp_path / "file", "fp32", 0)
