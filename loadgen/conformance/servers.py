@@ -19,6 +19,7 @@ from loadgen.conformance.wire import GrpcClient
 from loadgen.invocation import ABSERVE
 from loadgen.targets.embedded import EmbeddedDeployment
 from loadgen.targets.interface import DeploymentError
+from loadgen.transport.requests import Address, AddressError
 
 SMALL_BODY_BYTES = 4_000_000
 SMALL_QUEUE = 2
@@ -54,7 +55,7 @@ SHORT_READS = Setting("a short read timeout", {"native": {"read-timeout-s": str(
 WITH_IMAGES = Setting("a model of encoded images", {"native": _PAYLOADS, "triton": _PAYLOADS})
 WITH_SHARED_MEMORY = Setting("shared memory allowed", {"native": {"allow-shared-memory": "true"}, "triton": {}})
 WITH_MODEL_CONTROL = Setting("model control allowed", {"native": {"allow-model-control": "true"}})
-OWN_SERVERS = Setting("servers of its own", anywhere=False, own_servers=True)
+OWN_SERVERS = Setting("separate servers", anywhere=False, own_servers=True)
 
 
 class RemoteSession:
@@ -73,8 +74,10 @@ class RemoteSession:
     ) -> None:
         """Raises `SubjectError` when it cannot be tested."""
         self.title = url
-        if not urlsplit(url).hostname:
-            raise SubjectError(f"{url} is not a URL; give one like http://127.0.0.1:8100")
+        try:
+            Address.parse(url)
+        except AddressError as exc:
+            raise SubjectError(str(exc)) from exc
         subject = Subject(
             url,
             Model(model),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, perf_counter_ns, sleep
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +19,8 @@ from loadgen.conformance.model import HEADER, Body, Model
 from loadgen.conformance.records import Answer, NotApplicableError
 from loadgen.conformance.wire import GrpcClient, RawConnection, request_head
 from loadgen.documents import DocumentError, read_json
-from loadgen.transport.endpoint import EndpointError, read_tensors
+from loadgen.targets.interface import DeploymentError, poll_ready
+from loadgen.transport.endpoint import Endpoint, EndpointError
 from loadgen.transport.outputs import read_body
 
 GOLDEN_TOLERANCE = 1e-5
@@ -55,7 +56,7 @@ class Subject:
     failure: Callable[[], str | None] = lambda: None
     log_path: Path | None = None
     new_server: Callable[[bool], AbstractContextManager[Subject]] | None = None
-    """Starts another server with default options, and waits until it is ready if told so."""
+    """Starts another server with default options; with True it waits until the server is ready."""
     max_body_bytes: int | None = None
     read_timeout_s: float | None = None
     """How long it waits for a slow client, if it was started with that option."""
@@ -130,9 +131,8 @@ class Subject:
 
     def statistics(self) -> dict[str, int]:
         """`inference_count`, `execution_count`, `success` and `fail` of the model; raises `NotApplicableError`."""
-        answer = self.http("GET", f"/v2/models/{self.model.name}/stats")
-        with suppress(ValueError, KeyError, IndexError, TypeError, OverflowError):
-            entry = read_json(answer.body)["model_stats"][0]
+        with suppress(ValueError, KeyError, TypeError, OverflowError):
+            entry = Endpoint(self.url).statistics(self.model.name) or {}
             counts = {name: int(entry["inference_stats"][name]["count"]) for name in ("success", "fail")}
             return counts | {name: int(entry[name]) for name in ("inference_count", "execution_count")}
         raise NotApplicableError("the server has no statistics extension, which this case needs")
@@ -164,18 +164,15 @@ class Subject:
 
     def read_model(self, name: str) -> Model:
         """A model of this server, from its metadata and configuration. Raises `SubjectError`."""
-        answer = self.http("GET", f"/v2/models/{name}")
-        if answer.status != "200":
-            raise SubjectError(f"no model {name} at {self.url} ({answer.status}); name a ready model with --model")
+        endpoint = Endpoint(self.url)
         try:
-            document = read_json(answer.body)
-            inputs, outputs = read_tensors(document, "inputs"), read_tensors(document, "outputs")
-        except (DocumentError, EndpointError, AttributeError) as exc:
-            raise SubjectError(f"the metadata of model {name} at {self.url} cannot be read: {exc}") from exc
+            signature = endpoint.signature(name)
+        except EndpointError as exc:
+            raise SubjectError(str(exc)) from exc
         maximum: Any = None
-        with suppress(DocumentError, AttributeError):
-            maximum = read_json(self.http("GET", f"/v2/models/{name}/config").body).get("max_batch_size")
-        return Model(name, inputs, outputs, int(maximum) if isinstance(maximum, int) else None)
+        with suppress(EndpointError):
+            maximum = (endpoint.document(f"/v2/models/{name}/config") or {}).get("max_batch_size")
+        return Model(name, signature.inputs, signature.outputs, maximum if isinstance(maximum, int) else None)
 
     def with_model(self, name: str, image_model: str | None, golden: Answer | None = None) -> Subject:
         """This server with its model read, the image model found and the golden answer. Raises `SubjectError`."""
@@ -202,17 +199,12 @@ class Subject:
                     raise
                 continue
             if name or model.takes_an_image:
-                self._await_ready(candidate)
+                try:  # a server may be ready for one model while it still loads the next
+                    poll_ready(self, perf_counter_ns(), candidate, READY_SECONDS)
+                except DeploymentError as exc:
+                    raise SubjectError(f"{exc}; name another model with --image-model") from exc
                 return model
         return None
-
-    def _await_ready(self, model: str) -> None:
-        """A server may be ready for one model while it still loads the next."""
-        deadline = monotonic() + READY_SECONDS
-        while self.http("GET", f"/v2/models/{model}/ready").status != "200":
-            if monotonic() > deadline or self.failure() is not None:
-                raise SubjectError(f"model {model} did not become ready; name another with --image-model")
-            sleep(0.05)
 
 
 def output_difference(first: Answer, second: Answer, tolerance: float) -> str | None:

@@ -18,6 +18,9 @@ class ConnectionRefused(Exception):  # noqa: N818 (an outcome that callers branc
     """No connection could be made; nothing was sent."""
 
 
+_EMPTY = memoryview(b"")
+
+
 class Exchange:
     """The outcome of a connection's last request. Reused: it and its `body` are valid until the next request.
 
@@ -31,15 +34,17 @@ class Exchange:
                  "status")  # fmt: skip
 
     def __init__(self) -> None:
-        self.send_ns = 0
-        self.first_byte_ns = 0
         self.end_ns = 0
-        self.status = 0
-        self.request_bytes = 0
-        self.response_bytes = 0
+        self.begin(0, 0)
+
+    def begin(self, send_ns: int, request_bytes: int) -> None:
+        """A new request; forget the response of the last one."""
+        self.send_ns = send_ns
+        self.request_bytes = request_bytes
+        self.status = self.first_byte_ns = self.response_bytes = 0
         self.failure: str | None = None
         self.head = b""
-        self.body = memoryview(b"")
+        self.body = _EMPTY
 
     def copy(self) -> Exchange:
         """A copy of the response that stays valid after the next request."""

@@ -114,11 +114,7 @@ class GrpcConnection:
         connection = self._connection
         assert connection is not None
         exchange = self._exchange
-        exchange.failure = None
-        exchange.first_byte_ns = exchange.response_bytes = 0
-        exchange.body = memoryview(b"")
-        exchange.request_bytes = len(message) + FRAME_BYTES
-        exchange.send_ns = due_ns
+        exchange.begin(due_ns, len(message) + FRAME_BYTES)
         try:
             connection.request(self._head, pieces, due_ns)
             while not connection.ended:

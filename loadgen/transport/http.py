@@ -76,11 +76,7 @@ class HttpConnection:
         connection = self._socket
         assert connection is not None
         exchange = self._exchange
-        exchange.status = exchange.first_byte_ns = exchange.response_bytes = 0
-        exchange.failure = None
-        exchange.head = b""
-        exchange.request_bytes = len(request.head) + len(request.body)
-        exchange.send_ns = due_ns
+        exchange.begin(due_ns, len(request.head) + len(request.body))
         self._deadline.begin(connection, due_ns)
         try:
             sent_whole = True

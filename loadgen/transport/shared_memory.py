@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from time import perf_counter_ns
 
@@ -49,23 +49,13 @@ class SharedMemoryRequest:
         """Bytes of tensors, which are not sent over the wire."""
         return sum(len(tensor.data) for tensor in self.inputs)
 
-    @property
-    def input_room(self) -> int:
-        """Bytes of memory for its inputs."""
-        return sum(_aligned(len(tensor.data)) for tensor in self.inputs)
+    def input_starts(self) -> list[int]:
+        """Where each input begins in the memory, and where the last one ends."""
+        return _starts(len(tensor.data) for tensor in self.inputs)
 
-    @property
-    def output_room(self) -> int:
-        """Bytes of memory for its outputs."""
-        return sum(map(_aligned, self.output_bytes.values()))
-
-    def output_starts(self) -> dict[str, int]:
-        """Output → where its place begins."""
-        starts, start = {}, 0
-        for name, size in self.output_bytes.items():
-            starts[name] = start
-            start += _aligned(size)
-        return starts
+    def output_starts(self) -> list[int]:
+        """Where each output begins in the memory, and where the last one ends."""
+        return _starts(self.output_bytes.values())
 
 
 def prefix(process_id: int) -> str:
@@ -148,9 +138,9 @@ class SharedMemoryConnection:
         self._http.connect()
         if self._regions is not None:
             return
-        inputs = Region("in", max((request.input_room for request in self._requests), default=0))
+        inputs = Region("in", max((request.input_starts()[-1] for request in self._requests), default=0))
         try:
-            outputs = Region("out", max((request.output_room for request in self._requests), default=0))
+            outputs = Region("out", max((request.output_starts()[-1] for request in self._requests), default=0))
         except ConnectionRefused:
             inputs.close()
             raise
@@ -188,13 +178,13 @@ class SharedMemoryConnection:
         """A copy of the outputs' memory after the last response."""
         assert self._regions is not None
         assert self._sent is not None
-        return self._sent, self._regions[1].memory[: self._sent.output_room]
+        return self._sent, self._regions[1].memory[: self._sent.output_starts()[-1]]
 
     def read_outputs(self, exchange: Exchange, kept: KeptOutputs | None = None) -> dict[str, Array]:
         """Copies of the outputs of the last, good response, or of one that was kept. The response describes them, the
         request determined their places. Raises `DocumentError`."""
         request, memory = self.keep_outputs() if kept is None else kept
-        starts = request.output_starts()
+        starts = dict(zip(request.output_bytes, request.output_starts(), strict=False))
         found = {}
         for output in read_document(exchange.body):
             used = byte_size(output.datatype, output.shape)
@@ -236,19 +226,17 @@ class SharedMemoryConnection:
         return Request(head, body, payload_bytes)
 
     def _prepare(self, request: SharedMemoryRequest, input_region: str, output_region: str) -> _Prepared:
-        tensors, copies, places, start = [], [], [], 0
-        for raw in request.inputs:
-            end = start + len(raw.data)
+        tensors, copies, places = [], [], []
+        for raw, start in zip(request.inputs, request.input_starts(), strict=False):
             tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
             tensor.set_shared_memory(input_region, len(raw.data), offset=start)
             tensors.append(tensor)
-            copies.append((start, end, raw.data))
+            copies.append((start, start + len(raw.data), raw.data))
             places += [start + place for place in raw.places]
-            start += _aligned(len(raw.data))
         outputs = []
-        for name, start in request.output_starts().items():
+        for (name, size), start in zip(request.output_bytes.items(), request.output_starts(), strict=False):
             output = triton_http.InferRequestedOutput(name)
-            output.set_shared_memory(output_region, request.output_bytes[name], offset=start)
+            output.set_shared_memory(output_region, size, offset=start)
             outputs.append(output)
         body, _ = triton_http.InferenceServerClient.generate_request_body(tensors, outputs=outputs)
         body = body.encode() if isinstance(body, str) else bytes(body)
@@ -256,5 +244,5 @@ class SharedMemoryConnection:
         return self._post(path, body, request.payload_bytes), tuple(copies), tuple(places)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _starts(sizes: Iterable[int]) -> list[int]:
+    return list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))

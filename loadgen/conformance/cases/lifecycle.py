@@ -25,7 +25,7 @@ LOADING_SECONDS = 120.0
 @contextmanager
 def _new_server(subject: Subject, *, ready: bool) -> Iterator[Subject]:
     if subject.new_server is None:
-        raise NotApplicableError("needs a server of its own; use --launch")
+        raise NotApplicableError("needs a separate server; use --launch")
     with subject.new_server(ready) as server:
         yield replace(server, model=subject.model)
 

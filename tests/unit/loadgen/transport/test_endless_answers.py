@@ -184,7 +184,7 @@ def test_impossible_settings_end_the_connection(settings: tuple[int, int], failu
 
 
 @pytest.mark.parametrize("status", [b"\xff\xfe", b"9" * 5000, b"77777"])
-def test_a_status_that_is_none_is_told(status: bytes) -> None:
+def test_an_invalid_status_is_reported(status: bytes) -> None:
     length = (
         b"\x7f" + bytes([(len(status) - 127 & 0x7F) | 0x80, len(status) - 127 >> 7])
         if len(status) > 126

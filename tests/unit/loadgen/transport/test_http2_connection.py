@@ -255,7 +255,7 @@ def test_a_connection_that_dies_under_a_request(scripted: Any) -> None:
         ),
     ],
 )
-def test_answers_that_are_none(scripted: Any, answer: bytes, failure: str) -> None:
+def test_unusable_responses_are_failures(scripted: Any, answer: bytes, failure: str) -> None:
     def script(peer: Peer) -> None:
         peer.send(4, 0, 0)
         peer.send(1, 5, peer.message()[0], answer)

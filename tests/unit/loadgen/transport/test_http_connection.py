@@ -271,7 +271,7 @@ def test_a_dripping_server_is_a_timeout_too() -> None:
         b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000 + b"\r\n\r\n",
     ],
 )
-def test_what_is_not_http_is_a_malformed_answer(answer: bytes) -> None:
+def test_bytes_that_are_not_http_are_a_malformed_response(answer: bytes) -> None:
     def handle(connection: socket.socket) -> None:
         read_request(connection)
         with suppress(ConnectionError):  # the client gives up in the middle, as it should
@@ -284,7 +284,7 @@ def test_what_is_not_http_is_a_malformed_answer(answer: bytes) -> None:
     assert exchange.status == 0
 
 
-def test_nobody_there_is_refused_before_anything_is_sent() -> None:
+def test_a_closed_port_is_refused_before_anything_is_sent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = Address("127.0.0.1", listener.getsockname()[1])
     with pytest.raises(ConnectionRefused, match="Connection refused"):

@@ -78,7 +78,7 @@ def test_a_varied_photograph_is_still_that_photograph_and_no_two_have_the_same_p
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_is_sent_is_what_can_be_made_again(transport: str, kind: str) -> None:
+def test_the_bytes_on_the_wire_can_be_made_again(transport: str, kind: str) -> None:
     """Bytes on the wire, for each transport, against the same request made of varied items."""
     inputs, signature, variation = case(kind)
     items = (4, 1, 4)
