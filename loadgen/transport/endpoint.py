@@ -47,37 +47,35 @@ class Endpoint:
         self._timeout_s = timeout_s
 
     def _get(self, path: str) -> Exchange:
-        """Raises `ConnectionRefused`."""
+        """One GET; a refused connection is a failed request."""
         connection = HttpConnection(self.address, timeout_s=self._timeout_s, most_bytes=MOST_BYTES)
         try:
             return connection.send(Request(request_head("GET", path, self.address)))
+        except ConnectionRefused as exc:
+            refused = Exchange()
+            refused.failure = str(exc)
+            return refused
         finally:
             connection.close()
 
     def status(self, path: str) -> int | None:
         """The status of a GET; None when nothing answers."""
-        try:
-            return self._get(path).status or None
-        except ConnectionRefused:
-            return None
+        return self._get(path).status or None
 
     def document(self, path: str) -> dict[str, Any] | None:
         """The JSON object at a path; None for any status but 200. Raises `EndpointError` when nothing answers or the
         response is not a JSON object."""
-        try:
-            exchange = self._get(path)
-        except ConnectionRefused as exc:
-            raise EndpointError(f"nothing answers at {self.address.url}: {exc}") from None
+        exchange, request = self._get(path), f"GET {self.address.url}{path}"
         if exchange.failure is not None:
-            raise EndpointError(f"GET {self.address.url}{path}: {exchange.failure}")
+            raise EndpointError(f"{request}: {exchange.failure}")
         if exchange.status != 200:
             return None
         try:
             document = read_json(exchange.body)
         except DocumentError as exc:
-            raise EndpointError(f"GET {self.address.url}{path}: the response cannot be used: {exc}") from exc
+            raise EndpointError(f"{request}: the response cannot be used: {exc}") from exc
         if not isinstance(document, dict):
-            raise EndpointError(f"GET {self.address.url}{path}: the response is not a JSON object")
+            raise EndpointError(f"{request}: the response is not a JSON object")
         return document
 
     def live(self) -> bool:
@@ -86,10 +84,7 @@ class Endpoint:
 
     def silence(self) -> str:
         """Why it is not live, from one more request, for a message."""
-        try:
-            exchange = self._get("/v2/health/live")
-        except ConnectionRefused as exc:
-            return str(exc)
+        exchange = self._get("/v2/health/live")
         return exchange.failure or f"/v2/health/live answers {exchange.status}"
 
     def ready(self, model: str) -> bool:

@@ -21,7 +21,6 @@ BOMB_MIB = 512
 MALFORMED_COUNT = 100
 CHUNK_LIMIT = 65_536
 MANY_CHUNKS, MANY_CHUNK_REQUESTS = 1_000_000, 100
-WARM_UP_REQUESTS = 3
 HEADER_BYTES, HEADER_COUNT = 8 * MIB, 20_000
 EMPTY_LINES = 1000
 SLOW_CLIENTS = 20
@@ -92,11 +91,6 @@ def gzip_of_blanks(mib: int) -> bytes:
     return b"".join([*(compressor.compress(block) for _ in range(mib)), compressor.flush()])
 
 
-def _bomb(subject: Subject, _: Protocol) -> Answer:
-    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-    return subject.infer(Body(headers, gzip_of_blanks(BOMB_MIB)), deadline_s=60.0)
-
-
 def _malformed_gzip(subject: Subject, _: Protocol) -> Observation:
     whole = gzip.compress(subject.model.binary().content, 1)
     answers: list[Answer] = []
@@ -108,19 +102,11 @@ def _malformed_gzip(subject: Subject, _: Protocol) -> Observation:
     return Observation(tuple(answers))
 
 
-def _many_chunks(subject: Subject, _: Protocol) -> Answer:
-    return subject.raw(chunks(subject, CHUNK_LIMIT + 1))
-
-
-def _warm_chunks(subject: Subject) -> None:
-    for _ in range(WARM_UP_REQUESTS):
-        subject.raw(chunks(subject, CHUNK_LIMIT + 1))
-
-
-def _a_million_chunks(subject: Subject, _: Protocol) -> Observation:
+def in_chunks(subject: Subject, _: Protocol, count: int, requests: int) -> Observation:
+    """Requests in this many chunks each, until the server is gone."""
     answers = []
-    for _request in range(MANY_CHUNK_REQUESTS):
-        answers.append(subject.raw(chunks(subject, MANY_CHUNKS)))
+    for _request in range(requests):
+        answers.append(subject.raw(chunks(subject, count)))
         if answers[-1].status == "refused" or (not answers[-1].came and subject.failure() is not None):
             break
     return Observation(tuple(answers))
@@ -198,6 +184,7 @@ GET = b"GET /v2/health/live HTTP/1.1\r\nHost: {host}\r\n"
 POST = b"POST {path} HTTP/1.1\r\nHost: {host}\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 JSON_TYPE = b"Content-Type: application/json\r\n"
+GZIP_JSON = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
 CLAIM = POST + JSON_TYPE + b'Content-Length: 1099511627776\r\n\r\n{"inputs": ['
 BOTH_LENGTHS = raws(
     POST + b"Content-Length: 2\r\n" + CHUNKED + b"\r\n2\r\n{}\r\n0\r\n\r\n",
@@ -221,6 +208,7 @@ BAD_STARTS = raws(
 BARE_LF = raws(GET.replace(b"\r", b"") + b"\n", GET[:-2] + b"\n\n")
 LONG_HEADER = raws(GET + b"X-Long: " + b"a" * HEADER_BYTES + b"\r\n\r\n")
 MANY_HEADERS = raws(GET + b"".join(b"X-%d: a\r\n" % index for index in range(HEADER_COUNT)) + b"\r\n")
+TOO_MANY_CHUNKS = partial(in_chunks, count=CHUNK_LIMIT + 1, requests=1)
 SLOW_HEADER = partial(slowly, start=POST + b"X-Slow: ")
 SLOW_BODY = partial(slowly, start=POST + JSON_TYPE + b"Content-Length: 1000000\r\n\r\n")
 SMALL: dict[str, Any] = {"setting": SMALL_BODIES}
@@ -236,12 +224,15 @@ SIZES = (
     Case("7e", "message over the limit", _grpc_over_limit, "RESOURCE_EXHAUSTED or INVALID_ARGUMENT",
          check_words=False, note="RESOURCE_EXHAUSTED comes from the RPC library", **SMALL),
     Case("8a", "gzip body", infers(_gzipped), "200 or 415"),
-    Case("8b", f"gzip body that expands to {BOMB_MIB} MiB", _bomb, "400 or 413 or 415",
+    Case("8b", f"gzip body that expands to {BOMB_MIB} MiB",
+         lambda subject, _: subject.infer(Body(GZIP_JSON, gzip_of_blanks(BOMB_MIB)), deadline_s=60.0),
+         "400 or 413 or 415",
          note="the decompressed size is limited, or 415", retained_mib=32, peak_mib=BOMB_MIB // 2, **HARM),
     Case("8c", f"{MALFORMED_COUNT} malformed gzip bodies", _malformed_gzip, "400 or 415", retained_mib=32, **HARM),
-    Case("9a", f"{CHUNK_LIMIT + 1:,} chunks", _many_chunks, "400", **HARM),
-    Case("9b", f"{MANY_CHUNKS:,} chunks, {MANY_CHUNK_REQUESTS} requests", _a_million_chunks, "400",
-         warm_up=_warm_chunks, retained_mib=1, **HARM),
+    Case("9a", f"{CHUNK_LIMIT + 1:,} chunks", TOO_MANY_CHUNKS, "400", **HARM),
+    Case("9b", f"{MANY_CHUNKS:,} chunks, {MANY_CHUNK_REQUESTS} requests",
+         partial(in_chunks, count=MANY_CHUNKS, requests=MANY_CHUNK_REQUESTS), "400",
+         warm_up=lambda subject: in_chunks(subject, Protocol.HTTP, CHUNK_LIMIT + 1, 3), retained_mib=1, **HARM),
 )
 
 PARSING = (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter, sleep
 
@@ -156,29 +156,23 @@ def growth_case(plan: GrowthPlan) -> Case:
 
 def _round(subject: Subject, request: bytes, plan: GrowthPlan) -> Counter[bool]:
     """How many requests were answered 200, and how many were not."""
-    counts: Counter[bool] = Counter()
-    lock = threading.Lock()
     end = perf_counter() + plan.seconds
 
-    def user() -> None:
+    def user(_: int) -> Counter[bool]:
+        counts: Counter[bool] = Counter()
         try:
             with subject.connect() as connection:
                 came = True
                 while came and perf_counter() < end:
                     answer = connection.request(request, ANSWER_SECONDS)
                     came = answer.came
-                    with lock:
-                        counts[answer.good] += 1
+                    counts[answer.good] += 1
         except OSError:
-            with lock:
-                counts[False] += 1
+            counts[False] += 1
+        return counts
 
-    users = [threading.Thread(target=user, daemon=True) for _ in range(plan.concurrency)]
-    for thread in users:
-        thread.start()
-    for thread in users:
-        thread.join()
-    return counts
+    with ThreadPoolExecutor(plan.concurrency) as pool:
+        return sum(pool.map(user, range(plan.concurrency)), Counter[bool]())
 
 
 def _resident(subject: Subject) -> int:
