@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Concatenate, ParamSpec
 
 from loadgen.conformance.model import Body, InferenceRequest, json_body
-from loadgen.conformance.records import Answer, Fact, Observation, Protocol, Verdict
+from loadgen.conformance.records import Answer, Fact, Protocol, Seen, Verdict
 from loadgen.conformance.servers import DEFAULTS, Setting
 from loadgen.conformance.subject import Subject
 from loadgen.conformance.wire import infer_message, messages
 
 P = ParamSpec("P")
-Send = Callable[[Subject, Protocol], Answer | Observation]
-Condition = Callable[[Subject, tuple[Answer, ...]], Fact]
+Send = Callable[[Subject, Protocol], Answer | Seen]
+Condition = Callable[[Subject, Sequence[Answer]], Fact]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One row. `number` is the reference's number and, for one of several, a letter: "6b". `send` holds one request or
-    several, each sent alone; a function may also send many and return an observation."""
+    several, each sent alone; a function may also send many and yield answers and facts."""
 
     number: str
     title: str
@@ -83,17 +83,18 @@ class Case:
         ]
         return ", ".join(filter(None, parts))
 
-    def observe(self, subject: Subject) -> Observation:
-        """Send it. Raises `NotApplicableError`, `SkippedError`, `OSError`."""
+    def observe(self, subject: Subject) -> list[Answer | Fact]:
+        """Send it. Raises `NotApplicableError`, `SkippedError`."""
         if self.protocol is Protocol.GRPC:
             subject.grpc_client()
-        answers: tuple[Answer, ...] = ()
-        facts: tuple[Fact, ...] = ()
-        for send in self.send if isinstance(self.send, tuple) else (self.send,):
-            seen = send(subject, self.protocol)
-            answers += seen.answers if isinstance(seen, Observation) else (seen,)
-            facts += seen.facts if isinstance(seen, Observation) else ()
-        return Observation(answers, facts + tuple(fact(subject, answers) for fact in self.facts))
+        seen: list[Answer | Fact] = []
+        try:
+            for send in self.send if isinstance(self.send, tuple) else (self.send,):
+                found = send(subject, self.protocol)
+                seen += [found] if isinstance(found, Answer) else found
+        except OSError as exc:  # the connection of a case was cut; whether the server lives is checked next
+            return [*seen, Fact("the case could be sent", False, str(exc))]
+        return seen + [fact(subject, [one for one in seen if isinstance(one, Answer)]) for fact in self.facts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,16 +195,19 @@ _NUMBER = re.compile(r"\d+")
 _LONGEST_SHOWN = 110
 
 
-def judge(case: Case, observation: Observation, extra: Iterable[Fact] = ()) -> tuple[Verdict, str, str, list[str]]:
-    """The verdict, what was received, the reasons against it, and what could not be observed."""
-    facts = [*observation.facts, *extra]
-    reasons = list(dict.fromkeys(problem for answer in observation.answers for problem in problems(case, answer)))
+def judge(case: Case, seen: Seen, extra: Iterable[Fact] = ()) -> tuple[Verdict, str, str, tuple[str, ...]]:
+    """The verdict, a description of the results, the reasons against the server, and the facts not observed."""
+    seen = list(seen)
+    answers = [one for one in seen if isinstance(one, Answer)]
+    own_facts = [one for one in seen if isinstance(one, Fact)]
+    facts = [*own_facts, *extra]
+    reasons = list(dict.fromkeys(problem for answer in answers for problem in problems(case, answer)))
     reasons += [f"{fact.name}: {fact.seen}" for fact in facts if fact.ok is False]
-    not_observed = [f"{fact.name}: {fact.seen}" for fact in facts if fact.ok is None]
+    not_observed = tuple(f"{fact.name}: {fact.seen}" for fact in facts if fact.ok is None)
     # The text shown for a status is that of a wrong answer, if there is one.
-    worst_first = sorted(observation.answers, key=lambda answer: not problems(case, answer))
-    got = describe(worst_first) or "; ".join(f"{fact.name}: {fact.seen}" for fact in observation.facts)
-    if not reasons and not observation.answers and not any(fact.ok for fact in observation.facts):
+    worst_first = sorted(answers, key=lambda answer: not problems(case, answer))
+    got = describe(worst_first) or "; ".join(f"{fact.name}: {fact.seen}" for fact in own_facts)
+    if not reasons and not answers and not any(fact.ok for fact in own_facts):
         return Verdict.NOT_APPLICABLE, got, "nothing could be observed", not_observed
     return (Verdict.DEVIATES if reasons else Verdict.CONFORMS), got, "; ".join(reasons), not_observed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -68,12 +68,8 @@ class Fact:
     seen: str
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """The results of a case. Every answer must meet the case's expectation, every fact must hold."""
-
-    answers: tuple[Answer, ...] = ()
-    facts: tuple[Fact, ...] = ()
+Seen = Iterable[Answer | Fact]
+"""The results of a case. Every answer must meet the case's expectation, every fact must hold."""
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):

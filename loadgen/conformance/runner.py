@@ -8,7 +8,7 @@ from time import monotonic, perf_counter, sleep
 from typing import Any
 
 from loadgen.conformance.case import Case, judge
-from loadgen.conformance.records import MIB, CaseResult, Fact, NotApplicableError, Observation, SkippedError, Verdict
+from loadgen.conformance.records import MIB, CaseResult, Fact, NotApplicableError, SkippedError, Verdict
 from loadgen.conformance.servers import Session
 from loadgen.conformance.subject import Subject, SubjectError
 
@@ -55,11 +55,7 @@ class CaseRun:
             if case.warm_up is not None:
                 case.warm_up(subject)
             with Watch(subject, heartbeat=not case.setting.own_servers) as watch:
-                try:
-                    observation = case.observe(subject)
-                except OSError as exc:
-                    # The connection of a case was cut; whether the server lives is checked next.
-                    observation = Observation(facts=(Fact("the case could be sent", False, str(exc)),))
+                seen = case.observe(subject)
         except SubjectError as exc:
             self.stopped = str(exc)
             return _result(case, Verdict.SKIPPED, reason=str(exc))
@@ -74,11 +70,11 @@ class CaseRun:
                 extra.append(watch.live_fact())
         if crash is None:
             extra += watch.memory_facts(case)
-        verdict, got, reason, not_observed = judge(case, observation, extra)
+        verdict, got, reason, not_observed = judge(case, seen, extra)
         if crash is not None:
             verdict, reason = Verdict.CRASHED, crash
         seconds = perf_counter() - started
-        return _result(case, verdict, got=got, reason=reason, not_observed=tuple(not_observed), seconds=seconds)
+        return _result(case, verdict, got=got, reason=reason, not_observed=not_observed, seconds=seconds)
 
     def _check_server(self, subject: Subject) -> tuple[str | None, list[Fact]]:
         """Why the server is gone, or whether it is live and answers as before."""

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from loadgen.conformance.case import Case, describe, judge, problems
-from loadgen.conformance.records import Answer, Fact, Observation, Verdict
+from loadgen.conformance.records import Answer, Fact, Verdict
 
 BAD = Case("1", "t", (), "400")
 JSON = {"content-type": "application/json"}
@@ -61,14 +61,14 @@ def test_errors_of_the_rpc_library_may_say_anything() -> None:
 def test_a_case_that_could_not_be_observed_never_conforms() -> None:
     case = Case("1", "t", (), "")
     unknown = Fact("memory growth", None, "cannot be read")
-    verdict, _, _, not_observed = judge(case, Observation(facts=(unknown,)), [Fact("live", True, "yes")])
+    verdict, _, _, not_observed = judge(case, [unknown], [Fact("live", True, "yes")])
     assert verdict is Verdict.NOT_APPLICABLE
-    assert not_observed == ["memory growth: cannot be read"]
+    assert not_observed == ("memory growth: cannot be read",)
 
 
 def test_one_bad_answer_among_many_decides_and_is_shown() -> None:
     answers = (refusal("fine"), refusal("two\nlines"), refusal("also fine"))
-    verdict, got, reason, _ = judge(BAD, Observation(answers))
+    verdict, got, reason, _ = judge(BAD, answers)
     assert verdict is Verdict.DEVIATES
     assert got == "3×400 two lines"
     assert reason == "the error is more than one line"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ def raw_body(request: InferenceRequest, content: bytes | None, applies: Callable
     return Body({**OCTETS, HEADER: "0"}, request.blobs[0][prefix:] if content is None else content)
 
 
-def parseable(_: Subject, answers: tuple[Answer, ...]) -> Fact:
+def parseable(_: Subject, answers: Sequence[Answer]) -> Fact:
     """Whether the answer is valid JSON."""
     try:
         answer_json(answers[0])

@@ -12,7 +12,7 @@ from typing import Any
 
 from loadgen.conformance.case import Case, Section, Send, filled_in, infers, raw
 from loadgen.conformance.model import HEADER, Body, InferenceRequest
-from loadgen.conformance.records import MIB, Answer, Fact, NotApplicableError, Observation, Protocol
+from loadgen.conformance.records import MIB, Answer, Fact, NotApplicableError, Protocol, Seen
 from loadgen.conformance.servers import SHORT_READS, SMALL_BODIES
 from loadgen.conformance.subject import Subject, counts_disconnects, counts_errors, increases
 from loadgen.conformance.wire import infer_message, request_head
@@ -91,28 +91,25 @@ def gzip_of_blanks(mib: int) -> bytes:
     return b"".join([*(compressor.compress(block) for _ in range(mib)), compressor.flush()])
 
 
-def _malformed_gzip(subject: Subject, _: Protocol) -> Observation:
+def _malformed_gzip(subject: Subject, _: Protocol) -> Seen:
     whole = gzip.compress(subject.model.binary().content, 1)
-    answers: list[Answer] = []
     for index in range(MALFORMED_COUNT):
         broken = bytearray(whole[: len(whole) - 1 - index * 37 % (len(whole) // 2)])
         broken[index % 20] ^= 0xA5
         headers = {"Content-Type": "application/octet-stream", "Content-Encoding": "gzip"}
-        answers.append(subject.infer(Body(headers, bytes(broken))))
-    return Observation(tuple(answers))
+        yield subject.infer(Body(headers, bytes(broken)))
 
 
-def in_chunks(subject: Subject, _: Protocol, count: int, requests: int) -> Observation:
+def in_chunks(subject: Subject, _: Protocol, count: int, requests: int) -> Seen:
     """Requests in this many chunks each, until the server is gone."""
-    answers = []
     for _request in range(requests):
-        answers.append(subject.raw(chunks(subject, count)))
-        if answers[-1].status == "refused" or (not answers[-1].came and subject.failure() is not None):
+        answer = subject.raw(chunks(subject, count))
+        yield answer
+        if answer.status == "refused" or (not answer.came and subject.failure() is not None):
             break
-    return Observation(tuple(answers))
 
 
-def slowly(subject: Subject, _: Protocol, start: bytes) -> Observation:
+def slowly(subject: Subject, _: Protocol, start: bytes) -> Seen:
     """After `start`, 20 clients send one byte per second, while others request health/live."""
     before = _latency_s(subject, LATENCY_SAMPLES)
     clients = [subject.connect() for _ in range(SLOW_CLIENTS)]
@@ -132,12 +129,8 @@ def slowly(subject: Subject, _: Protocol, start: bytes) -> Observation:
             client.close()
     closed = f"{SLOW_CLIENTS - len(waiting)} of {SLOW_CLIENTS} after {perf_counter() - begun:.0f} s"
     latency = f"{before * 1e3:.1f} ms without slow clients, {worst * 1e3:.1f} ms with them"
-    return Observation(
-        facts=(
-            Fact("slow clients closed at the read timeout", not waiting, closed),
-            Fact("other clients' latency", worst < 3 * before + 0.1, latency),
-        )
-    )
+    yield Fact("slow clients closed at the read timeout", not waiting, closed)
+    yield Fact("other clients' latency", worst < 3 * before + 0.1, latency)
 
 
 def _latency_s(subject: Subject, count: int) -> float:
@@ -150,7 +143,7 @@ def _latency_s(subject: Subject, count: int) -> float:
     return statistics.quantiles(samples, n=20)[-1]
 
 
-def _disconnect(subject: Subject, _: Protocol) -> Observation:
+def _disconnect(subject: Subject, _: Protocol) -> Seen:
     """Clients that disconnect in the middle of their body are not failed requests."""
     failures_before = subject.statistics()["fail"]
     before = subject.metrics()
@@ -162,17 +155,17 @@ def _disconnect(subject: Subject, _: Protocol) -> Observation:
             connection.close(abruptly=index % 2 == 0)
     sleep(0.5)
     failed = subject.statistics()["fail"] - failures_before
-    facts = [Fact("failures in the statistics", failed == 0, f"{failed} more")]
+    yield Fact("failures in the statistics", failed == 0, f"{failed} more")
     after = subject.metrics()
     if before is None or after is None:
-        return Observation(facts=(*facts, Fact("a counter for disconnects", None, "the metrics could not be read")))
+        yield Fact("a counter for disconnects", None, "the metrics could not be read")
+        return
     grown = increases(before, after)
     errors = [series for series in grown if counts_errors(series)]
     counted = sum(value for series, value in grown.items() if counts_disconnects(series))
-    facts.append(Fact("4xx, 5xx and failures in the metrics", not errors, ", ".join(errors) or "unchanged"))
+    yield Fact("4xx, 5xx and failures in the metrics", not errors, ", ".join(errors) or "unchanged")
     seen = f"{counted:.0f} of {DISCONNECTS} disconnects counted"
-    facts.append(Fact("a counter for disconnects", counted >= DISCONNECTS, seen))
-    return Observation(facts=tuple(facts))
+    yield Fact("a counter for disconnects", counted >= DISCONNECTS, seen)
 
 
 def raws(*requests: bytes) -> tuple[Send, ...]:
@@ -232,7 +225,7 @@ SIZES = (
     Case("9a", f"{CHUNK_LIMIT + 1:,} chunks", TOO_MANY_CHUNKS, "400", **HARM),
     Case("9b", f"{MANY_CHUNKS:,} chunks, {MANY_CHUNK_REQUESTS} requests",
          partial(in_chunks, count=MANY_CHUNKS, requests=MANY_CHUNK_REQUESTS), "400",
-         warm_up=lambda subject: in_chunks(subject, Protocol.HTTP, CHUNK_LIMIT + 1, 3), retained_mib=1, **HARM),
+         warm_up=lambda subject: list(in_chunks(subject, Protocol.HTTP, CHUNK_LIMIT + 1, 3)), retained_mib=1, **HARM),
 )
 
 PARSING = (

@@ -12,7 +12,7 @@ from typing import Any
 
 from loadgen.conformance.case import Case, Section, infer
 from loadgen.conformance.cases.queueing import PendingRequest, start, wait_for, wait_until_read
-from loadgen.conformance.records import Answer, Fact, NotApplicableError, Observation, Protocol
+from loadgen.conformance.records import Answer, Fact, NotApplicableError, Protocol, Seen
 from loadgen.conformance.servers import OWN_SERVERS
 from loadgen.conformance.subject import Subject
 
@@ -51,7 +51,7 @@ def _terminate(server: Subject) -> Callable[[], Fact]:
     return exited
 
 
-def _in_flight(subject: Subject, protocol: Protocol) -> Observation:
+def _in_flight(subject: Subject, protocol: Protocol) -> Seen:
     with _new_server(subject, ready=True) as server:
         request = server.model.request(_rows_of_a_second(server))
         running = [start(server, protocol, request) for _ in range(IN_FLIGHT)]
@@ -59,36 +59,36 @@ def _in_flight(subject: Subject, protocol: Protocol) -> Observation:
         sleep(2 * ARRIVAL_SECONDS)
         left = sum(not one.done for one in running)
         exited = _terminate(server)
-        facts = []
         if protocol is Protocol.HTTP:
             sleep(ARRIVAL_SECONDS)
             new = server.infer(server.model.binary(1, seed=1), deadline_s=10.0).status
-            facts.append(Fact("requests in flight at the signal", left > 0 or None, f"{left} of {IN_FLIGHT}"))
-            facts.append(Fact("new requests refused", new in {"503", "refused", "reset", "closed"}, new))
-        answers = tuple(one.wait() for one in running)
-        return Observation(answers, (*facts, exited()))
+            yield Fact("requests in flight at the signal", left > 0 or None, f"{left} of {IN_FLIGHT}")
+            yield Fact("new requests refused", new in {"503", "refused", "reset", "closed"}, new)
+        for one in running:
+            yield one.wait()
+        yield exited()
 
 
-def _while_loading(subject: Subject, _: Protocol) -> Observation:
+def _while_loading(subject: Subject, _: Protocol) -> Seen:
     with _new_server(subject, ready=False) as server:
         sleep(ARRIVAL_SECONDS)
         ready = server.http("GET", "/v2/health/ready", deadline_s=1.0).status == "200"
-        fact = Fact("still loading", None if ready else True, "ready already" if ready else "yes")
-        return Observation(facts=(fact, _terminate(server)()))
+        yield Fact("still loading", None if ready else True, "ready already" if ready else "yes")
+        yield _terminate(server)()
 
 
-def _idle(subject: Subject, _: Protocol) -> Observation:
+def _idle(subject: Subject, _: Protocol) -> Seen:
     with _new_server(subject, ready=True) as server:
         connections = [server.connect() for _ in range(3)]
         head = f"GET /v2/health/live HTTP/1.1\r\nHost: {server.authority}\r\n\r\n".encode()
-        answers = tuple(connection.request(head, 5.0) for connection in connections)
-        fact = _terminate(server)()
+        for connection in connections:
+            yield connection.request(head, 5.0)
+        yield _terminate(server)()
         for connection in connections:
             connection.close()
-        return Observation(answers, (fact,))
 
 
-def _before_ready(subject: Subject, protocol: Protocol) -> Observation:
+def _before_ready(subject: Subject, protocol: Protocol) -> Seen:
     """Inference until the server is ready. An answer counts only if the server is not ready before and after it."""
     answers: list[Answer] = []
     with _new_server(subject, ready=False) as server:
@@ -104,7 +104,7 @@ def _before_ready(subject: Subject, protocol: Protocol) -> Observation:
     if not answers:
         kind = "calls" if protocol is Protocol.GRPC else "connections"
         raise NotApplicableError(f"it accepts no {kind} before it is ready")
-    return Observation(tuple(answers), (Fact("ready route not 200", True, f"{len(answers)} times"),))
+    return [*answers, Fact("ready route not 200", True, f"{len(answers)} times")]
 
 
 def _ready(subject: Subject, protocol: Protocol) -> bool | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter, sleep
 
 from loadgen.conformance.case import Case
 from loadgen.conformance.model import Model
-from loadgen.conformance.records import Fact, NotApplicableError, Observation
+from loadgen.conformance.records import Fact, NotApplicableError
 from loadgen.conformance.subject import Subject
 
 VERBS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE")
@@ -83,7 +84,7 @@ def _mutate(chance: random.Random, data: bytes) -> bytes:
     return bytes(changed) if chance.random() < 0.7 else bytes(changed[: chance.randrange(len(changed) + 1)])
 
 
-def fuzz(subject: Subject, count: int, seed: int) -> Observation:
+def fuzz(subject: Subject, count: int, seed: int) -> Iterator[Fact]:
     """Send raw requests one after the other, each on a new connection, until all are sent or the server is gone."""
     counts: Counter[str] = Counter()
     faults: list[str] = []
@@ -100,13 +101,9 @@ def fuzz(subject: Subject, count: int, seed: int) -> Observation:
     sent = counts.total()
     seen = ", ".join(f"{number}×{status}" for status, number in counts.most_common())
     silent = f"{counts['silent']} unanswered after {FUZZ_SECONDS:g} s"
-    return Observation(
-        facts=(
-            Fact(f"{count} requests of seed {seed}", sent == count, seen if sent == count else f"ended after {sent}"),
-            Fact("no 5xx", not faults, f"{len(faults)}: {', '.join(faults[:5])}" if faults else "none"),
-            Fact("every request ends", not counts["silent"], silent),
-        )
-    )
+    yield Fact(f"{count} requests of seed {seed}", sent == count, seen if sent == count else f"ended after {sent}")
+    yield Fact("no 5xx", not faults, f"{len(faults)}: {', '.join(faults[:5])}" if faults else "none")
+    yield Fact("every request ends", not counts["silent"], silent)
 
 
 def fuzz_case(count: int, seed: int) -> Case:
@@ -127,7 +124,7 @@ class GrowthPlan:
     bound_bytes: int = BOUND_BYTES
 
 
-def growth(subject: Subject, plan: GrowthPlan) -> Observation:
+def growth(subject: Subject, plan: GrowthPlan) -> Iterator[Fact]:
     """Resident memory over rounds of steady load. The first half fills caches and buffers, so only growth after it
     counts as a leak. Raises `NotApplicableError` when memory cannot be read."""
     request = subject.infer_bytes(subject.model.binary(subject.model.rows(plan.batch)))
@@ -139,12 +136,8 @@ def growth(subject: Subject, plan: GrowthPlan) -> Observation:
         resident.append(_resident(subject))
     grown, bound = resident[-1] - resident[len(resident) // 2], plan.bound_bytes
     answered = f"{counts[True]} answered, {counts[False]} failed"
-    return Observation(
-        facts=(
-            Fact("requests answered", counts[False] == 0 and counts[True] > 0, answered),
-            Fact(f"growth from the midpoint < {bound / 1e6:g} MB", grown < bound, f"{grown / 1e6:+.1f} MB"),
-        )
-    )
+    yield Fact("requests answered", counts[False] == 0 and counts[True] > 0, answered)
+    yield Fact(f"growth from the midpoint < {bound / 1e6:g} MB", grown < bound, f"{grown / 1e6:+.1f} MB")
 
 
 def growth_case(plan: GrowthPlan) -> Case:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def load_outside(path: str) -> Send:
 def echoed(identifier: str) -> Condition:
     """Whether an answer of 200 echoes the identifier unchanged; a refusal need not."""
 
-    def observe(_: Subject, answers: tuple[Answer, ...]) -> Fact:
+    def observe(_: Subject, answers: Sequence[Answer]) -> Fact:
         name, answer = "the id comes back unchanged", answers[0]
         if not answer.good:
             return Fact(name, True, f"refused with {answer.status}")
@@ -68,12 +69,12 @@ def echoed(identifier: str) -> Condition:
     return observe
 
 
-def no_forged_header(_: Subject, answers: tuple[Answer, ...]) -> Fact:
+def no_forged_header(_: Subject, answers: Sequence[Answer]) -> Fact:
     """Whether the identifier has become a header of an answer."""
     return Fact("no header made by the id", f"x-{MARK.lower()}" not in answers[0].headers, "a header was injected")
 
 
-def log_escaped(subject: Subject, _: tuple[Answer, ...]) -> Fact:
+def log_escaped(subject: Subject, _: Sequence[Answer]) -> Fact:
     """Whether the identifier has become a line of the log."""
     name = "log line escaped"
     if subject.log_path is None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from loadgen.conformance.case import Case, Section, infer
 from loadgen.conformance.model import InferenceRequest
-from loadgen.conformance.records import Answer, Fact, NotApplicableError, Observation, Protocol
+from loadgen.conformance.records import Answer, Fact, NotApplicableError, Protocol, Seen
 from loadgen.conformance.servers import SMALL_QUEUE, SMALL_QUEUES
 from loadgen.conformance.subject import Subject, output_difference
 from loadgen.conformance.wire import RawConnection, all_read, finish, infer_message
@@ -158,10 +158,10 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _disconnect(subject: Subject, _: Protocol) -> Observation:
+def _disconnect(subject: Subject, _: Protocol) -> Seen:
     request = subject.infer_bytes(subject.model.binary(1, seed=1))
 
-    def abandon() -> tuple[Answer, ...]:
+    def abandon() -> list[Answer]:
         connections = [subject.connect() for _ in range(ABANDONED)]
         for connection in connections:
             connection.send(request)
@@ -170,32 +170,32 @@ def _disconnect(subject: Subject, _: Protocol) -> Observation:
         sleep(0.2)
         for index, connection in enumerate(connections):
             connection.close(abruptly=index % 2 == 0)
-        return ()
+        return []
 
     return _abandoned(subject, abandon)
 
 
-def _cancel(subject: Subject, _: Protocol) -> Observation:
-    def abandon() -> tuple[Answer, ...]:
+def _cancel(subject: Subject, _: Protocol) -> Seen:
+    def abandon() -> list[Answer]:
         calls = [PendingCall(subject, subject.model.request(seed=1), CALL_SECONDS) for _ in range(ABANDONED)]
         sleep(0.1)
         for call in calls:
             call.future.cancel()
-        return tuple(call.wait() for call in calls)
+        return [call.wait() for call in calls]
 
     return _abandoned(subject, abandon)
 
 
-def _pass_the_deadline(subject: Subject, _: Protocol) -> Observation:
-    def abandon() -> tuple[Answer, ...]:
+def _pass_the_deadline(subject: Subject, _: Protocol) -> Seen:
+    def abandon() -> list[Answer]:
         request = subject.model.request(seed=1)
         calls = [PendingCall(subject, request, CLIENT_DEADLINE_SECONDS) for _ in range(ABANDONED)]
-        return tuple(call.wait() for call in calls)
+        return [call.wait() for call in calls]
 
     return _abandoned(subject, abandon)
 
 
-def _abandoned(subject: Subject, abandon: Callable[[], tuple[Answer, ...]]) -> Observation:
+def _abandoned(subject: Subject, abandon: Callable[[], list[Answer]]) -> Seen:
     """Requests whose clients give up while the engine is busy: they must not be executed."""
     blocker = EngineBlocker(subject)
     before = _settled_rows(subject)
@@ -207,7 +207,7 @@ def _abandoned(subject: Subject, abandon: Callable[[], tuple[Answer, ...]]) -> O
         raise NotApplicableError("the queue was empty before the clients gave up; use a slower engine")
     # Fewer rows than were answered would mean that the statistics are unreliable.
     seen = f"{executed} of {ABANDONED} abandoned requests executed"
-    return Observation(answers, (Fact("dropped before the engine", None if executed < 0 else executed == 0, seen),))
+    return [*answers, Fact("dropped before the engine", None if executed < 0 else executed == 0, seen)]
 
 
 def _settled_rows(subject: Subject) -> int:
@@ -224,7 +224,7 @@ def _settled_rows(subject: Subject) -> int:
     return last["inference_count"]
 
 
-def _flood(subject: Subject, protocol: Protocol) -> Observation:
+def _flood(subject: Subject, protocol: Protocol) -> Seen:
     """More requests than the queue holds, while the engine is busy and health is requested."""
     health: list[Answer] = []
     with EngineBlocker(subject, limit=SMALL_QUEUE) as blocker:
@@ -233,17 +233,17 @@ def _flood(subject: Subject, protocol: Protocol) -> Observation:
             health += [subject.http("GET", f"/v2/health/{kind}", deadline_s=5.0) for kind in ("live", "ready")]
             sleep(0.02)
         answers = [one.wait() for one in flood]
-    refused = tuple(answer for answer in answers if not answer.good)
-    facts = [Fact("some are refused", bool(refused), f"{len(refused)} of {FLOOD}")]
+    refused = [answer for answer in answers if not answer.good]
+    yield from refused
+    yield Fact("some are refused", bool(refused), f"{len(refused)} of {FLOOD}")
     if protocol is Protocol.HTTP:
         slowest = max((answer.elapsed_s for answer in refused), default=0.0)
         bad = [answer for answer in health if answer.status != "200" or answer.elapsed_s > 1.0]
-        facts.append(Fact("at once", slowest < PROMPT_SECONDS, f"slowest {slowest * 1e3:.0f} ms"))
-        facts.append(Fact("health requests answered", not bad, f"{len(bad)} of {len(health)} refused or slow"))
-    return Observation(refused, tuple(facts))
+        yield Fact("at once", slowest < PROMPT_SECONDS, f"slowest {slowest * 1e3:.0f} ms")
+        yield Fact("health requests answered", not bad, f"{len(bad)} of {len(health)} refused or slow")
 
 
-def _queue_timeout(subject: Subject, protocol: Protocol) -> Observation:
+def _queue_timeout(subject: Subject, protocol: Protocol) -> Seen:
     def with_timeout(request: InferenceRequest) -> None:
         request.document["parameters"] |= {"timeout": TIMEOUT_US}
 
@@ -251,10 +251,10 @@ def _queue_timeout(subject: Subject, protocol: Protocol) -> Observation:
         answer = infer(with_timeout)(subject, protocol)
         ok = blocker.busy and answer.elapsed_s < TIMEOUT_US / 1e6 + PROMPT_SECONDS
     seen = f"after {answer.elapsed_s * 1e3:.0f} ms with a timeout of {TIMEOUT_US / 1e3:g} ms"
-    return Observation((answer,), (Fact("promptly", ok, seen),))
+    return answer, Fact("promptly", ok, seen)
 
 
-def _nan_in_a_batch(subject: Subject, _: Protocol) -> Observation:
+def _nan_in_a_batch(subject: Subject, _: Protocol) -> Seen:
     """One request of NaN among others sent at the same moment, whose answers must not change."""
     model = subject.model
     if not model.batches or any(tensor.datatype not in {"FP32", "FP64"} for tensor in model.inputs):
@@ -262,20 +262,18 @@ def _nan_in_a_batch(subject: Subject, _: Protocol) -> Observation:
     bodies = [model.binary(1, seed) for seed in range(1, 6)]
     alone = [subject.infer(body) for body in bodies]
     nan = model.request(arrays=[np.full_like(array, np.nan) for array in model.arrays(1)]).body()
-    answers: list[Answer] = []
     changed: list[str] = []
     before = subject.statistics()["execution_count"]
     for _round in range(MERGE_ROUNDS):
         running = [PendingRequest(subject, subject.infer_bytes(body)) for body in (*bodies[:2], nan, *bodies[2:])]
         merged = [request.wait() for request in running]
         del merged[2]
-        answers += merged
+        yield from merged
         differences = (output_difference(a, b, MERGED_TOLERANCE) for a, b in zip(alone, merged, strict=True))
         changed += filter(None, differences)
     executed, requests = subject.statistics()["execution_count"] - before, MERGE_ROUNDS * (len(bodies) + 1)
-    equal = Fact("the others equal their results alone", not changed, changed[0] if changed else "yes")
-    merging = Fact("batches were merged", executed < requests or None, f"{executed} executions of {requests} requests")
-    return Observation(tuple(answers), (equal, merging))
+    yield Fact("the others equal their results alone", not changed, changed[0] if changed else "yes")
+    yield Fact("batches were merged", executed < requests or None, f"{executed} executions of {requests} requests")
 
 
 QUEUE_FULL: dict[str, Any] = {"setting": SMALL_QUEUES, "destructive": True}

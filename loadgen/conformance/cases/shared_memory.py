@@ -11,7 +11,7 @@ from typing import Any
 
 from loadgen.conformance.case import Case, Section, changes, grpc, http
 from loadgen.conformance.model import InferenceRequest, tensor_bytes
-from loadgen.conformance.records import MIB, Answer, NotApplicableError, Observation, Protocol
+from loadgen.conformance.records import MIB, Answer, NotApplicableError, Protocol, Seen
 from loadgen.conformance.servers import WITH_SHARED_MEMORY
 from loadgen.conformance.subject import Subject
 
@@ -66,26 +66,23 @@ def from_region(request: InferenceRequest, /, region: str, offset: int = 0, more
     request.blobs, request.document = [], {}
 
 
-def _by_default(subject: Subject, protocol: Protocol) -> Observation:
+def _by_default(subject: Subject, protocol: Protocol) -> Seen:
     with _segment(KEY, 4096), _registered(subject, protocol, KEY, 0, 4096) as answer:
-        used = () if protocol is Protocol.GRPC else (from_region(REGION)(subject, protocol),)
-        return Observation((answer, *used))
+        yield answer
+        if protocol is Protocol.HTTP:
+            yield from_region(REGION)(subject, protocol)
 
 
-def registering(subject: Subject, protocol: Protocol, places: tuple[tuple[str, int, int], ...]) -> Observation:
+def registering(subject: Subject, protocol: Protocol, places: tuple[tuple[str, int, int], ...]) -> Seen:
     """Registrations of (key, offset, size) over a segment of 4096 bytes."""
     _check_allowed(subject)
-    answers = []
     with _segment(KEY, 4096), _segment(RESERVED_KEY, 4096):
         for place in places:
             with _registered(subject, protocol, *place) as answer:
-                answers.append(answer)
-    return Observation(tuple(answers))
+                yield answer
 
 
-def reading(
-    subject: Subject, protocol: Protocol, requests: tuple[Any, ...], first: bytes = b"", size: int = 0
-) -> Observation:
+def reading(subject: Subject, protocol: Protocol, requests: tuple[Any, ...], first: bytes = b"", size: int = 0) -> Seen:
     """Inference from a region of `size` bytes that begins with `first`; by default it has exactly the tensor's size."""
     _check_allowed(subject)
     count = size or len(tensor_bytes(subject.model.arrays(1)[0]))
@@ -95,7 +92,8 @@ def reading(
         with _registered(subject, protocol, KEY, 0, count) as answer:
             if not answer.good:
                 raise NotApplicableError(f"a valid region cannot be registered ({answer.status})")
-            return Observation(tuple(send(subject, protocol) for send in requests))
+            for send in requests:
+                yield send(subject, protocol)
 
 
 def _unknown(subject: Subject, protocol: Protocol) -> Answer:
