@@ -275,6 +275,16 @@ def test_a_slow_http_server_has_the_timeout_and_no_more(head: bytes) -> None:
     assert seconds < LATE_S
 
 
+def test_an_impossible_content_length_fails_before_its_bytes_come() -> None:
+    def script(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1999999999\r\n\r\n")
+
+    said, seconds = get(script, PATIENT_S)
+    assert TOO_LARGE in said
+    assert seconds < LATE_S
+
+
 def test_memory_is_taken_as_bytes_arrive() -> None:
     def script(connection: socket.socket) -> None:
         connection.recv(1 << 16)

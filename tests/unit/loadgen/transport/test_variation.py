@@ -114,6 +114,8 @@ def test_of_several_inputs_the_one_with_most_room_varies() -> None:
         sent = b"".join(assemble(b"", body.pieces, patches))  # type: ignore[union-attr]
         varied = [variation.varied(SampleInputs(arrays, "synthetic"), item, 5).arrays["x"] for item in (0, 3)]
         assert sent.endswith(np.concatenate(varied).tobytes())
+    constant = {"x": np.ones((4, 77), "<i8")}
+    assert find_variation(SampleInputs(constant, "synthetic"), signature) is None
     only = Signature("m", tensors[:1], ())
     assert find_variation(SampleInputs(arrays, "synthetic"), only) is None
 
