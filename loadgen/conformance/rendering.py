@@ -47,7 +47,7 @@ def print_report(report: ConformanceReport, console: Console) -> None:
 
 def summary(report: ConformanceReport) -> str:
     """How many cases have each verdict."""
-    return ", ".join(f"{report.count(verdict)} {verdict.value}" for verdict in Verdict)
+    return ", ".join(f"{verdict.value}: {report.count(verdict)}" for verdict in Verdict)
 
 
 def write_section(report: ConformanceReport, path: Path, name: str) -> None:

@@ -53,8 +53,8 @@ SMALL_QUEUES = Setting("a small queue", {"native": _QUEUE, "triton": _QUEUE}, an
 SMALL_BODIES = Setting("a small body limit", {"native": {"max-body-bytes": str(SMALL_BODY_BYTES)}})
 SHORT_READS = Setting("a short read timeout", {"native": {"read-timeout-s": str(READ_SECONDS)}, "triton": {}})
 WITH_IMAGES = Setting("a model of encoded images", {"native": _PAYLOADS, "triton": _PAYLOADS})
-WITH_SHARED_MEMORY = Setting("shared memory allowed", {"native": {"allow-shared-memory": "true"}, "triton": {}})
-WITH_MODEL_CONTROL = Setting("model control allowed", {"native": {"allow-model-control": "true"}})
+WITH_SHARED_MEMORY = Setting("shared memory", {"native": {"allow-shared-memory": "true"}, "triton": {}})
+WITH_MODEL_CONTROL = Setting("model control", {"native": {"allow-model-control": "true"}})
 OWN_SERVERS = Setting("separate servers", anywhere=False, own_servers=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter, sleep
 from typing import Any
@@ -40,37 +41,32 @@ class PendingRequest:
 
     def __init__(self, subject: Subject, data: bytes) -> None:
         self.sent = threading.Event()
-        self.answer = Answer("refused")
         self.connection: RawConnection | None = None
-        self._subject, self._data = subject, data
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._answer = Answer("silent")
+        self._thread = threading.Thread(target=self._run, args=(subject, data), daemon=True)
         self._thread.start()
 
     def wait(self) -> Answer:
         """The answer; "silent" when it has not come in 60 s."""
         self._thread.join(ANSWER_SECONDS)
-        return self.answer if self.done else Answer("silent")
+        return self._answer
 
     @property
     def done(self) -> bool:
         """Whether it has been answered."""
         return not self._thread.is_alive()
 
-    def _run(self) -> None:
-        started = perf_counter()
-        answer = self.answer
-        try:
-            with self._subject.connect() as self.connection:
-                answer = self.connection.request(self._pieces(), ANSWER_SECONDS)
-        except OSError:
-            pass
-        finally:
+    def _run(self, subject: Subject, data: bytes) -> None:
+        def pieces() -> Iterator[bytes]:
+            yield data
             self.sent.set()
-        self.answer = replace(answer, elapsed_s=perf_counter() - started)
 
-    def _pieces(self) -> Iterator[bytes]:
-        yield self._data
+        answer = Answer("refused")
+        started = perf_counter()
+        with suppress(OSError), subject.connect() as self.connection:
+            answer = self.connection.request(pieces(), ANSWER_SECONDS)
         self.sent.set()
+        self._answer = replace(answer, elapsed_s=perf_counter() - started)
 
 
 class PendingCall:
