@@ -48,8 +48,8 @@ def conformance(
     fuzz: Annotated[int, typer.Option(min=0, help="Run case 16 with N raw requests.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the raw requests.")] = 0,
     growth: Annotated[bool, typer.Option("--growth", help="Run case 35: over three minutes of load.")] = False,
-    document: Annotated[
-        Path | None, typer.Option(help="A Markdown file whose section for this server is replaced.")
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the report as Markdown.")
     ] = None,
     i_own_this_server: Annotated[
         bool, typer.Option("--i-own-this-server", help="Also run cases that may crash a server on another machine.")
@@ -68,7 +68,7 @@ def conformance(
     from loadgen.conformance.cases import select
     from loadgen.conformance.cases.long_runs import GrowthPlan, fuzz_case, growth_case
     from loadgen.conformance.records import ConformanceReport, SkippedError
-    from loadgen.conformance.rendering import DocumentError, print_report, write_section
+    from loadgen.conformance.rendering import markdown, print_report
     from loadgen.conformance.runner import CaseRun
     from loadgen.conformance.servers import LaunchedSession, Launcher, RemoteSession, is_loopback
     from loadgen.conformance.subject import SubjectError
@@ -121,11 +121,11 @@ def conformance(
     )
     print_report(report, make_console(sys.stderr if json_file == "-" else sys.stdout))
     write_json(report, json_file)
-    if document is not None:
+    if markdown_file is not None:
         try:
-            write_section(report, document, launch or "remote")
-        except DocumentError as exc:
-            _fail(errors, str(exc))
+            markdown_file.write_text(markdown(report), encoding="utf-8")
+        except OSError as exc:
+            _fail(errors, f"--markdown {markdown_file} cannot be written: {exc.strerror or exc}")
     raise typer.Exit(EXIT_DEVIATES if report.failed else EXIT_CONFORMS)
 
 

@@ -22,8 +22,8 @@ Condition = Callable[[Subject, Sequence[Answer]], Fact]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row. `number` is the reference's number and, for one of several, a letter: "6b". `send` holds one request or
-    several, each sent alone; a function may also send many and yield answers and facts."""
+    """One row. `number` is a requirement's number and, for one of several cases, a letter: "6b". `send` holds one or
+    several requests, each sent alone; a function may also send many and yield answers and facts."""
 
     number: str
     title: str
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def order(self) -> tuple[int, str]:
-        """The reference's number, then the letter."""
+        """The requirement's number, then the letter."""
         digits = self.number.rstrip("abcdefghijklmnopqrstuvwxyz")
         return int(digits), self.number[len(digits) :]
 

@@ -1,8 +1,6 @@
-"""A report as a table on the terminal and as a section of a Markdown document."""
+"""A report as a table on the terminal and as Markdown."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -19,10 +17,6 @@ _STYLES = {
     Verdict.SKIPPED: "yellow",
 }
 NARROWEST = 140
-
-
-class DocumentError(Exception):
-    """A document has no place for the generated table; the message says which lines it needs."""
 
 
 def print_report(report: ConformanceReport, console: Console) -> None:
@@ -48,17 +42,6 @@ def print_report(report: ConformanceReport, console: Console) -> None:
 def summary(report: ConformanceReport) -> str:
     """How many cases have each verdict."""
     return ", ".join(f"{verdict.value}: {report.count(verdict)}" for verdict in Verdict)
-
-
-def write_section(report: ConformanceReport, path: Path, name: str) -> None:
-    """Replace the text between `<!-- conformance NAME -->` and `<!-- end NAME -->`. Raises `DocumentError`."""
-    begin, end = f"<!-- conformance {name} -->", f"<!-- end {name} -->"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    before, found_begin, rest = text.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not (found_begin and found_end):
-        raise DocumentError(f"{path} has no lines {begin} and {end}; add them where the table goes")
-    path.write_text(f"{before}{begin}\n{markdown(report)}\n{end}{after}", encoding="utf-8")
 
 
 def markdown(report: ConformanceReport) -> str:

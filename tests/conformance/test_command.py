@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from loadgen.cli.conformance import conformance
 from loadgen.conformance.cases import CASES, select
 from loadgen.conformance.records import CaseResult, ConformanceReport, Verdict
-from loadgen.conformance.rendering import DocumentError, write_section
+from loadgen.conformance.rendering import markdown
 from loadgen.conformance.runner import CaseRun
 from loadgen.conformance.servers import DEFAULTS, LaunchedSession, RemoteSession
 
@@ -115,31 +115,28 @@ def test_nothing_destructive_is_sent_to_another_machine(sessions) -> None:
     assert all("--i-own-this-server" in result.reason for result in results)
 
 
-def test_a_section_of_a_document_is_replaced(tmp_path: Path) -> None:
+def test_markdown_lists_the_deviations_and_the_other_cases() -> None:
     row: dict[str, Any] = {"title": "t", "protocol": "http", "expected": "400", "got": "a|b"}
     results = (
         CaseResult(number="1a", verdict=Verdict.DEVIATES, reason="no", **row),
         CaseResult(number="1b", verdict=Verdict.CONFORMS, **row),
+        CaseResult(number="2a", verdict=Verdict.SKIPPED, reason="no option", **row),
     )
-    report = ConformanceReport(
-        created_at="2026-01-02T00:00:00+00:00",
-        abserve_version="1",
-        server="triton",
-        server_title="Triton",
-        model="m",
-        results=results,
-    )
-    path = tmp_path / "page.md"
-    path.write_text("before\n<!-- conformance triton -->\nold\n<!-- end triton -->\nafter\n")
-    write_section(report, path, "triton")
-    text = path.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
+    created: dict[str, str] = {"created_at": "2026-01-02T00:00:00+00:00", "abserve_version": "1", "model": "m"}
+    text = markdown(ConformanceReport(server="triton", server_title="Triton", results=results, **created))
+    assert text.startswith("Triton, model `m`, 2026-01-02, abserve 1.")
     assert "| 1a t | http | 400 | a\\|b | deviates: no |" in text
     assert "Conforms: 1b." in text
-    with pytest.raises(DocumentError, match="conformance native"):
-        write_section(report, path, "native")
+    assert "- 2a: no option" in text
+
+
+def test_markdown_is_written_or_the_error_says_why(toy: str, tmp_path: Path) -> None:
+    arguments = (toy, "--model", "toy", "--only", "15a", "--markdown")
+    assert invoke(*arguments, str(tmp_path / "report.md"))[0] == 0
+    assert "Conforms: 15a." in (tmp_path / "report.md").read_text()
+    code, _, err = invoke(*arguments, str(tmp_path / "no_such" / "report.md"))
+    assert code == 2
+    assert "cannot be written" in err
 
 
 def test_a_remote_server_is_left_running(toy: str) -> None:
