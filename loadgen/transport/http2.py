@@ -108,7 +108,7 @@ class Http2Connection:
             self.receive()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""
         self._socket.close()
 
     def usable(self) -> bool:
@@ -129,13 +129,13 @@ class Http2Connection:
         `ended`. The deadline counts from `now_ns`."""
         self._deadline.begin(self._socket, now_ns)
         self._room = self._most_bytes
-        self._idle_frames = -_UPDATES_PER_FRAME * (sum(map(len, pieces)) // self._max_frame)
+        sent, total = 0, sum(map(len, pieces))
+        self._idle_frames = -_UPDATES_PER_FRAME * (total // self._max_frame)
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         self._stream, self._stream_window = stream, self._initial_window
         self.answered = self.ended = False
         self.fields, self.body, self.reset = {}, [], None
         parts: list[bytes | memoryview] = [frame_head(HEADERS, END_HEADERS, stream, len(head)), head]
-        sent, total = 0, sum(map(len, pieces))
         piece, start = 0, 0
         while sent < total:
             room = min(self._send_window, self._stream_window)

@@ -1,4 +1,4 @@
-"""Values that are made up for a model that only its server knows."""
+"""Random values for a model that is not registered."""
 
 from __future__ import annotations
 
