@@ -37,8 +37,8 @@ from loadgen.generator.window import Claim, LoadWindow
 from loadgen.records.samples import SampleWriter, median_latency_ns, read_samples
 from loadgen.transport.bodies import choose_items, failure_message
 from loadgen.transport.exchange import ConnectionRefused
-from loadgen.transport.expected_outputs import ExpectedOutputs
 from loadgen.transport.inputs import InputError, read_inputs
+from loadgen.transport.promise import Promise
 from loadgen.transport.transports import Bodies, Sendable, Target, prepare_bodies
 from loadgen.transport.variation import FreshItems, FreshNumbers, find_variation
 
@@ -63,7 +63,7 @@ class Block:
         *,
         settling: Sendable,
         fresh: FreshItems | None = None,
-        promise: ExpectedOutputs | None = None,
+        promise: Promise | None = None,
     ) -> None:
         self.window = LoadWindow(
             command.requests, command.seconds, command.max_seconds,
@@ -298,7 +298,7 @@ class LocalGenerator:
             tuple(target.sendable(body) for body in chosen.requests),
             settling=target.sendable(bodies[1].requests[0]),
             fresh=chosen.fresh,
-            promise=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
+            promise=Promise(prepared.transport, prepared.signature, command.batch_size),
         )
         self._block.gather()
         return Opened()

@@ -21,9 +21,9 @@ from loadgen.records.run import Arrivals, Transport
 from loadgen.records.samples import SampleWriter
 from loadgen.transport.bodies import choose_items
 from loadgen.transport.endpoint import Endpoint, Signature
-from loadgen.transport.expected_outputs import ExpectedOutputs
 from loadgen.transport.grpc import parse_grpc_address
 from loadgen.transport.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
+from loadgen.transport.promise import Promise
 from loadgen.transport.requests import Address, AddressError
 from loadgen.transport.transports import TRANSPORTS, Target, prepare_bodies
 from loadgen.transport.variation import FreshNumbers, find_variation
@@ -160,7 +160,7 @@ class Session:
             writer,
             timeout_s=self.options.timeout_s,
             fresh=prepared.fresh,
-            promise=ExpectedOutputs(transport, signature, batch_size),
+            promise=Promise(transport, signature, batch_size),
         )
         self._open.append((name, path, traffic))
         return traffic

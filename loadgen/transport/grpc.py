@@ -51,7 +51,7 @@ def parse_grpc_address(address: str) -> tuple[str, int]:
     """Host and port. Raises `AddressError`."""
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit() or "/" in address or len(address) > MOST_ADDRESS_BYTES:
-        raise AddressError(f"{address} is not a gRPC address; give one like 127.0.0.1:8101")
+        raise AddressError(f"no gRPC address can be read from {address!r}; give one like 127.0.0.1:8101")
     return host.strip("[]"), int(port)
 
 

@@ -260,5 +260,5 @@ def test_the_generator_ends_with_its_input_while_a_block_is_open(
 def test_a_missing_grpc_address_is_refused_at_once(
     server: EmbeddedDeployment, generator: GeneratorProcess, samples: Path
 ) -> None:
-    with pytest.raises(GeneratorError, match="not a gRPC address"):
+    with pytest.raises(GeneratorError, match="no gRPC address"):
         open_block(generator, question(server, samples, "grpc", "uint8"), samples, "uint8", grpc_address=None)

@@ -43,7 +43,7 @@ def test_every_transport_with_every_payload() -> None:
         ({"a": arm(payload="png")}, "--a-payload png"),
         ({"a": arm(payload="jpeg"), "matrix": True}, "contradict"),
         ({"transports": ("grpc",), "b": arm("b", "http://box:8000")}, "--b-grpc HOST:PORT"),
-        ({"transports": ("http",), "b": arm("b", "http://box:8000", grpc="box")}, "not a gRPC address"),
+        ({"transports": ("http",), "b": arm("b", "http://box:8000", grpc="box")}, "no gRPC address"),
         ({"transports": ("shm",), "b": arm("b", "http://box:8000")}, "not on this machine"),
         ({"others": [arm("c", payload="png")]}, "--c-payload png"),
         ({"transports": ("shm",), "others": [arm("c", "http://box:8000")]}, "--c http://box:8000 is not on this"),

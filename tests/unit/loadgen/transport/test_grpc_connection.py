@@ -137,7 +137,7 @@ def test_refused_and_silent_addresses() -> None:
 
 @pytest.mark.parametrize("text", ["", "localhost", "http://127.0.0.1:8001", ":8001", "host:port", "h" * 200 + ":1"])
 def test_bad_addresses(text: str) -> None:
-    with pytest.raises(AddressError, match="not a gRPC address"):
+    with pytest.raises(AddressError, match="no gRPC address"):
         parse_grpc_address(text)
 
 
