@@ -1,7 +1,7 @@
-"""What others wrote, a server's documents or stored records: decoded within bounds, every text in it made printable.
+"""Decodes JSON from other programs within limits on size and depth, and makes every text in it printable.
 
-This is the only place where JSON that somebody else chose is decoded. Whatever the bytes are, the outcome is a value or
-a `DocumentError`.
+The result is a value or a `DocumentError`, whatever the bytes are. Servers' documents and stored records are decoded
+only here.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Any
 import msgspec
 
 MOST_BYTES = 2**20
-"""Of a server's document; Triton's configuration of an ensemble of 100 models stays below a tenth of that."""
+"""Limit of a server's document; Triton's configuration of an ensemble of 100 models is a tenth of it."""
 MOST_RECORD_BYTES = 2**26
-"""Of a stored record."""
+"""Limit of a stored record."""
 MOST_DEPTH = 32
 MOST_CHARACTERS = 1000
 _MOST_WORDS = 300
 
 
 class DocumentError(ValueError):
-    """A document cannot be used; the message says why, without naming the document."""
+    """A document cannot be used; the message says why, but not which document."""
 
 
 def one_line(words: str, most: int = _MOST_WORDS) -> str:
-    """Somebody else's words as they go into records and onto terminals: one line, at most `most` characters, each of
-    them printable. Control characters, escape codes and marks that change the direction of text are replaced."""
+    """A text from another program for records and terminals: one line of at most `most` characters (0: any number).
+    Control characters, escape codes and marks that change the direction of text are replaced."""
     line = " ".join(words[: 4 * most].split()) if most else " ".join(words.split())
     if most and len(line) > most:
         line = line[: most - 1] + "…"
@@ -33,31 +33,31 @@ def one_line(words: str, most: int = _MOST_WORDS) -> str:
 
 
 def printable(text: str) -> str:
-    """Every character that is not printable replaced; line breaks too."""
+    """Replace every character that is not printable, also line breaks."""
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def read_json(content: bytes | memoryview, *, most_bytes: int = MOST_BYTES) -> Any:
-    """Plain values. Texts are one line each and at most MOST_CHARACTERS long. Raises `DocumentError`."""
+    """Plain values, each text one line of at most MOST_CHARACTERS. Raises `DocumentError`."""
     return _clean(decode_json(content, Any, most_bytes=most_bytes), MOST_DEPTH)
 
 
 def decode_json(content: bytes | memoryview, kind: Any, *, most_bytes: int) -> Any:
-    """A value of this type, its texts as they came. Raises `DocumentError`."""
+    """A value of this type, with unchanged texts. Raises `DocumentError`."""
     if len(content) > most_bytes:
-        raise DocumentError(f"it has {len(content):,} bytes, and at most {most_bytes:,} are read")
+        raise DocumentError(f"it has {len(content):,} bytes, more than the limit of {most_bytes:,}")
     try:
         return msgspec.json.decode(content, type=kind)
     except RecursionError:
         raise DocumentError("it is nested too deeply") from None
-    except ValueError as exc:  # msgspec's, and what is no UTF-8
+    except ValueError as exc:  # msgspec's errors, and text that is not UTF-8
         raise DocumentError(one_line(str(exc))) from exc
 
 
 def read_record(content: bytes, kind: Any) -> Any:
-    """A stored record of this type, its texts made printable. Raises `DocumentError`."""
+    """A stored record of this type, with printable texts. Raises `DocumentError`."""
     document = _clean(decode_json(content, Any, most_bytes=MOST_RECORD_BYTES), MOST_DEPTH, most=0)
     try:
         return msgspec.convert(document, kind, str_keys=True)
@@ -66,12 +66,12 @@ def read_record(content: bytes, kind: Any) -> Any:
 
 
 def _clean(value: Any, depth: int, most: int = MOST_CHARACTERS) -> Any:
-    """`most` characters of a text are kept, all of them with 0."""
+    """`most` characters of each text are kept; 0 keeps all."""
     if isinstance(value, str):
         return value if value.isprintable() and (not most or len(value) <= most) else one_line(value, most)
     if isinstance(value, dict | list):
         if depth == 0:
-            raise DocumentError(f"it is nested more than {MOST_DEPTH} deep")
+            raise DocumentError(f"it is nested more than {MOST_DEPTH} levels deep")
         if isinstance(value, list):
             return [_clean(element, depth - 1, most) for element in value]
         return {_clean(key, 0, most): _clean(element, depth - 1, most) for key, element in value.items()}

@@ -1,4 +1,4 @@
-"""`abserve conformance`: options in, cases run, table out."""
+"""`abserve conformance`: parse the options, run the cases, print the table."""
 
 from __future__ import annotations
 
@@ -15,62 +15,62 @@ from loadgen.cli.json_output import write_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from loadgen.conformance.sessions import Session
+    from loadgen.conformance.servers import Session
 
 EXIT_CONFORMS, EXIT_DEVIATES, EXIT_USAGE = 0, 1, 2
 
 
 def conformance(
-    url: Annotated[str | None, typer.Argument(help="A server of the Open Inference Protocol, over HTTP.")] = None,
-    grpc: Annotated[str | None, typer.Option(help="HOST:PORT of its gRPC door.")] = None,
+    url: Annotated[str | None, typer.Argument(help="The HTTP URL of an Open Inference Protocol server.")] = None,
+    grpc: Annotated[str | None, typer.Option(help="The HOST:PORT of its gRPC endpoint.")] = None,
     model: Annotated[
-        str, typer.Option(envvar="ABSERVE_CONFORMANCE_MODEL", help="The model to ask.")
+        str, typer.Option(envvar="ABSERVE_CONFORMANCE_MODEL", help="The model to test.")
     ] = "openclip_vit_b32",
     image_model: Annotated[
-        str | None, typer.Option(help="A model that takes an encoded image; found in its repository index otherwise.")
+        str | None,
+        typer.Option(help="A model that takes an encoded image; default: the first one found."),
     ] = None,
     json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - is standard output.")
+        str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - means standard output.")
     ] = None,
-    only: Annotated[str | None, typer.Option(help="Cases, such as 1,2b,25; a number takes all its letters.")] = None,
+    only: Annotated[str | None, typer.Option(help="Cases, such as 1,2b,25; a number includes all letters.")] = None,
     launch: Annotated[
-        str | None, typer.Option(help="native or triton: start servers of that kind, each as its cases want it.")
+        str | None, typer.Option(help="native or triton: start servers of that kind with the options each case needs.")
     ] = None,
     launch_option: Annotated[
-        list[str] | None, typer.Option("--launch-option", metavar="NAME=VALUE", help="For `abserve serve`; repeatable.")
+        list[str] | None,
+        typer.Option("--launch-option", metavar="NAME=VALUE", help="For `abserve serve`; repeatable."),
     ] = None,
-    logs: Annotated[Path | None, typer.Option(help="Folder that keeps the logs of launched servers.")] = None,
-    pid: Annotated[int | None, typer.Option(help="The server's process, so that its memory can be read.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Folder for the logs of launched servers.")] = None,
+    pid: Annotated[int | None, typer.Option(help="The server's process id, to read its memory.")] = None,
     metrics: Annotated[str | None, typer.Option(help="Its Prometheus metrics; default: URL/metrics.")] = None,
     max_body_bytes: Annotated[int | None, typer.Option(help="The server's body limit, for case 7.")] = None,
-    fuzz: Annotated[int, typer.Option(min=0, help="Case 16 with so many raw requests.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the raw requests.")] = 0,
-    growth: Annotated[bool, typer.Option("--growth", help="Case 35: over three minutes of load.")] = False,
-    document: Annotated[
-        Path | None, typer.Option(help="A Markdown file whose section for this kind of server is written anew.")
+    fuzz: Annotated[int, typer.Option(min=0, help="Run case 16 with N raw requests.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the raw requests.")] = 0,
+    growth: Annotated[bool, typer.Option("--growth", help="Run case 35: over three minutes of load.")] = False,
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the report as Markdown.")
     ] = None,
     i_own_this_server: Annotated[
-        bool, typer.Option("--i-own-this-server", help="Send also what may end a server that is not on this machine.")
+        bool, typer.Option("--i-own-this-server", help="Also run cases that may crash a server on another machine.")
     ] = False,
 ) -> None:
-    """Send a corpus of bad input, overload and faults, and say where the answers are not the protocol's."""
+    """Send invalid input, overload and faults to a server, and report every answer that breaks the protocol."""
     from loadgen.report.console import make_console
 
     errors = make_console(sys.stderr)
     if (url is None) == (launch is None):
         _fail(errors, "give either a URL or --launch native|triton")
     if launch not in (None, "native", "triton"):
-        _fail(errors, f"--launch {launch} is unknown; it takes native or triton")
-    # Behind the argument checks: grpc takes half a second to import.
+        _fail(errors, f"--launch {launch} is unknown; give native or triton")
+    # After the argument checks, because importing grpc takes half a second.
     from loadgen.bench.interruption import interruptible
-    from loadgen.conformance.corpus import select
-    from loadgen.conformance.fuzz import fuzz_case
-    from loadgen.conformance.growth import GrowthPlan, growth_case
-    from loadgen.conformance.launching import Launcher
+    from loadgen.conformance.cases import select
+    from loadgen.conformance.cases.long_runs import GrowthPlan, fuzz_case, growth_case
     from loadgen.conformance.records import ConformanceReport, SkippedError
-    from loadgen.conformance.rendering import DocumentError, print_report, write_section
+    from loadgen.conformance.rendering import markdown, print_report
     from loadgen.conformance.runner import CaseRun
-    from loadgen.conformance.sessions import LaunchedSession, RemoteSession, is_loopback
+    from loadgen.conformance.servers import LaunchedSession, Launcher, RemoteSession, is_loopback
     from loadgen.conformance.subject import SubjectError
     from loadgen.targets.work_folder import work_folder
 
@@ -121,11 +121,11 @@ def conformance(
     )
     print_report(report, make_console(sys.stderr if json_file == "-" else sys.stdout))
     write_json(report, json_file)
-    if document is not None:
+    if markdown_file is not None:
         try:
-            write_section(report, document, launch or "remote")
-        except DocumentError as exc:
-            _fail(errors, str(exc))
+            markdown_file.write_text(markdown(report), encoding="utf-8")
+        except OSError as exc:
+            _fail(errors, f"--markdown {markdown_file} cannot be written: {exc.strerror or exc}")
     raise typer.Exit(EXIT_DEVIATES if report.failed else EXIT_CONFORMS)
 
 
@@ -134,7 +134,7 @@ def _options(console: Console, given: list[str]) -> dict[str, str]:
     for item in given:
         name, separator, value = item.partition("=")
         if not name:
-            _fail(console, f"--launch-option {item} names no option; give NAME=VALUE")
+            _fail(console, f"--launch-option {item} has no name; give NAME=VALUE")
         options[name.removeprefix("--")] = value if separator else "true"
     return options
 

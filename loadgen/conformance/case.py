@@ -1,167 +1,288 @@
-"""One case as a row of a table: what is sent, what must come back; and how each kind of row is sent."""
+"""One case as a row of a table: the requests that are sent, the answers that must come back, and the verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Concatenate, ParamSpec
 
-from loadgen.conformance.grpc_calls import infer_message, messages
 from loadgen.conformance.model import Body, InferenceRequest, json_body
-from loadgen.conformance.records import Answer, Door, Expectation, Fact, MemoryBound, Observation, expect
-from loadgen.conformance.settings import AS_STARTED, Setting
+from loadgen.conformance.records import Answer, Fact, Protocol, Seen, Verdict
+from loadgen.conformance.servers import DEFAULTS, Setting
 from loadgen.conformance.subject import Subject
+from loadgen.conformance.wire import infer_message, messages
 
 P = ParamSpec("P")
-Probe = Callable[[Subject, Door], Observation]
-Condition = Callable[[Subject, tuple[Answer, ...]], Fact]
-Spoil = Callable[[InferenceRequest], object]
-"""Changes a valid request in place, or returns what is sent instead: a body, JSON, or a gRPC message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """An HTTP request: "METHOD /path", with a JSON document where one is given. Verbs with a body send an empty one."""
-
-    line: str
-    document: Any = None
-
-    def send(self, subject: Subject, _: Door) -> Answer:
-        """`{model}` in the line is the model's name."""
-        method, path = self.line.replace("{model}", subject.model.name).split(" ", 1)
-        if self.document is not None:
-            body = json_body(self.document)
-            return subject.http(method, path, headers=body.headers, body=body.content)
-        return subject.http(method, path, body=b"" if method in {"POST", "PUT", "PATCH"} else None)
-
-
-@dataclass(frozen=True, slots=True)
-class Infer:
-    """An inference request: the content of its body or message, or how a valid request is spoilt."""
-
-    content: object
-
-    def send(self, subject: Subject, door: Door) -> Answer:
-        """Through either protocol."""
-        grpc = subject.call() if door is Door.GRPC else None
-        content, path = self.content, subject.model.path
-        if callable(content):
-            request = subject.model.request()
-            content = content(request)
-            if content is None:
-                content, path = request, request.path
-        if grpc is not None:
-            return grpc.infer(infer_message(content) if isinstance(content, InferenceRequest) else content)
-        if isinstance(content, InferenceRequest):
-            content = content.body()
-        return subject.infer(content if isinstance(content, Body) else json_body(content), path=path)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A gRPC call: the fields of its request, or bytes in place of a message."""
-
-    method: str
-    content: dict[str, Any] | bytes
-
-    def send(self, subject: Subject, _: Door) -> Answer:
-        """`{model}` as a value is the model's name."""
-        grpc, content = subject.call(), self.content
-        if isinstance(content, bytes):
-            return grpc.call(self.method, content)
-        fields = {name: subject.model.name if value == "{model}" else value for name, value in content.items()}
-        return grpc.call(self.method, getattr(messages, f"{self.method}Request")(**fields))
-
-
-@dataclass(frozen=True, slots=True)
-class Raw:
-    """Bytes on a connection of their own; `{path}` is the route of inference, `{host}` the Host header."""
-
-    data: bytes
-    deadline_s: float = 20.0
-
-    def written(self, subject: Subject) -> bytes:
-        """With route and host filled in."""
-        path, host = subject.model.path.encode(), subject.authority.encode()
-        return self.data.replace(b"{path}", path).replace(b"{host}", host)
-
-    def send(self, subject: Subject, _: Door) -> Answer:
-        """Without anything added."""
-        return subject.raw(self.written(subject), self.deadline_s)
-
-
-Sent = Ask | Infer | Call | Raw
+Send = Callable[[Subject, Protocol], Answer | Seen]
+Condition = Callable[[Subject, Sequence[Answer]], Fact]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row. `number` is the reference's number and, for one of several, a letter: "6b". `send` holds requests, each
-    sent alone, or is a function where that is not enough."""
+    """One row. `number` is a requirement's number and, for one of several cases, a letter: "6b". `send` holds one or
+    several requests, each sent alone; a function may also send many and yield answers and facts."""
 
     number: str
     title: str
-    send: Sent | tuple[Sent, ...] | Probe
-    expected: Expectation
-    door: Door = Door.HTTP
+    send: Send | tuple[Send, ...]
+    expected: str
+    """The statuses that are right, with " or " between them: HTTP statuses, or gRPC codes for a case over gRPC."""
     _: KW_ONLY
+    note: str = ""
+    """For people: what else is expected."""
+    naming: tuple[str, ...] = ()
+    """The error must hold one of these words, in upper or lower case."""
+    numbers: int = 0
+    """How many different numbers the error must hold, such as the expected and the received bytes."""
+    headers: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()
+    """Texts that the error must not show, besides paths and tracebacks, which it never may."""
+    check_words: bool = True
+    """False if the error comes from the RPC library, before any code of the server runs."""
     facts: tuple[Condition, ...] = ()
-    """Conditions besides the expectation, observed after the last answer."""
-    setting: Setting = AS_STARTED
-    memory: MemoryBound | None = None
+    """Conditions observed after the last answer."""
+    setting: Setting = DEFAULTS
+    retained_mib: int | None = None
+    """How much the server's resident memory may have grown after the case, once it has settled."""
+    peak_mib: int | None = None
+    """How much it may grow at any moment of the case."""
     warm_up: Callable[[Subject], object] | None = None
-    """Sent before memory is read, for what a server allocates once and keeps."""
+    """Sent before memory is read, for buffers that a server allocates once and keeps."""
     destructive: bool = False
-    """Loads, blocks or may end the server: never sent to another machine unless its owner allows it."""
+    """Loads, blocks or may crash the server: sent to another machine only if its owner allows it."""
+
+    @property
+    def protocol(self) -> Protocol:
+        """gRPC if gRPC codes are expected."""
+        return Protocol.GRPC if self.expected[:1].isalpha() else Protocol.HTTP
+
+    @property
+    def statuses(self) -> tuple[str, ...]:
+        """The statuses that are right; empty if the case is judged by other conditions."""
+        return tuple(self.expected.split(" or ")) if self.expected else ()
 
     @property
     def order(self) -> tuple[int, str]:
-        """The reference's number, then the letter."""
+        """The requirement's number, then the letter."""
         digits = self.number.rstrip("abcdefghijklmnopqrstuvwxyz")
         return int(digits), self.number[len(digits) :]
 
     def describe(self) -> str:
-        """What is expected, in one line."""
-        parts = (self.expected.describe(), self.memory.describe() if self.memory else "")
-        return "; ".join(part for part in parts if part)
+        """The expectation in one line."""
+        parts = [
+            self.expected,
+            f"names {self.naming[0]}" if self.naming else "",
+            f"gives {self.numbers} numbers" if self.numbers else "",
+            *(f"has {name}" for name in self.headers),
+            self.note,
+            f"memory growth < {self.retained_mib} MiB" if self.retained_mib else "",
+            f"peak memory growth < {self.peak_mib} MiB" if self.peak_mib else "",
+        ]
+        return ", ".join(filter(None, parts))
 
-    def observe(self, subject: Subject) -> Observation:
-        """Send it. Raises `NotApplicableError`, `SkippedError`, `OSError`."""
-        if self.door is Door.GRPC:
-            subject.call()
-        if callable(self.send):
-            return self.send(subject, self.door)
-        requests = self.send if isinstance(self.send, tuple) else (self.send,)
-        answers = tuple(request.send(subject, self.door) for request in requests)
-        return Observation(answers, tuple(fact(subject, answers) for fact in self.facts))
+    def observe(self, subject: Subject) -> list[Answer | Fact]:
+        """Send it. Raises `NotApplicableError`, `SkippedError`."""
+        if self.protocol is Protocol.GRPC:
+            subject.grpc_client()
+        seen: list[Answer | Fact] = []
+        try:
+            for send in self.send if isinstance(self.send, tuple) else (self.send,):
+                found = send(subject, self.protocol)
+                seen += [found] if isinstance(found, Answer) else found
+        except OSError as exc:  # the connection of a case was cut; whether the server lives is checked next
+            return [*seen, Fact("the case could be sent", False, str(exc))]
+        return seen + [fact(subject, [one for one in seen if isinstance(one, Answer)]) for fact in self.facts]
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Cases of one theme, and why a server must answer them so."""
+    """Cases of one theme, and why a server must answer them like this."""
 
     title: str
     why: str
     cases: tuple[Case, ...]
 
 
-def spoils(function: Callable[Concatenate[InferenceRequest, P], object]) -> Callable[P, Infer]:
-    """A function of a request and more becomes one that makes rows: `named(request, name)` is written `named("x")`."""
-    return lambda *args, **kwargs: Infer(lambda request: function(request, *args, **kwargs))
+def http(line: str, document: Any = None) -> Send:
+    """An HTTP request "METHOD /path" with a JSON document or an empty body; `{model}` stands for the model's name."""
+    method, path = line.split(" ", 1)
+    empty = b"" if method in {"POST", "PUT", "PATCH"} else None
+
+    def send(subject: Subject, _: Protocol) -> Answer:
+        place = path.replace("{model}", subject.model.name)
+        if document is None:
+            return subject.http(method, place, body=empty)
+        body = json_body(document)
+        return subject.http(method, place, headers=body.headers, body=body.content)
+
+    return send
 
 
-def probes(function: Callable[Concatenate[Subject, Door, P], Observation]) -> Callable[P, Probe]:
-    """The same for a probe: `flood(subject, door, count)` is written `flood(9)` in a row."""
-    return lambda *args, **kwargs: lambda subject, door: function(subject, door, *args, **kwargs)
+def infer(content: object) -> Callable[[Subject, Protocol], Answer]:
+    """An inference request: its content, or a function that changes a valid request in place or returns the content."""
+
+    def send(subject: Subject, protocol: Protocol) -> Answer:
+        made, path = content, subject.model.path
+        if callable(content):
+            request = subject.model.request()
+            made = content(request)
+            if made is None:
+                made, path = request, request.path
+        if protocol is Protocol.GRPC:
+            message = infer_message(made) if isinstance(made, InferenceRequest) else made
+            return subject.grpc_client().call("ModelInfer", message)
+        if isinstance(made, InferenceRequest):
+            made = made.body()
+        return subject.infer(made if isinstance(made, Body) else json_body(made), path=path)
+
+    return send
 
 
-def infers(*contents: object) -> tuple[Infer, ...]:
-    """Inference requests with these contents."""
-    return tuple(Infer(content) for content in contents)
+def grpc(method: str, content: dict[str, Any] | bytes) -> Send:
+    """A gRPC call: the fields of its request, or bytes that replace the message; "{model}" is the model's name."""
+
+    def send(subject: Subject, _: Protocol) -> Answer:
+        message: Any = content
+        if isinstance(content, dict):
+            fields = {name: subject.model.name if value == "{model}" else value for name, value in content.items()}
+            message = getattr(messages, f"{method}Request")(**fields)
+        return subject.grpc_client().call(method, message)
+
+    return send
 
 
-def both(number: str, title: str, sent: Infer | tuple[Infer, ...], *naming: str) -> tuple[Case, Case]:
-    """The same refusal through HTTP and gRPC; the gRPC case has a g at its end."""
+def raw(data: bytes, deadline_s: float = 20.0) -> Send:
+    """Bytes on a new connection; `{path}` is the route of inference, `{host}` the Host header."""
+    return lambda subject, _: subject.raw(filled_in(data, subject), deadline_s)
+
+
+def filled_in(data: bytes, subject: Subject) -> bytes:
+    """With the route of inference and the host."""
+    path, host = subject.model.path.encode(), subject.authority.encode()
+    return data.replace(b"{path}", path).replace(b"{host}", host)
+
+
+def infers(*contents: object) -> tuple[Send, ...]:
+    """Several inference requests."""
+    return tuple(infer(content) for content in contents)
+
+
+def changes(
+    function: Callable[Concatenate[InferenceRequest, P], object],
+) -> Callable[P, Callable[[Subject, Protocol], Answer]]:
+    """Turn a function that changes a request into one for rows: `named(request, name)` is written `named("x")`."""
+    return lambda *args, **kwargs: infer(lambda request: function(request, *args, **kwargs))
+
+
+def both(number: str, title: str, send: Send | tuple[Send, ...], *naming: str) -> tuple[Case, Case]:
+    """The same refusal over HTTP and over gRPC, whose number ends in g."""
     return (
-        Case(number, title, sent, expect("400", naming=naming)),
-        Case(f"{number}g", title, sent, expect("INVALID_ARGUMENT", naming=naming), Door.GRPC),
+        Case(number, title, send, "400", naming=naming),
+        Case(f"{number}g", title, send, "INVALID_ARGUMENT", naming=naming),
     )
+
+
+_TRACES = (
+    re.compile(r"Traceback \(most recent call"),
+    re.compile(r'File "[^"]+", line \d+'),
+    re.compile(r"\.(?:py|cc|cpp|cu)[:(]\d+"),
+)
+_PATH = re.compile(r"(?<![\w:/.])/(?:[\w.+-]+/)+[\w.+-]+")
+_NUMBER = re.compile(r"\d+")
+_LONGEST_SHOWN = 110
+
+
+def judge(case: Case, seen: Seen, extra: Iterable[Fact] = ()) -> tuple[Verdict, str, str, tuple[str, ...]]:
+    """The verdict, a description of the results, the reasons against the server, and the facts not observed."""
+    seen = list(seen)
+    answers = [one for one in seen if isinstance(one, Answer)]
+    own_facts = [one for one in seen if isinstance(one, Fact)]
+    facts = [*own_facts, *extra]
+    reasons = list(dict.fromkeys(problem for answer in answers for problem in problems(case, answer)))
+    reasons += [f"{fact.name}: {fact.seen}" for fact in facts if fact.ok is False]
+    not_observed = tuple(f"{fact.name}: {fact.seen}" for fact in facts if fact.ok is None)
+    # The text shown for a status is that of a wrong answer, if there is one.
+    worst_first = sorted(answers, key=lambda answer: not problems(case, answer))
+    got = describe(worst_first) or "; ".join(f"{fact.name}: {fact.seen}" for fact in own_facts)
+    if not reasons and not answers and not any(fact.ok for fact in own_facts):
+        return Verdict.NOT_APPLICABLE, got, "nothing could be observed", not_observed
+    return (Verdict.DEVIATES if reasons else Verdict.CONFORMS), got, "; ".join(reasons), not_observed
+
+
+def problems(case: Case, answer: Answer) -> list[str]:
+    """Every way in which the answer is wrong; empty when it is as expected."""
+    found = []
+    if case.expected and answer.status not in case.statuses:
+        found.append(f"{answer.status} instead of {case.expected}")
+    if not answer.came:
+        return found
+    found += [f"no {name} header" for name in case.headers if name.lower() not in answer.headers]
+    if answer.good:
+        return found
+    text, problem = error_sentence(answer)
+    if case.check_words and problem:
+        found.append(problem)
+    if answer.status in case.statuses:
+        if case.naming and not any(word.lower() in text.lower() for word in case.naming):
+            found.append(f"the error does not name {case.naming[0]}")
+        if len(set(_NUMBER.findall(text))) < case.numbers:
+            found.append(f"the error does not give {case.numbers} numbers")
+    return found + leaks(text, case.secrets)
+
+
+def error_sentence(answer: Answer) -> tuple[str, str | None]:
+    """The error's text, and how it breaks the protocol (None if it does not)."""
+    if answer.message is not None:
+        return answer.message, _sentence_problem(answer.message)
+    text = answer.body.decode("utf-8", "replace")
+    if not answer.body:
+        return "", "the error has no body"
+    try:
+        document = json.loads(answer.body)
+    except (ValueError, RecursionError):
+        return text, "the error is not JSON"
+    if not isinstance(document, dict) or not isinstance(document.get("error"), str):
+        return text, 'the error is not {"error": text}'
+    if not answer.headers.get("content-type", "").startswith("application/json"):
+        return document["error"], "the error's Content-Type is not application/json"
+    if set(document) != {"error"}:
+        return text, "the error has members besides error"
+    return document["error"], _sentence_problem(document["error"])
+
+
+def leaks(text: str, secrets: Iterable[str]) -> list[str]:
+    """Internals that the error shows to the client."""
+    found = []
+    if any(pattern.search(text) for pattern in _TRACES):
+        found.append("the error shows a traceback or a source line")
+    elif any(not path.startswith("/v2") for path in _PATH.findall(text)):
+        found.append("the error shows a path")
+    if any(secret in text for secret in secrets):
+        found.append("the error echoes the shared-memory key")
+    return found
+
+
+def describe(answers: Iterable[Answer]) -> str:
+    """Each distinct status with its first error, most frequent first."""
+    counts: Counter[str] = Counter()
+    words: dict[str, str] = {}
+    for answer in answers:
+        counts[answer.status] += 1
+        if answer.came and not answer.good:
+            line = " ".join(error_sentence(answer)[0].split())
+            shown = line if len(line) <= _LONGEST_SHOWN else line[: _LONGEST_SHOWN - 1] + "…"
+            words.setdefault(answer.status, shown)
+    parts = []
+    for status, count in counts.most_common():
+        text = f"{count}×{status}" if counts.total() > 1 else status
+        parts.append(f"{text} {words[status]}" if words.get(status) else text)
+    return "; ".join(parts)
+
+
+def _sentence_problem(text: str) -> str | None:
+    if not text.strip():
+        return "the error is empty"
+    return "the error is more than one line" if "\n" in text.strip() else None

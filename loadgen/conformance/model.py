@@ -1,9 +1,10 @@
-"""The model that a server offers, as its metadata describes it, and inference requests for it."""
+"""The model under test as its metadata describes it, inference requests for it, and JPEG and PNG files."""
 
 from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.conformance.images import flat_jpeg
 from loadgen.conformance.records import NotApplicableError
 from loadgen.transport.endpoint import TensorSignature
 from loadgen.transport.inputs import NUMPY_TYPES
@@ -34,8 +34,8 @@ class Body:
 
 @dataclass
 class InferenceRequest:
-    """A valid request, for a case to spoil before it is written for HTTP or gRPC. `entries` are the inputs as the JSON
-    names them, `blobs` their bytes; `document` holds the JSON's other members."""
+    """A valid request, which a case changes before it is encoded for HTTP or gRPC. `entries` are the inputs of the
+    JSON, `blobs` their bytes; `document` holds the JSON's other members."""
 
     model: Model
     name: str
@@ -53,24 +53,27 @@ class InferenceRequest:
         return f"/v2/models/{self.name}{version}/infer"
 
     def body(self) -> Body:
-        """The HTTP body: binary tensors behind the JSON; JSON alone where there are no blobs."""
+        """The HTTP body: the JSON, then the binary tensors; JSON alone if there are no blobs."""
         if not self.blobs:
             return json_body({"inputs": self.entries, **self.document})
         entries = [
             {**entry, "parameters": {"binary_data_size": self.sizes.get(index, len(blob))}}
             for index, (entry, blob) in enumerate(zip(self.entries, self.blobs, strict=True))
         ]
-        return binary_body({"inputs": entries, **self.document}, self.blobs)
+        text = json.dumps({"inputs": entries, **self.document}).encode()
+        headers = {"Content-Type": "application/octet-stream", HEADER: str(len(text))}
+        return Body(headers, text + b"".join(self.blobs))
 
 
 @dataclass(frozen=True)
 class Model:
-    """What requests are made for. `max_batch_size` is None where the server does not report it, 0 without batching."""
+    """The model that requests are made for. `max_batch_size` is None if the server does not report it, 0 without
+    batching."""
 
     name: str
-    inputs: tuple[TensorSignature, ...]
-    outputs: tuple[TensorSignature, ...]
-    max_batch_size: int | None
+    inputs: tuple[TensorSignature, ...] = ()
+    outputs: tuple[TensorSignature, ...] = ()
+    max_batch_size: int | None = None
 
     @property
     def path(self) -> str:
@@ -79,7 +82,7 @@ class Model:
 
     @property
     def batches(self) -> bool:
-        """Whether the first dimension is a batch."""
+        """Whether the first dimension is the batch."""
         return self.max_batch_size != 0 and all(tensor.shape[:1] == (-1,) for tensor in self.inputs)
 
     @property
@@ -100,12 +103,12 @@ class Model:
         return max(1, min(limit, LARGEST_BODY_BYTES // max(1, self.item_bytes)))
 
     def shape(self, tensor: TensorSignature, rows: int) -> list[int]:
-        """Concrete dimensions for so many rows."""
+        """Concrete dimensions for this number of rows."""
         shape = [VARIABLE_DIMENSION if size < 0 else size for size in tensor.shape]
         return [rows, *shape[1:]] if self.batches else shape
 
     def arrays(self, rows: int, seed: int = 0) -> list[Array]:
-        """Seeded values for every input; a picture for an input of BYTES."""
+        """Seeded values for every input; a JPEG file for an input of BYTES."""
         random = np.random.default_rng((seed, rows))
         arrays = []
         for tensor in self.inputs:
@@ -118,12 +121,12 @@ class Model:
             elif tensor.datatype in NUMPY_TYPES:
                 array = random.integers(0, 2, shape).astype(NUMPY_TYPES[tensor.datatype])
             else:
-                raise NotApplicableError(f"the corpus knows no {tensor.datatype} tensors")
+                raise NotApplicableError(f"the cases support no {tensor.datatype} tensors")
             arrays.append(array)
         return arrays
 
     def request(self, rows: int = 1, seed: int = 0, arrays: Iterable[Array] | None = None) -> InferenceRequest:
-        """A valid request with binary tensors both ways, of seeded values unless others are given."""
+        """A valid request for binary inputs and outputs, with seeded values unless `arrays` are given."""
         entries = [
             {"name": tensor.name, "shape": self.shape(tensor, rows), "datatype": tensor.datatype}
             for tensor in self.inputs
@@ -131,11 +134,9 @@ class Model:
         blobs = [tensor_bytes(array) for array in (self.arrays(rows, seed) if arrays is None else arrays)]
         return InferenceRequest(self, self.name, entries, blobs)
 
-    def binary(self, rows: int = 1, seed: int = 0, **document: Any) -> Body:
-        """The body of a valid request; `document` adds to its JSON or replaces parts of it."""
-        request = self.request(rows, seed)
-        request.document |= document
-        return request.body()
+    def binary(self, rows: int = 1, seed: int = 0) -> Body:
+        """The body of a valid request."""
+        return self.request(rows, seed).body()
 
 
 def tensor_bytes(array: Array) -> bytes:
@@ -145,13 +146,61 @@ def tensor_bytes(array: Array) -> bytes:
     return np.ascontiguousarray(array).tobytes()
 
 
-def binary_body(document: Mapping[str, Any], blobs: Iterable[bytes]) -> Body:
-    """JSON, then the tensors, with the header that says where the JSON ends."""
-    text = json.dumps(document).encode()
-    return Body({"Content-Type": "application/octet-stream", HEADER: str(len(text))}, text + b"".join(blobs))
-
-
 def json_body(document: object) -> Body:
     """JSON alone; text and bytes are sent unchanged."""
     text = document if isinstance(document, str | bytes) else json.dumps(document)
     return Body({"Content-Type": "application/json"}, text.encode() if isinstance(text, str) else text)
+
+
+# Images without an image library: one code in each Huffman table, category 0 (no difference) and end-of-block, one bit
+# each, so that a flat block takes two bits.
+_DC_TABLE = bytes([0x00, 1, *[0] * 15, 0x00])
+_AC_TABLE = bytes([0x10, 1, *[0] * 15, 0x00])
+_BLOCK = 8
+
+
+def flat_jpeg(width: int, height: int, components: int = 3) -> bytes:
+    """A valid baseline JPEG of mid-grey: 1 component is greyscale, 3 YCbCr, 4 CMYK. About 2 bits per 64 pixels."""
+    bits = 2 * -(-width // _BLOCK) * -(-height // _BLOCK) * components
+    data = b"\x00" * (bits // 8)
+    if bits % 8:
+        data += bytes([0xFF >> (bits % 8)])  # the rest of the last byte is filled with ones
+    return _jpeg_header(width, height, components) + data + b"\xff\xd9"
+
+
+def claiming_jpeg(width: int, height: int, total_bytes: int) -> bytes:
+    """A JPEG whose header claims that size and whose data ends after `total_bytes`."""
+    header = _jpeg_header(width, height, 3)
+    return header + b"\x00" * (total_bytes - len(header) - 2) + b"\xff\xd9"
+
+
+def flat_png(width: int, height: int) -> bytes:
+    """A valid 8-bit RGB PNG, all black."""
+    row = b"\x00" + b"\x00\x00\x00" * width
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(row * height)),
+        (b"IEND", b""),
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+
+
+def _jpeg_header(width: int, height: int, components: int) -> bytes:
+    """Everything before the coded blocks (ISO/IEC 10918-1, annex B)."""
+    adobe = (0xEE, b"Adobe" + struct.pack(">HHHB", 100, 0, 0, 0))
+    jfif = (0xE0, b"JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00")
+    frame = b"".join(bytes([index + 1, 0x11, 0]) for index in range(components))
+    scan = b"".join(bytes([index + 1, 0x00]) for index in range(components))
+    segments = (
+        adobe if components == 4 else jfif,
+        (0xDB, b"\x00" + b"\x10" * 64),
+        (0xC0, struct.pack(">BHHB", 8, height, width, components) + frame),
+        (0xC4, _DC_TABLE),
+        (0xC4, _AC_TABLE),
+        (0xDA, bytes([components]) + scan + b"\x00\x3f\x00"),
+    )
+    return b"\xff\xd8" + b"".join(
+        struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content for marker, content in segments
+    )

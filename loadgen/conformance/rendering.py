@@ -1,8 +1,6 @@
-"""A report as a table on the terminal and as a section of a Markdown document."""
+"""A report as a table on the terminal and as Markdown."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -21,24 +19,20 @@ _STYLES = {
 NARROWEST = 140
 
 
-class DocumentError(Exception):
-    """A document has no place for a generated table; the message says what it must hold."""
-
-
 def print_report(report: ConformanceReport, console: Console) -> None:
     """The table, then the summary."""
     table = Table(title=f"Conformance of {report.server_title}", title_justify="left", expand=True)
-    for name, ratio in (("Case", 18), ("Door", 0), ("Expected", 20), ("Got", 26), ("Verdict", 26)):
-        table.add_column(name, ratio=ratio or None, overflow="fold", no_wrap=name == "Door")
+    for name, ratio in (("Case", 18), ("Protocol", 0), ("Expected", 20), ("Received", 26), ("Verdict", 26)):
+        table.add_column(name, ratio=ratio or None, overflow="fold", no_wrap=name == "Protocol")
     for result in report.results:
         table.add_row(
             f"{result.number} {result.title}",
-            result.door,
+            result.protocol,
             result.expected,
             result.got,
             Text.assemble((result.verdict.value, _STYLES[result.verdict]), _because(result)),
         )
-    # Below this width the cells would be columns of syllables; a terminal wraps or scrolls instead.
+    # In a narrower table every word would be broken; the terminal wraps or scrolls instead.
     console.print(table, width=max(console.width, NARROWEST))
     console.print(summary(report), style="bold", markup=False)
     if report.stopped is not None:
@@ -46,30 +40,19 @@ def print_report(report: ConformanceReport, console: Console) -> None:
 
 
 def summary(report: ConformanceReport) -> str:
-    """How many of each verdict."""
-    return ", ".join(f"{report.count(verdict)} {verdict.value}" for verdict in Verdict)
-
-
-def write_section(report: ConformanceReport, path: Path, name: str) -> None:
-    """Replace what stands between `<!-- conformance NAME -->` and `<!-- end NAME -->`. Raises `DocumentError`."""
-    begin, end = f"<!-- conformance {name} -->", f"<!-- end {name} -->"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    before, found_begin, rest = text.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not (found_begin and found_end):
-        raise DocumentError(f"{path} has no lines {begin} and {end}; add them where the table belongs")
-    path.write_text(f"{before}{begin}\n{markdown(report)}\n{end}{after}", encoding="utf-8")
+    """How many cases have each verdict."""
+    return ", ".join(f"{verdict.value}: {report.count(verdict)}" for verdict in Verdict)
 
 
 def markdown(report: ConformanceReport) -> str:
-    """Deviations and crashes as a table; the rest as lists of numbers, since what conforms is the corpus itself."""
+    """Deviations and crashes as a table, the other cases as lists of numbers."""
     by_verdict = {verdict: [one for one in report.results if one.verdict is verdict] for verdict in Verdict}
     title = f"{cell(report.server_title)}, model `{report.model}`, {report.created_at[:10]}"
     lines = [f"{title}, abserve {report.abserve_version}.", f"{summary(report)}.", ""]
     if failed := [one for one in report.results if one.failed]:
-        lines += ["| Case | Door | Expected | Got | Verdict |", "|---|---|---|---|---|"]
+        lines += ["| Case | Protocol | Expected | Received | Verdict |", "|---|---|---|---|---|"]
         lines += [
-            f"| {one.number} {cell(one.title)} | {one.door} | {cell(one.expected)} | {cell(one.got)} "
+            f"| {one.number} {cell(one.title)} | {one.protocol} | {cell(one.expected)} | {cell(one.got)} "
             f"| {one.verdict.value}{cell(_because(one))} |"
             for one in failed
         ]
@@ -94,6 +77,6 @@ def _because(result: CaseResult) -> str:
 
 
 def cell(text: str) -> str:
-    """Text as it stands in a cell of a Markdown table."""
+    """Text escaped for a Markdown table."""
     clean = printable(" ".join(text.split()))
     return clean.replace("|", "\\|").replace("<", "&lt;").replace("](", "\\](")

@@ -1,6 +1,6 @@
-"""HTTP/1.1 by hand: sends bytes that no client library would send, and reads whatever comes back.
+"""The clients of the cases: HTTP/1.1 by hand, so that any bytes can be sent, and gRPC with any bytes as the message.
 
-It sends and reads at the same time, because a server that refuses a body answers before it has read all of it.
+The HTTP client sends and reads at the same time, because a server that refuses a body answers before it has read it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,25 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
+import grpc
+from tritonclient.grpc import service_pb2
+
+from loadgen.conformance.model import InferenceRequest
 from loadgen.conformance.records import Answer
 
 RECEIVE_BYTES = 1 << 16
 MAXIMAL_ANSWER_BYTES = 1 << 28
 CONNECT_SECONDS = 5.0
-_CONNECTIONS = Path("/proc/net/tcp")
+_KERNEL_TABLE = Path("/proc/net/tcp")
+SERVICE = "inference.GRPCInferenceService"
+_GRPC_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+messages: Any = service_pb2
 
 
 class RawConnection:
@@ -46,11 +58,11 @@ class RawConnection:
             return False
         return True
 
-    def exchange(
+    def request(
         self, data: bytes | Iterable[bytes], deadline_s: float, *, head_only: bool = False, end: bool = False
     ) -> Answer:
-        """Send `data` and read one answer; what is left to send when it arrives is not sent. With `end` the stream is
-        half-closed after the last byte."""
+        """Send `data` and read one answer; stop sending when the answer arrives. With `end` the stream is half-closed
+        after the last byte."""
         started = perf_counter()
         self._received.clear()
         pieces = iter((data,) if isinstance(data, bytes) else data)
@@ -76,19 +88,20 @@ class RawConnection:
                         except BlockingIOError:
                             continue
                         except OSError:
-                            # The server takes no more; its answer may still be in our buffer.
+                            # The server reads no more, but its answer may already be in our receive buffer.
                             sending = False
                         if sending and not pending:
                             piece = next(pieces, None)
                             sending = piece is not None
                             pending = memoryview(piece or b"")
                             if end and not sending:
-                                self.end_sending()
+                                with suppress(OSError):
+                                    self._socket.shutdown(socket.SHUT_WR)
                     if not sending:
                         selector.modify(self._socket, selectors.EVENT_READ)
 
     def names(self) -> tuple[str, str] | None:
-        """The client's end and the server's as the kernel's table writes them; None when closed, or not over IPv4."""
+        """Both ends as the kernel's table writes them, the client's first; None when closed, or not over IPv4."""
         try:
             if self._socket.family != socket.AF_INET:
                 return None
@@ -96,13 +109,8 @@ class RawConnection:
         except OSError:
             return None
 
-    def end_sending(self) -> None:
-        """Half-close: the server reads the end of the stream, its answer can still come."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-
     def closed_within(self, seconds: float) -> bool:
-        """Whether the server ends the connection in that time; an answer before the end is dropped."""
+        """Whether the server closes the connection in that time; an answer before that is dropped."""
         deadline = perf_counter() + seconds
         while (left := deadline - perf_counter()) > 0:
             self._socket.settimeout(left)
@@ -116,13 +124,13 @@ class RawConnection:
         return False
 
     def close(self, *, abruptly: bool = False) -> None:
-        """End it, `abruptly` with a reset, as a client does whose process is killed."""
+        """Close it; `abruptly` sends a reset, as the kernel does for a killed client."""
         if abruptly:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
 
     def _read(self) -> str | None:
-        """None while the stream goes on, else how it ended."""
+        """None while the stream is open, else how it ended."""
         try:
             data = self._socket.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -136,20 +144,21 @@ class RawConnection:
 
 
 def all_read(connections: Iterable[RawConnection]) -> bool:
-    """Whether the server has taken every byte of these out of its receive buffers, as far as the kernel says: it does
-    for servers on this machine. Reads the kernel's table once, since that takes tens of milliseconds after a fuzz run.
-    """
+    """Whether the server has read every byte of these connections, as far as this machine's kernel knows. Reads the
+    kernel's table once, because that takes tens of milliseconds after many connections."""
     names = [pair for connection in connections if (pair := connection.names()) is not None]
-    if not names or not _CONNECTIONS.exists():
+    if not names or not _KERNEL_TABLE.exists():
         return True
     waiting = {}
-    for line in _CONNECTIONS.read_text().splitlines()[1:]:
+    for line in _KERNEL_TABLE.read_text().splitlines()[1:]:
         fields = line.split(maxsplit=5)
         waiting[fields[1], fields[2]] = fields[4]
     empty = "00000000"
     return all(
-        waiting.get((ours, theirs), empty)[:8] == empty == waiting.get((theirs, ours), f":{empty}").partition(":")[2]
-        for ours, theirs in names
+        waiting.get((client, server), empty)[:8]
+        == empty
+        == waiting.get((server, client), f":{empty}").partition(":")[2]
+        for client, server in names
     )
 
 
@@ -159,7 +168,7 @@ def _kernel_address(host: str, port: int) -> str:
 
 
 def request_head(method: str, path: str, host: str, headers: Mapping[str, str], length: int | None) -> bytes:
-    """A well-formed head; `length` None leaves Content-Length out."""
+    """A well-formed request head; without Content-Length if `length` is None."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", *(f"{name}: {value}" for name, value in headers.items())]
     if length is not None:
         lines.append(f"Content-Length: {length}")
@@ -167,7 +176,7 @@ def request_head(method: str, path: str, host: str, headers: Mapping[str, str], 
 
 
 def parse_answer(data: bytes, ended: bool, *, head_only: bool = False) -> Answer | None:
-    """The first final answer in `data`; None when it is not complete yet (or never will be, when `ended`)."""
+    """The first final answer in `data`; None when it is not complete."""
     while True:
         head, separator, rest = data.partition(b"\r\n\r\n")
         if not separator:
@@ -206,3 +215,65 @@ def _join_chunks(data: bytes) -> bytes | None:
         if size == 0:
             return body
         body, data = body + data[:size], data[size + 2 :]
+
+
+class GrpcClient:
+    """One channel to one server."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=_GRPC_OPTIONS)
+
+    def start(self, method: str, message: Any, deadline_s: float) -> Any:
+        """Start a call and return its grpc future. `message` is a protobuf message or raw bytes."""
+        call = self._channel.unary_unary(f"/{SERVICE}/{method}", request_serializer=_serialise)
+        return call.future(message, timeout=deadline_s)
+
+    def call(self, method: str, message: Any, deadline_s: float = 30.0) -> Answer:
+        """One finished call."""
+        started = perf_counter()
+        return finish(self.start(method, message, deadline_s), started)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
+
+
+def finish(future: Any, started: float) -> Answer:
+    """Wait for a call. DEADLINE_EXCEEDED when the client's deadline passes."""
+    try:
+        body = future.result()
+    except grpc.RpcError as exc:
+        error: Any = exc
+        headers = {name: str(value) for name, value in error.trailing_metadata() or ()}
+        return Answer(error.code().name, headers, b"", error.details() or "", perf_counter() - started)
+    except grpc.FutureCancelledError:
+        return Answer("CANCELLED", message="cancelled by the client", elapsed_s=perf_counter() - started)
+    return Answer("OK", body=body, elapsed_s=perf_counter() - started)
+
+
+def infer_message(request: InferenceRequest) -> Any:
+    """The ModelInferRequest with raw contents."""
+    message = messages.ModelInferRequest(
+        model_name=request.name,
+        model_version=request.version,
+        id=request.document.get("id", ""),
+        raw_input_contents=request.blobs,
+    )
+    for entry in request.entries:
+        made = message.inputs.add(name=entry["name"], datatype=entry["datatype"], shape=entry["shape"])
+        for name, value in entry.get("parameters", {}).items():
+            _set(made.parameters[name], value)
+    for output in request.document.get("outputs", ()):
+        message.outputs.add(name=output["name"])
+    for name, value in request.document.get("parameters", {}).items():
+        if name != "binary_data_output":
+            _set(message.parameters[name], value)
+    return message
+
+
+def _set(parameter: Any, value: str | int) -> None:
+    setattr(parameter, "string_param" if isinstance(value, str) else "int64_param", value)
+
+
+def _serialise(message: Any) -> bytes:
+    return message if isinstance(message, bytes) else bytes(message.SerializeToString())

@@ -1,4 +1,4 @@
-"""Request bodies made before anything is measured, by NVIDIA's own encoder, and answers as arrays."""
+"""Request bodies, encoded before the measurement by NVIDIA's own encoder, and failed responses in words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import tritonclient.http as triton_http
+from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 from loadgen.documents import DocumentError, one_line, read_json
 from loadgen.transport.endpoint import Signature
@@ -20,12 +21,42 @@ _HEADER_LENGTH = "inference-header-content-length"
 
 
 class AnswerError(Exception):
-    """The server's answer to an inference request is not what the protocol says; the message is its error."""
+    """An inference failed, or its response breaks the protocol; the message says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """An input in the protocol's binary form."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+    places: tuple[int, ...] = ()
+    """Where the bytes that vary begin."""
+
+
+def raw_tensors(
+    inputs: SampleInputs, signature: Signature, items: Sequence[int], variation: Variation | None = None
+) -> tuple[RawTensor, ...]:
+    """The model's inputs for these items. Raises `InputError` when one is missing or has another datatype."""
+    tensors = []
+    for expected in signature.inputs:
+        chosen = inputs.take(expected.name, items)
+        if np_to_triton_dtype(chosen.dtype) != expected.datatype:
+            raise InputError(
+                f"the samples do not fit input {expected.name}: the model takes {expected.datatype}, "
+                f"the samples are {chosen.dtype}"
+            )
+        data = serialize_byte_tensor(chosen).item() if expected.datatype == "BYTES" else chosen.tobytes()
+        places = variation.offsets(chosen, items) if variation and variation.name == expected.name else ()
+        tensors.append(RawTensor(expected.name, expected.datatype, chosen.shape, data, places))
+    return tuple(tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBody:
-    """One inference request without its head: JSON of `json_bytes`, then the tensors' bytes."""
+    """One inference request's body: JSON of `json_bytes`, then the tensors; `pieces` are its parts if some vary."""
 
     body: bytes
     json_bytes: int
@@ -37,35 +68,25 @@ class PreparedBody:
         return len(self.body) - self.json_bytes
 
     def request(self, address: Address, model: str) -> Request:
-        """Ready for one server; the body is shared, not copied."""
-        headers = {
-            "Content-Type": "application/octet-stream",
-            "Inference-Header-Content-Length": str(self.json_bytes),
-        }
-        head = request_head(
-            "POST", f"/v2/models/{model}/infer", address, content_length=len(self.body), headers=headers
-        )
+        """The request for one server; the body is shared, not copied."""
+        headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(self.json_bytes)}
+        path, length = f"/v2/models/{model}/infer", len(self.body)
+        head = request_head("POST", path, address, content_length=length, headers=headers)
         return Request(head, self.body, self.payload_bytes, self.pieces)
 
 
 def prepare_body(
     inputs: SampleInputs, signature: Signature, items: Sequence[int], variation: Variation | None = None
 ) -> PreparedBody:
-    """One request for these items, every output asked for in binary, cut where the variation writes. Raises
-    `InputError` when an input is missing or has another datatype than the server wants."""
-    tensors, start = [], 0
-    places: tuple[int, ...] = ()
-    for expected in signature.inputs:
-        chosen = inputs.take(expected.name, items)
-        tensor = triton_http.InferInput(expected.name, list(chosen.shape), expected.datatype)
-        try:
-            tensor.set_data_from_numpy(chosen, binary_data=True)
-        except triton_http.InferenceServerException as exc:
-            raise InputError(f"the samples do not fit input {expected.name}: {exc}") from exc
+    """One request for these items, with every output requested in binary, cut at the places that vary. Raises
+    `InputError` when an input is missing or has another datatype."""
+    tensors, places, start = [], [], 0
+    for raw in raw_tensors(inputs, signature, items, variation):
+        tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
+        tensor.set_data_from_numpy(inputs.take(raw.name, items), binary_data=True)
         tensors.append(tensor)
-        if variation is not None and variation.name == expected.name:
-            places = tuple(start + offset for offset in variation.offsets(chosen, items))
-        start += serialised_bytes(chosen)
+        places += [start + place for place in raw.places]
+        start += len(raw.data)
     outputs = [triton_http.InferRequestedOutput(output.name, binary_data=True) for output in signature.outputs]
     encoded, json_bytes = triton_http.InferenceServerClient.generate_request_body(tensors, outputs=outputs)
     body = bytes(encoded)
@@ -73,21 +94,17 @@ def prepare_body(
     return PreparedBody(body, json_bytes, pieces)
 
 
-def serialised_bytes(array: Array) -> int:
-    """Of an input as binary data, where each element of a BYTES tensor has its length before it."""
-    return sum(4 + len(part) for part in array.ravel()) if array.dtype.hasobject else array.nbytes
-
-
 def body_count(batch_size: int) -> int:
-    """How many different bodies a batch size gets: enough that no cache can hold one answer, few enough for memory."""
+    """How many different bodies a batch size gets: so many that no cache can hold one response, so few that they fit
+    into memory."""
     return max(4, 32 // batch_size)
 
 
 def choose_items(
     available: int, batch_size: int, seed: int, *, count: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """The items of the bodies of one batch size; inside a body, and over all of them, they repeat as late as they
-    can. The same for every transport and payload."""
+    """The items of each body of a batch size, the same for every transport and payload. Within a body, and over all of
+    them, items repeat as late as possible."""
     random = np.random.default_rng((seed, batch_size))
     count = body_count(batch_size) if count is None else count
     order = np.concatenate([random.permutation(available) for _ in range(-(-count * batch_size // available) + 1)])
@@ -98,17 +115,17 @@ def choose_items(
 
 
 def parse_answer(exchange: Exchange) -> Mapping[str, Array]:
-    """The outputs of a good answer, as arrays of their own. Raises `AnswerError`."""
+    """Copies of the outputs of an HTTP response. Raises `AnswerError`."""
     if exchange.status != 200:
         raise AnswerError(failure_message(exchange))
     try:
         return read_body(exchange.body, exchange.header(_HEADER_LENGTH))
     except DocumentError as exc:
-        raise AnswerError(f"the answer cannot be read: {exc}") from exc
+        raise AnswerError(f"the response cannot be read: {exc}") from exc
 
 
 def failure_message(exchange: Exchange) -> str:
-    """One line for a failed exchange: the transport's failure, or the status with the server's own words."""
+    """One line for a failed request: the transport's failure, or the status with the server's error."""
     if exchange.failure is not None:
         return exchange.failure
     try:

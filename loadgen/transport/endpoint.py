@@ -1,4 +1,4 @@
-"""A server of the Open Inference Protocol as a client finds it: health, metadata, configuration, statistics."""
+"""Requests other than inference to a server of the Open Inference Protocol: health, metadata, statistics."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from loadgen.transport.http import HttpConnection
 from loadgen.transport.requests import Address, Request, request_head
 
 _MOST_VALUES = 2**28
-"""Of one item of one input or output."""
+"""Values of one item of one input or output."""
 
 
 class EndpointError(Exception):
-    """The server, or the model on it, is not there or answers something else; the message says which."""
+    """The server or the model cannot be reached, or its response cannot be used; the message says which."""
 
 
 class TensorSignature(msgspec.Struct, frozen=True):
-    """One input or output as the server's metadata names it, other keys left out; shape[0] is the batch dimension."""
+    """One input or output in the server's metadata; shape[0] is the batch dimension, -1 is a variable one."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
     datatype: Annotated[str, msgspec.Meta(min_length=1)]
@@ -32,7 +32,7 @@ class TensorSignature(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a model takes and gives."""
+    """The inputs and outputs of a model."""
 
     model: str
     inputs: tuple[TensorSignature, ...]
@@ -40,46 +40,42 @@ class Signature:
 
 
 class Endpoint:
-    """Questions other than inference, each on its own connection; not for the measured path."""
+    """Requests other than inference, each on a new connection; not for measurements."""
 
     def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
         self.address = Address.parse(url)
         self._timeout_s = timeout_s
 
     def _get(self, path: str) -> Exchange:
-        """Raises `ConnectionRefused`."""
+        """One GET; a refused connection is a failed request."""
         connection = HttpConnection(self.address, timeout_s=self._timeout_s, most_bytes=MOST_BYTES)
         try:
             return connection.send(Request(request_head("GET", path, self.address)))
+        except ConnectionRefused as exc:
+            refused = Exchange()
+            refused.failure = str(exc)
+            return refused
         finally:
             connection.close()
 
     def status(self, path: str) -> int | None:
-        """The status of a GET, None where nothing answers."""
-        try:
-            return self._get(path).status or None
-        except ConnectionRefused:
-            return None
+        """The status of a GET; None when nothing answers."""
+        return self._get(path).status or None
 
     def document(self, path: str) -> dict[str, Any] | None:
-        """The JSON object behind a path, None for any status but 200.
-
-        Raises `EndpointError` when nothing answers or the answer is no JSON object.
-        """
-        try:
-            exchange = self._get(path)
-        except ConnectionRefused as exc:
-            raise EndpointError(f"nothing answers at {self.address.url}: {exc}") from None
+        """The JSON object at a path; None for any status but 200. Raises `EndpointError` when nothing answers or the
+        response is not a JSON object."""
+        exchange, request = self._get(path), f"GET {self.address.url}{path}"
         if exchange.failure is not None:
-            raise EndpointError(f"GET {self.address.url}{path}: {exchange.failure}")
+            raise EndpointError(f"{request}: {exchange.failure}")
         if exchange.status != 200:
             return None
         try:
             document = read_json(exchange.body)
         except DocumentError as exc:
-            raise EndpointError(f"GET {self.address.url}{path}: the answer cannot be used: {exc}") from exc
+            raise EndpointError(f"{request}: the response cannot be used: {exc}") from exc
         if not isinstance(document, dict):
-            raise EndpointError(f"GET {self.address.url}{path}: the answer is no JSON object")
+            raise EndpointError(f"{request}: the response is not a JSON object")
         return document
 
     def live(self) -> bool:
@@ -87,19 +83,16 @@ class Endpoint:
         return self.status("/v2/health/live") == 200
 
     def silence(self) -> str:
-        """Why it is not live, asked once more, for a message."""
-        try:
-            exchange = self._get("/v2/health/live")
-        except ConnectionRefused as exc:
-            return str(exc)
+        """Why it is not live, from one more request, for a message."""
+        exchange = self._get("/v2/health/live")
         return exchange.failure or f"/v2/health/live answers {exchange.status}"
 
     def ready(self, model: str) -> bool:
-        """Whether the model can be asked."""
+        """Whether the model is ready."""
         return self.status(f"/v2/models/{model}/ready") == 200
 
     def signature(self, model: str) -> Signature:
-        """Raises `EndpointError` when the server or the model is not there."""
+        """The model's metadata. Raises `EndpointError` when the server or the model cannot be reached."""
         document = self.document(f"/v2/models/{model}")
         if document is None:
             known = "" if self.live() else ", which does not answer /v2/health/live either"
@@ -107,7 +100,7 @@ class Endpoint:
         return Signature(model, read_tensors(document, "inputs"), read_tensors(document, "outputs"))
 
     def statistics(self, model: str) -> dict[str, Any] | None:
-        """`model_stats[0]` of the statistics extension, None where the server does not offer it."""
+        """`model_stats[0]` of the statistics extension; None if the server does not have it."""
         try:
             document = self.document(f"/v2/models/{model}/stats")
         except EndpointError:
@@ -117,8 +110,8 @@ class Endpoint:
 
 
 def read_tensors(document: Mapping[str, Any], key: str) -> tuple[TensorSignature, ...]:
-    """The inputs or outputs in a model's metadata: one at least, each name once, of sizes that fit into a request.
-    Raises `EndpointError`."""
+    """The inputs or outputs in a model's metadata: at least one, with different names and sizes that fit into a
+    request. Raises `EndpointError`."""
     try:
         found: tuple[TensorSignature, ...] = msgspec.convert(
             document.get(key), tuple[TensorSignature, ...], strict=False
@@ -126,9 +119,9 @@ def read_tensors(document: Mapping[str, Any], key: str) -> tuple[TensorSignature
     except ValueError as exc:
         raise EndpointError(f"the model's metadata has no usable {key}: {exc}") from exc
     if not found:
-        raise EndpointError(f"the model's metadata names no {key}")
+        raise EndpointError(f"the model's metadata has no {key}")
     if len({tensor.name for tensor in found}) != len(found):
-        raise EndpointError(f"the model's metadata names one of its {key} twice")
+        raise EndpointError(f"two {key} in the model's metadata have the same name")
     if large := next((one for one in found if math.prod(size for size in one.shape if size > 0) > _MOST_VALUES), None):
         raise EndpointError(f"the model's metadata gives {large.name} a shape of more than {_MOST_VALUES:,} values")
     return found

@@ -1,4 +1,4 @@
-"""What became of a request, whatever carried it, and what every client offers to the users of a block."""
+"""The outcome of a request, whatever transport carried it, and the interface that every client offers."""
 
 from __future__ import annotations
 
@@ -8,41 +8,46 @@ from time import perf_counter_ns
 from typing import Any, Protocol
 
 GRPC_STATUS = 1000
-"""Added to a gRPC status, so that it cannot be taken for an HTTP status: OK is 1000, UNAVAILABLE 1014."""
+"""Added to a gRPC status, so that it differs from every HTTP status: OK is 1000, UNAVAILABLE 1014."""
 
 MOST_ANSWER_BYTES = 2**28
-"""Of one answer. A client that takes more can be filled by a server that never stops."""
+"""The largest response that is read, so that a server that never stops sending cannot fill the client's memory."""
 
 
 class ConnectionRefused(Exception):  # noqa: N818 (an outcome that callers branch on, named after ECONNREFUSED)
     """No connection could be made; nothing was sent."""
 
 
-class Exchange:
-    """What became of the last request of a connection. Reused: it and its `body` are valid until the next one.
+_EMPTY = memoryview(b"")
 
-    `status` is HTTP's, or gRPC's + 1000; 0 and a `failure` mean that there was no whole answer. Times are
-    `perf_counter_ns`; `first_byte_ns` is 0 where no byte came. `request_bytes` and `response_bytes` count what went
-    over the wire: with HTTP headers included, with gRPC the message and its 5 bytes of length, without HTTP/2's
-    compressed headers and frames.
+
+class Exchange:
+    """The outcome of a connection's last request. Reused: it and its `body` are valid until the next request.
+
+    `status` is HTTP's, or gRPC's + 1000; 0 and a `failure` if there was no complete response. Times are
+    `perf_counter_ns`; `first_byte_ns` is 0 if no byte came. `request_bytes` and `response_bytes` count bytes on the
+    wire: over HTTP with the headers, over gRPC the message and its 5 bytes of length without HTTP/2's compressed
+    headers and frames.
     """
 
     __slots__ = ("body", "end_ns", "failure", "first_byte_ns", "head", "request_bytes", "response_bytes", "send_ns",
                  "status")  # fmt: skip
 
     def __init__(self) -> None:
-        self.send_ns = 0
-        self.first_byte_ns = 0
         self.end_ns = 0
-        self.status = 0
-        self.request_bytes = 0
-        self.response_bytes = 0
+        self.begin(0, 0)
+
+    def begin(self, send_ns: int, request_bytes: int) -> None:
+        """A new request; forget the response of the last one."""
+        self.send_ns = send_ns
+        self.request_bytes = request_bytes
+        self.status = self.first_byte_ns = self.response_bytes = 0
         self.failure: str | None = None
         self.head = b""
-        self.body = memoryview(b"")
+        self.body = _EMPTY
 
     def copy(self) -> Exchange:
-        """One that stays valid after the next request."""
+        """A copy of the response that stays valid after the next request."""
         copied = Exchange()
         copied.status, copied.failure, copied.head = self.status, self.failure, self.head
         copied.body = memoryview(bytes(self.body))
@@ -50,11 +55,11 @@ class Exchange:
 
     @property
     def good(self) -> bool:
-        """Whether the inference was answered with its outputs."""
+        """Whether the response is the model's outputs."""
         return self.status in (200, GRPC_STATUS)
 
     def header(self, name: str) -> str | None:
-        """A header's value, by its name in lower case; None for an answer without such headers."""
+        """The value of a response header, by its name in lower case; None if there is none."""
         start = self.head.find(b"\r\n" + name.encode("latin-1") + b":")
         if start < 0:
             return None
@@ -62,10 +67,22 @@ class Exchange:
         return self.head[start : self.head.index(b"\r\n", start)].strip().decode("latin-1")
 
 
-class Deadline:
-    """The moment at which an exchange must be over, kept on a socket whose own timeout bounds single waits only.
+def open_socket(host: str, port: int, shown: str, timeout_s: float) -> socket.socket:
+    """A connection without Nagle's delay. Raises `ConnectionRefused` with a sentence about the address `shown`."""
+    try:
+        connection = socket.create_connection((host, port), timeout=timeout_s)
+    except TimeoutError:
+        raise ConnectionRefused(f"no connection to {shown} within {timeout_s:g} s") from None
+    except OSError as exc:
+        raise ConnectionRefused(f"no connection to {shown}: {exc.strerror or exc}") from None
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
 
-    While an exchange is young the socket keeps its whole timeout and nothing is set: a system call for every read would
+
+class Deadline:
+    """Bounds a whole request; the timeout of a socket bounds single reads and writes only.
+
+    Early in a request the socket keeps its full timeout and nothing is set, because a system call for every read would
     cost more than the read. So the last wait ends at most a sixteenth of the timeout late.
     """
 
@@ -77,7 +94,7 @@ class Deadline:
         self._end_ns = self._young_until_ns = 0
 
     def begin(self, connection: socket.socket, now_ns: int) -> None:
-        """An exchange begins on this socket."""
+        """A request begins on this socket."""
         if self._changed:
             connection.settimeout(self._timeout_ns / 1e9)
             self._changed = False
@@ -85,7 +102,7 @@ class Deadline:
         self._end_ns = now_ns + self._timeout_ns
 
     def check(self, connection: socket.socket) -> None:
-        """After a read or a write, before the next one. Raises `TimeoutError` when the exchange should be over."""
+        """After a read or a write, before the next one. Raises `TimeoutError` when the time is up."""
         now_ns = perf_counter_ns()
         if now_ns < self._young_until_ns:
             return
@@ -95,12 +112,12 @@ class Deadline:
         connection.settimeout((self._end_ns - now_ns) / 1e9)
 
     def reset(self) -> None:
-        """The socket is another one, or somebody else has set its timeout."""
+        """The socket is new, or its timeout was changed elsewhere."""
         self._changed = True
 
 
 class Connection(Protocol):
-    """One user's way to a server: one request at a time."""
+    """One user's connection to a server: one request at a time."""
 
     @property
     def reconnects(self) -> int:
@@ -110,8 +127,8 @@ class Connection(Protocol):
         """Connect unless connected. Raises `ConnectionRefused` with a sentence."""
 
     def send(self, request: Any, patches: Sequence[bytes] = (), /) -> Exchange:
-        """Send one prepared request of the transport's own kind, with the patches where it varies, and wait for its
-        answer; a failure is told in the result. Raises `ConnectionRefused` when nothing could be sent."""
+        """Send one prepared request of this transport, with the patches at the places that vary, and wait for the
+        response; a failure is in the result. Raises `ConnectionRefused` when nothing could be sent."""
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Free everything. Idempotent."""

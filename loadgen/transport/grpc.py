@@ -1,12 +1,11 @@
-"""The gRPC client of the measured path: messages serialised beforehand go out as bytes, answers stay bytes.
+"""The gRPC client for measured requests: it sends messages that were serialised beforehand and returns raw messages.
 
-One TCP connection a user, one call after the other, and nothing sent twice. A call's deadline goes to the server
-(`grpc-timeout`) and is kept here too; a call that misses it ends with its connection, which is made again for the next.
+One TCP connection per user, one call at a time, and no call is sent twice. The call's deadline is sent to the server
+(`grpc-timeout`) and enforced here too; a call that misses it closes the connection, which is made again for the next.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import Struct
@@ -14,13 +13,13 @@ from time import perf_counter_ns
 from urllib.parse import unquote
 
 from loadgen.documents import one_line
-from loadgen.transport.exchange import GRPC_STATUS, MOST_ANSWER_BYTES, ConnectionRefused, Exchange
+from loadgen.transport.exchange import GRPC_STATUS, MOST_ANSWER_BYTES, ConnectionRefused, Exchange, open_socket
 from loadgen.transport.http2 import Http2Connection, Http2Error, header_block
 from loadgen.transport.requests import AddressError, Pieces, assemble
 
 SERVICE = "/inference.GRPCInferenceService/"
 MOST_ADDRESS_BYTES = 126
-"""Longer than any host and port in use."""
+"""Longer than any real host and port."""
 FRAME_BYTES = 5
 """gRPC's compression flag and length before every message."""
 
@@ -35,31 +34,30 @@ _OF_RESET = {0x7: UNAVAILABLE, 0x8: 1, 0xB: RESOURCE_EXHAUSTED}
 other is INTERNAL."""
 _OF_HTTP = {b"400": INTERNAL, b"401": 16, b"403": 7, b"404": 12, b"429": UNAVAILABLE, b"502": UNAVAILABLE,
             b"503": UNAVAILABLE, b"504": UNAVAILABLE}  # fmt: skip
-"""HTTP's status → gRPC's where an answer has none; any other is UNKNOWN."""
+"""HTTP's status → gRPC's, for a response without one; any other is UNKNOWN."""
 _PREFIX = Struct(">BI")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrpcRequest:
-    """One serialised `ModelInferRequest`. `payload_bytes` of it are tensors."""
+    """One serialised `ModelInferRequest`. `payload_bytes` of it are tensors; `pieces` are its parts if some vary."""
 
     message: bytes
     payload_bytes: int
     pieces: Pieces = ()
-    """Of the message, where a part of it varies."""
 
 
 def parse_grpc_address(address: str) -> tuple[str, int]:
     """Host and port. Raises `AddressError`."""
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit() or "/" in address or len(address) > MOST_ADDRESS_BYTES:
-        raise AddressError(f"{address} is no gRPC address; give one like 127.0.0.1:8101")
+        raise AddressError(f"no gRPC address can be read from {address!r}; give one like 127.0.0.1:8101")
     return host.strip("[]"), int(port)
 
 
 class GrpcConnection:
-    """One connection. `timeout_s` bounds connecting, the greeting and, as the call's deadline, a whole exchange; an
-    answer of more than `most_bytes` ends it."""
+    """One connection. `timeout_s` bounds connecting, the HTTP/2 greeting and, as its deadline, each call; a response of
+    more than `most_bytes` is a failure."""
 
     def __init__(self, address: str, *, timeout_s: float = 60.0, most_bytes: int = MOST_ANSWER_BYTES) -> None:
         """Raises `AddressError`."""
@@ -70,29 +68,31 @@ class GrpcConnection:
         """Connections that the server had closed and that were made again for a request, inside its latency."""
         self._peer = parse_grpc_address(address)
         self._connection: Http2Connection | None = None
-        self._heads: dict[float, bytes] = {}
         self._exchange = Exchange()
+        self._head = header_block(
+            [
+                (b":method", b"POST"),
+                (b":scheme", b"http"),
+                (b":path", f"{SERVICE}ModelInfer".encode()),
+                (b":authority", address.encode()),
+                (b"te", b"trailers"),
+                (b"content-type", b"application/grpc"),
+                (b"user-agent", b"abserve"),
+                (b"grpc-timeout", f"{max(1, round(timeout_s * 1000))}m".encode()),
+            ]
+        )
 
     def connect(self) -> None:
-        """Connect unless connected. Raises `ConnectionRefused`, also where something else than gRPC answers."""
+        """Connect unless connected. Raises `ConnectionRefused`, also if the server does not speak gRPC."""
         if self._connection is not None:
             return
-        try:
-            opened = socket.create_connection(self._peer, timeout=self.timeout_s)
-        except TimeoutError:
-            raise ConnectionRefused(f"no connection to {self.address} within {self.timeout_s:g} s") from None
-        except OSError as exc:
-            raise ConnectionRefused(f"no connection to {self.address}: {exc.strerror or exc}") from None
+        opened = open_socket(*self._peer, self.address, self.timeout_s)
         try:
             self._connection = Http2Connection(opened, timeout_s=self.timeout_s, most_bytes=self._most_bytes)
-        except TimeoutError:
-            opened.close()
-            raise ConnectionRefused(
-                f"nothing speaks gRPC at {self.address}: no answer within {self.timeout_s:g} s"
-            ) from None
         except (Http2Error, OSError) as exc:
             opened.close()
-            raise ConnectionRefused(f"nothing speaks gRPC at {self.address}: {exc}") from None
+            reason = f"no response within {self.timeout_s:g} s" if isinstance(exc, TimeoutError) else exc
+            raise ConnectionRefused(f"the server at {self.address} does not speak gRPC: {reason}") from None
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -101,8 +101,8 @@ class GrpcConnection:
             connection.close()
 
     def send(self, request: GrpcRequest, patches: Sequence[bytes] = ()) -> Exchange:
-        """Call `ModelInfer` once, with the patches where the message varies. Raises `ConnectionRefused` when the server
-        takes no connection any more."""
+        """Call `ModelInfer` once, with the patches at the places that vary. Raises `ConnectionRefused` when the server
+        accepts no connection."""
         message = request.message
         pieces = assemble(_PREFIX.pack(0, len(message)), request.pieces or (memoryview(message),), patches)
         due_ns = perf_counter_ns()
@@ -113,16 +113,10 @@ class GrpcConnection:
             self.connect()
         connection = self._connection
         assert connection is not None
-        timeout_s = self.timeout_s
         exchange = self._exchange
-        exchange.failure = None
-        exchange.first_byte_ns = exchange.response_bytes = 0
-        exchange.body = memoryview(b"")
-        exchange.request_bytes = len(message) + FRAME_BYTES
-        head = self._head(timeout_s)
-        exchange.send_ns = due_ns
+        exchange.begin(due_ns, len(message) + FRAME_BYTES)
         try:
-            connection.request(head, pieces, exchange.send_ns)
+            connection.request(self._head, pieces, due_ns)
             while not connection.ended:
                 connection.receive()
                 if exchange.first_byte_ns == 0 and connection.answered:
@@ -131,54 +125,37 @@ class GrpcConnection:
             exchange.first_byte_ns = exchange.first_byte_ns or exchange.end_ns
             self._finish(exchange, connection)
         except TimeoutError:
-            self._break(exchange, DEADLINE_EXCEEDED, f"no whole answer within {timeout_s:g} s")
+            self._break(exchange, DEADLINE_EXCEEDED, f"no complete response within {self.timeout_s:g} s")
         except Http2Error as exc:
             self._break(exchange, UNAVAILABLE, str(exc))
         except OSError as exc:
             self._break(exchange, UNAVAILABLE, exc.strerror or str(exc))
         return exchange
 
-    def _head(self, timeout_s: float) -> bytes:
-        head = self._heads.get(timeout_s)
-        if head is None:
-            self._heads[timeout_s] = head = header_block(
-                [
-                    (b":method", b"POST"),
-                    (b":scheme", b"http"),
-                    (b":path", f"{SERVICE}ModelInfer".encode()),
-                    (b":authority", self.address.encode()),
-                    (b"te", b"trailers"),
-                    (b"content-type", b"application/grpc"),
-                    (b"user-agent", b"abserve"),
-                    (b"grpc-timeout", f"{max(1, round(timeout_s * 1000))}m".encode()),
-                ]
-            )
-        return head
-
     def _finish(self, exchange: Exchange, connection: Http2Connection) -> None:
         """The outcome of a stream that has ended."""
-        fields, http_status = connection.fields, connection.fields.get(b":status")
+        fields, http_status = connection.fields, connection.fields.get(b":status", b"none")
         if connection.reset is not None and b"grpc-status" not in fields:
             code = _OF_RESET.get(connection.reset, INTERNAL)
-            self._fail(exchange, code, f"the server broke the call off (HTTP/2 error {connection.reset})")
+            self._fail(exchange, code, f"the server reset the stream (HTTP/2 error {connection.reset})")
             return
         status = fields.get(b"grpc-status", b"")
         if not status.isdigit() or len(status) > 2:
-            told = (http_status or b"none").decode("latin-1")
-            self._fail(exchange, _OF_HTTP.get(http_status or b"", UNKNOWN), f"HTTP status {told} and no gRPC status")
+            code = _OF_HTTP.get(http_status, UNKNOWN)
+            self._fail(exchange, code, f"HTTP status {http_status.decode('latin-1')} and no gRPC status")
         elif status != b"0":
             self._fail(exchange, int(status), unquote(fields.get(b"grpc-message", b"").decode("latin-1")))
         else:
             body = connection.body[0] if len(connection.body) == 1 else b"".join(connection.body)
             if len(body) < FRAME_BYTES or _PREFIX.unpack_from(body) != (0, len(body) - FRAME_BYTES):
-                self._fail(exchange, INTERNAL, "the answer is not one uncompressed message")
+                self._fail(exchange, INTERNAL, "the response is not one uncompressed message")
                 return
             exchange.status = GRPC_STATUS
             exchange.response_bytes = len(body)
             exchange.body = memoryview(body)[FRAME_BYTES:]
 
     def _break(self, exchange: Exchange, code: int, words: str) -> None:
-        """The call has failed in the middle: whatever the server still sends belongs to it, so the connection goes."""
+        """The call failed midway. The server may still send parts of it, so the connection cannot be used again."""
         exchange.end_ns = perf_counter_ns()
         self.close()
         self._fail(exchange, code, words)

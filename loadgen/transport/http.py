@@ -1,11 +1,11 @@
-"""A raw HTTP/1.1 client for bodies that were prepared beforehand: the measured path of every request.
+"""A raw HTTP/1.1 client for prepared bodies: it sends every measured request over HTTP and shared memory.
 
-One connection serves one user at a time. It uses the `socket` module of the process it runs in, so it blocks in a
-plain process and yields to other users in one that gevent has patched (locust does).
+One connection serves one user at a time. It uses the `socket` module of its process, so it blocks in a plain process
+and yields to other users in one that gevent has patched (Locust does).
 
-Cost of a request on this side: one `sendmsg` of head and body without joining them, one `recv_into` a reused buffer
-for an answer that fits, no copy of the body in either direction, no object but the `Exchange`, which is reused too.
-A request that was sent is never sent again.
+Cost per request on this side: one `sendmsg` of head and body without joining them, one `recv_into` a reused buffer for
+a response that fits, no copy of the body in either direction, no object but the `Exchange`, which is reused too. A
+request is never sent twice.
 """
 
 from __future__ import annotations
@@ -14,34 +14,33 @@ import socket
 from collections.abc import Sequence
 from time import perf_counter_ns
 
-from loadgen.transport.exchange import MOST_ANSWER_BYTES, ConnectionRefused, Deadline, Exchange
+from loadgen.transport.exchange import MOST_ANSWER_BYTES, Deadline, Exchange, open_socket
 from loadgen.transport.requests import Address, Request, assemble, send_parts
 
 _BUFFER_BYTES = 64 * 1024
 _MAX_HEAD_BYTES = 64 * 1024
-_MOST_INTERIM_ANSWERS = 100
+_MOST_INTERIM = 100
 _MOST_TRAILERS = 100
 _MOST_DIGITS = 10
 """Of a Content-Length or the size of a chunk."""
-_BODILESS_STATUS = frozenset({204, 304})
 
 
-class _AnswerError(Exception):
-    """The exchange failed; `str(error)` is what the sample's error message says."""
+class _ResponseError(Exception):
+    """The request failed; the message is the sample's error."""
 
 
 class HttpConnection:
-    """One keep-alive connection. `timeout_s` bounds connecting and, separately, a whole exchange (see `Deadline`);
-    an answer of more than `most_bytes` ends it."""
+    """One keep-alive connection. `timeout_s` bounds connecting and, separately, a whole request (see `Deadline`); a
+    response of more than `most_bytes` is a failure."""
 
     def __init__(self, address: Address, *, timeout_s: float = 60.0, most_bytes: int = MOST_ANSWER_BYTES) -> None:
         self.address = address
         self.timeout_s = timeout_s
         self.reconnects = 0
-        """Connections that the server had closed, while idle or with its last answer, and that were made again for a
-        request. The time for that is in the request's latency."""
-        self._left = False
-        """Whether the server has ended the connection with its last answer."""
+        """Connections that the server had closed, while idle or with its last response, and that were made again for a
+        request. That time is in the request's latency."""
+        self._server_closed = False
+        """Whether the server has closed the connection with its last response."""
         self._deadline = Deadline(timeout_s)
         self._most_bytes = most_bytes + _MAX_HEAD_BYTES
         self._socket: socket.socket | None = None
@@ -51,18 +50,10 @@ class HttpConnection:
 
     def connect(self) -> None:
         """Connect unless connected. Raises `ConnectionRefused` with a sentence."""
-        if self._socket is not None:
-            return
-        try:
-            connection = socket.create_connection((self.address.host, self.address.port), timeout=self.timeout_s)
-        except TimeoutError:
-            raise ConnectionRefused(f"no connection to {self.address.authority} within {self.timeout_s:g} s") from None
-        except OSError as exc:
-            reason = exc.strerror or str(exc)
-            raise ConnectionRefused(f"no connection to {self.address.authority}: {reason}") from None
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connection
-        self._deadline.reset()
+        if self._socket is None:
+            address = self.address
+            self._socket = open_socket(address.host, address.port, address.authority, self.timeout_s)
+            self._deadline.reset()
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -71,11 +62,8 @@ class HttpConnection:
             self._socket = None
 
     def send(self, request: Request, patches: Sequence[bytes] = ()) -> Exchange:
-        """Send one request, with the patches where it varies, and read its answer. A failure is told in the result,
-        not raised.
-
-        Raises `ConnectionRefused`, before anything is sent, when a new connection is needed and cannot be made.
-        """
+        """Send one request, with the patches at the places that vary, and read its response; a failure is in the
+        result. Raises `ConnectionRefused`, before anything is sent, when a connection is needed and cannot be made."""
         parts = assemble(request.head, request.pieces or (request.body,), patches)
         due_ns = perf_counter_ns()  # before connecting again: a server that closes its connections makes users wait
         if self._socket is not None and self._closed_while_idle(self._socket):
@@ -83,27 +71,28 @@ class HttpConnection:
             self.reconnects += 1
         if self._socket is None:
             self.connect()
-            self.reconnects += self._left
-        self._left = False
-        assert self._socket is not None
+            self.reconnects += self._server_closed
+        self._server_closed = False
+        connection = self._socket
+        assert connection is not None
         exchange = self._exchange
-        exchange.status = exchange.first_byte_ns = exchange.response_bytes = 0
-        exchange.failure = None
-        exchange.head = b""
-        exchange.request_bytes = len(request.head) + len(request.body)
-        exchange.send_ns = due_ns
-        self._deadline.begin(self._socket, exchange.send_ns)
+        exchange.begin(due_ns, len(request.head) + len(request.body))
+        self._deadline.begin(connection, due_ns)
         try:
-            sent_whole = self._send(self._socket, parts)
-            self._receive(self._socket, exchange)
+            sent_whole = True
+            try:
+                send_parts(connection, parts, self._deadline)
+            except (BrokenPipeError, ConnectionResetError):  # a server may respond early and stop reading (413)
+                sent_whole = False
+            self._receive(connection, exchange)
             exchange.end_ns = perf_counter_ns()
             if not sent_whole or _closes(exchange.head):
                 self.close()
-            self._left = self._socket is None
-        except _AnswerError as exc:
+            self._server_closed = self._socket is None
+        except _ResponseError as exc:
             self._fail(exchange, str(exc))
         except TimeoutError:
-            self._fail(exchange, f"no whole answer within {self.timeout_s:g} s")
+            self._fail(exchange, f"no complete response within {self.timeout_s:g} s")
         except ConnectionResetError:
             self._fail(exchange, "connection reset by the server")
         except OSError as exc:
@@ -118,7 +107,7 @@ class HttpConnection:
 
     @staticmethod
     def _closed_while_idle(connection: socket.socket) -> bool:
-        """Whether the peer has closed, or has sent bytes that belong to no request: both make it unusable."""
+        """Whether the server has closed, or has sent bytes that belong to no request: both make it unusable."""
         timeout = connection.gettimeout()
         connection.settimeout(0.0)
         try:
@@ -131,39 +120,40 @@ class HttpConnection:
             connection.settimeout(timeout)
         return True
 
-    def _send(self, connection: socket.socket, parts: list[bytes | memoryview]) -> bool:
-        """Whether the whole request went out; a server may answer early and stop reading (413)."""
-        try:
-            send_parts(connection, parts, self._deadline)
-        except (BrokenPipeError, ConnectionResetError):
-            return False
-        return True
-
     def _receive(self, connection: socket.socket, exchange: Exchange) -> None:
         filled, head_end = self._receive_head(connection, exchange, 0)
-        for _ in range(_MOST_INTERIM_ANSWERS):
+        for _ in range(_MOST_INTERIM):
             head = bytes(self._view[:head_end]).lower()
-            status = _status(head)
+            code = head[9:12]
+            if not head.startswith(b"http/1.") or not code.isdigit():
+                raise _ResponseError("malformed response: not HTTP/1.1")
+            status = int(code)
             if status >= 200:
                 break
-            remaining = filled - head_end  # an interim answer: the real one follows
+            remaining = filled - head_end  # the final response follows
             self._view[:remaining] = bytes(self._view[head_end:filled])
             filled, head_end = self._receive_head(connection, exchange, remaining)
         else:
-            raise _AnswerError("malformed answer: interim answers without end")
+            raise _ResponseError("malformed response: more than 100 interim responses")
         exchange.head = head
-        if status in _BODILESS_STATUS:
+        if status in (204, 304):
             exchange.body = self._view[:0]
             exchange.response_bytes = head_end
-        elif b"\r\ntransfer-encoding:" in head:
-            coding = _header(head, b"\r\ntransfer-encoding:")
+        elif (coding := _header(head, b"\r\ntransfer-encoding:")) is not None:
             if coding != b"chunked":
-                raise _AnswerError("malformed answer: unknown transfer encoding")
+                raise _ResponseError("malformed response: unknown transfer encoding")
             self._receive_chunked(connection, exchange, head_end, filled)
         elif (length := _header(head, b"\r\ncontent-length:")) is not None:
             if not length.isdigit() or len(length) > _MOST_DIGITS:
-                raise _AnswerError("malformed answer: Content-Length is not a number, or beyond all reason")
-            self._receive_counted(connection, exchange, head_end, filled, int(length))
+                raise _ResponseError("malformed response: impossible Content-Length")
+            end = head_end + int(length)
+            self._bound(end)
+            while filled < end:
+                filled += self._read(connection, exchange, filled)
+            if filled > end:
+                raise _ResponseError("malformed response: longer than its Content-Length")
+            exchange.body = self._view[head_end:end]
+            exchange.response_bytes = end
         else:
             self._receive_until_closed(connection, exchange, head_end, filled)
         exchange.status = status
@@ -176,44 +166,31 @@ class HttpConnection:
             if end >= 0:
                 return filled, end + 4
             if filled >= _MAX_HEAD_BYTES:
-                raise _AnswerError(f"malformed answer: more than {_MAX_HEAD_BYTES} bytes of headers")
+                raise _ResponseError(f"malformed response: more than {_MAX_HEAD_BYTES} bytes of headers")
             searched = max(0, filled - 3)
             filled += self._read(connection, exchange, filled)
 
-    def _receive_counted(
-        self, connection: socket.socket, exchange: Exchange, start: int, filled: int, length: int
-    ) -> None:
-        end = start + length
-        self._bound(end)
-        while filled < end:
-            filled += self._read(connection, exchange, filled)
-        if filled > end:
-            raise _AnswerError("malformed answer: more bytes than Content-Length says")
-        exchange.body = self._view[start:end]
-        exchange.response_bytes = end
-
     def _receive_until_closed(self, connection: socket.socket, exchange: Exchange, start: int, filled: int) -> None:
-        while True:
+        count = 1
+        while count:
             if filled == len(self._buffer):
                 self._grow(filled)
             count = connection.recv_into(self._view[filled:])
             self._deadline.check(connection)
-            if count == 0:
-                break
             filled += count
         exchange.body = self._view[start:filled]
         exchange.response_bytes = filled
         self.close()
 
     def _receive_chunked(self, connection: socket.socket, exchange: Exchange, start: int, filled: int) -> None:
-        """Decodes in place: the payload of every chunk moves down to the end of the body so far."""
+        """Decodes in place: the payload of every chunk moves to the end of the body so far."""
         body_end = cursor = start
 
         def line() -> bytes:
             nonlocal cursor, filled
             while (end := self._buffer.find(b"\r\n", cursor, filled)) < 0:
                 if filled - cursor > _MAX_HEAD_BYTES:
-                    raise _AnswerError(f"malformed answer: more than {_MAX_HEAD_BYTES} bytes before a chunk")
+                    raise _ResponseError(f"malformed response: more than {_MAX_HEAD_BYTES} bytes before a chunk")
                 filled += self._read(connection, exchange, filled)
             text = bytes(self._view[cursor:end])
             cursor = end + 2
@@ -224,11 +201,11 @@ class HttpConnection:
             try:
                 size = int(size_text, 16)
             except ValueError:
-                raise _AnswerError("malformed answer: a chunk without a size") from None
+                raise _ResponseError("malformed response: a chunk without a size") from None
             if size == 0:
                 break
             if size < 0 or len(size_text) > _MOST_DIGITS:
-                raise _AnswerError("malformed answer: a chunk of an impossible size")
+                raise _ResponseError("malformed response: impossible chunk size")
             self._bound(cursor + size + 2)
             while filled < cursor + size + 2:
                 filled += self._read(connection, exchange, filled)
@@ -239,7 +216,7 @@ class HttpConnection:
             if not line():
                 break
         else:
-            raise _AnswerError("malformed answer: trailers without end")
+            raise _ResponseError("malformed response: more than 100 trailers")
         exchange.body = self._view[start:body_end]
         exchange.response_bytes = cursor
 
@@ -250,31 +227,24 @@ class HttpConnection:
         if exchange.first_byte_ns == 0:
             exchange.first_byte_ns = perf_counter_ns() if count else 0
         if count == 0:
-            part = "in the middle of an answer" if filled else "without an answer"
-            raise _AnswerError(f"connection closed by the server {part}")
+            moment = "in the middle of a response" if filled else "without a response"
+            raise _ResponseError(f"connection closed by the server {moment}")
         self._deadline.check(connection)
         return count
 
     def _bound(self, needed: int) -> None:
         if needed > self._most_bytes:
-            raise _AnswerError(
-                f"the answer is larger than the {self._most_bytes - _MAX_HEAD_BYTES:,} bytes that are read"
+            raise _ResponseError(
+                f"the response is larger than the limit of {self._most_bytes - _MAX_HEAD_BYTES:,} bytes"
             )
 
     def _grow(self, filled: int) -> None:
-        """For twice what has come: memory is taken as bytes arrive, not as they are announced."""
+        """Double the buffer as bytes arrive, never to a size that the server only announced."""
         self._bound(filled + 1)
         grown = bytearray(min(2 * filled, self._most_bytes))
         grown[:filled] = self._view[:filled]
         self._buffer = grown
         self._view = memoryview(grown)
-
-
-def _status(head: bytes) -> int:
-    code = head[9:12]
-    if not head.startswith(b"http/1.") or not code.isdigit():
-        raise _AnswerError("malformed answer: not HTTP/1.1")
-    return int(code)
 
 
 def _header(head: bytes, key: bytes) -> bytes | None:

@@ -1,12 +1,11 @@
-"""HTTP/2 (RFC 9113) as a gRPC client speaks it to one server: one stream after the other, bodies that are not copied.
+"""HTTP/2 (RFC 9113) for a gRPC client of one server: one stream at a time, request bodies that are not copied.
 
-The gRPC library costs this side two to three times as much for the same request (compare
-`tests/benchmarks/client_cpu.py`): its own threads, queues and events around every call. Here a request is one
-`sendmsg` of the head and slices of the body as far as the server's flow control lets it, and an answer is one
-`recv_into` a reused buffer.
+The gRPC library costs this side two to three times the CPU per request (`tests/benchmarks/client_cpu.py`): its own
+threads, queues and events around every call. Here a request is one `sendmsg` of the head and slices of the body as far
+as the server's flow control allows, and a response is one `recv_into` a reused buffer.
 
-It uses the `socket` module of the process it runs in, so it blocks in a plain process and yields to other users in one
-that gevent has patched. Not for several streams at once, nor for the internet: plain text, no upgrade, no push.
+It uses the `socket` module of its process, so it blocks in a plain process and yields to other users in one that gevent
+has patched. Plain text only: no TLS, no upgrade, no push, no concurrent streams.
 """
 
 from __future__ import annotations
@@ -35,24 +34,23 @@ _DEFAULT_FRAME = 16_384
 _LARGEST_FRAME = 2**24 - 1
 _LAST_STREAM = 2**31 - 1
 _MOST_IDLE_FRAMES = 10_000
-"""That bring no part of an answer, in one exchange. A server that is sent DATA may open its windows for each frame, and
-again whenever they are used up."""
+"""Frames in one request that hold no part of its response. For the DATA that it receives, a server may open its windows
+after each frame, and again whenever they are used up."""
 _UPDATES_PER_FRAME = _UPDATES_PER_WAIT = 4
 _MOST_HEADER_BYTES = 64 * 1024
 _MOST_KNOWN_BLOCKS = 64
 _FRAME_COST_BYTES = 64
-"""Of memory, for a frame of DATA however short."""
+"""Memory of a DATA frame besides its content."""
 _MOST_READS_BETWEEN = 16
 CANCEL = 8
 
 
 class Http2Error(Exception):
-    """The connection is of no use any more; the message says why."""
+    """The connection cannot be used any more; the message says why."""
 
 
 def header_block(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """These headers as a block that refers to no dynamic table, so that any connection may send it any number of
-    times."""
+    """These headers as a block without dynamic table entries, which any connection can send any number of times."""
     return Encoder().encode([(name, value, True) for name, value in fields], huffman=False)
 
 
@@ -65,9 +63,8 @@ class Http2Connection:
     """One connection. After an `Http2Error`, an `OSError` or a `TimeoutError` it can only be closed."""
 
     def __init__(self, connection: socket.socket, *, timeout_s: float, most_bytes: int) -> None:
-        """Takes a connected socket over. `timeout_s` bounds the greeting and each exchange, `most_bytes` an answer.
-        Raises `Http2Error`, `OSError` when nothing there speaks HTTP/2."""
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        """Takes over a connected socket. `timeout_s` bounds the greeting and each request, `most_bytes` a response.
+        Raises `Http2Error`, `OSError` when the server does not speak HTTP/2."""
         self._socket = connection
         self._deadline = Deadline(timeout_s)
         self._most_bytes = most_bytes
@@ -85,15 +82,15 @@ class Http2Connection:
         self._stream = 0
         self._settled = False
         self.leaving = False
-        """The server takes no more streams on this connection."""
+        """The server accepts no more streams on this connection."""
         self.answered = False
-        """A byte of the current stream's answer has come."""
+        """A byte of the current stream's response has come."""
         self.ended = True
-        """The current stream's answer is whole, or was broken off."""
+        """The current stream's response is complete, or the stream was reset."""
         self.fields: dict[bytes, bytes] = {}
         self.body: list[bytes] = []
         self.reset: int | None = None
-        """The code with which the server broke the current stream off."""
+        """The code with which the server reset the current stream."""
         self._blocks = b""
         self._block_ends_stream = False
         self._known: dict[bytes, dict[bytes, bytes]] = {}
@@ -111,11 +108,11 @@ class Http2Connection:
             self.receive()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""
         self._socket.close()
 
     def usable(self) -> bool:
-        """Whether a stream can be opened, after reading what the server has said meanwhile."""
+        """Whether a stream can be opened, after reading the frames that the server has sent since the last request."""
         self._deadline.reset()
         self._socket.settimeout(0.0)
         try:
@@ -125,20 +122,20 @@ class Http2Connection:
             return not self.leaving and self._next_stream < _LAST_STREAM
         except (Http2Error, OSError):
             return False
-        return False  # it sends without end
+        return False  # it never stops sending
 
     def request(self, head: bytes, pieces: Sequence[bytes | memoryview], now_ns: int) -> None:
-        """Open a stream and send the pieces on it, up to the end or to the moment when the server has answered
-        already. Then `receive` until `ended`. The deadline counts from `now_ns`."""
+        """Open a stream and send the pieces on it, until all are sent or the server has responded. Then `receive` until
+        `ended`. The deadline counts from `now_ns`."""
         self._deadline.begin(self._socket, now_ns)
         self._room = self._most_bytes
-        self._idle_frames = -_UPDATES_PER_FRAME * (sum(map(len, pieces)) // self._max_frame)
+        sent, total = 0, sum(map(len, pieces))
+        self._idle_frames = -_UPDATES_PER_FRAME * (total // self._max_frame)
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         self._stream, self._stream_window = stream, self._initial_window
         self.answered = self.ended = False
         self.fields, self.body, self.reset = {}, [], None
         parts: list[bytes | memoryview] = [frame_head(HEADERS, END_HEADERS, stream, len(head)), head]
-        sent, total = 0, sum(map(len, pieces))
         piece, start = 0, 0
         while sent < total:
             room = min(self._send_window, self._stream_window)
@@ -165,11 +162,11 @@ class Http2Connection:
                     piece, start = piece + 1, 0
         if parts:
             self._send(parts)
-        if sent < total:  # the rest is not wanted
+        if sent < total:  # the server does not want the rest
             self._send([frame_head(RST_STREAM, 0, stream, 4), _NUMBER.pack(CANCEL)])
 
     def receive(self) -> None:
-        """Read once and take in every whole frame. Raises `Http2Error`, `OSError`, `TimeoutError`."""
+        """Read once and process every complete frame. Raises `Http2Error`, `OSError`, `TimeoutError`."""
         connection = self._socket
         count = connection.recv_into(self._view[self._filled :])
         if count == 0:
@@ -181,19 +178,19 @@ class Http2Connection:
             start = place + _FRAME_BYTES
             end = start + (high << 8 | low)
             if end - start > _DEFAULT_FRAME:
-                raise Http2Error("the server speaks no HTTP/2, or sends frames larger than allowed")
+                raise Http2Error("the server does not speak HTTP/2, or sends frames larger than allowed")
             if end > self._filled:
                 break
             if not self._settled and kind != SETTINGS:
-                raise Http2Error("the server does not begin as HTTP/2 does")
+                raise Http2Error("the server does not begin with HTTP/2 settings")
             if kind != DATA or start == end:
                 self._idle_frames += 1
                 if self._idle_frames > _MOST_IDLE_FRAMES:
-                    raise Http2Error("the server sends frames without end that are no answer")
+                    raise Http2Error(f"the server sends more than {_MOST_IDLE_FRAMES:,} frames that are not a response")
             try:
                 self._take(kind, flags, stream & _WINDOW, self._view[start:end])
             except (IndexError, struct.error) as exc:
-                raise Http2Error("the server sends frames that are too short for what they are") from exc
+                raise Http2Error("the server sends frames that are too short for their type") from exc
             place = end
         left = self._filled - place
         if place and left:
@@ -222,19 +219,19 @@ class Http2Connection:
         elif kind == GOAWAY:
             self.leaving = True
             if not self.ended and _NUMBER.unpack_from(content)[0] & _WINDOW < self._stream:
-                raise Http2Error("the server goes away and has not taken the request")
+                raise Http2Error("the server closes the connection and has not processed the request")
 
     def _take_settings(self, content: memoryview) -> None:
         for place in range(0, len(content) - 5, _SETTING.size):
             name, value = _SETTING.unpack_from(content, place)
             if name == _INITIAL_WINDOW_SIZE:
                 if value > _WINDOW:
-                    raise Http2Error("the server sets a window that HTTP/2 does not have")
+                    raise Http2Error("the server sets a window that HTTP/2 does not allow")
                 self._stream_window += value - self._initial_window
                 self._initial_window = value
             elif name == _MAX_FRAME_SIZE:
                 if not _DEFAULT_FRAME <= value <= _LARGEST_FRAME:
-                    raise Http2Error("the server sets a frame size that HTTP/2 does not have")
+                    raise Http2Error("the server sets a frame size that HTTP/2 does not allow")
                 self._max_frame = value
         self._settled = True
         self._send([frame_head(SETTINGS, ACK, 0, 0)])
@@ -246,7 +243,7 @@ class Http2Connection:
             self._taken = 0
         self._room -= len(content) + _FRAME_COST_BYTES
         if self._room < 0:
-            raise Http2Error(f"the answer is larger than the {self._most_bytes:,} bytes that are read")
+            raise Http2Error(f"the response is larger than the limit of {self._most_bytes:,} bytes")
         if stream != self._stream or self.ended:
             return
         self.answered = True
@@ -273,7 +270,7 @@ class Http2Connection:
         self.ended = self._block_ends_stream
 
     def _decoded(self, block: bytes) -> dict[bytes, bytes]:
-        """Most blocks of a server are alike, and mean the same each time: it was told to keep no dynamic table."""
+        """Without a dynamic table equal blocks mean the same, and a server sends few different ones."""
         known = self._known.get(block)
         if known is None:
             try:
@@ -287,5 +284,5 @@ class Http2Connection:
     def _send(self, parts: list[bytes | memoryview]) -> None:
         try:
             send_parts(self._socket, parts, self._deadline)
-        except BlockingIOError:  # while nothing is asked of it: the next frame would be cut
+        except BlockingIOError:  # in `usable`: a frame would be sent in part
             raise Http2Error("the server does not read") from None

@@ -1,4 +1,4 @@
-"""The images that requests carry: photographs that `abserve samples` decoded, or seeded values for an unknown model."""
+"""The samples that requests carry: photographs decoded by `abserve samples`, or random values for an unknown model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import json
 import math
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -28,16 +29,16 @@ NUMPY_TYPES: Mapping[str, str] = {
     "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
     "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
 }  # fmt: skip
-"""Datatypes of the protocol but for BYTES and BF16, which NumPy does not have."""
+"""The protocol's datatypes except BYTES and BF16, which NumPy does not have."""
 
 
 class InputError(Exception):
-    """There is nothing to send; the message names the remedy."""
+    """There is nothing to send; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleInputs:
-    """One array an input, first dimension = item; all arrays hold the same number of items."""
+    """One array per input, first dimension = item; all arrays hold the same number of items."""
 
     arrays: Mapping[str, Array]
     kind: Literal["photographs", "synthetic"]
@@ -48,15 +49,14 @@ class SampleInputs:
         return min(len(array) for array in self.arrays.values())
 
     def take(self, name: str, items: Sequence[int]) -> Array:
-        """These items of one input, contiguous. Raises `InputError` where there is no such input."""
+        """These items of one input, contiguous. Raises `InputError` if there is no such input."""
         array = self.arrays.get(name)
         if array is None:
-            have = ", ".join(sorted(self.arrays))
-            raise InputError(f"the model wants an input {name}; the samples hold {have}")
+            raise InputError(f"the model has an input {name}; the samples have {', '.join(sorted(self.arrays))}")
         return np.ascontiguousarray(array[list(items)])
 
     def describe(self) -> dict[str, str | int]:
-        """For the stored record: what was sent, and a digest that tells two runs' inputs apart."""
+        """For the stored record: the kind, and a digest that distinguishes the inputs of two runs."""
         digest = hashlib.sha256()
         for name in sorted(self.arrays):
             digest.update(name.encode())
@@ -72,66 +72,53 @@ def write_samples(model: str, directory: Path, abserve: Sequence[str] = ABSERVE)
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines()
-        said = lines[-1].removeprefix("error: ") if lines else f"exit status {done.returncode}"
-        raise InputError(f"no sample images for {model}: {said}")
+        reason = lines[-1].removeprefix("error: ") if lines else f"exit status {done.returncode}"
+        raise InputError(f"no sample images for {model}: {reason}")
 
 
 def read_inputs(directory: Path, payload: str) -> SampleInputs:
     """Read `INPUT.PAYLOAD.npy` for every input, its name quoted as in a URL, or the files in `jpeg/` as an object array
-    [items, 1] of `bytes`. Raises `InputError` when there is none."""
-    if payload == "jpeg":
-        return _read_jpeg(directory)
-    suffix = f".{payload}.npy"
-    arrays = {unquote(path.name.removesuffix(suffix)): np.load(path) for path in sorted(directory.glob(f"*{suffix}"))}
-    if not arrays:
-        raise InputError(f"{directory} holds no *{suffix}; write it with: abserve samples --out {directory}")
-    return SampleInputs(arrays, _kind(directory))
-
-
-def _read_jpeg(directory: Path) -> SampleInputs:
-    paths = sorted((directory / "jpeg").glob("*.jpg"))
-    if not paths:
-        raise InputError(f"{directory} holds no jpeg/*.jpg; write them with: abserve samples --out {directory}")
-    files = np.empty((len(paths), 1), dtype=object)
-    files[:, 0] = [path.read_bytes() for path in paths]
-    try:
-        name = str(json.loads((directory / "samples.json").read_bytes())["variants"]["jpeg"]["tensor"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise InputError(f"{directory / 'samples.json'} does not say which input takes a JPEG file") from None
-    return SampleInputs({name: files}, _kind(directory))
-
-
-def _kind(directory: Path) -> Literal["photographs", "synthetic"]:
-    try:
+    [items, 1] of `bytes`. Raises `InputError` when there are none."""
+    manifest: Any = {}
+    with suppress(OSError, ValueError):
         manifest = json.loads((directory / "samples.json").read_bytes())
-    except (OSError, ValueError):
-        return "photographs"
-    return "synthetic" if isinstance(manifest, dict) and manifest.get("kind") == "synthetic" else "photographs"
+    synthetic = isinstance(manifest, dict) and manifest.get("kind") == "synthetic"
+    pattern = "jpeg/*.jpg" if payload == "jpeg" else f"*.{payload}.npy"
+    paths = sorted(directory.glob(pattern))
+    if not paths:
+        raise InputError(f"{directory} has no {pattern}; write the samples with: abserve samples --out {directory}")
+    if payload == "jpeg":
+        try:
+            name = str(manifest["variants"]["jpeg"]["tensor"])
+        except (KeyError, TypeError):
+            raise InputError(f"{directory / 'samples.json'} does not say which input takes a JPEG file") from None
+        files = np.empty((len(paths), 1), dtype=object)
+        files[:, 0] = [path.read_bytes() for path in paths]
+        arrays: dict[str, Array] = {name: files}
+    else:
+        arrays = {unquote(path.name.removesuffix(f".{payload}.npy")): np.load(path) for path in paths}
+    return SampleInputs(arrays, "synthetic" if synthetic else "photographs")
 
 
 def write_synthetic(signature: Signature, directory: Path, payload: str, seed: int) -> None:
-    """Seeded values in the shape that a server's own metadata gives, for a model that we do not know.
+    """Write random values in the shape of the server's metadata, for a model that is not registered.
 
-    Floats are standard normal, integers and booleans 0 or 1, a free dimension other than the batch is 16. Raises
-    `InputError` for BYTES inputs, and where there is no room for the values.
+    Floats are standard normal, integers and booleans 0 or 1, a variable dimension other than the batch is 16. Raises
+    `InputError` for BYTES inputs, and when there is no room for the values.
     """
-    try:
-        _write_synthetic(signature, directory, payload, seed)
-    except (OSError, MemoryError) as exc:
-        raise InputError(f"no values can be made up for {signature.model}: {exc}") from exc
-
-
-def _write_synthetic(signature: Signature, directory: Path, payload: str, seed: int) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
-    for tensor in signature.inputs:
-        if tensor.datatype not in NUMPY_TYPES:
-            raise InputError(f"input {tensor.name} is {tensor.datatype}: no values can be made up for it")
-        shape = (SYNTHETIC_ITEMS, *(16 if size < 0 else size for size in tensor.shape[1:]))
-        if math.prod(shape) > _MOST_VALUES:
-            raise InputError(f"input {tensor.name} has the shape {list(tensor.shape)}: too large for values made up")
-        dtype = np.dtype(NUMPY_TYPES[tensor.datatype])
-        values: Array = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 2, shape)
-        name = quote(tensor.name, safe="")  # it is the server's word, which may hold a slash
-        np.save(directory / f"{name}.{payload}.npy", values.astype(dtype))
-    (directory / "samples.json").write_text(json.dumps({"kind": "synthetic", "seed": seed}))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for tensor in signature.inputs:
+            if tensor.datatype not in NUMPY_TYPES:
+                raise InputError(f"input {tensor.name} is {tensor.datatype}, for which no values can be generated")
+            shape = (SYNTHETIC_ITEMS, *(16 if size < 0 else size for size in tensor.shape[1:]))
+            if math.prod(shape) > _MOST_VALUES:
+                raise InputError(f"input {tensor.name} has the shape {list(tensor.shape)}, too large to generate")
+            dtype = np.dtype(NUMPY_TYPES[tensor.datatype])
+            values: Array = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 2, shape)
+            name = quote(tensor.name, safe="")  # the server's name may hold a slash
+            np.save(directory / f"{name}.{payload}.npy", values.astype(dtype))
+        (directory / "samples.json").write_text(json.dumps({"kind": "synthetic", "seed": seed}))
+    except (OSError, MemoryError) as exc:
+        raise InputError(f"no values can be generated for {signature.model}: {exc}") from exc

@@ -1,4 +1,4 @@
-"""Where a server listens and what goes over the wire to it: addresses, request heads, requests ready to send."""
+"""Addresses of servers, request heads, and requests that are ready to send."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from urllib.parse import quote, urlsplit
 
 from loadgen.transport.exchange import Deadline
 
-_PATH = "/-._~%!$&'()*+,;=:@?"
-"""What a path may hold as it is; a model's name may hold anything."""
+_UNQUOTED = "/-._~%!$&'()*+,;=:@?"
+"""Characters that stay as they are in a path; a model's name may hold any character."""
+_MOST_PARTS = 1_000
+"""Of one `sendmsg`; the kernel takes 1,024."""
 
 
 class AddressError(ValueError):
-    """The URL of a server cannot be used; the message says what would be."""
+    """A server's address cannot be used; the message shows a valid one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is this machine's loopback."""
+        """Whether it is this machine's loopback address."""
         return self.host == "localhost" or self.host == "::1" or self.host.startswith("127.")
 
     @property
@@ -55,12 +57,10 @@ class Address:
 
 
 Pieces = tuple[bytes | memoryview, ...]
-_MOST_PARTS = 1_000
-"""Of a `sendmsg`; the kernel takes 1,024."""
 
 
 def cut(body: bytes, places: Sequence[int], byte_size: int) -> Pieces:
-    """The body in views: what stays, what varies, what stays, …; `byte_size` bytes vary at each of the places."""
+    """Views of the body: constant, varying, constant, …; `byte_size` bytes vary at each of the places."""
     view, start, pieces = memoryview(body), 0, []
     for place in places:
         pieces += [view[start:place], view[place : place + byte_size]]
@@ -69,7 +69,7 @@ def cut(body: bytes, places: Sequence[int], byte_size: int) -> Pieces:
 
 
 def assemble(first: bytes, pieces: Pieces, patches: Sequence[bytes]) -> list[bytes | memoryview]:
-    """What goes over the wire: `first`, then the pieces, with the patches (if any) in the place of what varies."""
+    """The parts to send: `first`, then the pieces, where the patches (if any) replace the varying ones."""
     parts = [first, *pieces]
     if patches:
         parts[2::2] = patches
@@ -77,7 +77,7 @@ def assemble(first: bytes, pieces: Pieces, patches: Sequence[bytes]) -> list[byt
 
 
 def send_parts(connection: socket.socket, parts: list[bytes | memoryview], deadline: Deadline) -> None:
-    """Send all of them without joining them. Raises `OSError`, `TimeoutError` past the deadline."""
+    """Send all parts without joining them. Raises `OSError`, `TimeoutError` past the deadline."""
     while parts:
         sent = connection.sendmsg(parts[:_MOST_PARTS])
         done = 0
@@ -93,8 +93,8 @@ def send_parts(connection: socket.socket, parts: list[bytes | memoryview], deadl
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request, ready for the wire. `body` is shared between the requests that differ in their head only;
-    `payload_bytes` of it are tensors. `pieces` are the body's, where a part of it varies."""
+    """One HTTP request, ready to send. Requests to several servers share `body`; `payload_bytes` of it are tensors.
+    `pieces` are the body's if a part of it varies."""
 
     head: bytes
     body: bytes = b""
@@ -105,9 +105,9 @@ class Request:
 def request_head(
     method: str, path: str, address: Address, *, content_length: int = 0, headers: dict[str, str] | None = None
 ) -> bytes:
-    """The request line and headers. `identity` is asked for, since Triton compresses when it may (8.7 → 38 ms)."""
+    """The request line and headers. They ask for `identity`, since Triton compresses if it may (8.7 → 38 ms)."""
     lines = [
-        f"{method} {quote(address.base_path + path, safe=_PATH)} HTTP/1.1",
+        f"{method} {quote(address.base_path + path, safe=_UNQUOTED)} HTTP/1.1",
         f"Host: {address.authority}",
         "Accept-Encoding: identity",
     ]

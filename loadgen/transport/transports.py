@@ -1,4 +1,4 @@
-"""Over what requests travel: the one place that knows which encoding and which client belong to http, grpc and shm."""
+"""The three transports http, grpc and shm: how a request is encoded for each, and which client sends it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from typing import get_args
 
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
-from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 from loadgen.documents import DocumentError
 from loadgen.records.run import Transport
-from loadgen.transport.bodies import AnswerError, PreparedBody, failure_message, parse_answer, prepare_body
+from loadgen.transport.bodies import (
+    AnswerError,
+    PreparedBody,
+    RawTensor,
+    failure_message,
+    parse_answer,
+    prepare_body,
+    raw_tensors,
+)
 from loadgen.transport.endpoint import Signature
 from loadgen.transport.exchange import MOST_ANSWER_BYTES, Connection, Exchange
 from loadgen.transport.grpc import GrpcConnection, GrpcRequest
@@ -20,25 +27,19 @@ from loadgen.transport.http import HttpConnection
 from loadgen.transport.inputs import Array, InputError, SampleInputs
 from loadgen.transport.outputs import byte_size, read_message
 from loadgen.transport.requests import Address, Request, cut
-from loadgen.transport.shared_memory import (
-    KeptOutputs,
-    OutputRoom,
-    RawTensor,
-    SharedMemoryConnection,
-    SharedMemoryRequest,
-)
+from loadgen.transport.shared_memory import KeptOutputs, SharedMemoryConnection, SharedMemoryRequest
 from loadgen.transport.variation import FreshItems, FreshNumbers, Variation
 
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 Body = PreparedBody | GrpcRequest | SharedMemoryRequest
-"""A request that is not yet for one server; of one kind within a transport."""
+"""A request that does not depend on the server."""
 Sendable = Request | GrpcRequest | SharedMemoryRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """How one server is asked for inference. `grpc_address` is needed by the transport grpc alone."""
+    """Where and how inference requests are sent. Only the transport grpc needs `grpc_address`."""
 
     transport: Transport
     url: str
@@ -46,17 +47,17 @@ class Target:
     grpc_address: str | None = None
 
     def sendable(self, body: Body) -> Sendable:
-        """Ready for this server; the bytes are shared."""
+        """The request for this server; the bytes are shared."""
         return body.request(Address.parse(self.url), self.model) if isinstance(body, PreparedBody) else body
 
     def connection(self, requests: Sequence[Sendable], *, timeout_s: float) -> Connection:
-        """Not yet connected. Through shared memory it sends no other requests than these. Raises `AddressError`."""
+        """A connection, not yet open. Over shared memory it can send only these requests. Raises `AddressError`."""
         if self.transport == "grpc":
             return GrpcConnection(self.grpc_address or "", timeout_s=timeout_s)
         address = Address.parse(self.url)
         if self.transport == "shm":
-            own = tuple(request for request in requests if isinstance(request, SharedMemoryRequest))
-            return SharedMemoryConnection(address, self.model, own, timeout_s=timeout_s)
+            through_memory = tuple(request for request in requests if isinstance(request, SharedMemoryRequest))
+            return SharedMemoryConnection(address, self.model, through_memory, timeout_s=timeout_s)
         return HttpConnection(address, timeout_s=timeout_s)
 
 
@@ -67,14 +68,17 @@ def prepare(
     items: Sequence[int],
     variation: Variation | None = None,
 ) -> Body:
-    """One request for these items, cut where the variation writes. Raises `InputError` when the samples do not fit the
+    """One request for these items, cut at the places that vary. Raises `InputError` when the samples do not fit the
     model."""
     if transport == "http":
         return prepare_body(inputs, signature, items, variation)
     tensors = raw_tensors(inputs, signature, items, variation)
     if transport == "shm":
-        rooms = tuple(_room(output.name, output.datatype, output.shape, len(items)) for output in signature.outputs)
-        return SharedMemoryRequest(tensors, rooms)
+        sizes = {
+            output.name: _output_bytes(output.name, output.datatype, (len(items), *output.shape[1:]))
+            for output in signature.outputs
+        }
+        return SharedMemoryRequest(tensors, sizes)
     message = service_pb2.ModelInferRequest(model_name=signature.model)
     for tensor in tensors:
         message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
@@ -84,28 +88,6 @@ def prepare(
     serialised = message.SerializeToString()
     pieces = () if variation is None else cut(serialised, _places(serialised, tensors), variation.byte_size)
     return GrpcRequest(serialised, sum(len(tensor.data) for tensor in tensors), pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class Bodies:
-    """The requests of one batch size, and what makes their items new each time they are sent."""
-
-    requests: tuple[Body, ...]
-    fresh: FreshItems | None
-    """None where the inputs leave no room for that: then the same requests are sent again."""
-
-
-def prepare_bodies(
-    transport: Transport,
-    inputs: SampleInputs,
-    signature: Signature,
-    variation: Variation | None,
-    chosen: tuple[tuple[int, ...], ...],
-    numbers: FreshNumbers,
-) -> Bodies:
-    """A request for each group of the chosen items. Raises `InputError` as `prepare` does."""
-    requests = tuple(prepare(transport, inputs, signature, items, variation) for items in chosen)
-    return Bodies(requests, None if variation is None else FreshItems(variation, chosen, numbers))
 
 
 def _places(message: bytes, tensors: Sequence[RawTensor]) -> list[int]:
@@ -119,33 +101,49 @@ def _places(message: bytes, tensors: Sequence[RawTensor]) -> list[int]:
     return places
 
 
-def raw_tensors(
-    inputs: SampleInputs, signature: Signature, items: Sequence[int], variation: Variation | None = None
-) -> tuple[RawTensor, ...]:
-    """The inputs as the protocol's binary data. Raises `InputError`."""
-    tensors = []
-    for expected in signature.inputs:
-        chosen = inputs.take(expected.name, items)
-        if np_to_triton_dtype(chosen.dtype) != expected.datatype:
-            raise InputError(
-                f"the samples do not fit input {expected.name}: it is {expected.datatype}, they are {chosen.dtype}"
-            )
-        data = serialize_byte_tensor(chosen).item() if expected.datatype == "BYTES" else chosen.tobytes()
-        places = variation.offsets(chosen, items) if variation and variation.name == expected.name else ()
-        tensors.append(RawTensor(expected.name, expected.datatype, chosen.shape, data, places))
-    return tuple(tensors)
+def _output_bytes(name: str, datatype: str, shape: Sequence[int]) -> int:
+    size = byte_size(datatype, shape)
+    if size is None:
+        raise InputError(
+            f"output {name} has no fixed size ({datatype} {list(shape)}), which shared memory needs; "
+            "use --transport http or grpc"
+        )
+    if size > MOST_ANSWER_BYTES:
+        raise InputError(f"output {name} has {size:,} bytes, more than the limit of {MOST_ANSWER_BYTES:,}")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Bodies:
+    """The requests of one batch size, and the numbers that make their items new each time they are sent."""
+
+    requests: tuple[Body, ...]
+    fresh: FreshItems | None
+    """None if the inputs cannot vary: then the same requests are sent again."""
+
+
+def prepare_bodies(
+    transport: Transport,
+    inputs: SampleInputs,
+    signature: Signature,
+    variation: Variation | None,
+    chosen: tuple[tuple[int, ...], ...],
+    numbers: FreshNumbers,
+) -> Bodies:
+    """One request for each group of items. Raises `InputError` as `prepare` does."""
+    requests = tuple(prepare(transport, inputs, signature, items, variation) for items in chosen)
+    return Bodies(requests, None if variation is None else FreshItems(variation, chosen, numbers))
 
 
 def keep_answer(connection: Connection, exchange: Exchange) -> Callable[[], Mapping[str, Array]]:
-    """Copy the connection's last answer; what is returned reads it later, as `read_answer` does."""
+    """Copy the connection's last response; the returned function reads it later, as `read_answer` does."""
     kept = connection.keep_outputs() if isinstance(connection, SharedMemoryConnection) else None
     copied = exchange.copy()
     return lambda: read_answer(connection, copied, kept)
 
 
 def read_answer(connection: Connection, exchange: Exchange, kept: KeptOutputs | None = None) -> Mapping[str, Array]:
-    """The outputs of the connection's last answer, or of one that was kept, as arrays of their own. Raises
-    `AnswerError`."""
+    """Copies of the outputs of the connection's last response, or of one that was kept. Raises `AnswerError`."""
     if not exchange.good:
         raise AnswerError(failure_message(exchange))
     try:
@@ -154,17 +152,5 @@ def read_answer(connection: Connection, exchange: Exchange, kept: KeptOutputs | 
         if isinstance(connection, GrpcConnection):
             return read_message(service_pb2.ModelInferResponse.FromString(bytes(exchange.body)))
     except (DecodeError, DocumentError) as exc:
-        raise AnswerError(f"the answer cannot be read: {exc}") from exc
+        raise AnswerError(f"the response cannot be read: {exc}") from exc
     return parse_answer(exchange)
-
-
-def _room(name: str, datatype: str, shape: Sequence[int], batch_size: int) -> OutputRoom:
-    size = byte_size(datatype, (batch_size, *shape[1:]))
-    if size is None:
-        raise InputError(
-            f"output {name} has no fixed size ({datatype} {list(shape)}), so no shared memory can be made for it; "
-            "use --transport http or grpc"
-        )
-    if size > MOST_ANSWER_BYTES:
-        raise InputError(f"output {name} takes {size:,} bytes, and at most {MOST_ANSWER_BYTES:,} are taken")
-    return OutputRoom(name, size)

@@ -1,10 +1,10 @@
-"""Inputs that never repeat: a number written over the first elements of every item right before it is sent.
+"""Inputs that never repeat: a number is written over the first elements of every item right before it is sent.
 
-A prepared body stays as it is, shared by all users. What differs from request to request are a few bytes of each item,
-which are made for one request and sent in their place, so nothing is copied. The values are ones that the samples hold
-or that lie between them, so that the request stays valid: finite floats, any byte of a picture, one of two numbers of
-other integers. Of a JPEG file it is the quantisation table that varies, by one step or none at each of 40 frequencies:
-the file stays decodable, and other pixels come out.
+A prepared body does not change and is shared by all users. Only a few bytes per item differ between requests; they are
+made for one request and sent in the place of the prepared ones, so nothing is copied. The request stays valid, because
+the values are in the range of the samples: finite floats, any byte of a pixel, one of two values for other integers. In
+a JPEG file the quantisation table varies, by one step or none at each of 40 frequencies: the file can be decoded, but
+its pixels differ.
 """
 
 from __future__ import annotations
@@ -23,142 +23,130 @@ DIGITS = 5
 """Of a number, each a byte: 10¹² different items."""
 _LEVELS = 256
 _BITS = 8
+_LENGTH_BYTES = 4
+"""Before each element of the datatype BYTES."""
 
 Tables = tuple[tuple[bytes, ...], ...]
-"""What is written for each value of each digit."""
+"""The bytes to write, for each digit and each value of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """How the items of one input are varied; `tables` and `places` are of each item, or one for all of them."""
+    """How the items of one input vary; `tables` and `places` hold an entry per item, or one for all items."""
 
     name: str
     """Of the input."""
     tables: tuple[Tables, ...]
     places: tuple[int, ...]
-    """Where in an item's data the varied bytes begin."""
+    """Where the bytes that vary begin in an item's data."""
 
     @property
     def byte_size(self) -> int:
-        """Of what varies, in each item."""
+        """Bytes that vary in each item."""
         return sum(len(table[0]) for table in self.tables[0])
 
     @property
     def capacity(self) -> int:
-        """Different items that can be made of one."""
+        """How many different items can be made of one."""
         return int(_LEVELS ** len(self.tables[0]))
 
     def patch(self, item: int, number: int) -> bytes:
-        """What is written into this item for a number, of which the capacity's remainder counts."""
+        """The bytes for this item and this number, modulo the capacity."""
         tables = self.tables[item % len(self.tables)]
         count = len(tables)
         digits = (number & ((1 << _BITS * count) - 1)).to_bytes(count, "little")
         return b"".join(map(getitem, tables, digits))
 
     def offsets(self, chosen: Array, items: Sequence[int]) -> tuple[int, ...]:
-        """Where the varied bytes of each of these items begin in the input's binary data."""
+        """Where the bytes that vary begin in the binary data of these items, one per item."""
         offsets, start = [], 0
         for row, item in enumerate(items):
-            place = self.places[item % len(self.places)]
-            if chosen.dtype.hasobject:
-                offsets.append(start + _LENGTH_BYTES + place)
-                start += _LENGTH_BYTES + len(chosen[row, 0])
-            else:
-                offsets.append(start + place)
-                start += chosen[row].nbytes
+            encoded = chosen.dtype.hasobject
+            offsets.append(start + self.places[item % len(self.places)] + (_LENGTH_BYTES if encoded else 0))
+            start += _LENGTH_BYTES + len(chosen[row, 0]) if encoded else chosen[row].nbytes
         return tuple(offsets)
 
     def varied(self, inputs: SampleInputs, item: int, number: int) -> SampleInputs:
-        """One item alone, as it is sent under this number."""
+        """One item alone, as it is sent with this number."""
         arrays = {name: array[item : item + 1].copy() for name, array in inputs.arrays.items()}
-        own, place, patch = arrays[self.name], self.places[item % len(self.places)], self.patch(item, number)
-        if own.dtype.hasobject:
-            file = own[0, 0]
-            own[0, 0] = file[:place] + patch + file[place + len(patch) :]
+        array, place, patch = arrays[self.name], self.places[item % len(self.places)], self.patch(item, number)
+        if array.dtype.hasobject:
+            file = array[0, 0]
+            array[0, 0] = file[:place] + patch + file[place + len(patch) :]
         else:
-            data = bytearray(own.tobytes())
+            data = bytearray(array.tobytes())
             data[place : place + len(patch)] = patch
-            arrays[self.name] = np.frombuffer(data, own.dtype).reshape(own.shape)
+            arrays[self.name] = np.frombuffer(data, array.dtype).reshape(array.shape)
         return SampleInputs(arrays, inputs.kind)
 
 
-_LENGTH_BYTES = 4
-"""Before each element of the datatype BYTES."""
-
-
 class FreshNumbers:
-    """Counts the items that one process sends, so that none is sent twice.
+    """Numbers the items that one process sends, so that no item is sent twice.
 
-    The count begins anywhere: a server that outlives a run may remember what an earlier run with the same seed sent.
+    The first number is random: a server that outlives a run may remember the items of an earlier run with the same
+    seed.
     """
 
     def __init__(self) -> None:
         self._next = secrets.randbits(_BITS * DIGITS)
 
     def take(self, count: int) -> int:
-        """The first of so many numbers that follow each other."""
+        """The first of `count` consecutive numbers."""
         first, self._next = self._next, self._next + count
         return first
 
 
 @dataclass(frozen=True, slots=True)
 class FreshItems:
-    """The bodies of one block, each with its items, and the numbers that make them new."""
+    """The items of each body, and the numbers that make them new."""
 
     variation: Variation
     items: tuple[tuple[int, ...], ...]
     numbers: FreshNumbers
 
     def patches(self, body: int) -> tuple[int, list[bytes]]:
-        """The number of the body's first item, the others follow it, and what is written into each."""
+        """The number of the body's first item, and the bytes for each of its items, which are numbered from there."""
         items, patch = self.items[body], self.variation.patch
         first = self.numbers.take(len(items))
         return first, [patch(item, first + row) for row, item in enumerate(items)]
 
 
 def find_variation(inputs: SampleInputs, signature: Signature) -> Variation | None:
-    """Of the input that can vary the most, the same in whatever order a server names them; None where none can."""
-    wanted = sorted(tensor.name for tensor in signature.inputs if tensor.name in inputs.arrays)
-    found = [_of(name, inputs.arrays[name]) for name in wanted]
-    able = [one for one in found if one is not None]
-    return max(able, key=lambda one: one.capacity, default=None)
+    """The variation of the input that can vary most, whatever order a server names them in; None if none can."""
+    names = sorted(tensor.name for tensor in signature.inputs if tensor.name in inputs.arrays)
+    found = [_of_input(name, inputs.arrays[name]) for name in names]
+    return max((one for one in found if one is not None), key=lambda one: one.capacity, default=None)
 
 
-def _of(name: str, array: Array) -> Variation | None:
+def _of_input(name: str, array: Array) -> Variation | None:
     if array.dtype.hasobject:
-        return _of_files(name, [row[0] for row in array])
-    size = array[0].size
+        return _of_jpegs(name, [row[0] for row in array])
+    digits = min(DIGITS, array[0].size)
     if array.dtype.kind == "f":
         low, high = float(array.min()), float(array.max())
         levels = np.linspace(low, high if high > low else low + 1.0, _LEVELS).astype(array.dtype)
-        return _shared(name, tuple(level.tobytes() for level in levels), min(DIGITS, size))
-    if array.dtype == np.uint8 and array.max() > 1:
-        return _shared(name, tuple(bytes([level]) for level in range(_LEVELS)), min(DIGITS, size))
-    two = np.array([0, 1] if array.dtype.kind == "b" else [array.min(), array.max()], dtype=array.dtype)
-    if two[0] == two[1]:
-        return None
-    table = tuple(
-        b"".join(two[level >> bit & 1].tobytes() for bit in range(_BITS)) for level in range(_LEVELS)
-    )  # a bit for each element
-    return _shared(name, table, min(DIGITS, size // _BITS))
-
-
-def _shared(name: str, table: tuple[bytes, ...], digits: int) -> Variation | None:
+        table = tuple(level.tobytes() for level in levels)
+    elif array.dtype == np.uint8 and array.max() > 1:
+        table = tuple(bytes([level]) for level in range(_LEVELS))
+    else:  # one bit of the digit per element
+        two = np.array([0, 1] if array.dtype.kind == "b" else [array.min(), array.max()], dtype=array.dtype)
+        bits = ([level >> bit & 1 for bit in range(_BITS)] for level in range(_LEVELS))
+        table = tuple(two[chosen].tobytes() for chosen in bits)
+        digits = min(DIGITS, array[0].size // _BITS) if two[0] != two[1] else 0
     return Variation(name, ((table,) * digits,), (0,)) if digits else None
 
 
-def _of_files(name: str, files: Sequence[bytes]) -> Variation | None:
-    """JPEG files; None where one has no quantisation table of whole bytes."""
-    places = [_quantisation(file) for file in files]
-    known = tuple(place for place in places if place is not None)
-    if len(known) < len(places):
+def _of_jpegs(name: str, files: Sequence[bytes]) -> Variation | None:
+    """None if one of the files has no quantisation table of whole bytes."""
+    places = tuple(place for file in files if (place := _quantisation(file)) is not None)
+    if len(places) < len(files):
         return None
-    tables = tuple(_quantisers(file[place : place + DIGITS * _BITS]) for file, place in zip(files, known, strict=True))
-    return Variation(name, tables, known)
+    tables = tuple(_quantisers(file[place : place + DIGITS * _BITS]) for file, place in zip(files, places, strict=True))
+    return Variation(name, tables, places)
 
 
 def _quantisers(steps: bytes) -> Tables:
-    """Each step of the table as it is, or one larger."""
+    """Each step of the table unchanged, or one larger."""
     return tuple(
         tuple(
             bytes(min(step, 254) + (level >> bit & 1) for bit, step in enumerate(steps[start : start + _BITS]))

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.conformance.corpus import select
-from loadgen.conformance.launching import Launcher
+from loadgen.conformance.cases import select
 from loadgen.conformance.records import CaseResult
 from loadgen.conformance.runner import CaseRun
-from loadgen.conformance.sessions import LaunchedSession
+from loadgen.conformance.servers import LaunchedSession, Launcher
 
 TOY = (sys.executable, str(Path(__file__).with_name("toy_server.py")))
 
@@ -50,7 +49,7 @@ def run_cases(sessions: Sessions) -> RunCases:
 
 @pytest.fixture(scope="module")
 def native_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedSession]:
-    """The native server without a model: what is tested is the door."""
+    """The native server without a model: only its front end is tested."""
     launcher = Launcher("native", "openclip_vit_b32", {"engine": "null"}, tmp_path_factory.mktemp("native"))
     with closing(LaunchedSession(launcher)) as session:
         yield session

@@ -1,4 +1,4 @@
-"""The command: options, exit status, JSON, document; and what it does not send to somebody else's machine."""
+"""The command: options, exit status, JSON, document; and the cases that it never sends to another machine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import typer
 from typer.testing import CliRunner
 
 from loadgen.cli.conformance import conformance
-from loadgen.conformance.corpus import CASES, select
+from loadgen.conformance.cases import CASES, select
 from loadgen.conformance.records import CaseResult, ConformanceReport, Verdict
-from loadgen.conformance.rendering import DocumentError, write_section
+from loadgen.conformance.rendering import markdown
 from loadgen.conformance.runner import CaseRun
-from loadgen.conformance.sessions import LaunchedSession, RemoteSession
-from loadgen.conformance.settings import AS_STARTED
+from loadgen.conformance.servers import DEFAULTS, LaunchedSession, RemoteSession
 
 APP = typer.Typer()
 APP.command()(conformance)
@@ -32,7 +31,7 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
 @pytest.fixture
 def toy(sessions) -> Iterator[str]:
     with closing(sessions()) as session:
-        yield session.subject(AS_STARTED).url
+        yield session.subject(DEFAULTS).url
 
 
 def test_zero_when_nothing_deviates(toy: str, tmp_path: Path) -> None:
@@ -41,30 +40,34 @@ def test_zero_when_nothing_deviates(toy: str, tmp_path: Path) -> None:
     assert code == 0
     report = json.loads(target.read_bytes())
     verdicts = {row["number"]: row["verdict"] for row in report["results"]}
-    assert report["schema"] == "abserve.conformance/1"
+    assert report["schema"] == "abserve.conformance/2"
     assert verdicts["1a"] == verdicts["15a"] == "conforms"
     assert verdicts["15c"] == "not applicable"
     assert verdicts["28a"] == "skipped"
-    assert "3 conforms" in out
+    assert "conforms: 3" in out
 
 
 def test_one_and_a_clean_standard_output_when_something_deviates(sessions) -> None:
-    url = sessions("500-for-bad-json").subject(AS_STARTED).url
+    url = sessions("500-for-bad-json").subject(DEFAULTS).url
     code, out, err = invoke(url, "--model", "toy", "--only", "1a", "--json", "-", "--fuzz", "20")
     assert code == 1
     numbers = {row["number"]: row["verdict"] for row in json.loads(out)["results"]}
     assert numbers["1a"] == "deviates"
     assert "16" in numbers
-    assert "2 deviates" in err or "1 deviates" in err
+    assert "deviates: 2" in err or "deviates: 1" in err
 
 
-def test_a_dead_server_that_is_not_ours_ends_the_run(sessions) -> None:
-    url = sessions("die-on-deep-json").subject(AS_STARTED).url
+def test_a_dead_remote_server_ends_the_run(sessions) -> None:
+    url = sessions("die-on-deep-json").subject(DEFAULTS).url
     code, out, _ = invoke(url, "--model", "toy", "--only", "1a,2b,2c", "--json", "-")
     report = json.loads(out)
     assert code == 1
-    assert [row["verdict"] for row in report["results"] if row["door"] == "http"] == ["conforms", "crashed", "skipped"]
-    assert "nobody listens" in report["stopped"]
+    assert [row["verdict"] for row in report["results"] if row["protocol"] == "http"] == [
+        "conforms",
+        "crashed",
+        "skipped",
+    ]
+    assert "no longer listens" in report["stopped"]
 
 
 def test_memory_is_not_observed_without_a_process(toy: str) -> None:
@@ -75,7 +78,7 @@ def test_memory_is_not_observed_without_a_process(toy: str) -> None:
 
 
 def test_memory_is_observed_with_a_process(sessions) -> None:
-    subject = sessions().subject(AS_STARTED)
+    subject = sessions().subject(DEFAULTS)
     _, out, _ = invoke(subject.url, "--model", "toy", "--only", "8c", "--json", "-", "--pid", str(subject.pids()[0]))
     (row,) = json.loads(out)["results"]
     assert row["verdict"] == "conforms"
@@ -91,13 +94,13 @@ def test_memory_is_observed_with_a_process(sessions) -> None:
         (("http://127.0.0.1:1",), "nothing is live"),
     ],
 )
-def test_what_cannot_be_run_is_said(arguments: tuple[str, ...], words: str) -> None:
+def test_usage_errors_are_explained(arguments: tuple[str, ...], words: str) -> None:
     code, _, err = invoke(*arguments)
     assert code == 2
     assert words in err
 
 
-def test_an_unknown_model_is_said(toy: str) -> None:
+def test_an_unknown_model_is_a_usage_error(toy: str) -> None:
     code, _, err = invoke(toy, "--model", "no_such")
     assert code == 2
     assert "--model" in err
@@ -112,31 +115,28 @@ def test_nothing_destructive_is_sent_to_another_machine(sessions) -> None:
     assert all("--i-own-this-server" in result.reason for result in results)
 
 
-def test_a_section_of_a_document_is_written_anew(tmp_path: Path) -> None:
-    row: dict[str, Any] = {"title": "t", "door": "http", "expected": "400", "got": "a|b"}
+def test_markdown_lists_the_deviations_and_the_other_cases() -> None:
+    row: dict[str, Any] = {"title": "t", "protocol": "http", "expected": "400", "got": "a|b"}
     results = (
         CaseResult(number="1a", verdict=Verdict.DEVIATES, reason="no", **row),
         CaseResult(number="1b", verdict=Verdict.CONFORMS, **row),
+        CaseResult(number="2a", verdict=Verdict.SKIPPED, reason="no option", **row),
     )
-    report = ConformanceReport(
-        created_at="2026-01-02T00:00:00+00:00",
-        abserve_version="1",
-        server="triton",
-        server_title="Triton",
-        model="m",
-        results=results,
-    )
-    path = tmp_path / "page.md"
-    path.write_text("before\n<!-- conformance triton -->\nold\n<!-- end triton -->\nafter\n")
-    write_section(report, path, "triton")
-    text = path.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
+    created: dict[str, str] = {"created_at": "2026-01-02T00:00:00+00:00", "abserve_version": "1", "model": "m"}
+    text = markdown(ConformanceReport(server="triton", server_title="Triton", results=results, **created))
+    assert text.startswith("Triton, model `m`, 2026-01-02, abserve 1.")
     assert "| 1a t | http | 400 | a\\|b | deviates: no |" in text
     assert "Conforms: 1b." in text
-    with pytest.raises(DocumentError, match="conformance native"):
-        write_section(report, path, "native")
+    assert "- 2a: no option" in text
+
+
+def test_markdown_is_written_or_the_error_says_why(toy: str, tmp_path: Path) -> None:
+    arguments = (toy, "--model", "toy", "--only", "15a", "--markdown")
+    assert invoke(*arguments, str(tmp_path / "report.md"))[0] == 0
+    assert "Conforms: 15a." in (tmp_path / "report.md").read_text()
+    code, _, err = invoke(*arguments, str(tmp_path / "no_such" / "report.md"))
+    assert code == 2
+    assert "cannot be written" in err
 
 
 def test_a_remote_server_is_left_running(toy: str) -> None:
@@ -144,11 +144,11 @@ def test_a_remote_server_is_left_running(toy: str) -> None:
     CaseRun(session, destructive=True).run(select("1a"), announce=lambda _: None)
     assert not session.restart()
     session.close()
-    assert session.subject(AS_STARTED).live()
+    assert session.subject(DEFAULTS).live()
 
 
 def test_launched_servers_are_ended(sessions) -> None:
     session: LaunchedSession = sessions()
-    subject = session.subject(AS_STARTED)
+    subject = session.subject(DEFAULTS)
     session.close()
     assert not subject.live(0.2)

@@ -1,4 +1,4 @@
-"""The list of cases in the documentation is the corpus; `pytest tests/conformance --snapshot-update` renews it."""
+"""The documentation lists the cases as they are in the code; `pytest tests/conformance --snapshot-update` renews it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.conformance.corpus import SECTIONS
+from loadgen.conformance.cases import SECTIONS
 from loadgen.conformance.rendering import cell
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "conformance.md"
@@ -16,10 +16,9 @@ BEGIN, END = "<!-- cases -->\n", "<!-- end cases -->"
 def case_list() -> str:
     lines = []
     for section in SECTIONS:
-        lines += [f"### {section.title}", "", section.why, "", "| Case | Door | Expected |", "|---|---|---|"]
-        lines += [
-            f"| {case.number} {cell(case.title)} | {case.door} | {cell(case.describe())} |" for case in section.cases
-        ]
+        lines += [f"### {section.title}", "", section.why, "", "| Case | Protocol | Expected |", "|---|---|---|"]
+        for case in section.cases:
+            lines.append(f"| {case.number} {cell(case.title)} | {case.protocol} | {cell(case.describe())} |")
         lines.append("")
     return "\n".join(lines)
 

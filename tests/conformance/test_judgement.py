@@ -1,4 +1,4 @@
-"""From an expectation and an answer to what is wrong with it."""
+"""From a case and an answer to the list of problems."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 
 import pytest
 
-from loadgen.conformance.case import Case
-from loadgen.conformance.judgement import describe, judge, problems
-from loadgen.conformance.records import Answer, Expectation, Fact, Observation, Verdict
+from loadgen.conformance.case import Case, describe, judge, problems
+from loadgen.conformance.records import Answer, Fact, Verdict
 
-BAD = Expectation(statuses=("400",))
+BAD = Case("1", "t", (), "400")
 JSON = {"content-type": "application/json"}
 
 
@@ -18,7 +17,7 @@ def refusal(error: object, status: str = "400") -> Answer:
     return Answer(status, JSON, json.dumps({"error": error}).encode())
 
 
-def test_a_sentence_is_fine() -> None:
+def test_one_sentence_has_no_problem() -> None:
     assert problems(BAD, refusal("the shape [2, 3] does not fit /v2/models/x/infer")) == []
 
 
@@ -29,7 +28,7 @@ def test_a_sentence_is_fine() -> None:
         (Answer("closed"), "closed instead of 400"),
         (Answer("400", body=b"Bad Request"), "not JSON"),
         (Answer("400"), "no body"),
-        (Answer("400", body=b'{"detail": "no"}'), 'no {"error"'),
+        (Answer("400", body=b'{"detail": "no"}'), 'not {"error"'),
         (Answer("400", JSON, b'{"error": "no", "code": 3}'), "members besides"),
         (Answer("400", body=b"[" * 100_000), "not JSON"),
         (Answer("400", body=b'{"error": "no"}'), "Content-Type"),
@@ -41,36 +40,35 @@ def test_a_sentence_is_fine() -> None:
         (refusal("cannot map /secret_key"), "key"),
     ],
 )
-def test_what_is_wrong_is_named(answer: Answer, words: str) -> None:
-    expected = Expectation(statuses=("400",), secrets=("secret_key",))
-    assert words in "; ".join(problems(expected, answer))
+def test_each_problem_is_named(answer: Answer, words: str) -> None:
+    case = Case("1", "t", (), "400", secrets=("secret_key",))
+    assert words in "; ".join(problems(case, answer))
 
 
-def test_words_numbers_and_headers_are_looked_for() -> None:
-    expected = Expectation(statuses=("503",), mentions=(("timeout", "expired"),), numbers=2, headers=("Retry-After",))
+def test_words_numbers_and_headers_are_checked() -> None:
+    case = Case("1", "t", (), "503", naming=("timeout", "expired"), numbers=2, headers=("Retry-After",))
     good = Answer("503", {**JSON, "retry-after": "1"}, b'{"error": "Expired after 3 of 5 us"}')
-    assert problems(expected, good) == []
-    assert len(problems(expected, refusal("no", "503"))) == 3
+    assert problems(case, good) == []
+    assert len(problems(case, refusal("no", "503"))) == 3
 
 
-def test_the_words_of_the_rpc_library_are_not_judged() -> None:
+def test_errors_of_the_rpc_library_may_say_anything() -> None:
     answer = Answer("INTERNAL", message="")
-    assert problems(Expectation(statuses=("INTERNAL",)), answer) == ["the error is empty"]
-    assert problems(Expectation(statuses=("INTERNAL",), words_judged=False), answer) == []
+    assert problems(Case("1", "t", (), "INTERNAL"), answer) == ["the error is empty"]
+    assert problems(Case("1", "t", (), "INTERNAL", check_words=False), answer) == []
 
 
-def test_what_cannot_be_observed_is_never_fine() -> None:
-    case = Case("1", "t", (), Expectation())
+def test_a_case_that_could_not_be_observed_never_conforms() -> None:
+    case = Case("1", "t", (), "")
     unknown = Fact("memory growth", None, "cannot be read")
-    verdict, _, _, not_observed = judge(case, Observation(facts=(unknown,)), [Fact("live", True, "yes")])
+    verdict, _, _, not_observed = judge(case, [unknown], [Fact("live", True, "yes")])
     assert verdict is Verdict.NOT_APPLICABLE
-    assert not_observed == ["memory growth: cannot be read"]
+    assert not_observed == ("memory growth: cannot be read",)
 
 
 def test_one_bad_answer_among_many_decides_and_is_shown() -> None:
-    case = Case("1", "t", (), BAD)
     answers = (refusal("fine"), refusal("two\nlines"), refusal("also fine"))
-    verdict, got, reason, _ = judge(case, Observation(answers))
+    verdict, got, reason, _ = judge(BAD, answers)
     assert verdict is Verdict.DEVIATES
     assert got == "3×400 two lines"
     assert reason == "the error is more than one line"

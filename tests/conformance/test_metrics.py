@@ -1,4 +1,4 @@
-"""What conformance reads of a server's Prometheus metrics."""
+"""A server's Prometheus metrics: series, increases, and texts that cannot be parsed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from time import monotonic
 
 import pytest
 
-from loadgen.conformance.metrics import (
-    MOST_BYTES,
-    MOST_LINE_BYTES,
-    counts_departures,
-    growth,
-    is_error_series,
+from loadgen.conformance.subject import (
+    MOST_METRICS_BYTES,
+    MOST_METRICS_LINE,
+    counts_disconnects,
+    counts_errors,
+    increases,
     parse_metrics,
 )
 
@@ -25,17 +25,17 @@ client_disconnects_total 2.0
 """
 
 
-def test_series_and_what_has_grown() -> None:
+def test_series_and_increases() -> None:
     before = parse_metrics(TEXT)
     after = parse_metrics(TEXT.replace('"m"} 0', '"m"} 1').replace("_total 2.0", "_total 7.0"))
     assert before is not None
     assert after is not None
     assert before['http_requests_total{route="a "b" {c}",status="404"}'] == 1, "a time is not a value"
-    grown = growth(before, after)
+    grown = increases(before, after)
     assert sorted(grown.values()) == [1, 5]
-    assert [name for name in grown if is_error_series(name)] == ['nv_inference_request_failure_total{model="m"}']
-    assert next(name for name in before if is_error_series(name)).endswith('status="404"}')
-    assert [name for name in grown if counts_departures(name)] == ["client_disconnects_total"]
+    assert [name for name in grown if counts_errors(name)] == ['nv_inference_request_failure_total{model="m"}']
+    assert next(name for name in before if counts_errors(name)).endswith('status="404"}')
+    assert [name for name in grown if counts_disconnects(name)] == ["client_disconnects_total"]
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ def test_series_and_what_has_grown() -> None:
         "a b",
         'a{b="x", ="y"} 1\n',
         "# TYPE a\n",
-        "a 1\n" * (MOST_BYTES // 4 + 1),
-        "a{" + 'b="",' * MOST_LINE_BYTES + "} 1",
+        "a 1\n" * (MOST_METRICS_BYTES // 4 + 1),
+        "a{" + 'b="",' * MOST_METRICS_LINE + "} 1",
         'a{b="' + '\\"' * 2**20 + '"} 1',
     ],
     ids=["html", "words", "no-name", "no-type", "large", "many-labels", "many-quotes"],
 )
-def test_what_is_no_exposition_cannot_be_read(text: str) -> None:
+def test_other_texts_cannot_be_parsed(text: str) -> None:
     started = monotonic()
     assert parse_metrics(text) is None
     assert monotonic() - started < 5

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from loadgen.conformance.settings import AS_STARTED
+from loadgen.conformance.servers import DEFAULTS
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is a development package")
 yaml = pytest.importorskip("yaml", reason="comes with schemathesis")
@@ -45,13 +45,13 @@ CHECKS = [
 @SCHEMA.parametrize()
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_the_native_server_keeps_to_it(case, native_session) -> None:
-    case.call_and_validate(base_url=native_session.subject(AS_STARTED).url, checks=CHECKS)
+    case.call_and_validate(base_url=native_session.subject(DEFAULTS).url, checks=CHECKS)
 
 
 @pytest.mark.parametrize(("faults", "sound"), [((), True), (("plain-errors",), False)])
 def test_the_checks_see_an_error_that_is_no_json(sessions, faults: tuple[str, ...], sound: bool) -> None:
     case = SCHEMA["/v2/models/{model_name}"]["GET"].Case(path_parameters={"model_name": "no_such_model"})
-    url = sessions(*faults).subject(AS_STARTED).url
+    url = sessions(*faults).subject(DEFAULTS).url
     if sound:
         case.call_and_validate(base_url=url, checks=CHECKS)
         return

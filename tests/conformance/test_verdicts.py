@@ -1,11 +1,11 @@
-"""The tool calls a server that does as it should conforming, and names each promise that one breaks."""
+"""A correct server conforms, and each planted fault is named."""
 
 from __future__ import annotations
 
 import pytest
 
-from loadgen.conformance.case import Ask, Case, infers
-from loadgen.conformance.records import CaseResult, Verdict, expect
+from loadgen.conformance.case import Case, http, infers
+from loadgen.conformance.records import CaseResult, Verdict
 from loadgen.conformance.runner import CaseRun
 
 
@@ -17,34 +17,34 @@ def failures(results: dict[str, CaseResult]) -> dict[str, str]:
     }
 
 
-def test_a_server_that_does_as_it_should_conforms(run_cases) -> None:
+def test_a_correct_server_conforms(run_cases) -> None:
     results = run_cases("1,2,3,4,5,6,7,8,10,11,13,15,17,18,19,20,21,22,23,24,33a,34a,34b")
     assert failures(results) == {}
     conforming = [number for number, result in results.items() if result.verdict is Verdict.CONFORMS]
     assert len(conforming) > 50
-    grpc = [result for result in results.values() if result.door == "grpc"]
+    grpc = [result for result in results.values() if result.protocol == "grpc"]
     assert grpc
     assert all(result.verdict is Verdict.NOT_APPLICABLE for result in grpc)
 
 
 def test_a_new_case_is_one_row(sessions) -> None:
     rows = (
-        Case("36a", "a shape of words", infers({"inputs": [{"name": "x", "shape": "wide"}]}), expect("400")),
-        Case("36b", "an unknown route that is expected to be there", Ask("GET /v2/no"), expect("200")),
+        Case("36a", "a shape of words", infers({"inputs": [{"name": "x", "shape": "wide"}]}), "400"),
+        Case("36b", "an unknown route that is expected to be there", http("GET /v2/no"), "200"),
     )
     results = CaseRun(sessions(), destructive=False).run(rows, announce=lambda _: None)
     assert [result.verdict for result in results] == [Verdict.CONFORMS, Verdict.DEVIATES]
 
 
 @pytest.mark.slow
-def test_queueing_conforms_where_it_should(run_cases) -> None:
+def test_queueing_of_a_correct_server_conforms(run_cases) -> None:
     results = run_cases("14,28a,29a", row_ms="40")
     assert failures(results) == {}
     assert all(result.verdict is Verdict.CONFORMS for result in results.values())
 
 
 @pytest.mark.slow
-def test_start_and_end_conform_where_they_should(run_cases) -> None:
+def test_start_and_end_of_a_correct_server_conform(run_cases) -> None:
     results = run_cases("31a,31c,31d,32a", row_ms="40", startup_ms="1200")
     assert failures(results) == {}
     assert all(result.verdict is Verdict.CONFORMS for result in results.values())
@@ -62,7 +62,7 @@ def test_start_and_end_conform_where_they_should(run_cases) -> None:
         ("count-departures-as-failures", "13", "failures"),
     ],
 )
-def test_a_broken_promise_is_named(run_cases, fault: str, case: str, words: str) -> None:
+def test_a_fault_is_named(run_cases, fault: str, case: str, words: str) -> None:
     result = run_cases(case, fault)[case]
     assert result.verdict is Verdict.DEVIATES
     assert words in result.reason
@@ -77,7 +77,7 @@ def test_a_broken_promise_is_named(run_cases, fault: str, case: str, words: str)
         ("drop-work", "31a", "instead of 200"),
     ],
 )
-def test_a_broken_promise_of_the_queue_is_named(run_cases, fault: str, case: str, words: str) -> None:
+def test_a_fault_of_the_queue_is_named(run_cases, fault: str, case: str, words: str) -> None:
     result = run_cases(case, fault, row_ms="40")[case]
     assert result.verdict is Verdict.DEVIATES
     assert words in result.reason

@@ -1,7 +1,7 @@
-"""A small server of the Open Inference Protocol that answers bad input as it should, and can be told to do otherwise.
+"""A small server of the Open Inference Protocol that answers invalid input correctly, unless started with a fault.
 
 Its one model doubles FP32 rows of four. `serve KIND … --print-launch` makes it stand in for `abserve`. Each `--fault`
-breaks one promise, so that a test can see the conformance tool notice exactly that.
+breaks one rule, so that a test can check that the conformance tool reports exactly that.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Toy:
                 if length is None:
                     return b""
                 if not length.isascii() or not length.isdigit():
-                    raise RefusalError(400, "Content-Length is no number")
+                    raise RefusalError(400, "Content-Length is not a number")
                 if int(length) > limit:
                     raise RefusalError(413, f"a body of {length} bytes exceeds the limit of {limit} bytes")
                 return await reader.readexactly(int(length))
@@ -216,7 +216,7 @@ class Toy:
         length = headers.get("inference-header-content-length")
         if length is not None:
             if not length.isdigit() or int(length) > len(body):
-                raise RefusalError(400, "Inference-Header-Content-Length is no number up to the body's length")
+                raise RefusalError(400, "Inference-Header-Content-Length is not a number up to the body's length")
             if int(length) == 0:
                 if len(body) != WIDTH * 4:
                     raise RefusalError(400, f"a raw request has {WIDTH * 4} bytes, got {len(body)}")

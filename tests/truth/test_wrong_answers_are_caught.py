@@ -91,7 +91,7 @@ def test_answers_with_too_little_in_them_are_errors(compare: Compare, planted: s
     """A quarter of the outputs in 20 % of the responses, or all of them in 30 %, which come at once besides."""
     server = "--delay-ms 4 --no-spin"
     result = compare(server, f"{server} --good-first 330 {planted}", users(), transport=transport)
-    require_invalid(result, "request_errors", "the answer is not what the model promises")
+    require_invalid(result, "request_errors", "the response does not match the model's metadata")
 
 
 @pytest.mark.parametrize("planted", ["--scale 100", pytest.param("--fault nan", marks=pytest.mark.slow)])

@@ -1,1 +1,35 @@
-"""The corpus: one table of cases for each theme; `loadgen.conformance.corpus` puts them in order."""
+"""All cases in order of their numbers: one table for each theme, in the module that also holds how they are sent."""
+
+from __future__ import annotations
+
+from loadgen.conformance.case import Case, Section
+from loadgen.conformance.cases import bodies, framing, lifecycle, names, queueing, shared_memory, tensors
+
+SECTIONS: tuple[Section, ...] = tuple(
+    sorted(
+        (
+            section
+            for module in (bodies, framing, names, tensors, queueing, lifecycle, shared_memory)
+            for section in module.SECTIONS
+        ),
+        key=lambda section: section.cases[0].order,
+    )
+)
+CASES: tuple[Case, ...] = tuple(
+    sorted((case for section in SECTIONS for case in section.cases), key=lambda case: case.order)
+)
+
+
+def select(numbers: str | None) -> tuple[Case, ...]:
+    """Cases named like `1,2b,25`: a number selects all its letters. Raises `ValueError` for an unknown number."""
+    if not numbers:
+        return CASES
+    wanted = {number.strip() for number in numbers.split(",") if number.strip()}
+    known = {case.number for case in CASES} | {str(case.order[0]) for case in CASES}
+    if unknown := sorted(wanted - known):
+        last = CASES[-1].order[0]
+        raise ValueError(
+            f"there is no case {', '.join(unknown)}; cases are numbered 1 to {last}, case 16 is --fuzz N, and case "
+            f"{last + 1} is --growth"
+        )
+    return tuple(case for case in CASES if {case.number, str(case.order[0])} & wanted)

@@ -1,21 +1,32 @@
-"""Cases 14, 22 and 28 to 30: what happens to requests that wait, share a batch, or whose clients give up."""
+"""Cases 14, 22 and 28 to 30: requests that wait in the queue, share a batch, or whose clients give up."""
 
 from __future__ import annotations
 
-from time import sleep
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
 
-from loadgen.conformance.case import Case, Infer, Section
-from loadgen.conformance.engine_blocker import Background, EngineBlocker, PendingCall, start, wait_for
+from loadgen.conformance.case import Case, Section, infer
 from loadgen.conformance.model import InferenceRequest
-from loadgen.conformance.records import Answer, Door, Fact, NotApplicableError, Observation, expect
-from loadgen.conformance.settings import SMALL_QUEUE, SMALL_QUEUES
+from loadgen.conformance.records import Answer, Fact, NotApplicableError, Protocol, Seen
+from loadgen.conformance.servers import SMALL_QUEUE, SMALL_QUEUES
 from loadgen.conformance.subject import Subject, output_difference
-from loadgen.conformance.wire import all_read
+from loadgen.conformance.wire import RawConnection, all_read, finish, infer_message
 
-VICTIMS = 4
+BUSY_SECONDS = 2.5
+MOST_REQUESTS = 64
+FEWEST_REQUESTS = 5
+"""A server may take the next batches out of its queue before it executes them; those must be the blocker's."""
+SHORTEST_SECONDS = 0.4
+ANSWER_SECONDS = 60.0
+READ_SECONDS = 20.0
+CALL_SECONDS = 30.0
+ABANDONED = 4
 FLOOD = 12
 ARRIVAL_SECONDS = 5.0
 PROMPT_SECONDS = 0.5
@@ -25,60 +36,178 @@ MERGED_TOLERANCE = 1e-4
 MERGE_ROUNDS = 5
 
 
-def _leave(subject: Subject, _: Door) -> Observation:
+class PendingRequest:
+    """One HTTP inference request on a thread: `sent` is set when its last byte has been sent."""
+
+    def __init__(self, subject: Subject, data: bytes) -> None:
+        self.sent = threading.Event()
+        self.connection: RawConnection | None = None
+        self._answer = Answer("silent")
+        self._thread = threading.Thread(target=self._run, args=(subject, data), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> Answer:
+        """The answer; "silent" when it has not come in 60 s."""
+        self._thread.join(ANSWER_SECONDS)
+        return self._answer
+
+    @property
+    def done(self) -> bool:
+        """Whether it has been answered."""
+        return not self._thread.is_alive()
+
+    def _run(self, subject: Subject, data: bytes) -> None:
+        def pieces() -> Iterator[bytes]:
+            yield data
+            self.sent.set()
+
+        answer = Answer("refused")
+        started = perf_counter()
+        with suppress(OSError), subject.connect() as self.connection:
+            answer = self.connection.request(pieces(), ANSWER_SECONDS)
+        self.sent.set()
+        self._answer = replace(answer, elapsed_s=perf_counter() - started)
+
+
+class PendingCall:
+    """One gRPC inference call."""
+
+    def __init__(self, subject: Subject, request: InferenceRequest, deadline_s: float) -> None:
+        self._started = perf_counter()
+        self.future = subject.grpc_client().start("ModelInfer", infer_message(request), deadline_s)
+
+    def wait(self) -> Answer:
+        """The answer, DEADLINE_EXCEEDED at the latest."""
+        return finish(self.future, self._started)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has been answered."""
+        return bool(self.future.done())
+
+
+def start(subject: Subject, protocol: Protocol, request: InferenceRequest) -> PendingRequest | PendingCall:
+    """Start an inference over either protocol."""
+    if protocol is Protocol.GRPC:
+        return PendingCall(subject, request, CALL_SECONDS)
+    return PendingRequest(subject, subject.infer_bytes(request.body()))
+
+
+class EngineBlocker:
+    """Keeps the engine busy for 2.5 s with requests of the largest batch, so that others queue behind them. When it is
+    entered the engine is busy; it exits when all are answered."""
+
+    def __init__(self, subject: Subject, limit: int = MOST_REQUESTS) -> None:
+        """Raises `NotApplicableError` when the server is too fast to be kept busy."""
+        self._subject = subject
+        self.rows = subject.model.rows(1 << 30)
+        self._data = subject.infer_bytes(subject.model.binary(self.rows))
+        answer = subject.raw(self._data, ANSWER_SECONDS)
+        if answer.status != "200":
+            raise NotApplicableError(f"a request of {self.rows} rows got {answer.status}")
+        self._one_s = answer.elapsed_s
+        self._count = min(limit, max(FEWEST_REQUESTS, round(BUSY_SECONDS / self._one_s)))
+        if self._count * self._one_s < SHORTEST_SECONDS:
+            raise NotApplicableError(
+                f"{self.rows} rows take {self._one_s * 1e3:.0f} ms, too fast for a queue to form; use a slower engine"
+            )
+        self.requests: list[PendingRequest] = []
+
+    def __enter__(self) -> EngineBlocker:
+        self.requests = [PendingRequest(self._subject, self._data) for _ in range(self._count)]
+        wait_until_read(self.requests)
+        sleep(min(0.1, self._one_s / 4))  # from the socket to the queue
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for request in self.requests:
+            request.wait()
+
+    @property
+    def busy(self) -> bool:
+        """Whether some of them still wait for their answers."""
+        return not all(request.done for request in self.requests)
+
+    @property
+    def rows_executed(self) -> int:
+        """Rows of those that were answered 200."""
+        return sum(self.rows for request in self.requests if request.wait().status == "200")
+
+
+def wait_until_read(requests: Sequence[PendingRequest]) -> None:
+    """Wait up to 20 s until the server has read all of these requests, as far as the kernel knows."""
+
+    def arrived() -> bool:
+        waiting = [request.connection for request in requests if request.connection is not None and not request.done]
+        return all(request.sent.is_set() for request in requests) and all_read(waiting)
+
+    wait_for(arrived, READ_SECONDS)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll until the condition is true; False when it is not in time."""
+    deadline = perf_counter() + seconds
+    while not condition():
+        if perf_counter() > deadline:
+            return False
+        sleep(0.01)
+    return True
+
+
+def _disconnect(subject: Subject, _: Protocol) -> Seen:
     request = subject.infer_bytes(subject.model.binary(1, seed=1))
 
-    def abandon() -> tuple[Answer, ...]:
-        connections = [subject.connect() for _ in range(VICTIMS)]
+    def abandon() -> list[Answer]:
+        connections = [subject.connect() for _ in range(ABANDONED)]
         for connection in connections:
             connection.send(request)
-        # They have to be in the queue when their clients leave, not in a socket's buffer.
+        # They must be in the queue when their clients disconnect, not in a socket's buffer.
         wait_for(lambda: all_read(connections), ARRIVAL_SECONDS)
         sleep(0.2)
         for index, connection in enumerate(connections):
             connection.close(abruptly=index % 2 == 0)
-        return ()
+        return []
 
     return _abandoned(subject, abandon)
 
 
-def _cancel(subject: Subject, _: Door) -> Observation:
-    def abandon() -> tuple[Answer, ...]:
-        calls = [PendingCall(subject, subject.model.request(seed=1), 30.0) for _ in range(VICTIMS)]
+def _cancel(subject: Subject, _: Protocol) -> Seen:
+    def abandon() -> list[Answer]:
+        calls = [PendingCall(subject, subject.model.request(seed=1), CALL_SECONDS) for _ in range(ABANDONED)]
         sleep(0.1)
         for call in calls:
             call.future.cancel()
-        return tuple(call.wait() for call in calls)
+        return [call.wait() for call in calls]
 
     return _abandoned(subject, abandon)
 
 
-def _pass_the_deadline(subject: Subject, _: Door) -> Observation:
-    def abandon() -> tuple[Answer, ...]:
+def _pass_the_deadline(subject: Subject, _: Protocol) -> Seen:
+    def abandon() -> list[Answer]:
         request = subject.model.request(seed=1)
-        calls = [PendingCall(subject, request, CLIENT_DEADLINE_SECONDS) for _ in range(VICTIMS)]
-        return tuple(call.wait() for call in calls)
+        calls = [PendingCall(subject, request, CLIENT_DEADLINE_SECONDS) for _ in range(ABANDONED)]
+        return [call.wait() for call in calls]
 
     return _abandoned(subject, abandon)
 
 
-def _abandoned(subject: Subject, abandon: Any) -> Observation:
-    """Requests of clients that give up while the engine is busy: they must not be executed."""
+def _abandoned(subject: Subject, abandon: Callable[[], list[Answer]]) -> Seen:
+    """Requests whose clients give up while the engine is busy: they must not be executed."""
     blocker = EngineBlocker(subject)
-    before = _settled(subject)
+    before = _settled_rows(subject)
     with blocker:
         answers = abandon()
         in_time = blocker.busy
-    executed = _settled(subject) - before - blocker.rows_executed
+    executed = _settled_rows(subject) - before - blocker.rows_executed
     if not in_time:
-        raise NotApplicableError("the queue was empty before the clients had left; launch a slower engine")
-    # Fewer rows than were answered would mean that the statistics cannot be relied on.
-    seen = f"{executed} of {VICTIMS} requests without client executed"
-    return Observation(answers, (Fact("dropped before the engine", None if executed < 0 else executed == 0, seen),))
+        raise NotApplicableError("the queue was empty before the clients gave up; use a slower engine")
+    # Fewer rows than were answered would mean that the statistics are unreliable.
+    seen = f"{executed} of {ABANDONED} abandoned requests executed"
+    return [*answers, Fact("dropped before the engine", None if executed < 0 else executed == 0, seen)]
 
 
-def _settled(subject: Subject) -> int:
-    """Rows executed so far, once the statistics do not move any more."""
+def _settled_rows(subject: Subject) -> int:
+    """Rows executed so far, once the statistics stop changing."""
     last = subject.statistics()
 
     def still() -> bool:
@@ -91,79 +220,75 @@ def _settled(subject: Subject) -> int:
     return last["inference_count"]
 
 
-def _flood(subject: Subject, door: Door) -> Observation:
-    """More requests than the queue holds, while the engine is busy and health is asked."""
+def _flood(subject: Subject, protocol: Protocol) -> Seen:
+    """More requests than the queue holds, while the engine is busy and health is requested."""
     health: list[Answer] = []
     with EngineBlocker(subject, limit=SMALL_QUEUE) as blocker:
-        flood = [start(subject, door, subject.model.request(seed=1)) for _ in range(FLOOD)]
-        while blocker.busy and door is Door.HTTP:
+        flood = [start(subject, protocol, subject.model.request(seed=1)) for _ in range(FLOOD)]
+        while blocker.busy and protocol is Protocol.HTTP:
             health += [subject.http("GET", f"/v2/health/{kind}", deadline_s=5.0) for kind in ("live", "ready")]
             sleep(0.02)
         answers = [one.wait() for one in flood]
-    refused = tuple(answer for answer in answers if not answer.good)
-    facts = [Fact("some are refused", bool(refused), f"{len(refused)} of {FLOOD}")]
-    if door is Door.HTTP:
+    refused = [answer for answer in answers if not answer.good]
+    yield from refused
+    yield Fact("some are refused", bool(refused), f"{len(refused)} of {FLOOD}")
+    if protocol is Protocol.HTTP:
         slowest = max((answer.elapsed_s for answer in refused), default=0.0)
-        shed = [answer for answer in health if answer.status != "200" or answer.elapsed_s > 1.0]
-        facts.append(Fact("at once", slowest < PROMPT_SECONDS, f"slowest {slowest * 1e3:.0f} ms"))
-        facts.append(Fact("health never shed", not shed, f"{len(shed)} of {len(health)} refused or slow"))
-    return Observation(refused, tuple(facts))
+        bad = [answer for answer in health if answer.status != "200" or answer.elapsed_s > 1.0]
+        yield Fact("at once", slowest < PROMPT_SECONDS, f"slowest {slowest * 1e3:.0f} ms")
+        yield Fact("health requests answered", not bad, f"{len(bad)} of {len(health)} refused or slow")
 
 
-def _queue_timeout(subject: Subject, door: Door) -> Observation:
-    def spoil(request: InferenceRequest) -> None:
+def _queue_timeout(subject: Subject, protocol: Protocol) -> Seen:
+    def with_timeout(request: InferenceRequest) -> None:
         request.document["parameters"] |= {"timeout": TIMEOUT_US}
 
     with EngineBlocker(subject) as blocker:
-        answer = Infer(spoil).send(subject, door)
+        answer = infer(with_timeout)(subject, protocol)
         ok = blocker.busy and answer.elapsed_s < TIMEOUT_US / 1e6 + PROMPT_SECONDS
     seen = f"after {answer.elapsed_s * 1e3:.0f} ms with a timeout of {TIMEOUT_US / 1e3:g} ms"
-    return Observation((answer,), (Fact("promptly", ok, seen),))
+    return answer, Fact("promptly", ok, seen)
 
 
-def _poisoned_batch(subject: Subject, _: Door) -> Observation:
-    """One request of NaN among others that are sent at the same moment; the others' answers are their solo ones."""
+def _nan_in_a_batch(subject: Subject, _: Protocol) -> Seen:
+    """One request of NaN among others sent at the same moment, whose answers must not change."""
     model = subject.model
     if not model.batches or any(tensor.datatype not in {"FP32", "FP64"} for tensor in model.inputs):
         raise NotApplicableError("needs a batching model of FP32 or FP64 inputs")
     bodies = [model.binary(1, seed) for seed in range(1, 6)]
-    solo = [subject.infer(body) for body in bodies]
-    poison = model.request(arrays=[np.full_like(array, np.nan) for array in model.arrays(1)]).body()
-    answers: list[Answer] = []
-    moved: list[str] = []
+    alone = [subject.infer(body) for body in bodies]
+    nan = model.request(arrays=[np.full_like(array, np.nan) for array in model.arrays(1)]).body()
+    changed: list[str] = []
     before = subject.statistics()["execution_count"]
     for _round in range(MERGE_ROUNDS):
-        running = [Background(subject, subject.infer_bytes(body)) for body in (*bodies[:2], poison, *bodies[2:])]
-        merged = [background.wait() for background in running]
+        running = [PendingRequest(subject, subject.infer_bytes(body)) for body in (*bodies[:2], nan, *bodies[2:])]
+        merged = [request.wait() for request in running]
         del merged[2]
-        answers += merged
-        differences = (output_difference(a, b, MERGED_TOLERANCE) for a, b in zip(solo, merged, strict=True))
-        moved += filter(None, differences)
+        yield from merged
+        differences = (output_difference(a, b, MERGED_TOLERANCE) for a, b in zip(alone, merged, strict=True))
+        changed += filter(None, differences)
     executed, requests = subject.statistics()["execution_count"] - before, MERGE_ROUNDS * (len(bodies) + 1)
-    equal = Fact("the others equal their solo results", not moved, moved[0] if moved else "yes")
-    merging = Fact("batches were merged", executed < requests or None, f"{executed} executions of {requests} requests")
-    return Observation(tuple(answers), (equal, merging))
+    yield Fact("the others equal their results alone", not changed, changed[0] if changed else "yes")
+    yield Fact("batches were merged", executed < requests or None, f"{executed} executions of {requests} requests")
 
 
-TIMEOUT_WORDS = ("timeout", "timed out", "expired")
-DROPPED = expect(note="dropped before it reaches the engine")
-AS_ALONE = expect("200", note="the other rows equal their solo results")
-SHED = expect("503", headers=("Retry-After",), note="at once; health never shed")
-EXPIRED = expect("503", naming=TIMEOUT_WORDS, note="promptly")
-GRPC_EXPIRED = expect("UNAVAILABLE", naming=TIMEOUT_WORDS, note="promptly")
-CANCELLED, OVERDUE = (expect(status, note="not started") for status in ("CANCELLED", "DEADLINE_EXCEEDED"))
+QUEUE_FULL: dict[str, Any] = {"setting": SMALL_QUEUES, "destructive": True}
+HARM: dict[str, Any] = {"destructive": True}
+TIMEOUT = HARM | {"naming": ("timeout", "timed out", "expired"), "note": "promptly"}
+NOT_STARTED = HARM | {"note": "not started"}
 
 # fmt: off
 CASES = (
-    Case("14", "client leaves while queued", _leave, DROPPED, destructive=True),
-    Case("22", "one NaN row inside a merged batch", _poisoned_batch, AS_ALONE),
-    Case("28a", "queue full", _flood, SHED, setting=SMALL_QUEUES, destructive=True),
-    Case("28b", "queue full", _flood, expect("UNAVAILABLE"), Door.GRPC, setting=SMALL_QUEUES, destructive=True),
-    Case("29a", "queue timeout", _queue_timeout, EXPIRED, destructive=True),
-    Case("29b", "queue timeout", _queue_timeout, GRPC_EXPIRED, Door.GRPC, destructive=True),
-    Case("30a", "cancelled while queued", _cancel, CANCELLED, Door.GRPC, destructive=True),
-    Case("30b", "client deadline while queued", _pass_the_deadline, OVERDUE, Door.GRPC, destructive=True),
+    Case("14", "client disconnects while queued", _disconnect, "", note="dropped before it reaches the engine", **HARM),
+    Case("22", "one NaN row in a merged batch", _nan_in_a_batch, "200", note="the other results do not change"),
+    Case("28a", "queue full", _flood, "503", headers=("Retry-After",), note="at once; health requests are answered",
+         **QUEUE_FULL),
+    Case("28b", "queue full", _flood, "UNAVAILABLE", **QUEUE_FULL),
+    Case("29a", "queue timeout", _queue_timeout, "503", **TIMEOUT),
+    Case("29b", "queue timeout", _queue_timeout, "UNAVAILABLE", **TIMEOUT),
+    Case("30a", "cancelled while queued", _cancel, "CANCELLED", **NOT_STARTED),
+    Case("30b", "client deadline while queued", _pass_the_deadline, "DEADLINE_EXCEEDED", **NOT_STARTED),
 )
 # fmt: on
 
-SECTIONS = (Section("Queue and batch", "Abandoned work is not executed; a request harms no other.", CASES),)
+SECTIONS = (Section("Queue and batch", "Abandoned requests are not executed; no request changes another.", CASES),)

@@ -37,19 +37,19 @@ def answer(**output: object) -> str:
 @pytest.mark.parametrize(
     ("lies", "sentence"),
     [
-        ({MODEL: (DEEP, 200, 0)}, "models/openclip_vit_b32: the answer cannot be used: it is nested too deeply"),
-        ({f"{MODEL}/config": (DEEP, 200, 0)}, "config: the answer cannot be used: it is nested too deeply"),
-        ({"/v2": ('{"name": ', 200, 0)}, "/v2: the answer cannot be used: Input data was truncated"),
+        ({MODEL: (DEEP, 200, 0)}, "models/openclip_vit_b32: the response cannot be used: it is nested too deeply"),
+        ({f"{MODEL}/config": (DEEP, 200, 0)}, "config: the response cannot be used: it is nested too deeply"),
+        ({"/v2": ('{"name": ', 200, 0)}, "/v2: the response cannot be used: Input data was truncated"),
         ({f"{MODEL}/infer": (DEEP, 500, 0)}, "arm b does not answer the parity images: HTTP 500: [[["),
         (
             {f"{MODEL}/infer": (f'{{"outputs": [{{"data": {DEEP}', 200, 0)},
-            "the answer cannot be read: it is nested too deeply",
+            "the response cannot be read: it is nested too deeply",
         ),
-        ({f"{MODEL}/infer": (answer(shape=[-1]), 200, 0)}, "the answer cannot be read: Expected `int` >= 0"),
-        ({f"{MODEL}/infer": (answer(name=["x"]), 200, 0)}, "the answer cannot be read: Expected `str`"),
-        ({f"{MODEL}/infer": (answer(datatype="BYTES", data=["a"]), 200, 0)}, "embedding holds texts"),
+        ({f"{MODEL}/infer": (answer(shape=[-1]), 200, 0)}, "the response cannot be read: Expected `int` >= 0"),
+        ({f"{MODEL}/infer": (answer(name=["x"]), 200, 0)}, "the response cannot be read: Expected `str`"),
+        ({f"{MODEL}/infer": (answer(data=[1.0]), 200, 0)}, "embedding (FP32 [1]) is not binary"),
     ],
-    ids=["metadata", "config", "server", "error", "answer", "shape", "name", "bytes"],
+    ids=["metadata", "config", "server", "error", "answer", "shape", "name", "json"],
 )
 def test_a_lie_before_the_load_ends_the_run_with_one_sentence(
     tmp_path: Path, lies: dict[str, tuple[str, int, int]], sentence: str

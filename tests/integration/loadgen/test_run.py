@@ -188,7 +188,7 @@ def test_a_server_that_only_fails_is_not_asked_for_ever(tmp_path: Path) -> None:
     assert state.error is not None
     assert "100 requests in a row failed" in state.error
     (record,) = [record for record in blocks(out) if record.label == "b"]
-    assert record.error_messages == ("connection closed by the server without an answer",)
+    assert record.error_messages == ("connection closed by the server without a response",)
 
 
 def test_a_warm_up_that_the_generator_could_not_finish_ends_the_run(

@@ -86,7 +86,7 @@ def test_the_terminal_takes_neither_markup_nor_control_characters() -> None:
     report = ConformanceReport(
         created_at="2026", abserve_version="1", server=HOSTILE, server_title=HOSTILE, model="m", stopped=HOSTILE,
         results=(CaseResult(
-            number="1", title=HOSTILE, door="http", expected=HOSTILE, got=HOSTILE, verdict=Verdict.DEVIATES,
+            number="1", title=HOSTILE, protocol="http", expected=HOSTILE, got=HOSTILE, verdict=Verdict.DEVIATES,
             reason=HOSTILE, not_observed=(), seconds=0.0,
         ),),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from loadgen.transport.requests import Address, AddressError
 
 
 @pytest.mark.parametrize("url", ["https://x:1", "http://", "ftp://x", "http://x:port"])
-def test_addresses_that_cannot_be_used_say_what_would_do(url: str) -> None:
+def test_unusable_addresses_show_a_valid_one(url: str) -> None:
     with pytest.raises(AddressError, match=r"http://127\.0\.0\.1:8100"):
         Address.parse(url)
 

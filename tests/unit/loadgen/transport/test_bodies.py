@@ -61,7 +61,7 @@ def test_bodies_of_a_batch_size_differ_and_use_different_images(batch_size: int)
 
 
 def test_missing_or_misfitting_inputs_are_refused() -> None:
-    with pytest.raises(InputError, match="wants an input pixel_values; the samples hold other"):
+    with pytest.raises(InputError, match="has an input pixel_values; the samples have other"):
         prepare_body(SampleInputs({"other": PIXELS}, "photographs"), SIGNATURE, [0])
     with pytest.raises(InputError, match="do not fit"):
         prepare_body(SampleInputs({"pixel_values": PIXELS.astype(np.uint8)}, "photographs"), SIGNATURE, [0])
@@ -96,7 +96,7 @@ def test_a_binary_answer_is_parsed_into_arrays_of_its_own() -> None:
     np.testing.assert_array_equal(outputs["embedding"], embedding)
 
 
-def test_a_failed_answer_tells_the_servers_own_words() -> None:
+def test_a_failed_response_shows_the_servers_error() -> None:
     with pytest.raises(AnswerError, match=r"^HTTP 503: the queue is full$"):
         parse_answer(answer(503, b'{"error": "the  queue\\nis full"}'))
     assert failure_message(answer(502, b"<html>bad gateway")) == "HTTP 502: <html>bad gateway"

@@ -46,7 +46,7 @@ def scripted() -> Iterator[tuple[Scripted, str, Any]]:
         server.stop(0).wait()
 
 
-def test_bytes_go_out_and_come_back_as_they_are(scripted: tuple[Scripted, str, Any]) -> None:
+def test_bytes_are_sent_and_received_unchanged(scripted: tuple[Scripted, str, Any]) -> None:
     handler, address, _ = scripted
     connection = GrpcConnection(address, timeout_s=10)
     try:
@@ -60,7 +60,7 @@ def test_bytes_go_out_and_come_back_as_they_are(scripted: tuple[Scripted, str, A
         connection.close()
 
 
-def test_an_error_is_told_and_the_next_request_is_good(scripted: tuple[Scripted, str, Any]) -> None:
+def test_an_error_is_reported_and_the_next_request_is_good(scripted: tuple[Scripted, str, Any]) -> None:
     handler, address, _ = scripted
 
     def refuse(message: bytes, context: Any) -> bytes:
@@ -90,14 +90,12 @@ def test_no_answer_in_time_is_a_deadline(scripted: tuple[Scripted, str, Any]) ->
         ended.wait(5)
         return b""
 
-    connection = GrpcConnection(address, timeout_s=10)
+    connection = GrpcConnection(address, timeout_s=0.5)
     try:
-        connection.connect()
-        connection.timeout_s = 0.1
         handler.infer = wait_for_the_end
         exchange = connection.send(REQUEST)
         assert exchange.status == 1004
-        assert exchange.end_ns - exchange.send_ns > 0.09e9
+        assert exchange.end_ns - exchange.send_ns > 0.4e9
     finally:
         connection.close()
 
@@ -124,11 +122,11 @@ def test_a_server_that_sheds_load_is_asked_again_and_one_that_is_gone_is_not(
         connection.close()
 
 
-def test_nobody_there_and_nobody_who_speaks_grpc() -> None:
+def test_refused_and_silent_addresses() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         silent = GrpcConnection(f"127.0.0.1:{port}", timeout_s=0.3)
-        with pytest.raises(ConnectionRefused, match="nothing speaks gRPC"):
+        with pytest.raises(ConnectionRefused, match="does not speak gRPC"):
             silent.connect()
         silent.close()
     gone = GrpcConnection(f"127.0.0.1:{port}", timeout_s=1)

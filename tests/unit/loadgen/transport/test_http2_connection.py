@@ -241,7 +241,7 @@ def test_a_connection_that_dies_under_a_request(scripted: Any) -> None:
     [
         (b"\x8e", "gRPC UNKNOWN: HTTP status 500 and no gRPC status"),
         (b"\x08\x03503", "gRPC UNAVAILABLE: HTTP status 503 and no gRPC status"),
-        (b"\x88\0\x0bgrpc-status\x010", "gRPC INTERNAL: the answer is not one uncompressed message"),
+        (b"\x88\0\x0bgrpc-status\x010", "gRPC INTERNAL: the response is not one uncompressed message"),
         *(
             (block, "gRPC UNAVAILABLE: the server's headers cannot be decoded")
             for block in (
@@ -255,7 +255,7 @@ def test_a_connection_that_dies_under_a_request(scripted: Any) -> None:
         ),
     ],
 )
-def test_answers_that_are_none(scripted: Any, answer: bytes, failure: str) -> None:
+def test_unusable_responses_are_failures(scripted: Any, answer: bytes, failure: str) -> None:
     def script(peer: Peer) -> None:
         peer.send(4, 0, 0)
         peer.send(1, 5, peer.message()[0], answer)
@@ -285,7 +285,7 @@ def test_http_1_is_no_grpc(scripted: Any) -> None:
     def script(peer: Peer) -> None:
         peer.connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
 
-    with pytest.raises(ConnectionRefused, match="nothing speaks gRPC"):
+    with pytest.raises(ConnectionRefused, match="does not speak gRPC"):
         scripted(script).connect()
 
 

@@ -188,7 +188,7 @@ def test_a_request_that_got_no_answer_is_not_sent_again() -> None:
 
     with serving(drop) as address:
         exchange = HttpConnection(address).send(get(address))
-    assert exchange.failure == "connection closed by the server without an answer"
+    assert exchange.failure == "connection closed by the server without a response"
     assert (exchange.status, exchange.first_byte_ns, len(requests)) == (0, 0, 1)
     assert exchange.end_ns >= exchange.send_ns
 
@@ -196,7 +196,7 @@ def test_a_request_that_got_no_answer_is_not_sent_again() -> None:
 def test_an_answer_cut_in_the_middle_is_a_failure() -> None:
     with serving(answering(b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nhello")) as address:
         exchange = HttpConnection(address).send(get(address))
-    assert (exchange.status, exchange.failure) == (0, "connection closed by the server in the middle of an answer")
+    assert (exchange.status, exchange.failure) == (0, "connection closed by the server in the middle of a response")
     assert exchange.first_byte_ns > 0
 
 
@@ -234,7 +234,7 @@ def test_a_silent_server_is_a_timeout() -> None:
     with serving(silence) as address:
         exchange = HttpConnection(address, timeout_s=0.2).send(get(address))
         done.set()
-    assert (exchange.status, exchange.failure) == (0, "no whole answer within 0.2 s")
+    assert (exchange.status, exchange.failure) == (0, "no complete response within 0.2 s")
 
 
 def test_a_dripping_server_is_a_timeout_too() -> None:
@@ -252,7 +252,7 @@ def test_a_dripping_server_is_a_timeout_too() -> None:
     with serving(drip) as address:
         exchange = HttpConnection(address, timeout_s=0.3).send(get(address))
         done.set()
-    assert exchange.failure == "no whole answer within 0.3 s"
+    assert exchange.failure == "no complete response within 0.3 s"
     assert exchange.end_ns - exchange.send_ns < 2e9
 
 
@@ -271,7 +271,7 @@ def test_a_dripping_server_is_a_timeout_too() -> None:
         b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000 + b"\r\n\r\n",
     ],
 )
-def test_what_is_not_http_is_a_malformed_answer(answer: bytes) -> None:
+def test_bytes_that_are_not_http_are_a_malformed_response(answer: bytes) -> None:
     def handle(connection: socket.socket) -> None:
         read_request(connection)
         with suppress(ConnectionError):  # the client gives up in the middle, as it should
@@ -280,11 +280,11 @@ def test_what_is_not_http_is_a_malformed_answer(answer: bytes) -> None:
     with serving(handle) as address:
         exchange = HttpConnection(address, timeout_s=5).send(get(address))
     assert exchange.failure is not None
-    assert exchange.failure.startswith("malformed answer")
+    assert exchange.failure.startswith("malformed response")
     assert exchange.status == 0
 
 
-def test_nobody_there_is_refused_before_anything_is_sent() -> None:
+def test_a_closed_port_is_refused_before_anything_is_sent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = Address("127.0.0.1", listener.getsockname()[1])
     with pytest.raises(ConnectionRefused, match="Connection refused"):

@@ -162,7 +162,7 @@ def test_any_statistics(server: HostileServer, first: object, second: object) ->
 
 
 @pytest.mark.parametrize("body", [DEEP, f'{{"name": {DEEP}', "[]", "9" * 5000, '"\\ud800"', "\xff", " " * 2**21])
-def test_a_document_that_cannot_be_used_is_told_in_one_sentence(server: HostileServer, body: str) -> None:
+def test_an_unusable_document_is_reported_in_one_sentence(server: HostileServer, body: str) -> None:
     server.answers[MODEL] = (200, {}, body.encode("latin-1"))
     with pytest.raises(EndpointError, match=r"^GET http://127.0.0.1:\d+/v2/models/m: .+$") as raised:
         Endpoint(server.url).signature("m")

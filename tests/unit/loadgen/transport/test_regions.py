@@ -33,13 +33,13 @@ def test_two_regions_have_two_names() -> None:
     assert not list(FOLDER.glob(f"{prefix(os.getpid())}*"))
 
 
-def test_no_room_is_a_sentence_and_leaves_nothing() -> None:
+def test_without_room_the_error_says_what_to_do_and_nothing_is_left() -> None:
     with pytest.raises(ConnectionRefused, match="enlarge it"):
         Region("in", 2**50)
     assert not list(FOLDER.glob(f"{prefix(os.getpid())}*"))
 
 
-def test_what_a_killed_process_left_is_swept_and_nothing_else() -> None:
+def test_only_the_objects_of_the_killed_process_are_swept() -> None:
     program = (
         "import os, signal; from loadgen.transport.shared_memory import Region;"
         "Region('in', 10); os.kill(os.getpid(), signal.SIGKILL)"

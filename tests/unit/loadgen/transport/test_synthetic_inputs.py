@@ -1,4 +1,4 @@
-"""Values that are made up for a model that only its server knows."""
+"""Random values for a model that is not registered."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def test_an_input_may_be_called_anything_and_nothing_is_written_elsewhere(tmp_pa
     assert [path.name for path in tmp_path.rglob("*.npy")] == [path.name for path in folder.glob("*.npy")]
 
 
-def test_values_for_which_there_is_no_room_are_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="too large for values made up"):
+def test_values_without_room_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="too large to generate"):
         write_synthetic(signature("x", (-1, 10**15)), tmp_path, "fp32", 0)
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="no values can be made up for m: "):
+    with pytest.raises(InputError, match="no values can be generated for m: "):
         write_synthetic(signature("x"), tmp_path / "file", "fp32", 0)

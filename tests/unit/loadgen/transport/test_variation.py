@@ -78,7 +78,7 @@ def test_a_varied_photograph_is_still_that_photograph_and_no_two_have_the_same_p
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_is_sent_is_what_can_be_made_again(transport: str, kind: str) -> None:
+def test_the_bytes_on_the_wire_can_be_made_again(transport: str, kind: str) -> None:
     """Bytes on the wire, for each transport, against the same request made of varied items."""
     inputs, signature, variation = case(kind)
     items = (4, 1, 4)
@@ -114,6 +114,8 @@ def test_of_several_inputs_the_one_with_most_room_varies() -> None:
         sent = b"".join(assemble(b"", body.pieces, patches))  # type: ignore[union-attr]
         varied = [variation.varied(SampleInputs(arrays, "synthetic"), item, 5).arrays["x"] for item in (0, 3)]
         assert sent.endswith(np.concatenate(varied).tobytes())
+    constant = {"x": np.ones((4, 77), "<i8")}
+    assert find_variation(SampleInputs(constant, "synthetic"), signature) is None
     only = Signature("m", tensors[:1], ())
     assert find_variation(SampleInputs(arrays, "synthetic"), only) is None
 

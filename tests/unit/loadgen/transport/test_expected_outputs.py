@@ -1,4 +1,4 @@
-"""Answers of good status that are not what the model's metadata promises."""
+"""Responses of good status that do not match the model's metadata."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2
 
 from loadgen.transport.endpoint import Signature, TensorSignature
 from loadgen.transport.exchange import GRPC_STATUS, Exchange
-from loadgen.transport.promise import Promise
+from loadgen.transport.expected_outputs import ExpectedOutputs
 
 SIGNATURE = Signature(
     "m",
@@ -61,32 +61,35 @@ WRONG = [
 
 @pytest.mark.parametrize("make", [http, grpc])
 def test_answers_are_held_to_the_metadata(make: Any) -> None:
-    promise = Promise("http" if make is http else "grpc", SIGNATURE, 3)
+    expected = ExpectedOutputs("http" if make is http else "grpc", SIGNATURE, 3)
     for _ in range(2):  # the second one is known
-        assert promise.fault(make(GOOD)) is None
+        assert expected.fault(make(GOOD)) is None
         for outputs, words in WRONG:
-            assert words in (promise.fault(make(outputs)) or "")
-    assert promise.fault(make(dict(reversed(GOOD.items())))) is None, "in any order"
+            assert words in (expected.fault(make(outputs)) or "")
+    assert expected.fault(make(dict(reversed(GOOD.items())))) is None, "in any order"
 
 
 def test_sizes_that_contradict_the_shape_are_found_though_the_description_is_right() -> None:
-    promise = Promise("http", SIGNATURE, 3)
-    assert promise.fault(http(GOOD)) is None
-    assert "its outputs end 4 bytes before the body does" in (promise.fault(http(GOOD, extra=b"1234")) or "")
+    expected = ExpectedOutputs("http", SIGNATURE, 3)
+    assert expected.fault(http(GOOD)) is None
+    assert "its outputs end 4 bytes before the body does" in (expected.fault(http(GOOD, extra=b"1234")) or "")
     cut = http(GOOD)
     cut.body = cut.body[:-8]
-    assert "its outputs end 8 bytes after the body does" in (promise.fault(cut) or "")
-    assert "bytes instead of 96" in (promise.fault(http(GOOD, said={"parameters": {"binary_data_size": 72}})) or "")
-    assert "is not binary" in (promise.fault(http(GOOD, said={"parameters": {}})) or "")
+    assert "its outputs end 8 bytes after the body does" in (expected.fault(cut) or "")
+    assert "bytes instead of 96" in (expected.fault(http(GOOD, said={"parameters": {"binary_data_size": 72}})) or "")
+    assert "is not binary" in (expected.fault(http(GOOD, said={"parameters": {}})) or "")
     whole = grpc(GOOD)
-    promise = Promise("grpc", SIGNATURE, 3)
-    assert promise.fault(whole) is None
+    expected = ExpectedOutputs("grpc", SIGNATURE, 3)
+    assert expected.fault(whole) is None
     message = service_pb2.ModelInferResponse.FromString(bytes(whole.body))
     message.raw_output_contents[0] = bytes(72)
     whole.body = memoryview(message.SerializeToString())
-    assert "output y has 72 bytes instead of 96" in (promise.fault(whole) or "")
-    assert "0 of 2 outputs are binary" in (promise.fault(grpc(GOOD, raw=False)) or "")
-    assert promise.fault(grpc(GOOD, request_id="42")) is None
+    assert "output y has 72 bytes instead of 96" in (expected.fault(whole) or "")
+    message.raw_output_contents[1] = bytes(72)
+    whole.body = memoryview(message.SerializeToString())
+    assert "output y has 72 bytes instead of 96" in (expected.fault(whole) or ""), "the total is right"
+    assert "0 of 2 outputs are binary" in (expected.fault(grpc(GOOD, raw=False)) or "")
+    assert expected.fault(grpc(GOOD, request_id="42")) is None
 
 
 @pytest.mark.parametrize("body", [b"{}", b"", b"[]", b"[" * 100_000, b'{"outputs": 3}', b"\xff\xfe"])
@@ -95,26 +98,26 @@ def test_tiny_and_malformed_answers_are_failures(body: bytes) -> None:
     exchange.body = memoryview(body)
     for transport in ("http", "grpc", "shm"):
         exchange.status = GRPC_STATUS if transport == "grpc" else 200
-        fault = Promise(transport, SIGNATURE, 3).fault(exchange)
+        fault = ExpectedOutputs(transport, SIGNATURE, 3).fault(exchange)
         assert fault is not None
-        assert fault.startswith("the answer is not what the model promises: ")
+        assert fault.startswith("the response does not match the model's metadata: ")
         assert len(fault) < 500
 
 
 def test_free_dimensions_may_be_any() -> None:
     for make, transport in ((http, "http"), (grpc, "grpc")):
-        promise = Promise(transport, FREE, 1)  # type: ignore[arg-type]
+        expected = ExpectedOutputs(transport, FREE, 1)  # type: ignore[arg-type]
         for count in (0, 1, 7):
-            assert promise.fault(make({"boxes": np.ones((1, count, 4), "<f4")})) is None
-        assert "[1, 7, 3]" in (promise.fault(make({"boxes": np.ones((1, 7, 3), "<f4")})) or "")
+            assert expected.fault(make({"boxes": np.ones((1, count, 4), "<f4")})) is None
+        assert "[1, 7, 3]" in (expected.fault(make({"boxes": np.ones((1, 7, 3), "<f4")})) or "")
 
 
 def test_through_shared_memory_the_description_is_checked() -> None:
-    promise = Promise("shm", SIGNATURE, 3)
+    expected = ExpectedOutputs("shm", SIGNATURE, 3)
     exchange = http(GOOD)
     length = int(exchange.header("inference-header-content-length") or 0)
     exchange.head, exchange.body = b"http/1.1 200 ok\r\n\r\n", exchange.body[:length]
-    assert promise.fault(exchange) is None
-    assert promise.fault(exchange) is None
+    assert expected.fault(exchange) is None
+    assert expected.fault(exchange) is None
     exchange.body = memoryview(bytes(exchange.body).replace(b"[3, 8]", b"[3, 6]"))
-    assert "output y is FP32 [3, 6]" in (promise.fault(exchange) or "")
+    assert "output y is FP32 [3, 6]" in (expected.fault(exchange) or "")
