@@ -164,7 +164,7 @@ class LoadRunner:
             try:
                 return self.generator.go(command)
             except KeyboardInterrupt:
-                outcome = self.generator.abort("interrupted")
+                outcome = self.generator.abort(command, "interrupted")
                 if outcome is not None and interrupted is not None:
                     interrupted(outcome)
                 raise

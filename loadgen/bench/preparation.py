@@ -13,9 +13,8 @@ from loadgen.storage.store import RunStore
 from loadgen.targets.compose import ComposeDeployment
 from loadgen.targets.containers import PROJECT
 from loadgen.targets.embedded import EmbeddedDeployment
-from loadgen.targets.interface import Deployment
+from loadgen.targets.interface import Deployment, RemoteDeployment
 from loadgen.targets.process import ChildProcess
-from loadgen.targets.remote import RemoteDeployment
 from loadgen.transport.endpoint import Signature
 from loadgen.transport.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
 

@@ -1,4 +1,4 @@
-"""A sample of a block's answers, kept while it runs and read when it is over."""
+"""Keeps a random sample of a block's answers while it runs; they are decoded after it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from loadgen.transport.bodies import AnswerError
 from loadgen.transport.inputs import Array
 
 MOST_ROWS = 1
-"""Items of one answer that are compared; all of them are looked through for NaN and infinity."""
+"""Items of one answer that are compared; all of them are searched for NaN and infinity."""
 _MOST_BYTES = 4 * 2**20
-"""Of a block's outputs that are passed on, one answer in any case."""
+"""Of a block's kept outputs; the first answer is kept whatever its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class _Kept:
 
 
 class KeptAnswers:
-    """At most so many answers of a block, each request's with the same chance, however many there will be.
+    """At most `most` answers of a block; each request has the same chance, however many there will be.
 
-    Reservoir sampling by skips (Li, ACM TOMS 20, 1994, algorithm L): which requests are kept follows from the seed
-    alone, so a server cannot tell them from the others.
+    Reservoir sampling by skips (Li, ACM TOMS 20, 1994, algorithm L). The seed alone decides which answers are kept, so
+    a server cannot recognise their requests.
     """
 
     def __init__(self, most: int, seed: int) -> None:
@@ -43,7 +43,7 @@ class KeptAnswers:
         self._weight = 1.0
 
     def slot(self, request: int) -> int | None:
-        """Where the answer to this request is to be kept; asked for each request once, in ascending order."""
+        """Where to keep the answer to this request, None to drop it; called once per request, in ascending order."""
         if request != self._following:
             return None
         most = len(self._slots)
@@ -57,13 +57,14 @@ class KeptAnswers:
     def keep(
         self, slot: int, request: int, user: int, body: int, first: int, read: Callable[[], Mapping[str, Array]]
     ) -> None:
-        """A copy of the answer; `first` is the number of its first item, `read` decodes it."""
+        """Keep an answer, unless the slot holds that of a later request. `first` is the number of its first item;
+        `read` decodes it."""
         before = self._slots[slot]
         if before is None or before.request < request:
             self._slots[slot] = _Kept(request, user, body, first, read)
 
     def read(self) -> tuple[KeptAnswer, ...]:
-        """Decode them, with the rows that are to be compared."""
+        """Decode the kept answers, with the rows that are compared."""
         found: list[KeptAnswer] = []
         left = _MOST_BYTES
         for kept in self._slots:
@@ -88,7 +89,7 @@ class KeptAnswers:
                 if array.dtype.kind == "f" and not np.isfinite(array).all():
                     error = f"output {name} holds NaN or infinite values"
                 outputs.append(packed(name, array[rows]))
-        except (AnswerError, TypeError) as exc:  # of an output without a first dimension
+        except (AnswerError, TypeError) as exc:  # TypeError: an output without dimensions
             error = str(exc)
         return KeptAnswer(
             request=kept.request, user=kept.user, body=kept.body, first=kept.first, rows=tuple(rows),
@@ -100,7 +101,7 @@ class KeptAnswers:
 
 
 def packed(name: str, array: Array) -> KeptTensor:
-    """An output as it travels from a process to another."""
+    """An output as a message."""
     if array.dtype.hasobject:
         data = msgspec.msgpack.encode([bytes(value) for value in array.ravel()])
         return KeptTensor(name=name, dtype="O", shape=array.shape, data=data)
@@ -108,7 +109,7 @@ def packed(name: str, array: Array) -> KeptTensor:
 
 
 def unpacked(tensor: KeptTensor) -> Array:
-    """The output again."""
+    """The output in a message."""
     if tensor.dtype == "O":
         array = np.empty(math.prod(tensor.shape), dtype=object)
         array[:] = msgspec.msgpack.decode(tensor.data, type=list[bytes])

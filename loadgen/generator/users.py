@@ -1,6 +1,6 @@
-"""The Locust user that every scenario is made of: it sends prepared bodies and records one sample a request.
+"""The Locust user of every scenario: it sends prepared bodies and records one sample per request.
 
-The locustfile (`loadgen.scenarios`) and the generator of `abserve compare` run this same code. Importing this module
+The locustfile (`loadgen.scenarios`) and the generator of `abserve compare` both run this code. Importing this module
 imports locust, which patches the process with gevent.
 """
 
@@ -25,19 +25,19 @@ _MOST_MESSAGES = 200
 
 
 class FailedRequestError(Exception):
-    """What Locust's statistics are told about a request that failed."""
+    """A failed request in Locust's statistics."""
 
 
 class Traffic:
-    """What the users of one block share: where they send, what, and where their samples go."""
+    """What the users of one block share: the target, the requests and the sample file."""
 
     def __init__(
         self, target: Target, requests: tuple[Sendable, ...], batch_size: int, writer: SampleWriter,
         *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (), first_user: int = 0,
         fresh: FreshItems | None = None, promise: Promise | None = None, kept: KeptAnswers | None = None,
     ) -> None:  # fmt: skip
-        """`others` are requests that a user may send besides. Without `fresh` the bodies are sent again as they are,
-        without `promise` every answer of good status is good."""
+        """`others` are further requests that a user may send. Without `fresh` the same bodies are sent again and again;
+        without `promise` every answer with a good status is good."""
         self.target = target
         self.requests = requests
         self.batch_size = batch_size
@@ -46,7 +46,7 @@ class Traffic:
         self.error_messages: list[str] = []
         self.errors = 0
         self.unmeasured = 0
-        """Good answers that were not recorded, as those of a cool-down."""
+        """Good answers that were not recorded: those of a cool-down."""
         self.last_end_ns = 0
         self.user_numbers = count(first_user)
         self.kept = kept or KeptAnswers(0, 0)
@@ -57,27 +57,27 @@ class Traffic:
         self._connections: list[Connection] = []
 
     def connection(self) -> Connection:
-        """A user's own; closed at the latest by `close`."""
+        """A new connection; `close` closes it if its user does not."""
         made = self.target.connection(self._sendable, timeout_s=self.timeout_s)
         self._connections.append(made)
         return made
 
     def close(self) -> None:
-        """Close every connection: an open channel would keep the process from ending, an open region its memory."""
+        """Close every connection: an open channel would keep the process alive, an open region its memory."""
         while self._connections:
             self._connections.pop().close()
 
     def next_request(self) -> tuple[int, int]:
-        """Its number and that of its body: the bodies take turns, over all users."""
+        """Its number and that of its body; all users together send the bodies in turn."""
         number = next(self._request_numbers)
         return number, number % len(self.requests)
 
     def patches(self, body: int) -> tuple[int, list[bytes]]:
-        """What makes the body's items new, and the number of the first."""
+        """The number of the body's first item, and the bytes that make its items new."""
         return (0, []) if self._fresh is None else self._fresh.patches(body)
 
     def error_index(self, message: str) -> int:
-        """Where `message` stands among the distinct ones, of which there are not more than so many."""
+        """The index of `message` among the distinct ones; beyond a limit all count as "other errors"."""
         known = self.error_messages
         if message not in known:
             message = message if len(known) < _MOST_MESSAGES - 1 else "other errors"
@@ -86,7 +86,7 @@ class Traffic:
         return known.index(message)
 
     def fault(self, exchange: Exchange) -> str | None:
-        """Why the answer is a failure, also one of good status; None where it is good."""
+        """Why the request failed; None for a good answer."""
         if not exchange.good:
             return failure_message(exchange)
         return None if self._promise is None else self._promise.fault(exchange)
@@ -94,7 +94,7 @@ class Traffic:
     def record(
         self, exchange: Exchange, fault: str | None, body: int, user: int, intended_ns: int | None = None
     ) -> None:
-        """Keep the sample. In a closed loop a request is due when it is sent."""
+        """Store the sample. In a closed loop a request is due when it is sent."""
         error = GOOD if fault is None else self.error_index(fault)
         self.errors += fault is not None
         self.last_end_ns = exchange.end_ns
@@ -105,12 +105,12 @@ class Traffic:
         )  # fmt: skip
 
     def pass_over(self, exchange: Exchange) -> None:
-        """Count a good answer that is not measured."""
+        """Count a good answer of the cool-down, which is not measured."""
         self.unmeasured += 1
         self.last_end_ns = exchange.end_ns
 
     def record_refused(self, refused: ConnectionRefused, body: int, user: int, intended_ns: int | None = None) -> None:
-        """A request for which no connection could be made: nothing was sent, and it counts as an error."""
+        """Store a request for which no connection could be made: nothing was sent, and it counts as an error."""
         nothing = Exchange()
         nothing.send_ns = nothing.end_ns = perf_counter_ns()
         self.record(nothing, str(refused), body, user, intended_ns)
@@ -122,7 +122,7 @@ class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
     abstract = True
     traffic: Traffic
     fires_events = True
-    """Whether Locust's own statistics hear of every request (its web page does, a measured block does not)."""
+    """Whether Locust's statistics count every request: they do for its web page, not in a measured block."""
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
@@ -134,10 +134,10 @@ class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
         self.connection.close()
 
     def infer(self, intended_ns: int | None = None, *, measured: bool = True) -> bool:
-        """Send the next body, which in an open loop was due at `intended_ns`, and wait for its answer; whether it was
-        good. Unless it is `measured`, only a failure is recorded.
+        """Send the next body, due at `intended_ns` in an open loop, and wait for its answer; returns whether it was
+        good. If not `measured`, only a failure is recorded.
 
-        Raises `ConnectionRefused`, after recording it, when the server no longer takes connections.
+        Raises `ConnectionRefused`, after recording it, when the server no longer accepts connections.
         """
         traffic = self.traffic
         number, body = traffic.next_request()

@@ -79,7 +79,7 @@ def outcome(requests: int, **changes: object) -> Outcome:
 def contributions(path: Path, first: Outcome | None, second: Outcome | None, lost: str = "") -> list[Contribution]:
     parts = shares(command(path), 2)
     return [
-        Contribution(number, "here", 100 + number, part, result, None if result is not None else lost)
+        Contribution(number, 100 + number, part, result, None if result is not None else lost)
         for number, (part, result) in enumerate(zip(parts, (first, second), strict=True))
     ]
 

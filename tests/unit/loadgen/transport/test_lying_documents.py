@@ -24,7 +24,7 @@ from loadgen.studies.fairness.conditions import as_condition
 from loadgen.studies.fairness.records import Conditions
 from loadgen.studies.gpu_proof.decision import judge_placement
 from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS
-from loadgen.targets.remote import RemoteDeployment
+from loadgen.targets.interface import RemoteDeployment
 from loadgen.transport.endpoint import Endpoint, EndpointError
 from tests.hostile_server import HostileServer, hostile_server
 
