@@ -8,7 +8,7 @@ from pathlib import Path
 
 from loadgen.bench.answers import AnswersUnderLoad
 from loadgen.bench.arms import Arm
-from loadgen.bench.gpu_stage import GpuStage
+from loadgen.bench.gpu_recording import GpuStage
 from loadgen.bench.load_runner import LoadRunner
 from loadgen.bench.preparation import Inputs
 from loadgen.bench.progress import Progress

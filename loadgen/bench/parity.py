@@ -1,4 +1,4 @@
-"""Whether the arms compute the same function: the same images sent to each as the load is, and answers compared."""
+"""Checks before the load that the arms compute the same function, by comparing their answers to the same inputs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Answer = Mapping[str, Array]
 
 
 class ParityError(Exception):
-    """The arms' answers cannot be compared at all; the message says why."""
+    """The arms' answers cannot be compared; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParityTarget:
-    """One arm as parity asks it: over the transport of the load, with the same pictures in its own payload."""
+    """One arm as parity asks it: over the transport of the load, with the same inputs in its own payload."""
 
     target: Target
     signature: Signature
@@ -40,9 +40,9 @@ class ParityTarget:
 def check_parity(
     arms: Mapping[Label, ParityTarget], batch_sizes: Collection[int], tolerance: Tolerance
 ) -> ParityRecord:
-    """Ask every arm, the baseline first, the same images: alone, in mixed batches sent at once (so that dynamic
-    batching merges them), and in one batch of each size. Every item must equal its reference but for rounding: an arm's
-    the baseline's, and an arm's in a batch the same arm's alone."""
+    """Send every arm, the baseline first, the same inputs: alone, in mixed batches sent at once (so that dynamic
+    batching merges them), and in one batch of each size. Each arm's answers must equal the baseline's but for rounding,
+    and an arm's answers in a batch its own answers alone."""
     record = ParityRecord(
         cases=(),
         ok=False,
@@ -60,39 +60,35 @@ def check_parity(
 def _cases(arms: Mapping[Label, ParityTarget], batch_sizes: Sequence[int], tolerance: Tolerance) -> list[ParityCase]:
     count = min(arm.inputs.count for arm in arms.values())
     batches = mixed_batches(count, max(batch_sizes))
-    whole = {size: tuple(item % count for item in range(size)) for size in batch_sizes if size > 1}
+    mixed = f"mixed batches of {', '.join(str(len(batch)) for batch in batches)} at once"
+    items_of = {mixed: [item for batch in batches for item in batch]}
+    items_of |= {f"one batch of {size}": [item % count for item in range(size)] for size in batch_sizes if size > 1}
     alone: dict[Label, Answer] = {}
-    merged: dict[Label, Answer] = {}
-    full: dict[Label, dict[int, Answer]] = {}
+    batched: dict[Label, dict[str, Answer]] = {}
     for label, arm in arms.items():
         try:
-            singles = [(item,) for item in range(count)]
-            alone[label] = _ask(arm, singles, at_once=1)
-            merged[label] = _ask(arm, batches, at_once=len(batches))
-            full[label] = {size: ask(arm, items) for size, items in whole.items()}
+            alone[label] = _ask_all(arm, [(item,) for item in range(count)], at_once=1)
+            batched[label] = {
+                name: _ask_all(arm, batches, at_once=len(batches)) if name == mixed else ask(arm, items)
+                for name, items in items_of.items()
+            }
         except (AnswerError, ConnectionRefused) as exc:
-            raise ParityError(f"arm {label} does not answer the parity images: {exc}") from exc
-    mixed_items = [item for batch in batches for item in batch]
-    sizes = "+".join(str(len(batch)) for batch in batches)
+            raise ParityError(f"arm {label} does not answer the inputs of the parity check: {exc}") from exc
     first, *others = arms
-    compared: list[tuple[str, Label, Literal["reference", "alone"], Answer, Answer]] = []
+    cases = []
     for label in others:
         of = "" if len(others) == 1 else f"{label}: "
-        compared.append((f"{of}each image alone", label, "reference", alone[first], alone[label]))
-        compared.append((f"{of}mixed batches {sizes} at once", label, "reference", merged[first], merged[label]))
-        for size in whole:
-            compared.append((f"{of}one batch of {size}", label, "reference", full[first][size], full[label][size]))
+        name = f"{of}each input alone"
+        cases.append(compare_answers(name, label, "reference", alone[first], alone[label], tolerance))
+        for name, expected in batched[first].items():
+            actual = batched[label][name]
+            cases.append(compare_answers(of + name, label, "reference", expected, actual, tolerance))
     for label in arms:
-        mixed = _rows(alone[label], mixed_items)
-        compared.append((f"{label}: mixed batches {sizes} against alone", label, "alone", mixed, merged[label]))
-        for size, items in whole.items():
-            one = _rows(alone[label], items)
-            compared.append((f"{label}: batch of {size} against alone", label, "alone", one, full[label][size]))
-    return [compare_answers(*case, tolerance) for case in compared]
-
-
-def _rows(answer: Answer, items: Sequence[int]) -> Answer:
-    return {name: array[list(items)] for name, array in answer.items()}
+        for name, items in items_of.items():
+            expected = {output: array[items] for output, array in alone[label].items()}
+            title = f"{label}: {name} against alone"
+            cases.append(compare_answers(title, label, "alone", expected, batched[label][name], tolerance))
+    return cases
 
 
 def mixed_batches(items: int, max_batch_size: int) -> list[tuple[int, ...]]:
@@ -114,20 +110,11 @@ def compare_answers(
     actual: Answer,
     tolerance: Tolerance,
 ) -> ParityCase:
-    """One case over all items of all outputs. Raises `ParityError` for other names, shapes or no finite numbers."""
+    """One case over all items of all outputs. Raises `ParityError` when names or shapes differ or a value is not
+    finite."""
     if expected.keys() != actual.keys():
         raise ParityError(f"{name}: outputs {sorted(actual)} instead of {sorted(expected)}")
-    found = ParityCase(
-        name=name,
-        label=label,
-        kind=kind,
-        images=0,
-        cosine_min=1.0,
-        max_abs=0.0,
-        ok=True,
-        relative_max=0.0,
-        element_max=0.0,
-    )
+    differences = {}
     for output, reference in expected.items():
         answer = actual[output]
         if answer.shape != reference.shape:
@@ -136,19 +123,21 @@ def compare_answers(
             raise ParityError(f"{name}: {output} is empty (shape {reference.shape})")
         if not (_finite(reference) and _finite(answer)):
             raise ParityError(f"{name}: {output} holds NaN or infinite values")
-        apart = difference(reference, answer)
-        ok = bool(tolerance.holds(apart).all())
-        found = msgspec.structs.replace(
-            found,
-            images=len(reference),
-            cosine_min=min(found.cosine_min, float(apart.cosine.min())),
-            max_abs=max(found.max_abs, float(apart.absolute.max())),
-            relative_max=max(found.relative_max or 0.0, float(apart.relative.max())),
-            element_max=max(found.element_max or 0.0, float(apart.element.max())),
-            ok=found.ok and ok,
-            output=found.output if ok or found.output else output,
-        )
-    return found
+        differences[output] = difference(reference, answer)
+    apart = differences.values()
+    wrong = [output for output, found in differences.items() if not tolerance.holds(found).all()]
+    return ParityCase(
+        name=name,
+        label=label,
+        kind=kind,
+        images=len(next(iter(expected.values()))) if expected else 0,
+        cosine_min=min((float(found.cosine.min()) for found in apart), default=1.0),
+        max_abs=max((float(found.absolute.max()) for found in apart), default=0.0),
+        relative_max=max((float(found.relative.max()) for found in apart), default=0.0),
+        element_max=max((float(found.element.max()) for found in apart), default=0.0),
+        ok=not wrong,
+        output=wrong[0] if wrong else None,
+    )
 
 
 def _finite(array: Array) -> bool:
@@ -156,7 +145,7 @@ def _finite(array: Array) -> bool:
 
 
 def ask(arm: ParityTarget, items: Sequence[int]) -> Answer:
-    """The answer to one request, on a connection of its own. Raises `AnswerError`, `ConnectionRefused`."""
+    """The answer to one request, on its own connection. Raises `AnswerError`, `ConnectionRefused`."""
     request = arm.target.sendable(prepare(arm.target.transport, arm.inputs, arm.signature, items))
     connection = arm.target.connection((request,), timeout_s=_TIMEOUT_S)
     try:
@@ -165,14 +154,14 @@ def ask(arm: ParityTarget, items: Sequence[int]) -> Answer:
         connection.close()
     for name, array in answer.items():
         if array.ndim == 0 or len(array) != len(items):
-            raise AnswerError(f"output {name} has shape {array.shape} for {len(items)} images")
+            raise AnswerError(f"output {name} has shape {array.shape} for a batch of {len(items)}")
         if array.dtype.hasobject:
             raise AnswerError(f"output {name} holds texts, which cannot be compared as numbers")
     return answer
 
 
-def _ask(arm: ParityTarget, batches: Sequence[tuple[int, ...]], *, at_once: int) -> Answer:
-    """Every batch's answer, joined in order."""
+def _ask_all(arm: ParityTarget, batches: Sequence[tuple[int, ...]], *, at_once: int) -> Answer:
+    """The answers to all batches, joined in order."""
     with ThreadPoolExecutor(max_workers=at_once) as pool:
         answers = list(pool.map(lambda items: ask(arm, items), batches))
     return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}

@@ -19,8 +19,7 @@ import msgspec
 
 from loadgen.bench.answers import LEAST_ANSWERS, AnswersUnderLoad
 from loadgen.bench.bench import Bench
-from loadgen.bench.gpu_recording import SAMPLER
-from loadgen.bench.gpu_stage import GpuStage
+from loadgen.bench.gpu_recording import SAMPLER, GpuStage
 from loadgen.bench.interruption import interruptible, uninterrupted
 from loadgen.bench.load_runner import LoadError
 from loadgen.bench.preparation import (

@@ -161,6 +161,6 @@ def test_a_step_of_the_wall_clock_is_noted_and_changes_nothing(tmp_path: Path, m
     assert state.state == "finished"
     first, second = (record for record in blocks(out) if isinstance(record, BlockRecord))
     assert first.complete
-    assert first.note == "the wall clock was set by +3,600 s meanwhile; what is measured does not depend on it"
+    assert "the wall clock was set by +3,600 s" in (first.note or "")
     assert second.note is None
     assert 0 < first.window_end_ns - first.window_start_ns < 60e9
