@@ -1,8 +1,9 @@
-"""One side of a comparison while it runs: its deployment and what its server says about itself."""
+"""One arm of a comparison while it runs: its deployment and what its server reports about itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
@@ -24,23 +25,23 @@ _MOST_TITLE = 120
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A deployment together with what was asked of it."""
+    """A deployment and the request for it."""
 
     request: ArmRequest
     deployment: Deployment
     model: str
-    """Under the name of the payload's variant."""
+    """The name of the variant for the payload."""
     transport: Transport = "http"
     payload: str = "fp32"
 
     @property
     def endpoint(self) -> Endpoint:
-        """For questions other than inference."""
+        """For all requests but inference."""
         return Endpoint(self.deployment.url)
 
     @property
     def body_key(self) -> str:
-        """Arms with the same key are sent the very same requests: a gRPC request holds the model's name."""
+        """Arms with the same key get the same requests; a gRPC request contains the model's name."""
         return f"{self.model} {self.payload} {self.transport}"
 
     @property
@@ -49,7 +50,7 @@ class Arm:
         return Target(self.transport, self.deployment.url, self.model, self.deployment.grpc_address)
 
     def bodies(self, samples: Path, signature: Signature, batch_sizes: Sequence[int], seed: int) -> Prepare:
-        """What has the generator make this arm's request bodies."""
+        """The command that makes the generator prepare this arm's request bodies."""
         return Prepare(
             samples_directory=str(samples),
             payload=self.payload,
@@ -61,7 +62,7 @@ class Arm:
         )
 
     def load(self, cell: Cell, samples: Path | None, *, arrivals_seed: int = 0, late_allowed: int = 0) -> Open:
-        """What has the generator load this arm as the cell says, with the bodies that it has made."""
+        """The command that opens a block on this arm with the prepared bodies."""
         return Open(
             url=self.deployment.url,
             grpc_address=self.deployment.grpc_address,
@@ -81,17 +82,19 @@ class Arm:
         )
 
     def failure_message(self) -> str:
-        """What is known about a dead server, to end a sentence with; else nothing."""
-        sleep(0.05)  # a process that has just closed its sockets takes a moment to end
+        """The end of a sentence about a server that has died; empty while it runs."""
+        sleep(0.05)  # a process that has just closed its sockets needs a moment to end
         failure = self.deployment.failure()
         return "" if failure is None else f"; the server {failure}"
 
     def record(self) -> ArmRecord:
-        """What is in effect, by the server's own documents. Raises `EndpointError` when it does not answer."""
+        """What is in effect according to the server. Raises `EndpointError` when it does not answer."""
         endpoint = self.endpoint
         server = endpoint.document("/v2") or {}
         config = endpoint.document(f"/v2/models/{self.model}/config")
-        gpu_info = _gpu_info(endpoint)
+        gpu_info: dict[str, object] | None = None
+        with suppress(EndpointError):
+            gpu_info = endpoint.document("/gpu-info")
         in_effect = effective_settings(config)
         return ArmRecord(
             label=self.request.label,
@@ -111,7 +114,7 @@ class Arm:
 
 
 def effective_settings(config: Mapping[str, Any] | None) -> dict[str, object]:
-    """Settings in effect from a model's configuration: its `parameters`, batching and instances. Only what is there."""
+    """The settings that a model's configuration contains: its `parameters`, batching and instances."""
     if config is None:
         return {}
     settings: dict[str, object] = {}
@@ -132,13 +135,6 @@ def effective_settings(config: Mapping[str, Any] | None) -> dict[str, object]:
     if counts and None not in counts and instances < _MOST_INSTANCES:
         settings["instances"] = instances
     return settings
-
-
-def _gpu_info(endpoint: Endpoint) -> dict[str, object] | None:
-    try:
-        return endpoint.document("/gpu-info")
-    except EndpointError:
-        return None
 
 
 def _title(server: Mapping[str, Any], in_effect: Mapping[str, object]) -> str:

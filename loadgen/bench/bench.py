@@ -1,4 +1,4 @@
-"""What a phase under load works with: all servers up, alike in their answers and warmed, and a generator at hand."""
+"""The run context of a phase under load: all servers up and warm, with the same answers, and a generator."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from loadgen.transport.endpoint import Signature
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """One restart of the servers. It lends everything and owns nothing: the runner ends what is in it."""
+    """The context of one start of the servers. It owns nothing: the runner ends what is in it."""
 
     experiment: Experiment
     store: RunStore
     progress: Progress
     forecast: Forecast
     enter: Callable[[str], None]
-    """A phase begins, by its title: on disk and on the screen."""
+    """Begin a phase with this title, in the stored state and on the screen."""
     arms: Mapping[Label, Arm]
     records: Sequence[ArmRecord]
     signatures: Mapping[Label, Signature]
@@ -41,24 +41,24 @@ class Bench:
     work: Path
     """A temporary folder of the run."""
     abserve: tuple[str, ...]
-    """The command that starts servers, for a phase that needs one with other settings."""
+    """The command that starts servers with other settings."""
     restart: int
     """From 0."""
     done: list[StoredBlock]
-    """Blocks of this run's load, those of earlier restarts too, where their number is not fixed."""
+    """The run's blocks so far, also of earlier restarts, when their number is not fixed."""
     load_deadline: Callable[[], float]
-    """The moment, of `time.monotonic`, by which this restart's load is to end."""
+    """When this restart's load must end, by `time.monotonic`."""
 
     @property
     def last(self) -> bool:
-        """Whether the servers are not started again for load after this."""
+        """Whether this is the last start of the servers for load."""
         return self.restart + 1 == self.experiment.restarts
 
     def load_runner(
         self, arms: Mapping[Label, Arm] | None = None, store: RunStore | None = None, *, watched: bool = True
     ) -> LoadRunner:
-        """Loads these arms, by default this run's own, whose answers are kept for the comparison; `store` is where
-        records go. `watched`: with the GPU beside."""
+        """A runner for these arms and this store, by default the run's; only the run's arms have answers kept.
+        `watched`: record the GPU."""
         return LoadRunner(
             self.arms if arms is None else arms,
             self.generator,
@@ -70,8 +70,7 @@ class Bench:
         )
 
     def prepare_bodies(self, batch_sizes: Sequence[int]) -> None:
-        """Make the generator's bodies of these batch sizes, in place of those that it has. Raises
-        `GeneratorError`."""
+        """Replace the generator's bodies by those of these batch sizes. Raises `GeneratorError`."""
         self.progress.now("preparing request bodies")
         for label in {arm.body_key: label for label, arm in self.arms.items()}.values():
             arm = self.arms[label]
@@ -80,6 +79,6 @@ class Bench:
             )
 
     def warm_up(self, cells: Sequence[Cell]) -> dict[str, float]:
-        """Every load shape of these cells on every arm, outside any window; how many seconds a request of each takes on
-        the slower arm. Raises `LoadError`."""
+        """Run every load shape of these cells on every arm. Returns by cell how many seconds a request takes on the
+        slowest arm. Raises `LoadError`."""
         return self.load_runner().warm_up(cells)

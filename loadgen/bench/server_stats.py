@@ -1,4 +1,4 @@
-"""What a server's own statistics say about a stretch of load: the difference of two snapshots of them."""
+"""The latency breakdown of a stretch of load: the difference of two snapshots of a server's own statistics."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from loadgen.records.model_config import whole
 from loadgen.records.run import StageTotals
 
 OWN_STAGES = "abserve_stages"
-"""The native server's extra object in its statistics: receive, decode, queue, compute, encode."""
+"""The native server's own object in its statistics: receive, decode, queue, compute, encode."""
 
 _MOST = 2**53
-"""As nanoseconds 104 days."""
+"""104 days in nanoseconds."""
 
 Statistics = Mapping[str, Any]
 
@@ -24,8 +24,8 @@ def requests_seen(statistics: Statistics) -> int:
 
 
 def stage_totals(before: Statistics, after: Statistics) -> StageTotals | None:
-    """What happened between two snapshots (`model_stats[0]` each). A counter that a server does not report is None;
-    one that it reports only since its first use was 0 before. None for numbers that no block of load can have."""
+    """The growth between two snapshots (`model_stats[0]` each). A counter that the server does not report is None; one
+    that it reports since its first use was 0 before. None when a number is impossible for a block of load."""
     differences: list[int] = []
 
     def grown(*path: str) -> int | None:

@@ -24,7 +24,7 @@ from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.invocation import OWN_MODULE
 from loadgen.machine.calibration import CalibrationError, read_machine
-from loadgen.machine.environment import read_environment, utc_now
+from loadgen.machine.environment import command_line, utc_now
 from loadgen.machine.fingerprint import fingerprint
 from loadgen.records.machine import Calibration, CalibrationCell, TimingError
 from loadgen.records.payloads import PAYLOADS
@@ -153,7 +153,7 @@ def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibr
     return Calibration(
         fingerprint=fingerprint(host, packages),
         made_at=utc_now(),
-        command=read_environment({}, {}).command,
+        command=command_line(),
         host=host,
         packages=packages,
         sink_processes=count,
