@@ -2,8 +2,8 @@
 
     python -m pytest tests/benchmarks/client_cpu.py -m benchmark -s
 
-Everything runs on loopback against one sink (`loadgen.calibration.sink`: reads the body, answers 2 KB; over gRPC its
-door that any client may use) in alternating rounds: one user, one connection, one FP32 image a request. The Locust
+Everything runs on loopback against one sink (`tests.benchmarks.open_sink`: reads the body, answers 2 KB) in alternating
+rounds: one user, one connection, one FP32 image a request. The Locust
 users live in one gevent-patched process; their figure is the process's user and system time over the requests of a
 round. perf_analyzer is started twice a round, for few requests and for many; its figure is the difference of its CPU
 times over the difference of the requests, so that its start-up is not charged. Ratios are medians over rounds.
@@ -27,10 +27,9 @@ from typing import Any
 
 import pytest
 
-from loadgen.calibration.measurement import SinkProcesses
-
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(900)]
 
+ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 7
 REQUESTS = 400
 FEW, MANY = 100, 700
@@ -120,11 +119,23 @@ for line in sys.stdin:
 """
 
 
+class OpenSink:
+    """A sink that any client can use, as a process."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.benchmarks.open_sink"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+        assert self.process.stdout is not None
+        ports = json.loads(self.process.stdout.readline())
+        self.url = f"http://127.0.0.1:{ports['port']}"
+        self.grpc_address = f"127.0.0.1:{ports['grpc_port']}"
+
+
 class Clients:
     """The process in which all Locust users live."""
 
-    def __init__(self, sink: SinkProcesses, folder: Path) -> None:
-        arguments = [sys.executable, "-c", CLIENTS, sink.url, sink.library_grpc_address, str(folder)]
+    def __init__(self, sink: OpenSink, folder: Path) -> None:
+        arguments = [sys.executable, "-c", CLIENTS, sink.url, sink.grpc_address, str(folder)]
         self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def cpu_us(self, name: str) -> float:
@@ -137,14 +148,15 @@ class Clients:
 
 
 @pytest.fixture
-def sink(tmp_path: Path) -> Iterator[SinkProcesses]:
-    found = SinkProcesses(1, tmp_path)
+def sink() -> Iterator[OpenSink]:
+    found = OpenSink()
     yield found
-    found.stop()
+    with found.process as process:
+        process.kill()
 
 
 @pytest.fixture
-def clients(sink: SinkProcesses, tmp_path: Path) -> Iterator[Clients]:
+def clients(sink: OpenSink, tmp_path: Path) -> Iterator[Clients]:
     found = Clients(sink, tmp_path)
     yield found
     with found.process as process:
@@ -156,9 +168,9 @@ def cpu_s_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def perf_analyzer_cpu_us(analyzer: Any, sink: SinkProcesses, transport: str) -> float:
+def perf_analyzer_cpu_us(analyzer: Any, sink: OpenSink, transport: str) -> float:
     """CPU µs a request, start-up excluded; the clients' process has not been waited for, so it is not in the sum."""
-    address = sink.library_grpc_address if transport == "grpc" else sink.url.removeprefix("http://")
+    address = sink.grpc_address if transport == "grpc" else sink.url.removeprefix("http://")
     command = ["-m", "sink", "-i", "grpc" if transport == "grpc" else "http", "-u", address, "-b", "1"]
     if transport == "shm":
         command += ["--shared-memory", "system", "--output-shared-memory-size", "2048"]
@@ -170,7 +182,7 @@ def perf_analyzer_cpu_us(analyzer: Any, sink: SinkProcesses, transport: str) -> 
     return (used[1] - used[0]) / (MANY - FEW) * 1e6
 
 
-def test_cpu_of_a_request(sink: SinkProcesses, clients: Clients, perf_analyzer: Any) -> None:
+def test_cpu_of_a_request(sink: OpenSink, clients: Clients, perf_analyzer: Any) -> None:
     names = [*OURS, "FastHttpUser", *(f"perf_analyzer {transport}" for transport in ("http", "grpc", "shm"))]
     found: dict[str, list[float]] = {name: [] for name in names}
     for number in range(ROUNDS):
