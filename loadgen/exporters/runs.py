@@ -1,7 +1,7 @@
-"""What the runs in a results folder found, for Prometheus, prefixes `abserve_run_` and `abserve_comparison_`.
+"""The runs in a results folder as Prometheus metrics, `abserve_run_…` and `abserve_comparison_…`.
 
-It only reads what `abserve compare` has stored, so a run needs to know nothing of dashboards. Files that are missing,
-half a run, malformed or of another version show nothing, and take nothing from other runs; no value is made up.
+It only reads what `abserve compare` has stored. A file that is missing, incomplete, malformed or of another version
+shows nothing and does not affect other runs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from loadgen.storage.run_lock import is_running
 
 NEWEST = 20
 SILENT_SECONDS = 600.0
-"""A run that says "running" and has written nothing for so long was killed, unless its process can be seen: nearly
-every block and trial is shorter."""
+"""A run in the state "running" that wrote nothing for so long was killed, unless its process is alive: nearly every
+block and trial is shorter."""
 
 T = TypeVar("T")
 
 
 class _State(msgspec.Struct):
-    """Of each file, what is shown of it."""
-
     state: str = ""
     phase: str = ""
 
@@ -83,7 +81,7 @@ class RunsCollector(Collector):
         self._known: dict[Path, tuple[int, Any]] = {}
 
     def collect(self) -> Iterable[Metric]:
-        """All families; labels name the run by its folder."""
+        """All families; the label `run` is the run's folder."""
         families = _Families()
         for folder in self._newest():
             state = self._read(folder / "run.json", _State)
@@ -98,7 +96,7 @@ class RunsCollector(Collector):
         return families.all()
 
     def _newest(self) -> list[Path]:
-        """By the run's own first record; the newest last."""
+        """By the time of the run's first record; the newest last."""
         found = []
         with suppress(OSError):
             for path in self._folder.glob("*/experiment.json"):
@@ -111,13 +109,13 @@ class RunsCollector(Collector):
             is_running(folder) or self._wall_s() - _last_written(folder) < SILENT_SECONDS
         )
         phase, name = state.phase if running else "", printable(folder.name)
-        families.add("abserve_run_running", "1 while it runs.", float(running), run=name, phase=phase)
+        families.add("abserve_run_running", "1 while the run goes on.", float(running), run=name, phase=phase)
         with suppress(OSError):  # it has just been removed
             started = (folder / "experiment.json").stat().st_mtime
-            families.add("abserve_run_start_timestamp_seconds", "When it began.", started, run=name)
+            families.add("abserve_run_start_timestamp_seconds", "When the run began.", started, run=name)
 
     def _read(self, path: Path, kind: type[T]) -> T | None:
-        """What is shown of a file, read again when the file has changed; None for anything else."""
+        """The decoded file, read again when it has changed; None when it cannot be used."""
         try:
             found = path.stat()
             known = self._known.get(path)
@@ -129,7 +127,7 @@ class RunsCollector(Collector):
 
 
 def _decoded(path: Path, mode: int, size: int, kind: type[T]) -> T | None:
-    if not stat.S_ISREG(mode) or size > MOST_RECORD_BYTES:  # reading a named pipe would wait for ever
+    if not stat.S_ISREG(mode) or size > MOST_RECORD_BYTES:  # reading a named pipe would block
         return None
     try:
         return read_record(path.read_bytes(), kind)  # type: ignore[no-any-return]
@@ -138,7 +136,7 @@ def _decoded(path: Path, mode: int, size: int, kind: type[T]) -> T | None:
 
 
 class _Families:
-    """Gauges by name; a label set that comes twice keeps its first value."""
+    """Gauges by name; a duplicate label set keeps its first value."""
 
     def __init__(self) -> None:
         self._families: dict[str, GaugeMetricFamily] = {}
@@ -157,20 +155,22 @@ class _Families:
 
 def _add_result(families: _Families, run: str, result: _Result) -> None:
     families.add(
-        "abserve_run_valid", "1: the verdict holds.", float(result.valid), run=run, sentence=result.verdict.sentence
+        "abserve_run_valid", "1 if the result is valid.", float(result.valid), run=run, sentence=result.verdict.sentence
     )
     for arm in result.arms:
-        families.add("abserve_run_arm_info", "The arms; always 1.", 1.0, run=run, arm=arm.label, title=arm.title)
+        families.add(
+            "abserve_run_arm_info", "The arms of the run; always 1.", 1.0, run=run, arm=arm.label, title=arm.title
+        )
     for one in result.comparisons:
         labels = {
             "run": run, "scenario": one.scenario, "metric": one.metric, "baseline": one.baseline, "arm": one.arm,
             "verdict": one.verdict,
         }  # fmt: skip
         if one.ratio is not None:
-            families.add("abserve_comparison_ratio", "Arm over baseline.", one.ratio, **labels)
+            families.add("abserve_comparison_ratio", "Arm divided by baseline.", one.ratio, **labels)
         if one.ci95 is not None:
             families.add("abserve_comparison_ratio_low", "Lower end of the 95 % interval.", one.ci95[0], **labels)
-            families.add("abserve_comparison_ratio_high", "Its upper end.", one.ci95[1], **labels)
+            families.add("abserve_comparison_ratio_high", "Upper end of the 95 % interval.", one.ci95[1], **labels)
 
 
 def _add_evidence(families: _Families, run: str, evidence: _Evidence) -> None:
@@ -184,20 +184,16 @@ def _add_evidence(families: _Families, run: str, evidence: _Evidence) -> None:
             "finding": record.finding,
             "code": record.code or "",
         }
-        families.add("abserve_run_gpu_evidence", "Where the work ran, as found; always 1.", 1.0, **labels)
+        families.add("abserve_run_gpu_evidence", "GPU verification by arm and workload; always 1.", 1.0, **labels)
 
 
 def _last_written(folder: Path) -> float:
-    """Blocks, trials and samples come one by one, and those of causes in folders of their own, so the folders' times
-    move while a run lives."""
+    """The newest time of the run's folders, which change with every block, trial and sample file."""
+    paths = [folder, folder / "run.json"]
+    with suppress(OSError):
+        paths += [path for pattern in ("*", "*/*", "*/*/*") for path in folder.glob(pattern) if path.is_dir()]
     times = []
-    try:
-        folders = [path for pattern in ("*", "*/*", "*/*/*") for path in folder.glob(pattern) if path.is_dir()]
-    except OSError:
-        folders = []
-    for path in (folder, *folders, folder / "run.json"):
-        try:
+    for path in paths:
+        with suppress(OSError):
             times.append(path.stat().st_mtime)
-        except OSError:
-            continue
     return max(times, default=0.0)
