@@ -1,4 +1,4 @@
-"""One test of the locustfile: its options, the bodies that its users send, the files that their samples go to."""
+"""One test of the locustfile: its options, the request bodies, the sample files."""
 
 from __future__ import annotations
 
@@ -51,29 +51,29 @@ class LoadOptions:
 
     @staticmethod
     def add_to(parser: Any) -> None:
-        """Register them on Locust's command line; its web page shows them too (not those of a group, though)."""
+        """Add them to Locust's command line and web page, which does not show options of a group."""
 
         def add(name: str, default: object, text: str, **extra: object) -> None:
             variable = "ABSERVE_LOAD_" + name.lstrip("-").replace("-", "_").upper()
             parser.add_argument(name, default=default, env_var=variable, help=text, **extra)
 
-        add("--model", "openclip_vit_b32", "Model to ask.")
-        add("--batch-size", 8, "Images a request in the scenario Batched.", type=int)
-        add("--payload", "fp32", "How an image travels.", choices=list(PAYLOADS))
+        add("--model", "openclip_vit_b32", "The model's name on the server.")
+        add("--batch-size", 8, "Inputs per request in the scenario Batched.", type=int)
+        add("--payload", "fp32", "Format of an image in a request.", choices=list(PAYLOADS))
         add("--protocol", "http", "Transport.", choices=list(TRANSPORTS))
-        add("--grpc", "", "HOST:PORT of the gRPC door; default: the host's, on the port after its HTTP port.")
-        add("--samples-dir", "", "Images to send, from `abserve samples --out DIR`; default: made on the fly.")
-        add("--samples-out", "", "Folder for raw samples, one .npy file a user class and process; default: none.")
-        add("--rate", 0.0, "Requests a second of the scenario OpenLoop, over all workers.", type=float)
-        add("--arrivals", "poisson", "How they fall due.", choices=["poisson", "constant"])
+        add("--grpc", "", "HOST:PORT of the server's gRPC; default: the host and the port after its HTTP port.")
+        add("--samples-dir", "", "Inputs to send, from `abserve samples --out DIR`; default: made for the test.")
+        add("--samples-out", "", "Folder for raw samples, one .npy file per user class and process; default: none.")
+        add("--rate", 0.0, "Requests per second in the scenario OpenLoop, over all workers.", type=float)
+        add("--arrivals", "poisson", "Arrival process of OpenLoop.", choices=["poisson", "constant"])
         add("--request-timeout", 60.0, "Seconds until a request counts as failed.", type=float)
         hidden = {"include_in_web_ui": False}
-        add("--metrics-port", 0, "Port of the generator's Prometheus metrics; 0: none.", type=int, **hidden)
-        add("--metrics-host", "127.0.0.1", "Address that they listen on.", **hidden)
+        add("--metrics-port", 0, "Port of the generator's Prometheus metrics; 0: no metrics.", type=int, **hidden)
+        add("--metrics-host", "127.0.0.1", "Address of the generator's Prometheus metrics.", **hidden)
 
     @classmethod
     def parse(cls, environment: Any) -> LoadOptions:
-        """As they stand now: the web page may have changed them."""
+        """The current values: the web page may have changed them."""
         given = environment.parsed_options
         return cls(
             model=variant_name(given.model, given.payload),
@@ -89,22 +89,24 @@ class LoadOptions:
         )
 
     def problem(self) -> str | None:
-        """Which value cannot be used, in a sentence with the remedy."""
+        """A sentence about the first invalid value, with the remedy."""
         if self.batch_size < 1:
-            return f"--batch-size {self.batch_size}: give a whole number from 1"
+            return f"--batch-size {self.batch_size} is not possible; give a whole number from 1"
         if not 0.0 < self.timeout_s <= _MOST_TIMEOUT_S:
-            return f"--request-timeout {self.timeout_s:g}: give more than 0 and at most {_MOST_TIMEOUT_S:g} seconds"
+            return f"--request-timeout {self.timeout_s:g} is not possible; give a time up to {_MOST_TIMEOUT_S:g} s"
         if not 0.0 <= self.rate_per_s <= RATE_LIMIT_PER_S:
-            return f"--rate {self.rate_per_s:g}: give 0 to {RATE_LIMIT_PER_S:g} requests a second"
+            return f"--rate {self.rate_per_s:g} is not possible; give 0 to {RATE_LIMIT_PER_S:g} requests per second"
         return None
 
     def target(self, address: Address) -> Target:
-        """How the server is asked. Raises `AddressError`."""
+        """The server for inference. Raises `AddressError`."""
         grpc = self.grpc or f"{address.authority.rpartition(':')[0]}:{address.port + 1}"
         if self.transport == "grpc":
             parse_grpc_address(grpc)
         if self.transport == "shm" and not address.is_local:
-            raise AddressError(f"--protocol shm: {address.url} is not on this machine, whose memory it cannot share")
+            raise AddressError(
+                f"--protocol shm needs a server on this machine, and {address.url} is not; use http or grpc"
+            )
         return Target(self.transport, address.url, self.model, grpc)
 
 
@@ -120,7 +122,7 @@ class Session:
         self._numbers = FreshNumbers()
 
     def load_inputs(self) -> None:
-        """The images, where they can be had without a server. Raises `InputError` for a folder without any."""
+        """Read or make the inputs, if that needs no server. Raises `InputError` for a folder without inputs."""
         options = self.options
         if options.samples_dir:
             self._inputs = read_inputs(Path(options.samples_dir), options.payload)
@@ -130,7 +132,7 @@ class Session:
             self._inputs = read_inputs(folder, options.payload)
 
     def traffic(self, name: str, batch_size: int, *, bodies: int | None = None) -> Traffic:
-        """What users of one class send. Raises `EndpointError`, `InputError`, `OSError`."""
+        """The traffic of one user class. Raises `EndpointError`, `InputError`, `OSError`."""
         if self._signature is None:
             self._signature = Endpoint(self._address.url, timeout_s=self.options.timeout_s).signature(
                 self.options.model
@@ -138,7 +140,7 @@ class Session:
         if self._inputs is None:
             self.load_inputs()
         if self._inputs is None:
-            logger.warning(f"no sample images for the model {self.options.model}: sending synthetic values")
+            logger.warning(f"there are no sample inputs for the model {self.options.model}; sending random values")
             with _temporary_folder() as folder:
                 write_synthetic(self._signature, folder, self.options.payload, seed=0)
                 self._inputs = read_inputs(folder, self.options.payload)
@@ -166,21 +168,21 @@ class Session:
         return traffic
 
     def idle_traffic(self) -> Traffic:
-        """For users that find out later what to send."""
+        """The traffic of users that cannot send, or not yet."""
         target = Target("http", self._address.url, self.options.model)
         return Traffic(target, (), 1, SampleWriter(None), timeout_s=self.options.timeout_s)
 
     def flush(self) -> None:
-        """Samples so far to disk. Raises `OSError`."""
+        """Write the samples so far. Raises `OSError`."""
         for _, _, traffic in self._open:
             traffic.writer.flush()
 
     def files(self) -> dict[str, Path]:
-        """Where the samples of each user class go, where they are stored."""
+        """The sample file of each user class; empty when samples are not stored."""
         return {name: path for name, path, _ in self._open if path is not None}
 
     def close(self) -> list[WorkerFile]:
-        """Finish the sample files; beside each, a JSON file says what its numbers refer to. Raises `OSError`."""
+        """Finish the sample files, each with a JSON file that explains its numbers. Raises `OSError`."""
         finished = []
         while self._open:
             name, path, traffic = self._open.pop()
