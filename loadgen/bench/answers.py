@@ -121,7 +121,6 @@ class AnswersUnderLoad:
 
 
 def _typical(answers: Sequence[Sequence[Answer]]) -> dict[str, float]:
-    """The root mean square of each output over all answers."""
     arrays: dict[str, list[Array]] = {}
     for answer in chain.from_iterable(answers):
         for name, array in answer.items():
@@ -156,7 +155,6 @@ def _fault(
 
 
 def _ask_alone(reference: ParityTarget, variation: Variation | None, seed: int, kept: _Kept) -> list[Answer]:
-    """Ask the reference for each compared item of a kept answer."""
     inputs, answer = reference.inputs, kept.answer
     items = choose_items(inputs.count, kept.cell.batch_size, seed)[answer.body]
     alone = []

@@ -1,10 +1,11 @@
-"""The run context of a phase under load: all servers up and warm, with the same answers, and a generator."""
+"""The run context: what the phases of a run and its studies share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from time import monotonic
 
 from loadgen.bench.answers import AnswersUnderLoad
 from loadgen.bench.arms import Arm
@@ -13,46 +14,65 @@ from loadgen.bench.load_runner import LoadRunner
 from loadgen.bench.preparation import Inputs
 from loadgen.bench.progress import Progress
 from loadgen.experiment.forecast import Forecast
+from loadgen.experiment.schedule import schedule
 from loadgen.generator.process import GeneratorProcess
-from loadgen.records.run import ArmRecord, Cell, Experiment, Label
+from loadgen.records.run import ArmRecord, Cell, Experiment, Label, RunState
 from loadgen.storage.store import RunStore
 from loadgen.storage.stored_run import StoredBlock
 from loadgen.transport.endpoint import Signature
 
 
-@dataclass(frozen=True, slots=True)
 class Bench:
-    """The context of one start of the servers. It owns nothing: the runner ends what is in it."""
+    """The context of one run. A study gets it when all servers are up and warm and give the same answers."""
 
-    experiment: Experiment
-    store: RunStore
-    progress: Progress
-    forecast: Forecast
-    enter: Callable[[str], None]
-    """Begin a phase with this title, in the stored state and on the screen."""
-    arms: Mapping[Label, Arm]
-    records: Sequence[ArmRecord]
-    signatures: Mapping[Label, Signature]
-    inputs: Inputs
-    samples_folder: Path
-    generator: GeneratorProcess
-    gpu: GpuStage
-    answers: AnswersUnderLoad
     work: Path
     """A temporary folder of the run."""
-    abserve: tuple[str, ...]
-    """The command that starts servers with other settings."""
-    restart: int
-    """From 0."""
-    done: list[StoredBlock]
-    """The run's blocks so far, also of earlier restarts, when their number is not fixed."""
-    load_deadline: Callable[[], float]
-    """When this restart's load must end, by `time.monotonic`."""
+    samples_folder: Path
+    records: Sequence[ArmRecord]
+    """Of the arms as they run now, like `signatures`."""
+    signatures: Mapping[Label, Signature]
+    inputs: Inputs
+    generator: GeneratorProcess
+    answers: AnswersUnderLoad
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        store: RunStore,
+        progress: Progress,
+        abserve: Sequence[str],
+        sampler: Sequence[str],
+    ) -> None:
+        """`abserve` is the command that starts servers, `sampler` that of the GPU sampler."""
+        self.experiment = experiment
+        self.store = store
+        self.progress = progress
+        self.abserve = tuple(abserve)
+        self.forecast = Forecast(experiment, schedule(experiment))
+        self.gpu = GpuStage(store, abserve, sampler)
+        self.arms: dict[Label, Arm] = {}
+        self.restart = 0
+        """The number of this start of the servers, from 0."""
+        self.done: list[StoredBlock] = []
+        """The run's blocks so far, also of earlier restarts, when their number is not fixed."""
+        self.phase = "starting"
+        self.began_s = monotonic()
+        self.resources = ExitStack()
+        """Closed at the end of the run."""
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, in the stored state and on the screen."""
+        self.phase = phase
+        self.store.write(RunState(state="running", phase=phase))
+        self.progress.phase(phase)
 
     @property
     def last(self) -> bool:
-        """Whether this is the last start of the servers for load."""
         return self.restart + 1 == self.experiment.restarts
+
+    def load_deadline(self) -> float:
+        """When this restart's load must end, by `time.monotonic`."""
+        raise NotImplementedError
 
     def load_runner(
         self, arms: Mapping[Label, Arm] | None = None, store: RunStore | None = None, *, watched: bool = True
@@ -73,10 +93,8 @@ class Bench:
         """Replace the generator's bodies by those of these batch sizes. Raises `GeneratorError`."""
         self.progress.now("preparing request bodies")
         for label in {arm.body_key: label for label, arm in self.arms.items()}.values():
-            arm = self.arms[label]
-            self.generator.prepare(
-                arm.bodies(self.samples_folder, self.signatures[label], batch_sizes, self.experiment.seed)
-            )
+            arm, signature = self.arms[label], self.signatures[label]
+            self.generator.prepare(arm.bodies(self.samples_folder, signature, batch_sizes, self.experiment.seed))
 
     def warm_up(self, cells: Sequence[Cell]) -> dict[str, float]:
         """Run every load shape of these cells on every arm. Returns by cell how many seconds a request takes on the

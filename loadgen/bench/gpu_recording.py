@@ -119,7 +119,6 @@ class GpuStage:
         self.note_processes()
 
     def close(self) -> None:
-        """End the sampler."""
         if self.recording is not None:
             self.recording.stop()
             self.recording = None

@@ -71,7 +71,6 @@ class MachineWatch:
         self._before: ProcessorReading | None = None
 
     def start(self) -> None:
-        """Read the counters."""
         if not self._started:
             self._started, self._servers = True, _server_processes(self._arms)
         self._before = read_processors()

@@ -103,12 +103,7 @@ def mixed_batches(items: int, max_batch_size: int) -> list[tuple[int, ...]]:
 
 
 def compare_answers(
-    name: str,
-    label: Label,
-    kind: Literal["reference", "alone"],
-    expected: Answer,
-    actual: Answer,
-    tolerance: Tolerance,
+    name: str, label: Label, kind: Literal["reference", "alone"], expected: Answer, actual: Answer, tolerance: Tolerance
 ) -> ParityCase:
     """One case over all items of all outputs. Raises `ParityError` when names or shapes differ or a value is not
     finite."""
@@ -161,7 +156,6 @@ def ask(arm: ParityTarget, items: Sequence[int]) -> Answer:
 
 
 def _ask_all(arm: ParityTarget, batches: Sequence[tuple[int, ...]], *, at_once: int) -> Answer:
-    """The answers to all batches, joined in order."""
     with ThreadPoolExecutor(max_workers=at_once) as pool:
         answers = list(pool.map(lambda items: ask(arm, items), batches))
     return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}

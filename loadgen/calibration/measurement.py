@@ -83,7 +83,6 @@ class SinkProcesses:
         self.grpc_address = f"127.0.0.1:{ports['grpc_port']}"
 
     def delay(self, milliseconds: float) -> None:
-        """Delay all their answers from now on."""
         self._ask(f"delay {milliseconds}")
 
     def held_ns(self) -> list[int]:
@@ -96,7 +95,6 @@ class SinkProcesses:
         return None if None in times else sum(time for time in times if time is not None)
 
     def stop(self) -> None:
-        """Idempotent."""
         for process in self._processes:
             process.stop(timeout_s=2.0)
 

@@ -85,7 +85,6 @@ class Sink:
 
 
 def http_answer(document: object, binary: bytes = b"") -> bytes:
-    """A whole HTTP response with a JSON document and binary tensors."""
     text = json.dumps(document).encode()
     extra = f"Inference-Header-Content-Length: {len(text)}\r\n" if binary else ""
     kind = "application/octet-stream" if binary else "application/json"
@@ -131,7 +130,6 @@ class HttpSink(_Protocol):
     _is_inference = False
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Bytes came."""
         if self._left:
             self._left -= nbytes
         else:
@@ -177,7 +175,6 @@ class GrpcSink(_Protocol):
         self._unacknowledged = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Allow as much input as the protocol can."""
         super().connection_made(transport)
         settings = _SETTING.pack(_INITIAL_WINDOW_SIZE, _WINDOW) + _SETTING.pack(_MAX_FRAME_SIZE, 2**24 - 1)
         self._transport.write(
@@ -186,7 +183,6 @@ class GrpcSink(_Protocol):
         )  # fmt: skip
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Bytes came: step from frame to frame."""
         place = 0
         while place < nbytes:
             if self._left:
@@ -262,7 +258,6 @@ def _say(document: object) -> None:
 
 
 def main() -> None:
-    """Serve until standard input closes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--grpc-port", type=int, default=0)

@@ -38,18 +38,15 @@ class DurationCounts:
         self.total_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one duration."""
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.total_s += seconds
 
     def take(self) -> dict[str, Any]:
-        """The counts since the last `take`, as plain data."""
         taken = {"counts": {str(index): count for index, count in self.counts.items()}, "total_s": self.total_s}
         self.counts, self.total_s = Counter(), 0.0
         return taken
 
     def merge(self, taken: Mapping[str, Any]) -> None:
-        """Add what another process took."""
         self.counts.update({int(index): count for index, count in taken["counts"].items()})
         self.total_s += taken["total_s"]
 
@@ -82,7 +79,6 @@ class LoadCounts:
         self.response_bytes[name] += response_length or 0
 
     def take(self) -> dict[str, Any]:
-        """The counts since the last `take`, as plain data for the master."""
         taken = {
             "latency": {name: counts.take() for name, counts in self.latency.items()},
             "failures": dict(self.failures),
@@ -94,7 +90,6 @@ class LoadCounts:
         return taken
 
     def merge(self, taken: Mapping[str, Any]) -> None:
-        """Add a worker's."""
         for name, counts in taken["latency"].items():
             self.latency[name].merge(counts)
         self.failures.update(taken["failures"])

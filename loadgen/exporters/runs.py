@@ -96,7 +96,6 @@ class RunsCollector(Collector):
         return families.all()
 
     def _newest(self) -> list[Path]:
-        """By the time of the run's first record; the newest last."""
         found = []
         with suppress(OSError):
             for path in self._folder.glob("*/experiment.json"):

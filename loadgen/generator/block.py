@@ -230,7 +230,6 @@ class LocalGenerator:
         self._block: Block | None = None
 
     def answer(self, command: Prepare | Open | Go) -> Reply:
-        """Carry out one command."""
         try:
             match command:
                 case Prepare():

@@ -101,7 +101,6 @@ class KeptAnswers:
 
 
 def packed(name: str, array: Array) -> KeptTensor:
-    """An output as a message."""
     if array.dtype.hasobject:
         data = msgspec.msgpack.encode([bytes(value) for value in array.ravel()])
         return KeptTensor(name=name, dtype="O", shape=array.shape, data=data)
@@ -109,7 +108,6 @@ def packed(name: str, array: Array) -> KeptTensor:
 
 
 def unpacked(tensor: KeptTensor) -> Array:
-    """The output in a message."""
     if tensor.dtype == "O":
         array = np.empty(math.prod(tensor.shape), dtype=object)
         array[:] = msgspec.msgpack.decode(tensor.data, type=list[bytes])

@@ -59,7 +59,6 @@ class MonotonicTimer:
         os.read(self._descriptor, 8)
 
     def close(self) -> None:
-        """Close the descriptor; call it once."""
         self._ready.stop()
         self._ready.close()
         os.close(self._descriptor)
@@ -97,7 +96,6 @@ class Pacer:
             self._due.put(None)
 
     def _hand_out(self, timer: MonotonicTimer, offsets_ns: Iterable[int], start_ns: int) -> int:
-        """Returns the last offset that was handed out."""
         last_ns = 0
         for offset_ns in offsets_ns:
             due_ns = start_ns + offset_ns

@@ -24,6 +24,8 @@ from loadgen.transport.shared_memory import sweep
 
 SILENCE_SECONDS = 10.0
 """A process that is running a block and sends no heartbeat for so long hangs."""
+_PREPARE_SECONDS = 300.0
+_ABORT_SECONDS = 10.0
 _LEAD_NS = 150_000_000
 """From the command to the common start of several processes, which must have read it by then."""
 _DECODER = msgspec.json.Decoder(Reply | Alive)
@@ -50,7 +52,6 @@ class _Worker:
             self._ended()
 
     def receive(self) -> None:
-        """Take in what it has written so far."""
         while self.reply is None and self.lost is None and (line := self.child.read_line(0.0)) is not None:
             if not line:
                 self._ended()
@@ -72,7 +73,6 @@ class _Worker:
         return self.reply.cut_reason if isinstance(self.reply, Outcome) else None
 
     def error(self) -> GeneratorError:
-        """For a command that was not done."""
         if isinstance(self.reply, Refusal):
             return GeneratorError(self.reply.reason)
         return GeneratorError(f"{self.name} {self.lost or f'answered {type(self.reply).__name__}'}")
@@ -98,9 +98,9 @@ class GeneratorProcess:
         self._parts: list[Open] = []
         self._running = False
 
-    def prepare(self, command: Prepare, *, timeout_s: float = 300.0) -> None:
+    def prepare(self, command: Prepare) -> None:
         """Make the request bodies. Raises `GeneratorError`."""
-        self._ask([command] * len(self._workers), timeout_s)
+        self._ask([command] * len(self._workers), _PREPARE_SECONDS)
         self._require_done()
 
     def open(self, command: Open) -> None:
@@ -116,12 +116,12 @@ class GeneratorProcess:
         self._ask([Go(start_ns=start_ns)] * len(self._parts), 1.25 * command.max_seconds + 2 * command.timeout_s + 30.0)
         return self._outcome(command)
 
-    def abort(self, command: Open, reason: str, *, timeout_s: float = 10.0) -> Outcome | None:
+    def abort(self, command: Open, reason: str) -> Outcome | None:
         """End the block early, after `go` was interrupted; None when it has not begun or gives no outcome in time."""
         if not self._running:
             return None
         self._stop_block(reason)
-        self._receive(timeout_s)
+        self._receive(_ABORT_SECONDS)
         try:
             return self._outcome(command)
         except GeneratorError:
@@ -134,7 +134,6 @@ class GeneratorProcess:
             sweep(worker.child.pid)
 
     def _ask(self, commands: Sequence[Command], timeout_s: float) -> None:
-        """Send each process its command and wait until each has answered or is lost."""
         self._asked = self._workers[: len(commands)]
         for worker, command in zip(self._asked, commands, strict=True):
             worker.reply = None

@@ -130,7 +130,6 @@ class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
         self.connection = self.traffic.connection()
 
     def on_stop(self) -> None:
-        """Locust calls this when the user ends."""
         self.connection.close()
 
     def infer(self, intended_ns: int | None = None, *, measured: bool = True) -> bool:

@@ -55,7 +55,6 @@ class LoadWindow:
         self._late_allowed = late_allowed
 
     def start(self, now_ns: int) -> None:
-        """The window opens."""
         self._start_ns = now_ns
 
     def claim(self, now_ns: int) -> Claim | None:

@@ -173,7 +173,6 @@ class Session:
         return Traffic(target, (), 1, SampleWriter(None), timeout_s=self.options.timeout_s)
 
     def flush(self) -> None:
-        """Write the samples so far. Raises `OSError`."""
         for _, _, traffic in self._open:
             traffic.writer.flush()
 

@@ -226,7 +226,6 @@ class WorkerReport:
 
     @property
     def title(self) -> str:
-        """Its name in messages."""
         where = f" ({self.host}, process {self.pid})" if self.host else f" ({self.client_id})"
         return f"load worker {self.number + 1}{where}"
 
@@ -236,11 +235,9 @@ class WorkerReport:
         self.complete = True
 
     def add(self, name: str, content: bytes) -> None:
-        """Add a piece of a sample file."""
         self.contents.setdefault(name, bytearray()).extend(content)
 
     def recover(self) -> None:
-        """Read the files of a lost worker on this machine. Raises `OSError`."""
         for name, text in self.paths.items():
             whole = Path(text)
             for path in (part_path(whole), whole):
@@ -297,7 +294,6 @@ def merge_reports(reports: Sequence[WorkerReport], folder: Path | None) -> Itera
 
 
 def _worker(report: WorkerReport, name: str, samples: Samples | None, first_user: int) -> dict[str, Any]:
-    """A worker in the merged file: its window by its own clock, and its rate."""
     count = 0 if samples is None else len(samples)
     start_ns, end_ns, seconds = None, None, 0.0
     if samples is not None and count:

@@ -19,7 +19,6 @@ class CalibrationError(Exception):
 
 
 def read_machine() -> tuple[dict[str, str | int | float | None], dict[str, str]]:
-    """The host, and the versions that affect the generator."""
     return read_host(), installed_versions(PACKAGES)
 
 

@@ -18,9 +18,7 @@ DEVICE = ("name", "uuid")
 
 
 def fingerprint(
-    host: Mapping[str, Any],
-    packages: Mapping[str, str] | None = None,
-    gpu: Mapping[str, Any] | None = None,
+    host: Mapping[str, Any], packages: Mapping[str, str] | None = None, gpu: Mapping[str, Any] | None = None
 ) -> str:
     """12 hexadecimal digits of SHA-256 over the MACHINE fields of `host` (an `Environment.host`), the given versions
     of packages, and the driver and devices of `gpu` (a `/gpu-info` document)."""

@@ -39,7 +39,6 @@ class ComposeDeployment(Deployment):
     """
 
     launched = True
-    conditions = "container kept and started again, page cache warm, compile caches of the volume kept"
 
     def __init__(self, server: str, project: str = PROJECT) -> None:
         """`server` is native or triton. Raises `DeploymentError` when the stack is not up."""
@@ -89,11 +88,9 @@ class ComposeDeployment(Deployment):
             return ()
 
     def cpu_ns(self) -> int | None:
-        """CPU time of the whole container."""
         return self.container.cpu_ns()
 
     def stop(self) -> None:
-        """Stop the container. Idempotent."""
         self.container.stop(STOP_SECONDS)
 
     def restore(self) -> None:
@@ -118,7 +115,6 @@ class ComposeDeployment(Deployment):
         return self.model_name(asked_for)
 
     def log(self) -> list[LogLine]:
-        """Since the last `start`."""
         return self.container.log_since(self._started_wall_s)
 
     def model_name(self, asked_for: str) -> str:

@@ -44,29 +44,16 @@ class ServiceContainer:
 
     def __init__(self, container: Any) -> None:
         self._container = container
-
-    @property
-    def service(self) -> str:
-        """Its name in the compose file."""
-        return str(self._container.labels[_SERVICE_LABEL])
-
-    @property
-    def name(self) -> str:
-        """Its name in `docker ps`."""
-        return str(self._container.name)
+        self.service = str(container.labels[_SERVICE_LABEL])
+        self.name = str(container.name)
+        created = container.attrs["Config"]
+        self.command: tuple[str, ...] = (*(created.get("Entrypoint") or ()), *(created.get("Cmd") or ()))
 
     @property
     def image(self) -> str:
-        """Tag and ID of its image."""
         with _translated():
             image = self._container.image
             return f"{(image.tags or ['untagged'])[0]} {image.short_id}"
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """Its entry point and arguments."""
-        configuration = self._container.attrs["Config"]
-        return (*(configuration.get("Entrypoint") or ()), *(configuration.get("Cmd") or ()))
 
     def state(self) -> State:
         """Ask the engine, which takes about 2 ms of its CPU: not for a tight loop."""
@@ -94,7 +81,6 @@ class ServiceContainer:
             self._container.stop(timeout=grace_s)
 
     def execute(self, *argv: str) -> tuple[int, str]:
-        """Run a command inside; returns its exit status and output."""
         with _translated():
             done = self._container.exec_run(list(argv))
         return int(done.exit_code), done.output.decode("utf-8", "replace")
@@ -138,13 +124,11 @@ class ServiceContainer:
             return None if file is None else file.read()
 
     def log_since(self, wall_s: float) -> list[LogLine]:
-        """Standard output and error since then."""
         with _translated():
             raw = self._container.logs(timestamps=True, since=wall_s)
         return list(_log_lines(raw))
 
     def last_words(self) -> str:
-        """The end of its log in one line."""
         with _translated():
             raw = self._container.logs(tail=LAST_LOG_LINES)
         return " | ".join(line for line in raw.decode("utf-8", "replace").splitlines() if line.strip())

@@ -25,7 +25,6 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     http_url: str
     grpc_address: str | None = None
     metrics_url: str | None = None
-    model: str
     title: str
     artefact: dict[str, object] | None = None
 
@@ -62,19 +61,15 @@ class EmbeddedDeployment(Deployment):
         self.started_ns = self._process.started_ns
 
     def failure(self) -> str | None:
-        """How the process ended; None while it runs."""
         return None if self._process is None else self._process.failure()
 
     def pids(self) -> tuple[int, ...]:
-        """The server's process and its children."""
         return () if self._process is None else tuple(process.pid for process in self._process.tree())
 
     def cpu_ns(self) -> int | None:
-        """CPU time of the process tree."""
         return None if self._process is None else self._process.cpu_ns()
 
     def stop(self) -> None:
-        """End the process tree and release its ports."""
         if self._process is not None:
             self._process.stop(timeout_s=_STOP_SECONDS)
             self._process = None

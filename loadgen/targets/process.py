@@ -17,6 +17,7 @@ import psutil
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _LOG_TAIL_BYTES = 8192
+_LOG_TAIL_LINES = 5
 
 
 class ProcessError(Exception):
@@ -68,7 +69,6 @@ class ChildProcess:
         return True
 
     def fileno(self) -> int:
-        """Of its standard output, for `select`."""
         assert self.popen.stdout is not None
         return self.popen.stdout.fileno()
 
@@ -99,13 +99,13 @@ class ChildProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         return f"{how}; {self.last_words()}"
 
-    def last_words(self, lines: int = 5) -> str:
+    def last_words(self) -> str:
         """The end of the log in one line, and where the log is."""
         tail: list[str] = []
         with suppress(OSError), self.log_path.open("rb") as log:
             log.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
             tail = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
-        return f"last lines of {self.log_path}: {' | '.join(tail[-lines:]) or '(empty)'}"
+        return f"last lines of {self.log_path}: {' | '.join(tail[-_LOG_TAIL_LINES:]) or '(empty)'}"
 
     def tree(self) -> tuple[psutil.Process, ...]:
         """This process and all its descendants that are alive now."""
