@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, perf_counter_ns, sleep, time_ns
@@ -119,22 +119,15 @@ class LoadRunner:
             self.gpu.gap()
 
     def load(
-        self,
-        entry: ScheduledBlock,
-        command: Open,
-        number: int,
-        name: str,
-        *,
-        before: Callable[[], None] | None = None,
-        interrupted: Callable[[Outcome], None] | None = None,
+        self, entry: ScheduledBlock, command: Open, number: int, name: str, readings: _Readings | None = None
     ) -> Outcome:
-        """Load one arm. `number` decides which answers are kept; `name` is for messages. `before` is called when all
-        users are connected; `interrupted` gets the outcome up to Ctrl-C, which is then raised. Raises `LoadError`; a
-        load that was cut short is returned."""
+        """Load one arm. `number` decides which answers are kept; `name` is for messages. `readings` begin when all
+        users are connected; after Ctrl-C, which is raised, their record of the unfinished load is stored. Raises
+        `LoadError`; a load that was cut short is returned."""
         arm = self.arms[entry.label]
         if self.answers is not None:
             command = self.answers.keeping(command, entry.cell, number)
-        outcome = self._generate(_title(entry), arm, command, before, interrupted)
+        outcome = self._generate(_title(entry), arm, command, readings)
         if self.answers is not None:
             self.answers.take(entry.cell, entry.label, f"{name} {number}", outcome)
         return outcome
@@ -147,24 +140,17 @@ class LoadRunner:
         if cut_reason is not None:
             raise _cut_short(_title(entry), cut_reason, self.arms[entry.label])
 
-    def _generate(
-        self,
-        title: str,
-        arm: Arm,
-        command: Open,
-        before: Callable[[], None] | None = None,
-        interrupted: Callable[[Outcome], None] | None = None,
-    ) -> Outcome:
+    def _generate(self, title: str, arm: Arm, command: Open, readings: _Readings | None = None) -> Outcome:
         try:
             self.generator.open(command)
-            if before is not None:
-                before()
+            if readings is not None:
+                readings.begin()
             try:
                 return self.generator.go(command)
             except KeyboardInterrupt:
                 outcome = self.generator.abort(command, "interrupted")
-                if outcome is not None and interrupted is not None:
-                    interrupted(outcome)
+                if outcome is not None and readings is not None:
+                    self.store.block(readings.record(outcome))
                 raise
         except GeneratorError as exc:
             raise LoadError(f"{title}: {exc}{arm.failure_message()}") from exc
@@ -173,18 +159,11 @@ class LoadRunner:
         """Run and store one block, with readings of the server, the machine and the GPU."""
         arm, cell = self.arms[block.label], block.cell
         path = self.store.samples_path(block.index)
-        seed = schedule_seed(self.seed, cell.name, block.round)
-        readings = _Readings(arm, self._watch, self.gpu, f"block {block.index}")
-        outcome = self.load(
-            block,
-            arm.load(cell, path, arrivals_seed=seed),
-            block.index,
-            "block",
-            before=readings.begin,
-            interrupted=lambda outcome: self.store.block(readings.record(block, outcome)),
-        )
+        command = arm.load(cell, path, arrivals_seed=schedule_seed(self.seed, cell.name, block.round))
+        readings = _Readings(block, arm, self._watch, self.gpu)
+        outcome = self.load(block, command, block.index, "block", readings)
         readings.end(outcome)
-        record = readings.record(block, outcome)
+        record = readings.record(outcome)
         self.store.block(record)
         self.require_whole(block, outcome, path, outcome.cut_reason)
         return record, outcome
@@ -193,11 +172,11 @@ class LoadRunner:
 class _Readings:
     """What is read right before and right after a block: the server's statistics and CPU time, the machine, the GPU."""
 
-    def __init__(self, arm: Arm, watch: MachineWatch, gpu: GpuRecording | None, title: str) -> None:
+    def __init__(self, block: ScheduledBlock, arm: Arm, watch: MachineWatch, gpu: GpuRecording | None) -> None:
+        self._entry = block
         self._arm = arm
         self._watch = watch
         self._gpu = gpu
-        self._title = title
         self._started_at = ""
         self._statistics: Mapping[str, Any] | None = None
         self._cpu_ns: int | None = None
@@ -211,7 +190,7 @@ class _Readings:
     def begin(self) -> None:
         """Call it when the users are connected."""
         if self._gpu is not None:
-            self._gpu.edge(f"{self._title} before")
+            self._gpu.edge(f"block {self._entry.index} before")
         self._statistics = self._arm.endpoint.statistics(self._arm.model)
         self._cpu_ns = self._arm.deployment.cpu_ns()
         self._started_at = utc_now()
@@ -226,7 +205,7 @@ class _Readings:
         if self._cpu_ns is not None and cpu_ns is not None:
             self._server_cpu_ns = cpu_ns - self._cpu_ns
         if self._gpu is not None:
-            self._gpu.edge(f"{self._title} after")
+            self._gpu.edge(f"block {self._entry.index} after")
         if self._statistics is not None:
             self._stages = self._totals(self._statistics, outcome.requests + outcome.cool_down)
 
@@ -241,8 +220,9 @@ class _Readings:
                 return stage_totals(before, after)
             sleep(0.005)
 
-    def record(self, block: ScheduledBlock, outcome: Outcome) -> BlockRecord:
+    def record(self, outcome: Outcome) -> BlockRecord:
         """The block's record; without readings of its end when it was interrupted."""
+        block = self._entry
         note = outcome.cut_reason
         if note is None and outcome.reconnects:
             note = f"the server had closed {outcome.reconnects} connections, which were opened again before a request"
