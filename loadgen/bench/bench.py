@@ -97,6 +97,6 @@ class Bench:
             self.generator.prepare(arm.bodies(self.samples_folder, signature, batch_sizes, self.experiment.seed))
 
     def warm_up(self, cells: Sequence[Cell]) -> dict[str, float]:
-        """Run every load shape of these cells on every arm. Returns by cell how many seconds a request takes on the
+        """Run every load shape of these workloads on every arm. Returns by name how many seconds a request takes on the
         slowest arm. Raises `LoadError`."""
         return self.load_runner().warm_up(cells)

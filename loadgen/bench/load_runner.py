@@ -58,7 +58,7 @@ class LoadRunner:
         self._watch = MachineWatch(tuple(self.arms.values()))
 
     def warm_up(self, cells: Sequence[Cell]) -> dict[str, float]:
-        """Run every load shape on every arm without storing samples. Returns by cell how many seconds a request takes
+        """Run every load shape on every arm without storing samples. Returns by workload how many seconds a request takes
         on the slowest arm. Raises `LoadError`."""
         slowest: dict[tuple[int, int], float] = {}
         for label, arm in self.arms.items():
@@ -225,7 +225,7 @@ class _Readings:
         block = self._entry
         note = outcome.cut_reason
         if note is None and outcome.reconnects:
-            note = f"the server had closed {outcome.reconnects} connections, which were opened again before a request"
+            note = f"the server closed {outcome.reconnects} connections, which were opened again before the next request"
         if note is None and abs(self._clock_step_s) > CLOCK_STEP_SECONDS:
             note = f"the wall clock was set by {self._clock_step_s:+,.0f} s; the measurement does not depend on it"
         return BlockRecord(
@@ -252,7 +252,7 @@ class _Readings:
 def closed_loop(
     concurrency: int, requests: int, *, batch_size: int = 1, seconds: float = 0.0, max_seconds: float
 ) -> Cell:
-    """A load that is not one of the experiment's cells."""
+    """A load that is not one of the experiment's workloads."""
     return Cell(
         scenario="concurrent", batch_size=batch_size, concurrency=concurrency, requests=requests, seconds=seconds,
         max_seconds=max_seconds, rounds=1,

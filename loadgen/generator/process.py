@@ -158,7 +158,7 @@ class GeneratorProcess:
                 self._stop_block(fault)
 
     def _stop_block(self, reason: str) -> None:
-        """For all that still run it: what they would send alone is another load."""
+        """Stop it in all processes: what the others would send alone is not the intended load."""
         for worker in self._asked:
             if worker.reply is None:
                 worker.send(Abort(reason=reason))

@@ -120,7 +120,7 @@ class MasterSide:
             self._runner.send_message(SHARE, share, client_id=client.id)
 
     def _watch(self) -> None:
-        """Stop the test when a worker is lost: what goes on is another load."""
+        """Stop the test when a worker is lost: the rest is not the intended load."""
         while self._running:
             lost = self._newly_lost()
             if lost:

@@ -1,4 +1,4 @@
-"""The servers of a run: started together, asked what they are and whether they agree, stopped.
+"""The servers of a run: started together, described, and compared by their answers.
 
 They can be started again: each start is a fresh one of all, described and compared anew.
 """
