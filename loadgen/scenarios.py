@@ -50,9 +50,8 @@ from locust.exception import StopUser
 from loadgen.experiment.arrivals import endless_offsets_ns
 from loadgen.exporters.load import export_load
 from loadgen.generator.pacer import OPEN_LEAD_NS, Pacer
-from loadgen.generator.users import InferenceUser
 from loadgen.generator.window import LoadWindow
-from loadgen.locustfile.session import LoadOptions, Session
+from loadgen.locustfile.session import InferenceUser, LoadOptions, Session
 from loadgen.locustfile.workers import MasterSide, WorkerSide, share_of
 from loadgen.transport.endpoint import Endpoint, EndpointError
 from loadgen.transport.exchange import ConnectionRefused

@@ -58,8 +58,8 @@ class LoadRunner:
         self._watch = MachineWatch(tuple(self.arms.values()))
 
     def warm_up(self, cells: Sequence[Cell]) -> dict[str, float]:
-        """Run every load shape on every arm without storing samples. Returns by workload how many seconds a request takes
-        on the slowest arm. Raises `LoadError`."""
+        """Run every load shape on every arm without storing samples. Returns by workload how many seconds a request
+        takes on the slowest arm. Raises `LoadError`."""
         slowest: dict[tuple[int, int], float] = {}
         for label, arm in self.arms.items():
             for batch_size, concurrency in sorted({_warm_up_shape(cell) for cell in cells}):
@@ -225,7 +225,9 @@ class _Readings:
         block = self._entry
         note = outcome.cut_reason
         if note is None and outcome.reconnects:
-            note = f"the server closed {outcome.reconnects} connections, which were opened again before the next request"
+            note = (
+                f"the server closed {outcome.reconnects} connections, which were opened again before the next request"
+            )
         if note is None and abs(self._clock_step_s) > CLOCK_STEP_SECONDS:
             note = f"the wall clock was set by {self._clock_step_s:+,.0f} s; the measurement does not depend on it"
         return BlockRecord(

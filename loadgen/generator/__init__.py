@@ -1,1 +1,1 @@
-"""The load generator's processes: users, arrivals and blocks. Locust is imported here and in the locustfile only."""
+"""The load generator's processes: users, arrivals and blocks. Only they and the locustfile import gevent."""

@@ -1,10 +1,15 @@
 """One process of the load generator: `python -m loadgen.generator` reads commands from standard input, one per line.
 
-It runs one block at a time. This process imports locust and is patched by gevent; its driver
-(`loadgen.generator.process`) is not. Commands and replies are in `loadgen.generator.messages`.
+It runs one block at a time. This process is patched by gevent; its driver (`loadgen.generator.process`) is not.
+Commands and replies are in `loadgen.generator.messages`.
 """
 
+# ruff: noqa: E402 (gevent patches before anything else is imported)
 from __future__ import annotations
+
+from gevent import monkey
+
+monkey.patch_all()
 
 import os
 import signal

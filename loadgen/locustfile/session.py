@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from locust import User
+
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.generator.users import Traffic
 from loadgen.locustfile.workers import WorkerFile
@@ -21,6 +23,7 @@ from loadgen.records.run import Arrivals, Transport
 from loadgen.records.samples import SampleWriter
 from loadgen.transport.bodies import choose_items
 from loadgen.transport.endpoint import Endpoint, Signature
+from loadgen.transport.exchange import ConnectionRefused
 from loadgen.transport.grpc import parse_grpc_address
 from loadgen.transport.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
 from loadgen.transport.promise import Promise
@@ -108,6 +111,46 @@ class LoadOptions:
                 f"--protocol shm needs a server on this machine, and {address.url} is not; use http or grpc"
             )
         return Target(self.transport, address.url, self.model, grpc)
+
+
+class FailedRequestError(Exception):
+    """A failed request in Locust's statistics."""
+
+
+class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
+    """One user with one connection. Subclasses call `infer`."""
+
+    abstract = True
+    traffic: Traffic
+
+    def __init__(self, environment: Any) -> None:
+        super().__init__(environment)
+        self.number = next(self.traffic.user_numbers)
+        self.connection = self.traffic.connection()
+
+    def on_stop(self) -> None:
+        self.connection.close()
+
+    def infer(self, intended_ns: int | None = None) -> bool:
+        """Send the next body and report it to Locust's statistics; returns whether it was good. Raises
+        `ConnectionRefused`."""
+        try:
+            exchange, fault = self.traffic.infer(self.connection, self.number, intended_ns)
+        except ConnectionRefused as refused:
+            self._fire(0.0, 0, str(refused))
+            raise
+        self._fire((exchange.end_ns - (intended_ns or exchange.send_ns)) / 1e6, exchange.response_bytes, fault)
+        return fault is None
+
+    def _fire(self, latency_ms: float, response_bytes: int, failure: str | None) -> None:
+        self.environment.events.request.fire(
+            request_type="POST",
+            name=f"infer, batch {self.traffic.batch_size}",
+            response_time=latency_ms,
+            response_length=response_bytes,
+            exception=None if failure is None else FailedRequestError(failure),
+            context={},
+        )
 
 
 class Session:

@@ -40,6 +40,7 @@ OURS = ("http", "grpc", "shm", "shm, copied once")
 CLIENTS = """
 import locust  # patches
 import gc, json, sys, time
+import gevent
 from pathlib import Path
 from locust import FastHttpUser, task
 from locust.env import Environment
@@ -49,7 +50,7 @@ from loadgen.transport.requests import Address
 from loadgen.transport.inputs import read_inputs
 from loadgen.records.samples import SampleWriter
 from loadgen.transport.transports import Target, prepare
-from loadgen.generator.users import InferenceUser, Traffic
+from loadgen.generator.users import Traffic
 
 url, grpc_address, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 write_images(folder / "samples")
@@ -81,21 +82,19 @@ def measured(send, requests):
 
 def ours(name, requests):
     writer = SampleWriter(folder / "samples.npy")
-    class Ours(InferenceUser):
-        fires_events = False
-        traffic = Traffic(targets[name], (bodies[name],), 1, writer)
-        @task
-        def load(self):
-            self.infer()
-            if name == "shm, copied once":
-                prepared = self.connection._prepared
-                for request, (head, *_) in list(prepared.items()):
-                    prepared[request] = (head, (), ())
-            type(self).cpu_us = measured(self.infer, requests)
-            raise StopUser
-    found = run(Ours)
-    assert Ours.traffic.errors == 0, Ours.traffic.error_messages
-    Ours.traffic.close()
+    traffic = Traffic(targets[name], (bodies[name],), 1, writer)
+    def user():
+        connection = traffic.connection()
+        traffic.infer(connection, 0)
+        if name == "shm, copied once":
+            prepared = connection._prepared
+            for request, (head, *_) in list(prepared.items()):
+                prepared[request] = (head, (), ())
+        return measured(lambda: traffic.infer(connection, 0), requests)
+    gc.collect()
+    found = gevent.spawn(user).get()
+    assert traffic.errors == 0, traffic.error_messages
+    traffic.close()
     writer.close()
     return found
 
