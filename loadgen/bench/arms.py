@@ -12,7 +12,7 @@ from typing import Any
 from loadgen.documents import one_line
 from loadgen.generator.messages import Open, Prepare
 from loadgen.records.model_config import groups, whole
-from loadgen.records.run import ArmRecord, ArmRequest, Cell, Transport
+from loadgen.records.run import ArmRecord, ArmRequest, Cell, StageTotals, Transport
 from loadgen.records.samples import NS_PER_MS
 from loadgen.targets.interface import Deployment
 from loadgen.transport.endpoint import Endpoint, EndpointError, Signature
@@ -21,6 +21,13 @@ from loadgen.transport.transports import Target
 REQUEST_TIMEOUT_S = 60.0
 _MOST_INSTANCES = 2**31
 _MOST_TITLE = 120
+OWN_STAGES = "abserve_stages"
+"""The native server's own object in its statistics: receive, decode, queue, compute, encode."""
+
+_MOST_NS = 2**53
+"""104 days in nanoseconds."""
+
+Statistics = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +152,60 @@ def _title(server: Mapping[str, Any], in_effect: Mapping[str, object]) -> str:
 
 def _text(value: object) -> str | None:
     return None if value is None else one_line(str(value), _MOST_TITLE)
+
+
+def requests_seen(statistics: Statistics) -> int:
+    """Requests that a server has finished, good or bad."""
+    counts = (_value(statistics, "inference_stats", outcome, "count") for outcome in ("success", "fail"))
+    return sum(count or 0 for count in counts)
+
+
+def stage_totals(before: Statistics, after: Statistics) -> StageTotals | None:
+    """The growth between two snapshots (`model_stats[0]` each). A counter that the server does not report is None; one
+    that it reports since its first use was 0 before. None when a number is impossible for a block of load."""
+    differences: list[int] = []
+
+    def grown(*path: str) -> int | None:
+        now = _value(after, *path)
+        if now is None:
+            return None
+        differences.append(now - (_value(before, *path) or 0))
+        return differences[-1]
+
+    def stage(name: str) -> int | None:
+        return grown("inference_stats", name, "ns")
+
+    executed_before, executed_after = _batches(before), _batches(after)
+    batches = {size: count - executed_before.get(size, 0) for size, count in executed_after.items()}
+    differences += batches.values()
+    totals = StageTotals(
+        requests=grown("inference_stats", "success", "count"),
+        items=grown("inference_count"),
+        executions=grown("execution_count"),
+        queue_ns=stage("queue"),
+        compute_input_ns=stage("compute_input"),
+        compute_infer_ns=stage("compute_infer"),
+        compute_output_ns=stage("compute_output"),
+        receive_ns=grown(OWN_STAGES, "receive", "ns"),
+        decode_ns=grown(OWN_STAGES, "decode", "ns"),
+        encode_ns=grown(OWN_STAGES, "encode", "ns"),
+        batches={size: count for size, count in sorted(batches.items()) if count},
+    )
+    return totals if all(abs(difference) < _MOST_NS for difference in differences) else None
+
+
+def _batches(statistics: Statistics) -> dict[int, int]:
+    entries = statistics.get("batch_stats")
+    found: dict[int, int] = {}
+    for entry in entries if isinstance(entries, list) else []:
+        size = whole(entry.get("batch_size")) if isinstance(entry, Mapping) else None
+        if size is not None:
+            found[size] = _value(entry, "compute_infer", "count") or 0
+    return found
+
+
+def _value(statistics: Statistics, *path: str) -> int | None:
+    value: Any = statistics
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return whole(value)

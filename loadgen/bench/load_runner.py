@@ -9,11 +9,10 @@ from time import monotonic, perf_counter_ns, sleep, time_ns
 from typing import Any
 
 from loadgen.bench.answers import AnswersUnderLoad
-from loadgen.bench.arms import Arm
+from loadgen.bench.arms import Arm, requests_seen, stage_totals
 from loadgen.bench.gpu_recording import GpuRecording
 from loadgen.bench.machine_watch import MachineWatch
 from loadgen.bench.progress import Progress
-from loadgen.bench.server_stats import requests_seen, stage_totals
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.arrivals import schedule_seed
 from loadgen.experiment.forecast import Forecast

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from loadgen.bench.answers import ParityTarget, check_parity
 from loadgen.bench.arms import Arm
 from loadgen.bench.bench import Bench
-from loadgen.bench.parity import ParityTarget, check_parity
 from loadgen.bench.preparation import READY_SECONDS, make_deployment
 from loadgen.records.run import ArmRecord, Label, ParityRecord, option_of, shown
 from loadgen.statistics.agreement import Tolerance

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from loadgen.bench.parity import ParityTarget, check_parity
+from loadgen.bench.answers import ParityTarget, check_parity
 from loadgen.experiment.arrivals import due_offsets_ns
 from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loadgen.bench.arms import Arm
-from loadgen.bench.server_stats import requests_seen, stage_totals
+from loadgen.bench.arms import Arm, requests_seen, stage_totals
 from loadgen.comparison.facts import Facts
 from loadgen.documents import read_record
 from loadgen.records.machine import own_devices, used_gpu
