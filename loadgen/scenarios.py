@@ -131,9 +131,9 @@ class ColdStart(InferenceUser):
             raise StopUser from exc
         self.started_ns = perf_counter_ns()
         options = self.session.options
-        endpoint = Endpoint(self.environment.host, timeout_s=options.timeout_s)
+        endpoint = Endpoint(self.environment.host, timeout_s=options.request_timeout)
         self._await("server live", endpoint.live)
-        self._await("model ready", lambda: endpoint.ready(options.model))
+        self._await("model ready", lambda: endpoint.ready(options.variant))
         try:
             self.traffic = self.session.traffic(type(self).__name__, 1, bodies=1)
             self.connection = self.traffic.connection()
@@ -271,7 +271,7 @@ def _start_open_loop(environment: Any, options: LoadOptions) -> None:
         share = share_of(environment)
         if share is not None:  # else other workers have the whole rate, and the users here only wait
             part, parts, seed = share
-            offsets = islice(endless_offsets_ns(options.arrivals, options.rate_per_s, seed), part, None, parts)
+            offsets = islice(endless_offsets_ns(options.arrivals, options.rate, seed), part, None, parts)
             gevent.spawn(pacer.run, offsets, perf_counter_ns() + OPEN_LEAD_NS, user_count)
 
     def end(**_: object) -> None:
@@ -303,9 +303,9 @@ def _problem(environment: Any) -> str | None:
     options = LoadOptions.parse(environment)
     if (problem := options.problem()) is not None:
         return problem
-    if OpenLoop in environment.user_classes and options.rate_per_s == 0.0:
+    if OpenLoop in environment.user_classes and options.rate == 0.0:
         return "OpenLoop needs a rate; give the requests per second, as in --rate 50"
-    model = options.model
+    model = options.variant
     try:
         endpoint = Endpoint(environment.host)
         options.target(endpoint.address)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import msgspec
@@ -20,15 +20,6 @@ _MOST_BYTES = 4 * 2**20
 """Of a block's kept outputs; the first answer is kept whatever its size."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    request: int
-    user: int
-    body: int
-    first: int
-    read: Callable[[], Mapping[str, Array]]
-
-
 class KeptAnswers:
     """At most `most` answers of a block; each request has the same chance, however many there will be.
 
@@ -38,7 +29,8 @@ class KeptAnswers:
 
     def __init__(self, most: int, seed: int) -> None:
         self._random = Random(seed)
-        self._slots: list[_Kept | None] = [None] * most
+        self._slots: list[tuple[int, Callable[[], KeptAnswer]] | None] = [None] * most
+        """The number of each kept request, and what decodes its answer."""
         self._following = 0 if most else -1
         self._weight = 1.0
 
@@ -60,8 +52,8 @@ class KeptAnswers:
         """Keep an answer, unless the slot holds that of a later request. `first` is the number of its first item;
         `read` decodes it."""
         before = self._slots[slot]
-        if before is None or before.request < request:
-            self._slots[slot] = _Kept(request, user, body, first, read)
+        if before is None or before[0] < request:
+            self._slots[slot] = request, partial(self._decode, request, user, body, first, read)
 
     def read(self) -> tuple[KeptAnswer, ...]:
         """Decode the kept answers, with the rows that are compared."""
@@ -70,19 +62,21 @@ class KeptAnswers:
         for kept in self._slots:
             if kept is None:
                 continue
-            answer = self._read(kept)
+            answer = kept[1]()
             left -= sum(len(tensor.data) for tensor in answer.outputs)
             if left < 0 and found:
                 break
             found.append(answer)
         return tuple(found)
 
-    def _read(self, kept: _Kept) -> KeptAnswer:
+    def _decode(
+        self, request: int, user: int, body: int, first: int, read: Callable[[], Mapping[str, Array]]
+    ) -> KeptAnswer:
         outputs: list[KeptTensor] = []
         rows: list[int] = []
         error: str | None = None
         try:
-            answer = kept.read()
+            answer = read()
             count = min((len(array) for array in answer.values()), default=0)
             rows = sorted(self._random.sample(range(count), min(count, MOST_ROWS)))
             for name, array in answer.items():
@@ -92,9 +86,8 @@ class KeptAnswers:
         except (AnswerError, TypeError) as exc:  # TypeError: an output without dimensions
             error = str(exc)
         return KeptAnswer(
-            request=kept.request, user=kept.user, body=kept.body, first=kept.first, rows=tuple(rows),
-            outputs=tuple(outputs), error=error,
-        )  # fmt: skip
+            request=request, user=user, body=body, first=first, rows=tuple(rows), outputs=tuple(outputs), error=error
+        )
 
     def _uniform(self) -> float:
         return 1.0 - self._random.random()  # never 0
