@@ -1,36 +1,37 @@
 """The locustfile: `locust -f loadgen/scenarios.py --host http://127.0.0.1:8100`, with the web page or `--headless`.
 
-It drives any server of the Open Inference Protocol: the native server (port 8100), Triton (port 8000) or another.
-Name one of the user classes to choose a scenario; without a name it is Concurrent.
+It loads any server of the Open Inference Protocol: the native server (port 8100), Triton (port 8000) or another. The
+scenario is the name of a user class; the default is Concurrent.
 
-    Single       one user, one image a request
-    Batched      --batch-size images a request, from each of the -u users
-    Concurrent   one image a request, from each of the -u users at once: what dynamic batching is for
-    OpenLoop     one image a request, --rate of them a second whatever becomes of the answers, on at most -u connections
+    Single       one user, one input per request
+    Batched      --batch-size inputs per request, from each of the -u users
+    Concurrent   one input per request, from each of the -u users at once: the load for dynamic batching
+    OpenLoop     one input per request, --rate requests per second whether or not answers come, on at most -u
+                 connections
     ColdStart    a stopwatch: start it, then start the server; it reports when the server was live, when it was ready
-                 and when it had answered one image, all from Locust's own start, and ends
+                 and when it had answered one request, all from Locust's own start, and ends
 
     locust -f loadgen/scenarios.py --host http://127.0.0.1:8000 --headless -u 16 -t 30s Concurrent
 
-On several processes of this machine (`--processes 4`) or on several machines (`--master` on one, `--worker
---master-host HOST` on the others) they share the users and the rate; see docs/load.md.
+Several processes of this machine (`--processes 4`) or several machines (`--master` on one, `--worker --master-host
+HOST` on the others) share the users and the rate; see docs/load.md.
 
-Options beside Locust's own (its --help does not list them, its web page does), each also as an environment variable:
+Options beside Locust's own (its web page shows them, its --help does not), each also as an environment variable:
 
-    --model NAME               ABSERVE_LOAD_MODEL             model to ask
-    --batch-size N             ABSERVE_LOAD_BATCH_SIZE        images a request in Batched
-    --payload PAYLOAD          ABSERVE_LOAD_PAYLOAD           how an image travels: fp32, uint8, jpeg
+    --model NAME               ABSERVE_LOAD_MODEL             the model's name on the server
+    --batch-size N             ABSERVE_LOAD_BATCH_SIZE        inputs per request in Batched
+    --payload PAYLOAD          ABSERVE_LOAD_PAYLOAD           format of an image: fp32, uint8, jpeg
     --protocol TRANSPORT       ABSERVE_LOAD_PROTOCOL          http, grpc or shm (shared memory, on the server's machine)
-    --grpc HOST:PORT           ABSERVE_LOAD_GRPC              gRPC door; default: the host's, HTTP port + 1
-    --samples-dir DIR          ABSERVE_LOAD_SAMPLES_DIR       images to send, from `abserve samples --out DIR`
-    --samples-out DIR          ABSERVE_LOAD_SAMPLES_OUT       raw samples in nanoseconds, one .npy a class and process
-    --rate RATE                ABSERVE_LOAD_RATE              requests a second in OpenLoop, over all workers
-    --arrivals KIND            ABSERVE_LOAD_ARRIVALS          how they fall due: poisson or constant
+    --grpc HOST:PORT           ABSERVE_LOAD_GRPC              the server's gRPC; default: the host, HTTP port + 1
+    --samples-dir DIR          ABSERVE_LOAD_SAMPLES_DIR       inputs to send, from `abserve samples --out DIR`
+    --samples-out DIR          ABSERVE_LOAD_SAMPLES_OUT       raw samples in nanoseconds, one .npy per class and process
+    --rate RATE                ABSERVE_LOAD_RATE              requests per second in OpenLoop, over all workers
+    --arrivals KIND            ABSERVE_LOAD_ARRIVALS          arrival process of OpenLoop: poisson or constant
     --request-timeout SECONDS  ABSERVE_LOAD_REQUEST_TIMEOUT   until a request counts as failed
     --metrics-port PORT        ABSERVE_LOAD_METRICS_PORT      Prometheus metrics of the generator; 0: none
-    --metrics-host HOST        ABSERVE_LOAD_METRICS_HOST      address that they listen on
+    --metrics-host HOST        ABSERVE_LOAD_METRICS_HOST      address of these metrics
 
-Locust's own percentiles are rounded to two digits; the raw samples are not.
+Locust rounds its percentiles to two digits; the raw samples are exact.
 """
 
 from __future__ import annotations
@@ -48,10 +49,9 @@ from locust.exception import StopUser
 
 from loadgen.experiment.arrivals import endless_offsets_ns
 from loadgen.exporters.load import export_load
-from loadgen.generator.pacer import Pacer
-from loadgen.generator.users import InferenceUser
+from loadgen.generator.pacer import OPEN_LEAD_NS, Pacer
 from loadgen.generator.window import LoadWindow
-from loadgen.locustfile.session import LoadOptions, Session
+from loadgen.locustfile.session import InferenceUser, LoadOptions, Session
 from loadgen.locustfile.workers import MasterSide, WorkerSide, share_of
 from loadgen.transport.endpoint import Endpoint, EndpointError
 from loadgen.transport.exchange import ConnectionRefused
@@ -62,19 +62,18 @@ DEFAULT_HOST = "http://127.0.0.1:8100"
 _POLL_SECONDS = 0.005
 _AFTER_REFUSAL_SECONDS = 0.5
 _FLUSH_SECONDS = 0.5
-_OPEN_LEAD_NS = 20_000_000
 
 logger = logging.getLogger("abserve")
 
 
 class _ClosedLoopUser(InferenceUser):
-    """Sends the next request when the last one is answered."""
+    """Sends the next request after the answer to the last one."""
 
     abstract = True
 
     @task  # type: ignore[untyped-decorator]  # locust ships no usable types
     def load(self) -> None:
-        """One request; a server that is gone is asked again after a while, each time counted as a failure."""
+        """One request. When the server is gone it counts as a failure, and the next one follows after a pause."""
         if not self.traffic.requests:
             raise StopUser  # the test could not be prepared; raised in on_start, Locust would print a traceback
         try:
@@ -84,27 +83,27 @@ class _ClosedLoopUser(InferenceUser):
 
 
 class Single(_ClosedLoopUser):
-    """One image at a time from one user, whatever -u says."""
+    """One input at a time from one user, whatever -u says."""
 
     fixed_count = 1
 
 
 class Batched(_ClosedLoopUser):
-    """--batch-size images in every request."""
+    """--batch-size inputs per request."""
 
 
 class Concurrent(_ClosedLoopUser):
-    """One image in every request, from many users."""
+    """One input per request, from many users."""
 
 
 class OpenLoop(InferenceUser):
-    """One image a request, --rate requests a second over all workers, from at most -u connections."""
+    """One input per request, --rate requests per second over all workers, on at most -u connections."""
 
     pacer: ClassVar[Pacer | None] = None
 
     @task  # type: ignore[untyped-decorator]  # locust ships no usable types
     def load(self) -> None:
-        """The next request that is due; a server that is gone counts as a failure for each."""
+        """The next request that is due; when the server is gone it counts as a failure."""
         if self.pacer is None or not self.traffic.requests:
             raise StopUser  # the test could not be prepared
         intended_ns = self.pacer.take()
@@ -117,13 +116,13 @@ class OpenLoop(InferenceUser):
 
 
 class ColdStart(InferenceUser):
-    """Waits for a server that is being started, and times it."""
+    """Waits for a server that is starting, and times it."""
 
     fixed_count = 1
 
     @task  # type: ignore[untyped-decorator]  # locust ships no usable types
     def watch(self) -> None:
-        """Live, ready, first answer, end. What needs no server is prepared before the clock runs."""
+        """Live, ready, first answer, end. Inputs that need no server are prepared before the clock starts."""
         self.session = Session(self.environment, LoadOptions.parse(self.environment))
         try:
             self.session.load_inputs()
@@ -132,9 +131,9 @@ class ColdStart(InferenceUser):
             raise StopUser from exc
         self.started_ns = perf_counter_ns()
         options = self.session.options
-        endpoint = Endpoint(self.environment.host, timeout_s=options.timeout_s)
+        endpoint = Endpoint(self.environment.host, timeout_s=options.request_timeout)
         self._await("server live", endpoint.live)
-        self._await("model ready", lambda: endpoint.ready(options.model))
+        self._await("model ready", lambda: endpoint.ready(options.variant))
         try:
             self.traffic = self.session.traffic(type(self).__name__, 1, bodies=1)
             self.connection = self.traffic.connection()
@@ -172,7 +171,7 @@ def _add_options(parser: Any) -> None:
 
 @events.init.add_listener  # type: ignore[untyped-decorator]  # locust ships no usable types
 def _init(environment: Any, **_: object) -> None:
-    """Defaults, and one question to the server before a headless run starts."""
+    """Set defaults, and before a headless run ask the server whether it can start."""
     environment.host = environment.host or DEFAULT_HOST
     options = environment.parsed_options
     _export_metrics(environment)
@@ -182,7 +181,7 @@ def _init(environment: Any, **_: object) -> None:
     if not options.user_classes and not getattr(options, "class_picker", False):
         environment.user_classes[:] = [Concurrent]
     if environment.user_classes == [OpenLoop] and options.spawn_rate is None and options.num_users:
-        options.spawn_rate = float(options.num_users)  # connections are a limit and no load: none has to come slowly
+        options.spawn_rate = float(options.num_users)  # connections are only a limit, so open them at once
     if _headless(environment) and not options.worker and ColdStart not in environment.user_classes:
         problem = _problem(environment)
         if problem is not None:
@@ -191,7 +190,7 @@ def _init(environment: Any, **_: object) -> None:
 
 
 def _export_metrics(environment: Any) -> None:
-    """A worker always counts: whether its master shows the counts is for the master to know."""
+    """A worker always counts, since it does not know whether its master shows the counts."""
     options = environment.parsed_options
     if not options.metrics_port and not options.worker:
         return
@@ -199,13 +198,13 @@ def _export_metrics(environment: Any) -> None:
         export_load(environment, options.metrics_port, options.metrics_host)
     except OSError as exc:
         reason = exc.strerror or exc
-        logger.error(f"no metrics at port {options.metrics_port}: {reason}; choose another --metrics-port")  # noqa: TRY400 (the sentence says it all)
+        logger.error(f"port {options.metrics_port} cannot be used for metrics: {reason}; choose another --metrics-port")  # noqa: TRY400 (the sentence says it all)
         sys.exit(1)
 
 
 @events.test_start.add_listener  # type: ignore[untyped-decorator]  # locust ships no usable types
 def _test_start(environment: Any, **_: object) -> None:
-    """Prepare the bodies where the users run: here or in a worker, not in a master."""
+    """Prepare the request bodies in the processes that have users: not in a master."""
     if _is(environment, "MasterRunner"):
         return
     session = Session(environment, LoadOptions.parse(environment))
@@ -224,7 +223,8 @@ def _test_start(environment: Any, **_: object) -> None:
         return
     except MemoryError:
         _give_up(
-            environment, f"requests of {session.options.batch_size} images do not fit into memory: lower --batch-size"
+            environment,
+            f"requests of batch size {session.options.batch_size} do not fit into memory; lower --batch-size",
         )
         return
     if OpenLoop in environment.user_classes:
@@ -249,30 +249,30 @@ def _test_start(environment: Any, **_: object) -> None:
 
 @events.quitting.add_listener  # type: ignore[untyped-decorator]  # locust ships no usable types
 def _quitting(environment: Any, **_: object) -> None:
-    """A test that has measured nothing must not look like a good one."""
+    """A test that measured nothing must not end with exit status 0."""
     counted = environment.runner is not None and environment.runner.stats.total.num_requests
     if counted or environment.process_exit_code is not None or not _headless(environment):
         return
     if not _is(environment, "WorkerRunner"):
-        logger.error("no request was sent before the test ended: give it more time (-t), or users faster (-r)")
+        logger.error("the test ended before its first request; give it more time (-t) or spawn users faster (-r)")
         environment.process_exit_code = 1
 
 
 def _start_open_loop(environment: Any, options: LoadOptions) -> None:
-    """Requests fall due from when all users are there, by this process's share of the schedule."""
+    """Begin this process's share of the schedule once all users are spawned."""
     window = LoadWindow(0, 0.0, 0.0)
     OpenLoop.pacer = pacer = Pacer(window)
     begun = Event()
 
     def begin(user_count: int, **_: object) -> None:
         begun.set()
-        # Removed while the event is being fired, a listener takes the next one's turn in older versions of Locust.
+        # Older versions of Locust skip the next listener when one is removed while the event is fired.
         gevent.spawn(environment.events.spawning_complete.remove_listener, begin)
         share = share_of(environment)
-        if share is not None:  # else all of the rate is given out to others, and the users here only wait
+        if share is not None:  # else other workers have the whole rate, and the users here only wait
             part, parts, seed = share
-            offsets = islice(endless_offsets_ns(options.arrivals, options.rate_per_s, seed), part, None, parts)
-            gevent.spawn(pacer.run, offsets, perf_counter_ns() + _OPEN_LEAD_NS, user_count)
+            offsets = islice(endless_offsets_ns(options.arrivals, options.rate, seed), part, None, parts)
+            gevent.spawn(pacer.run, offsets, perf_counter_ns() + OPEN_LEAD_NS, user_count)
 
     def end(**_: object) -> None:
         window.cut("the test was stopped")
@@ -299,13 +299,13 @@ def _storage_failed(environment: Any, exc: OSError) -> None:
 
 
 def _problem(environment: Any) -> str | None:
-    """Why a run cannot start, in a sentence with its remedy."""
+    """A sentence that says why a run cannot start, with the remedy."""
     options = LoadOptions.parse(environment)
     if (problem := options.problem()) is not None:
         return problem
-    if OpenLoop in environment.user_classes and options.rate_per_s == 0.0:
-        return "OpenLoop: say how many requests a second fall due, as in --rate 50"
-    model = options.model
+    if OpenLoop in environment.user_classes and options.rate == 0.0:
+        return "OpenLoop needs a rate; give the requests per second, as in --rate 50"
+    model = options.variant
     try:
         endpoint = Endpoint(environment.host)
         options.target(endpoint.address)
@@ -313,16 +313,18 @@ def _problem(environment: Any) -> str | None:
     except AddressError as exc:
         return f"--host: {exc}"
     except EndpointError as exc:
-        return f"{exc}. Start a server, for example: abserve serve native; or name another with --host"
+        return f"{exc}. Start a server, for example with: abserve serve native; or give another --host"
     if not endpoint.ready(model):
-        return f"the model {model} at {Address.parse(environment.host).url} is not ready yet; wait for it"
+        return (
+            f"the model {model} at {Address.parse(environment.host).url} is not ready; wait until it is and try again"
+        )
     return None
 
 
 def _give_up(environment: Any, problem: str) -> None:
     logger.error(problem)
     environment.process_exit_code = 1
-    # Locust is still in the middle of starting: stop it from outside of its own call.
+    # Locust is still starting: stop it after its own call.
     gevent.spawn_later(0.1, environment.runner.quit if _headless(environment) else environment.runner.stop)
 
 

@@ -1,1 +1,1 @@
-"""What a study measures with: servers that are up, warmed inputs, the load runner, the answers that are compared."""
+"""The run context: what a study measures with. Servers that are up and warm, inputs, the load runner, kept answers."""

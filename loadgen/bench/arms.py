@@ -1,8 +1,9 @@
-"""One side of a comparison while it runs: its deployment and what its server says about itself."""
+"""One arm of a comparison while it runs: its deployment and what its server reports about itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
@@ -11,7 +12,7 @@ from typing import Any
 from loadgen.documents import one_line
 from loadgen.generator.messages import Open, Prepare
 from loadgen.records.model_config import groups, whole
-from loadgen.records.run import ArmRecord, ArmRequest, Cell, Transport
+from loadgen.records.run import ArmRecord, ArmRequest, Cell, StageTotals, Transport
 from loadgen.records.samples import NS_PER_MS
 from loadgen.targets.interface import Deployment
 from loadgen.transport.endpoint import Endpoint, EndpointError, Signature
@@ -20,27 +21,34 @@ from loadgen.transport.transports import Target
 REQUEST_TIMEOUT_S = 60.0
 _MOST_INSTANCES = 2**31
 _MOST_TITLE = 120
+OWN_STAGES = "abserve_stages"
+"""The native server's own object in its statistics: receive, decode, queue, compute, encode."""
+
+_MOST_NS = 2**53
+"""104 days in nanoseconds."""
+
+Statistics = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A deployment together with what was asked of it."""
+    """A deployment and the request for it."""
 
     request: ArmRequest
     deployment: Deployment
     model: str
-    """Under the name of the payload's variant."""
+    """The name of the variant for the payload."""
     transport: Transport = "http"
     payload: str = "fp32"
 
     @property
     def endpoint(self) -> Endpoint:
-        """For questions other than inference."""
+        """For all requests but inference."""
         return Endpoint(self.deployment.url)
 
     @property
     def body_key(self) -> str:
-        """Arms with the same key are sent the very same requests: a gRPC request holds the model's name."""
+        """Arms with the same key get the same requests; a gRPC request contains the model's name."""
         return f"{self.model} {self.payload} {self.transport}"
 
     @property
@@ -49,7 +57,7 @@ class Arm:
         return Target(self.transport, self.deployment.url, self.model, self.deployment.grpc_address)
 
     def bodies(self, samples: Path, signature: Signature, batch_sizes: Sequence[int], seed: int) -> Prepare:
-        """What has the generator make this arm's request bodies."""
+        """The command that makes the generator prepare this arm's request bodies."""
         return Prepare(
             samples_directory=str(samples),
             payload=self.payload,
@@ -61,7 +69,7 @@ class Arm:
         )
 
     def load(self, cell: Cell, samples: Path | None, *, arrivals_seed: int = 0, late_allowed: int = 0) -> Open:
-        """What has the generator load this arm as the cell says, with the bodies that it has made."""
+        """The command that opens a block on this arm with the prepared bodies."""
         return Open(
             url=self.deployment.url,
             grpc_address=self.deployment.grpc_address,
@@ -81,17 +89,19 @@ class Arm:
         )
 
     def failure_message(self) -> str:
-        """What is known about a dead server, to end a sentence with; else nothing."""
-        sleep(0.05)  # a process that has just closed its sockets takes a moment to end
+        """The end of a sentence about a server that has died; empty while it runs."""
+        sleep(0.05)  # a process that has just closed its sockets needs a moment to end
         failure = self.deployment.failure()
         return "" if failure is None else f"; the server {failure}"
 
     def record(self) -> ArmRecord:
-        """What is in effect, by the server's own documents. Raises `EndpointError` when it does not answer."""
+        """What is in effect according to the server. Raises `EndpointError` when it does not answer."""
         endpoint = self.endpoint
         server = endpoint.document("/v2") or {}
         config = endpoint.document(f"/v2/models/{self.model}/config")
-        gpu_info = _gpu_info(endpoint)
+        gpu_info: dict[str, object] | None = None
+        with suppress(EndpointError):
+            gpu_info = endpoint.document("/gpu-info")
         in_effect = effective_settings(config)
         return ArmRecord(
             label=self.request.label,
@@ -111,7 +121,7 @@ class Arm:
 
 
 def effective_settings(config: Mapping[str, Any] | None) -> dict[str, object]:
-    """Settings in effect from a model's configuration: its `parameters`, batching and instances. Only what is there."""
+    """The settings that a model's configuration contains: its `parameters`, batching and instances."""
     if config is None:
         return {}
     settings: dict[str, object] = {}
@@ -134,13 +144,6 @@ def effective_settings(config: Mapping[str, Any] | None) -> dict[str, object]:
     return settings
 
 
-def _gpu_info(endpoint: Endpoint) -> dict[str, object] | None:
-    try:
-        return endpoint.document("/gpu-info")
-    except EndpointError:
-        return None
-
-
 def _title(server: Mapping[str, Any], in_effect: Mapping[str, object]) -> str:
     words = [server.get("name") or "unnamed server", server.get("version")]
     words += [in_effect.get(name) for name in ("engine", "precision")]
@@ -149,3 +152,60 @@ def _title(server: Mapping[str, Any], in_effect: Mapping[str, object]) -> str:
 
 def _text(value: object) -> str | None:
     return None if value is None else one_line(str(value), _MOST_TITLE)
+
+
+def requests_seen(statistics: Statistics) -> int:
+    """Requests that a server has finished, good or bad."""
+    counts = (_value(statistics, "inference_stats", outcome, "count") for outcome in ("success", "fail"))
+    return sum(count or 0 for count in counts)
+
+
+def stage_totals(before: Statistics, after: Statistics) -> StageTotals | None:
+    """The growth between two snapshots (`model_stats[0]` each). A counter that the server does not report is None; one
+    that it reports since its first use was 0 before. None when a number is impossible for a block of load."""
+    differences: list[int] = []
+
+    def grown(*path: str) -> int | None:
+        now = _value(after, *path)
+        if now is None:
+            return None
+        differences.append(now - (_value(before, *path) or 0))
+        return differences[-1]
+
+    def stage(name: str) -> int | None:
+        return grown("inference_stats", name, "ns")
+
+    executed_before, executed_after = _batches(before), _batches(after)
+    batches = {size: count - executed_before.get(size, 0) for size, count in executed_after.items()}
+    differences += batches.values()
+    totals = StageTotals(
+        requests=grown("inference_stats", "success", "count"),
+        items=grown("inference_count"),
+        executions=grown("execution_count"),
+        queue_ns=stage("queue"),
+        compute_input_ns=stage("compute_input"),
+        compute_infer_ns=stage("compute_infer"),
+        compute_output_ns=stage("compute_output"),
+        receive_ns=grown(OWN_STAGES, "receive", "ns"),
+        decode_ns=grown(OWN_STAGES, "decode", "ns"),
+        encode_ns=grown(OWN_STAGES, "encode", "ns"),
+        batches={size: count for size, count in sorted(batches.items()) if count},
+    )
+    return totals if all(abs(difference) < _MOST_NS for difference in differences) else None
+
+
+def _batches(statistics: Statistics) -> dict[int, int]:
+    entries = statistics.get("batch_stats")
+    found: dict[int, int] = {}
+    for entry in entries if isinstance(entries, list) else []:
+        size = whole(entry.get("batch_size")) if isinstance(entry, Mapping) else None
+        if size is not None:
+            found[size] = _value(entry, "compute_infer", "count") or 0
+    return found
+
+
+def _value(statistics: Statistics, *path: str) -> int | None:
+    value: Any = statistics
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return whole(value)

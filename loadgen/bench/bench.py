@@ -1,64 +1,84 @@
-"""What a phase under load works with: all servers up, alike in their answers and warmed, and a generator at hand."""
+"""The run context: what the phases of a run and its studies share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from time import monotonic
 
 from loadgen.bench.answers import AnswersUnderLoad
 from loadgen.bench.arms import Arm
-from loadgen.bench.gpu_stage import GpuStage
+from loadgen.bench.gpu_recording import GpuStage
 from loadgen.bench.load_runner import LoadRunner
 from loadgen.bench.preparation import Inputs
 from loadgen.bench.progress import Progress
 from loadgen.experiment.forecast import Forecast
+from loadgen.experiment.schedule import schedule
 from loadgen.generator.process import GeneratorProcess
-from loadgen.records.run import ArmRecord, Cell, Experiment, Label
+from loadgen.records.run import ArmRecord, Cell, Experiment, Label, RunState
 from loadgen.storage.store import RunStore
 from loadgen.storage.stored_run import StoredBlock
 from loadgen.transport.endpoint import Signature
 
 
-@dataclass(frozen=True, slots=True)
 class Bench:
-    """One restart of the servers. It lends everything and owns nothing: the runner ends what is in it."""
+    """The context of one run. A study gets it when all servers are up and warm and give the same answers."""
 
-    experiment: Experiment
-    store: RunStore
-    progress: Progress
-    forecast: Forecast
-    enter: Callable[[str], None]
-    """A phase begins, by its title: on disk and on the screen."""
-    arms: Mapping[Label, Arm]
-    records: Sequence[ArmRecord]
-    signatures: Mapping[Label, Signature]
-    inputs: Inputs
-    samples_folder: Path
-    generator: GeneratorProcess
-    gpu: GpuStage
-    answers: AnswersUnderLoad
     work: Path
     """A temporary folder of the run."""
-    abserve: tuple[str, ...]
-    """The command that starts servers, for a phase that needs one with other settings."""
-    restart: int
-    """From 0."""
-    done: list[StoredBlock]
-    """Blocks of this run's load, those of earlier restarts too, where their number is not fixed."""
-    load_deadline: Callable[[], float]
-    """The moment, of `time.monotonic`, by which this restart's load is to end."""
+    samples_folder: Path
+    records: Sequence[ArmRecord]
+    """Of the arms as they run now, like `signatures`."""
+    signatures: Mapping[Label, Signature]
+    inputs: Inputs
+    generator: GeneratorProcess
+    answers: AnswersUnderLoad
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        store: RunStore,
+        progress: Progress,
+        abserve: Sequence[str],
+        sampler: Sequence[str],
+    ) -> None:
+        """`abserve` is the command that starts servers, `sampler` that of the GPU sampler."""
+        self.experiment = experiment
+        self.store = store
+        self.progress = progress
+        self.abserve = tuple(abserve)
+        self.forecast = Forecast(experiment, schedule(experiment))
+        self.gpu = GpuStage(store, abserve, sampler)
+        self.arms: dict[Label, Arm] = {}
+        self.restart = 0
+        """The number of this start of the servers, from 0."""
+        self.done: list[StoredBlock] = []
+        """The run's blocks so far, also of earlier restarts, when their number is not fixed."""
+        self.phase = "starting"
+        self.began_s = monotonic()
+        self.resources = ExitStack()
+        """Closed at the end of the run."""
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, in the stored state and on the screen."""
+        self.phase = phase
+        self.store.write(RunState(state="running", phase=phase))
+        self.progress.phase(phase)
 
     @property
     def last(self) -> bool:
-        """Whether the servers are not started again for load after this."""
         return self.restart + 1 == self.experiment.restarts
+
+    def load_deadline(self) -> float:
+        """When this restart's load must end, by `time.monotonic`."""
+        raise NotImplementedError
 
     def load_runner(
         self, arms: Mapping[Label, Arm] | None = None, store: RunStore | None = None, *, watched: bool = True
     ) -> LoadRunner:
-        """Loads these arms, by default this run's own, whose answers are kept for the comparison; `store` is where
-        records go. `watched`: with the GPU beside."""
+        """A runner for these arms and this store, by default the run's; only the run's arms have answers kept.
+        `watched`: record the GPU."""
         return LoadRunner(
             self.arms if arms is None else arms,
             self.generator,
@@ -70,16 +90,13 @@ class Bench:
         )
 
     def prepare_bodies(self, batch_sizes: Sequence[int]) -> None:
-        """Make the generator's bodies of these batch sizes, in place of those that it has. Raises
-        `GeneratorError`."""
+        """Replace the generator's bodies by those of these batch sizes. Raises `GeneratorError`."""
         self.progress.now("preparing request bodies")
         for label in {arm.body_key: label for label, arm in self.arms.items()}.values():
-            arm = self.arms[label]
-            self.generator.prepare(
-                arm.bodies(self.samples_folder, self.signatures[label], batch_sizes, self.experiment.seed)
-            )
+            arm, signature = self.arms[label], self.signatures[label]
+            self.generator.prepare(arm.bodies(self.samples_folder, signature, batch_sizes, self.experiment.seed))
 
     def warm_up(self, cells: Sequence[Cell]) -> dict[str, float]:
-        """Every load shape of these cells on every arm, outside any window; how many seconds a request of each takes on
-        the slower arm. Raises `LoadError`."""
+        """Run every load shape of these workloads on every arm. Returns by name how many seconds a request takes on the
+        slowest arm. Raises `LoadError`."""
         return self.load_runner().warm_up(cells)

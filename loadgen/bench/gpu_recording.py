@@ -1,122 +1,160 @@
-"""Supervises the GPU sampler process beside a run: edges around blocks and the idle gaps that load is compared with.
+"""The GPU sampler of a run, a process that records GPU readings beside the load, and what servers say of their GPUs.
 
-The run goes on whatever becomes of the sampler: what it could not record makes the finding inconclusive, nothing else.
+The run goes on when the sampler fails: what it did not record makes the GPU verification inconclusive, nothing else.
 """
 
 from __future__ import annotations
 
-import os
-import select
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from time import monotonic, perf_counter_ns, sleep
-from typing import Any
+from time import perf_counter_ns, sleep
 
 import msgspec
 
+from loadgen.bench.arms import Arm
+from loadgen.documents import read_json
 from loadgen.invocation import OWN_MODULE
-from loadgen.records.run import Label
-from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS, Thresholds, Window
+from loadgen.records.machine import used_gpu
+from loadgen.records.run import ArmRecord, Label
+from loadgen.storage.store import RunStore
+from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS, Window
 from loadgen.targets.process import ChildProcess, ProcessError
 
 SAMPLER: tuple[str, ...] = (*OWN_MODULE, "servers.gpu.sampler")
-"""As a process: the load generator imports nothing of the servers."""
-
+"""Run as a process, since the load generator imports nothing of the servers."""
 READY_SECONDS = 30.0
 ANSWER_SECONDS = 10.0
-_SPARE_SECONDS = 0.5
-
-
-def gap_seconds(thresholds: Thresholds = DEFAULT_THRESHOLDS) -> float:
-    """An idle gap that is long enough after both its ends are cut off."""
-    return thresholds.min_gap_s + thresholds.gap_settle_s + thresholds.gap_margin_s + _SPARE_SECONDS
+GPU_INFO_SECONDS = 60.0
+GAP_SECONDS = DEFAULT_THRESHOLDS.min_gap_s + DEFAULT_THRESHOLDS.gap_settle_s + DEFAULT_THRESHOLDS.gap_margin_s + 0.5
+"""An idle gap, long enough after both its ends are cut off."""
 
 
 class GpuRecording:
-    """One sampler process, from construction to `stop`. `status` is its own word about the driver, `ok` with a GPU."""
+    """One sampler process, from construction to `stop`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        log_path: Path,
-        command: Sequence[str] = SAMPLER,
-        *,
-        gap_s: float | None = None,
-    ) -> None:
-        """Start it and wait for its first line. The readings go to DIR/gpu/0000.jsonl. A sampler that cannot be
-        started has the status `error`."""
+    def __init__(self, directory: Path, log_path: Path, command: Sequence[str] = SAMPLER) -> None:
+        """Start it and wait for its first line. The readings go to DIR/gpu/0000.jsonl."""
         self.file = "gpu/0000.jsonl"
         self.gaps: list[Window] = []
         self.pids: dict[Label, set[int]] = {}
-        self.gap_s = gap_seconds() if gap_s is None else gap_s
-        self._pending = b""
         self._process: ChildProcess | None = None
         path = directory / self.file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._process = ChildProcess([*command, "--out", str(path)], log_path=log_path, pipes=True)
         except (OSError, ProcessError):
-            self.status = "error"
+            self.ok = False
             return
-        self.status = str((self._answer(READY_SECONDS) or {}).get("status", "error"))
-
-    @property
-    def ok(self) -> bool:
-        """Whether there is a GPU to record."""
-        return self.status == "ok"
+        self.ok = self._status() == "ok"
 
     def edge(self, label: str) -> None:
-        """Read everything now; returns when the readings are in the file, or when the sampler does not answer."""
+        """Read everything now; returns when the readings are in the file or the sampler does not answer."""
         self._command(f"edge {label}")
 
     def gap(self) -> None:
-        """Send nothing for a while."""
+        """Record the GPU while nothing is sent."""
         number = len(self.gaps)
         self.edge(f"gap {number} start")
         start_ns = perf_counter_ns()
-        sleep(self.gap_s)
+        sleep(GAP_SECONDS)
         end_ns = perf_counter_ns()
         self.edge(f"gap {number} end")
         self.gaps.append(Window(start_ns=start_ns, end_ns=end_ns))
 
     def processes(self, label: Label, pids: Iterable[int]) -> None:
-        """Remember the processes of an arm's server; they only ever grow, as children come and go."""
+        """Add processes of an arm's server; those that end stay in the set."""
         self.pids.setdefault(label, set()).update(pids)
 
     def stop(self) -> None:
-        """Let it write its last line and end it. Bounded and idempotent."""
-        if self._process is None:
-            return
-        self._command("stop")
-        self._process.stop(timeout_s=ANSWER_SECONDS)
-        self._process = None
+        """Let the sampler write its last line and end it. Bounded and idempotent."""
+        if self._process is not None:
+            self._command("stop")
+            self._process.stop(timeout_s=ANSWER_SECONDS)
+            self._process = None
 
-    def _command(self, text: str) -> Mapping[str, Any] | None:
-        if self._process is None or self._process.popen.stdin is None:
-            return None
-        try:
-            self._process.popen.stdin.write(f"{text}\n".encode())
-            self._process.popen.stdin.flush()
-        except OSError:
-            return None
-        return self._answer(ANSWER_SECONDS)
+    def _command(self, text: str) -> None:
+        if self._process is not None and self._process.send(text.encode()):
+            self._process.read_line(ANSWER_SECONDS)
 
-    def _answer(self, timeout_s: float) -> Mapping[str, Any] | None:
-        """The next line of its standard output; None when it ends or the time is up."""
+    def _status(self) -> object:
+        """What the sampler's first line says of the driver: "ok" with a GPU."""
         assert self._process is not None
-        assert self._process.popen.stdout is not None
-        descriptor = self._process.popen.stdout.fileno()
-        deadline = monotonic() + timeout_s
-        while b"\n" not in self._pending:
-            readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - monotonic()))
-            received = os.read(descriptor, 4096) if readable else b""
-            if not received:
-                return None
-            self._pending += received
-        line, _, self._pending = self._pending.partition(b"\n")
-        with suppress(msgspec.DecodeError):
-            document = msgspec.json.decode(line)
-            if isinstance(document, dict):
-                return document
-        return None
+        try:
+            document = msgspec.json.decode(self._process.read_line(READY_SECONDS) or b"null")
+        except msgspec.DecodeError:
+            return None
+        return document.get("status") if isinstance(document, dict) else None
+
+
+class GpuStage:
+    """The recording of a run. Life: `start` when the servers are warm → load with `recording` → `close`, at any
+    time."""
+
+    def __init__(self, store: RunStore, abserve: Sequence[str], sampler: Sequence[str]) -> None:
+        self._store = store
+        self._abserve = tuple(abserve)
+        self._sampler = tuple(sampler)
+        self._arms: Mapping[Label, Arm] = {}
+        self.records: tuple[ArmRecord, ...] = ()
+        """Of the arms, each with its `/gpu-info` document."""
+        self.recording: GpuRecording | None = None
+        """None without a GPU, or when all arms say that they run on the CPU."""
+
+    def start(self, arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> None:
+        """Start the sampler unless all arms run on the CPU, and complete the arms' records. After a restart of the
+        servers the sampler goes on and learns their new processes."""
+        if self.recording is None and all(_on_cpu(record) for record in records):
+            return
+        self._arms = arms
+        described = tuple(self.describe(record, self._store) for record in records)
+        if self.recording is None:
+            sampler = (*self._sampler, *gpu_options(described))
+            self.recording = GpuRecording(self._store.directory, self._store.log_path("gpu-sampler"), sampler)
+            if not self.recording.ok:
+                self.close()
+                return
+        self.records = described
+        self._store.write_all(ArmRecord, self.records)
+        self.note_processes()
+
+    def close(self) -> None:
+        if self.recording is not None:
+            self.recording.stop()
+            self.recording = None
+
+    def note_processes(self) -> None:
+        """Record which processes the arms' servers are now."""
+        assert self.recording is not None
+        for label, arm in self._arms.items():
+            self.recording.processes(label, arm.deployment.pids())
+
+    def describe(self, record: ArmRecord, store: RunStore) -> ArmRecord:
+        """The record with a `/gpu-info` document, which Triton does not offer: `abserve gpu-info` makes it from
+        Triton's configuration and log."""
+        if record.gpu_info is not None:
+            return record
+        argv = [*self._abserve, "gpu-info", record.url, "--model", self._arms[record.label].model, "--json"]
+        log_path = store.log_path(f"{record.label}-{record.target}")
+        if record.launched and log_path.exists():
+            argv += ["--log", str(log_path)]
+        try:
+            done = subprocess.run(argv, capture_output=True, check=False, timeout=GPU_INFO_SECONDS)
+            document = read_json(done.stdout) if done.returncode == 0 else None
+        except (OSError, subprocess.TimeoutExpired, ValueError):
+            document = None
+        return msgspec.structs.replace(record, gpu_info=document if isinstance(document, dict) else None)
+
+
+def gpu_options(records: Sequence[ArmRecord]) -> tuple[str, ...]:
+    """The sampler's options: the GPUs that the arms name. When one does not name its GPU, those of
+    CUDA_VISIBLE_DEVICES, which launched servers have inherited; for servers by URL all GPUs."""
+    on_gpu = [record for record in records if not _on_cpu(record)]
+    named = [used_gpu(record.gpu_info) for record in on_gpu]
+    if named and None not in named:
+        return tuple(part for uuid in dict.fromkeys(named) for part in ("--gpu", str(uuid)))
+    return () if all(record.launched for record in on_gpu) else ("--gpu", "all")
+
+
+def _on_cpu(record: ArmRecord) -> bool:
+    return str(record.in_effect.get("device", "")).startswith("cpu")

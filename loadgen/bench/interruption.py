@@ -1,26 +1,23 @@
-"""How a run meets signals: SIGTERM and SIGHUP end it as Ctrl-C does, and while it cleans up none interrupts it."""
+"""Signals during a run: SIGTERM and SIGHUP end it like Ctrl-C, and nothing interrupts its clean-up."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ECHO_SECONDS = 1.0
-"""A signal so soon after another one is an impatient finger, or the terminal's to its group beside our own."""
+"""A second signal this soon is an impatient finger, or the terminal's to the whole process group."""
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Each of `ENDING` raises `KeyboardInterrupt`, once for signals that come together, so that the second cannot
-    break into the clean-up before it has begun. One that is ignored, as SIGHUP is under nohup, stays ignored."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Each of `ENDING` raises `KeyboardInterrupt`, once for signals that come together, so that the second does not
+    interrupt the start of the clean-up. An ignored signal, such as SIGHUP under nohup, stays ignored."""
     last = -_ECHO_SECONDS
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
@@ -30,28 +27,28 @@ def interruptible() -> Iterator[None]:
         if not echo:
             raise KeyboardInterrupt
 
-    heeded = [number for number in ENDING if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    previous = {number: signal.signal(number, interrupt) for number in heeded}
-    try:
+    heeded = tuple(number for number in ENDING if signal.getsignal(number) not in (signal.SIG_IGN, None))
+    with _handled(heeded, interrupt):
         yield
-    finally:
-        _restore(previous)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C must not leave servers behind; stopping is bounded."""
-    if threading.current_thread() is not threading.main_thread():
+    """Ignore `ENDING`: a second Ctrl-C must not leave servers behind, and stopping them is bounded."""
+    with _handled(ENDING, signal.SIG_IGN):
         yield
-        return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+
+
+@contextmanager
+def _handled(
+    numbers: tuple[signal.Signals, ...], handler: Callable[[int, FrameType | None], None] | signal.Handlers
+) -> Iterator[None]:
+    """Does nothing outside of the main thread, where Python sets no handlers."""
+    main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.signal(number, handler) for number in numbers} if main else {}
     try:
         yield
     finally:
-        _restore(previous)
-
-
-def _restore(previous: dict[signal.Signals, signal._HANDLER]) -> None:
-    for number, handler in previous.items():
-        if handler is not None:  # one that was not set from Python cannot be set again from here
-            signal.signal(number, handler)
+        for number, earlier in previous.items():
+            if earlier is not None:  # one that was not set from Python cannot be set from Python again
+                signal.signal(number, earlier)

@@ -1,7 +1,7 @@
-"""The ratio of every cell while the run goes on: by the same formulas as in the end, from the blocks stored so far.
+"""The ratio of every workload while the run goes on: the final formulas on the blocks stored so far.
 
-Nothing is decided by it. With a fixed number of pairs its intervals are no tests: whoever stopped a run when one looks
-good would find differences that are not there (`--until decided` has intervals that may be looked at).
+It decides nothing. With a fixed number of pairs its intervals are not tests: stopping a run when one looks good finds
+differences that do not exist (`--until decided` has intervals that allow it).
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from loadgen.records.run import Cell, Experiment, Label
 
 @dataclass(frozen=True, slots=True)
 class LiveRatio:
-    """How an arm stands beside the baseline in one cell, in the metric that will stand for it."""
+    """An arm against the baseline in one workload, by its leading metric."""
 
     cell: str
     baseline: Label
     arm: Label
     metric: str
-    """For people."""
+    """Its title."""
     pairs: int
     planned: int | None
-    """None where the number of pairs is not fixed."""
+    """None when the number of pairs is not fixed."""
     ratio: float | None
     ci95: tuple[float, float] | None
     reason: str | None
-    """Why there is no ratio or no interval yet."""
+    """Why there is no ratio or no interval so far."""
 
 
 class LiveRatios:
-    """Of one run. Not for more than one thread."""
+    """The ratios of one run. Not thread-safe."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
@@ -46,17 +46,17 @@ class LiveRatios:
 
     @property
     def until_decided(self) -> bool:
-        """Whether what shows decides when the run ends."""
+        """Whether these intervals decide when the run ends."""
         return self._experiment.until_decided
 
     @property
     def latest(self) -> tuple[LiveRatio, ...]:
-        """Every cell and arm with a complete pair, in the order of the experiment."""
+        """Every workload and arm with a complete pair, in the order of the experiment."""
         every = ((name, arm) for name in self._cells for _, arm in self._experiment.pairings)
         return tuple(self._latest[key] for key in every if key in self._latest)
 
     def add(self, summary: BlockSummary) -> list[LiveRatio]:
-        """Take in a block that has been stored; the ratios of the pairs that it completes."""
+        """Add a stored block; returns the ratios of the pairs that it completes."""
         cell = self._cells.get(summary.cell)
         if cell is None or not summary.complete:
             return []

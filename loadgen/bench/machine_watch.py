@@ -1,27 +1,64 @@
-"""Tells who used the processors during a block: the servers and this tool, other processes, the hypervisor."""
+"""Measures who used the processors during a block: the servers and this tool, other processes, the hypervisor.
+
+It reads /proc, whose counters move in ticks of 10 ms, so a reading describes stretches of a second or more. Linux only;
+what the kernel does not offer is None.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 from loadgen.bench.arms import Arm
 from loadgen.documents import one_line
-from loadgen.machine.processors import TICK_NS, ProcessorReading, descendants, read_processors
 from loadgen.records.run import MachineLoad
 from loadgen.transport.requests import Address
 
+PROC = Path("/proc")
+TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+_STEAL = 7
 RELAYS = frozenset(
     {"docker-proxy", "rootlessport", "slirp4netns", "pasta", "gvproxy", "ssh", "sshd", "nginx", "haproxy", "envoy",
      "traefik", "caddy", "kubectl", "socat"}
 )  # fmt: skip
-"""Programs that only pass requests on: who listens is not who computes, so the server's processes are not known."""
+"""Programs that only pass requests on: the process that listens is not the one that computes."""
 NAMED_SHARE = 0.01
 """Of the cores: processes that use less are not named."""
 MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process; `waited_ticks` are those of its children that have ended."""
+
+    parent: int
+    name: str
+    core: int
+    """Where it ran last."""
+    own_ticks: int
+    waited_ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorReading:
+    """Counters since the machine started, in ticks, of the cores that this process may use."""
+
+    total_ticks: int
+    """All time of these cores: idle, busy, interrupts, stolen."""
+    busy_ticks: int
+    """In processes. Interrupts are left out: most of them are the network traffic of the load itself."""
+    steal_ticks: int | None
+    """In which a core had work and the hypervisor gave it to another machine."""
+    runnable: int | None
+    """Threads that ran or waited for a core at this moment, without this one."""
+    waited_us: int | None
+    """Time in which at least one thread waited for a core (pressure stall information)."""
+    processes: Mapping[int, Process]
 
 
 class MachineWatch:
@@ -30,30 +67,28 @@ class MachineWatch:
     def __init__(self, arms: Sequence[Arm]) -> None:
         self._arms = arms
         self._servers: tuple[int, ...] | None = None
-        self._looked = False
+        self._started = False
         self._before: ProcessorReading | None = None
 
     def start(self) -> None:
-        """Remember the counters."""
-        if not self._looked:
-            self._looked, self._servers = True, _server_processes(self._arms)
+        if not self._started:
+            self._started, self._servers = True, _server_processes(self._arms)
         self._before = read_processors()
 
     def end(self) -> MachineLoad | None:
-        """What they have grown by since `start`; None where they cannot be read."""
+        """The load since `start`; None when the counters cannot be read."""
         after = read_processors()
         return None if self._before is None or after is None else machine_load(self._before, after, self._servers)
 
 
 def machine_load(before: ProcessorReading, after: ProcessorReading, servers: Sequence[int] | None) -> MachineLoad:
-    """The difference of two readings. `servers` are processes that are not this one's descendants; None: not known."""
+    """The difference of two readings. `servers` are processes besides this one's descendants; None: not known."""
     roots = (os.getpid(), *(servers or ()))
     own_before, own_after = descendants(before.processes, roots), descendants(after.processes, roots)
     known = _all_ticks(after, own_after) - _all_ticks(before, own_before)
-    stolen = None
+    stolen, waited_ns = None, None
     if before.steal_ticks is not None and after.steal_ticks is not None:
         stolen = (after.steal_ticks - before.steal_ticks) * TICK_NS
-    waited_ns = None
     if before.waited_us is not None and after.waited_us is not None:
         waited_ns = (after.waited_us - before.waited_us) * 1000
     return MachineLoad(
@@ -68,7 +103,7 @@ def machine_load(before: ProcessorReading, after: ProcessorReading, servers: Seq
 
 
 def _all_ticks(reading: ProcessorReading, numbers: set[int]) -> int:
-    """With those of children that have ended: what ends between two readings moves to its parent and is not lost."""
+    """Including ended children: the time of a process that ends between two readings moves to its parent."""
     return sum(reading.processes[n].own_ticks + reading.processes[n].waited_ticks for n in numbers)
 
 
@@ -85,17 +120,29 @@ def _busiest(before: ProcessorReading, after: ProcessorReading, own: set[int]) -
     return tuple(f"{one_line(name)} {len(cores) * used[name] / total:.2f} cores" for name in named[:MOST_NAMED])
 
 
+def descendants(processes: Mapping[int, Process], roots: Collection[int]) -> set[int]:
+    """The roots that exist, with all their descendants."""
+    children: dict[int, list[int]] = {}
+    for number, process in processes.items():
+        children.setdefault(process.parent, []).append(number)
+    found: set[int] = set()
+    waiting = [root for root in roots if root in processes]
+    while waiting:
+        number = waiting.pop()
+        if number not in found:
+            found.add(number)
+            waiting += children.get(number, ())
+    return found
+
+
 def _server_processes(arms: Sequence[Arm]) -> tuple[int, ...] | None:
-    """Those of all arms that run on this machine; None where one does and its processes cannot be told."""
+    """The processes of all arms that run on this machine; None when those of one are not known."""
     found: list[int] = []
     for arm in arms:
         address = Address.parse(arm.deployment.url)
-        if arm.deployment.launched:
-            numbers = arm.deployment.pids()
-        elif not _is_here(address.host):
+        if not arm.deployment.launched and not _is_here(address.host):
             continue
-        else:
-            numbers = _listeners(address.port)
+        numbers = arm.deployment.pids() if arm.deployment.launched else _listeners(address.port)
         if not numbers:
             return None
         found += numbers
@@ -114,7 +161,7 @@ def _is_here(host: str) -> bool:
 
 
 def _listeners(port: int) -> tuple[int, ...]:
-    """Processes that listen on a port; none where they cannot be seen, or where one passes requests on."""
+    """The processes that listen on a port; empty when they cannot be seen or one only passes requests on."""
     try:
         sockets = psutil.net_connections("tcp")
         numbers = {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr[1:2] == (port,)}
@@ -122,3 +169,66 @@ def _listeners(port: int) -> tuple[int, ...]:
     except (psutil.Error, OSError):
         return ()
     return () if None in numbers or RELAYS & set(named.values()) else tuple(named)
+
+
+def read_processors(folder: Path = PROC, cores: Collection[int] | None = None) -> ProcessorReading | None:
+    """Read all counters; None when /proc/stat cannot be read. Without `cores` those of this process."""
+    try:
+        lines = (folder / "stat").read_text().splitlines()
+    except OSError:
+        return None
+    chosen = os.sched_getaffinity(0) if cores is None else cores
+    # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user and nice.
+    times = [[int(word) for word in line.split()[1:]] for line in lines if _core(line) in chosen]
+    if not times:
+        return None
+    running = next((int(line.split()[1]) for line in lines if line.startswith("procs_running ")), None)
+    return ProcessorReading(
+        total_ticks=sum(sum(one[: _STEAL + 1]) for one in times),
+        busy_ticks=sum(sum(one[:3]) for one in times),
+        steal_ticks=sum(one[_STEAL] for one in times) if all(len(one) > _STEAL for one in times) else None,
+        runnable=None if running is None else max(running - 1, 0),
+        waited_us=_waited_us(folder / "pressure" / "cpu"),
+        processes=_processes(folder),
+    )
+
+
+def _core(line: str) -> int | None:
+    """The core's number in a line such as "cpu3 …"; the line "cpu  …" is the sum of all."""
+    name = line.partition(" ")[0].removeprefix("cpu")
+    return int(name) if line.startswith("cpu") and name.isdigit() else None
+
+
+def _waited_us(path: Path) -> int | None:
+    try:
+        some = next(line for line in path.read_text().splitlines() if line.startswith("some "))
+    except (OSError, StopIteration):
+        return None
+    return int(some.rpartition("total=")[2])
+
+
+def _processes(folder: Path) -> dict[int, Process]:
+    found = {}
+    for name in (path.name for path in folder.iterdir()):
+        if not name.isdigit():
+            continue
+        try:
+            # os.open takes a third of the time of Path.read_bytes, for each of perhaps thousands of processes.
+            file = os.open(f"{folder}/{name}/stat", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                stat = os.read(file, 4096)
+            finally:
+                os.close(file)
+        except OSError:  # the process has ended since
+            continue
+        # Fields as in proc(5); the name before them may hold blanks and brackets.
+        head, _, rest = stat.decode("utf-8", "replace").rpartition(")")
+        fields = rest.split()
+        found[int(name)] = Process(
+            parent=int(fields[1]),
+            name=head.partition("(")[2],
+            core=int(fields[36]),
+            own_ticks=int(fields[11]) + int(fields[12]),
+            waited_ticks=int(fields[13]) + int(fields[14]),
+        )
+    return found

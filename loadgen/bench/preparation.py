@@ -1,4 +1,4 @@
-"""What must exist before a server is asked: the exported model, the sample images, deployments for the arms."""
+"""Prepares a run: exported models, sample inputs and the deployments of the arms."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from loadgen.storage.store import RunStore
 from loadgen.targets.compose import ComposeDeployment
 from loadgen.targets.containers import PROJECT
 from loadgen.targets.embedded import EmbeddedDeployment
-from loadgen.targets.interface import Deployment
+from loadgen.targets.interface import Deployment, RemoteDeployment
 from loadgen.targets.process import ChildProcess
-from loadgen.targets.remote import RemoteDeployment
 from loadgen.transport.endpoint import Signature
 from loadgen.transport.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
 
 READY_SECONDS = 300.0
-"""For a server of ours to start."""
+"""For a launched server to start."""
 Inputs = Mapping[str, SampleInputs]
-"""The same pictures by payload."""
+"""By payload, all of the same pictures."""
 
 
 class PreparationError(Exception):
-    """Something that the run needs cannot be made; the message holds the process's last words."""
+    """A preparation failed; the message says why."""
 
 
 def needs_artefact(arm: ArmRequest) -> bool:
-    """Whether the arm executes an exported file rather than the torch module."""
+    """Whether the arm executes an exported file instead of the torch module."""
     engine = arm.settings.get("engine", "onnxruntime" if arm.target == "triton" else "torch")
     return arm.embedded and engine == "onnxruntime"
 
@@ -38,8 +37,8 @@ def needs_artefact(arm: ArmRequest) -> bool:
 def make_deployment(
     arm: ArmRequest, experiment: Experiment, store: RunStore, work: Path, abserve: Sequence[str] = ABSERVE
 ) -> Deployment:
-    """How this arm's server is started and found. Raises `AddressError` for a URL that cannot be used,
-    `DeploymentError` where a compose stack is asked for and is not up."""
+    """The deployment of an arm, not yet started. Raises `AddressError` for an unusable URL, `DeploymentError` when a
+    compose stack is not up."""
     if not arm.embedded:
         return RemoteDeployment(arm.target, arm.grpc)
     if experiment.deployment == "compose":
@@ -47,7 +46,7 @@ def make_deployment(
     options = {"model": base_name(experiment.model), "weights": experiment.weights, "threads": str(experiment.threads)}
     if experiment.payload_of(arm) != "fp32":
         options["payloads"] = experiment.payload_of(arm)
-    if experiment.transport == "shm" and arm.target == "native":  # Triton offers it unasked
+    if experiment.transport == "shm" and arm.target == "native":  # Triton always offers it
         options["allow-shared-memory"] = "true"
     if arm.target == "triton":
         options["work-dir"] = str(work / f"triton-{arm.label}")
@@ -58,7 +57,7 @@ def make_deployment(
 def export_artefacts(
     experiment: Experiment, store: RunStore, say: Callable[[str], None], abserve: Sequence[str] = ABSERVE
 ) -> None:
-    """Run `abserve export` for the arms that need it (each place once), passing its lines on. Raises
+    """Run `abserve export` for the arms that need it, once per file, and pass its output lines on. Raises
     `PreparationError`."""
     wanted = {
         (
@@ -74,10 +73,10 @@ def export_artefacts(
         argv += ["--payload", payload] if payload != "fp32" else []
         argv += ["--precision", precision] if precision != "fp32" else []
         argv += ["--artefacts", place] if place else []
-        _run_telling(argv, store.log_path("export"), say)
+        _export(argv, store.log_path("export"), say)
 
 
-def _run_telling(argv: Sequence[str], log_path: Path, say: Callable[[str], None]) -> None:
+def _export(argv: Sequence[str], log_path: Path, say: Callable[[str], None]) -> None:
     process = ChildProcess(argv, log_path=log_path, pipes=True)
     try:
         assert process.popen.stdout is not None
@@ -93,7 +92,7 @@ def _run_telling(argv: Sequence[str], log_path: Path, say: Callable[[str], None]
 
 
 def _error_line(log_path: Path) -> str | None:
-    """The last line of the log that begins with `error: `, without that: what `abserve export` says of itself."""
+    """The last error message in the log of `abserve export`."""
     with suppress(OSError):
         for line in reversed(log_path.read_text("utf-8", "replace").splitlines()):
             if line.startswith("error: "):
@@ -102,8 +101,8 @@ def _error_line(log_path: Path) -> str | None:
 
 
 def prepare_inputs(experiment: Experiment, folder: Path, abserve: Sequence[str] = ABSERVE) -> Inputs | None:
-    """The same photographs in every payload that an arm takes, for a registered model. None for a model that only the
-    remote servers know. Raises `InputError`."""
+    """The same sample inputs in every payload that an arm takes. None for a model that only the remote servers know.
+    Raises `InputError`."""
     try:
         write_samples(base_name(experiment.model), folder, abserve)
     except InputError:
@@ -114,16 +113,16 @@ def prepare_inputs(experiment: Experiment, folder: Path, abserve: Sequence[str] 
 
 
 def synthesise_inputs(experiment: Experiment, folder: Path, signatures: Mapping[Label, Signature]) -> Inputs:
-    """Seeded values by the servers' own metadata. Raises `InputError`, for different payloads too: values that are
-    made up are not the same picture twice."""
+    """Random values of the shapes in the server's metadata. Raises `InputError`, also for several payloads: random
+    values are not the same picture in two payloads."""
     if len(experiment.payloads) > 1:
-        raise InputError(f"there are no pictures of {experiment.model} in two payloads; send all arms the same one")
+        raise InputError(f"{experiment.model} has no sample inputs in two payloads; use the same payload for all arms")
     payload = experiment.payload_of(experiment.baseline)
     write_synthetic(signatures[experiment.baseline.label], folder, payload, experiment.seed)
     return {payload: read_inputs(folder, payload)}
 
 
 def describe_inputs(inputs: Inputs) -> dict[str, str | int]:
-    """For the stored record: the first payload's description, and the digests of further ones under their names."""
+    """For the stored record: the first payload's description and the digests of the others."""
     first, *rest = inputs.items()
     return first[1].describe() | {f"sha256_{name}": more.describe()["sha256"] for name, more in rest}

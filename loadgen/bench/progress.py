@@ -1,4 +1,4 @@
-"""What a run tells while it goes on; the rich display is in `loadgen.report.progress`."""
+"""What a run reports while it goes on; the display is in `loadgen.report.progress`."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from loadgen.studies.cold_start.records import ColdStart
 
 
 class Progress:
-    """Listens to a run and says nothing. Calls come in order, from one thread."""
+    """Listens to a run and shows nothing. Calls come in order, from one thread."""
 
     def plan(self, seconds: float) -> None:
-        """How long everything still to come will take, as far as is known now."""
+        """The remaining time, as far as it is known."""
 
     def phase(self, title: str) -> None:
         """A phase begins."""
 
     def now(self, text: str) -> None:
-        """What is being done at this moment."""
+        """The current step."""
 
     def arm_ready(self, record: ArmRecord) -> None:
-        """A server is up; this is what it is."""
+        """A server is up."""
 
     def cold_start_done(self, record: ColdStart) -> None:
-        """One server was started from nothing."""
+        """One cold start is done."""
 
     def parity_done(self, record: ParityRecord) -> None:
-        """All servers have answered the same images."""
+        """All servers have answered the same inputs."""
 
     def fairness_checked(self, checks: Sequence[Check]) -> None:
-        """The arms and the machine were looked at, right before the load."""
+        """The arms and the machine were checked, right before the load."""
 
     def block_done(self, record: BlockRecord, summary: BlockSummary, p50_ns: int | None) -> None:
-        """One block is on disk; `summary` is made from there, `p50_ns` is the generator's."""
+        """One block is stored; `summary` is computed from its samples, `p50_ns` by the generator."""

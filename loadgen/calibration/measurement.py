@@ -1,17 +1,18 @@
-"""Measures the load generator itself, on this machine: how much it can ask for, what it costs, how well it times.
+"""Measures the load generator itself on this machine: its highest rate, its CPU per request, its timing error.
 
-The other side is the sink (`loadgen.calibration.sink`), in processes of its own. It is used rather than the native
-server with a null engine because it does less: no parsing of tensors, no batcher, no hand-off between threads. What
-limits the rate is then the generator wherever there is a core for each side, and the record says whether it was.
+The other side is the sink (`loadgen.calibration.sink`), in separate processes. It does less than the native server with
+a null engine (no tensors, no batcher, no threads), so with a core for each side the generator limits the rate. The
+record says whether it did.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import TimeoutExpired
 from time import perf_counter_ns
 from typing import Any
 
@@ -24,7 +25,7 @@ from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.invocation import OWN_MODULE
 from loadgen.machine.calibration import CalibrationError, read_machine
-from loadgen.machine.environment import read_environment, utc_now
+from loadgen.machine.environment import command_line, utc_now
 from loadgen.machine.fingerprint import fingerprint
 from loadgen.records.machine import Calibration, CalibrationCell, TimingError
 from loadgen.records.payloads import PAYLOADS
@@ -38,20 +39,21 @@ from loadgen.transport.transports import TRANSPORTS
 
 JPEG_BYTES = 30_000
 GENERATOR_IS_BUSY = 0.9
-"""Of a core: with less, the generator was not what gave the ceiling."""
+"""Of a core: with less, something else limited the rate."""
 _ITEMS = 32
 _BATCHED_USERS = 4
 _TIMEOUT_S = 30.0
 _IDLE_DELAY_MS = 2.0
 _TIMING_REQUESTS = 700
 _LOADED_DELAY = 1.2
-"""Of the time that a request takes at the ceiling; with what carrying it takes, that is about half the rate."""
+"""Times the latency at the ceiling; together with the transfer that gives about half the rate."""
 _DATATYPES = {"fp32": "FP32", "uint8": "UINT8", "jpeg": "BYTES"}
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRequest:
-    """What to measure. `seconds` is of each ceiling; batched cells get fewer users, for the memory's sake."""
+    """What to measure. `seconds` is the length of each ceiling's measurement; batches get fewer users, to save
+    memory."""
 
     transports: Sequence[Transport] = TRANSPORTS
     payloads: Sequence[str] = PAYLOADS
@@ -62,70 +64,57 @@ class CalibrationRequest:
 
 
 class SinkProcesses:
-    """Sinks that share their ports. Raises `CalibrationError` when one does not come up or answer."""
+    """Sinks that share their ports. Raises `CalibrationError` when one does not start or answer."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self._processes: list[ChildProcess] = []
-        ports = {"port": 0, "grpc_port": 0, "library_grpc_port": 0}
+        ports = {"port": 0, "grpc_port": 0}
         try:
             for number in range(count):
                 argv = [*OWN_MODULE, "loadgen.calibration.sink"]
-                for name, port in ports.items():
-                    argv += [f"--{name.replace('_', '-')}", str(port)]
+                argv += ["--port", str(ports["port"]), "--grpc-port", str(ports["grpc_port"])]
                 process = ChildProcess(argv, log_path=folder / f"sink-{number}.log", pipes=True)
                 self._processes.append(process)
-                ports = self._read(process)
+                ports = _read(process)
         except CalibrationError:
             self.stop()
             raise
         self.url = f"http://127.0.0.1:{ports['port']}"
         self.grpc_address = f"127.0.0.1:{ports['grpc_port']}"
-        """For our own client alone."""
-        self.library_grpc_address = f"127.0.0.1:{ports['library_grpc_port']}"
-        """For any gRPC client."""
 
     def delay(self, milliseconds: float) -> None:
-        """Plant a delay in all of them."""
-        self._tell(f"delay {milliseconds}")
+        self._ask(f"delay {milliseconds}")
 
     def held_ns(self) -> list[int]:
         """How long each request was kept, since the last call."""
-        return [ns for answer in self._tell("held") for ns in answer["held_ns"]]
+        return [ns for answer in self._ask("held") for ns in answer["held_ns"]]
 
     def cpu_ns(self) -> int | None:
-        """CPU time so far, of all."""
+        """CPU time of all so far."""
         times = [process.cpu_ns() for process in self._processes]
         return None if None in times else sum(time for time in times if time is not None)
 
     def stop(self) -> None:
-        """Idempotent."""
         for process in self._processes:
             process.stop(timeout_s=2.0)
 
-    def _tell(self, command: str) -> list[Any]:
-        answers = []
+    def _ask(self, command: str) -> list[Any]:
         for process in self._processes:
-            assert process.popen.stdin is not None
-            try:
-                process.popen.stdin.write(command.encode() + b"\n")
-                process.popen.stdin.flush()
-            except OSError:
-                raise CalibrationError(f"the sink {process.failure()}") from None
-            answers.append(self._read(process))
-        return answers
+            process.send(command.encode())
+        return [_read(process) for process in self._processes]
 
-    @staticmethod
-    def _read(process: ChildProcess) -> Any:
-        assert process.popen.stdout is not None
-        line = process.popen.stdout.readline()
-        if not line:
+
+def _read(process: ChildProcess) -> Any:
+    line = process.read_line(_TIMEOUT_S)
+    if not line:
+        with suppress(TimeoutExpired):
             process.popen.wait(5.0)
-            raise CalibrationError(f"the sink {process.failure()}")
-        return msgspec.json.decode(line)
+        raise CalibrationError(f"the sink {process.failure() or f'did not answer within {_TIMEOUT_S:g} s'}")
+    return msgspec.json.decode(line)
 
 
 def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibration:
-    """Measure every combination. Raises `CalibrationError` when nothing could be measured at all."""
+    """Measure every combination. Raises `CalibrationError` when none could be measured."""
     cells: list[CalibrationCell] = []
     problems: list[str] = []
     host, packages = read_machine()
@@ -140,20 +129,22 @@ def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibr
         resources.callback(generator.stop)
         for transport in request.transports:
             for payload in request.payloads:
-                bench = _Bench(generator, sinks, folder, transport, payload)
+                measurement = _Measurement(generator, sinks, folder, transport, payload)
                 try:
-                    bench.prepare(samples, request.batch_sizes)
+                    measurement.prepare(samples, request.batch_sizes)
                     for batch_size in request.batch_sizes:
                         say(f"{transport}, {payload}, batch {batch_size}")
-                        cells.append(bench.measure(request, batch_size))
+                        cells.append(measurement.measure(request, batch_size))
                 except GeneratorError as exc:
                     problems.append(f"{transport}, {payload}: {exc}")
     if not cells:
-        raise CalibrationError(f"nothing could be measured: {'; '.join(problems) or 'nothing was asked for'}")
+        raise CalibrationError(
+            f"nothing could be measured: {'; '.join(problems) or 'no transport or payload was given'}"
+        )
     return Calibration(
         fingerprint=fingerprint(host, packages),
         made_at=utc_now(),
-        command=read_environment({}, {}).command,
+        command=command_line(),
         host=host,
         packages=packages,
         sink_processes=count,
@@ -163,8 +154,8 @@ def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibr
     )
 
 
-class _Bench:
-    """One transport and payload on the generator and the sinks."""
+class _Measurement:
+    """One transport and payload."""
 
     def __init__(
         self, generator: GeneratorProcess, sinks: SinkProcesses, folder: Path, transport: Transport, payload: str
@@ -176,7 +167,7 @@ class _Bench:
         self._payload = payload
 
     def prepare(self, samples: Path, batch_sizes: Sequence[int]) -> None:
-        """Make the bodies, in place of those of the combination before. Raises `GeneratorError`."""
+        """Replace the generator's bodies. Raises `GeneratorError`."""
         self._generator.prepare(
             Prepare(
                 samples_directory=str(samples),
@@ -189,7 +180,7 @@ class _Bench:
         )
 
     def measure(self, request: CalibrationRequest, batch_size: int) -> CalibrationCell:
-        """Raises `GeneratorError`."""
+        """The ceiling at one batch size, and at batch size 1 the timing error. Raises `GeneratorError`."""
         users = request.concurrency if batch_size == 1 else min(request.concurrency, _BATCHED_USERS)
         self._sinks.delay(0.0)
         self._run(batch_size, users, 2 * users, request.seconds / 10)
@@ -223,8 +214,8 @@ class _Bench:
         )
 
     def _time(self, users: int, delay_ms: float, ceiling: float, seconds: float) -> TimingError:
-        """Reported against kept, at one load. The delay decides the rate: a closed loop of `users` asks at most
-        users / delay times a second."""
+        """The latency that the generator reports, minus the time for which the sink kept the request. The delay decides
+        the rate: a closed loop sends at most users / delay requests per second."""
         self._sinks.delay(delay_ms)
         self._run(1, users, _TIMING_REQUESTS, seconds / 2)
         reported_us = latencies_ms(good(read_samples(self._samples))) * 1000.0
@@ -241,7 +232,7 @@ class _Bench:
         )
 
     def _run(self, batch_size: int, users: int, requests: int, seconds: float) -> Outcome:
-        """One block; afterwards the sinks hold the times of its requests alone. Raises `GeneratorError`."""
+        """Run one block; then the sinks hold the times of its requests only. Raises `GeneratorError`."""
         self._samples.unlink(missing_ok=True)
         command = Open(
             url=self._sinks.url,
@@ -255,7 +246,7 @@ class _Bench:
             samples_path=str(self._samples),
         )
         self._generator.open(command)
-        self._sinks.held_ns()  # the settling request of this block, and everything before
+        self._sinks.held_ns()  # forget the settling request of this block and everything before
         outcome = self._generator.go(command)
         if outcome.errors or outcome.storage_error is not None or outcome.cut_reason is not None:
             message = outcome.storage_error or next(iter(outcome.error_messages), outcome.cut_reason)
@@ -269,7 +260,7 @@ def _difference(reported: np.ndarray[Any, Any], kept: np.ndarray[Any, Any], quan
 
 
 def signature(payload: str) -> Signature:
-    """What the sink is asked: images in, 2 KB out, whatever their number."""
+    """The sink's model: images in, 2 KB out for any number of images."""
     shape = (-1, 1) if payload == "jpeg" else (-1, *ITEM_SHAPE)
     return Signature(
         MODEL,
@@ -279,7 +270,7 @@ def signature(payload: str) -> Signature:
 
 
 def write_images(folder: Path) -> None:
-    """Seeded noise in the sizes of real images, in every payload; a JPEG here is 30 KB that nobody decodes."""
+    """Write seeded noise in the sizes of real images, in every payload; a JPEG is 30 KB of noise, never decoded."""
     random = np.random.default_rng(0)
     (folder / "jpeg").mkdir(parents=True)
     pixels = random.integers(0, 256, (_ITEMS, *ITEM_SHAPE), dtype=np.uint8)

@@ -1,16 +1,14 @@
-"""The null server of a calibration: `python -m loadgen.calibration.sink` takes requests whole and answers 2 KB.
+"""The server of a calibration: `python -m loadgen.calibration.sink` reads requests whole and answers 2 KB.
 
-It speaks as much of the protocol as a load generator needs, over HTTP and gRPC, and does nothing with what it gets:
-there is no model, no decoding and no queue, so it costs less than any server. gRPC has two doors: a lean one for our
-own client (`loadgen.calibration.http2_sink`), and the library's for any other. Requests that refer to shared memory
-are answered without looking at the memory. A delay can be planted; how long each request was really kept, from its
-last byte read to just before its answer is written, is what the sink reports.
+It speaks as much HTTP and gRPC as the load generator needs and does nothing with what it gets: no model, no decoding,
+no queue, so it costs less than any server. Over gRPC it does without the gRPC library, which costs several times what
+our client does. Requests that refer to shared memory are answered without reading the memory. It can delay its answers,
+and measures how long it kept each request, from its last byte read to just before its answer is written.
 
-    --port P --grpc-port Q --library-grpc-port R   0: free ones. Several processes may share them (SO_REUSEPORT)
-    first line of output     {"port": …, "grpc_port": …, "library_grpc_port": …}
-    delay MS  on input       plants a delay from now on            → {}
+    --port P --grpc-port Q   0: free ports. Several processes may share them (SO_REUSEPORT)
+    first line of output     {"port": …, "grpc_port": …}
+    delay MS  on input       delay all answers from now on                            → {}
     held      on input       ns for which it kept each request since the last `held`  → {"held_ns": […]}
-    count     on input       inference requests answered so far    → {"count": …}
 """
 
 from __future__ import annotations
@@ -19,14 +17,24 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from struct import Struct
 from time import perf_counter_ns
 from typing import Any
 
-import grpc.aio
 from tritonclient.grpc import service_pb2
 
-from loadgen.calibration.http2_sink import Http2Sink
+from loadgen.transport.http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame_head,
+    header_block,
+)
 
 MODEL = "sink"
 INPUT, OUTPUT = "pixel_values", "embedding"
@@ -34,36 +42,38 @@ ITEM_SHAPE = (3, 224, 224)
 ANSWER_BYTES = 2048
 
 _RECEIVE_BYTES = 1 << 20
-_EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
-_NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+_PREFACE_BYTES = 24
+_FRAME = Struct(">HBBBI")
+_WINDOW = 2**31 - 1
+_NUMBER = Struct(">I")
+_PREFIX = Struct(">BI")
+_SETTING = Struct(">HI")
+_INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 4, 5
+_GRPC_HEAD = header_block([(b":status", b"200"), (b"content-type", b"application/grpc")])
+_GRPC_TRAILER = header_block([(b"grpc-status", b"0")])
 
 
 class Sink:
-    """What both protocols share."""
+    """The delay and the measured times, for all connections of a process."""
 
     def __init__(self) -> None:
         self.delay_s = 0.0
-        self.count = 0
         self.held_ns: list[int] = []
 
-    def whole(self, since_ns: int, send: Callable[[], None]) -> None:
-        """A request is whole since `since_ns`: send its answer, after the delay where there is one."""
+    def whole(self, send: Callable[[], None]) -> None:
+        """A request is whole: send its answer, after the delay if there is one."""
+        since_ns = perf_counter_ns()
         if self.delay_s:
             asyncio.get_running_loop().call_later(self.delay_s, self._answer, since_ns, send)
         else:
             self._answer(since_ns, send)
 
     def _answer(self, since_ns: int, send: Callable[[], None]) -> None:
-        self.answered(since_ns)
+        self.held_ns.append(perf_counter_ns() - since_ns)
         send()
 
-    def answered(self, since_ns: int) -> None:
-        """A request that was whole at `since_ns` is about to be answered."""
-        self.count += 1
-        self.held_ns.append(perf_counter_ns() - since_ns)
-
     def command(self, line: str) -> dict[str, object]:
-        """One line of the standard input. Raises `ValueError` for anything unknown."""
+        """Carry out one line of the standard input. Raises `ValueError` for an unknown one."""
         word, _, value = line.strip().partition(" ")
         if word == "delay":
             self.delay_s = float(value) / 1000.0
@@ -71,12 +81,10 @@ class Sink:
         if word == "held":
             held, self.held_ns = self.held_ns, []
             return {"held_ns": held}
-        if word == "count":
-            return {"count": self.count}
         raise ValueError(f"unknown command: {line!r}")
 
 
-def _http(document: object, binary: bytes = b"") -> bytes:
+def http_answer(document: object, binary: bytes = b"") -> bytes:
     text = json.dumps(document).encode()
     extra = f"Inference-Header-Content-Length: {len(text)}\r\n" if binary else ""
     kind = "application/octet-stream" if binary else "application/json"
@@ -85,59 +93,43 @@ def _http(document: object, binary: bytes = b"") -> bytes:
 
 
 _TENSOR = {"name": OUTPUT, "datatype": "FP32", "shape": [1, ANSWER_BYTES // 4]}
-_BINARY_ANSWER = _http(
+_BINARY_ANSWER = http_answer(
     {"model_name": MODEL, "outputs": [{**_TENSOR, "parameters": {"binary_data_size": ANSWER_BYTES}}]},
     bytes(ANSWER_BYTES),
 )
-_MEMORY_ANSWER = _http({"model_name": MODEL, "outputs": [_TENSOR]})
-_DOCUMENTS = {
-    "/v2": {"name": "sink", "version": "1", "extensions": ["binary_tensor_data", "system_shared_memory"]},
-    f"/v2/models/{MODEL}": {
-        "name": MODEL,
-        "versions": ["1"],
-        "platform": "sink",
-        "inputs": [{"name": INPUT, "datatype": "FP32", "shape": [-1, *ITEM_SHAPE]}],
-        "outputs": [{"name": OUTPUT, "datatype": "FP32", "shape": [-1, ANSWER_BYTES // 4]}],
-    },
-    f"/v2/models/{MODEL}/config": {
-        "name": MODEL,
-        "platform": "sink",
-        "backend": "sink",
-        "max_batch_size": 128,
-        "input": [{"name": INPUT, "data_type": "TYPE_FP32", "dims": ITEM_SHAPE}],
-        "output": [{"name": OUTPUT, "data_type": "TYPE_FP32", "dims": [ANSWER_BYTES // 4]}],
-    },
-    f"/v2/models/{MODEL}/stats": {"model_stats": [{"name": MODEL, "version": "1", "inference_stats": {}}]},
-}
-_PATHS = {path: _http(document) for path, document in _DOCUMENTS.items()} | {
-    "/v2/health/live": _EMPTY,
-    "/v2/health/ready": _EMPTY,
-    f"/v2/models/{MODEL}/ready": _EMPTY,
-}
+_MEMORY_ANSWER = http_answer({"model_name": MODEL, "outputs": [_TENSOR]})
+_EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 
 
-class HttpSink(asyncio.BufferedProtocol):
-    """One connection: requests one after the other, each read whole into one buffer and forgotten."""
+class _Protocol(asyncio.BufferedProtocol):
+    """One connection with one receive buffer."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._buffer = bytearray(_RECEIVE_BYTES)
         self._head = bytearray()
         self._left = 0
-        self._answer = _NOT_FOUND
-        self._counts = False
+        """Bytes of the current body or frame that are still to come."""
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client connected."""
         self._transport = transport
 
     def get_buffer(self, _sizehint: int) -> bytearray:
-        """Where the next bytes go."""
         return self._buffer
 
+    def _write(self, content: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(content)
+
+
+class HttpSink(_Protocol):
+    """HTTP: requests one after the other. Whatever is not inference gets an empty answer."""
+
+    _answer = _EMPTY
+    _is_inference = False
+
     def buffer_updated(self, nbytes: int) -> None:
-        """Bytes came."""
         if self._left:
             self._left -= nbytes
         else:
@@ -147,64 +139,92 @@ class HttpSink(asyncio.BufferedProtocol):
                 return
             self._begin(bytes(self._head[:end]), len(self._head) - end - 4)
             self._head.clear()
-        if not self._left:
-            self._whole()
+        if self._left:
+            return
+        if self._is_inference:
+            self._sink.whole(lambda: self._write(self._answer))
+        else:
+            self._write(self._answer)
 
     def _begin(self, head: bytes, body_bytes: int) -> None:
-        _, path, _ = head[: head.index(b"\r\n")].decode("latin-1").split(" ")
+        path = head.split(b" ", 2)[1].decode("latin-1")
         fields = head.lower()
-        self._counts = path.endswith("/infer")
-        if self._counts:
+        self._is_inference = path.endswith("/infer")
+        if self._is_inference:
             self._answer = _BINARY_ANSWER if b"\r\ninference-header-content-length:" in fields else _MEMORY_ANSWER
-        elif path.startswith("/v2/systemsharedmemory/"):
-            self._answer = _EMPTY
         else:
-            self._answer = _PATHS.get(path, _NOT_FOUND)
+            self._answer = self.document(path)
         start = fields.find(b"\r\ncontent-length:")
         length = 0 if start < 0 else int(fields[start + 17 :].split(b"\r\n", 1)[0])
         self._left = length - body_bytes
 
-    def _whole(self) -> None:
-        if self._counts:
-            self._sink.whole(perf_counter_ns(), self._send)
-        else:
-            self._send()
-
-    def _send(self) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(self._answer)
+    def document(self, _path: str) -> bytes:
+        """The answer to a request that is not inference."""
+        return _EMPTY
 
 
-class GrpcSink(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ships no types
-    """Every method by its name; messages in and out stay bytes."""
+class GrpcSink(_Protocol):
+    """gRPC for our own client alone: requests one after the other, headers that nobody needs to read. It answers the
+    end of each stream with the same message."""
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._infer_answer = infer_answer()
-        self._methods: dict[str, Callable[[bytes, Any], Awaitable[bytes]]] = {"ModelInfer": self._infer}
-        for name, message in _grpc_documents().items():
-            self._methods[name] = self._document(message)
+    def __init__(self, sink: Sink, answer: bytes) -> None:
+        super().__init__(sink)
+        self._message = _PREFIX.pack(0, len(answer)) + answer
+        self._left = _PREFACE_BYTES
+        self._kind, self._flags, self._stream = -1, 0, 0
+        self._unacknowledged = 0
 
-    def service(self, handler_call_details: Any) -> Any:
-        """What answers a call; None where nothing does."""
-        method = self._methods.get(handler_call_details.method.rpartition("/")[2])
-        return None if method is None else grpc.unary_unary_rpc_method_handler(method)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        settings = _SETTING.pack(_INITIAL_WINDOW_SIZE, _WINDOW) + _SETTING.pack(_MAX_FRAME_SIZE, 2**24 - 1)
+        self._transport.write(
+            frame_head(SETTINGS, 0, 0, len(settings)) + settings
+            + frame_head(WINDOW_UPDATE, 0, 0, 4) + _NUMBER.pack(_WINDOW - 65_535)
+        )  # fmt: skip
 
-    async def _infer(self, _message: bytes, _context: Any) -> bytes:
-        since_ns = perf_counter_ns()
-        if self._sink.delay_s:
-            await asyncio.sleep(self._sink.delay_s)
-        self._sink.answered(since_ns)
-        return self._infer_answer
+    def buffer_updated(self, nbytes: int) -> None:
+        place = 0
+        while place < nbytes:
+            if self._left:
+                taken = min(self._left, nbytes - place)
+                self._left -= taken
+                place += taken
+                if self._left:
+                    return
+                self._frame_ended()
+                continue
+            taken = min(9 - len(self._head), nbytes - place)
+            self._head += memoryview(self._buffer)[place : place + taken]
+            place += taken
+            if len(self._head) == 9:
+                high, low, self._kind, self._flags, self._stream = _FRAME.unpack(self._head)
+                self._head.clear()
+                self._left = high << 8 | low
+                if self._kind == DATA:
+                    self._unacknowledged += self._left
+                if not self._left:
+                    self._frame_ended()
 
-    @staticmethod
-    def _document(message: Any) -> Callable[[bytes, Any], Awaitable[bytes]]:
-        content: bytes = message.SerializeToString()
+    def _frame_ended(self) -> None:
+        if self._kind == SETTINGS and not self._flags & ACK:
+            self._transport.write(frame_head(SETTINGS, ACK, 0, 0))
+        elif self._kind in (DATA, HEADERS) and self._flags & END_STREAM:
+            stream = self._stream
+            self._sink.whole(lambda: self._answer(stream))
 
-        async def answer(_message: bytes, _context: Any) -> bytes:
-            return content
-
-        return answer
+    def _answer(self, stream: int) -> None:
+        parts = [
+            frame_head(HEADERS, END_HEADERS, stream, len(_GRPC_HEAD)),
+            _GRPC_HEAD,
+            frame_head(DATA, 0, stream, len(self._message)),
+            self._message,
+            frame_head(HEADERS, END_HEADERS | END_STREAM, stream, len(_GRPC_TRAILER)),
+            _GRPC_TRAILER,
+        ]
+        if self._unacknowledged > _WINDOW // 4:
+            parts += [frame_head(WINDOW_UPDATE, 0, 0, 4), _NUMBER.pack(self._unacknowledged)]
+            self._unacknowledged = 0
+        self._write(b"".join(parts))
 
 
 def infer_answer() -> bytes:
@@ -216,49 +236,20 @@ def infer_answer() -> bytes:
     return content
 
 
-def _grpc_documents() -> dict[str, Any]:
-    metadata = service_pb2.ModelMetadataResponse(name=MODEL, versions=["1"], platform="sink")
-    metadata.inputs.add(name=INPUT, datatype="FP32", shape=(-1, *ITEM_SHAPE))
-    metadata.outputs.add(name=OUTPUT, datatype="FP32", shape=(-1, ANSWER_BYTES // 4))
-    configured = service_pb2.ModelConfigResponse()
-    configured.config.name = MODEL
-    configured.config.max_batch_size = 128
-    configured.config.input.add(name=INPUT, data_type="TYPE_FP32", dims=ITEM_SHAPE)
-    configured.config.output.add(name=OUTPUT, data_type="TYPE_FP32", dims=(ANSWER_BYTES // 4,))
-    statistics = service_pb2.ModelStatisticsResponse()
-    statistics.model_stats.add(name=MODEL, version="1")
-    return {
-        "ServerLive": service_pb2.ServerLiveResponse(live=True),
-        "ServerReady": service_pb2.ServerReadyResponse(ready=True),
-        "ModelReady": service_pb2.ModelReadyResponse(ready=True),
-        "ServerMetadata": service_pb2.ServerMetadataResponse(name="sink", version="1"),
-        "ModelMetadata": metadata,
-        "ModelConfig": configured,
-        "ModelStatistics": statistics,
-    }
-
-
-async def _serve(port: int, grpc_port: int, library_grpc_port: int) -> None:
+async def _serve(port: int, grpc_port: int) -> None:
     loop = asyncio.get_running_loop()
     sink, message = Sink(), infer_answer()
-    server = await loop.create_server(lambda: HttpSink(sink), "127.0.0.1", port, reuse_port=True, backlog=1024)
-    lean = await loop.create_server(
-        lambda: Http2Sink(message, sink.whole), "127.0.0.1", grpc_port, reuse_port=True, backlog=1024
+    http = await loop.create_server(lambda: HttpSink(sink), "127.0.0.1", port, reuse_port=True, backlog=1024)
+    grpc = await loop.create_server(
+        lambda: GrpcSink(sink, message), "127.0.0.1", grpc_port, reuse_port=True, backlog=1024
     )
-    grpc_server = grpc.aio.server(
-        handlers=(GrpcSink(sink),), options=(("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 1))
-    )
-    library_grpc_port = grpc_server.add_insecure_port(f"127.0.0.1:{library_grpc_port}")
-    await grpc_server.start()
-    ports = {name: listener.sockets[0].getsockname()[1] for name, listener in (("port", server), ("grpc_port", lean))}
-    _say({**ports, "library_grpc_port": library_grpc_port})
+    _say({"port": http.sockets[0].getsockname()[1], "grpc_port": grpc.sockets[0].getsockname()[1]})
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
         _say(sink.command(line.decode()))
-    await grpc_server.stop(None)
-    server.close()
-    lean.close()
+    http.close()
+    grpc.close()
 
 
 def _say(document: object) -> None:
@@ -267,13 +258,11 @@ def _say(document: object) -> None:
 
 
 def main() -> None:
-    """Serve until standard input closes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--grpc-port", type=int, default=0)
-    parser.add_argument("--library-grpc-port", type=int, default=0)
     options = parser.parse_args()
-    asyncio.run(_serve(options.port, options.grpc_port, options.library_grpc_port))
+    asyncio.run(_serve(options.port, options.grpc_port))
 
 
 if __name__ == "__main__":

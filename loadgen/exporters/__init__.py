@@ -1,2 +1,1 @@
-"""What Prometheus can ask the load generator: what it does now, and what its runs found. Nothing here is measured for a
-verdict: results come from raw samples alone."""
+"""Prometheus metrics of the load generator and of finished runs. Verdicts do not use them."""

@@ -1,4 +1,4 @@
-"""`abserve results-exporter`: shows Prometheus what the runs in a folder found."""
+"""`abserve results-exporter`: the results of the runs in a folder as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ def results_exporter(
     host: Annotated[
         str, typer.Option("--host", envvar="ABSERVE_RESULTS_EXPORTER_HOST", help="Address to listen on.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", envvar="ABSERVE_RESULTS_EXPORTER_PORT", min=1, max=65535)] = 9446,
+    port: Annotated[
+        int, typer.Option("--port", envvar="ABSERVE_RESULTS_EXPORTER_PORT", min=1, max=65535, help="Port to listen on.")
+    ] = 9446,
 ) -> None:
-    """Serve the verdicts and the state of runs as Prometheus metrics until stopped."""
+    """Serve the verdicts and states of runs as Prometheus metrics until stopped."""
     from prometheus_client import CollectorRegistry, start_http_server
 
     from loadgen.exporters.runs import RunsCollector

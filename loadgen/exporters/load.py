@@ -1,13 +1,15 @@
 """The load generator's own metrics for Prometheus, `abserve_load_…`: users, requests, failures, latency, send lag.
 
-They show what a test of the locustfile is doing. In distributed runs the workers count and the master answers scrapes;
-a worker's counts travel with Locust's own reports, every 3 s. Send lag is how much later than due a timer of the
-generator's loop fires: so much later would a request have left that was due then.
+They show the locustfile's current test. In distributed runs the workers count and the master answers scrapes; a
+worker's counts travel with Locust's own reports, every 3 s. Send lag is how much later than due a timer of the
+generator's loop fires: a request that was due then would have been sent as late.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from time import perf_counter
 from typing import Any
@@ -19,8 +21,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from loadgen.exporters.counts import DurationCounts
-
+BOUNDS_S = tuple(10 ** (-4.5 + step / 12) for step in range(75))
+"""Upper bounds of the latency buckets, 32 µs to 47 s, twelve per decade, the same as on the native server."""
 LAG_EVERY_S = 0.05
 REPORT_KEY = "abserve"
 RUNNING_STATES = frozenset({"spawning", "running", "cleanup"})
@@ -28,51 +30,75 @@ RUNNING_STATES = frozenset({"spawning", "running", "cleanup"})
 logger = logging.getLogger("abserve")
 
 
-class LoadCounts:
-    """What one process has seen; on a master, the sum of its workers."""
+class DurationCounts:
+    """How many durations fell into each bucket, by its number, and their sum; adding up loses nothing."""
 
     def __init__(self) -> None:
-        self.latency: dict[str, DurationCounts] = {}
-        self.failures: dict[str, int] = {}
-        self.response_bytes: dict[str, int] = {}
+        self.counts: Counter[int] = Counter()
+        self.total_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.total_s += seconds
+
+    def take(self) -> dict[str, Any]:
+        taken = {"counts": {str(index): count for index, count in self.counts.items()}, "total_s": self.total_s}
+        self.counts, self.total_s = Counter(), 0.0
+        return taken
+
+    def merge(self, taken: Mapping[str, Any]) -> None:
+        self.counts.update({int(index): count for index, count in taken["counts"].items()})
+        self.total_s += taken["total_s"]
+
+    def cumulated(self) -> list[tuple[str, float]]:
+        """(upper bound, durations up to it) for a Prometheus histogram."""
+        total, rows = 0, []
+        for index, bound in enumerate([*(f"{bound_s:.6g}" for bound_s in BOUNDS_S), "+Inf"]):
+            total += self.counts[index]
+            rows.append((bound, float(total)))
+        return rows
+
+
+class LoadCounts:
+    """The counts of one process, or on a master the sum of its workers', by the name of the request."""
+
+    def __init__(self) -> None:
+        self.latency: defaultdict[str, DurationCounts] = defaultdict(DurationCounts)
+        self.failures: Counter[str] = Counter()
+        self.response_bytes: Counter[str] = Counter()
         self.lag = DurationCounts()
 
     def on_request(
         self, name: str, response_time: float | None, response_length: int | None, exception: object, **_: object
     ) -> None:
-        """Locust's `request` event. Failures have no latency that means anything and are only counted."""
+        """Locust's `request` event. Failures are only counted: their latency means nothing."""
         if exception is not None:
-            self.failures[name] = self.failures.get(name, 0) + 1
+            self.failures[name] += 1
             return
-        if name not in self.latency:
-            self.latency[name] = DurationCounts()
         self.latency[name].add((response_time or 0.0) / 1000)
-        self.response_bytes[name] = self.response_bytes.get(name, 0) + (response_length or 0)
+        self.response_bytes[name] += response_length or 0
 
     def take(self) -> dict[str, Any]:
-        """What was counted since the last `take`, as plain data for the master."""
         taken = {
             "latency": {name: counts.take() for name, counts in self.latency.items()},
-            "failures": self.failures,
-            "response_bytes": self.response_bytes,
+            "failures": dict(self.failures),
+            "response_bytes": dict(self.response_bytes),
             "lag": self.lag.take(),
         }
-        self.failures, self.response_bytes = {}, {}
+        self.failures.clear()
+        self.response_bytes.clear()
         return taken
 
     def merge(self, taken: Mapping[str, Any]) -> None:
-        """Add a worker's."""
         for name, counts in taken["latency"].items():
-            self.latency.setdefault(name, DurationCounts()).merge(counts)
-        for name, count in taken["failures"].items():
-            self.failures[name] = self.failures.get(name, 0) + count
-        for name, count in taken["response_bytes"].items():
-            self.response_bytes[name] = self.response_bytes.get(name, 0) + count
+            self.latency[name].merge(counts)
+        self.failures.update(taken["failures"])
+        self.response_bytes.update(taken["response_bytes"])
         self.lag.merge(taken["lag"])
 
 
 class LoadCollector(Collector):
-    """Families built fresh at each scrape."""
+    """Families built at each scrape."""
 
     def __init__(self, environment: Any, counts: LoadCounts) -> None:
         self._environment = environment
@@ -85,32 +111,32 @@ class LoadCollector(Collector):
         latency = HistogramMetricFamily(
             "abserve_load_latency_seconds", "From sending a request to its last byte, good answers.", labels=("name",)
         )
-        requests = CounterMetricFamily("abserve_load_requests", "Requests finished, good or not.", labels=("name",))
+        requests = CounterMetricFamily("abserve_load_requests", "Finished requests, good or failed.", labels=("name",))
         failures = CounterMetricFamily("abserve_load_failures", "Requests without a good answer.", labels=("name",))
         received = CounterMetricFamily("abserve_load_response_bytes", "Bytes of good answers.", labels=("name",))
         for name in sorted({*counts.latency, *counts.failures}):
-            good = counts.latency.get(name, DurationCounts())
-            failed = counts.failures.get(name, 0)
-            latency.add_metric((name,), list(good.cumulated()), good.total_s)
-            requests.add_metric((name,), sum(good.counts) + failed)
+            good = counts.latency[name]
+            failed = counts.failures[name]
+            latency.add_metric((name,), good.cumulated(), good.total_s)
+            requests.add_metric((name,), good.counts.total() + failed)
             failures.add_metric((name,), failed)
-            received.add_metric((name,), counts.response_bytes.get(name, 0))
+            received.add_metric((name,), counts.response_bytes[name])
         yield from (latency, requests, failures, received)
         lag = HistogramMetricFamily(
             "abserve_load_send_lag_seconds", "How much later than due a timer of the generator fires."
         )
-        lag.add_metric((), list(counts.lag.cumulated()), counts.lag.total_s)
+        lag.add_metric((), counts.lag.cumulated(), counts.lag.total_s)
         yield lag
 
     def _state(self) -> Iterator[Metric]:
         runner = self._environment.runner
-        yield GaugeMetricFamily("abserve_load_users", "Users now.", value=runner.user_count)
+        yield GaugeMetricFamily("abserve_load_users", "Current users.", value=runner.user_count)
         running = GaugeMetricFamily("abserve_load_running", "1 while a test runs.", labels=("host", "scenario"))
         scenario = ", ".join(user_class.__name__ for user_class in self._environment.user_classes)
         running.add_metric((self._environment.host or "", scenario), float(runner.state in RUNNING_STATES))
         yield running
         clients = getattr(runner, "clients", None)
-        cpu = GaugeMetricFamily("abserve_load_cpu_ratio", "Of one core, by process.", labels=("process",))
+        cpu = GaugeMetricFamily("abserve_load_cpu_ratio", "Share of one core, by process.", labels=("process",))
         if clients is None:
             cpu.add_metric(("local",), runner.current_cpu_usage / 100)
         else:
@@ -124,32 +150,26 @@ class LoadCollector(Collector):
 
 
 def export_load(environment: Any, port: int, host: str) -> None:
-    """Count in this process; answer scrapes at `port` unless it is 0 or this is a worker, which reports to its master.
+    """Count in this process; answer scrapes at `port`, unless it is 0 or this is a worker, which reports to its master.
 
-    Called once the runner exists. Raises `OSError` where the port cannot be had.
+    Call it once the runner exists. Raises `OSError` when the port cannot be used.
     """
     counts = LoadCounts()
     kind = type(environment.runner).__name__
     if kind == "MasterRunner":
-        environment.events.worker_report.add_listener(lambda data, **_: _merge(counts, data))
+        environment.events.worker_report.add_listener(
+            lambda data, **_: counts.merge(data[REPORT_KEY]) if REPORT_KEY in data else None
+        )
     else:
         environment.events.request.add_listener(counts.on_request)
         gevent.spawn(_watch_lag, counts)
     if kind == "WorkerRunner":
         environment.events.report_to_master.add_listener(lambda data, **_: data.update({REPORT_KEY: counts.take()}))
-        return
-    if port:
+    elif port:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(LoadCollector(environment, counts))
-        server = WSGIServer((host, port), make_wsgi_app(registry), log=None)
-        server.start()
+        WSGIServer((host, port), make_wsgi_app(registry), log=None).start()
         logger.info(f"metrics at http://{host}:{port}/metrics")
-
-
-def _merge(counts: LoadCounts, data: Mapping[str, Any]) -> None:
-    taken = data.get(REPORT_KEY)
-    if taken is not None:
-        counts.merge(taken)
 
 
 def _watch_lag(counts: LoadCounts) -> None:

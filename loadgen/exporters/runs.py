@@ -1,7 +1,7 @@
-"""What the runs in a results folder found, for Prometheus, prefixes `abserve_run_` and `abserve_comparison_`.
+"""The runs in a results folder as Prometheus metrics, `abserve_run_…` and `abserve_comparison_…`.
 
-It only reads what `abserve compare` has stored, so a run needs to know nothing of dashboards. Files that are missing,
-half a run, malformed or of another version show nothing, and take nothing from other runs; no value is made up.
+It only reads what `abserve compare` has stored. A file that is missing, incomplete, malformed or of another version
+shows nothing and does not affect other runs.
 """
 
 from __future__ import annotations
@@ -23,26 +23,30 @@ from loadgen.storage.run_lock import is_running
 
 NEWEST = 20
 SILENT_SECONDS = 600.0
-"""A run that says "running" and has written nothing for so long was killed, unless its process can be seen: nearly
-every block and trial is shorter."""
+"""A run in the state "running" that wrote nothing for so long was killed, unless its process is alive: nearly every
+block and trial is shorter."""
+_COMPARED = ("run", "scenario", "metric", "baseline", "arm", "verdict")
+GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "abserve_run_running": ("1 while the run goes on.", ("run", "phase")),
+    "abserve_run_start_timestamp_seconds": ("When the run began.", ("run",)),
+    "abserve_run_valid": ("1 if the result is valid.", ("run", "sentence")),
+    "abserve_run_arm_info": ("The arms of the run; always 1.", ("run", "arm", "title")),
+    "abserve_comparison_ratio": ("Arm divided by baseline.", _COMPARED),
+    "abserve_comparison_ratio_low": ("Lower end of the 95 % interval.", _COMPARED),
+    "abserve_comparison_ratio_high": ("Upper end of the 95 % interval.", _COMPARED),
+    "abserve_run_gpu_evidence": (
+        "GPU verification by arm and workload; always 1.",
+        ("run", "arm", "scenario", "finding", "code"),
+    ),
+}
+"""Help and labels by name; the label `run` is the run's folder."""
 
 T = TypeVar("T")
 
 
 class _State(msgspec.Struct):
-    """Of each file, what is shown of it."""
-
     state: str = ""
     phase: str = ""
-
-
-class _Verdict(msgspec.Struct):
-    sentence: str = ""
-
-
-class _Arm(msgspec.Struct):
-    label: str = ""
-    title: str = ""
 
 
 class _Comparison(msgspec.Struct):
@@ -53,6 +57,15 @@ class _Comparison(msgspec.Struct):
     arm: str = ""
     ratio: float | None = None
     ci95: tuple[float, float] | None = None
+
+
+class _Verdict(msgspec.Struct):
+    sentence: str = ""
+
+
+class _Arm(msgspec.Struct):
+    label: str = ""
+    title: str = ""
 
 
 class _Result(msgspec.Struct):
@@ -83,41 +96,54 @@ class RunsCollector(Collector):
         self._known: dict[Path, tuple[int, Any]] = {}
 
     def collect(self) -> Iterable[Metric]:
-        """All families; labels name the run by its folder."""
-        families = _Families()
-        for folder in self._newest():
-            state = self._read(folder / "run.json", _State)
-            if state is not None:
-                self._add_state(families, folder, state)
-            result = self._read(folder / "result.json", _Result)
-            if result is not None:
-                _add_result(families, printable(folder.name), result)
-            evidence = self._read(folder / "evidence.json", _Evidence)
-            if evidence is not None:
-                _add_evidence(families, printable(folder.name), evidence)
-        return families.all()
+        """All families; a duplicate label set keeps its first value."""
+        samples: dict[tuple[str, ...], float] = {}
 
-    def _newest(self) -> list[Path]:
-        """By the run's own first record; the newest last."""
+        def show(value: float, name: str, *labels: str) -> None:
+            samples.setdefault((name, *labels), value)
+
+        for began_s, folder in self._newest():
+            run = printable(folder.name)
+            if (state := self._read(folder / "run.json", _State)) is not None:
+                running = state.state == "running" and (
+                    is_running(folder) or self._wall_s() - _last_written(folder) < SILENT_SECONDS
+                )
+                show(float(running), "abserve_run_running", run, state.phase if running else "")
+                show(began_s, "abserve_run_start_timestamp_seconds", run)
+            if (result := self._read(folder / "result.json", _Result)) is not None:
+                show(float(result.valid), "abserve_run_valid", run, result.verdict.sentence)
+                for arm in result.arms:
+                    show(1.0, "abserve_run_arm_info", run, arm.label, arm.title)
+                for one in result.comparisons:
+                    labels = (run, one.scenario, one.metric, one.baseline, one.arm, one.verdict)
+                    if one.ratio is not None:
+                        show(one.ratio, "abserve_comparison_ratio", *labels)
+                    if one.ci95 is not None:
+                        show(one.ci95[0], "abserve_comparison_ratio_low", *labels)
+                        show(one.ci95[1], "abserve_comparison_ratio_high", *labels)
+            if (evidence := self._read(folder / "evidence.json", _Evidence)) is not None:
+                for found in evidence.records:
+                    if not found.control:
+                        what = (found.label, found.cell or "all", found.finding, found.code or "")
+                        show(1.0, "abserve_run_gpu_evidence", run, *what)
+        for name, (text, label_names) in GAUGES.items():
+            family = GaugeMetricFamily(name, text, labels=label_names)
+            for (metric, *values), value in samples.items():
+                if metric == name:
+                    family.add_metric(values, value)
+            yield family
+
+    def _newest(self) -> list[tuple[float, Path]]:
+        """(time of its first record, folder) of the newest runs, the newest last."""
         found = []
         with suppress(OSError):
             for path in self._folder.glob("*/experiment.json"):
                 with suppress(OSError):
                     found.append((path.stat().st_mtime, path.parent))
-        return [folder for _, folder in sorted(found)[-NEWEST:]]
-
-    def _add_state(self, families: _Families, folder: Path, state: _State) -> None:
-        running = state.state == "running" and (
-            is_running(folder) or self._wall_s() - _last_written(folder) < SILENT_SECONDS
-        )
-        phase, name = state.phase if running else "", printable(folder.name)
-        families.add("abserve_run_running", "1 while it runs.", float(running), run=name, phase=phase)
-        with suppress(OSError):  # it has just been removed
-            started = (folder / "experiment.json").stat().st_mtime
-            families.add("abserve_run_start_timestamp_seconds", "When it began.", started, run=name)
+        return sorted(found)[-NEWEST:]
 
     def _read(self, path: Path, kind: type[T]) -> T | None:
-        """What is shown of a file, read again when the file has changed; None for anything else."""
+        """The decoded file, read again when it has changed; None when it cannot be used."""
         try:
             found = path.stat()
             known = self._known.get(path)
@@ -129,7 +155,7 @@ class RunsCollector(Collector):
 
 
 def _decoded(path: Path, mode: int, size: int, kind: type[T]) -> T | None:
-    if not stat.S_ISREG(mode) or size > MOST_RECORD_BYTES:  # reading a named pipe would wait for ever
+    if not stat.S_ISREG(mode) or size > MOST_RECORD_BYTES:  # reading a named pipe would block
         return None
     try:
         return read_record(path.read_bytes(), kind)  # type: ignore[no-any-return]
@@ -137,67 +163,13 @@ def _decoded(path: Path, mode: int, size: int, kind: type[T]) -> T | None:
         return None
 
 
-class _Families:
-    """Gauges by name; a label set that comes twice keeps its first value."""
-
-    def __init__(self) -> None:
-        self._families: dict[str, GaugeMetricFamily] = {}
-        self._seen: set[tuple[str, ...]] = set()
-
-    def add(self, name: str, help_text: str, value: float, **labels: str) -> None:
-        family = self._families.setdefault(name, GaugeMetricFamily(name, help_text, labels=tuple(labels)))
-        key = (name, *labels.values())
-        if key not in self._seen:
-            self._seen.add(key)
-            family.add_metric(tuple(labels.values()), value)
-
-    def all(self) -> list[Metric]:
-        return list(self._families.values())
-
-
-def _add_result(families: _Families, run: str, result: _Result) -> None:
-    families.add(
-        "abserve_run_valid", "1: the verdict holds.", float(result.valid), run=run, sentence=result.verdict.sentence
-    )
-    for arm in result.arms:
-        families.add("abserve_run_arm_info", "The arms; always 1.", 1.0, run=run, arm=arm.label, title=arm.title)
-    for one in result.comparisons:
-        labels = {
-            "run": run, "scenario": one.scenario, "metric": one.metric, "baseline": one.baseline, "arm": one.arm,
-            "verdict": one.verdict,
-        }  # fmt: skip
-        if one.ratio is not None:
-            families.add("abserve_comparison_ratio", "Arm over baseline.", one.ratio, **labels)
-        if one.ci95 is not None:
-            families.add("abserve_comparison_ratio_low", "Lower end of the 95 % interval.", one.ci95[0], **labels)
-            families.add("abserve_comparison_ratio_high", "Its upper end.", one.ci95[1], **labels)
-
-
-def _add_evidence(families: _Families, run: str, evidence: _Evidence) -> None:
-    for record in evidence.records:
-        if record.control:
-            continue
-        labels = {
-            "run": run,
-            "arm": record.label,
-            "scenario": record.cell or "all",
-            "finding": record.finding,
-            "code": record.code or "",
-        }
-        families.add("abserve_run_gpu_evidence", "Where the work ran, as found; always 1.", 1.0, **labels)
-
-
 def _last_written(folder: Path) -> float:
-    """Blocks, trials and samples come one by one, and those of causes in folders of their own, so the folders' times
-    move while a run lives."""
+    """The newest time of the run's folders, which change with every block, trial and sample file."""
+    paths = [folder, folder / "run.json"]
+    with suppress(OSError):
+        paths += [path for pattern in ("*", "*/*", "*/*/*") for path in folder.glob(pattern) if path.is_dir()]
     times = []
-    try:
-        folders = [path for pattern in ("*", "*/*", "*/*/*") for path in folder.glob(pattern) if path.is_dir()]
-    except OSError:
-        folders = []
-    for path in (folder, *folders, folder / "run.json"):
-        try:
+    for path in paths:
+        with suppress(OSError):
             times.append(path.stat().st_mtime)
-        except OSError:
-            continue
     return max(times, default=0.0)

@@ -1,1 +1,1 @@
-"""The load generator's processes: users, arrivals, blocks; Locust and gevent live here and in the locustfile."""
+"""The load generator's processes: users, arrivals and blocks. Only they and the locustfile import gevent."""

@@ -1,18 +1,19 @@
-"""The load generator's process: `python -m loadgen.generator` reads commands from standard input, a line each.
+"""One process of the load generator: `python -m loadgen.generator` reads commands from standard input, one per line.
 
-It runs one block at a time through Locust, or with `--processes N` has N workers run it. Only this process and its
-workers import locust and are patched by gevent; what drives it (`loadgen.generator.process`) is not. Commands and
-replies are in `loadgen.generator.messages`.
+It runs one block at a time. This process is patched by gevent; its driver (`loadgen.generator.process`) is not.
+Commands and replies are in `loadgen.generator.messages`.
 """
 
+# ruff: noqa: E402 (gevent patches before anything else is imported)
 from __future__ import annotations
 
-import argparse
+from gevent import monkey
+
+monkey.patch_all()
+
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import gevent
 import msgspec
@@ -20,49 +21,51 @@ from gevent.fileobject import FileObjectPosix
 from gevent.queue import Queue
 
 from loadgen.generator.block import LocalGenerator
-from loadgen.generator.distributed import DistributedGenerator
-from loadgen.generator.messages import Abort, Command, Message
+from loadgen.generator.messages import Abort, Alive, Command, Go, Message
 
-
-def _lines(descriptor: int) -> Iterator[bytes]:
-    with FileObjectPosix(descriptor, "rb") as stream:
-        yield from stream
+_ALIVE_SECONDS = 1.0
 
 
 def main() -> None:
-    """Serve until standard input closes. Replies own the original standard output; stray prints go to standard
-    error, where they break nothing."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--processes", type=int, default=1, help="Workers that share the load.")
-    parser.add_argument("--logs", type=Path, default=Path("generator"), help="Begin of the names of their logs.")
-    options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's to interpret
+    """Serve until standard input closes. Replies get the original standard output; other prints go to standard error,
+    where they cannot be taken for replies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what Ctrl-C does
     replies = os.dup(1)
     os.dup2(2, 1)
-    generator = LocalGenerator() if options.processes == 1 else DistributedGenerator(options.processes, options.logs)
+    generator = LocalGenerator()
     commands: Queue[Command | None] = Queue()
-    decoder = msgspec.json.Decoder(Command)
 
     def listen() -> None:
-        with suppress(OSError):
-            for line in _lines(0):
+        decoder = msgspec.json.Decoder(Command)
+        with suppress(OSError), FileObjectPosix(0, "rb") as lines:
+            for line in lines:
                 command = decoder.decode(line)
-                if isinstance(command, Abort) and generator.abort(command.reason):
-                    continue
-                commands.put(command)
-        generator.abort("the runner has gone")
+                if isinstance(command, Abort):
+                    generator.abort(command.reason)
+                else:
+                    commands.put(command)
+        generator.abort("the program that controls the load generator has ended")
         commands.put(None)
+
+    def say_alive() -> None:
+        while True:
+            gevent.sleep(_ALIVE_SECONDS)
+            _send(replies, Alive())
 
     gevent.spawn(listen)
     try:
         while (command := commands.get()) is not None:
-            _send(replies, generator.answer(command))
+            heartbeat = gevent.spawn(say_alive) if isinstance(command, Go) else None
+            reply = generator.answer(command)
+            if heartbeat is not None:
+                heartbeat.kill()
+            _send(replies, reply)
     finally:
         generator.close()
 
 
-def _send(descriptor: int, reply: Message) -> None:
-    line = memoryview(msgspec.json.encode(reply) + b"\n")
+def _send(descriptor: int, message: Message) -> None:
+    line = memoryview(msgspec.json.encode(message) + b"\n")
     while line:
         line = line[os.write(descriptor, line) :]
 

@@ -1,10 +1,10 @@
-"""A sample of a block's answers, kept while it runs and read when it is over."""
+"""Keeps a random sample of a block's answers while it runs; they are decoded after it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 import msgspec
@@ -15,35 +15,27 @@ from loadgen.transport.bodies import AnswerError
 from loadgen.transport.inputs import Array
 
 MOST_ROWS = 1
-"""Items of one answer that are compared; all of them are looked through for NaN and infinity."""
+"""Items of one answer that are compared; all of them are searched for NaN and infinity."""
 _MOST_BYTES = 4 * 2**20
-"""Of a block's outputs that are passed on, one answer in any case."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    request: int
-    user: int
-    body: int
-    first: int
-    read: Callable[[], Mapping[str, Array]]
+"""Of a block's kept outputs; the first answer is kept whatever its size."""
 
 
 class KeptAnswers:
-    """At most so many answers of a block, each request's with the same chance, however many there will be.
+    """At most `most` answers of a block; each request has the same chance, however many there will be.
 
-    Reservoir sampling by skips (Li, ACM TOMS 20, 1994, algorithm L): which requests are kept follows from the seed
-    alone, so a server cannot tell them from the others.
+    Reservoir sampling by skips (Li, ACM TOMS 20, 1994, algorithm L). The seed alone decides which answers are kept, so
+    a server cannot recognise their requests.
     """
 
     def __init__(self, most: int, seed: int) -> None:
         self._random = Random(seed)
-        self._slots: list[_Kept | None] = [None] * most
+        self._slots: list[tuple[int, Callable[[], KeptAnswer]] | None] = [None] * most
+        """The number of each kept request, and what decodes its answer."""
         self._following = 0 if most else -1
         self._weight = 1.0
 
     def slot(self, request: int) -> int | None:
-        """Where the answer to this request is to be kept; asked for each request once, in ascending order."""
+        """Where to keep the answer to this request, None to drop it; called once per request, in ascending order."""
         if request != self._following:
             return None
         most = len(self._slots)
@@ -57,50 +49,51 @@ class KeptAnswers:
     def keep(
         self, slot: int, request: int, user: int, body: int, first: int, read: Callable[[], Mapping[str, Array]]
     ) -> None:
-        """A copy of the answer; `first` is the number of its first item, `read` decodes it."""
+        """Keep an answer, unless the slot holds that of a later request. `first` is the number of its first item;
+        `read` decodes it."""
         before = self._slots[slot]
-        if before is None or before.request < request:
-            self._slots[slot] = _Kept(request, user, body, first, read)
+        if before is None or before[0] < request:
+            self._slots[slot] = request, partial(self._decode, request, user, body, first, read)
 
     def read(self) -> tuple[KeptAnswer, ...]:
-        """Decode them, with the rows that are to be compared."""
+        """Decode the kept answers, with the rows that are compared."""
         found: list[KeptAnswer] = []
         left = _MOST_BYTES
         for kept in self._slots:
             if kept is None:
                 continue
-            answer = self._read(kept)
+            answer = kept[1]()
             left -= sum(len(tensor.data) for tensor in answer.outputs)
             if left < 0 and found:
                 break
             found.append(answer)
         return tuple(found)
 
-    def _read(self, kept: _Kept) -> KeptAnswer:
+    def _decode(
+        self, request: int, user: int, body: int, first: int, read: Callable[[], Mapping[str, Array]]
+    ) -> KeptAnswer:
         outputs: list[KeptTensor] = []
         rows: list[int] = []
         error: str | None = None
         try:
-            answer = kept.read()
+            answer = read()
             count = min((len(array) for array in answer.values()), default=0)
             rows = sorted(self._random.sample(range(count), min(count, MOST_ROWS)))
             for name, array in answer.items():
                 if array.dtype.kind == "f" and not np.isfinite(array).all():
                     error = f"output {name} holds NaN or infinite values"
                 outputs.append(packed(name, array[rows]))
-        except (AnswerError, TypeError) as exc:  # of an output without a first dimension
+        except (AnswerError, TypeError) as exc:  # TypeError: an output without dimensions
             error = str(exc)
         return KeptAnswer(
-            request=kept.request, user=kept.user, body=kept.body, first=kept.first, rows=tuple(rows),
-            outputs=tuple(outputs), error=error,
-        )  # fmt: skip
+            request=request, user=user, body=body, first=first, rows=tuple(rows), outputs=tuple(outputs), error=error
+        )
 
     def _uniform(self) -> float:
         return 1.0 - self._random.random()  # never 0
 
 
 def packed(name: str, array: Array) -> KeptTensor:
-    """An output as it travels from a process to another."""
     if array.dtype.hasobject:
         data = msgspec.msgpack.encode([bytes(value) for value in array.ravel()])
         return KeptTensor(name=name, dtype="O", shape=array.shape, data=data)
@@ -108,7 +101,6 @@ def packed(name: str, array: Array) -> KeptTensor:
 
 
 def unpacked(tensor: KeptTensor) -> Array:
-    """The output again."""
     if tensor.dtype == "O":
         array = np.empty(math.prod(tensor.shape), dtype=object)
         array[:] = msgspec.msgpack.decode(tensor.data, type=list[bytes])

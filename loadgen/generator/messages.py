@@ -1,11 +1,12 @@
-"""What the runner says to the generator and what it answers: one line of JSON each, the type in the field `type`.
+"""Commands to the load generator and its replies: one line of JSON each, the type in the field `type`.
 
-    Prepare → Prepared      make the bodies of these batch sizes
-    Open    → Opened        users spawned and connected, each with one settling request answered
-    Go      → Outcome       the window, from the moment when all users start together
-    Abort                   ends a window early; its Outcome comes as usual, not complete
+    Prepare → Done          make the bodies of these batch sizes
+    Open    → Done          users spawned and connected, each with one settling request answered
+    Go      → Outcome       run the block: all users start together
+    Abort                   end the running block early; has no reply, the block's Outcome comes as usual
 
-Any command may be answered by `Refusal`; the generator stays usable after it.
+While a block runs the generator sends `Alive` every second. Any command but Abort may be answered by `Refusal`; the
+generator stays usable after it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Prepare(Message, frozen=True, kw_only=True):
-    """Read the samples in a directory and make bodies for a model; replaces bodies made before under that key."""
+    """Read the samples in a directory and make bodies for a model; replaces those made before under the same key."""
 
     samples_directory: str
     payload: str
@@ -46,12 +47,12 @@ class Open(Message, frozen=True, kw_only=True):
     timeout_s: float
     samples_path: str | None = None
     grpc_address: str | None = None
-    """Where the server answers gRPC, needed by bodies for that transport."""
+    """HOST:PORT of the server's gRPC, needed for that transport."""
     key: str = ""
     """Of the bodies to send, which also decide the transport and the model."""
     arrivals: Arrivals = "closed"
     rate_per_s: float | None = None
-    """Of an open loop, where `concurrency` is the most connections."""
+    """Of an open loop, where `concurrency` is the largest number of connections."""
     arrivals_seed: int = 0
     part: int = 0
     parts: int = 1
@@ -62,9 +63,9 @@ class Open(Message, frozen=True, kw_only=True):
     """A request that takes longer, from its intended start, is late; with more than `late_allowed` the block ends."""
     late_allowed: int = 0
     keep_answers: int = 0
-    """How many of the answers are kept and passed on, for a comparison with the reference."""
+    """How many of the answers are kept for a comparison with the reference."""
     keep_seed: int = 0
-    """Decides which."""
+    """Decides which answers are kept."""
 
     def due_offsets_ns(self) -> Offsets | None:
         """The whole schedule of an open loop, of all workers; None for a closed one."""
@@ -75,26 +76,23 @@ class Open(Message, frozen=True, kw_only=True):
 
 
 class Go(Message, frozen=True, kw_only=True):
-    """Start the block that was opened."""
+    """Start the block that was opened: now, or at this moment of the machine's monotonic clock."""
 
     start_ns: int | None = None
-    """At this moment of the machine's monotonic clock; None: at once."""
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """End the running window: no new request, those in flight finish."""
+    """End the running block: no new requests, those in flight finish."""
 
     reason: str
 
 
-class Prepared(Message, frozen=True, kw_only=True):
-    """The bodies are in memory."""
-
-    body_bytes: int
+class Done(Message, frozen=True, kw_only=True):
+    """The command is done."""
 
 
-class Opened(Message, frozen=True, kw_only=True):
-    """All users wait for Go."""
+class Alive(Message, frozen=True, kw_only=True):
+    """A block is running."""
 
 
 class KeptTensor(Message, frozen=True, kw_only=True):
@@ -107,11 +105,11 @@ class KeptTensor(Message, frozen=True, kw_only=True):
 
 
 class KeptAnswer(Message, frozen=True, kw_only=True):
-    """An answer under load. Which items the body holds follows from the seed of the bodies and their number; item
-    `i` of the body was sent under the number `first` + i."""
+    """An answer under load. Which items the body holds follows from its number and the seed of the bodies; item `i` of
+    the body was sent under the number `first` + i."""
 
     request: int
-    """How many requests of the block, or of its worker, were sent before."""
+    """Number of requests that the block, or its worker, sent before."""
     user: int
     body: int
     first: int
@@ -119,12 +117,12 @@ class KeptAnswer(Message, frozen=True, kw_only=True):
     """Items of the body whose outputs are here."""
     outputs: tuple[KeptTensor, ...]
     error: str | None = None
-    """What is wrong with it whatever the reference says."""
+    """What is wrong with the answer without any comparison."""
 
 
 class Outcome(Message, frozen=True, kw_only=True):
-    """What a block did. `cut_reason` says why it ended early, `storage_error` that its samples are not on disk.
-    `cpu_ns` is the generator's own; `latency_p50_ns` is for the progress display only."""
+    """What a block did. `cut_reason`: why it ended early. `storage_error`: why its samples are not on disk. `cpu_ns`:
+    of the generator. `latency_p50_ns` is for the progress display only."""
 
     window_start_ns: int
     window_end_ns: int
@@ -140,25 +138,25 @@ class Outcome(Message, frozen=True, kw_only=True):
     body_payload_bytes: tuple[int, ...] = ()
     """Bytes of tensors in each body, by its number."""
     offered: int | None = None
-    """Requests that fell due in an open loop; those beyond `requests` could not be sent in time."""
+    """Requests that were due in an open loop; those beyond `requests` could not be sent in time."""
     due_span_ns: int | None = None
-    """From the first to the last moment at which one was due."""
+    """From the first due request to the last."""
     workers: tuple[WorkerRecord, ...] = ()
-    """Of a distributed generator."""
+    """With several processes, what each did."""
     late: int = 0
     """Requests that failed or took longer than the block's latency bound."""
     cool_down: int = 0
-    """Good answers after the measured part of a closed loop, which kept the load up; not among `requests`."""
+    """Good answers to requests that kept the load up after the measured part of a closed loop; not in `requests`."""
     first_answer_ns: int | None = None
     """From the start of a connection to its first answer, before the window; the median over the users."""
     answers: tuple[KeptAnswer, ...] = ()
 
 
 class Refusal(Message, frozen=True, kw_only=True):
-    """The command could not be honoured; one sentence says why."""
+    """The command failed; one sentence says why."""
 
     reason: str
 
 
 Command = Prepare | Open | Go | Abort
-Reply = Prepared | Opened | Outcome | Refusal
+Reply = Done | Outcome | Refusal

@@ -1,8 +1,8 @@
-"""Hands the requests of an open loop to its users when they are due, woken by the kernel's own timer.
+"""Hands the requests of an open loop to its users when they are due.
 
-gevent's timers have a grain of a millisecond, which is most of a fast server's latency; a timer descriptor wakes the
-loop within some ten microseconds. A request that finds no user idle waits, first come first served, and its lag says
-for how long. Importing this module imports gevent.
+gevent's timers have a resolution of a millisecond, which is most of a fast server's latency; a kernel timer (timerfd)
+wakes the loop within some ten microseconds. A request waits while no user is idle, first come first served, and its
+lag records for how long. Importing this module imports gevent.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from loadgen.generator.window import LoadWindow
 _CLOCK_MONOTONIC = 1
 _TFD_NONBLOCK, _TFD_CLOEXEC, _TFD_TIMER_ABSTIME = 0o4000, 0o2000000, 1
 _NS = 1_000_000_000
+OPEN_LEAD_NS = 20_000_000
+"""From the start of an open loop to its first request, which would otherwise always be late."""
 _LEAD_NS = 100_000
-"""How much earlier than due the loop is woken: about what the way from the timer to the user takes. The user waits for
-the rest, so that nothing leaves early."""
+"""The loop is woken this much early, about the time from the timer to the user. The user waits for the rest, so that
+nothing is sent early."""
 _LONGEST_WAIT_NS = 100_000_000
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -37,7 +39,7 @@ class _Itimerspec(ctypes.Structure):
 
 
 class MonotonicTimer:
-    """Waits for moments of the clock of `perf_counter_ns`, which on Linux is CLOCK_MONOTONIC. Linux only."""
+    """Waits for moments of `perf_counter_ns`, which on Linux is CLOCK_MONOTONIC. Linux only."""
 
     def __init__(self) -> None:
         """Raises `OSError`."""
@@ -47,7 +49,7 @@ class MonotonicTimer:
         self._ready = gevent.get_hub().loop.io(self._descriptor, 1)
 
     def wait_until(self, moment_ns: int) -> None:
-        """Let other greenlets run until then; returns at once for a moment that is past."""
+        """Let other greenlets run until then; returns at once for a moment in the past."""
         if moment_ns <= perf_counter_ns():
             return
         setting = _Itimerspec(_Timespec(0, 0), _Timespec(moment_ns // _NS, moment_ns % _NS))
@@ -57,23 +59,20 @@ class MonotonicTimer:
         os.read(self._descriptor, 8)
 
     def close(self) -> None:
-        """Give the descriptor back. Idempotent."""
-        if self._descriptor >= 0:
-            self._ready.stop()
-            self._ready.close()
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._ready.stop()
+        self._ready.close()
+        os.close(self._descriptor)
 
 
 class Pacer:
-    """The users that wait for their next request, and what is due and not taken yet."""
+    """A queue of requests that are due, from which waiting users take them."""
 
     def __init__(self, window: LoadWindow) -> None:
         self._window = window
         self._due: SimpleQueue[int | None] = SimpleQueue()
 
     def take(self) -> int | None:
-        """The moment at which the caller's next request is due, returned when it is; None when there is none left."""
+        """Wait for the next request that is due and return its due moment; None when there are no more."""
         intended_ns: int | None = self._due.get()
         if intended_ns is not None:
             while perf_counter_ns() < intended_ns:
@@ -81,9 +80,8 @@ class Pacer:
         return intended_ns
 
     def run(self, offsets_ns: Iterable[int], start_ns: int, users: int) -> None:
-        """Hand out a request at each of the offsets, which ascend and may have no end (then only a cut of the window
-        ends them), then wait until it is taken, at most `drain_ns`, and tell the users that there is no
-        more; what is not taken by then is never sent."""
+        """Hand out a request at each offset, ascending and perhaps endless, until the window is cut. Then wait until
+        the last is taken, at most `drain_ns`, and end the users; what is not taken by then is never sent."""
         timer = MonotonicTimer()
         try:
             span_ns = self._hand_out(timer, offsets_ns, start_ns)
@@ -98,7 +96,6 @@ class Pacer:
             self._due.put(None)
 
     def _hand_out(self, timer: MonotonicTimer, offsets_ns: Iterable[int], start_ns: int) -> int:
-        """The offset of the last one that was handed out, which is the schedule's unless the window was cut."""
         last_ns = 0
         for offset_ns in offsets_ns:
             due_ns = start_ns + offset_ns

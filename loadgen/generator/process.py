@@ -1,110 +1,185 @@
-"""The runner's handle on the load generator: starts the process, speaks its messages, ends it."""
+"""Drives the load generator: starts its processes, sends them commands, and makes one outcome of what they answer.
+
+With several processes each gets its share of a block (`loadgen.generator.distribution`), and all start at one moment of
+the clock that they share. A process that ends or sends no heartbeat is lost: the others are stopped, everything
+measured is kept, and the block is not complete.
+"""
 
 from __future__ import annotations
 
-import os
 import select
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import TimeoutExpired
-from time import monotonic
-from typing import TypeVar
+from time import monotonic, perf_counter_ns
 
 import msgspec
 
-from loadgen.generator.messages import (
-    Abort,
-    Command,
-    Go,
-    Open,
-    Opened,
-    Outcome,
-    Prepare,
-    Prepared,
-    Refusal,
-    Reply,
-)
+from loadgen.generator.distribution import Contribution, merge, shares
+from loadgen.generator.messages import Abort, Alive, Command, Done, Go, Open, Outcome, Prepare, Refusal, Reply
 from loadgen.invocation import OWN_MODULE
 from loadgen.targets.process import ChildProcess
 from loadgen.transport.shared_memory import sweep
 
-_DECODER = msgspec.json.Decoder(Reply)
-_R = TypeVar("_R", Prepared, Opened, Outcome)
+SILENCE_SECONDS = 10.0
+"""A process that is running a block and sends no heartbeat for so long hangs."""
+_PREPARE_SECONDS = 300.0
+_ABORT_SECONDS = 10.0
+_LEAD_NS = 150_000_000
+"""From the command to the common start of several processes, which must have read it by then."""
+_DECODER = msgspec.json.Decoder(Reply | Alive)
 
 
 class GeneratorError(Exception):
-    """The generator refused a command, answered something else or is gone."""
+    """The load generator refused a command, gave an unexpected answer or has ended."""
+
+
+class _Worker:
+    """One process of the generator."""
+
+    def __init__(self, name: str, log_path: Path) -> None:
+        self.name = name
+        self.child = ChildProcess([*OWN_MODULE, "loadgen.generator"], log_path=log_path, pipes=True)
+        self.reply: Reply | None = None
+        """To the last command."""
+        self.lost: str | None = None
+        """How it ended; it gets no more commands."""
+        self.heard_s = 0.0
+
+    def send(self, command: Command) -> None:
+        if self.lost is None and not self.child.send(msgspec.json.encode(command)):
+            self._ended()
+
+    def receive(self) -> None:
+        while self.reply is None and self.lost is None and (line := self.child.read_line(0.0)) is not None:
+            if not line:
+                self._ended()
+                return
+            self.heard_s = monotonic()
+            message = _DECODER.decode(line)
+            if not isinstance(message, Alive):
+                self.reply = message
+
+    def kill(self, reason: str) -> None:
+        """End one that cannot be relied on, so that it sends no more requests."""
+        self.child.popen.kill()
+        self.lost = f"{reason} and was killed"
+
+    def fault(self) -> str | None:
+        """Why the block ends for the other processes too; None while this one does its part."""
+        if self.lost is not None:
+            return f"{self.name} was lost"
+        return self.reply.cut_reason if isinstance(self.reply, Outcome) else None
+
+    def error(self) -> GeneratorError:
+        if isinstance(self.reply, Refusal):
+            return GeneratorError(self.reply.reason)
+        return GeneratorError(f"{self.name} {self.lost or f'answered {type(self.reply).__name__}'}")
+
+    def _ended(self) -> None:
+        with suppress(TimeoutExpired):
+            self.child.popen.wait(5.0)
+        self.lost = self.child.failure() or "closed its output"
 
 
 class GeneratorProcess:
-    """One long-lived generator. Not thread-safe: one command at a time."""
+    """A long-lived generator of one or more processes. Not thread-safe: one command at a time."""
 
     def __init__(self, log_path: Path, *, processes: int = 1) -> None:
-        """With several processes each writes a log beside `log_path`."""
-        argv = [*OWN_MODULE, "loadgen.generator"]
+        """With several processes each writes its own log beside `log_path`."""
+        names, logs = ["the load generator"], [log_path]
         if processes > 1:
-            argv += ["--processes", str(processes), "--logs", str(log_path.with_suffix(""))]
-        self._process = ChildProcess(argv, log_path=log_path, pipes=True)
-        self._unread = b""
+            names = [f"load worker {number} of {processes}" for number in range(1, processes + 1)]
+            logs = [log_path.with_name(f"{log_path.stem}-worker{number}.log") for number in range(processes)]
+        self._workers = [_Worker(name, log) for name, log in zip(names, logs, strict=True)]
+        self._asked: list[_Worker] = []
+        """Those that got the last command: with fewer users than processes not all of them."""
+        self._parts: list[Open] = []
+        self._running = False
 
-    def prepare(self, command: Prepare, *, timeout_s: float = 300.0) -> Prepared:
-        """Make the bodies. Raises `GeneratorError`."""
-        return self._ask(command, Prepared, timeout_s)
+    def prepare(self, command: Prepare) -> None:
+        """Make the request bodies. Raises `GeneratorError`."""
+        self._ask([command] * len(self._workers), _PREPARE_SECONDS)
+        self._require_done()
 
-    def open(self, command: Open) -> Opened:
-        """Get one block ready to start. Raises `GeneratorError`, for a server that is not there too."""
-        return self._ask(command, Opened, 30.0 + 2 * command.timeout_s)
+    def open(self, command: Open) -> None:
+        """Get one block ready to start. Raises `GeneratorError`, also when the server cannot be reached."""
+        self._parts = shares(command, len(self._workers))
+        self._ask(self._parts, 30.0 + 2 * command.timeout_s)
+        self._require_done()
 
     def go(self, command: Open) -> Outcome:
-        """Run the block that `command` opened; returns when its last answer is in."""
-        return self._ask(Go(), Outcome, 1.25 * command.max_seconds + 2 * command.timeout_s + 30.0)
+        """Run the block that `command` opened; returns after its last answer. Raises `GeneratorError`."""
+        start_ns = perf_counter_ns() + _LEAD_NS if len(self._parts) > 1 else None
+        self._running = True
+        self._ask([Go(start_ns=start_ns)] * len(self._parts), 1.25 * command.max_seconds + 2 * command.timeout_s + 30.0)
+        return self._outcome(command)
 
-    def abort(self, reason: str, *, timeout_s: float = 10.0) -> Outcome | None:
-        """End the running block early; its outcome, or None when the generator does not answer in time."""
+    def abort(self, command: Open, reason: str) -> Outcome | None:
+        """End the block early, after `go` was interrupted; None when it has not begun or gives no outcome in time."""
+        if not self._running:
+            return None
+        self._stop_block(reason)
+        self._receive(_ABORT_SECONDS)
         try:
-            return self._ask(Abort(reason=reason), Outcome, timeout_s)
+            return self._outcome(command)
         except GeneratorError:
             return None
 
     def stop(self) -> None:
-        """End the process and its workers. Idempotent."""
-        process_ids = {self._process.pid, *(process.pid for process in self._process.tree())}
-        if len(process_ids) > 1 and self._process.popen.stdin is not None:
-            with suppress(OSError, TimeoutExpired):  # it ends its workers, whose parent it is, and then itself
-                self._process.popen.stdin.close()
-                self._process.popen.wait(2.0)
-        self._process.stop(timeout_s=2.0)
-        for process_id in process_ids:
-            sweep(process_id)
+        """End all processes. Idempotent."""
+        for worker in self._workers:
+            worker.child.stop(timeout_s=2.0)
+            sweep(worker.child.pid)
 
-    def _ask(self, command: Command, expected: type[_R], timeout_s: float) -> _R:
-        assert self._process.popen.stdin is not None
-        try:
-            self._process.popen.stdin.write(msgspec.json.encode(command) + b"\n")
-            self._process.popen.stdin.flush()
-        except OSError:
-            raise GeneratorError(f"the load generator {self._gone()}") from None
-        reply = _DECODER.decode(self._line(timeout_s))
-        if isinstance(reply, Refusal):
-            raise GeneratorError(reply.reason)
-        if not isinstance(reply, expected):
-            raise GeneratorError(f"the load generator answered {type(reply).__name__} to {type(command).__name__}")
-        return reply
+    def _ask(self, commands: Sequence[Command], timeout_s: float) -> None:
+        self._asked = self._workers[: len(commands)]
+        for worker, command in zip(self._asked, commands, strict=True):
+            worker.reply = None
+            worker.heard_s = monotonic()
+            worker.send(command)
+        self._receive(timeout_s)
 
-    def _line(self, timeout_s: float) -> bytes:
-        assert self._process.popen.stdout is not None
-        descriptor = self._process.popen.stdout.fileno()
+    def _receive(self, timeout_s: float) -> None:
         deadline = monotonic() + timeout_s
-        while b"\n" not in self._unread:
-            if not select.select([descriptor], [], [], max(0.0, deadline - monotonic()))[0]:
-                raise GeneratorError(f"the load generator did not answer within {timeout_s:g} s")
-            content = os.read(descriptor, 65536)
-            if not content:
-                raise GeneratorError(f"the load generator {self._gone()}")
-            self._unread += content
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
+        stopped = False
+        while waiting := [worker for worker in self._asked if worker.reply is None and worker.lost is None]:
+            select.select([worker.child for worker in waiting], [], [], 0.5)
+            for worker in waiting:
+                worker.receive()
+                if worker.reply is None and monotonic() > deadline:
+                    worker.kill(f"did not answer within {timeout_s:g} s")
+                elif worker.reply is None and self._running and monotonic() - worker.heard_s > SILENCE_SECONDS:
+                    worker.kill(f"sent no heartbeat for {SILENCE_SECONDS:g} s")
+            fault = next((fault for worker in self._asked if (fault := worker.fault())), None)
+            if self._running and fault is not None and not stopped:
+                stopped = True
+                self._stop_block(fault)
 
-    def _gone(self) -> str:
-        self._process.popen.wait(5.0)
-        return self._process.failure() or "has closed its output"
+    def _stop_block(self, reason: str) -> None:
+        """Stop it in all processes: what the others would send alone is not the intended load."""
+        for worker in self._asked:
+            if worker.reply is None:
+                worker.send(Abort(reason=reason))
+
+    def _outcome(self, command: Open) -> Outcome:
+        self._running = False
+        refused = next((worker for worker in self._asked if isinstance(worker.reply, Refusal)), None)
+        if len(self._parts) == 1 or refused is not None:
+            worker = refused or self._asked[0]
+            if not isinstance(worker.reply, Outcome):
+                raise worker.error()
+            return worker.reply
+        contributions = [
+            Contribution(
+                number, worker.child.pid, part, worker.reply if isinstance(worker.reply, Outcome) else None, worker.lost
+            )
+            for number, (worker, part) in enumerate(zip(self._asked, self._parts, strict=True))
+        ]
+        return merge(command, contributions)
+
+    def _require_done(self) -> None:
+        for worker in self._asked:
+            if not isinstance(worker.reply, Done):
+                raise worker.error()

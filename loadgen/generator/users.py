@@ -1,16 +1,12 @@
-"""The Locust user that every scenario is made of: it sends prepared bodies and records one sample a request.
+"""What the users of a load share: they send prepared bodies and record one sample per request.
 
-The locustfile (`loadgen.scenarios`) and the generator of `abserve compare` run this same code. Importing this module
-imports locust, which patches the process with gevent.
+The generator of `abserve compare` and the locustfile (`loadgen.scenarios`) both send their requests by this code.
 """
 
 from __future__ import annotations
 
 from itertools import count
 from time import perf_counter_ns
-from typing import Any
-
-from locust import User
 
 from loadgen.generator.kept_answers import KeptAnswers
 from loadgen.records.samples import SampleWriter
@@ -24,20 +20,16 @@ GOOD = -1
 _MOST_MESSAGES = 200
 
 
-class FailedRequestError(Exception):
-    """What Locust's statistics are told about a request that failed."""
-
-
 class Traffic:
-    """What the users of one block share: where they send, what, and where their samples go."""
+    """What the users of one block share: the target, the requests and the sample file."""
 
     def __init__(
         self, target: Target, requests: tuple[Sendable, ...], batch_size: int, writer: SampleWriter,
-        *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (), first_user: int = 0,
-        fresh: FreshItems | None = None, promise: Promise | None = None, kept: KeptAnswers | None = None,
+        *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (), fresh: FreshItems | None = None,
+        promise: Promise | None = None, kept: KeptAnswers | None = None,
     ) -> None:  # fmt: skip
-        """`others` are requests that a user may send besides. Without `fresh` the bodies are sent again as they are,
-        without `promise` every answer of good status is good."""
+        """`others` are further requests that a user may send. Without `fresh` the same bodies are sent again and again;
+        without `promise` every answer with a good status is good."""
         self.target = target
         self.requests = requests
         self.batch_size = batch_size
@@ -46,9 +38,10 @@ class Traffic:
         self.error_messages: list[str] = []
         self.errors = 0
         self.unmeasured = 0
-        """Good answers that were not recorded, as those of a cool-down."""
+        """Good answers that were not recorded: those of a cool-down."""
         self.last_end_ns = 0
-        self.user_numbers = count(first_user)
+        self.user_numbers = count()
+        """For users that are not numbered by their caller."""
         self.kept = kept or KeptAnswers(0, 0)
         self._fresh = fresh
         self._promise = promise
@@ -57,45 +50,52 @@ class Traffic:
         self._connections: list[Connection] = []
 
     def connection(self) -> Connection:
-        """A user's own; closed at the latest by `close`."""
+        """A new connection; `close` closes it if its user does not."""
         made = self.target.connection(self._sendable, timeout_s=self.timeout_s)
         self._connections.append(made)
         return made
 
     def close(self) -> None:
-        """Close every connection: an open channel would keep the process from ending, an open region its memory."""
+        """Close every connection: an open channel would keep the process alive, an open region its memory."""
         while self._connections:
             self._connections.pop().close()
 
-    def next_request(self) -> tuple[int, int]:
-        """Its number and that of its body: the bodies take turns, over all users."""
+    def infer(
+        self, connection: Connection, user: int, intended_ns: int | None = None, *, measured: bool = True
+    ) -> tuple[Exchange, str | None]:
+        """Send the next body, due at `intended_ns` in an open loop, and wait for its answer; returns it with the reason
+        when it failed. All users together send the bodies in turn. If not `measured`, only a failure is recorded.
+
+        Raises `ConnectionRefused`, after recording it, when the server no longer accepts connections.
+        """
         number = next(self._request_numbers)
-        return number, number % len(self.requests)
-
-    def patches(self, body: int) -> tuple[int, list[bytes]]:
-        """What makes the body's items new, and the number of the first."""
-        return (0, []) if self._fresh is None else self._fresh.patches(body)
-
-    def error_index(self, message: str) -> int:
-        """Where `message` stands among the distinct ones, of which there are not more than so many."""
-        known = self.error_messages
-        if message not in known:
-            message = message if len(known) < _MOST_MESSAGES - 1 else "other errors"
-            if message not in known:
-                known.append(message)
-        return known.index(message)
-
-    def fault(self, exchange: Exchange) -> str | None:
-        """Why the answer is a failure, also one of good status; None where it is good."""
+        body = number % len(self.requests)
+        slot = self.kept.slot(number) if measured else None
+        first, patches = (0, ()) if self._fresh is None else self._fresh.patches(body)
+        try:
+            exchange = connection.send(self.requests[body], patches)
+        except ConnectionRefused as refused:
+            nothing = Exchange()
+            nothing.send_ns = nothing.end_ns = perf_counter_ns()
+            self._record(nothing, str(refused), body, user, intended_ns)
+            raise
+        fault: str | None = None
         if not exchange.good:
-            return failure_message(exchange)
-        return None if self._promise is None else self._promise.fault(exchange)
+            fault = failure_message(exchange)
+        elif self._promise is not None:
+            fault = self._promise.fault(exchange)
+        if measured or fault is not None:
+            self._record(exchange, fault, body, user, intended_ns)
+        else:
+            self.unmeasured += 1
+            self.last_end_ns = exchange.end_ns
+        if slot is not None and fault is None:
+            self.kept.keep(slot, number, user, body, first, keep_answer(connection, exchange))
+        return exchange, fault
 
-    def record(
-        self, exchange: Exchange, fault: str | None, body: int, user: int, intended_ns: int | None = None
-    ) -> None:
-        """Keep the sample. In a closed loop a request is due when it is sent."""
-        error = GOOD if fault is None else self.error_index(fault)
+    def _record(self, exchange: Exchange, fault: str | None, body: int, user: int, intended_ns: int | None) -> None:
+        """Store the sample. In a closed loop a request is due when it is sent."""
+        error = GOOD if fault is None else self._error_index(fault)
         self.errors += fault is not None
         self.last_end_ns = exchange.end_ns
         self.writer.add(
@@ -104,71 +104,11 @@ class Traffic:
             exchange.response_bytes, self.batch_size, user, body, exchange.status, error,
         )  # fmt: skip
 
-    def pass_over(self, exchange: Exchange) -> None:
-        """Count a good answer that is not measured."""
-        self.unmeasured += 1
-        self.last_end_ns = exchange.end_ns
-
-    def record_refused(self, refused: ConnectionRefused, body: int, user: int, intended_ns: int | None = None) -> None:
-        """A request for which no connection could be made: nothing was sent, and it counts as an error."""
-        nothing = Exchange()
-        nothing.send_ns = nothing.end_ns = perf_counter_ns()
-        self.record(nothing, str(refused), body, user, intended_ns)
-
-
-class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
-    """One user with one connection. Subclasses say when `infer` is called."""
-
-    abstract = True
-    traffic: Traffic
-    fires_events = True
-    """Whether Locust's own statistics hear of every request (its web page does, a measured block does not)."""
-
-    def __init__(self, environment: Any) -> None:
-        super().__init__(environment)
-        self.number = next(self.traffic.user_numbers)
-        self.connection = self.traffic.connection()
-
-    def on_stop(self) -> None:
-        """Locust calls this when the user ends."""
-        self.connection.close()
-
-    def infer(self, intended_ns: int | None = None, *, measured: bool = True) -> bool:
-        """Send the next body, which in an open loop was due at `intended_ns`, and wait for its answer; whether it was
-        good. Unless it is `measured`, only a failure is recorded.
-
-        Raises `ConnectionRefused`, after recording it, when the server no longer takes connections.
-        """
-        traffic = self.traffic
-        number, body = traffic.next_request()
-        request = traffic.requests[body]
-        slot = traffic.kept.slot(number) if measured else None
-        first, patches = traffic.patches(body)
-        try:
-            exchange = self.connection.send(request, patches)
-        except ConnectionRefused as refused:
-            traffic.record_refused(refused, body, self.number, intended_ns)
-            if self.fires_events:
-                self._fire(0.0, 0, str(refused))
-            raise
-        fault = traffic.fault(exchange)
-        if not measured and fault is None:
-            traffic.pass_over(exchange)
-            return True
-        traffic.record(exchange, fault, body, self.number, intended_ns)
-        if slot is not None and fault is None:
-            traffic.kept.keep(slot, number, self.number, body, first, keep_answer(self.connection, exchange))
-        if self.fires_events:
-            latency_ms = (exchange.end_ns - (intended_ns or exchange.send_ns)) / 1e6
-            self._fire(latency_ms, exchange.response_bytes, fault)
-        return fault is None
-
-    def _fire(self, latency_ms: float, response_bytes: int, failure: str | None) -> None:
-        self.environment.events.request.fire(
-            request_type="POST",
-            name=f"infer, batch {self.traffic.batch_size}",
-            response_time=latency_ms,
-            response_length=response_bytes,
-            exception=None if failure is None else FailedRequestError(failure),
-            context={},
-        )
+    def _error_index(self, message: str) -> int:
+        """The index of `message` among the distinct ones; beyond a limit all count as "other errors"."""
+        known = self.error_messages
+        if message not in known:
+            message = message if len(known) < _MOST_MESSAGES - 1 else "other errors"
+            if message not in known:
+                known.append(message)
+        return known.index(message)

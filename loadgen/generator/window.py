@@ -1,8 +1,8 @@
-"""When a block of load ends: requests are shared among its users, and the clock is given, not read.
+"""Decides when a block of load ends. Callers pass the time, so tests need no clock.
 
-A closed loop whose users stop one by one finishes its last requests at less than the load that was asked for, and the
-users with slow requests finish last. So when a block has had enough, its users go on sending until every request that
-was counted is answered: the cool-down, whose requests keep the load up and are not measured.
+In a closed loop whose users stop one by one the last requests run at less than the intended load, and the users with
+slow requests finish last. So when a block has enough requests, its users keep sending until every counted request is
+answered: the cool-down, whose requests keep the load up and are not measured.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from enum import Enum
 
 FAILURES_IN_A_ROW = 100
 COOL_DOWN_SHARE = 1.0
-"""The longest cool-down, as a share of the time before it. What is then still under way ends at a falling load."""
+"""The longest cool-down, as a share of the time before it. Requests that are still running then end at a falling
+load."""
 
 
 class Claim(Enum):
-    """What a request of a closed loop is for."""
+    """Whether a request of a closed loop is measured."""
 
     COUNTED = "counted"
     COOL_DOWN = "cool-down"
 
 
 class LoadWindow:
-    """Hands out requests until the block has had enough.
+    """Hands out requests until the block has enough: `requests` requests and `seconds`, at most `max_seconds`.
 
-    It has had enough after `requests` requests or `seconds`, whichever is later, and in any case after `max_seconds`.
-    It is cut short by `cut` or by FAILURES_IN_A_ROW failures with no good answer between them; with a latency bound
-    also as soon as more requests than allowed were late or failed, since nothing to come can change that.
+    It is cut short by `cut`, by FAILURES_IN_A_ROW failures without a good answer between them, and with a latency bound
+    as soon as more requests than allowed were late or failed.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class LoadWindow:
         """Requests that failed or took longer than the bound; 0 without one."""
         self.cut_reason: str | None = None
         self._under_way = 0
-        """Counted requests that are not answered yet."""
+        """Counted requests without an answer so far."""
         self._cool_until_ns: int | None = None
-        """When the cool-down ends at the latest, once it has begun."""
+        """The latest end of the cool-down, once it has begun."""
         self._requests = requests
         self._enough_ns = int(seconds * 1e9)
         self._most_ns = int(max_seconds * 1e9)
@@ -55,11 +55,10 @@ class LoadWindow:
         self._late_allowed = late_allowed
 
     def start(self, now_ns: int) -> None:
-        """The window opens."""
         self._start_ns = now_ns
 
     def claim(self, now_ns: int) -> Claim | None:
-        """What the caller's next request is for; None when it is to send no more."""
+        """What the caller's next request is for; None when it must send no more."""
         if self.cut_reason is not None:
             return None
         elapsed_ns = now_ns - self._start_ns
@@ -73,7 +72,7 @@ class LoadWindow:
         return Claim.COOL_DOWN if self._under_way > 0 and now_ns < self._cool_until_ns else None
 
     def answered(self, good: bool, latency_ns: int = 0, claim: Claim | None = None) -> None:
-        """Tell what became of a request, how long after its intended start, and what it was for."""
+        """Report the end of a request: good or failed, its latency from the intended start, and its claim."""
         if claim is Claim.COUNTED:
             self._under_way -= 1
         if self._bound_ns is not None and (not good or latency_ns > self._bound_ns):

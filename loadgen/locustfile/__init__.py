@@ -1,1 +1,1 @@
-"""What `locust -f loadgen/scenarios.py` is made of: its session, its open loop, its workers."""
+"""The parts of `locust -f loadgen/scenarios.py`: its session and its workers."""

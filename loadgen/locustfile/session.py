@@ -1,4 +1,4 @@
-"""One test of the locustfile: its options, the bodies that its users send, the files that their samples go to."""
+"""One test of the locustfile: its options, the request bodies, the sample files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from locust import User
 
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.generator.users import Traffic
@@ -21,6 +23,7 @@ from loadgen.records.run import Arrivals, Transport
 from loadgen.records.samples import SampleWriter
 from loadgen.transport.bodies import choose_items
 from loadgen.transport.endpoint import Endpoint, Signature
+from loadgen.transport.exchange import ConnectionRefused
 from loadgen.transport.grpc import parse_grpc_address
 from loadgen.transport.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
 from loadgen.transport.promise import Promise
@@ -32,80 +35,124 @@ logger = logging.getLogger("abserve")
 
 
 _MOST_TIMEOUT_S = 3600.0
+_HELP = {
+    "model": "The model's name on the server.",
+    "batch_size": "Inputs per request in the scenario Batched.",
+    "payload": "Format of an image in a request.",
+    "protocol": "Transport.",
+    "grpc": "HOST:PORT of the server's gRPC; default: the host and the port after its HTTP port.",
+    "samples_dir": "Inputs to send, from `abserve samples --out DIR`; default: made for the test.",
+    "samples_out": "Folder for raw samples, one .npy file per user class and process; default: none.",
+    "rate": "Requests per second in the scenario OpenLoop, over all workers.",
+    "arrivals": "Arrival process of OpenLoop.",
+    "request_timeout": "Seconds until a request counts as failed.",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """What the locustfile adds to Locust's own options."""
+class LoadOptions(msgspec.Struct, frozen=True):
+    """What the locustfile adds to Locust's own options, with the defaults."""
 
-    model: str
-    batch_size: int
-    payload: str
-    transport: Transport
-    grpc: str
-    samples_dir: str
-    samples_out: str
-    timeout_s: float
-    rate_per_s: float
-    arrivals: Arrivals
+    model: str = "openclip_vit_b32"
+    batch_size: int = 8
+    payload: str = "fp32"
+    protocol: Transport = "http"
+    grpc: str = ""
+    samples_dir: str = ""
+    samples_out: str = ""
+    rate: float = 0.0
+    arrivals: Arrivals = "poisson"
+    request_timeout: float = 60.0
 
-    @staticmethod
-    def add_to(parser: Any) -> None:
-        """Register them on Locust's command line; its web page shows them too (not those of a group, though)."""
+    @classmethod
+    def add_to(cls, parser: Any) -> None:
+        """Add them to Locust's command line and web page, which does not show options of a group."""
 
         def add(name: str, default: object, text: str, **extra: object) -> None:
-            variable = "ABSERVE_LOAD_" + name.lstrip("-").replace("-", "_").upper()
-            parser.add_argument(name, default=default, env_var=variable, help=text, **extra)
+            variable = f"ABSERVE_LOAD_{name.upper()}"
+            option = f"--{name.replace('_', '-')}"
+            parser.add_argument(option, default=default, type=type(default), env_var=variable, help=text, **extra)
 
-        add("--model", "openclip_vit_b32", "Model to ask.")
-        add("--batch-size", 8, "Images a request in the scenario Batched.", type=int)
-        add("--payload", "fp32", "How an image travels.", choices=list(PAYLOADS))
-        add("--protocol", "http", "Transport.", choices=list(TRANSPORTS))
-        add("--grpc", "", "HOST:PORT of the gRPC door; default: the host's, on the port after its HTTP port.")
-        add("--samples-dir", "", "Images to send, from `abserve samples --out DIR`; default: made on the fly.")
-        add("--samples-out", "", "Folder for raw samples, one .npy file a user class and process; default: none.")
-        add("--rate", 0.0, "Requests a second of the scenario OpenLoop, over all workers.", type=float)
-        add("--arrivals", "poisson", "How they fall due.", choices=["poisson", "constant"])
-        add("--request-timeout", 60.0, "Seconds until a request counts as failed.", type=float)
+        choices = {"payload": PAYLOADS, "protocol": TRANSPORTS, "arrivals": ("poisson", "constant")}
+        for field in msgspec.structs.fields(cls):
+            extra = {"choices": list(choices[field.name])} if field.name in choices else {}
+            add(field.name, field.default, _HELP[field.name], **extra)
         hidden = {"include_in_web_ui": False}
-        add("--metrics-port", 0, "Port of the generator's Prometheus metrics; 0: none.", type=int, **hidden)
-        add("--metrics-host", "127.0.0.1", "Address that they listen on.", **hidden)
+        add("metrics_port", 0, "Port of the generator's Prometheus metrics; 0: no metrics.", **hidden)
+        add("metrics_host", "127.0.0.1", "Address of the generator's Prometheus metrics.", **hidden)
 
     @classmethod
     def parse(cls, environment: Any) -> LoadOptions:
-        """As they stand now: the web page may have changed them."""
-        given = environment.parsed_options
-        return cls(
-            model=variant_name(given.model, given.payload),
-            transport=given.protocol,
-            grpc=given.grpc or "",
-            batch_size=int(given.batch_size),
-            payload=given.payload,
-            samples_dir=given.samples_dir or "",
-            samples_out=given.samples_out or "",
-            timeout_s=float(given.request_timeout),
-            rate_per_s=float(given.rate),
-            arrivals=given.arrivals,
-        )
+        """The current values: the web page may have changed them."""
+        given = vars(environment.parsed_options)
+        return msgspec.convert({name: given[name] for name in cls.__struct_fields__}, cls, strict=False)
+
+    @property
+    def variant(self) -> str:
+        """The model's name for the payload."""
+        return variant_name(self.model, self.payload)
 
     def problem(self) -> str | None:
-        """Which value cannot be used, in a sentence with the remedy."""
+        """A sentence about the first invalid value, with the remedy."""
         if self.batch_size < 1:
-            return f"--batch-size {self.batch_size}: give a whole number from 1"
-        if not 0.0 < self.timeout_s <= _MOST_TIMEOUT_S:
-            return f"--request-timeout {self.timeout_s:g}: give more than 0 and at most {_MOST_TIMEOUT_S:g} seconds"
-        if not 0.0 <= self.rate_per_s <= RATE_LIMIT_PER_S:
-            return f"--rate {self.rate_per_s:g}: give 0 to {RATE_LIMIT_PER_S:g} requests a second"
+            return f"--batch-size {self.batch_size} is not possible; give a whole number from 1"
+        if not 0.0 < self.request_timeout <= _MOST_TIMEOUT_S:
+            return (
+                f"--request-timeout {self.request_timeout:g} is not possible; give up to {_MOST_TIMEOUT_S:g} seconds"
+            )
+        if not 0.0 <= self.rate <= RATE_LIMIT_PER_S:
+            return f"--rate {self.rate:g} is not possible; give 0 to {RATE_LIMIT_PER_S:g} requests per second"
         return None
 
     def target(self, address: Address) -> Target:
-        """How the server is asked. Raises `AddressError`."""
+        """The server for inference. Raises `AddressError`."""
         grpc = self.grpc or f"{address.authority.rpartition(':')[0]}:{address.port + 1}"
-        if self.transport == "grpc":
+        if self.protocol == "grpc":
             parse_grpc_address(grpc)
-        if self.transport == "shm" and not address.is_local:
-            raise AddressError(f"--protocol shm: {address.url} is not on this machine, whose memory it cannot share")
-        return Target(self.transport, address.url, self.model, grpc)
+        if self.protocol == "shm" and not address.is_local:
+            raise AddressError(
+                f"--protocol shm needs a server on this machine, and {address.url} is not; use http or grpc"
+            )
+        return Target(self.protocol, address.url, self.variant, grpc)
+
+
+class FailedRequestError(Exception):
+    """A failed request in Locust's statistics."""
+
+
+class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
+    """One user with one connection. Subclasses call `infer`."""
+
+    abstract = True
+    traffic: Traffic
+
+    def __init__(self, environment: Any) -> None:
+        super().__init__(environment)
+        self.number = next(self.traffic.user_numbers)
+        self.connection = self.traffic.connection()
+
+    def on_stop(self) -> None:
+        self.connection.close()
+
+    def infer(self, intended_ns: int | None = None) -> bool:
+        """Send the next body and report it to Locust's statistics; returns whether it was good. Raises
+        `ConnectionRefused`."""
+        try:
+            exchange, fault = self.traffic.infer(self.connection, self.number, intended_ns)
+        except ConnectionRefused as refused:
+            self._fire(0.0, 0, str(refused))
+            raise
+        self._fire((exchange.end_ns - (intended_ns or exchange.send_ns)) / 1e6, exchange.response_bytes, fault)
+        return fault is None
+
+    def _fire(self, latency_ms: float, response_bytes: int, failure: str | None) -> None:
+        self.environment.events.request.fire(
+            request_type="POST",
+            name=f"infer, batch {self.traffic.batch_size}",
+            response_time=latency_ms,
+            response_length=response_bytes,
+            exception=None if failure is None else FailedRequestError(failure),
+            context={},
+        )
 
 
 class Session:
@@ -120,29 +167,29 @@ class Session:
         self._numbers = FreshNumbers()
 
     def load_inputs(self) -> None:
-        """The images, where they can be had without a server. Raises `InputError` for a folder without any."""
+        """Read or make the inputs, if that needs no server. Raises `InputError` for a folder without inputs."""
         options = self.options
         if options.samples_dir:
             self._inputs = read_inputs(Path(options.samples_dir), options.payload)
             return
         with _temporary_folder() as folder, suppress(InputError):
-            write_samples(base_name(options.model), folder)
+            write_samples(base_name(options.variant), folder)
             self._inputs = read_inputs(folder, options.payload)
 
     def traffic(self, name: str, batch_size: int, *, bodies: int | None = None) -> Traffic:
-        """What users of one class send. Raises `EndpointError`, `InputError`, `OSError`."""
+        """The traffic of one user class. Raises `EndpointError`, `InputError`, `OSError`."""
         if self._signature is None:
-            self._signature = Endpoint(self._address.url, timeout_s=self.options.timeout_s).signature(
-                self.options.model
+            self._signature = Endpoint(self._address.url, timeout_s=self.options.request_timeout).signature(
+                self.options.variant
             )
         if self._inputs is None:
             self.load_inputs()
         if self._inputs is None:
-            logger.warning(f"no sample images for the model {self.options.model}: sending synthetic values")
+            logger.warning(f"there are no sample inputs for the model {self.options.variant}; sending random values")
             with _temporary_folder() as folder:
                 write_synthetic(self._signature, folder, self.options.payload, seed=0)
                 self._inputs = read_inputs(folder, self.options.payload)
-        transport, inputs, signature = self.options.transport, self._inputs, self._signature
+        transport, inputs, signature = self.options.protocol, self._inputs, self._signature
         chosen = choose_items(inputs.count, batch_size, os.getpid(), count=bodies)
         prepared = prepare_bodies(
             transport, inputs, signature, find_variation(inputs, signature), chosen, self._numbers
@@ -158,7 +205,7 @@ class Session:
             tuple(target.sendable(body) for body in prepared.requests),
             batch_size,
             writer,
-            timeout_s=self.options.timeout_s,
+            timeout_s=self.options.request_timeout,
             fresh=prepared.fresh,
             promise=Promise(transport, signature, batch_size),
         )
@@ -166,21 +213,20 @@ class Session:
         return traffic
 
     def idle_traffic(self) -> Traffic:
-        """For users that find out later what to send."""
-        target = Target("http", self._address.url, self.options.model)
-        return Traffic(target, (), 1, SampleWriter(None), timeout_s=self.options.timeout_s)
+        """The traffic of users that cannot send, or not yet."""
+        target = Target("http", self._address.url, self.options.variant)
+        return Traffic(target, (), 1, SampleWriter(None), timeout_s=self.options.request_timeout)
 
     def flush(self) -> None:
-        """Samples so far to disk. Raises `OSError`."""
         for _, _, traffic in self._open:
             traffic.writer.flush()
 
     def files(self) -> dict[str, Path]:
-        """Where the samples of each user class go, where they are stored."""
+        """The sample file of each user class; empty when samples are not stored."""
         return {name: path for name, path, _ in self._open if path is not None}
 
     def close(self) -> list[WorkerFile]:
-        """Finish the sample files; beside each, a JSON file says what its numbers refer to. Raises `OSError`."""
+        """Finish the sample files, each with a JSON file that explains its numbers. Raises `OSError`."""
         finished = []
         while self._open:
             name, path, traffic = self._open.pop()
@@ -190,9 +236,9 @@ class Session:
             if path is not None:
                 about = {
                     "url": self._address.url,
-                    "model": self.options.model,
+                    "model": self.options.variant,
                     "payload": self.options.payload,
-                    "transport": self.options.transport,
+                    "transport": self.options.protocol,
                     "inputs": self._inputs.describe() if self._inputs else None,
                     "batch_size": traffic.batch_size,
                     "requests": traffic.writer.count,

@@ -1,12 +1,12 @@
-"""The locustfile on several processes and machines: shares of a rate, lost workers, samples put together.
+"""The locustfile on several processes and machines: shares of a rate, lost workers, merged samples.
 
-Over Locust's own channel the master tells each worker its share of a rate once all users are spawned (Locust decides
-which worker has users of which class), and each worker hands in its samples when the test ends. A worker that
-disappears during a test ends it. Then, and where one does not hand in, the test is INVALID, the exit status is not 0,
-and what was measured is kept.
+Over Locust's own channel the master sends each worker its share of a rate once all users are spawned (Locust decides
+which worker has users of which class), and each worker sends its samples when the test ends. A worker that disappears
+ends the test. The test is then INVALID, the exit status is not 0, and everything measured is kept; the same holds for a
+worker that does not send its samples.
 
-Latencies are differences of one machine's clock, so they merge. Moments do not: each machine has its own clock, so the
-merged file says which worker sent what and when by its own clock, and the rate is the sum of the workers' own rates.
+Latencies are differences of one machine's clock, so they can be merged. Moments cannot, since each machine has its own
+clock: the merged file says which worker sent what by its own clock, and the rate is the sum of the workers' rates.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ SHARE, STARTED, REPORT, SAMPLES, FINISH = (
     "abserve_share", "abserve_started", "abserve_report", "abserve_samples", "abserve_finish",
 )  # fmt: skip
 PACED_CLASS = "OpenLoop"
-"""The user class among whose holders a rate is divided."""
+"""The user class of the rate, which is divided among the workers that have such users."""
 _CHUNK_BYTES = 1 << 20
 _WATCH_SECONDS = 0.25
 _SILENCE_SECONDS = 20.0
-"""Without a word from any worker that has not handed in yet, it is given up."""
+"""When no worker sends anything for so long at the end of a test, those that still owe samples count as lost."""
 
 logger = logging.getLogger("abserve")
 
 
 def machine() -> str:
-    """This machine's boot: processes with the same one share a monotonic clock."""
+    """The ID of this machine's boot: processes with the same ID share a monotonic clock."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def share_of(environment: Any) -> tuple[int, int, int] | None:
     """(part, parts, seed): this process takes every `parts`-th request of the schedule with that seed. None for a
-    worker without users that send by a schedule, or that joined when the shares were given out already."""
+    worker without users of PACED_CLASS, or one that joined after the shares were sent."""
     if environment.abserve_worker is None:
         return 0, 1, os.getpid()
     share: tuple[int, int, int] | None = environment.abserve_worker.share
@@ -56,44 +56,43 @@ def share_of(environment: Any) -> tuple[int, int, int] | None:
 
 
 class WorkerSide:
-    """A worker's part: take the share, hand in the samples."""
+    """A worker: gets its share, sends its samples."""
 
     def __init__(self, environment: Any) -> None:
         self._runner: Any = environment.runner
         self.share: tuple[int, int, int] | None = None
         self._runner.register_message(SHARE, self._share)
-        self._runner.register_message(FINISH, self._finish, concurrent=True)
+        # Stopping fires test_stop, which sends the samples; nothing happens when the test has stopped already.
+        self._runner.register_message(FINISH, lambda **_: self._runner.stop(), concurrent=True)
 
     def started(self, files: dict[str, Path]) -> None:
-        """Where the samples of each user class go: with this a master on this machine finds those of a lost worker."""
+        """Send the paths of the sample files, where a master on this machine finds those of a lost worker."""
         paths = {name: str(path.resolve()) for name, path in files.items()}
-        self._send(STARTED, {"pid": os.getpid(), "host": socket.gethostname(), "machine": machine(), "files": paths})
+        about = {"pid": os.getpid(), "host": socket.gethostname(), "machine": machine(), "files": paths}
+        self._runner.send_message(STARTED, about)
 
     def hand_in(self, files: Sequence[WorkerFile]) -> None:
-        """What each user class did, then its samples in pieces."""
-        self._send(REPORT, {"files": [file.described() for file in files]})
+        """Send the samples of each user class in pieces, then what they mean."""
         for file in files:
             if file.path is None:
                 continue
             with file.path.open("rb") as content:
                 while piece := content.read(_CHUNK_BYTES):
-                    self._send(SAMPLES, {"name": file.name, "data": piece})
+                    self._runner.send_message(SAMPLES, {"name": file.name, "data": piece})
                     gevent.sleep(0)
-        self._send(REPORT, {"files": None})
+        described = [
+            {"name": file.name, "error_messages": list(file.error_messages), "batch_size": file.batch_size}
+            for file in files
+        ]
+        self._runner.send_message(REPORT, {"files": described})
         self.share = None
-
-    def _send(self, kind: str, data: dict[str, Any]) -> None:
-        self._runner.send_message(kind, data)
 
     def _share(self, msg: Any, **_: object) -> None:
         self.share = (msg.data["part"], msg.data["parts"], msg.data["seed"])
 
-    def _finish(self, **_: object) -> None:
-        self._runner.stop()  # fires test_stop, which hands in; nothing happens where it has stopped already
-
 
 class MasterSide:
-    """A master's part: watch the workers of a test, collect what they hand in, merge it."""
+    """A master: watches the workers of a test, collects their samples and merges them."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
@@ -114,20 +113,18 @@ class MasterSide:
         gevent.spawn(self._watch)
 
     def _spawned(self, **_: object) -> None:
-        """Before the workers are told that all users are there: the rate is divided over those that have some."""
+        """Divide the rate over the workers that have users for it, before they hear that all users are spawned."""
         holders = [client for client in self._runner.clients.all if client.user_classes_count.get(PACED_CLASS)]
         for part, client in enumerate(holders):
             share = {"part": part, "parts": len(holders), "seed": os.getpid()}
             self._runner.send_message(SHARE, share, client_id=client.id)
 
     def _watch(self) -> None:
-        """Until the test stops or a worker is lost; the first loss stops it, since what goes on is another load."""
+        """Stop the test when a worker is lost: the rest is not the intended load."""
         while self._running:
             lost = self._newly_lost()
             if lost:
-                self._invalid(
-                    f"{', '.join(lost)} lost during the test, which ends here: its load was not what was asked"
-                )
+                self._invalid(f"{', '.join(lost)} lost during the test; the test ends, since its load was incomplete")
                 stop = self._runner.quit if self._environment.parsed_options.headless else self._runner.stop
                 gevent.spawn(stop)
                 return
@@ -143,7 +140,7 @@ class MasterSide:
         return names
 
     def _test_stop(self, **_: object) -> None:
-        """Locust calls this before it lets the workers go, so there is time to hear them out."""
+        """Locust calls this before it disconnects the workers, so there is time to receive their samples."""
         if not self._running:
             return
         self._running = False
@@ -154,13 +151,13 @@ class MasterSide:
         while self._waiting() and monotonic() - self._heard < _SILENCE_SECONDS:
             lost = self._newly_lost()
             if lost:
-                self._invalid(f"{', '.join(lost)} lost at the end of the test, without its last samples")
+                self._invalid(f"{', '.join(lost)} lost at the end of the test; its last samples are missing")
             gevent.sleep(0.02)
         silent = self._waiting()
         for report in silent:
             report.lost = True
         if silent:
-            self._invalid(f"{', '.join(report.title for report in silent)} did not hand in samples")
+            self._invalid(f"{', '.join(report.title for report in silent)} did not send its samples")
         self._merge()
 
     def _waiting(self) -> list[WorkerReport]:
@@ -176,22 +173,25 @@ class MasterSide:
             for sentence in merge_reports(reports, Path(folder) if folder else None):
                 logger.info(sentence)
         except (OSError, ValueError) as exc:
-            self._invalid(f"the samples of the workers cannot be put together: {exc}")
+            self._invalid(f"the samples of the workers cannot be merged: {exc}")
 
     def _invalid(self, problem: str) -> None:
         self._environment.process_exit_code = 1
         logger.error(f"INVALID: {problem}")
 
     def _on_started(self, msg: Any, **_: object) -> None:
-        if self._running and msg.node_id not in self._reports:  # it joined during the test and was given users
+        if self._running and msg.node_id not in self._reports:  # it joined during the test
             self._reports[msg.node_id] = WorkerReport(msg.node_id, len(self._reports))
         if msg.node_id in self._reports:
-            self._reports[msg.node_id].introduce(msg.data)
+            report, data = self._reports[msg.node_id], msg.data
+            report.pid, report.host, report.machine, report.paths = (
+                data["pid"], data["host"], data["machine"], data["files"],
+            )  # fmt: skip
 
     def _on_report(self, msg: Any, **_: object) -> None:
         self._heard = monotonic()
         if msg.node_id in self._reports:
-            self._reports[msg.node_id].take(msg.data["files"])
+            self._reports[msg.node_id].finish(msg.data["files"])
 
     def _on_samples(self, msg: Any, **_: object) -> None:
         self._heard = monotonic()
@@ -201,21 +201,17 @@ class MasterSide:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFile:
-    """What one user class did in one worker; `path` is None where samples are not stored."""
+    """What one user class did in one process; `path` is None when samples are not stored."""
 
     name: str
     path: Path | None
     error_messages: tuple[str, ...]
     batch_size: int
 
-    def described(self) -> dict[str, Any]:
-        """As plain data for the master."""
-        return {"name": self.name, "error_messages": list(self.error_messages), "batch_size": self.batch_size}
-
 
 @dataclass(slots=True)
 class WorkerReport:
-    """What a master knows of one worker in one test."""
+    """What a master knows about one worker in one test."""
 
     client_id: str
     number: int
@@ -230,27 +226,18 @@ class WorkerReport:
 
     @property
     def title(self) -> str:
-        """For people."""
         where = f" ({self.host}, process {self.pid})" if self.host else f" ({self.client_id})"
         return f"load worker {self.number + 1}{where}"
 
-    def introduce(self, data: dict[str, Any]) -> None:
-        """Who it is and where it writes."""
-        self.pid, self.host, self.machine, self.paths = data["pid"], data["host"], data["machine"], data["files"]
-
-    def take(self, files: list[dict[str, Any]] | None) -> None:
-        """What each user class did; None after the last of its samples."""
-        if files is None:
-            self.complete = True
-            return
+    def finish(self, files: list[dict[str, Any]]) -> None:
+        """All its samples are here; `files` says what they mean."""
         self.described = {file["name"]: file for file in files}
+        self.complete = True
 
     def add(self, name: str, content: bytes) -> None:
-        """A piece of a sample file."""
         self.contents.setdefault(name, bytearray()).extend(content)
 
     def recover(self) -> None:
-        """Read what a lost worker of this machine had written. Raises `OSError`."""
         for name, text in self.paths.items():
             whole = Path(text)
             for path in (part_path(whole), whole):
@@ -258,14 +245,14 @@ class WorkerReport:
                     self.contents[name] = bytearray(path.read_bytes())
 
     def samples(self, name: str) -> Samples | None:
-        """Those of one user class; None where there are none. Raises `ValueError` for what is no sample file."""
+        """The samples of one user class, or None. Raises `ValueError` for an invalid file."""
         return load_samples(io.BytesIO(self.contents[name]), name) if name in self.contents else None
 
 
 def merge_reports(reports: Sequence[WorkerReport], folder: Path | None) -> Iterator[str]:
-    """Write FOLDER/merged-CLASS-TIME.npy and .json for each user class; a sentence for each, or none without a folder.
+    """Write FOLDER/merged-CLASS-TIME.npy and .json for each user class; yields a sentence for each.
 
-    Users are numbered through over the workers, errors by one list of messages. Raises `OSError`, `ValueError`.
+    Users are numbered consecutively over the workers, errors by one list of messages. Raises `OSError`, `ValueError`.
     """
     if folder is None:
         return
@@ -303,15 +290,15 @@ def merge_reports(reports: Sequence[WorkerReport], folder: Path | None) -> Itera
         }
         path.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         missing = f"; INCOMPLETE: {', '.join(lost)} lost" if lost else ""
-        yield f"{len(merged):,} samples of {len(pieces)} workers are in {path}{missing}"
+        yield f"{len(merged):,} samples of {len(pieces)} workers: {path}{missing}"
 
 
 def _worker(report: WorkerReport, name: str, samples: Samples | None, first_user: int) -> dict[str, Any]:
-    """Its own window by its own clock, and its rate in it."""
-    start_ns = int(samples["intended_ns"].min()) if samples is not None and len(samples) else None
-    end_ns = int(samples["end_ns"].max()) if samples is not None and len(samples) else None
-    seconds = (end_ns - start_ns) / NS_PER_S if start_ns is not None and end_ns is not None else 0.0
     count = 0 if samples is None else len(samples)
+    start_ns, end_ns, seconds = None, None, 0.0
+    if samples is not None and count:
+        start_ns, end_ns = int(samples["intended_ns"].min()), int(samples["end_ns"].max())
+        seconds = (end_ns - start_ns) / NS_PER_S
     return {
         "host": report.host,
         "pid": report.pid,

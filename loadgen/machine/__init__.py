@@ -1,1 +1,1 @@
-"""What was found out about this machine and is kept for later runs: calibration, noise floor."""
+"""What is known about this machine and kept for later runs: calibration and noise floor."""

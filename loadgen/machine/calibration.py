@@ -1,21 +1,17 @@
-"""Where a calibration is kept, and which one belongs to this machine as it is now."""
+"""The calibration of this machine's load generator: where it is stored and how it is read."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
-import msgspec
-
 from loadgen.documents import DocumentError, read_record
-from loadgen.machine.environment import read_environment
-from loadgen.machine.fingerprint import cache_folder, fingerprint
+from loadgen.machine.environment import installed_versions, read_host
+from loadgen.machine.fingerprint import cache_path, fingerprint, store_record
 from loadgen.records.machine import Calibration
-from loadgen.result.result_file import write_atomically
 
 PACKAGES = ("abserve", "gevent", "greenlet", "grpcio", "locust", "msgspec", "numpy", "tritonclient")
-"""Whose versions bear on the generator's speed."""
+"""Their versions affect the generator's speed."""
 
 
 class CalibrationError(Exception):
@@ -23,26 +19,18 @@ class CalibrationError(Exception):
 
 
 def read_machine() -> tuple[dict[str, str | int | float | None], dict[str, str]]:
-    """The host, and the versions that bear on the generator."""
-    packages = {}
-    for name in PACKAGES:
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return read_environment({}, {}).host, packages
+    return read_host(), installed_versions(PACKAGES)
 
 
 def default_path(digest: str) -> Path:
     """`$XDG_CACHE_HOME/abserve/calibration-FINGERPRINT.json`."""
-    return cache_folder() / f"calibration-{digest}.json"
+    return cache_path("calibration", digest)
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
     """Raises `CalibrationError`."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n")
+        store_record(path, calibration)
     except OSError as exc:
         raise CalibrationError(f"cannot store {path}: {exc.strerror or exc}; choose another --out") from exc
 
@@ -52,11 +40,11 @@ def read_calibration(path: Path) -> Calibration:
     try:
         return cast("Calibration", read_record(path.read_bytes(), Calibration))
     except (OSError, DocumentError) as exc:
-        raise CalibrationError(f"{path} is no calibration: {exc}; make one with: abserve calibrate") from exc
+        raise CalibrationError(f"cannot read the calibration {path}: {exc}; make one with: abserve calibrate") from exc
 
 
 def own_calibration() -> Calibration | None:
-    """This machine's, with the versions that are installed now; None where there is none that can be read."""
+    """The calibration of this machine with the installed versions; None when it is missing or unreadable."""
     try:
         return read_calibration(default_path(fingerprint(*read_machine())))
     except CalibrationError:

@@ -1,4 +1,4 @@
-"""The machine and the software that a run happened on."""
+"""The machine and the software of a run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,34 +22,35 @@ PACKAGES = (
     "abserve", "fastapi", "gevent", "locust", "numpy", "nvidia-pytriton", "onnx", "onnxruntime", "onnxruntime-gpu",
     "open_clip_torch", "torch", "tritonclient", "uvicorn",
 )  # fmt: skip
-"""Whose versions bear on a result."""
+"""Their versions affect a result."""
 
 
 def utc_now() -> str:
-    """UTC, ISO 8601, to the second: a label, never a duration's end."""
+    """UTC, ISO 8601, to the second: for labels, never for durations."""
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def read_environment(gpu: dict[str, object], inputs: dict[str, str | int]) -> Environment:
-    """What can be read from here; None where it cannot."""
+    """The environment of a run, with the GPU and the inputs as the caller knows them."""
     return Environment(
         started_at=utc_now(),
-        command=_command(),
+        command=command_line(),
         git_commit=_git_commit(),
-        host=_host(),
-        packages=_packages(),
+        host=read_host(),
+        packages=installed_versions(PACKAGES),
         gpu={name: value for name, value in gpu.items() if name != "processes"},
         inputs=inputs,
     )
 
 
-def _command() -> str:
-    """As given; what is no UTF-8 in it, a folder's name perhaps, as escapes."""
+def command_line() -> str:
+    """The command that runs; bytes that are not UTF-8, as in a folder's name, become escapes."""
     given = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return given.encode("utf-8", "backslashreplace").decode()
 
 
-def _host() -> dict[str, str | int | float | None]:
+def read_host() -> dict[str, str | int | float | None]:
+    """What can be read about this machine; None for what cannot."""
     return {
         "cpu_model": _cpu_model(),
         "cpu_count": len(os.sched_getaffinity(0)),
@@ -86,13 +89,12 @@ def _virtualisation() -> str | None:
     return None
 
 
-def _packages() -> dict[str, str]:
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """By package, without those that are not installed."""
     found = {}
-    for name in PACKAGES:
-        try:
+    for name in packages:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 

@@ -16,7 +16,6 @@ from loadgen.targets.interface import DeploymentError
 
 PROJECT = "abserve"
 UP = "docker compose up --detach --wait"
-"""What brings the stack up."""
 _PROJECT_LABEL = "com.docker.compose.project"
 _SERVICE_LABEL = "com.docker.compose.service"
 _ENGINE_SECONDS = 60
@@ -25,7 +24,7 @@ LAST_LOG_LINES = 3
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """`at_ns` is of the engine's wall clock, which is this machine's."""
+    """A line of a container's log with the wall-clock time at which the engine got it."""
 
     at_ns: int
     text: str
@@ -33,47 +32,31 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How a container stands. `restarts` counts those by its restart policy."""
+    """The state of a container. `restarts` counts those by its restart policy."""
 
     status: str
     exit_code: int
     restarts: int
-    health: str | None
-    started_at: str
 
 
 class ServiceContainer:
-    """One container of a compose project. Every method raises `DeploymentError` when the engine does not play along."""
+    """One container of a compose project. Every method raises `DeploymentError` when the engine fails."""
 
-    def __init__(self, container: Any, client: Any) -> None:
+    def __init__(self, container: Any) -> None:
         self._container = container
-        self._client = client
-
-    @property
-    def service(self) -> str:
-        """Its name in the compose file."""
-        return str(self._container.labels[_SERVICE_LABEL])
-
-    @property
-    def name(self) -> str:
-        """As `docker ps` shows it."""
-        return str(self._container.name)
+        self.service = str(container.labels[_SERVICE_LABEL])
+        self.name = str(container.name)
+        created = container.attrs["Config"]
+        self.command: tuple[str, ...] = (*(created.get("Entrypoint") or ()), *(created.get("Cmd") or ()))
 
     @property
     def image(self) -> str:
-        """Tag and identity of its image."""
         with _translated():
             image = self._container.image
             return f"{(image.tags or ['untagged'])[0]} {image.short_id}"
 
-    @property
-    def command(self) -> tuple[str, ...]:
-        """What it was created to run."""
-        configuration = self._container.attrs["Config"]
-        return (*(configuration.get("Entrypoint") or ()), *(configuration.get("Cmd") or ()))
-
     def state(self) -> State:
-        """Asked of the engine now: about 2 ms of its CPU, so not for a tight loop."""
+        """Ask the engine, which takes about 2 ms of its CPU: not for a tight loop."""
         with _translated():
             self._container.reload()
         state = self._container.attrs["State"]
@@ -81,8 +64,6 @@ class ServiceContainer:
             status=str(state["Status"]),
             exit_code=int(state["ExitCode"]),
             restarts=int(self._container.attrs["RestartCount"]),
-            health=(state.get("Health") or {}).get("Status"),
-            started_at=str(state["StartedAt"]),
         )
 
     def created_process_ns(self) -> int | None:
@@ -95,23 +76,17 @@ class ServiceContainer:
             self._container.start()
 
     def stop(self, grace_s: int) -> None:
-        """SIGTERM, then SIGKILL after `grace_s`. Nothing where it does not run."""
+        """SIGTERM, then SIGKILL after `grace_s`; does nothing when it does not run."""
         with _translated():
             self._container.stop(timeout=grace_s)
 
-    def kill(self) -> None:
-        """SIGKILL."""
-        with _translated():
-            self._container.kill()
-
     def execute(self, *argv: str) -> tuple[int, str]:
-        """Exit status and output of a command inside."""
         with _translated():
             done = self._container.exec_run(list(argv))
         return int(done.exit_code), done.output.decode("utf-8", "replace")
 
     def addresses(self, port: int) -> tuple[str | None, str | None]:
-        """(address on its network, published address) of one of its TCP ports, as host:port; None where it has none."""
+        """(address on its network, published address) of one of its TCP ports, as host:port; None for a missing one."""
         with _translated():
             self._container.reload()
         settings = self._container.attrs["NetworkSettings"]
@@ -124,17 +99,17 @@ class ServiceContainer:
         return (f"{inside[0]}:{port}" if inside else None), host
 
     def cpu_ns(self) -> int:
-        """CPU time of all that has run in it since its start, health checks included."""
+        """CPU time of everything that ran in it since its start, health checks included."""
         with _translated():
             stats = self._container.stats(stream=False, one_shot=True)
         return int(stats["cpu_stats"]["cpu_usage"]["total_usage"])
 
     def main_pid(self) -> int | None:
-        """Its first process, in this machine's numbers; None where it does not run."""
+        """Its first process as this machine numbers it; None when it does not run."""
         return int(self._container.attrs["State"]["Pid"]) or None
 
     def file(self, path: str) -> bytes | None:
-        """A small file inside, also of a container that is stopped; None where there is none."""
+        """The content of a small file inside, also of a stopped container; None when there is no such file."""
         import docker
 
         with _translated():
@@ -149,28 +124,26 @@ class ServiceContainer:
             return None if file is None else file.read()
 
     def log_since(self, wall_s: float) -> list[LogLine]:
-        """Standard output and error, each line with the time at which the engine got it."""
         with _translated():
             raw = self._container.logs(timestamps=True, since=wall_s)
         return list(_log_lines(raw))
 
     def last_words(self) -> str:
-        """The end of its log, for a message."""
         with _translated():
             raw = self._container.logs(tail=LAST_LOG_LINES)
         return " | ".join(line for line in raw.decode("utf-8", "replace").splitlines() if line.strip())
 
 
 def find_container(service: str, project: str = PROJECT) -> ServiceContainer:
-    """The container of `service` or of its `-cpu` twin; the running one of the two.
+    """The container of `service` or `service`-cpu, the running one of the two.
 
-    Raises `DeploymentError` where there is no SDK, no engine or no such container.
+    Raises `DeploymentError` without the SDK, the engine or such a container.
     """
     try:
         import docker
         import requests  # noqa: F401 (comes with the SDK)
 
-        docker.from_env  # noqa: B018 (a folder called docker can be imported, too)
+        docker.from_env  # noqa: B018 (a folder called docker can be imported too)
     except (ImportError, AttributeError) as exc:
         raise DeploymentError("the docker SDK is not installed: pip install 'abserve[compose]'") from exc
     try:
@@ -181,11 +154,11 @@ def find_container(service: str, project: str = PROJECT) -> ServiceContainer:
         innermost = _innermost(exc)
         if isinstance(innermost, PermissionError):
             raise DeploymentError(
-                "this user may not use the Docker engine: sudo usermod -aG docker $USER, then log in again"
+                "this user may not use the Docker engine; run: sudo usermod -aG docker $USER, then log in again"
             ) from exc
         reason = innermost.strerror if isinstance(innermost, OSError) and innermost.strerror else exc
         raise DeploymentError(
-            f"no Docker engine answers ({reason}); start it, then {UP}; on a box without Docker leave --deployment out"
+            f"no Docker engine answers ({reason}); start it, then run: {UP}; without Docker leave --deployment out"
         ) from exc
     with _translated():
         found = [
@@ -196,20 +169,20 @@ def find_container(service: str, project: str = PROJECT) -> ServiceContainer:
             )
         ]
     if not found:
-        raise DeploymentError(f"no container of the service {service} in the compose project {project}: {UP}")
+        raise DeploymentError(f"no container of the service {service} in the compose project {project}; run: {UP}")
     found.sort(key=lambda container: container.status != "running")
-    return ServiceContainer(found[0], client)
+    return ServiceContainer(found[0])
 
 
 def _innermost(exc: BaseException) -> BaseException:
-    """What an exception goes back to, below the layers that wrapped it."""
+    """The exception that was raised first."""
     while (below := exc.__cause__ or exc.__context__) is not None:
         exc = below
     return exc
 
 
 def wall_to_monotonic_ns() -> int:
-    """What to add to the wall clock's time to get `perf_counter_ns`: good until the wall clock is stepped."""
+    """Add this to a wall-clock time to get `perf_counter_ns`; valid until the wall clock is set."""
     return perf_counter_ns() - time.time_ns()
 
 
@@ -222,7 +195,7 @@ def _log_lines(raw: bytes) -> Iterator[LogLine]:
 
 
 def _timestamp_ns(stamp: str) -> int | None:
-    """RFC 3339 with nanoseconds, as 2026-11-20T09:43:32.725604732Z; a datetime would keep microseconds."""
+    """Parse RFC 3339 with nanoseconds, as in 2026-11-20T09:43:32.725604732Z; a datetime keeps microseconds only."""
     whole, _, fraction = stamp.rstrip("Z").partition(".")
     try:
         seconds = datetime.fromisoformat(f"{whole}+00:00").timestamp()
@@ -233,7 +206,7 @@ def _timestamp_ns(stamp: str) -> int | None:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """The SDK's failures and those of the HTTP below it, as ours."""
+    """Raise failures of the SDK and of its HTTP client as `DeploymentError`."""
     import docker
     import requests
 

@@ -1,8 +1,7 @@
-"""Ports on the loopback interface for servers that take a while to listen, kept from other comparisons meanwhile.
+"""Reserves loopback ports for servers that listen only seconds later, such as Triton after it has loaded its models.
 
-A server listens seconds after its port was chosen, Triton only when its models are loaded. Until then two things can
-take the port: another comparison that chooses at the same time, so a chosen port is locked by a file that all of a
-user's comparisons look at; and an outgoing connection, so ports come from below the range that the kernel gives those.
+Until then two things can take a port: another comparison, so each reserved port has a locked file that all comparisons
+of a user check; and an outgoing connection, so ports come from below the kernel's range for those.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _FEWEST = 1000
 
 
 class PortReservation:
-    """Different ports that nobody listens on, and that no other reservation of this user has until `release`."""
+    """Distinct ports that nobody listens on and that no other reservation of this user gets until `release`."""
 
     def __init__(self, count: int, candidates: range | None = None) -> None:
-        """Raises `OSError` where too few are free."""
+        """Raises `OSError` when too few are free."""
         self._locks: dict[int, int | None] = {}
         places = port_range() if candidates is None else candidates
         for port in random.SystemRandom().sample(places, len(places)):
@@ -37,12 +36,9 @@ class PortReservation:
         self.ports = tuple(self._locks)
 
     def release(self) -> None:
-        """Let others have them. Idempotent."""
+        """Let others have the ports. Idempotent."""
         for port, descriptor in self._locks.items():
-            if descriptor is not None:
-                # Unlinked while locked: who waits with the file open sees that it has lost its name.
-                _path(port).unlink(missing_ok=True)
-                os.close(descriptor)
+            _unlock(port, descriptor)
         self._locks = {}
 
     def _take(self, port: int) -> None:
@@ -50,17 +46,16 @@ class PortReservation:
             descriptor = _lock(port)
         except BlockingIOError:
             return
-        except OSError:  # no folder to lock in: then only a server that listens already is seen
+        except OSError:  # no folder for lock files: then only ports in use are avoided
             descriptor = None
         if _is_free(port):
             self._locks[port] = descriptor
-        elif descriptor is not None:
-            _path(port).unlink(missing_ok=True)
-            os.close(descriptor)
+        else:
+            _unlock(port, descriptor)
 
 
 def port_range() -> range:
-    """From 20000 up to the kernel's ports of outgoing connections; where those begin lower, 20000 to 60000."""
+    """From 20000 to the kernel's range for outgoing connections; 20000 to 60000 when that range begins lower."""
     first = 32_768
     with suppress(OSError, ValueError, IndexError):
         first = int(EPHEMERAL.read_text().split()[0])
@@ -72,13 +67,13 @@ def _path(port: int) -> Path:
 
 
 def _lock(port: int) -> int:
-    """A descriptor of the locked file, closed in children. Raises `BlockingIOError` where another one has it."""
+    """The descriptor of the locked file, closed in children. Raises `BlockingIOError` when another process holds it."""
     path = _path(port)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_named(descriptor, path):
+        if os.fstat(descriptor).st_nlink == 0:  # unlinked by its owner since it was opened
             raise BlockingIOError
     except OSError:
         os.close(descriptor)
@@ -86,12 +81,10 @@ def _lock(port: int) -> int:
     return descriptor
 
 
-def _is_named(descriptor: int, path: Path) -> bool:
-    """Whether the locked file is the one that others would open now."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+def _unlock(port: int, descriptor: int | None) -> None:
+    if descriptor is not None:
+        _path(port).unlink(missing_ok=True)  # while locked, so that a process with the file open sees that it is gone
+        os.close(descriptor)
 
 
 def _is_free(port: int) -> bool:

@@ -1,9 +1,10 @@
-"""A child process that does not outlive us: own session, output in a file, bounded stop, killed with its parent."""
+"""A child process that ends with its parent: its own session, its output in a file, a bounded stop."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -16,21 +17,23 @@ import psutil
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _LOG_TAIL_BYTES = 8192
+_LOG_TAIL_LINES = 5
 
 
 class ProcessError(Exception):
-    """A process cannot be started or has ended; the message holds its last words."""
+    """A process cannot be started or has ended; the message holds the last lines of its log."""
 
 
 class ChildProcess:
-    """One running program. The session is its own, so that Ctrl-C reaches it only through `stop`."""
+    """One running program in its own session, so that Ctrl-C does not reach it."""
 
     def __init__(
         self, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None, pipes: bool = False
     ) -> None:
-        """Start it. With `pipes` its standard input and output are ours, else its output goes to the log with its
-        errors. Raises `ProcessError`."""
+        """Start it. With `pipes` we write its standard input and read its standard output, else its output goes to
+        the log with its errors. Raises `ProcessError`."""
         self.log_path = log_path
+        self._unread = b""
         log_path.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
 
@@ -55,27 +58,54 @@ class ChildProcess:
             except OSError as exc:
                 raise ProcessError(f"cannot start {argv[0]}: {exc.strerror or exc}") from exc
 
+    def send(self, line: bytes) -> bool:
+        """Write one line to its standard input; False when the process no longer reads."""
+        assert self.popen.stdin is not None
+        try:
+            self.popen.stdin.write(line + b"\n")
+            self.popen.stdin.flush()
+        except OSError:
+            return False
+        return True
+
+    def fileno(self) -> int:
+        assert self.popen.stdout is not None
+        return self.popen.stdout.fileno()
+
+    def read_line(self, timeout_s: float) -> bytes | None:
+        """The next line of its standard output without the line end: empty at the end of the output, None when the
+        time is up."""
+        deadline = monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            if not select.select([self], [], [], max(0.0, deadline - monotonic()))[0]:
+                return None
+            content = os.read(self.fileno(), 65536)
+            if not content:
+                return b""
+            self._unread += content
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
     @property
     def pid(self) -> int:
-        """The process id, which is also the id of its group and session."""
+        """The process ID, which is also the ID of its group and session."""
         return self.popen.pid
 
     def failure(self) -> str | None:
-        """Why the process is gone, with the end of its log; None while it runs."""
+        """How the process ended, with the end of its log; None while it runs."""
         code = self.popen.poll()
         if code is None:
             return None
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         return f"{how}; {self.last_words()}"
 
-    def last_words(self, lines: int = 5) -> str:
+    def last_words(self) -> str:
         """The end of the log in one line, and where the log is."""
         tail: list[str] = []
         with suppress(OSError), self.log_path.open("rb") as log:
             log.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
             tail = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
-        said = " | ".join(tail[-lines:]) or "it said nothing"
-        return f"last lines of {self.log_path}: {said}"
+        return f"last lines of {self.log_path}: {' | '.join(tail[-_LOG_TAIL_LINES:]) or '(empty)'}"
 
     def tree(self) -> tuple[psutil.Process, ...]:
         """This process and all its descendants that are alive now."""
@@ -87,14 +117,11 @@ class ChildProcess:
 
     def cpu_ns(self) -> int | None:
         """CPU time of the whole tree so far (kernel resolution: 10 ms); None when it is gone."""
-        total = 0.0
-        found = False
+        seconds = []
         for process in self.tree():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                times = process.cpu_times()
-                total += times.user + times.system
-                found = True
-        return int(total * 1e9) if found else None
+                seconds.append(sum(process.cpu_times()[:2]))
+        return int(sum(seconds) * 1e9) if seconds else None
 
     def stop(self, *, timeout_s: float = 15.0) -> None:
         """SIGTERM, a bounded wait, SIGKILL for what is left of the tree. Idempotent."""
@@ -113,5 +140,4 @@ class ChildProcess:
             if pipe is not None:
                 with suppress(OSError):
                     pipe.close()
-        deadline = monotonic() + 2.0
-        psutil.wait_procs([p for p in tree if p.pid != self.pid], timeout=max(0.0, deadline - monotonic()))
+        psutil.wait_procs([process for process in tree if process.pid != self.pid], timeout=2.0)

@@ -1,7 +1,7 @@
-"""A temporary folder of one process, and the end of those that killed processes have left behind.
+"""Temporary folders, including the removal of those that killed processes left behind.
 
-A process that is killed outright cannot remove its folder. So each folder holds a file that its process has locked;
-the kernel drops the lock with the process, and whoever makes the next folder removes what nobody holds any more.
+Each folder holds a file that its process has locked. The kernel drops the lock when the process ends, and the next
+process that makes a folder removes all folders without a lock.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def work_folder(purpose: str) -> Iterator[Path]:
     try:
         yield Path(folder.name)
     finally:
-        folder.cleanup()  # still locked: nobody else removes it at the same time
+        folder.cleanup()  # while locked, so that no other process removes it at the same time
         if lock is not None:
             os.close(lock)
 
 
 def remove_abandoned() -> None:
-    """Remove this user's folders whose processes are gone; what cannot be removed stays."""
+    """Remove this user's folders whose processes have ended; what cannot be removed stays."""
     with suppress(OSError):
         for owner in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{OWNER}"):
             with suppress(OSError):
@@ -52,8 +52,8 @@ def _remove_unless_held(owner: Path) -> None:
 
 
 def _claim(folder: Path) -> int | None:
-    """The locked file's descriptor, closed in programs that are started; None where files cannot be locked: then
-    nobody else ever removes the folder."""
+    """The locked file's descriptor, closed in children; None where files cannot be locked: then no other process ever
+    removes the folder."""
     unlocked = folder / f"{OWNER}.new"
     try:
         lock = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -61,7 +61,7 @@ def _claim(folder: Path) -> int | None:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unlocked.rename(folder / OWNER)  # never seen under this name without its lock
+        unlocked.rename(folder / OWNER)  # so the file is never seen under this name without its lock
     except OSError:
         os.close(lock)
         return None

@@ -2,8 +2,8 @@
 
     python -m pytest tests/benchmarks/client_cpu.py -m benchmark -s
 
-Everything runs on loopback against one sink (`loadgen.calibration.sink`: reads the body, answers 2 KB; over gRPC its
-door that any client may use) in alternating rounds: one user, one connection, one FP32 image a request. The Locust
+Everything runs on loopback against one sink (`tests.benchmarks.open_sink`: reads the body, answers 2 KB) in alternating
+rounds: one user, one connection, one FP32 image a request. The Locust
 users live in one gevent-patched process; their figure is the process's user and system time over the requests of a
 round. perf_analyzer is started twice a round, for few requests and for many; its figure is the difference of its CPU
 times over the difference of the requests, so that its start-up is not charged. Ratios are medians over rounds.
@@ -27,10 +27,9 @@ from typing import Any
 
 import pytest
 
-from loadgen.calibration.measurement import SinkProcesses
-
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(900)]
 
+ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 7
 REQUESTS = 400
 FEW, MANY = 100, 700
@@ -41,6 +40,7 @@ OURS = ("http", "grpc", "shm", "shm, copied once")
 CLIENTS = """
 import locust  # patches
 import gc, json, sys, time
+import gevent
 from pathlib import Path
 from locust import FastHttpUser, task
 from locust.env import Environment
@@ -50,7 +50,7 @@ from loadgen.transport.requests import Address
 from loadgen.transport.inputs import read_inputs
 from loadgen.records.samples import SampleWriter
 from loadgen.transport.transports import Target, prepare
-from loadgen.generator.users import InferenceUser, Traffic
+from loadgen.generator.users import Traffic
 
 url, grpc_address, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 write_images(folder / "samples")
@@ -82,21 +82,19 @@ def measured(send, requests):
 
 def ours(name, requests):
     writer = SampleWriter(folder / "samples.npy")
-    class Ours(InferenceUser):
-        fires_events = False
-        traffic = Traffic(targets[name], (bodies[name],), 1, writer)
-        @task
-        def load(self):
-            self.infer()
-            if name == "shm, copied once":
-                prepared = self.connection._prepared
-                for request, (head, *_) in list(prepared.items()):
-                    prepared[request] = (head, (), ())
-            type(self).cpu_us = measured(self.infer, requests)
-            raise StopUser
-    found = run(Ours)
-    assert Ours.traffic.errors == 0, Ours.traffic.error_messages
-    Ours.traffic.close()
+    traffic = Traffic(targets[name], (bodies[name],), 1, writer)
+    def user():
+        connection = traffic.connection()
+        traffic.infer(connection, 0)
+        if name == "shm, copied once":
+            prepared = connection._prepared
+            for request, (head, *_) in list(prepared.items()):
+                prepared[request] = (head, (), ())
+        return measured(lambda: traffic.infer(connection, 0), requests)
+    gc.collect()
+    found = gevent.spawn(user).get()
+    assert traffic.errors == 0, traffic.error_messages
+    traffic.close()
     writer.close()
     return found
 
@@ -120,11 +118,23 @@ for line in sys.stdin:
 """
 
 
+class OpenSink:
+    """A sink that any client can use, as a process."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.benchmarks.open_sink"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+        assert self.process.stdout is not None
+        ports = json.loads(self.process.stdout.readline())
+        self.url = f"http://127.0.0.1:{ports['port']}"
+        self.grpc_address = f"127.0.0.1:{ports['grpc_port']}"
+
+
 class Clients:
     """The process in which all Locust users live."""
 
-    def __init__(self, sink: SinkProcesses, folder: Path) -> None:
-        arguments = [sys.executable, "-c", CLIENTS, sink.url, sink.library_grpc_address, str(folder)]
+    def __init__(self, sink: OpenSink, folder: Path) -> None:
+        arguments = [sys.executable, "-c", CLIENTS, sink.url, sink.grpc_address, str(folder)]
         self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def cpu_us(self, name: str) -> float:
@@ -137,14 +147,15 @@ class Clients:
 
 
 @pytest.fixture
-def sink(tmp_path: Path) -> Iterator[SinkProcesses]:
-    found = SinkProcesses(1, tmp_path)
+def sink() -> Iterator[OpenSink]:
+    found = OpenSink()
     yield found
-    found.stop()
+    with found.process as process:
+        process.kill()
 
 
 @pytest.fixture
-def clients(sink: SinkProcesses, tmp_path: Path) -> Iterator[Clients]:
+def clients(sink: OpenSink, tmp_path: Path) -> Iterator[Clients]:
     found = Clients(sink, tmp_path)
     yield found
     with found.process as process:
@@ -156,9 +167,9 @@ def cpu_s_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def perf_analyzer_cpu_us(analyzer: Any, sink: SinkProcesses, transport: str) -> float:
+def perf_analyzer_cpu_us(analyzer: Any, sink: OpenSink, transport: str) -> float:
     """CPU µs a request, start-up excluded; the clients' process has not been waited for, so it is not in the sum."""
-    address = sink.library_grpc_address if transport == "grpc" else sink.url.removeprefix("http://")
+    address = sink.grpc_address if transport == "grpc" else sink.url.removeprefix("http://")
     command = ["-m", "sink", "-i", "grpc" if transport == "grpc" else "http", "-u", address, "-b", "1"]
     if transport == "shm":
         command += ["--shared-memory", "system", "--output-shared-memory-size", "2048"]
@@ -170,7 +181,7 @@ def perf_analyzer_cpu_us(analyzer: Any, sink: SinkProcesses, transport: str) -> 
     return (used[1] - used[0]) / (MANY - FEW) * 1e6
 
 
-def test_cpu_of_a_request(sink: SinkProcesses, clients: Clients, perf_analyzer: Any) -> None:
+def test_cpu_of_a_request(sink: OpenSink, clients: Clients, perf_analyzer: Any) -> None:
     names = [*OURS, "FastHttpUser", *(f"perf_analyzer {transport}" for transport in ("http", "grpc", "shm"))]
     found: dict[str, list[float]] = {name: [] for name in names}
     for number in range(ROUNDS):

@@ -14,7 +14,6 @@ from loadgen.calibration.measurement import CalibrationRequest, SinkProcesses, c
 from loadgen.entry import build
 from loadgen.machine.calibration import default_path, own_calibration, read_calibration, write_calibration
 from loadgen.records.machine import Calibration, ceiling_images_per_s
-from loadgen.transport.endpoint import Endpoint
 from loadgen.transport.grpc import GrpcConnection, GrpcRequest
 
 
@@ -53,21 +52,17 @@ def test_every_transport_and_payload() -> None:
 def test_the_sink_keeps_requests_as_long_as_it_is_told(tmp_path: Path) -> None:
     sink = SinkProcesses(2, tmp_path)
     try:
-        endpoint = Endpoint(sink.url)
-        assert endpoint.live()
-        assert endpoint.signature("sink").inputs[0].shape == (-1, 3, 224, 224)
         sink.delay(3.0)
         assert sink.held_ns() == []
-        for address in (sink.grpc_address, sink.library_grpc_address):
-            connection = GrpcConnection(address)
-            for size in (1, 602_112, 20_000_000):
-                exchange = connection.send(GrpcRequest(bytes(size), size))
-                assert exchange.failure is None
-                assert len(exchange.body) > 2048
-                assert exchange.end_ns - exchange.send_ns > 2_900_000
-            connection.close()
+        connection = GrpcConnection(sink.grpc_address)
+        for size in (1, 602_112, 20_000_000):
+            exchange = connection.send(GrpcRequest(bytes(size), size))
+            assert exchange.failure is None
+            assert len(exchange.body) > 2048
+            assert exchange.end_ns - exchange.send_ns > 2_900_000
+        connection.close()
         held_ns = sink.held_ns()
-        assert len(held_ns) == 6
+        assert len(held_ns) == 3
         assert min(held_ns) > 2_900_000
         assert sink.cpu_ns() is not None
     finally:

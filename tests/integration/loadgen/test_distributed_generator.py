@@ -42,9 +42,10 @@ def url(generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str
     return url
 
 
-def workers_of(parent: int) -> list[psutil.Process]:
-    found = psutil.Process(parent).children(recursive=True)
-    return [process for process in found if "loadgen.generator.worker" in process.cmdline()]
+def workers() -> list[psutil.Process]:
+    """In the order in which they were started."""
+    found = [child for child in psutil.Process().children() if "loadgen.generator" in child.cmdline()]
+    return sorted(found, key=lambda child: child.create_time())
 
 
 def command(url: str, path: Path | None, **changes: object) -> Open:
@@ -115,8 +116,7 @@ def test_a_worker_that_is_killed_cuts_the_block_and_nothing_measured_is_lost(
 ) -> None:
     block = command(url, tmp_path / "0000.npy", seconds=20.0)
     generator.open(block)
-    (child,) = [p for p in psutil.Process().children() if "loadgen.generator" in p.cmdline()]
-    first, second = sorted(workers_of(child.pid), key=lambda process: process.cmdline()[-1])
+    first, second = workers()
     written = tmp_path / "0000.worker0.npy.part"
 
     def kill_when_it_has_written() -> None:
@@ -155,9 +155,8 @@ def test_what_all_workers_refuse_is_refused_once(
 def test_a_worker_that_hangs_is_lost_too(generator: GeneratorProcess, url: str, tmp_path: Path) -> None:
     block = command(url, tmp_path / "0000.npy", seconds=60.0, max_seconds=60.0)
     generator.open(block)
-    (child,) = [p for p in psutil.Process().children() if "loadgen.generator" in p.cmdline()]
-    hung = workers_of(child.pid)[0]
-    written = tmp_path / f"0000.worker{hung.cmdline()[-1]}.npy.part"
+    hung, _ = workers()
+    written = tmp_path / "0000.worker0.npy.part"
 
     def stop_it() -> None:
         await_true(lambda: written.stat().st_size > 3000, "samples of that worker")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -41,12 +42,9 @@ def run_until_samples(experiment: Experiment, out: Path, name: str) -> subproces
     return process
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_killed_generator_fails_the_run_and_its_samples_are_counted(tmp_path: Path, processes: int) -> None:
-    """Its workers end with it."""
+def test_a_killed_generator_fails_the_run_and_its_samples_are_counted(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    part = "0000.npy.part" if processes == 1 else "0000.worker0.npy.part"
-    process = run_until_samples(make_experiment(cells=(LONG,), processes=processes), out, part)
+    process = run_until_samples(make_experiment(cells=(LONG,)), out, "0000.npy.part")
     (generator,) = children_of(process, "loadgen.generator")
     generator.send_signal(signal.SIGKILL)
     assert process.wait(30) == 1
@@ -65,7 +63,7 @@ def test_a_killed_generator_fails_the_run_and_its_samples_are_counted(tmp_path: 
 def test_a_lost_worker_fails_the_run_and_everything_measured_is_in_one_file(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = run_until_samples(make_experiment(cells=(LONG,), processes=2), out, "0000.worker1.npy.part")
-    worker = next(one for one in children_of(process, "loadgen.generator.worker") if one.cmdline()[-1] == "1")
+    worker = max(children_of(process, "loadgen.generator"), key=lambda child: child.create_time())
     worker.send_signal(signal.SIGKILL)
     assert process.wait(30) == 1
     (record,) = blocks(out)
@@ -84,7 +82,7 @@ def test_a_worker_with_a_full_disk_ends_the_run_with_a_sentence(tmp_path: Path) 
     out = tmp_path / "run"
     process = start_runner(make_experiment(cells=(LONG,), processes=2), out)
     await_true((out / "samples" / "0000.worker1.npy.part").exists, "the block begins")
-    for worker in children_of(process, "loadgen.generator.worker"):
+    for worker in children_of(process, "loadgen.generator"):
         worker.rlimit(psutil.RLIMIT_FSIZE, (8192, 8192))
     assert process.wait(60) == 1
     state = stored(out / "run.json", RunState)
@@ -113,12 +111,12 @@ time.time_ns = lambda: int(stepping() * 1e9)
 
 @pytest.fixture
 def stepping_generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GeneratorProcess]:
-    """Two workers and a master for whom the wall clock jumps by four hours all the time."""
+    """Two workers for whom the wall clock jumps by four hours all the time."""
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_text(STEPPING_CLOCK)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "clock"))
-    process = GeneratorProcess(tmp_path / "generator.log", processes=2)
-    monkeypatch.delenv("PYTHONPATH")
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "clock"), os.environ.get("PYTHONPATH", "")]))
+        process = GeneratorProcess(tmp_path / "generator.log", processes=2)
     yield process
     process.stop()
 
@@ -163,6 +161,6 @@ def test_a_step_of_the_wall_clock_is_noted_and_changes_nothing(tmp_path: Path, m
     assert state.state == "finished"
     first, second = (record for record in blocks(out) if isinstance(record, BlockRecord))
     assert first.complete
-    assert first.note == "the wall clock was set by +3,600 s meanwhile; what is measured does not depend on it"
+    assert "the wall clock was set by +3,600 s" in (first.note or "")
     assert second.note is None
     assert 0 < first.window_end_ns - first.window_start_ns < 60e9

@@ -40,7 +40,7 @@ def answer(**output: object) -> str:
         ({MODEL: (DEEP, 200, 0)}, "models/openclip_vit_b32: the response cannot be used: it is nested too deeply"),
         ({f"{MODEL}/config": (DEEP, 200, 0)}, "config: the response cannot be used: it is nested too deeply"),
         ({"/v2": ('{"name": ', 200, 0)}, "/v2: the response cannot be used: Input data was truncated"),
-        ({f"{MODEL}/infer": (DEEP, 500, 0)}, "arm b does not answer the parity images: HTTP 500: [[["),
+        ({f"{MODEL}/infer": (DEEP, 500, 0)}, "HTTP 500: [[["),
         (
             {f"{MODEL}/infer": (f'{{"outputs": [{{"data": {DEEP}', 200, 0)},
             "the response cannot be read: it is nested too deeply",

@@ -256,7 +256,7 @@ def test_a_batch_that_a_server_would_refuse_fails_with_the_option_before_any_loa
     state = run(make_experiment(cells=(large,)), tmp_path / "run")
     assert state.state == "failed"
     assert state.error is not None
-    assert "arm a (fake native) takes at most 32 and arm b (fake triton) takes at most 32" in state.error
+    assert "arm a (fake native) accepts at most 32 and arm b (fake triton) accepts at most 32" in state.error
     assert "give --a-option max-batch-size=64 --b-option max-batch-size=64" in state.error
     assert stored(tmp_path / "run/arms.json", list[ArmRecord])[0].in_effect["max_batch_size"] == 32
     assert not (tmp_path / "run/parity.json").exists()

@@ -24,7 +24,7 @@ from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
 from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
-from loadgen.targets.remote import RemoteDeployment
+from loadgen.targets.interface import RemoteDeployment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment
 
 pytestmark = pytest.mark.usefixtures("no_process_left")

@@ -43,7 +43,7 @@ def test_an_engine_that_this_user_may_not_use_is_not_to_be_started(monkeypatch: 
         raise docker.errors.DockerException("Error while fetching server API version") from below
 
     monkeypatch.setattr(docker, "from_env", refused)
-    with pytest.raises(DeploymentError, match=r"may not use the Docker engine: sudo usermod -aG docker \$USER"):
+    with pytest.raises(DeploymentError, match=r"may not use the Docker engine; run: sudo usermod -aG docker \$USER"):
         ComposeDeployment("native")
 
 

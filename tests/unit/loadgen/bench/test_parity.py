@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.bench.parity import ParityError, compare_answers, mixed_batches
+from loadgen.bench.answers import ParityError, compare_answers, mixed_batches
 from loadgen.statistics.agreement import Tolerance, tolerance_of
 
 REFERENCE = np.random.default_rng(0).standard_normal((6, 512))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadgen.bench.server_stats import requests_seen, stage_totals
+from loadgen.bench.arms import requests_seen, stage_totals
 from loadgen.records.run import StageTotals
 
 

@@ -79,7 +79,7 @@ def outcome(requests: int, **changes: object) -> Outcome:
 def contributions(path: Path, first: Outcome | None, second: Outcome | None, lost: str = "") -> list[Contribution]:
     parts = shares(command(path), 2)
     return [
-        Contribution(number, "here", 100 + number, part, result, None if result is not None else lost)
+        Contribution(number, 100 + number, part, result, None if result is not None else lost)
         for number, (part, result) in enumerate(zip(parts, (first, second), strict=True))
     ]
 
@@ -130,13 +130,13 @@ def test_where_the_merged_file_has_no_room_the_workers_files_stay(
 def report(number: int, folder: Path, users: list[int], machine: str, **described: object) -> WorkerReport:
     path = folder / f"own{number}.npy"
     write(path, users, errors={0: 0} if described.get("error_messages") else None)
-    made = WorkerReport(f"client{number}", number)
-    made.introduce({"pid": number, "host": f"host{number}", "machine": machine, "files": {"Single": str(path)}})
-    made.take([{"name": "Single", "requests": len(users), "errors": 0, "error_messages": [], **described}])
+    made = WorkerReport(
+        f"client{number}", number, pid=number, host=f"host{number}", machine=machine, paths={"Single": str(path)}
+    )
     content = path.read_bytes()
     for start in range(0, len(content), 100):
         made.add("Single", content[start : start + 100])
-    made.take(None)
+    made.finish([{"name": "Single", "error_messages": [], **described}])
     return made
 
 
@@ -150,7 +150,8 @@ def test_samples_of_two_machines_merge_and_their_clocks_do_not(tmp_path: Path) -
     (path,) = (tmp_path / "out").glob("merged-Single-*.npy")
     about = json.loads(path.with_suffix(".json").read_bytes())
     samples = np.load(path)
-    assert told == f"5 samples of 2 workers are in {path}"
+    assert "5 samples of 2 workers" in told
+    assert str(path) in told
     assert samples["user"].tolist() == [0, 1, 0, 2, 2]
     assert samples["error"].tolist() == [0, -1, -1, 1, -1]
     assert about["error_messages"] == ["gone", "reset"]
@@ -164,8 +165,7 @@ def test_samples_of_two_machines_merge_and_their_clocks_do_not(tmp_path: Path) -
 def test_a_lost_workers_unfinished_file_is_read_where_it_can_be(tmp_path: Path) -> None:
     path = tmp_path / "gone.npy"
     write(path, [0, 1], close=False)
-    lost = WorkerReport("client0", 0, lost=True)
-    lost.introduce({"pid": 1, "host": "h", "machine": "boot", "files": {"Single": str(path)}})
+    lost = WorkerReport("client0", 0, pid=1, host="h", machine="boot", paths={"Single": str(path)}, lost=True)
     lost.recover()
     (told,) = merge_reports([lost, report(1, tmp_path, [0], "boot")], tmp_path)
     assert "INCOMPLETE: load worker 1 (h, process 1) lost" in told

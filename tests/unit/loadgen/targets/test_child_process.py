@@ -57,7 +57,7 @@ def test_a_killed_process_names_the_signal(tmp_path: Path) -> None:
     process.popen.kill()
     await_true(process.failure)
     assert "was killed by SIGKILL; last lines of" in (process.failure() or "")
-    assert "it said nothing" in (process.failure() or "")
+    assert "(empty)" in (process.failure() or "")
     process.stop()
 
 

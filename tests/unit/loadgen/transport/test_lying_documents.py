@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loadgen.bench.arms import Arm
-from loadgen.bench.server_stats import requests_seen, stage_totals
+from loadgen.bench.arms import Arm, requests_seen, stage_totals
 from loadgen.comparison.facts import Facts
 from loadgen.documents import read_record
 from loadgen.records.machine import own_devices, used_gpu
@@ -24,7 +23,7 @@ from loadgen.studies.fairness.conditions import as_condition
 from loadgen.studies.fairness.records import Conditions
 from loadgen.studies.gpu_proof.decision import judge_placement
 from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS
-from loadgen.targets.remote import RemoteDeployment
+from loadgen.targets.interface import RemoteDeployment
 from loadgen.transport.endpoint import Endpoint, EndpointError
 from tests.hostile_server import HostileServer, hostile_server
 

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from loadgen.bench.gpu_stage import gpu_options
+from loadgen.bench.gpu_recording import gpu_options
 from loadgen.machine.fingerprint import fingerprint
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import ArmRecord, Label

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.bench.machine_watch import machine_load
-from loadgen.machine.processors import ProcessorReading, descendants, read_processors
+from loadgen.bench.machine_watch import ProcessorReading, descendants, machine_load, read_processors
 
 TICK = 10_000_000
 OWN = os.getpid()
