@@ -50,7 +50,7 @@ from loadgen.storage.stored_run import StoredBlock
 from loadgen.studies.ceiling.measure import measure_ceilings
 from loadgen.studies.ceiling.plan import wants_ceilings
 from loadgen.studies.cold_start.measure import ColdStartPhase, repetitions_of
-from loadgen.studies.gpu_proof.control import WHOLE_SECONDS
+from loadgen.studies.gpu_proof.measure import WHOLE_SECONDS
 from loadgen.studies.registry import measurements
 from loadgen.targets.interface import DeploymentError
 from loadgen.targets.process import ProcessError
