@@ -32,7 +32,7 @@ class Thresholds(Record, frozen=True, kw_only=True):
     min_gap_s: float = 4.0
     """Shortest usable idle gap before and after the load, after the two cuts below. Chosen: 20 utilisation samples."""
     gap_settle_s: float = 1.0
-    """Cut from the start of each gap: a utilisation sample covers up to 1 s before it (nvmlDeviceGetUtilizationRates)."""
+    """Cut from the start of each gap: a utilisation sample covers up to the last s (nvmlDeviceGetUtilizationRates)."""
     gap_margin_s: float = 0.5
     """Cut from the end of each gap: the driver's newest samples may end this long before it (200 ms on an H200)."""
 
