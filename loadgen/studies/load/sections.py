@@ -1,4 +1,4 @@
-"""What was measured: latencies, throughput, executed batches, speed block by block, and the engines alone."""
+"""What was measured: latencies, throughput, executed batches, and the speed of each block."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def latency(result: Result) -> doc.Section | None:
         "latency",
         "Latency distribution",
         "Share of requests answered within a time, from the intended start to the last byte; all blocks of a scenario. "
-        "Drag to zoom, double-click to return.",
+        "Drag to zoom, double-click to reset.",
         height=tall(result, 400),
         xaxis=axis("latency, ms", rangemode="tozero"),
         yaxis=axis("requests answered, %", range=[0, 101.5], ticksuffix=" "),
@@ -76,22 +76,20 @@ def batch_sizes(result: Result) -> doc.Section | None:
     data: list[doc.Figure] = []
     for panel, unit in (("", "images/s"), ("2", "ms")):
         for label in result.experiment.labels:
-            own = [(s.cell, *_speed(s, unit)) for s in result.summaries if s.cell in sizes and s.label == label]
-            found = [(sizes[cell], value, bounds) for cell, value, bounds in own if value is not None]
+            own = [(sizes[s.cell], *_speed(s, unit)) for s in result.summaries if s.cell in sizes and s.label == label]
+            found = [(size, value, bounds) for size, value, bounds in own if value is not None]
             if found:
-                bars = errors(
-                    [value for _, value, _ in found], [bounds for *_, bounds in found], color=colour(result, label)
-                )
+                batches, values, intervals = zip(*found, strict=True)
                 data.append(
                     line(
                         result,
                         label,
-                        [(size, value) for size, value, _ in found],
+                        zip(batches, values, strict=True),
                         f"batch %{{x}}: %{{y:.4~g}} {unit}",
                         showlegend=not panel,
                         xaxis=f"x{panel}",
                         yaxis=f"y{panel}",
-                        error_y=bars,
+                        error_y=errors(values, intervals, color=colour(result, label)),
                     )
                 )
     if not data:
@@ -99,12 +97,12 @@ def batch_sizes(result: Result) -> doc.Section | None:
     chart = doc.Chart(
         "batch-sizes",
         "Throughput and latency against batch size",
-        "One request at a time with so many images in it; bars are 95 % intervals over the blocks of one arm and carry "
-        "the machine's drift, which the paired ratios do not.",
+        "One request at a time with this many images in it. Bars are 95 % intervals over the blocks of one arm; unlike "
+        "the paired ratios, they include the machine's drift.",
         data,
         two_panels(
             tall(result, 380),
-            "images a request",
+            "images per request",
             axis("images/s", rangemode="tozero"),
             axis("p50 latency, ms", rangemode="tozero"),
             doubling(sizes.values()),
@@ -128,8 +126,7 @@ def measurements(result: Result) -> doc.Section | None:
             f"{s.requests:,}",
             f"{s.errors:,}",
             measured(s.throughput_per_s, s.throughput_ci95),
-            *(measured(value, None) for value in (s.latency.mean_ms, s.latency.p50_ms, s.latency.p90_ms)),
-            measured(s.latency.p99_ms, None),
+            *(measured(ms, None) for ms in (s.latency.mean_ms, s.latency.p50_ms, s.latency.p90_ms, s.latency.p99_ms)),
             measured(s.executed_batch_mean, None),
             *("–" if size is None else f"{size:,.0f}" for size in (s.request_bytes, s.response_bytes)),
             measured(s.server_cpu_cores, None),
@@ -143,15 +140,12 @@ def measurements(result: Result) -> doc.Section | None:
         *doc.numbers("requests", "errors", "images/s", "mean ms", "p50 ms", "p90 ms", "p99 ms", "executed batch"),
         *doc.numbers("bytes sent", "bytes back", "server cores", "generator CPU"),
     )
-    caption = (
-        "Complete blocks of each arm pooled. A percentile is shown only with enough samples behind it: p50 11, p90 64, "
-        "p99 662."
-    )
+    caption = "Complete blocks of each arm, pooled. A percentile needs enough samples: p50 11, p90 64, p99 662."
     return doc.section("Measurements", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.PAGES)
 
 
 def executed_batches(result: Result) -> doc.Section | None:
-    """The most frequent sizes of the servers' executions; drawn where requests could be merged."""
+    """The most frequent sizes of the servers' executions, with a chart where requests could be merged."""
     rows: list[tuple[str, ...]] = []
     for found in result.of(LoadFound).executed_batches:
         total = sum(found.executions.values())
@@ -184,7 +178,7 @@ def executed_batches(result: Result) -> doc.Section | None:
 
     columns = (
         *doc.names("scenario", "arm"),
-        *doc.numbers("items a request", "mean"),
+        *doc.numbers("items per request", "mean"),
         *doc.texts("executed at once", "verdict"),
     )
     return doc.section(
@@ -195,7 +189,7 @@ def executed_batches(result: Result) -> doc.Section | None:
             traces,
             "batches",
             "Executed batch sizes",
-            "What the dynamic batcher made of concurrent requests: the share of executions at each batch size.",
+            "How the dynamic batcher merged concurrent requests: the share of executions at each batch size.",
             height=tall(result, 320),
             barmode="group",
             xaxis=axis("executed batch size"),
@@ -207,7 +201,7 @@ def executed_batches(result: Result) -> doc.Section | None:
 
 
 def blocks(result: Result) -> doc.Section | None:
-    """Speed of every block over the run: relative to its arm's mean, then in images/s; for CSV all of its figures."""
+    """Speed of every block over the run, relative to its arm's mean or in images/s; CSV gets all of its figures."""
     fields = [
         [getattr(block.latency if hasattr(block.latency, name) else block, name) for name in BLOCK_FIELDS]
         for block in result.blocks
@@ -239,17 +233,15 @@ def _block_chart(result: Result) -> doc.Chart | None:
     cells = dict.fromkeys(block.cell for block, _ in timed)
     data: list[doc.Figure] = []
     whole = traces(set(cells), "%{y:+.2~f} %", "markers", relative=True)
-    against = {"title": {"text": "against the arm's own mean, %"}}
-    views = [add_view(data, "all, relative", whole, yaxis=against)]
+    views = [add_view(data, "all, relative", whole, yaxis={"title": {"text": "difference from the arm's mean, %"}})]
     for cell in cells:
         own = traces({cell}, "%{y:.4~g} images/s", "lines+markers", relative=False)
         views.append(add_view(data, cell, own, yaxis={"title": {"text": "images/s"}}))
     return doc.Chart(
         "blocks",
         "Block by block",
-        "Every block of load in the order in which it ran, arms interleaved in "
-        f"{'rounds' if several(result) else 'pairs'}. A slope is drift of the machine, which the pairing absorbs; "
-        "hollow marks were cut short and are not compared.",
+        f"All blocks in the order in which they ran, arms interleaved in {'rounds' if several(result) else 'pairs'}. A "
+        "slope is drift of the machine, which pairing cancels; hollow marks were cut short and are not compared.",
         data,
         {
             "height": tall(result, 380),
@@ -262,7 +254,7 @@ def _block_chart(result: Result) -> doc.Chart | None:
 
 
 def open_loops(result: Result) -> doc.Section | None:
-    """What was offered, what was achieved, and whose the lag was."""
+    """Offered and achieved rates of open loops, and how late requests were sent."""
     rows = []
     for summary in result.summaries:
         loop = summary.open_loop
@@ -282,15 +274,14 @@ def open_loops(result: Result) -> doc.Section | None:
                 measured(loop.achieved_per_s, None),
                 share(loop.answered_share, 3),
                 f"{loop.unsent:,}",
-                *(measured(lag, None) for lag in lags),
-                measured(loop.generator_lag_p99_ms, None),
+                *(measured(lag, None) for lag in (*lags, loop.generator_lag_p99_ms)),
             )
         )
     columns = (
         *doc.names("scenario", "arm"),
         doc.Column("due", "number", on=doc.PAGES),
-        doc.Column("due a second", "number", "due/s"),
-        doc.Column("answered a second", "number", "done/s"),
+        doc.Column("due per second", "number", "due/s"),
+        doc.Column("answered per second", "number", "done/s"),
         doc.Column("answered in time", "number", "in time"),
         *doc.numbers("unsent"),
         doc.Column("lag p50, ms", "number", on=doc.PAGES),
@@ -299,9 +290,8 @@ def open_loops(result: Result) -> doc.Section | None:
         doc.Column("generator's p99, ms", "number", "own p99"),
     )
     caption = (
-        "Requests fall due by a schedule. In time: before the last one was due. Lag, in ms, is how much later than due "
-        "a request left, in the worst block; the generator's own is the part of it that was no wait for a busy "
-        "connection."
+        "Requests fall due by a schedule. In time: answered before the last one was due. Lag: how late a request "
+        "was sent, in the worst block; the generator's own lag excludes waiting for a busy connection."
     )
     return doc.section("Open loops", doc.Table(columns, rows, caption=caption, grouped=True))
 
