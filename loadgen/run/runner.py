@@ -49,7 +49,7 @@ from loadgen.storage.store import RunStore, StorageError
 from loadgen.storage.stored_run import StoredBlock
 from loadgen.studies.ceiling.measure import measure_ceilings
 from loadgen.studies.ceiling.plan import wants_ceilings
-from loadgen.studies.cold_start.measure import ColdStartPhase, repetitions_of
+from loadgen.studies.cold_start.measure import measure_cold_starts, repetitions_of
 from loadgen.studies.gpu_proof.measure import WHOLE_SECONDS
 from loadgen.studies.registry import measurements
 from loadgen.targets.interface import DeploymentError
@@ -287,8 +287,8 @@ class _Run:
         if not repetitions_of(self._experiment) or not launched:
             return
         self.enter("cold starts")
-        phase = ColdStartPhase(servers.arms, self._experiment, self._store, self._progress, self._forecast)
-        phase.run(inputs, signatures, {record.label: record for record in records})
+        experiment, store, progress, forecast = self._experiment, self._store, self._progress, self._forecast
+        measure_cold_starts(experiment, servers.arms, records, inputs, signatures, store, progress, forecast)
 
 
 def _gpu(records: Sequence[ArmRecord]) -> dict[str, object]:
