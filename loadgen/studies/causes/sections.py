@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import math
 
+import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.comparison.claims import verdict_words
 from loadgen.comparison.comparisons import winner_of
 from loadgen.comparison.stages import STAGES, TITLES, StageAccount
 from loadgen.quantities import number, share, signed_ms
 from loadgen.records.run import Pairing, shown
-from loadgen.report.charts import (
-    LEGEND_ABOVE,
-    ROWS,
-    add_view,
-    arm_name,
-    arm_style,
-    axis,
-    bars_across,
-    base_and_arm,
-    chart_by_scenario,
-    colour,
-    errors,
-    label_text,
-    several,
-)
 from loadgen.result.result_file import Result
 from loadgen.result.verdict import ScenarioVerdict
 from loadgen.studies.causes.analyse import Cause, CausesFound, CellCauses, percent
@@ -71,13 +57,13 @@ def why(result: Result) -> doc.Section | None:
 def _reasons(result: Result, one: ScenarioVerdict) -> doc.Item:
     pairing = Pairing(one.baseline, one.arm)
     better = winner_of(one.outcome, pairing)
-    style = None if better is None else arm_style(result, better)
+    style = None if better is None else charts.arm_style(result, better)
     return doc.Item(verdict_words(one.outcome, pairing), style, one.scenario + _which(result, pairing), one.reasons)
 
 
 def _which(result: Result, pairing: Pairing) -> str:
     """After a scenario, where there are more than two arms: ", C against A"."""
-    return f", {shown(pairing.arm)} against {shown(pairing.baseline)}" if several(result) else ""
+    return f", {shown(pairing.arm)} against {shown(pairing.baseline)}" if charts.several(result) else ""
 
 
 def cause_table(result: Result, causes: CellCauses) -> doc.Table:
@@ -135,7 +121,7 @@ def causes_note(result: Result) -> str:
     """How the causes were found, or why there are none; empty where nothing is shown."""
     causes = result.of(CausesFound)
     if causes.cells:
-        base, arm = base_and_arm(result)
+        base, arm = charts.base_and_arm(result)
         note = (
             "Each ablation removes one cause from one arm, in blocks interleaved with blocks of the unchanged arm. "
             f"Times are means per request. A cause contributes its cost to {arm} minus its cost to {base}. It counts "
@@ -159,29 +145,29 @@ def causes_chart(result: Result) -> doc.Chart | None:
     found = result.of(CausesFound).cells
     if not found:
         return None
-    base, arm = base_and_arm(result)
+    base, arm = charts.base_and_arm(result)
     data: list[doc.Figure] = []
     views = [
-        add_view(
+        charts.add_view(
             data,
             one.cell + _which(result, one.pairing),
             [_cause_bars(result, one)],
-            xaxis=axis(label_text(f"{shown(one.arm)} − {shown(one.baseline)}, ms per request"), zeroline=True),
+            xaxis=charts.axis(f"{shown(one.arm)} − {shown(one.baseline)}, ms per request", zeroline=True),
         )
         for one in sorted(found, key=lambda one: one.cell != result.verdict.main_scenario)
     ]
     return doc.Chart(
         "causes",
         "Causes of the difference",
-        f"{'The arm' if several(result) else arm} minus {base}, in ms of the mean request time, with 95 % intervals: "
-        f"to the right of 0 a cause makes {arm} slower, to the left {base}. The causes and the unattributed rest add "
-        "up to the difference; a cause within the noise does not count.",
+        f"{arm[0].upper()}{arm[1:]} minus {base}, in ms of the mean request time, with 95 % intervals: right of 0 a "
+        f"cause makes {arm} slower, left of 0 {base}. The causes and the unattributed rest add up to the difference; a "
+        "cause within the noise does not count.",
         data,
         {
             "height": 150 + 34 * (max(len(one.causes) for one in found) + 2),
             "bargap": 0.4,
             "showlegend": False,
-            "yaxis": ROWS,
+            "yaxis": charts.ROWS,
         },
         views,
     )
@@ -194,16 +180,16 @@ def _cause_bars(result: Result, found: CellCauses) -> doc.Figure:
     for cause in found.causes:
         if cause.difference_ms is not None and cause.effects:
             slower = found.arm if cause.difference_ms > 0 else found.baseline
-            bar = colour(result, slower) if cause.found else "--line"
-            rows.append((label_text(_title(cause)), cause.difference_ms, cause.ci95_ms, bar))
+            bar = charts.colour(result, slower) if cause.found else "--line"
+            rows.append((charts.label_text(_title(cause)), cause.difference_ms, cause.ci95_ms, bar))
     rows.append(("unattributed", found.unattributed_ms, found.unattributed_ci95_ms, "--muted"))
     labels, values, bounds, colours = zip(*rows, strict=True)
-    return bars_across(
+    return charts.bars_across(
         "",
         labels,
         values,
         {"color": list(colours)},
-        error_x=errors(values, bounds, color="--ink"),
+        error_x=charts.errors(values, bounds, color="--ink"),
         customdata=[signed_ms(value) for value in values],
         hovertemplate="%{y}: %{customdata}<extra></extra>",
     )
@@ -260,9 +246,9 @@ def stages_chart(result: Result) -> doc.Chart | None:
         found = {arm.label: arm for one in result.stages if one.cell == cell for arm in one.sides if arm}
         arms = [arm for arm in found.values() if not arm.contradictions]
         return [
-            bars_across(
+            charts.bars_across(
                 stage,
-                [arm_name(result, arm.label) for arm in arms],
+                [charts.arm_name(result, arm.label) for arm in arms],
                 [arm.stages_ms.get(stage) or 0.0 for arm in arms],
                 {"color": f"--stage{place}", "line": {"color": "--card", "width": 1}},
                 hovertemplate=TITLES[stage] + ": %{x:.3~g} ms<extra></extra>",
@@ -271,21 +257,20 @@ def stages_chart(result: Result) -> doc.Chart | None:
             if any(arm.stages_ms.get(stage) for arm in arms)
         ]
 
-    return chart_by_scenario(
+    return charts.chart_by_scenario(
         result,
         traces,
         "stages",
         "Latency breakdown",
-        f"Means per request, in the same stages for {'all' if several(result) else 'both'} arms; time outside the "
-        "server's breakdown is network and client. In a dynamic batch each request is charged the whole execution that "
-        "it waited for.",
+        "Means per request, in the same stages for all arms. Time outside the servers is network and client; "
+        "in a dynamic batch each request is charged the whole execution that it waited for.",
         height=260 + 40 * (len(result.experiment.arms) - 2),
         margin={"b": 96},
         barmode="relative",
         bargap=0.35,
-        xaxis=axis("ms per request", rangemode="tozero"),
-        yaxis=ROWS,
-        legend={**LEGEND_ABOVE, "yref": "container", "y": 0, "traceorder": "normal"},
+        xaxis=charts.axis("ms per request", rangemode="tozero"),
+        yaxis=charts.ROWS,
+        legend={**charts.LEGEND_ABOVE, "yref": "container", "y": 0, "traceorder": "normal"},
     )
 
 

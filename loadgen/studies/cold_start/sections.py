@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.quantities import number
 from loadgen.records.run import shown
-from loadgen.report.charts import ROWS, axis, bars_across, colour, label_text, place_of
 from loadgen.result.result_file import Result
 from loadgen.studies.cold_start.analyse import ColdStartsFound
 from loadgen.studies.cold_start.records import ContainerColdStart
@@ -36,8 +36,8 @@ def cold_starts(result: Result) -> doc.Section | None:
     starts = [s for s in result.of(ColdStartsFound).starts if s.first_answer_ns is not None or s.ready_ns is not None]
     if not starts:
         return None
-    starts.sort(key=lambda start: (place_of(result, start.label), start.repetition))
-    rows = [label_text(f"{shown(start.label)} start {start.repetition + 1}") for start in starts]
+    starts.sort(key=lambda start: (charts.place_of(result, start.label), start.repetition))
+    rows = [charts.label_text(f"{shown(start.label)} start {start.repetition + 1}") for start in starts]
     data: list[doc.Figure] = []
     reached = [0] * len(starts)
     for attribute, title, opacity in PHASES:
@@ -45,10 +45,10 @@ def cold_starts(result: Result) -> doc.Section | None:
         moments = [before if moment is None else moment for moment, before in zip(moments, reached, strict=True)]
         seconds = [(moment - before) / 1e9 for moment, before in zip(moments, reached, strict=True)]
         reached = moments
-        colours = [colour(result, start.label) for start in starts]
+        colours = [charts.colour(result, start.label) for start in starts]
         marker = {"color": colours, "opacity": opacity, "line": {"color": "--card", "width": 1}}
         hover = title + ": %{x:.3~g} s<extra>%{y}</extra>"
-        data.append(bars_across(title, rows, seconds, marker, showlegend=False, hovertemplate=hover))
+        data.append(charts.bars_across(title, rows, seconds, marker, showlegend=False, hovertemplate=hover))
     chart = doc.Chart(
         "cold-starts",
         "Cold start",
@@ -59,8 +59,8 @@ def cold_starts(result: Result) -> doc.Section | None:
             "height": 110 + 26 * len(rows),
             "barmode": "stack",
             "bargap": 0.3,
-            "xaxis": axis("seconds since process start", rangemode="tozero"),
-            "yaxis": ROWS,
+            "xaxis": charts.axis("seconds since process start", rangemode="tozero"),
+            "yaxis": charts.ROWS,
         },
     )
     return doc.section("Cold start", chart)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.quantities import number, share
 from loadgen.records.run import shown
-from loadgen.report.charts import LEGEND_ABOVE, axis, colour, label_text, rounded, several
 from loadgen.result.result_file import Result
 from loadgen.studies.gpu_proof.analyse import GpuFound
 from loadgen.studies.gpu_proof.records import EvidenceRecord, Finding
@@ -137,7 +137,7 @@ def gpu_chart(result: Result) -> doc.Chart | None:
     data: list[doc.Figure] = []
     devices = result.of(GpuFound).series
     for device in devices:
-        name = "" if len(devices) == 1 else f" {label_text(device.uuid[:12])}"
+        name = "" if len(devices) == 1 else f" {charts.label_text(device.uuid[:12])}"
         for title, points, factor, panel, unit, line in (
             ("utilisation", device.utilisation, 100.0, "y", "%", {"color": "--ink", "dash": "solid"}),
             ("SM activity", device.sm_active, 100.0, "y", "%", {"color": "--muted", "dash": "dot"}),
@@ -149,8 +149,8 @@ def gpu_chart(result: Result) -> doc.Chart | None:
                         "type": "scatter",
                         "mode": "lines",
                         "name": title + name,
-                        "x": [rounded(seconds / 60.0) for seconds, _ in points],
-                        "y": [rounded(factor * value) for _, value in points],
+                        "x": [charts.rounded(seconds / 60.0) for seconds, _ in points],
+                        "y": [charts.rounded(factor * value) for _, value in points],
                         "yaxis": panel,
                         "line": {**line, "width": 1.5},
                         "hovertemplate": f"{title}: %{{y:.4~g}} {unit}<extra></extra>",
@@ -159,7 +159,7 @@ def gpu_chart(result: Result) -> doc.Chart | None:
     if not data:
         return None
     control = any(record.control for record in _records(result))
-    whose = "the arms" if several(result) else " and of ".join(map(shown, result.experiment.labels))
+    whose = "the arms" if charts.several(result) else " and of ".join(map(shown, result.experiment.labels))
     return doc.Chart(
         "gpu",
         "GPU activity over the run",
@@ -169,17 +169,17 @@ def gpu_chart(result: Result) -> doc.Chart | None:
         data,
         {
             "height": 460,
-            "xaxis": axis("minutes since the first block", anchor="y2"),
-            "yaxis": axis("% of the time", range=[0, 101.5], domain=[0.54, 1]),
-            "yaxis2": axis("power, W", rangemode="tozero", domain=[0, 0.46]),
+            "xaxis": charts.axis("minutes since the first block", anchor="y2"),
+            "yaxis": charts.axis("% of the time", range=[0, 101.5], domain=[0.54, 1]),
+            "yaxis2": charts.axis("power, W", rangemode="tozero", domain=[0, 0.46]),
             "shapes": _shading(result),
-            "legend": LEGEND_ABOVE,
+            "legend": charts.LEGEND_ABOVE,
         },
     )
 
 
 def _shading(result: Result) -> list[doc.Figure]:
-    spans = [(b.start_s, b.start_s + b.duration_s, colour(result, b.label)) for b in result.blocks]
+    spans = [(b.start_s, b.start_s + b.duration_s, charts.colour(result, b.label)) for b in result.blocks]
     windows = [(record.control, window) for record in _records(result) for window in record.inputs.load.windows]
     # The run's first block began then, on the clock of the evidence.
     origin_ns = min((window.start_ns for control, window in windows if not control), default=None)
@@ -190,9 +190,10 @@ def _shading(result: Result) -> list[doc.Figure]:
             if control
         ]
     shape = {"type": "rect", "xref": "x", "yref": "paper", "y0": 0, "y1": 1, "line": {"width": 0}, "layer": "below"}
+    shape["opacity"] = 0.16
     return [
-        {**shape, "x0": rounded(start / 60.0), "x1": rounded(end / 60.0), "fillcolor": colour, "opacity": 0.16}
-        for start, end, colour in spans
+        {**shape, "x0": charts.rounded(start / 60.0), "x1": charts.rounded(end / 60.0), "fillcolor": fill}
+        for start, end, fill in spans
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from loadgen.comparison.claims import place
 from loadgen.comparison.facts import Facts
 from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import number
@@ -53,13 +54,11 @@ def _judge(cell: Cell, summary: CellSummary) -> ExecutedBatches:
     if mean is None:
         sentence = "unknown: the server does not report its executions"
     elif formed:
-        sentence = f"batches formed: mean {number(mean)}" + (f", largest {max(executions)}" if executions else "")
+        sentence = f"requests were merged: mean {number(mean)}" + (f", largest {max(executions)}" if executions else "")
+    elif cell.concurrency == 1:
+        sentence = "requests were not merged: one at a time"
     else:
-        load = f"at {cell.rate_per_s or 0.0:g} requests/s" if cell.is_open else f"at concurrency {cell.concurrency}"
-        if not cell.is_open and cell.concurrency == 1:
-            load = "one request at a time"
-        items = "" if cell.batch_size == 1 else f" with {cell.batch_size} items per request"
-        sentence = f"no batches formed: mean {number(mean)}{items}, {load}"
+        sentence = f"requests were not merged {place(cell)}: mean {number(mean)}"
     return ExecutedBatches(
         cell=cell.name,
         label=summary.label,

@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
+import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import measured, number, share
 from loadgen.records.run import shown
-from loadgen.report.charts import (
-    LEGEND_ABOVE,
-    PATTERNS,
-    add_view,
-    arm_name,
-    axis,
-    chart_by_scenario,
-    colour,
-    doubling,
-    errors,
-    hollow,
-    label_text,
-    line,
-    place_of,
-    rounded,
-    several,
-    tall,
-    two_panels,
-)
 from loadgen.result.result_file import Result
 from loadgen.studies.load.analyse import LoadFound
 
@@ -42,7 +24,7 @@ def latency(result: Result) -> doc.Section | None:
 
     def traces(cell: str) -> list[doc.Figure]:
         return [
-            line(
+            charts.line(
                 result,
                 s.label,
                 [(value, 100 * part) for value, part in s.distribution_ms],
@@ -55,17 +37,17 @@ def latency(result: Result) -> doc.Section | None:
             if s.cell == cell and s.distribution_ms
         ]
 
-    chart = chart_by_scenario(
+    chart = charts.chart_by_scenario(
         result,
         traces,
         "latency",
         "Latency distribution",
         "Share of requests answered within a time, from the intended start to the last byte; all blocks of a scenario. "
         "Drag to zoom, double-click to reset.",
-        height=tall(result, 400),
-        xaxis=axis("latency, ms", rangemode="tozero"),
-        yaxis=axis("requests answered, %", range=[0, 101.5], ticksuffix=" "),
-        legend=LEGEND_ABOVE,
+        height=charts.tall(result, 400),
+        xaxis=charts.axis("latency, ms", rangemode="tozero"),
+        yaxis=charts.axis("requests answered, %", range=[0, 101.5], ticksuffix=" "),
+        legend=charts.LEGEND_ABOVE,
     )
     return doc.section("Latency distribution", chart)
 
@@ -81,7 +63,7 @@ def batch_sizes(result: Result) -> doc.Section | None:
             if found:
                 batches, values, intervals = zip(*found, strict=True)
                 data.append(
-                    line(
+                    charts.line(
                         result,
                         label,
                         zip(batches, values, strict=True),
@@ -89,7 +71,7 @@ def batch_sizes(result: Result) -> doc.Section | None:
                         showlegend=not panel,
                         xaxis=f"x{panel}",
                         yaxis=f"y{panel}",
-                        error_y=errors(values, intervals, color=colour(result, label)),
+                        error_y=charts.errors(values, intervals, color=charts.colour(result, label)),
                     )
                 )
     if not data:
@@ -100,12 +82,12 @@ def batch_sizes(result: Result) -> doc.Section | None:
         "One request at a time with this many images in it. Bars are 95 % intervals over the blocks of one arm; unlike "
         "the paired ratios, they include the machine's drift.",
         data,
-        two_panels(
-            tall(result, 380),
+        charts.two_panels(
+            charts.tall(result, 380),
             "images per request",
-            axis("images/s", rangemode="tozero"),
-            axis("p50 latency, ms", rangemode="tozero"),
-            doubling(sizes.values()),
+            charts.axis("images/s", rangemode="tozero"),
+            charts.axis("p50 latency, ms", rangemode="tozero"),
+            charts.doubling(sizes.values()),
         ),
     )
     return doc.section("Batch sizes", chart)
@@ -162,15 +144,15 @@ def executed_batches(result: Result) -> doc.Section | None:
         return [
             {
                 "type": "bar",
-                "name": arm_name(result, s.label),
+                "name": charts.arm_name(result, s.label),
                 "x": list(s.executed_batches),
-                "y": [rounded(100 * count / sum(s.executed_batches.values())) for count in s.executed_batches.values()],
+                "y": [charts.rounded(100 * n / sum(s.executed_batches.values())) for n in s.executed_batches.values()],
                 "marker": {
-                    "color": colour(result, s.label),
-                    "pattern": {"shape": PATTERNS[place_of(result, s.label)], "fillmode": "overlay"},
+                    "color": charts.colour(result, s.label),
+                    "pattern": {"shape": charts.PATTERNS[charts.place_of(result, s.label)], "fillmode": "overlay"},
                 },
                 "hovertemplate": "batch %{x}: %{y:.3~g} % of executions"
-                f"<extra>{label_text(shown(s.label))}</extra>",
+                f"<extra>{charts.label_text(shown(s.label))}</extra>",
             }
             for s in result.summaries
             if s.cell == cell and cell in merging and s.executed_batches
@@ -184,17 +166,17 @@ def executed_batches(result: Result) -> doc.Section | None:
     return doc.section(
         "Executed batches",
         doc.Table(columns, rows, grouped=True),
-        chart_by_scenario(
+        charts.chart_by_scenario(
             result,
             traces,
             "batches",
             "Executed batch sizes",
             "How the dynamic batcher merged concurrent requests: the share of executions at each batch size.",
-            height=tall(result, 320),
+            height=charts.tall(result, 320),
             barmode="group",
-            xaxis=axis("executed batch size"),
-            yaxis=axis("executions, %", rangemode="tozero"),
-            legend=LEGEND_ABOVE,
+            xaxis=charts.axis("executed batch size"),
+            yaxis=charts.axis("executions, %", rangemode="tozero"),
+            legend=charts.LEGEND_ABOVE,
         ),
         on=doc.PAGES,
     )
@@ -225,29 +207,31 @@ def _block_chart(result: Result) -> doc.Chart | None:
                 pairs = [(block, speed, means.get((block.cell, label))) for block, speed in own]
                 own = [(block, 100.0 * (speed / mean - 1.0)) for block, speed, mean in pairs if mean]
             points = [(block.start_s / 60.0, value) for block, value in own]
-            marker = hollow(result, label, [block.complete for block, _ in own])
+            marker = charts.hollow(result, label, [block.complete for block, _ in own])
             texts = [f"block {block.index}, {block.cell}, pair {block.round + 1}" for block, _ in own]
-            found.append(line(result, label, points, f"%{{text}}: {hover}", mode=mode, marker=marker, text=texts))
+            text = f"%{{text}}: {hover}"
+            found.append(charts.line(result, label, points, text, mode=mode, marker=marker, text=texts))
         return found
 
     cells = dict.fromkeys(block.cell for block, _ in timed)
     data: list[doc.Figure] = []
     whole = traces(set(cells), "%{y:+.2~f} %", "markers", relative=True)
-    views = [add_view(data, "all, relative", whole, yaxis={"title": {"text": "difference from the arm's mean, %"}})]
+    beside = {"title": {"text": "difference from the arm's mean, %"}}
+    views = [charts.add_view(data, "all, relative", whole, yaxis=beside)]
     for cell in cells:
         own = traces({cell}, "%{y:.4~g} images/s", "lines+markers", relative=False)
-        views.append(add_view(data, cell, own, yaxis={"title": {"text": "images/s"}}))
+        views.append(charts.add_view(data, cell, own, yaxis={"title": {"text": "images/s"}}))
     return doc.Chart(
         "blocks",
         "Block by block",
-        f"All blocks in the order in which they ran, arms interleaved in {'rounds' if several(result) else 'pairs'}. A "
-        "slope is drift of the machine, which pairing cancels; hollow marks were cut short and are not compared.",
+        "All blocks in the order in which they ran, the arms interleaved. A slope is drift of the machine, which the "
+        "pairing cancels; hollow marks were cut short and are not compared.",
         data,
         {
-            "height": tall(result, 380),
-            "xaxis": axis("minutes since the first block"),
-            "yaxis": axis(""),
-            "legend": LEGEND_ABOVE,
+            "height": charts.tall(result, 380),
+            "xaxis": charts.axis("minutes since the first block"),
+            "yaxis": charts.axis(""),
+            "legend": charts.LEGEND_ABOVE,
         },
         views,
     )

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
+import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.quantities import measured, number
 from loadgen.records.run import Pairing, shown
-from loadgen.report.charts import (
-    LEGEND_ABOVE,
-    add_view,
-    axis,
-    doubling,
-    hollow,
-    line,
-    log_axis,
-    marker_of,
-    tall,
-    two_panels,
-)
 from loadgen.result.result_file import Result
 from loadgen.studies.rate_search.records import RampFound, RampRung, RateFound, RatesFound
 
@@ -82,20 +71,20 @@ def trial_chart(result: Result) -> doc.Chart | None:
     def trace(found: RateFound) -> doc.Figure:
         own = (found.cell, found.round, found.label)
         trials = [trial for trial in rates.trials if (trial.cell, trial.round, trial.label) == own]
-        return line(
+        return charts.line(
             result,
             found.label,
             [(trial.step + 1, trial.rate_per_s or 0.0) for trial in trials],
             "%{y:.4~g} requests/s %{customdata[2]}: %{customdata[0]} of %{customdata[1]} late"
             f" in search {found.round + 1}",
-            marker=hollow(result, found.label, [bool(trial.held) for trial in trials]),
+            marker=charts.hollow(result, found.label, [bool(trial.held) for trial in trials]),
             showlegend=found.round == 0,
             customdata=[[trial.late, trial.planned, "held" if trial.held else "failed"] for trial in trials],
         )
 
     data: list[doc.Figure] = []
     views = [
-        add_view(data, cell, [trace(found) for found in rates.rates if found.cell == cell])
+        charts.add_view(data, cell, [trace(found) for found in rates.rates if found.cell == cell])
         for cell in dict.fromkeys(found.cell for found in rates.rates)
     ]
     if not data:
@@ -107,10 +96,10 @@ def trial_chart(result: Result) -> doc.Chart | None:
         "doubled while it holds, then bisected.",
         data,
         {
-            "height": tall(result, 380),
-            "xaxis": axis("trial", tickformat="d", range=[0.5, 0.5 + max(len(trace["x"]) for trace in data)]),
-            "yaxis": axis("requests/s", **log_axis(rate for trace in data for rate in trace["y"])),
-            "legend": LEGEND_ABOVE,
+            "height": charts.tall(result, 380),
+            "xaxis": charts.axis("trial", tickformat="d", range=[0.5, 0.5 + max(len(trace["x"]) for trace in data)]),
+            "yaxis": charts.axis("requests/s", **charts.log_axis(rate for trace in data for rate in trace["y"])),
+            "legend": charts.LEGEND_ABOVE,
         },
         views if len(views) > 1 else [],
     )
@@ -183,9 +172,9 @@ def ramp_chart(result: Result) -> doc.Chart | None:
             if not points:
                 continue
             knees = [not panel and users == found.knee_concurrency for users, _ in points]
-            star = {"symbol": ["star" if knee else marker_of(result, found.label) for knee in knees]}
+            star = {"symbol": ["star" if knee else charts.marker_of(result, found.label) for knee in knees]}
             data.append(
-                line(
+                charts.line(
                     result,
                     found.label,
                     points,
@@ -208,12 +197,12 @@ def ramp_chart(result: Result) -> doc.Chart | None:
         "Users are doubled until more of them bring no more throughput. A star marks the knee, the first step that no "
         "later one exceeds by 5 %.",
         data,
-        two_panels(
-            tall(result, 400),
+        charts.two_panels(
+            charts.tall(result, 400),
             "users",
-            axis("images/s", rangemode="tozero"),
-            axis("latency, ms", **log_axis(latencies)),
-            doubling(rung.concurrency for found in ramps for rung in found.rungs),
+            charts.axis("images/s", rangemode="tozero"),
+            charts.axis("latency, ms", **charts.log_axis(latencies)),
+            charts.doubling(rung.concurrency for found in ramps for rung in found.rungs),
         ),
     )
 
