@@ -96,8 +96,8 @@ def contradiction(run: EngineRun, engine: Mapping[str, object]) -> str | None:
     """How the measured engine differs from the one that the server reports: then it is not the server's ceiling."""
     names = {there: here for here, there in NAMED.items()}
     wrong = [
-        f"{names[there]} {engine.get(there)} instead of {told}"
-        for there, told in run.told
-        if str(engine.get(there)) != told
+        f"{names[there]} {engine.get(there)} instead of {reported}"
+        for there, reported in run.reported
+        if str(engine.get(there)) != reported
     ]
     return f"the measured engine is not the server's: {', '.join(wrong)}" if wrong else None

@@ -25,7 +25,7 @@ class EngineRun:
     labels: tuple[Label, ...]
     options: tuple[str, ...]
     sizes: tuple[int, ...]
-    told: tuple[tuple[str, str], ...]
+    reported: tuple[tuple[str, str], ...]
     """What the servers report of their engine, by the names of `abserve engine`'s document, which must agree."""
 
 
@@ -95,6 +95,6 @@ def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord) -> Eng
         **({"artefacts": asked["artefacts"]} if "artefacts" in asked else {}),
     }
     arguments = tuple(f"--{name}={value}" for name, value in options.items())
-    told = {there: effect.get(here) for here, there in NAMED.items()}
-    known = tuple((there, str(value)) for there, value in told.items() if value not in (None, "", "auto"))
+    reported = {there: effect.get(here) for here, there in NAMED.items()}
+    known = tuple((there, str(value)) for there, value in reported.items() if value not in (None, "", "auto"))
     return EngineRun((record.label,), arguments, sizes, known)

@@ -46,7 +46,7 @@ class ArmLoad:
 
     `gaps`: every idle gap of the run; those beside the blocks are chosen here. `completions_ns`: ends of the good
     answers of these blocks. `gpu_uuid`: the GPU to judge where the server names none, as in the CPU control run. PIDs
-    are as this machine shows them; empty where unknown. `control`: the CPU control run's evidence of the same workload.
+    are as this machine shows them; empty where unknown. `control`: the CPU control run's figures for the same workload.
     """
 
     label: Label
@@ -59,7 +59,7 @@ class ArmLoad:
     gpu_uuid: str | None = None
     server_pids: Collection[int] = ()
     own_pids: Collection[int] = ()
-    control: EvidenceRecord | None = None
+    control: Witness | None = None
     is_control: bool = False
 
 
@@ -204,18 +204,14 @@ def _witness(load: Load, arm: ArmLoad) -> Witness:
     done = load.completed
     own_cpu = load.server_cpu_s / done if load.server_cpu_s is not None and done > 0 else None
     rate = done / load.window_s if load.window_s > 0 else None
-    own = Witness(
+    control = (None, None) if arm.control is None else (arm.control.cpu_s_per_request, arm.control.requests_per_s)
+    if arm.is_control:  # it is compared with itself
+        control = (own_cpu, rate)
+    return Witness(
         cpu_s_per_request=own_cpu,
         requests_per_s=rate,
-        control_cpu_s_per_request=None,
-        control_requests_per_s=None,
-    )
-    # The control run is compared with itself.
-    control = own if arm.is_control else None if arm.control is None else arm.control.inputs.witness
-    if control is None:
-        return own
-    return msgspec.structs.replace(
-        own, control_cpu_s_per_request=control.cpu_s_per_request, control_requests_per_s=control.requests_per_s
+        control_cpu_s_per_request=control[0],
+        control_requests_per_s=control[1],
     )
 
 
@@ -292,19 +288,18 @@ def assess_run(directory: Path, files: Sequence[str], evidence: Evidence) -> Evi
     return EvidenceFile(readings=tuple(files), gaps=tuple(evidence.gaps), records=(*records, *controls.values()))
 
 
-def scaled_control(control: EvidenceRecord, items_per_request: float) -> EvidenceRecord:
-    """The control scaled to requests with this many items: a CPU's work is proportional to the items, so one run of
-    the smallest request serves every workload of its arm."""
+def scaled_control(control: EvidenceRecord, items_per_request: float) -> Witness:
+    """The control's figures for requests with this many items: a CPU's work is proportional to the items, so one run
+    of the smallest request serves every workload of its arm."""
     witness, load = control.inputs.witness, control.inputs.load
     if witness.cpu_s_per_request is None or witness.requests_per_s is None or load.items <= 0:
-        return control
+        return witness
     factor = items_per_request * load.completed / load.items
-    scaled = msgspec.structs.replace(
+    return msgspec.structs.replace(
         witness,
         cpu_s_per_request=witness.cpu_s_per_request * factor,
         requests_per_s=witness.requests_per_s / factor,
     )
-    return msgspec.structs.replace(control, inputs=msgspec.structs.replace(control.inputs, witness=scaled))
 
 
 def completions(samples: Sequence[Samples]) -> Ns:

@@ -70,15 +70,7 @@ def _rate(cell: Cell, trials: list[Trial]) -> RateFound:
 def _ramp(cell: Cell, trials: list[Trial]) -> RampFound:
     first = trials[0]
     usable = [trial for trial in trials if trial.throughput_per_s is not None and trial.note is None]
-    rungs = tuple(
-        RampRung(
-            concurrency=trial.concurrency,
-            throughput_per_s=trial.throughput_per_s or 0.0,
-            p50_ms=trial.p50_ms,
-            p99_ms=trial.p99_ms,
-        )
-        for trial in usable
-    )
+    rungs = tuple(map(rung_of, usable))
     bend = knee(rungs)
     best = max(usable, key=lambda trial: trial.throughput_per_s or 0.0, default=None)
     ended = is_saturated(rungs) or (bool(rungs) and rungs[-1].concurrency >= cell.concurrency)
@@ -92,6 +84,16 @@ def _ramp(cell: Cell, trials: list[Trial]) -> RampFound:
         knee_concurrency=bend.concurrency if bend is not None and ended else None,
         saturated=is_saturated(rungs),
         client_limited=best is not None and _busy(best),
+    )
+
+
+def rung_of(trial: Trial) -> RampRung:
+    """The figures of a ramp's step."""
+    return RampRung(
+        concurrency=trial.concurrency,
+        throughput_per_s=trial.throughput_per_s or 0.0,
+        p50_ms=trial.p50_ms,
+        p99_ms=trial.p99_ms,
     )
 
 

@@ -26,7 +26,7 @@ from loadgen.records.run import Cell, Experiment, Label, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, latencies_ms, read_samples
 from loadgen.statistics.early_stopping import late_allowed
 from loadgen.statistics.percentiles import percentile
-from loadgen.studies.rate_search.analyse import search_from
+from loadgen.studies.rate_search.analyse import rung_of, search_from
 from loadgen.studies.rate_search.records import RampRung, Trial
 from loadgen.studies.rate_search.search import next_concurrency
 
@@ -148,10 +148,7 @@ class _Searches:
                 bench.progress.now(f"{shown(entry.label)} with {users} users")
                 trial, outcome = self._trial(entry, step, rung)
                 self._store(entry, trial, outcome)
-                speed = trial.throughput_per_s or 0.0
-                rungs[entry.label].append(
-                    RampRung(concurrency=users, throughput_per_s=speed, p50_ms=trial.p50_ms, p99_ms=trial.p99_ms)
-                )
+                rungs[entry.label].append(rung_of(trial))
             step += 1
 
     def _load(self, entry: ScheduledBlock, command: Open) -> Outcome:

@@ -16,7 +16,7 @@ from loadgen.records.run import BlockRecord
 from loadgen.result.checks.gpu import may_rank
 from loadgen.studies.gpu_proof.analyse import ArmLoad, assess
 from loadgen.studies.gpu_proof.readings import read_readings
-from loadgen.studies.gpu_proof.records import EvidenceRecord, Window
+from loadgen.studies.gpu_proof.records import EvidenceRecord, Window, Witness
 
 ROOT = Path(__file__).resolve().parents[5]
 CAPTURES = sorted((ROOT / "tests/captures").glob("*.json"))
@@ -54,17 +54,16 @@ def arm(capture: dict[str, Any], kind: str, placement: str, **more: Any) -> ArmL
     )
 
 
-def of_the_same_work(control: EvidenceRecord) -> EvidenceRecord:
+def of_the_same_work(control: EvidenceRecord) -> Witness:
     """The recorder's CPU request is one product of 1024², its GPU request ten of 8192²: a CPU witness compares requests
     of equal work, so the control is told per GPU request."""
     factor = 10 * (8192 / 1024) ** 3
     witness = control.inputs.witness
     assert witness.cpu_s_per_request is not None
     assert witness.requests_per_s is not None
-    scaled = replace(
+    return replace(
         witness, cpu_s_per_request=witness.cpu_s_per_request * factor, requests_per_s=witness.requests_per_s / factor
     )
-    return replace(control, inputs=replace(control.inputs, witness=scaled))
 
 
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.stem)
@@ -79,7 +78,7 @@ def test_capture(path: Path, tmp_path: Path) -> None:
 
     control = judge("cpu", "cpu", is_control=True)
     assert (control.finding, control.activity) == ("CPU_FALLBACK", "idle"), control
-    liar = judge("cpu", "gpu", control=control)
+    liar = judge("cpu", "gpu", control=control.inputs.witness)
     assert (liar.finding, liar.inputs.placement.result) == ("CPU_FALLBACK", "gpu"), liar
     gpu = judge("gpu", "gpu", control=of_the_same_work(control))
     assert (gpu.activity, gpu.cpu_witness) == ("active", False), gpu
