@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,60 +40,58 @@ NO_ATTRIBUTION = Attribution(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ArmLoad:
-    """The blocks of one arm in one workload (or in all of them) with what is known about its server.
+def assess(
+    readings: Readings,
+    *,
+    label: Label,
+    cell: str | None,
+    blocks: Sequence[BlockRecord],
+    gaps: Sequence[Window],
+    completions_ns: Ns,
+    gpu_info: Mapping[str, Any] | None,
+    model_config: Mapping[str, Any] | None,
+    gpu_uuid: str | None = None,
+    server_pids: Collection[int] = (),
+    own_pids: Collection[int] = (),
+    control: EvidenceRecord | None = None,
+    is_control: bool = False,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
+) -> EvidenceRecord:
+    """Judge the blocks of one arm in one workload (or in all of them), and keep every input of the decision.
 
     `gaps`: every idle gap of the run; those beside the blocks are chosen here. `completions_ns`: ends of the good
     answers of these blocks. `gpu_uuid`: the GPU to judge where the server names none, as in the CPU control run. PIDs
-    are as this machine shows them; empty where unknown. `control`: the CPU control run's figures for the same workload.
+    are as this machine shows them; empty where unknown. `control`: the finding for the arm's CPU control run.
     """
-
-    label: Label
-    cell: str | None
-    blocks: Sequence[BlockRecord]
-    gaps: Sequence[Window]
-    completions_ns: Ns
-    gpu_info: Mapping[str, Any] | None
-    model_config: Mapping[str, Any] | None
-    gpu_uuid: str | None = None
-    server_pids: Collection[int] = ()
-    own_pids: Collection[int] = ()
-    control: Witness | None = None
-    is_control: bool = False
-
-
-def assess(readings: Readings, arm: ArmLoad, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> EvidenceRecord:
-    """Measure, decide, and keep every input of the decision."""
-    placement = judge_placement(arm.gpu_info, arm.model_config, thresholds)
-    load = _load(arm, thresholds)
-    gaps = (*load.gaps_before, *load.gaps_after)
-    span = span_of((*gaps, *load.windows)) or Window(start_ns=0, end_ns=0)
+    placement = judge_placement(gpu_info, model_config, thresholds)
+    load = _load(blocks, gaps, thresholds)
+    idle = (*load.gaps_before, *load.gaps_after)
+    span = span_of((*idle, *load.windows)) or Window(start_ns=0, end_ns=0)
     loaded = span_of(load.windows)
     before = [edge for edge in readings.edges if loaded and edge.at_ns <= loaded.start_ns]
     after = [edge for edge in readings.edges if loaded and edge.at_ns >= loaded.end_ns]
-    device = _choose_device(readings, placement, (*before, *after), arm)
+    device = _choose_device(readings, placement, (*before, *after), server_pids, gpu_uuid)
     gpu: Gpu | None = None
     attribution = NO_ATTRIBUTION
     if device is not None:
-        gpu = measure_gpu(device, load.windows, gaps, load.items, thresholds)
+        gpu = measure_gpu(device, load.windows, idle, load.items, thresholds)
         during = [edge for edge in readings.edges if span.start_ns <= edge.at_ns <= span.end_ns]
+        edges = [*before[-1:], *during, *after[:1]]
         attribution = measure_attribution(
-            device, [*before[-1:], *during, *after[:1]], load.windows, gaps, gpu, arm.completions_ns,
-            arm.server_pids, arm.own_pids, thresholds,
-        )  # fmt: skip
+            device, edges, load.windows, idle, gpu, completions_ns, server_pids, own_pids, thresholds
+        )
     inputs = EvidenceInputs(
         placement=placement,
         health=_health(readings, device, before[-1:], after[:1], span),
         load=load,
         gpu=gpu,
         attribution=attribution,
-        witness=_witness(load, arm),
+        witness=_witness(load, control, is_control),
     )
     return EvidenceRecord(
-        label=arm.label,
-        cell=arm.cell,
-        control=arm.is_control,
+        label=label,
+        cell=cell,
+        control=is_control,
         inputs=inputs,
         thresholds=thresholds,
         **msgspec.structs.asdict(decide(inputs, thresholds)),
@@ -107,12 +105,12 @@ def span_of(windows: Sequence[Window]) -> Window | None:
     return Window(start_ns=min(one.start_ns for one in windows), end_ns=max(one.end_ns for one in windows))
 
 
-def _load(arm: ArmLoad, thresholds: Thresholds) -> Load:
-    blocks = sorted(arm.blocks, key=lambda block: block.window_start_ns)
+def _load(blocks: Sequence[BlockRecord], gaps: Sequence[Window], thresholds: Thresholds) -> Load:
+    blocks = sorted(blocks, key=lambda block: block.window_start_ns)
     windows = tuple(Window(start_ns=block.window_start_ns, end_ns=block.window_end_ns) for block in blocks)
     errors = sum(block.errors for block in blocks)
     cpu_ns = [block.server_cpu_ns for block in blocks if block.server_cpu_ns is not None]
-    before, after = _gaps_beside(windows, usable_gaps(arm.gaps, thresholds))
+    before, after = _gaps_beside(windows, usable_gaps(gaps, thresholds))
     return Load(
         windows=windows,
         gaps_before=before,
@@ -140,7 +138,11 @@ def _gaps_beside(windows: Sequence[Window], gaps: Sequence[Window]) -> tuple[tup
 
 
 def _choose_device(
-    readings: Readings, placement: Placement, edges: Sequence[EdgeLine], arm: ArmLoad
+    readings: Readings,
+    placement: Placement,
+    edges: Sequence[EdgeLine],
+    server_pids: Collection[int],
+    gpu_uuid: str | None,
 ) -> DeviceReadings | None:
     """The device that the server names; else the one with its process, the one given, the only one of the machine.
     None where that leaves several: that only one was read does not show which one was used."""
@@ -150,12 +152,12 @@ def _choose_device(
         device.uuid
         for edge in edges
         for device in edge.devices
-        if any(process.pid in arm.server_pids for process in device.processes or ())
+        if any(process.pid in server_pids for process in device.processes or ())
     }
     if len(holding) == 1:
         return readings.devices.get(holding.pop())
-    if arm.gpu_uuid is not None:
-        return readings.devices.get(arm.gpu_uuid)
+    if gpu_uuid is not None:
+        return readings.devices.get(gpu_uuid)
     return next(iter(readings.devices.values()), None) if readings.gpu_count == 1 else None
 
 
@@ -200,18 +202,25 @@ def _healthy(edges: Sequence[EdgeLine], uuid: str | None) -> bool | None:
     )
 
 
-def _witness(load: Load, arm: ArmLoad) -> Witness:
+def _witness(load: Load, control: EvidenceRecord | None, is_control: bool) -> Witness:
+    """The control's figures are scaled to the items of a request: a CPU's work is proportional to the items, so one run
+    of the smallest request serves every workload of its arm. The control itself is compared with itself."""
     done = load.completed
-    own_cpu = load.server_cpu_s / done if load.server_cpu_s is not None and done > 0 else None
+    cpu_s = load.server_cpu_s / done if load.server_cpu_s is not None and done > 0 else None
     rate = done / load.window_s if load.window_s > 0 else None
-    control = (None, None) if arm.control is None else (arm.control.cpu_s_per_request, arm.control.requests_per_s)
-    if arm.is_control:  # it is compared with itself
-        control = (own_cpu, rate)
+    control_cpu_s, control_rate = (cpu_s, rate) if is_control else (None, None)
+    if control is not None and done > 0:
+        control_cpu_s = control.inputs.witness.cpu_s_per_request
+        control_rate = control.inputs.witness.requests_per_s
+        other = control.inputs.load
+        if control_cpu_s is not None and control_rate is not None and other.items > 0 and load.items > 0:
+            factor = load.items / done * other.completed / other.items
+            control_cpu_s, control_rate = control_cpu_s * factor, control_rate / factor
     return Witness(
-        cpu_s_per_request=own_cpu,
+        cpu_s_per_request=cpu_s,
         requests_per_s=rate,
-        control_cpu_s_per_request=control[0],
-        control_requests_per_s=control[1],
+        control_cpu_s_per_request=control_cpu_s,
+        control_requests_per_s=control_rate,
     )
 
 
@@ -225,81 +234,55 @@ class ControlRun:
     pids: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """The inputs of a run's evidence."""
-
-    arms: Sequence[ArmRecord]
-    blocks: Sequence[StoredBlock]
-    gaps: Sequence[Window]
-    pids: Mapping[Label, Collection[int]]
-    controls: Mapping[Label, ControlRun] = field(default_factory=dict)
-
-
-def assess_run(directory: Path, files: Sequence[str], evidence: Evidence) -> EvidenceFile:
+def assess_run(
+    directory: Path,
+    files: Sequence[str],
+    *,
+    arms: Sequence[ArmRecord],
+    blocks: Sequence[StoredBlock],
+    gaps: Sequence[Window],
+    pids: Mapping[Label, Collection[int]],
+    controls: Mapping[Label, ControlRun],
+) -> EvidenceFile:
     """Read the readings in `directory` and judge every arm. Raises `ReadingsError`."""
     readings = read_readings([directory / name for name in files])
-    own = frozenset(pid for pids in evidence.pids.values() for pid in pids)
-    gpus = {arm.label: used_gpu(arm.gpu_info) for arm in evidence.arms}
-    controls = {
-        label: assess(
+    own = frozenset(pid for several in pids.values() for pid in several)
+    gpus = {arm.label: used_gpu(arm.gpu_info) for arm in arms}
+
+    def judge(
+        arm: ArmRecord, cell: str | None, chosen: Sequence[BlockRecord], samples: Sequence[Samples], **more: Any
+    ) -> EvidenceRecord:
+        return assess(
             readings,
-            ArmLoad(
-                label=label,
-                cell=run.block.cell,
-                blocks=[run.block],
-                gaps=evidence.gaps,
-                completions_ns=completions([run.samples]),
-                gpu_info=run.arm.gpu_info,
-                model_config=run.arm.model_config,
-                gpu_uuid=gpus.get(label),
-                server_pids=run.pids,
-                own_pids=own | run.pids,
-                is_control=True,
-            ),
+            label=arm.label,
+            cell=cell,
+            blocks=chosen,
+            gaps=gaps,
+            completions_ns=completions(samples),
+            gpu_info=arm.gpu_info,
+            model_config=arm.model_config,
+            **more,
         )
-        for label, run in evidence.controls.items()
-    }
+
+    judged = {
+        label: judge(
+            run.arm, run.block.cell, [run.block], [run.samples],
+            gpu_uuid=gpus.get(label), server_pids=run.pids, own_pids=own | run.pids, is_control=True,
+        )
+        for label, run in controls.items()
+    }  # fmt: skip
     records = []
-    for arm in evidence.arms:
+    for arm in arms:
         stored = [
             (block.record, block.samples)
-            for block in evidence.blocks
+            for block in blocks
             if block.record.label == arm.label and block.record.complete and block.samples is not None
         ]
         for cell in (*dict.fromkeys(block.cell for block, _ in stored), None):
             chosen = [(block, samples) for block, samples in stored if cell in (None, block.cell)]
-            requests = sum(block.requests + block.cool_down - block.errors for block, _ in chosen)
-            items = sum(block.executed_items for block, _ in chosen)
-            control = controls.get(arm.label)
-            load = ArmLoad(
-                label=arm.label,
-                cell=cell,
-                blocks=[block for block, _ in chosen],
-                gaps=evidence.gaps,
-                completions_ns=completions([samples for _, samples in chosen]),
-                gpu_info=arm.gpu_info,
-                model_config=arm.model_config,
-                server_pids=evidence.pids.get(arm.label, ()),
-                own_pids=own,
-                control=None if control is None or not requests else scaled_control(control, items / requests),
-            )
-            records.append(assess(readings, load))
-    return EvidenceFile(readings=tuple(files), gaps=tuple(evidence.gaps), records=(*records, *controls.values()))
-
-
-def scaled_control(control: EvidenceRecord, items_per_request: float) -> Witness:
-    """The control's figures for requests with this many items: a CPU's work is proportional to the items, so one run
-    of the smallest request serves every workload of its arm."""
-    witness, load = control.inputs.witness, control.inputs.load
-    if witness.cpu_s_per_request is None or witness.requests_per_s is None or load.items <= 0:
-        return witness
-    factor = items_per_request * load.completed / load.items
-    return msgspec.structs.replace(
-        witness,
-        cpu_s_per_request=witness.cpu_s_per_request * factor,
-        requests_per_s=witness.requests_per_s / factor,
-    )
+            more = {"server_pids": pids.get(arm.label, ()), "own_pids": own, "control": judged.get(arm.label)}
+            records.append(judge(arm, cell, [block for block, _ in chosen], [one for _, one in chosen], **more))
+    return EvidenceFile(readings=tuple(files), gaps=tuple(gaps), records=(*records, *judged.values()))
 
 
 def completions(samples: Sequence[Samples]) -> Ns:

@@ -20,7 +20,7 @@ from loadgen.records.run import ArmRequest, Cell, Experiment, Label, setting_key
 from loadgen.records.samples import read_samples
 from loadgen.storage.store import RunStore
 from loadgen.storage.stored_run import read_run
-from loadgen.studies.gpu_proof.analyse import ControlRun, Evidence, assess_run
+from loadgen.studies.gpu_proof.analyse import ControlRun, assess_run
 from loadgen.studies.gpu_proof.readings import ReadingsError
 from loadgen.targets.interface import DeploymentError
 from loadgen.targets.process import ProcessError
@@ -50,17 +50,20 @@ def measure(bench: Bench) -> None:
 
 
 def _judge(bench: Bench, recording: GpuRecording, controls: Mapping[Label, ControlRun]) -> None:
-    evidence = Evidence(
-        arms=bench.gpu.records,
-        blocks=read_run(bench.store.directory).blocks,
-        gaps=tuple(recording.gaps),
-        pids=recording.pids,
-        controls=controls,
-    )
     try:
-        bench.store.write(assess_run(bench.store.directory, [recording.file], evidence))
+        evidence = assess_run(
+            bench.store.directory,
+            [recording.file],
+            arms=bench.gpu.records,
+            blocks=read_run(bench.store.directory).blocks,
+            gaps=recording.gaps,
+            pids=recording.pids,
+            controls=controls,
+        )
     except ReadingsError as exc:
         bench.progress.now(f"no GPU evidence: {exc}")
+    else:
+        bench.store.write(evidence)
 
 
 def _run_controls(bench: Bench, recording: GpuRecording) -> dict[Label, ControlRun]:

@@ -98,11 +98,14 @@ def test_work_of_another_process_is_named_and_attributes_nothing(run: Run, plan:
 
 
 def test_no_readings_at_all(run: Run, plan: Any) -> None:
-    from loadgen.studies.gpu_proof.analyse import ArmLoad, assess
+    from loadgen.studies.gpu_proof.analyse import assess
     from loadgen.studies.gpu_proof.readings import read_readings
 
     blocks = plan().block_records()
-    record = assess(read_readings([]), ArmLoad("a", None, blocks, [], np.empty(0, np.int64), None, None))
+    record = assess(
+        read_readings([]), label="a", cell=None, blocks=blocks, gaps=[], completions_ns=np.empty(0, np.int64),
+        gpu_info=None, model_config=None,
+    )  # fmt: skip
     assert (record.finding, record.code) == ("INCONCLUSIVE", "no_nvml")
 
 
