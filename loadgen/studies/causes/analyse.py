@@ -27,7 +27,6 @@ from loadgen.comparison.summaries import BlockSummary, summarise_blocks
 from loadgen.quantities import number, signed_ms
 from loadgen.records.run import Cell, Found, Label, Pairing, Record, shown
 from loadgen.statistics.ratios import SIGNIFICANCE, critical_t, estimate_ratio
-from loadgen.storage.stored_run import StoredBlock
 from loadgen.studies.causes.records import BESIDE, Ablation, CauseName, Untested
 
 CAUSES: tuple[CauseName, ...] = get_args(CauseName)
@@ -140,36 +139,31 @@ class MeasuredEffect:
     saved: Difference
 
 
-def measure_effects(ablation: Ablation, blocks: Sequence[StoredBlock]) -> dict[str, MeasuredEffect | Untested]:
-    """By workload; untested with a reason where a request failed or no pair of blocks is complete."""
-    summaries = summarise_blocks(blocks)
-    found: dict[str, MeasuredEffect | Untested] = {}
-    for cell in ablation.cells:
-        own = [summary for summary in summaries if summary.cell == cell.name]
-        pairs = mean_pairs(cell.name, own, BESIDE)
-        failed = sum(summary.errors for summary in own)
-        saved = difference(pairs)
-        if failed or saved is None:
-            requests = sum(summary.requests for summary in own)
-            reason = f"{failed} of {requests} requests failed" if failed else "no pair of blocks is complete"
-            found[cell.name] = Untested(cause=ablation.cause, label=ablation.label, reason=reason)
-            continue
-        ratio = estimate_ratio([as_is / without for without, as_is in pairs], 1.0)
-        without_ms, as_is_ms = np.mean(pairs, axis=0).tolist()
-        effect = CauseEffect(
-            label=ablation.label,
-            changed=ablation.changed,
-            as_is_ms=as_is_ms,
-            without_ms=without_ms,
-            saved_ms=saved.mean_ms,
-            ci95_ms=saved.ci95_ms,
-            ratio=ratio.ratio,
-            ratio_ci95=ratio.ci95,
-            pairs=len(pairs),
-            folder=ablation.folder,
-        )
-        found[cell.name] = MeasuredEffect(ablation.cause, effect, saved)
-    return found
+def measure_effect(ablation: Ablation, cell: str, blocks: Sequence[BlockSummary]) -> MeasuredEffect | Untested:
+    """Untested with a reason where a request failed or no pair of blocks is complete."""
+    own = [block for block in blocks if block.cell == cell]
+    pairs = mean_pairs(cell, own, BESIDE)
+    failed = sum(block.errors for block in own)
+    saved = difference(pairs)
+    if failed or saved is None:
+        requests = sum(block.requests for block in own)
+        reason = f"{failed} of {requests} requests failed" if failed else "no pair of blocks is complete"
+        return Untested(cause=ablation.cause, label=ablation.label, reason=reason)
+    ratio = estimate_ratio([as_is / without for without, as_is in pairs], 1.0)
+    without_ms, as_is_ms = np.mean(pairs, axis=0).tolist()
+    effect = CauseEffect(
+        label=ablation.label,
+        changed=ablation.changed,
+        as_is_ms=as_is_ms,
+        without_ms=without_ms,
+        saved_ms=saved.mean_ms,
+        ci95_ms=saved.ci95_ms,
+        ratio=ratio.ratio,
+        ratio_ci95=ratio.ci95,
+        pairs=len(pairs),
+        folder=ablation.folder,
+    )
+    return MeasuredEffect(ablation.cause, effect, saved)
 
 
 class Cause(Record, frozen=True, kw_only=True):
@@ -394,32 +388,19 @@ def analyse(facts: Facts) -> CausesFound:
     explanation, experiment = facts.run.explanation, facts.run.experiment
     if explanation is None:
         return CausesFound()
-    effects: dict[str, list[MeasuredEffect]] = {cell: [] for cell in explanation.cells}
-    untested: dict[str, list[Untested]] = {cell: list(explanation.untested) for cell in explanation.cells}
-    for ablation, stored in zip(explanation.done, facts.run.counterfactual_blocks, strict=True):
-        for cell, measured in measure_effects(ablation, stored).items():
-            if isinstance(measured, Untested):
-                untested[cell].append(measured)
-            else:
-                effects[cell].append(measured)
-    cells = {cell.name: cell for cell in experiment.cells}
+    done = list(zip(explanation.done, map(summarise_blocks, facts.run.counterfactual_blocks), strict=True))
     breakdowns = {(one.cell, one.baseline, one.arm): one for one in facts.accounts}
-    found = (
-        rank_causes(
-            cells[name],
-            pairing,
-            mean_pairs(name, facts.blocks, pairing),
-            effects[name],
-            untested[name],
-            breakdowns.get((name, *pairing)),
-            comparable=len({experiment.payload_of(experiment.arm(label)) for label in pairing}) == 1,
-        )
-        for name in explanation.cells
-        if name in cells
-        for pairing in experiment.pairings
-    )
-    return CausesFound(
-        cells=tuple(one for one in found if one is not None),
-        explained=explanation.cells,
-        left_out=explanation.left_out,
-    )
+    found: list[CellCauses] = []
+    by_name = {cell.name: cell for cell in experiment.cells}
+    for cell in (by_name[name] for name in explanation.cells if name in by_name):
+        measured = [measure_effect(ablation, cell.name, blocks) for ablation, blocks in done]
+        effects = [one for one in measured if isinstance(one, MeasuredEffect)]
+        untested = [*explanation.untested, *(one for one in measured if isinstance(one, Untested))]
+        for pairing in experiment.pairings:
+            pairs = mean_pairs(cell.name, facts.blocks, pairing)
+            breakdown = breakdowns.get((cell.name, *pairing))
+            comparable = len({experiment.payload_of(experiment.arm(label)) for label in pairing}) == 1
+            causes = rank_causes(cell, pairing, pairs, effects, untested, breakdown, comparable=comparable)
+            if causes is not None:
+                found.append(causes)
+    return CausesFound(cells=tuple(found), explained=explanation.cells, left_out=explanation.left_out)

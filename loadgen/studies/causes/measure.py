@@ -7,13 +7,13 @@ be run is stored as untested with its reason, and the run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import fmean
 from time import monotonic
 
 import msgspec
-import numpy as np
 
 from loadgen.bench.arms import Arm
 from loadgen.bench.bench import Bench
@@ -25,7 +25,7 @@ from loadgen.experiment.schedule import has_load, interleave
 from loadgen.generator.process import GeneratorError
 from loadgen.records.run import ArmRequest, Experiment, Label, shown
 from loadgen.storage.store import RunStore
-from loadgen.storage.stored_run import StoredBlock, read_run
+from loadgen.storage.stored_run import read_run
 from loadgen.studies.causes.plan import (
     cells_worth_explaining,
     changed_settings,
@@ -60,8 +60,10 @@ def measure(bench: Bench) -> None:
     run = read_run(bench.store.directory)
     worth = cells_worth_explaining(experiment, summarise_blocks(run.blocks))
     arms = {record.label: record for record in bench.records}
-    plan, untested = plan_ablations(experiment, arms, _payload_bytes(run.blocks))
-    seconds = _block_seconds(run.blocks)
+    blocks = [block.record for block in run.blocks]
+    payload_bytes = _means((block.label, size) for block in blocks for size in block.body_payload_bytes)
+    seconds = _means((block.cell, (block.window_end_ns - block.window_start_ns) / 1e9) for block in blocks)
+    plan, untested = plan_ablations(experiment, arms, payload_bytes)
     cells, left_out = fit_into(experiment.explain_seconds, plan, worth, seconds)
     explanation = Explanation(
         cells=tuple(cell.name for cell in cells),
@@ -160,16 +162,9 @@ def varied_experiment(experiment: Experiment, request: ArmRequest, variant: Vari
     return msgspec.structs.replace(experiment, arms=arms, transport=variant.transport)
 
 
-def _payload_bytes(blocks: Sequence[StoredBlock]) -> Mapping[Label, float]:
-    sizes: dict[Label, list[int]] = {}
-    for block in blocks:
-        sizes.setdefault(block.record.label, []).extend(block.record.body_payload_bytes)
-    return {label: float(np.mean(values)) for label, values in sizes.items() if values}
-
-
-def _block_seconds(blocks: Sequence[StoredBlock]) -> Mapping[str, float]:
-    lengths: dict[str, list[float]] = {}
-    for block in blocks:
-        record = block.record
-        lengths.setdefault(record.cell, []).append((record.window_end_ns - record.window_start_ns) / 1e9)
-    return {cell: float(np.mean(values)) for cell, values in lengths.items()}
+def _means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The mean of the values with each name."""
+    grouped: dict[str, list[float]] = {}
+    for name, value in values:
+        grouped.setdefault(name, []).append(value)
+    return {name: fmean(several) for name, several in grouped.items()}

@@ -9,7 +9,7 @@ import loadgen.report.document as doc
 from loadgen.comparison.claims import verdict_words
 from loadgen.comparison.comparisons import winner_of
 from loadgen.comparison.stages import STAGES, TITLES, StageAccount
-from loadgen.quantities import number, share, signed_ms
+from loadgen.quantities import number, signed_ms
 from loadgen.records.run import Pairing, shown
 from loadgen.result.result_file import Result
 from loadgen.result.verdict import ScenarioVerdict
@@ -229,7 +229,7 @@ def stage_rows(breakdown: StageAccount) -> list[tuple[str, ...]]:
                 f"{TITLES[stage]} ({stage})",
                 *("–" if value is None else f"{value:.{decimals}f} ms" for value in values),
                 _signed(one.difference_ms, decimals) if one else FOLDED if differences else "–",
-                _signed_share(one.share if one else None),
+                percent(one.share if one else None),
             )
         )
     totals = [f"{arm.client_total_ms:.{decimals}f} ms" if arm else "–" for arm in breakdown.sides]
@@ -283,15 +283,7 @@ def _interval(bounds: tuple[float, float] | None) -> str:
 
 
 def _signed(value: float, decimals: int) -> str:
-    return f"{'+' if value >= 0 else '−'}{abs(value):.{decimals}f} ms"
-
-
-def _signed_share(value: float | None) -> str:
-    if value is None or abs(value) < 0.0005:
-        return "–" if value is None else "0 %" if value == 0 else "<0.1 %"
-    if abs(value) >= 10.0:
-        return f"{'−' if value < 0 else ''}{abs(value):.0f}×"
-    return share(value) if value >= 0 else f"−{share(-value)}"
+    return f"{value:+.{decimals}f} ms".replace("-", "−")
 
 
 SECTIONS = {"Why": (why,)}

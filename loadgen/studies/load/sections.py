@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import measured, number, share
 from loadgen.records.run import shown
 from loadgen.result.result_file import Result
@@ -58,8 +57,12 @@ def batch_sizes(result: Result) -> doc.Section | None:
     data: list[doc.Figure] = []
     for panel, unit in (("", "images/s"), ("2", "ms")):
         for label in result.experiment.labels:
-            own = [(sizes[s.cell], *_speed(s, unit)) for s in result.summaries if s.cell in sizes and s.label == label]
-            found = [(size, value, bounds) for size, value, bounds in own if value is not None]
+            own = [s for s in result.summaries if s.cell in sizes and s.label == label]
+            if unit == "ms":
+                speeds = [(sizes[s.cell], s.latency.p50_ms, s.p50_ci95_ms) for s in own]
+            else:
+                speeds = [(sizes[s.cell], s.throughput_per_s, s.throughput_ci95) for s in own]
+            found = [(size, value, bounds) for size, value, bounds in speeds if value is not None]
             if found:
                 batches, values, intervals = zip(*found, strict=True)
                 data.append(
@@ -91,12 +94,6 @@ def batch_sizes(result: Result) -> doc.Section | None:
         ),
     )
     return doc.section("Batch sizes", chart)
-
-
-def _speed(summary: CellSummary, unit: str) -> tuple[float | None, tuple[float, float] | None]:
-    if unit == "ms":
-        return summary.latency.p50_ms, summary.p50_ci95_ms
-    return summary.throughput_per_s, summary.throughput_ci95
 
 
 def measurements(result: Result) -> doc.Section | None:

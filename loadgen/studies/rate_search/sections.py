@@ -9,6 +9,7 @@ from loadgen.records.run import Pairing, shown
 from loadgen.result.result_file import Result
 from loadgen.studies.rate_search.records import RampFound, RampRung, RateFound, RatesFound
 
+KEY = (*doc.names("scenario"), *doc.numbers("round"), *doc.names("arm"))
 RATE_CAPTION = (
     "The highest Poisson rate whose p99 held the bound at 99 % confidence (MLPerf's early-stopping bound: 0 late of "
     "459 requests, 10 of 2,010, 100 of 12,571), and the lowest rate that failed; every trial is in result.json."
@@ -50,9 +51,8 @@ def rate_search(result: Result) -> doc.Section | None:
         for trial in rates.trials
         if trial.rate_per_s is not None
     ]
-    key = (*doc.names("scenario"), *doc.numbers("round"), *doc.names("arm"))
-    results = (*key, *doc.numbers("holds, requests/s", "fails at", "trials", "under load, s"), *doc.texts("note"))
-    details = (*key, *doc.numbers("trial", "requests/s", "sent", "late", "p99, ms"), *doc.names("note"))
+    results = (*KEY, *doc.numbers("holds, requests/s", "fails at", "trials", "under load, s"), *doc.texts("note"))
+    details = (*KEY, *doc.numbers("trial", "requests/s", "sent", "late", "p99, ms"), *doc.names("note"))
     late = "Late: late requests of the number allowed. A trial ends as soon as the bound cannot hold."
     return doc.section(
         "The highest rate within the bound",
@@ -119,13 +119,7 @@ def ramp(result: Result) -> doc.Section | None:
         )
         for one in result.of(RatesFound).ramps
     ]
-    columns = (
-        *doc.names("scenario"),
-        *doc.numbers("round"),
-        *doc.names("arm"),
-        *doc.numbers("best, images/s", "users at the knee", "steps"),
-        *doc.texts("note"),
-    )
+    columns = (*KEY, *doc.numbers("best, images/s", "users at the knee", "steps"), *doc.texts("note"))
     return doc.section(
         "Ramp to saturation",
         doc.Table(columns, found, caption=RAMP_CAPTION, grouped=True),
