@@ -44,8 +44,8 @@ from loadgen.storage.run_lock import running
 from loadgen.storage.store import RunStore, StorageError
 from loadgen.studies.ceiling.measure import measure_ceilings
 from loadgen.studies.ceiling.plan import wants_ceilings
-from loadgen.studies.cold_start.measure import ColdStartPhase, repetitions_of
-from loadgen.studies.gpu_proof.control import WHOLE_SECONDS
+from loadgen.studies.cold_start.measure import measure_cold_starts, repetitions_of
+from loadgen.studies.gpu_proof.measure import WHOLE_SECONDS
 from loadgen.studies.registry import measurements
 from loadgen.targets.interface import DeploymentError
 from loadgen.targets.process import ProcessError
@@ -146,8 +146,9 @@ class _Run(Bench):
             measure_ceilings(experiment, self.records, store, progress, self.work, self.abserve)
         if repetitions_of(experiment) and any(arm.deployment.launched for arm in self.arms.values()):
             self.enter("cold starts")
-            phase = ColdStartPhase(self.arms, self.experiment, store, progress, self.forecast)
-            phase.run(self.inputs, self.signatures, {record.label: record for record in self.records})
+            measure_cold_starts(
+                experiment, self.arms, self.records, self.inputs, self.signatures, store, progress, self.forecast
+            )
         self.phase = "finished"
 
     def load_deadline(self) -> float:

@@ -1,14 +1,14 @@
 """The studies, in the order in which they measure and are shown.
 
-A study is one question with its own measurement, analysis and report: a folder beside this module and its name below.
-Each part is a module of the folder, and each may be missing:
+A study is one question with its measurement, analysis and report: a folder beside this module and its name below. Each
+part is a module of the folder, and each may be missing:
 
 - `records.py`: what it stores (`FILE` names the file) and what it finds (a `Found`);
-- `measure.py`: `wanted(experiment)`, and `measure(bench)`, called with warm servers in every restart. What takes
-  servers that are stopped (ceilings, cold starts) is called by the runner itself;
-- `analyse.py`: `analyse(facts)`, a pure function from the records to the finding, which stands below `studies` in
-  `result.json` under its `STUDY`;
-- `sections.py`: `SECTIONS`, by the chapter of the report, functions that make one section of a result each.
+- `measure.py`: `wanted(experiment)`, and `measure(bench)`, called with warm servers in every restart. The runner itself
+  calls what needs stopped servers (ceilings, cold starts);
+- `analyse.py`: `analyse(facts)`, a pure function from the records to the finding, which `result.json` holds below
+  `studies` under its `STUDY`;
+- `sections.py`: `SECTIONS`, by chapter of the report, functions that make one section of a result each.
 
 Parts are imported when they are needed: a report loads no measurement.
 """
@@ -28,23 +28,23 @@ STUDIES = tuple(
 )
 
 
-def parts(name: str, what: str) -> Iterator[Any]:
-    """Of every study that has a module `name` with something called `what` in it, that."""
+def parts(module: str, name: str) -> Iterator[Any]:
+    """The attribute `name` of this module of every study that has both."""
     for study in STUDIES:
-        if find_spec(f"{study}.{name}") is not None:
-            module = import_module(f"{study}.{name}")
-            if hasattr(module, what):
-                yield getattr(module, what)
+        if find_spec(f"{study}.{module}") is not None:
+            found = import_module(f"{study}.{module}")
+            if hasattr(found, name):
+                yield getattr(found, name)
 
 
 def measurements(experiment: Experiment) -> list[Callable[[Any], None]]:
-    """Of the studies that this experiment wants, each called with a `Bench`."""
+    """The measurements that this experiment wants, each called with a `Bench`."""
     both = zip(parts("measure", "wanted"), parts("measure", "measure"), strict=True)
     return [measure for wanted, measure in both if wanted(experiment)]
 
 
 def finding_types() -> dict[str, type[Found]]:
-    """By the name below `studies`."""
+    """The types of the findings, by the name below `studies`."""
     list(parts("analyse", "analyse"))
     known = {kind.__module__.rpartition(".")[0]: kind for kind in Found.__subclasses__()}
     return {known[study].STUDY: known[study] for study in STUDIES if study in known}

@@ -1,6 +1,6 @@
 """Do the intervals of causes cover the truth, and does a cause that is none stay unnamed? Seeded simulations.
 
-`docs/causes.md` holds the figures that these tests print with `-s`. A counterfactual is simulated as its pairs of block
+`docs/causes.md` holds the figures that these tests print with `-s`. An ablation is simulated as its pairs of block
 means: both blocks of a pair share a level (the machine's weather), each has noise of its own.
 """
 

@@ -1,1 +1,1 @@
-"""Whether the answers under load were those to the same inputs alone."""
+"""Whether the answers under load were those to the same inputs sent alone."""

@@ -1,4 +1,4 @@
-"""Compares what was kept of the answers under load, when a start of the servers has no more load to come."""
+"""Compares the answers kept under load, when this start of the servers has no more load to come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came of comparing answers."""
+"""The result of comparing answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from loadgen.records.run import Label, Record
 
 
 class AnswersCompared(Record, frozen=True, kw_only=True):
-    """Answers that an arm gave under load in one cell and one start of the servers, beside those to the same inputs
+    """Answers of an arm under load in one workload and one start of the servers, compared with those to the same inputs
     sent alone."""
 
     FILE = "answers.json"
@@ -14,9 +14,9 @@ class AnswersCompared(Record, frozen=True, kw_only=True):
     label: Label
     restart: int
     answers: int
-    """Chosen by the seed before each block."""
+    """Answers that were compared, chosen by the seed before each block."""
     items: int
-    """Of these answers, that were compared."""
+    """Items in these answers."""
     wrong: int
     """Answers with an item that differs by more than the tolerance."""
     relative_max: float | None

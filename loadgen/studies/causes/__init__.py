@@ -1,1 +1,1 @@
-"""Why the arms differ: what taking one thing away at a time has saved, ranked."""
+"""Why the arms differ: what each ablation saves, ranked."""

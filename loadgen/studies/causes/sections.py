@@ -1,69 +1,54 @@
-"""Why the arms differ: the reasons, the causes with what shows them, and where the time of a request goes."""
+"""Why the arms differ: the reasons, the causes with their ablations, and the latency breakdown."""
 
 from __future__ import annotations
 
 import math
 
+import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.comparison.claims import verdict_words
 from loadgen.comparison.comparisons import winner_of
 from loadgen.comparison.stages import STAGES, TITLES, StageAccount
-from loadgen.quantities import number, share, signed_ms
+from loadgen.quantities import number, signed_ms
 from loadgen.records.run import Pairing, shown
-from loadgen.report.charts import (
-    LEGEND_ABOVE,
-    ROWS,
-    add_view,
-    arm_name,
-    arm_style,
-    axis,
-    bars_across,
-    base_and_arm,
-    chart_by_scenario,
-    colour,
-    errors,
-    label_text,
-    several,
-)
 from loadgen.result.result_file import Result
 from loadgen.result.verdict import ScenarioVerdict
-from loadgen.studies.causes.analyse import CausesFound, CellCauses, percent
+from loadgen.studies.causes.analyse import Cause, CausesFound, CellCauses, percent
 
 FOLDED = "folded"
 FOLDED_NOTE = (
-    "folded: only one arm reports this stage, so its time is counted where the other arm keeps it: decoding under "
-    "preparing the batch, receiving and encoding under what is outside "
-    "the server's account (network, protocol, client)."
-)
-CAUSES_NOTE = (
-    "Each cause was taken away from one arm at a time, in blocks interleaved with those of the arm as it is; means a "
-    "request. What a cause makes of the difference is what it costs {arm} minus what it costs {base}. It counts where "
-    "its interval excludes 0."
+    "folded: only one arm reports this stage, so its time is counted in the stage where the other arm includes it: "
+    "decoding in preparing the batch, receiving and encoding in network and client."
 )
 
 
 def why(result: Result) -> doc.Section | None:
     """A terminal shows the reasons of the most loaded scenario, a page those of all."""
+    main = result.verdict.main_scenario
     reasons = [one for one in result.verdict.scenarios if one.reasons]
-    main = [one for one in reasons if one.scenario == result.verdict.main_scenario]
-    others = [one for one in reasons if one not in main]
-    blocks: list[doc.Items | doc.Text | doc.Table] = [doc.Items([_reasons(result, one) for one in main])]
+    blocks: list[doc.Items | doc.Text | doc.Table] = [
+        doc.Items([_reasons(result, one) for one in reasons if one.scenario == main])
+    ]
     for causes in result.of(CausesFound).cells:
-        if causes.cell != result.verdict.main_scenario:
+        if causes.cell != main:
             blocks.append(doc.Text(f"{causes.cell}: {causes.sentence}"))
         blocks.append(cause_table(result, causes))
-    accounts = {(account.cell, account.baseline, account.arm): account for account in result.stages}
-    other_blocks: list[doc.Items | doc.Table] = []
-    for one in others:
-        other_blocks.append(doc.Items([_reasons(result, one)]))
-        if (account := accounts.get((one.scenario, one.baseline, one.arm))) is not None:
-            other_blocks.append(stage_table(result, account, on=doc.HTML))
+    others: list[doc.Items | doc.Table] = []
+    for one in reasons:
+        if one.scenario != main:
+            own = (one.scenario, one.baseline, one.arm)
+            others.append(doc.Items([_reasons(result, one)]))
+            others += [
+                stage_table(result, breakdown, on=doc.HTML)
+                for breakdown in result.stages
+                if (breakdown.cell, breakdown.baseline, breakdown.arm) == own
+            ]
     return doc.section(
         "Why",
         *blocks,
-        doc.Text(causes_note(result) or "", "note"),
-        *(stage_table(result, one) for one in result.stages if one.cell == result.verdict.main_scenario),
-        doc.Fold("The other scenarios", tuple(other_blocks)),
+        doc.Text(causes_note(result), "note"),
+        *(stage_table(result, one) for one in result.stages if one.cell == main),
+        doc.Fold("The other scenarios", tuple(others)),
         causes_chart(result),
         stages_chart(result),
     )
@@ -72,34 +57,41 @@ def why(result: Result) -> doc.Section | None:
 def _reasons(result: Result, one: ScenarioVerdict) -> doc.Item:
     pairing = Pairing(one.baseline, one.arm)
     better = winner_of(one.outcome, pairing)
-    style = None if better is None else arm_style(result, better)
+    style = None if better is None else charts.arm_style(result, better)
     return doc.Item(verdict_words(one.outcome, pairing), style, one.scenario + _which(result, pairing), one.reasons)
 
 
 def _which(result: Result, pairing: Pairing) -> str:
     """After a scenario, where there are more than two arms: ", C against A"."""
-    return f", {shown(pairing.arm)} against {shown(pairing.baseline)}" if several(result) else ""
+    return f", {shown(pairing.arm)} against {shown(pairing.baseline)}" if charts.several(result) else ""
 
 
 def cause_table(result: Result, causes: CellCauses) -> doc.Table:
-    """One row for each effect, the causes in their order, then what is left over and the whole difference."""
+    """One row per ablation, the causes in their order, then the unattributed rest and the whole difference."""
     base, arm = map(shown, causes.pairing)
     rows: list[tuple[str, ...]] = []
     for cause in causes.causes:
         head = (
-            cause.title + ("" if cause.found or not cause.effects else " (within the noise)"),
+            _title(cause),
             _ms(cause.difference_ms),
             _interval(cause.ci95_ms if cause.effects else None),
             percent(cause.share if cause.found else None),
         )
-        for effect in cause.effects:
-            times = (f"{number(effect.as_is_ms)} ms", f"{number(effect.without_ms)} ms")
-            rows.append((*head, shown(effect.label), effect.changed, *times, effect.folder))
-            head = ("", "", "", "")
-        for untested in cause.untested:
-            words = "nothing to take away" if untested.moot else "not tested"
-            rows.append((*head, shown(untested.label), f"{words}: {untested.reason}", "–", "–", "–"))
-            head = ("", "", "", "")
+        tails = [
+            (
+                shown(effect.label),
+                effect.changed,
+                f"{number(effect.as_is_ms)} ms",
+                f"{number(effect.without_ms)} ms",
+                effect.folder,
+            )
+            for effect in cause.effects
+        ]
+        tails += [
+            (shown(one.label), f"{'does not apply' if one.moot else 'not tested'}: {one.reason}", "–", "–", "–")
+            for one in cause.untested
+        ]
+        rows += [(*(head if place == 0 else ("",) * len(head)), *tail) for place, tail in enumerate(tails)]
     rest = ("unattributed", _ms(causes.unattributed_ms), _interval(causes.unattributed_ci95_ms))
     rows.append((*rest, percent(causes.unattributed_share), "", "", "", "", ""))
     whole = ("the difference", _ms(causes.difference_ms), _interval(causes.ci95_ms), "100 %")
@@ -110,66 +102,72 @@ def cause_table(result: Result, causes: CellCauses) -> doc.Table:
             *doc.names("cause"),
             *doc.numbers(f"{arm} − {base}", "95 % interval", "share"),
             *doc.names("arm"),
-            *doc.texts("what was changed"),
-            *doc.numbers("as it is", "without"),
-            *doc.texts("shown by"),
+            *doc.texts("change"),
+            *doc.numbers("before", "after"),
+            *doc.texts("measured in"),
         ),
         rows,
-        title=f"What each cause makes of the difference in {causes.cell}{_which(result, causes.pairing)}",
+        title=f"Causes of the difference in {causes.cell}{_which(result, causes.pairing)}",
         total=True,
         on=doc.PAGES,
     )
 
 
-def causes_note(result: Result) -> str | None:
-    """What a reader must know of how the causes were found, or that none were looked for."""
-    if result.of(CausesFound).cells:
-        base, arm = base_and_arm(result)
-        note = CAUSES_NOTE.format(base=base, arm=arm)
+def _title(cause: Cause) -> str:
+    return cause.title if cause.found or not cause.effects else f"{cause.title} (within the noise)"
+
+
+def causes_note(result: Result) -> str:
+    """How the causes were found, or why there are none; empty where nothing is shown."""
+    causes = result.of(CausesFound)
+    if causes.cells:
+        base, arm = charts.base_and_arm(result)
+        note = (
+            "Each ablation removes one cause from one arm, in blocks interleaved with blocks of the unchanged arm. "
+            f"Times are means per request. A cause contributes its cost to {arm} minus its cost to {base}. It counts "
+            "if its interval excludes 0."
+        )
         if result.state is None or result.state.state != "finished":
-            note += " The run ended before all causes were taken away."
-        if result.of(CausesFound).left_out:
-            note += f" No time was left for {', '.join(result.of(CausesFound).left_out)}: raise --explain-minutes."
+            note += " The run ended before all ablations were done."
+        if causes.left_out:
+            note += f" No time was left for {', '.join(causes.left_out)}: raise --explain-minutes."
         return note
-    if result.of(CausesFound).explained == ():
-        return "No mean request times differ by more than the noise and ±δ, so no cause was looked for."
+    if causes.explained == ():
+        return "No mean request times differ by more than the noise and ±δ, so no ablation was run."
     if not result.stages:
-        return None
-    ended = "The run ended before causes were taken away. " if result.experiment.explain else ""
-    return ended + (
-        "These are the servers' own accounts of where time went, an inference: no cause was taken away to see what it "
-        "makes of the difference. --explain does that (in the preset full it is on)."
-    )
+        return ""
+    why = "the run ended before its ablations" if result.experiment.explain else "no ablation was run; add `--explain`"
+    return f"The latency breakdown shows in which stage the time is spent, but does not prove a cause: {why}."
 
 
 def causes_chart(result: Result) -> doc.Chart | None:
-    """What each cause makes of the difference, with its interval."""
-    if not result.of(CausesFound).cells:
+    """What each cause contributes to the difference, with its interval."""
+    found = result.of(CausesFound).cells
+    if not found:
         return None
-    main = result.verdict.main_scenario
-    base, arm = base_and_arm(result)
+    base, arm = charts.base_and_arm(result)
     data: list[doc.Figure] = []
     views = [
-        add_view(
+        charts.add_view(
             data,
             one.cell + _which(result, one.pairing),
             [_cause_bars(result, one)],
-            xaxis=axis(label_text(f"{shown(one.arm)} − {shown(one.baseline)}, ms a request"), zeroline=True),
+            xaxis=charts.axis(f"{shown(one.arm)} − {shown(one.baseline)}, ms per request", zeroline=True),
         )
-        for one in sorted(result.of(CausesFound).cells, key=lambda one: one.cell != main)
+        for one in sorted(found, key=lambda one: one.cell != result.verdict.main_scenario)
     ]
     return doc.Chart(
         "causes",
-        "What each cause makes of the difference",
-        f"{'The arm' if several(result) else arm} minus {base}, in ms of the mean request time, with 95 % intervals: "
-        f"right of 0 a cause makes {arm} slower, left of it {base}. The causes and what is unattributed add up to the "
-        "difference; a cause within the noise counts for nothing.",
+        "Causes of the difference",
+        f"{arm[0].upper()}{arm[1:]} minus {base}, in ms of the mean request time, with 95 % intervals: right of 0 a "
+        f"cause makes {arm} slower, left of 0 {base}. The causes and the unattributed rest add up to the difference; a "
+        "cause within the noise does not count.",
         data,
         {
-            "height": 150 + 34 * (max(len(one.causes) for one in result.of(CausesFound).cells) + 2),
+            "height": 150 + 34 * (max(len(one.causes) for one in found) + 2),
             "bargap": 0.4,
             "showlegend": False,
-            "yaxis": ROWS,
+            "yaxis": charts.ROWS,
         },
         views,
     )
@@ -181,77 +179,76 @@ def _cause_bars(result: Result, found: CellCauses) -> doc.Figure:
     ]
     for cause in found.causes:
         if cause.difference_ms is not None and cause.effects:
-            name = cause.title if cause.found else f"{cause.title} (within the noise)"
             slower = found.arm if cause.difference_ms > 0 else found.baseline
-            bar = colour(result, slower) if cause.found else "--line"
-            rows.append((label_text(name), cause.difference_ms, cause.ci95_ms, bar))
+            bar = charts.colour(result, slower) if cause.found else "--line"
+            rows.append((charts.label_text(_title(cause)), cause.difference_ms, cause.ci95_ms, bar))
     rows.append(("unattributed", found.unattributed_ms, found.unattributed_ci95_ms, "--muted"))
     labels, values, bounds, colours = zip(*rows, strict=True)
-    return bars_across(
+    return charts.bars_across(
         "",
         labels,
         values,
         {"color": list(colours)},
-        error_x=errors(values, bounds, color="--ink"),
+        error_x=charts.errors(values, bounds, color="--ink"),
         customdata=[signed_ms(value) for value in values],
         hovertemplate="%{y}: %{customdata}<extra></extra>",
     )
 
 
-def stage_table(result: Result, account: StageAccount, on: doc.Format = doc.PAGES) -> doc.Table:
+def stage_table(result: Result, breakdown: StageAccount, on: doc.Format = doc.PAGES) -> doc.Table:
     """Each stage of a request with the total last; without rows where no arm reports stages that add up."""
-    rows = stage_rows(account)
-    pairing = Pairing(account.baseline, account.arm)
+    rows = stage_rows(breakdown)
+    pairing = Pairing(breakdown.baseline, breakdown.arm)
     base, arm = map(shown, pairing)
     return doc.Table(
         (*doc.names("stage"), *doc.numbers(base, arm, f"{arm} − {base}", "share")),
         rows,
-        title=f"Where the time of a request goes in {account.cell}{_which(result, pairing)}",
+        title=f"Mean latency breakdown in {breakdown.cell}{_which(result, pairing)}",
         caption=FOLDED_NOTE if any(FOLDED in row for row in rows) else "",
         total=True,
         on=on,
     )
 
 
-def stage_rows(account: StageAccount) -> list[tuple[str, ...]]:
+def stage_rows(breakdown: StageAccount) -> list[tuple[str, ...]]:
     """(stage, baseline, arm, arm − baseline, share of the difference) with the total last; empty where no arm reports
     stages that add up."""
-    arms = [arm for arm in account.sides if arm and not arm.contradictions]
+    arms = [arm for arm in breakdown.sides if arm and not arm.contradictions]
     if not arms:
         return []
-    differences = {d.stage: d for d in account.differences}
+    differences = {d.stage: d for d in breakdown.differences}
     decimals = max(0, 3 - math.floor(math.log10(max(arm.client_total_ms for arm in arms))))
     rows: list[tuple[str, ...]] = []
     for stage in STAGES:
-        values = [arm.stages_ms.get(stage) if arm in arms and arm else None for arm in account.sides]
+        values = [arm.stages_ms.get(stage) if arm in arms and arm else None for arm in breakdown.sides]
         if values == [None, None] or (stage == "send_delay" and not any(values)):
             continue
-        difference = differences.get(stage)
+        one = differences.get(stage)
         rows.append(
             (
                 f"{TITLES[stage]} ({stage})",
                 *("–" if value is None else f"{value:.{decimals}f} ms" for value in values),
-                _signed(difference.difference_ms, decimals) if difference else FOLDED if differences else "–",
-                _signed_share(difference.share) if difference else "–",
+                _signed(one.difference_ms, decimals) if one else FOLDED if differences else "–",
+                percent(one.share if one else None),
             )
         )
-    totals = [f"{arm.client_total_ms:.{decimals}f} ms" if arm else "–" for arm in account.sides]
-    total = account.difference_ms
+    totals = [f"{arm.client_total_ms:.{decimals}f} ms" if arm else "–" for arm in breakdown.sides]
+    total = breakdown.difference_ms
     shares = ("–", "–") if total is None or not differences else (_signed(total, decimals), "100 %")
     rows.append(("client total", *totals, *shares))
     return rows
 
 
 def stages_chart(result: Result) -> doc.Chart | None:
-    """The arms side by side, a colour for each stage."""
+    """The arms side by side, one colour per stage."""
 
     def traces(cell: str) -> list[doc.Figure]:
         found = {arm.label: arm for one in result.stages if one.cell == cell for arm in one.sides if arm}
         arms = [arm for arm in found.values() if not arm.contradictions]
         return [
-            bars_across(
+            charts.bars_across(
                 stage,
-                [arm_name(result, arm.label) for arm in arms],
+                [charts.arm_name(result, arm.label) for arm in arms],
                 [arm.stages_ms.get(stage) or 0.0 for arm in arms],
                 {"color": f"--stage{place}", "line": {"color": "--card", "width": 1}},
                 hovertemplate=TITLES[stage] + ": %{x:.3~g} ms<extra></extra>",
@@ -260,21 +257,20 @@ def stages_chart(result: Result) -> doc.Chart | None:
             if any(arm.stages_ms.get(stage) for arm in arms)
         ]
 
-    return chart_by_scenario(
+    return charts.chart_by_scenario(
         result,
         traces,
         "stages",
-        "Where the time of a request goes",
-        f"Means a request, in the same stages for {'all' if several(result) else 'both'} arms; what nobody times is "
-        "outside the server's account. In a dynamic batch each request is charged the whole execution that it waited "
-        "for.",
+        "Latency breakdown",
+        "Means per request, in the same stages for all arms. Time outside the servers is network and client; "
+        "in a dynamic batch each request is charged the whole execution that it waited for.",
         height=260 + 40 * (len(result.experiment.arms) - 2),
         margin={"b": 96},
         barmode="relative",
         bargap=0.35,
-        xaxis=axis("ms a request", rangemode="tozero"),
-        yaxis=ROWS,
-        legend={**LEGEND_ABOVE, "yref": "container", "y": 0, "traceorder": "normal"},
+        xaxis=charts.axis("ms per request", rangemode="tozero"),
+        yaxis=charts.ROWS,
+        legend={**charts.LEGEND_ABOVE, "yref": "container", "y": 0, "traceorder": "normal"},
     )
 
 
@@ -287,15 +283,7 @@ def _interval(bounds: tuple[float, float] | None) -> str:
 
 
 def _signed(value: float, decimals: int) -> str:
-    return f"{'+' if value >= 0 else '−'}{abs(value):.{decimals}f} ms"
-
-
-def _signed_share(value: float | None) -> str:
-    if value is None:
-        return "–"
-    if abs(value) < 0.0005:
-        return "0 %"
-    return share(value) if value >= 0 else f"−{share(-value)}"
+    return f"{value:+.{decimals}f} ms".replace("-", "−")
 
 
 SECTIONS = {"Why": (why,)}

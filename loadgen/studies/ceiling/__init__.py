@@ -1,1 +1,1 @@
-"""What the engines do alone, and how much of it the arms serve."""
+"""Engine ceilings: what the engines do alone, and how much of it the arms serve."""

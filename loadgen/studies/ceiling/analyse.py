@@ -1,8 +1,8 @@
-"""What an arm serves of what its engine does alone: the throughput of each cell over that of the engine by itself.
+"""The share of its engine ceiling that an arm serves: throughput over that of the engine alone, per workload.
 
-The engine's rate is that of whole calls, with the copies that a server cannot do without. It is compared at the size of
-a request where requests come one at a time, and where they can be merged at the measured size that is nearest to the
-mean executed batch.
+The engine's rate is that of whole calls, with the copies that a server cannot avoid. It is taken at the size of a
+request where requests come one at a time, and where they can be merged at the measured size nearest to the mean
+executed batch.
 """
 
 from __future__ import annotations
@@ -16,88 +16,73 @@ from loadgen.quantities import number, share
 from loadgen.records.run import Cell, Found, Label, Record, shown
 from loadgen.records.samples import NS_PER_S
 from loadgen.studies.ceiling.plan import merges
-from loadgen.studies.ceiling.records import Ceilings, EngineDocument
+from loadgen.studies.ceiling.records import EngineDocument
 
 BatchOrigin = Literal["request", "mean executed batch"]
 
 
 class EngineShare(Record, frozen=True, kw_only=True):
-    """One arm in one cell."""
+    """One arm in one workload."""
 
     cell: str
     label: Label
     batch: int
-    """The size at which the engine is compared."""
+    """Batch size at which the engine is compared."""
     batch_origin: BatchOrigin
-    """What decided it: the items of a request, or what the server executed at once."""
+    """Where that size comes from: the items of a request, or what the server executed at once."""
     executed_batch_mean: float | None
-    """Items of an execution; None where the server does not tell."""
+    """Items per execution; None where the server does not report it."""
     engine_images_per_s: float
-    """Of the engine alone at that size, copies included."""
+    """The engine alone at that size, copies included."""
     served_images_per_s: float
     share: float
-    """Served over engine; above 1 the ceiling was none."""
+    """Served over engine; above 1 the ceiling is not reliable."""
     offered: bool
-    """Whether the rate of an open loop, and not the server, decided what was served."""
+    """Whether the rate of an open loop, not the server, decided what was served."""
     sentence: str
 
 
 class NoCeiling(Record, frozen=True, kw_only=True):
-    """An arm, or one cell of it, without a ceiling."""
+    """An arm, or one workload of it, without a ceiling."""
 
     label: Label
     cell: str | None
-    """None: all of them."""
+    """None: all workloads."""
     reason: str
 
 
 class CeilingsFound(Found, frozen=True, kw_only=True):
-    """What the arms serve of what their engines do alone."""
+    """How much of their engine ceilings the arms serve."""
 
     STUDY = "ceiling"
     shares: tuple[EngineShare, ...] = ()
-    """Empty where that was not measured."""
+    """Empty where no ceiling was measured."""
     missing: tuple[NoCeiling, ...] = ()
-    """Where it was to be measured and could not be."""
+    """Ceilings that were to be measured and could not be."""
 
 
 def analyse(facts: Facts) -> CeilingsFound:
-    """Of every cell that was loaded."""
-    loads = [cell for cell in facts.run.experiment.cells if cell.has_blocks]
-    shares, missing = divide_by_ceilings(facts.run.ceilings, loads, facts.summaries)
-    return CeilingsFound(shares=shares, missing=missing)
-
-
-def divide_by_ceilings(
-    ceilings: Ceilings | None, cells: Sequence[Cell], summaries: Sequence[CellSummary]
-) -> tuple[tuple[EngineShare, ...], tuple[NoCeiling, ...]]:
-    """Every arm and cell that was loaded and whose engine was measured, and what is missing. Both empty where nothing
-    was to be measured."""
-    if ceilings is None:
-        return (), ()
-    by_name = {cell.name: cell for cell in cells}
+    """The share of every arm and workload whose engine was measured; empty where none was to be measured."""
+    if facts.run.ceilings is None:
+        return CeilingsFound()
+    loads = {cell.name: cell for cell in facts.run.experiment.cells if cell.has_blocks}
     documents: dict[Label, EngineDocument] = {}
     missing: list[NoCeiling] = []
-    for one in ceilings.measured:
+    for one in facts.run.ceilings.measured:
         for label in one.labels:
             if one.document is not None:
                 documents[label] = one.document
             else:
                 missing.append(NoCeiling(label=label, cell=None, reason=one.reason or "nothing was measured"))
     shares: list[EngineShare] = []
-    for summary in summaries:
-        if summary.label in documents and summary.throughput_per_s and summary.cell in by_name:
-            found = _divide(by_name[summary.cell], summary, summary.throughput_per_s, documents[summary.label])
+    for summary in facts.summaries:
+        if summary.label in documents and summary.throughput_per_s and summary.cell in loads:
+            found = _divide(loads[summary.cell], summary, summary.throughput_per_s, documents[summary.label])
             if isinstance(found, EngineShare):
                 shares.append(found)
             else:
                 missing.append(found)
-    return tuple(shares), tuple(missing)
-
-
-def images_per_second(document: EngineDocument) -> dict[int, float]:
-    """Batch size → images a second of whole calls, by the median."""
-    return {one.batch: one.batch * NS_PER_S / one.call_ns for one in document.batches if one.call_ns > 0}
+    return CeilingsFound(shares=tuple(shares), missing=tuple(missing))
 
 
 def nearest_size(measured: Sequence[int], mean: float) -> int:
@@ -106,7 +91,7 @@ def nearest_size(measured: Sequence[int], mean: float) -> int:
 
 
 def _divide(cell: Cell, summary: CellSummary, served: float, document: EngineDocument) -> EngineShare | NoCeiling:
-    rates = images_per_second(document)
+    rates = {one.batch: one.batch * NS_PER_S / one.call_ns for one in document.batches if one.call_ns > 0}
     mean = summary.executed_batch_mean
     origin: BatchOrigin = "mean executed batch" if merges(cell) else "request"
     if origin == "request" and cell.batch_size in rates:
@@ -114,9 +99,20 @@ def _divide(cell: Cell, summary: CellSummary, served: float, document: EngineDoc
     elif origin == "mean executed batch" and mean is not None and rates:
         batch = nearest_size(list(rates), mean)
     else:
-        why = "its server does not tell what it executed" if merges(cell) else "that batch size was not measured"
+        why = "its server does not report its executions" if merges(cell) else "that batch size was not measured"
         return NoCeiling(label=summary.label, cell=cell.name, reason=why)
     part = served / rates[batch]
+    at = f"batch {batch}"
+    if merges(cell) and mean is not None:
+        at += f" (its mean executed batch is {number(mean)})"
+    sentence = f"In {cell.name}, {shown(summary.label)} serves {share(part)} of its engine ceiling at {at}"
+    if cell.is_open:
+        sentence += "; the rate that was asked for decides that."
+    elif part >= 1.0:
+        sentence += "."
+    else:
+        on_cpu = document.engine.get("device") == "cpu"
+        sentence += f"; server, transport and client take the rest{' and share its cores' if on_cpu else ''}."
     return EngineShare(
         cell=cell.name,
         label=summary.label,
@@ -127,22 +123,5 @@ def _divide(cell: Cell, summary: CellSummary, served: float, document: EngineDoc
         served_images_per_s=served,
         share=part,
         offered=cell.is_open,
-        sentence=_sentence(
-            cell,
-            summary.label,
-            batch,
-            part,
-            mean if merges(cell) else None,
-            on_cpu=document.engine.get("device") == "cpu",
-        ),
+        sentence=sentence,
     )
-
-
-def _sentence(cell: Cell, label: Label, batch: int, part: float, mean: float | None, *, on_cpu: bool) -> str:
-    at = f"batch {batch}" + ("" if mean is None else f" (its mean executed batch is {number(mean)})")
-    said = f"In {cell.name} {shown(label)} serves {share(part)} of what its engine does alone at {at}"
-    if cell.is_open:
-        return f"{said}; the rate that was asked for decides that."
-    if part >= 1.0:
-        return f"{said}."
-    return f"{said}; the rest is the server, the transport and the client{', which share its cores' if on_cpu else ''}."

@@ -1,6 +1,6 @@
-"""Measures the arms' engines alone, by `abserve engine` in a process of its own, when all servers are stopped.
+"""Measures the arms' engines alone, by `abserve engine` in a separate process, when all servers are stopped.
 
-A measurement that cannot be had is stored with its reason, and the run goes on.
+A measurement that fails is stored with its reason, and the run goes on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from loadgen.targets.process import ChildProcess, ProcessError
 
 LOAD_TIMEOUT_S = 300.0
 SIZE_TIMEOUT_S = 60.0
-"""More for each batch size: a large batch on a CPU takes seconds, and each size a dozen runs."""
+"""Added per batch size: a large batch on a CPU takes seconds, and each size a dozen runs."""
 STOP_TIMEOUT_S = 5.0
 
 
@@ -36,9 +36,8 @@ def measure_ceilings(
     *,
     timeout_s: float | None = None,
 ) -> None:
-    """All of them, stored as they are made. Both servers must be stopped. Raises `StorageError`."""
-    runs, missing = plan_ceilings(experiment, records)
-    done = [Ceiling(labels=(one.label,), reason=one.reason) for one in missing]
+    """All ceilings, each stored once it is measured. All servers must be stopped. Raises `StorageError`."""
+    runs, done = plan_ceilings(experiment, records)
     store.write(Ceilings(measured=tuple(done)))
     for run in runs:
         arms = " and ".join(shown(label) for label in run.labels)
@@ -49,7 +48,7 @@ def measure_ceilings(
 
 
 def command_of(run: EngineRun) -> tuple[str, ...]:
-    """What follows `abserve`; the file comes on top."""
+    """The arguments of `abserve`, without the file."""
     sizes = ",".join(map(str, run.sizes))
     return ("engine", *run.options, f"--batches={sizes}", f"--seconds={SECONDS_A_SIZE:g}")
 
@@ -66,7 +65,7 @@ def _measure(run: EngineRun, store: RunStore, work: Path, abserve: Sequence[str]
             document = read_document(path)
             reason = contradiction(run, document.engine)
     except (ProcessError, OSError, ValueError) as exc:
-        reason = f"its measurement left nothing to read: {exc}"
+        reason = f"its measurement left no readable result: {exc}"
     return Ceiling(
         labels=run.labels,
         command=shlex.join(["abserve", *command]),
@@ -76,7 +75,7 @@ def _measure(run: EngineRun, store: RunStore, work: Path, abserve: Sequence[str]
 
 
 def _run(argv: Sequence[str], log_path: Path, limit_s: float) -> str | None:
-    """Why it failed; None where it did not. However it ends, the process does."""
+    """Why the process failed, None where it did not; it has ended in any case."""
     process = ChildProcess(argv, log_path=log_path)
     try:
         code = process.popen.wait(limit_s)
@@ -89,16 +88,16 @@ def _run(argv: Sequence[str], log_path: Path, limit_s: float) -> str | None:
 
 
 def read_document(path: Path) -> EngineDocument:
-    """What `abserve engine --json` wrote. Raises `OSError` and `ValueError`."""
+    """The file that `abserve engine --json` wrote. Raises `OSError` and `ValueError`."""
     return msgspec.json.decode(path.read_bytes(), type=EngineDocument)
 
 
 def contradiction(run: EngineRun, engine: Mapping[str, object]) -> str | None:
-    """Where what was measured is not what the server said that it runs: that is no ceiling of it."""
+    """How the measured engine differs from the one that the server reports: then it is not the server's ceiling."""
     names = {there: here for here, there in NAMED.items()}
     wrong = [
-        f"{names[there]} {engine.get(there)} instead of {told}"
-        for there, told in run.told
-        if str(engine.get(there)) != told
+        f"{names[there]} {engine.get(there)} instead of {reported}"
+        for there, reported in run.reported
+        if str(engine.get(there)) != reported
     ]
-    return f"another engine was measured than the server runs: {', '.join(wrong)}" if wrong else None
+    return f"the measured engine is not the server's: {', '.join(wrong)}" if wrong else None

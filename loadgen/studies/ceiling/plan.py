@@ -1,20 +1,21 @@
-"""What is measured of the engines alone: of which arms, with which settings, at which batch sizes.
+"""Which engines to measure alone: of which arms, with which settings, at which batch sizes.
 
-The settings are those in effect, by the server's own word. Arms whose engines have the same ones share a measurement.
+The settings are those in effect, as the server reports them. Arms whose engines have the same ones share a measurement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from loadgen.records.payloads import base_name
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, Label, setting_key
+from loadgen.studies.ceiling.records import Ceiling
 
 MAX_SIZES = 8
 SECONDS_A_SIZE = 0.5
 NAMED = {"engine": "kind", "precision": "precision", "mode": "mode", "device": "device", "weights": "weights"}
-"""Settings that a server tells, and where `abserve engine` tells the same."""
+"""Settings that a server reports → their names in the document of `abserve engine`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,51 +25,42 @@ class EngineRun:
     labels: tuple[Label, ...]
     options: tuple[str, ...]
     sizes: tuple[int, ...]
-    told: tuple[tuple[str, str], ...]
-    """What the servers said of their engine, by the names of `abserve engine`'s document; it must say the same."""
-
-
-@dataclass(frozen=True, slots=True)
-class NoRun:
-    """An arm whose engine is not measured, and why."""
-
-    label: Label
-    reason: str
+    reported: tuple[tuple[str, str], ...]
+    """What the servers report of their engine, by the names of `abserve engine`'s document, which must agree."""
 
 
 def wants_ceilings(experiment: Experiment) -> bool:
-    """Whether there is anything to measure: an engine of a server that we start, and a load to divide."""
+    """Whether ceilings are asked for, and there is a load to compare with them."""
     return experiment.ceiling and any(cell.has_blocks for cell in experiment.cells)
 
 
 def has_own_engines(arms: Sequence[ArmRequest], deployment: str) -> bool:
-    """Whether abserve starts a server itself; those of a stack are its own, with packages of its own."""
+    """Whether abserve starts a server itself; those of a compose stack come with packages that may differ."""
     return deployment == "embedded" and any(arm.embedded for arm in arms)
 
 
-def plan_ceilings(experiment: Experiment, records: Sequence[ArmRecord]) -> tuple[list[EngineRun], list[NoRun]]:
-    """The runs in the order of the arms, and the arms without one."""
+def plan_ceilings(experiment: Experiment, records: Sequence[ArmRecord]) -> tuple[list[EngineRun], list[Ceiling]]:
+    """The runs in the order of the arms, and the arms without one, each with its reason."""
     runs: dict[tuple[str, ...], EngineRun] = {}
-    missing: list[NoRun] = []
+    missing: list[Ceiling] = []
     for record in records:
         planned = _plan(experiment, experiment.arm(record.label), record)
-        if isinstance(planned, NoRun):
-            missing.append(planned)
+        if isinstance(planned, str):
+            missing.append(Ceiling(labels=(record.label,), reason=planned))
             continue
         key = (*planned.options, *map(str, planned.sizes))
-        labels = (*runs[key].labels, record.label) if key in runs else (record.label,)
-        runs[key] = EngineRun(labels, planned.options, planned.sizes, planned.told)
+        runs[key] = replace(planned, labels=(*runs[key].labels, record.label)) if key in runs else planned
     return list(runs.values()), missing
 
 
 def merges(cell: Cell) -> bool:
-    """Whether requests can meet in a batch, so that its size is not that of a request."""
+    """Whether requests can be merged, so that a batch may be larger than a request."""
     return cell.is_open or cell.concurrency > 1
 
 
 def sizes_to_measure(cells: Sequence[Cell], max_batch_size: int) -> tuple[int, ...]:
-    """The sizes of the requests; where they can be merged also powers of two up to the largest batch that they can
-    make, and that. Of too many, the smallest powers are left out."""
+    """The sizes of the requests; where they can be merged also the largest batch that they can make and the powers of
+    two below it. Of too many, the smallest powers are left out."""
     loads = [cell for cell in cells if cell.has_blocks and cell.batch_size <= max_batch_size]
     own = {cell.batch_size for cell in loads}
     largest = max((min(max_batch_size, c.concurrency * c.batch_size) for c in loads if merges(c)), default=0)
@@ -77,18 +69,19 @@ def sizes_to_measure(cells: Sequence[Cell], max_batch_size: int) -> tuple[int, .
     return tuple(sorted([*own, *further[: max(0, MAX_SIZES - len(own))]]))
 
 
-def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord) -> EngineRun | NoRun:
+def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord) -> EngineRun | str:
+    """The run of one arm, or why it has none."""
     effect = record.in_effect
     kind, largest = effect.get("engine"), effect.get("max_batch_size")
     if not (request.embedded and record.launched):
-        return NoRun(record.label, "its server is not one that abserve started, so its engine is not at hand")
+        return "abserve did not start its server, so its engine is not available"
     if kind == "null":
-        return NoRun(record.label, "the null engine executes no model")
+        return "the null engine executes no model"
     if not isinstance(kind, str) or not isinstance(largest, int):
-        return NoRun(record.label, "its server does not tell its engine and its largest batch")
+        return "its server does not report its engine and its largest batch"
     sizes = sizes_to_measure(experiment.cells, largest)
     if not sizes:
-        return NoRun(record.label, f"every request is beyond its largest batch, {largest}")
+        return f"every request exceeds its largest batch, {largest}"
     asked = {setting_key(name): value for name, value in request.settings.items()}
     payload = "fp32" if experiment.payload_of(request) == "fp32" else "uint8"  # a JPEG is decoded to bytes
     options: dict[str, str] = {
@@ -101,9 +94,7 @@ def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord) -> Eng
         "max-batch-size": str(largest),
         **({"artefacts": asked["artefacts"]} if "artefacts" in asked else {}),
     }
-    told = tuple((there, str(effect[here])) for here, there in NAMED.items() if _is_told(effect, here))
-    return EngineRun((record.label,), tuple(f"--{name}={value}" for name, value in options.items()), sizes, told)
-
-
-def _is_told(effect: Mapping[str, object], name: str) -> bool:
-    return effect.get(name) not in (None, "", "auto")
+    arguments = tuple(f"--{name}={value}" for name, value in options.items())
+    reported = {there: effect.get(here) for here, there in NAMED.items()}
+    known = tuple((there, str(value)) for there, value in reported.items() if value not in (None, "", "auto"))
+    return EngineRun((record.label,), arguments, sizes, known)

@@ -10,25 +10,24 @@ from loadgen.records.run import Label, Record
 
 
 class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch size of a document of `abserve engine`; docs/engines.md says what the times are. What later versions
-    add to it is passed over."""
+    """One batch size of a document of `abserve engine`, see docs/engines.md. Unknown fields are ignored."""
 
     batch: int
     repeats: int
     execution_ns: int | None
     call_ns: int
-    """Median of the whole call with its copies, which a server cannot do without."""
+    """Median of the whole call with its copies, which a server cannot avoid."""
     call_p99_ns: int | None
-    """None of too few calls."""
+    """None with too few calls."""
     images_per_second: float
-    """By the execution alone where the engine tells it, so copies may be left out."""
+    """By the execution alone where the engine reports it, so copies may be left out."""
     tflops: float
     share_of_matrix_product: float | None
     cosine_to_fp32: float
 
 
 class EngineDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """A document of `abserve engine --json`, as far as it is needed here; the rest is passed over."""
+    """A document of `abserve engine --json`. Unknown fields are ignored."""
 
     schema: Literal["abserve.engine/1"] = "abserve.engine/1"
     model: str
@@ -41,12 +40,12 @@ class EngineDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ceiling(Record, frozen=True, kw_only=True):
-    """One engine alone, or why there is no such measurement."""
+    """One engine alone, or why it was not measured."""
 
     labels: tuple[Label, ...]
-    """The arms that it is the ceiling of: two where their engines have the same settings."""
+    """The arms whose ceiling it is: several where their engines have the same settings."""
     command: str | None = None
-    """What measured it; None where nothing was started."""
+    """The command that measured it; None where nothing was started."""
     document: EngineDocument | None = None
     reason: str | None = None
     """Why there is no document."""

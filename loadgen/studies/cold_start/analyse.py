@@ -1,4 +1,4 @@
-"""What the cold starts of a run came to: every start, as it was stored. Their ratios are comparisons like any other."""
+"""The cold starts of a run as they were stored; their ratios are comparisons like any other."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ColdStartsFound(Found, frozen=True, kw_only=True):
     STUDY = "cold_start"
     starts: tuple[ColdStart, ...] = ()
     containers: tuple[ContainerColdStart, ...] = ()
-    """Every start of a container, taken apart; empty but for `--deployment compose`."""
+    """Every start of a container, step by step; empty except with `--deployment compose`."""
 
 
 def analyse(facts: Facts) -> ColdStartsFound:
-    """Of processes and of containers."""
+    """The stored starts."""
     return ColdStartsFound(starts=facts.run.cold_starts, containers=facts.run.container_cold_starts)

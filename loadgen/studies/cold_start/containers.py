@@ -1,10 +1,10 @@
-"""From a stopped container to its first answers, taken apart: the engine, the process, imports, weights, first batches.
+"""From a stopped container to its first answers, step by step: the engine, the process, imports, weights, batches.
 
-The steps between the container's start and "ready" are the times at which the engine received the server's own log
-lines; they are steps of one account, on this machine's clock. What the server does not log is missing, never 0.
+The steps between the container's start and "ready" are the times at which the Docker engine received the server's log
+lines, on this machine's clock. A step that the server does not log is missing, never 0.
 
-Caches: the container and its image are kept, so its files are in the page cache (nobody drops it). `cached` also keeps
-what torch and Triton have compiled (the volume `caches`); `uncached` empties that volume first.
+The container and its image are kept, so its files are in the page cache. `cached` also keeps what torch and Triton have
+compiled (the volume `caches`); `uncached` empties that volume first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MILESTONES: Sequence[tuple[str, re.Pattern[str]]] = (
     ("weights_loaded", re.compile(r"\bweights loaded\b")),
     ("engine_ready", re.compile(r"\bengine ready\b|\bready\b.*warm_up_s=|successfully loaded '")),
 )
-"""A step's name → the first log line that says it is over, of either server."""
+"""A step → the first log line, of either server, that ends it."""
 
 
 def measure_container_cold_start(
@@ -51,9 +51,9 @@ def measure_container_cold_start(
     timeout_s: float,
     caches: Caches = "cached",
 ) -> ContainerColdStart:
-    """Stop, start, wait, ask once for each batch size in `bodies`. A failure is in the record, not raised.
+    """Stop, start, wait, send one request per batch size in `bodies`, which must hold size 1. The server runs on.
 
-    `bodies` must hold batch size 1. The server runs on. Raises `DeploymentError` when it cannot even be stopped.
+    A failure is in the record, not raised. Raises `DeploymentError` when the container cannot even be stopped.
     """
     if caches == "uncached":
         _empty_caches(deployment)
@@ -85,19 +85,15 @@ def measure_container_cold_start(
 
 
 def milestones(log: Sequence[LogLine], shift_ns: int) -> dict[str, int]:
-    """Name → ns since the start, for each step that the log shows; `shift_ns` turns wall clock into that."""
-    found = {}
-    for name, pattern in MILESTONES:
-        line = next((line for line in log if pattern.search(line.text)), None)
-        if line is not None:
-            found[name] = line.at_ns + shift_ns
-    return found
+    """Step → ns since the start, for each step in the log; `shift_ns` converts its wall clock."""
+    lines = {name: next((line for line in log if pattern.search(line.text)), None) for name, pattern in MILESTONES}
+    return {name: line.at_ns + shift_ns for name, line in lines.items() if line is not None}
 
 
 def _first_answers(
     url: str, model: str, bodies: Mapping[int, PreparedBody], timeout_s: float
 ) -> tuple[int, dict[int, int]]:
-    """When the first image was answered, and how long the first request of each batch size took."""
+    """When the first request was answered, and the latency of the first request of each batch size."""
     address = Address.parse(url)
     connection = HttpConnection(address, timeout_s=timeout_s)
     answers: dict[int, int] = {}
@@ -115,7 +111,7 @@ def _first_answers(
 
 
 def _empty_caches(deployment: ComposeDeployment) -> None:
-    """Only inside a running container; one without the volume has nothing to empty."""
+    """Works inside a running container only; without the volume there is nothing to empty."""
     if deployment.container.state().status != "running":
         deployment.container.start()
     script = f"[ ! -d {_CACHE_FOLDER} ] || find {_CACHE_FOLDER} -mindepth 1 -delete"

@@ -2,53 +2,53 @@
 
 from __future__ import annotations
 
+import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.quantities import number
 from loadgen.records.run import shown
-from loadgen.report.charts import ROWS, axis, bars_across, colour, label_text, place_of
 from loadgen.result.result_file import Result
 from loadgen.studies.cold_start.analyse import ColdStartsFound
 from loadgen.studies.cold_start.records import ContainerColdStart
 
 PHASES = (
-    ("live_ns", "process start to live"),
-    ("ready_ns", "live to ready: load and warm-up"),
-    ("first_answer_ns", "ready to first answer"),
+    ("live_ns", "process start to live", 0.45),
+    ("ready_ns", "live to ready: load and warm-up", 0.75),
+    ("first_answer_ns", "ready to first answer", 1.0),
 )
+"""Field, title and opacity of its bar."""
 STEPS = (
     ("process", "first log line"),
     ("imported", "imported"),
     ("weights_loaded", "weights"),
     ("engine_ready", "graphs or engine"),
 )
-"""A milestone of a container → its heading; the others lie between these."""
+"""Milestones of a container that the table shows → their headings."""
 CAPTION = (
-    "Seconds since the Docker engine was asked to start the container; a step that a server does not log is –. "
-    "Graphs or engine: graphs captured and warmed up, or the engine loaded. The last columns are how long the first "
-    "request of each batch size took, one size after the other. Cached: what torch and Triton have compiled was kept; "
-    "uncached: it was emptied before. The page cache was warm."
+    "Seconds since the Docker engine was asked to start the container; – means that the server does not log the step. "
+    "Graphs or engine: graphs captured and warmed up, or the engine loaded. The last columns are the latency of the "
+    "first request of each batch size, one size after the other. Cached: the compile caches of torch and Triton were "
+    "kept; uncached: they were emptied first. The page cache was warm."
 )
 
 
 def cold_starts(result: Result) -> doc.Section | None:
-    """One bar for each start, from the creation of the process to its first answer."""
+    """One bar per start, from the creation of the process to its first answer."""
     starts = [s for s in result.of(ColdStartsFound).starts if s.first_answer_ns is not None or s.ready_ns is not None]
     if not starts:
         return None
-    starts = sorted(starts, key=lambda start: (place_of(result, start.label), start.repetition))
-    rows = [label_text(f"{shown(start.label)} start {start.repetition + 1}") for start in starts]
+    starts.sort(key=lambda start: (charts.place_of(result, start.label), start.repetition))
+    rows = [charts.label_text(f"{shown(start.label)} start {start.repetition + 1}") for start in starts]
     data: list[doc.Figure] = []
     reached = [0] * len(starts)
-    for (attribute, title), opacity in zip(PHASES, (0.45, 0.75, 1.0), strict=True):
-        seconds = []
-        for index, start in enumerate(starts):
-            moment = getattr(start, attribute)
-            seconds.append((moment - reached[index]) / 1e9 if moment is not None else 0.0)
-            reached[index] = moment if moment is not None else reached[index]
-        colours = [colour(result, start.label) for start in starts]
+    for attribute, title, opacity in PHASES:
+        moments = [getattr(start, attribute) for start in starts]
+        moments = [before if moment is None else moment for moment, before in zip(moments, reached, strict=True)]
+        seconds = [(moment - before) / 1e9 for moment, before in zip(moments, reached, strict=True)]
+        reached = moments
+        colours = [charts.colour(result, start.label) for start in starts]
         marker = {"color": colours, "opacity": opacity, "line": {"color": "--card", "width": 1}}
         hover = title + ": %{x:.3~g} s<extra>%{y}</extra>"
-        data.append(bars_across(title, rows, seconds, marker, showlegend=False, hovertemplate=hover))
+        data.append(charts.bars_across(title, rows, seconds, marker, showlegend=False, hovertemplate=hover))
     chart = doc.Chart(
         "cold-starts",
         "Cold start",
@@ -59,15 +59,15 @@ def cold_starts(result: Result) -> doc.Section | None:
             "height": 110 + 26 * len(rows),
             "barmode": "stack",
             "bargap": 0.3,
-            "xaxis": axis("seconds since process start", rangemode="tozero"),
-            "yaxis": ROWS,
+            "xaxis": charts.axis("seconds since process start", rangemode="tozero"),
+            "yaxis": charts.ROWS,
         },
     )
     return doc.section("Cold start", chart)
 
 
 def container_starts(result: Result) -> doc.Section | None:
-    """A table for each arm's container with a row for each start, in the order in which they ran."""
+    """One table per arm's container with one row per start, in the order in which they ran."""
     blocks: list[doc.Table | doc.Items] = []
     for label in result.experiment.labels:
         starts = [start for start in result.of(ColdStartsFound).containers if start.label == label]
@@ -99,22 +99,13 @@ def _name(start: ContainerColdStart) -> str:
 
 
 def _row(start: ContainerColdStart, sizes: list[int]) -> tuple[str, ...]:
+    steps = (start.started_ns, *(start.milestones_ns.get(name) for name, _ in STEPS))
+    answers = (start.batch_answers_ns.get(size) for size in sizes)
     return (
         _name(start) + (" failed" if start.error is not None else ""),
-        _seconds(start.started_ns),
-        *(_seconds(start.milestones_ns.get(name)) for name, _ in STEPS),
-        _seconds(start.ready_ns),
-        _seconds(start.first_answer_ns),
-        *(_milliseconds(start.batch_answers_ns.get(size)) for size in sizes),
+        *("–" if ns is None else f"{ns / 1e9:.2f} s" for ns in (*steps, start.ready_ns, start.first_answer_ns)),
+        *("–" if ns is None else f"{number(ns / 1e6)} ms" for ns in answers),
     )
-
-
-def _seconds(value_ns: int | None) -> str:
-    return "–" if value_ns is None else f"{value_ns / 1e9:.2f} s"
-
-
-def _milliseconds(value_ns: int | None) -> str:
-    return "–" if value_ns is None else f"{number(value_ns / 1e6)} ms"
 
 
 SECTIONS = {"Detail": (cold_starts, container_starts)}

@@ -1,1 +1,1 @@
-"""Whether the arms are alike and the machine is fit, before anything is measured."""
+"""Whether the arms are alike and the machine is idle, before anything is measured."""

@@ -1,7 +1,4 @@
-"""What was asked of the servers and of the machine besides the load, in order to trust what they say under it.
-
-DIR/conditions.json: what the machine was like right before the load, with all servers up and nothing sent.
-"""
+"""Readings of the servers and of the machine besides the load, from which the fairness checks are made."""
 
 from __future__ import annotations
 
@@ -11,18 +8,18 @@ from loadgen.records.run import Label, Record
 
 
 class CacheProbe(Record, frozen=True, kw_only=True):
-    """Requests that the arm had never seen, each among as many that it had; empty with an `error`."""
+    """Times of new requests and of repeated ones sent among them; empty with an `error`."""
 
     FILE = "cache_probes.json"
     label: Label
     fresh_ns: tuple[int, ...]
     repeated_ns: tuple[int, ...]
-    """As many for each fresh one, sent right before and after it, in the same order."""
+    """The same number per new request, sent right before and after it, in the same order."""
     error: str | None = None
 
 
 class ArmConditions(Record, frozen=True, kw_only=True):
-    """Of one arm."""
+    """One arm."""
 
     label: Label
     loopback: bool
@@ -30,11 +27,11 @@ class ArmConditions(Record, frozen=True, kw_only=True):
     connect_ms: float | None
     """Median time of a TCP connection to its HTTP port: one round trip; null where none could be made."""
     pids: tuple[int, ...]
-    """Of its server, where it is ours."""
+    """Processes of its server, where abserve started it."""
 
 
 class GpuCondition(Record, frozen=True, kw_only=True):
-    """One GPU, as its driver told. Null is unknown."""
+    """One GPU, as its driver reports it. Null is unknown."""
 
     uuid: str | None
     name: str | None
@@ -45,19 +42,19 @@ class GpuCondition(Record, frozen=True, kw_only=True):
     clock_event_reasons: tuple[str, ...] | None
     """Why the clocks are not at their highest, in NVML's names."""
     pids: tuple[int, ...] | None
-    """Processes with a compute context; in a container these may be the host's numbers."""
+    """Processes with a compute context; in a container these may be the host's PIDs."""
 
 
 class Conditions(Record, frozen=True, kw_only=True):
-    """Both arms, the processors and the GPUs."""
+    """The arms, the processors and the GPUs right before the load, with all servers up and nothing sent."""
 
     FILE = "conditions.json"
     schema: Literal["abserve.conditions/1"] = "abserve.conditions/1"
     taken_at: str
     arms: tuple[ArmConditions, ...]
     cpu_busy_share: float | None
-    """Of all cores that the load generator may use, over 0.3 s in which nothing was sent."""
+    """Busy share of all cores that the load generator may use, over 0.3 s in which nothing was sent."""
     cpu_governors: tuple[str, ...] | None
-    """Of all cores, each named once; null where the kernel does not tell (virtual machines)."""
+    """The different governors of all cores; null where the kernel does not report them (virtual machines)."""
     gpus: tuple[GpuCondition, ...]
-    """Empty where there is none, or where no server told."""
+    """Empty without a GPU, or where no server reports one."""

@@ -1,1 +1,1 @@
-"""From stored GPU readings to a verdict on where an arm ran. Pure: reads nothing but files, starts nothing."""
+"""GPU verification: from stored GPU readings to a verdict on where each arm ran."""

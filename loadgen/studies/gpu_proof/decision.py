@@ -1,22 +1,23 @@
 """The verdict on where an arm ran: gates first, then placement, activity, attribution and the CPU witness.
 
-A pure function of the stored inputs and thresholds. It knows three answers and says "no" when the data say so.
+A pure function of the stored inputs and thresholds, with three answers.
 
 Placement (S) is where the runtime says the model is, judged from the raw signals of the `/gpu-info` document, strictest
-first. A server's own word that it runs on the GPU is never taken (that it runs on the CPU is): parameters on a CUDA
+first. A server that says it runs on the CPU is believed; one that says it runs on the GPU is not: parameters on a CUDA
 device are necessary and not sufficient, and ONNX Runtime lists its CUDA provider even where it executes nothing. A
-document without the decisive signal is "unknown".
+document without a decisive signal is "unknown".
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from loadgen.records.model_config import mapping
 from loadgen.studies.gpu_proof.records import (
     Activity,
     Code,
+    Decision,
     EvidenceInputs,
     Finding,
     Placement,
@@ -27,40 +28,34 @@ from loadgen.studies.gpu_proof.records import (
 from loadgen.studies.gpu_proof.signals import judge_activity, judge_attribution
 
 GPU_PROVIDERS = ("CUDAExecutionProvider", "TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider")
-CPU_PROVIDER = "CPUExecutionProvider"
 GPU_ONLY_BACKENDS = ("tensorrt",)
 """Triton backends that execute on a GPU or not at all."""
+
+Judgement = tuple[PlacementResult, float | None, str]
+"""Where the model is, the CPU's share of it, the reason."""
 
 
 def judge_placement(
     gpu_info: Mapping[str, Any] | None, model_config: Mapping[str, Any] | None, thresholds: Thresholds
 ) -> Placement:
-    """From the server's documents; either may be missing, for a server without our extras."""
-    runtime = _mapping(gpu_info, "runtime")
-    placement = _mapping(runtime, "placement")
+    """Placement from the server's documents; other servers may offer neither, or anything at all."""
+    runtime = mapping((gpu_info or {}).get("runtime"))
+    result, share, reason = _judge(runtime, model_config or {}, thresholds)
     uuid = runtime.get("used_device_uuid")
-    result, share, reason = _judge(runtime, placement, model_config or {}, thresholds)
     return Placement(
         result=result, cpu_share=share, reason=reason, used_device_uuid=uuid if isinstance(uuid, str) else None
     )
 
 
-Judgement = tuple[PlacementResult, float | None, str]
-
-
-def _judge(
-    runtime: Mapping[str, Any], placement: Mapping[str, Any], config: Mapping[str, Any], thresholds: Thresholds
-) -> Judgement:
-    nodes = placement.get("ep_nodes")
-    params = placement.get("params_by_device")
-    for counts in (nodes, params):
-        if isinstance(counts, Mapping) and any(_number(count) is None for count in counts.values()):
-            return "unknown", None, "the server's counts are no numbers"
-    if isinstance(nodes, Mapping) and nodes:
+def _judge(runtime: Mapping[str, Any], config: Mapping[str, Any], thresholds: Thresholds) -> Judgement:
+    placement = mapping(runtime.get("placement"))
+    nodes, params = mapping(placement.get("ep_nodes")), mapping(placement.get("params_by_device"))
+    if any(_number(count) is None for count in (*nodes.values(), *params.values())):
+        return "unknown", None, "the server's counts are not numbers"
+    if nodes:
         return _from_nodes(nodes, placement, thresholds)
-    canary = runtime.get("canary")
-    if isinstance(params, Mapping) and params:
-        return _from_parameters(params, canary if isinstance(canary, Mapping) else None)
+    if params:
+        return _from_parameters(params, _number(mapping(runtime.get("canary")).get("kernel_count")))
     if placement.get("result") == "cpu":
         return "cpu", 1.0, "the server says that it executes on the CPU"
     if runtime.get("kind") == "tensorrt":
@@ -79,33 +74,30 @@ def _from_nodes(nodes: Mapping[str, Any], placement: Mapping[str, Any], threshol
     if on_cpu == 0:
         return "gpu", 0.0, counts
     if share is not None:
-        timed = f"{counts}, {100 * share:.2g} % of the node time on the CPU"
-        if share <= thresholds.max_cpu_node_share and not others:
-            return "gpu", share, timed
-        return "partial", share, timed
+        placed: PlacementResult = "gpu" if share <= thresholds.max_cpu_node_share and not others else "partial"
+        return placed, share, f"{counts}, {100 * share:.2g} % of the node time on the CPU"
     if isinstance(others, list | tuple) and not others:
         return "gpu", None, f"{counts}, all of them shape operators"
-    return "partial", None, f"{counts}, whose time nobody measured"
+    return "partial", None, f"{counts}, and their share of the time was not measured"
 
 
-def _from_parameters(params: Mapping[str, Any], canary: Mapping[str, Any] | None) -> Judgement:
-    on_gpu = sum(int(count) for device, count in params.items() if str(device).startswith("cuda"))
+def _from_parameters(params: Mapping[str, Any], kernels: float | None) -> Judgement:
+    """`kernels`: how many the kernel probe saw, a profiled inference at the server's start."""
     on_cpu = sum(int(count) for device, count in params.items() if not str(device).startswith("cuda"))
-    if on_gpu == 0:
+    if not any(int(count) for device, count in params.items() if str(device).startswith("cuda")):
         return "cpu", 1.0, "no parameter is on a CUDA device"
-    if canary is None or _number(canary.get("kernel_count")) is None:
-        return "unknown", None, "parameters are on a CUDA device, but no profile shows a kernel"
-    kernels = int(canary["kernel_count"])
+    if kernels is None:
+        return "unknown", None, "parameters are on a CUDA device, but the server reports no kernel probe"
     if kernels == 0:
-        # Also what a profiler says that may not read the GPU's counters: no proof of the CPU.
-        return "unknown", None, "parameters are on a CUDA device, but the profiled inference shows no kernel"
+        # A profiler without access to the GPU's counters reports 0 as well: no proof of the CPU.
+        return "unknown", None, "parameters are on a CUDA device, but the kernel probe saw no kernel"
     if on_cpu:
-        return "partial", None, f"{on_cpu} parameters stayed on the CPU; {kernels} kernels ran"
-    return "gpu", 0.0, f"all parameters on a CUDA device; a profiled inference ran {kernels} kernels"
+        return "partial", None, f"{on_cpu} parameters stayed on the CPU; {int(kernels)} kernels ran"
+    return "gpu", 0.0, f"all parameters are on a CUDA device and the kernel probe saw {int(kernels)} kernels"
 
 
 def _from_config(config: Mapping[str, Any]) -> Judgement:
-    """Triton's configuration alone. Decides only for backends that honour the instance kind."""
+    """Triton's configuration alone decides only for backends that honour the instance kind."""
     backend = str(config.get("backend") or config.get("platform") or "").partition("_")[0]
     groups = config.get("instance_group")
     listed = groups if isinstance(groups, list | tuple) else ()
@@ -113,38 +105,17 @@ def _from_config(config: Mapping[str, Any]) -> Judgement:
     if backend in GPU_ONLY_BACKENDS:
         return "gpu", 0.0, f"Triton's {backend} backend executes on a GPU or not at all"
     if backend == "python":
-        return "unknown", None, "to Triton's python backend the instance kind is only a string"
+        return "unknown", None, "Triton's python backend does not enforce the instance kind"
     if kinds == {"KIND_CPU"}:
         return "cpu", 1.0, "every instance is KIND_CPU"
     if kinds:
-        return (
-            "unknown",
-            None,
-            f"{', '.join(sorted(kinds))}, but nothing tells which nodes the {backend} backend placed",
-        )
-    return "unknown", None, "the server tells nothing about where its model is"
-
-
-def _mapping(parent: Mapping[str, Any] | None, key: str) -> Mapping[str, Any]:
-    value = (parent or {}).get(key)
-    return value if isinstance(value, Mapping) else {}
+        named = ", ".join(sorted(kinds))
+        return "unknown", None, f"{named}, but the server does not report where the {backend} backend placed the nodes"
+    return "unknown", None, "the server does not report where its model is"
 
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A finding with what led to it; the last three are None where nothing could be said."""
-
-    finding: Finding
-    code: Code | None
-    sentence: str
-    notes: tuple[str, ...]
-    activity: Activity | None
-    attributed: bool | None
-    cpu_witness: bool | None
 
 
 def decide(inputs: EvidenceInputs, thresholds: Thresholds) -> Decision:
@@ -153,30 +124,31 @@ def decide(inputs: EvidenceInputs, thresholds: Thresholds) -> Decision:
     activity = judge_activity(gpu, inputs.load.window_s, thresholds) if gpu is not None else None
     attributed = judge_attribution(inputs.attribution, thresholds) if gpu is not None else None
     witness = judge_witness(inputs.witness, thresholds)
-    notes = _notes(inputs, activity, witness, thresholds)
-
-    def answer(finding: Finding, code: Code | None, sentence: str) -> Decision:
-        return Decision(finding, code, sentence, notes, activity, attributed, witness)
-
-    # Rests on the runtime's own account, not on readings: no gate can take it back.
-    if placement.result == "cpu":
-        return answer(Finding.CPU_FALLBACK, None, f"The model runs on the CPU: {placement.reason}.")
-    gate = _gate(inputs, thresholds)
-    if gate is not None:
-        return answer(Finding.INCONCLUSIVE, *gate)
-    if activity is None:
-        return answer(
-            Finding.INCONCLUSIVE, Code.LOW_COVERAGE, "Energy or the idle baseline could not be read for the whole load."
-        )
-    code, sentence = _weigh(placement, activity, attributed is True, witness, thresholds)
-    if code is not None:
-        return answer(Finding.INCONCLUSIVE, code, sentence)
-    finding = Finding.CPU_FALLBACK if activity == "idle" else Finding.GPU_VERIFIED
-    return answer(finding, None, sentence)
+    code: Code | None = None
+    finding = Finding.INCONCLUSIVE
+    if placement.result == "cpu":  # the runtime's own report, not a reading: no gate can overrule it
+        finding, sentence = Finding.CPU_FALLBACK, f"The model runs on the CPU: {placement.reason}."
+    elif (gate := _gate(inputs, thresholds)) is not None:
+        code, sentence = gate
+    elif activity is None:
+        code, sentence = Code.LOW_COVERAGE, "Energy or the idle baseline could not be read for the whole load."
+    else:
+        code, sentence = _weigh(placement, activity, attributed is True, witness, thresholds)
+        if code is None:
+            finding = Finding.CPU_FALLBACK if activity == "idle" else Finding.GPU_VERIFIED
+    return Decision(
+        finding=finding,
+        code=code,
+        sentence=sentence,
+        notes=_notes(inputs, activity, witness, thresholds),
+        activity=activity,
+        attributed=attributed,
+        cpu_witness=witness,
+    )
 
 
 def judge_witness(witness: Witness, thresholds: Thresholds) -> bool | None:
-    """C: True when the CPU worked per request as in the deliberate CPU run, and was no faster than that allows."""
+    """C: True when the CPU worked per request as in the CPU control run, and the arm was no faster than that allows."""
     if (
         witness.cpu_s_per_request is None
         or witness.requests_per_s is None
@@ -191,7 +163,7 @@ def judge_witness(witness: Witness, thresholds: Thresholds) -> bool | None:
 
 
 def _gate(inputs: EvidenceInputs, thresholds: Thresholds) -> tuple[Code, str] | None:
-    """The first reason for which the data carry no verdict."""
+    """The first reason why the data support no verdict."""
     health, load, gpu = inputs.health, inputs.load, inputs.gpu
     used = inputs.placement.used_device_uuid
     if health.gpu_lost:
@@ -201,11 +173,11 @@ def _gate(inputs: EvidenceInputs, thresholds: Thresholds) -> tuple[Code, str] | 
     if health.device_changed:
         return Code.DEVICE_CHANGED, "The GPU's UUID, its driver or its energy counter changed during the run."
     if used is not None and used.startswith("MIG-"):
-        return Code.WRONG_GPU, f"The server uses {used}, a part of a GPU, and readings are of whole GPUs only."
+        return Code.WRONG_GPU, f"The server uses {used}, a part of a GPU, and readings exist of whole GPUs only."
     if used is not None and health.uuid != used:
-        return Code.WRONG_GPU, f"The server uses {used}, of which there are no readings."
+        return Code.WRONG_GPU, f"The server uses {used}, and there are no readings of it."
     if gpu is None:
-        return Code.WRONG_GPU, "There are several GPUs, and nothing tells which one the server uses."
+        return Code.WRONG_GPU, "There are several GPUs, and the server does not report which one it uses."
     if health.healthy_before is not True or health.healthy_after is not True:
         return Code.NVML_UNHEALTHY, "A reading at the edges of the load failed or is missing."
     if load.window_s < thresholds.min_window_s:
@@ -215,17 +187,17 @@ def _gate(inputs: EvidenceInputs, thresholds: Thresholds) -> tuple[Code, str] | 
     if load.errors > thresholds.max_error_share * (load.completed + load.errors):
         return Code.MANY_ERRORS, f"{load.errors} of {load.completed + load.errors} requests failed."
     if not load.gaps_before or not load.gaps_after:
-        return Code.NO_IDLE_GAP, "There is no idle gap on both sides of the load to compare with."
+        return Code.NO_IDLE_GAP, "Idle gaps before and after the load are needed, and at least one is missing."
     coverage = min(gpu.coverage, gpu.gap_coverage)
     if coverage < thresholds.min_coverage:
         return Code.LOW_COVERAGE, f"The readings cover {100 * coverage:.0f} % of the time."
     if (busy := _busy_gaps(inputs, thresholds)) is not None:
-        return Code.UNATTRIBUTED, f"{busy}, so what it did under load cannot be attributed to this server."
+        return Code.UNATTRIBUTED, f"{busy}, so its activity under load cannot be attributed to this server."
     return None
 
 
 def _busy_gaps(inputs: EvidenceInputs, thresholds: Thresholds) -> str | None:
-    """What is known of work that no request of this arm asked for, as the beginning of a sentence."""
+    """Says that the GPU was busy with nothing sent, as the beginning of a sentence; None where it was idle."""
     gpu, pids = inputs.gpu, inputs.attribution.foreign_pids
     if gpu is None or gpu.idle_utilisation_low <= thresholds.max_gap_utilisation:
         return None
@@ -236,9 +208,9 @@ def _busy_gaps(inputs: EvidenceInputs, thresholds: Thresholds) -> str | None:
 def _weigh(
     placement: Placement, activity: Activity, attributed: bool, witness: bool | None, thresholds: Thresholds
 ) -> tuple[Code | None, str]:
-    """No code: CPU_FALLBACK for an idle GPU, else GPU_VERIFIED."""
+    """Without a code the finding is CPU_FALLBACK for an idle GPU, else GPU_VERIFIED."""
     if activity == "idle" and witness:
-        return None, "The GPU did no more than with nothing sent, and the CPU worked as in the deliberate CPU run."
+        return None, "The GPU did no more than with nothing sent, and the CPU worked as in the CPU control run."
     if placement.result == "unknown" or (placement.result == "partial" and placement.cpu_share is None):
         return Code.UNKNOWN_PLACEMENT, f"It is not known where the model is: {placement.reason}."
     if placement.result == "partial" and (placement.cpu_share or 0.0) > thresholds.max_partial_cpu_share:
@@ -246,11 +218,11 @@ def _weigh(
     if activity == "idle":
         return Code.CONFLICT, f"The GPU did no more than with nothing sent, although {placement.reason}."
     if witness:
-        return Code.CONFLICT, "The GPU was active, yet the CPU worked as it does in the deliberate CPU run."
+        return Code.CONFLICT, "The GPU was active, yet the CPU worked as it does in the CPU control run."
     if activity == "weak":
         return Code.LOW_DUTY, "The GPU did more than when idle, but too little to tell from noise."
     if not attributed:
-        return Code.UNATTRIBUTED, "The GPU was active, but nothing ties that to this server."
+        return Code.UNATTRIBUTED, "The GPU was active, but the activity cannot be attributed to this server."
     return None, f"The GPU was active with this server's requests, and {placement.reason}."
 
 
@@ -258,17 +230,18 @@ def _notes(
     inputs: EvidenceInputs, activity: Activity | None, witness: bool | None, thresholds: Thresholds
 ) -> tuple[str, ...]:
     notes = []
-    if inputs.placement.result == "cpu" and (busy := _busy_gaps(inputs, thresholds)) is not None:
+    on_cpu = inputs.placement.result == "cpu"
+    if on_cpu and (busy := _busy_gaps(inputs, thresholds)) is not None:
         notes.append(f"{busy[0].lower()}{busy[1:]}")
     if inputs.placement.result == "partial":
         notes.append(f"partly on the CPU: {inputs.placement.reason}")
-    if inputs.placement.result == "cpu" and activity == "active":
-        notes.append("the GPU was active nevertheless: something else used it")
+    if on_cpu and activity == "active":
+        notes.append("the GPU was active all the same: another process used it")
     if inputs.attribution.foreign_pids:
         pids = ", ".join(map(str, inputs.attribution.foreign_pids))
-        notes.append(f"processes on the GPU that are not ours, or ours under the host's numbers: {pids}")
+        notes.append(f"processes on the GPU that belong to no arm, or to an arm under the host's PIDs: {pids}")
     if inputs.gpu is not None and inputs.gpu.energy_source == "power":
-        notes.append("energy integrated from power readings: this GPU has no energy counter")
+        notes.append("energy is integrated from power readings: this GPU has no energy counter")
     if witness is None:
-        notes.append("no deliberate CPU run to compare the CPU's work with")
+        notes.append("no CPU control run to compare the CPU's work with")
     return tuple(notes)

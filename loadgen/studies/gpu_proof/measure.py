@@ -1,37 +1,47 @@
-"""Proves where the model ran, once all blocks are there: judges the readings, and runs an arm on the CPU on purpose."""
+"""Judges where the model ran once all blocks are done, and runs one arm on the CPU deliberately: the control run.
+
+A detector that never says "no" proves nothing: the control run must come out CPU_FALLBACK.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
 
 from loadgen.bench.bench import Bench
 from loadgen.bench.gpu_recording import GpuRecording
 from loadgen.bench.load_runner import LoadError
-from loadgen.bench.preparation import make_deployment
-from loadgen.experiment.schedule import has_load
+from loadgen.bench.preparation import READY_SECONDS, make_deployment
+from loadgen.experiment.schedule import ScheduledBlock, has_load
 from loadgen.generator.process import GeneratorError
-from loadgen.records.run import Label, shown
+from loadgen.records.run import ArmRequest, Cell, Experiment, Label, setting_key, shown
+from loadgen.records.samples import read_samples
+from loadgen.storage.store import RunStore
 from loadgen.storage.stored_run import read_run
-from loadgen.studies.gpu_proof.analyse import ControlRun, Evidence, assess_run
-from loadgen.studies.gpu_proof.control import control_cell, run_control
+from loadgen.studies.gpu_proof.analyse import ControlRun, assess_run
 from loadgen.studies.gpu_proof.readings import ReadingsError
 from loadgen.targets.interface import DeploymentError
 from loadgen.targets.process import ProcessError
 from loadgen.transport.endpoint import EndpointError
 
 wanted = has_load
+CONTROL_SECONDS = 12.0
+WHOLE_SECONDS = 45.0
+"""The control run with the start of its server and the idle gaps, for planning."""
 _CONTROL_ERRORS = (DeploymentError, EndpointError, GeneratorError, LoadError, ProcessError, OSError, ValueError)
 
 
 def measure(bench: Bench) -> None:
-    """Judge, run the control, judge again with it. What was judged first survives an interrupt."""
+    """Judge, run the control, judge again with it. The first judgement survives an interrupt."""
     recording = bench.gpu.recording
     if recording is None:
         return
-    bench.gpu.note_processes()  # this restart's; they are gone when it is judged
+    bench.gpu.note_processes()  # of this restart: they have ended by the time they are judged
     if not bench.last:
         return
-    bench.enter("proving where the model ran")
+    bench.enter("verifying where the model ran")
     _judge(bench, recording, {})
     controls = _run_controls(bench, recording)
     recording.stop()
@@ -40,40 +50,79 @@ def measure(bench: Bench) -> None:
 
 
 def _judge(bench: Bench, recording: GpuRecording, controls: Mapping[Label, ControlRun]) -> None:
-    evidence = Evidence(
-        arms=bench.gpu.records,
-        blocks=read_run(bench.store.directory).blocks,
-        gaps=tuple(recording.gaps),
-        pids=recording.pids,
-        controls=controls,
-    )
     try:
-        bench.store.write(assess_run(bench.store.directory, [recording.file], evidence))
+        evidence = assess_run(
+            bench.store.directory,
+            [recording.file],
+            arms=bench.gpu.records,
+            blocks=read_run(bench.store.directory).blocks,
+            gaps=recording.gaps,
+            pids=recording.pids,
+            controls=controls,
+        )
     except ReadingsError as exc:
-        bench.progress.now(f"no evidence: {exc}")
+        bench.progress.now(f"no GPU evidence: {exc}")
+    else:
+        bench.store.write(evidence)
 
 
 def _run_controls(bench: Bench, recording: GpuRecording) -> dict[Label, ControlRun]:
-    """Of one arm: it tells whether the detector can say no, which does not depend on the arm."""
+    """Control run of one arm: whether the detector can say "no" does not depend on the arm."""
     experiment = bench.experiment
     if not experiment.gpu_control or not all(request.embedded for request in experiment.arms):
         return {}
     if experiment.deployment != "embedded":
-        bench.progress.now("no negative control: the stack's servers stay on the device that .env gives them")
+        bench.progress.now("no CPU control run: servers of a compose stack stay on the device that .env sets")
         return {}
     request = min(experiment.arms, key=lambda request: request.target != "native")
-    bench.progress.now(f"{shown(request.label)} once more on the CPU, on purpose: the negative control")
+    bench.progress.now(f"{shown(request.label)} once more, on the CPU: the control run")
     try:
-        control = run_control(
-            bench.arms[request.label],
-            control_cell(experiment),
-            bench.store.directory / "gpu" / "control",
-            lambda request, store: make_deployment(request, experiment, store, bench.work / "control", bench.abserve),
-            bench.load_runner,
-            lambda arm, store: bench.gpu.describe(arm.record(), store),
-            recording.gap,
-        )
+        return {request.label: _run_control(bench, recording, request)}
     except _CONTROL_ERRORS as exc:
-        bench.progress.now(f"no negative control: {exc}")
+        bench.progress.now(f"no CPU control run: {exc}")
         return {}
-    return {request.label: control}
+
+
+def _run_control(bench: Bench, recording: GpuRecording, request: ArmRequest) -> ControlRun:
+    """Start the server on the CPU, load it between two idle gaps, stop it. Raises what starting and loading raise.
+
+    The control's folder, DIR/gpu/control, looks like a run's.
+    """
+    experiment, cell = bench.experiment, control_cell(bench.experiment)
+    store = RunStore(bench.store.directory / "gpu" / "control")
+    work = bench.work / "control"
+    deployment = make_deployment(control_request(request), experiment, store, work, bench.abserve)
+    arm = replace(bench.arms[request.label], deployment=deployment)
+    try:
+        deployment.start()
+        deployment.wait_ready(arm.model, READY_SECONDS)
+        record = bench.gpu.describe(arm.record(), store)
+        runner = bench.load_runner({request.label: arm}, store)
+        runner.warm_up([cell])
+        recording.gap()  # a new gap: after the load a GPU cools down for a while, and its idle power falls
+        block = runner.measure(ScheduledBlock(0, cell, 0, request.label, 0))
+        recording.gap()
+        pids = frozenset(deployment.pids())
+    finally:
+        deployment.stop()
+    return ControlRun(arm=record, block=block, samples=read_samples(store.samples_path(block.index)), pids=pids)
+
+
+def control_request(request: ArmRequest) -> ArmRequest:
+    """The arm on the CPU, in the engine's default mode and precision there (every engine offers FP32)."""
+    kept = {name: value for name, value in request.settings.items() if setting_key(name) not in ("mode", "precision")}
+    return msgspec.structs.replace(request, settings={**kept, "device": "cpu"})
+
+
+def control_cell(experiment: Experiment) -> Cell:
+    """The smallest request of the run, one after the other."""
+    batch_size = min(cell.batch_size for cell in experiment.cells if cell.has_blocks)
+    return Cell(
+        scenario="single" if batch_size == 1 else "batched",
+        batch_size=batch_size,
+        concurrency=1,
+        requests=2,
+        seconds=CONTROL_SECONDS,
+        max_seconds=2 * CONTROL_SECONDS,
+        rounds=1,
+    )

@@ -4,7 +4,7 @@
     DIR/evidence.json     EvidenceFile
 
 `loadgen.studies.gpu_proof.decision.decide(record.inputs, record.thresholds)` gives the stored decision again.
-None is "not known" everywhere, never 0.
+None means "not known" everywhere, never 0.
 """
 
 from __future__ import annotations
@@ -16,36 +16,35 @@ from loadgen.records.run import Label, Record
 
 
 class Thresholds(Record, frozen=True, kw_only=True):
-    """Starting points, to be calibrated per GPU; the ones marked "ours" have no outside source."""
+    """Starting points, to be calibrated per GPU. "Chosen" means without an outside source."""
 
-    # Gates: below these the readings or the load carry no verdict.
+    # Gates: below these the readings or the load support no verdict.
     min_coverage: float = 0.9
-    """Share of the load that utilisation samples and energy readings must cover. Ours: one lost drain of 2 s in 30 s
+    """Share of the load that utilisation samples and energy readings must cover. Chosen: one lost drain of 2 s in 30 s
     is 0.93."""
     min_window_s: float = 10.0
-    """Ours: 100 steps of an H200's energy counter (one every 100 ms), 50 utilisation samples. MLPerf Power asks for 60
-    s, for figures of energy and not for the question whether the GPU worked."""
+    """Chosen: 100 steps of an H200's energy counter (one per 100 ms), 50 utilisation samples. MLPerf Power asks for
+    60 s, but to measure energy, not to decide whether the GPU worked."""
     min_requests: int = 100
-    """Ours: below it the rate of completed requests has no shape to compare with the GPU's activity."""
+    """Chosen: with fewer, the rate of completed requests cannot be correlated with the GPU's activity."""
     max_error_share: float = 0.05
-    """Ours: beyond it the load is not the one that was asked for."""
+    """Chosen: with more failed requests the load is not the one that was asked for."""
     min_gap_s: float = 4.0
-    """Shortest usable idle gap before and after the load, without what is cut off. Ours: 20 utilisation samples."""
+    """Shortest usable idle gap before and after the load, after the two cuts below. Chosen: 20 utilisation samples."""
     gap_settle_s: float = 1.0
-    """Cut from the start of each gap: a utilisation sample looks back up to 1 s (nvmlDeviceGetUtilizationRates)."""
-
+    """Cut from the start of each gap: a utilisation sample covers up to the last s (nvmlDeviceGetUtilizationRates)."""
     gap_margin_s: float = 0.5
-    """Cut from the end of each gap: the driver's newest samples may end so long before it (200 ms on an H200)."""
+    """Cut from the end of each gap: the driver's newest samples may end this long before it (200 ms on an H200)."""
 
     # Activity.
     active_utilisation_points: float = 5.0
     active_energy_share: float = 0.05
     idle_utilisation_points: float = 1.0
     max_gap_utilisation: float = 0.05
-    """Share of the time that the GPU may be busy with nothing sent; beyond it something else uses the GPU. Idle servers
+    """Share of the time that the GPU may be busy with nothing sent; above it something else uses the GPU. Idle servers
     on an H200 showed 0.000 in all 85 published findings."""
     idle_energy_share: float = 0.03
-    """Of idle power times the window. Seen on an H200: 80 W idle, 690 W under full load."""
+    """Share of idle power times the window. An H200 takes 80 W idle and 690 W under full load."""
     sigmas: float = 3.0
     """Idle standard deviations (of 1 s bins) that a rise must exceed."""
 
@@ -61,22 +60,19 @@ class Thresholds(Record, frozen=True, kw_only=True):
     max_partial_cpu_share: float = 0.10
     """CPU share up to which a partial placement may still be verified, with a note."""
     witness_cpu_share: float = 0.5
-    """CPU seconds per request, as a share of the deliberate CPU run's, from which the CPU did the work."""
+    """CPU seconds per request, as a share of the CPU control run's, from which the CPU did the work."""
     witness_throughput_factor: float = 2.0
-    """And throughput at most so many times the deliberate CPU run's."""
+    """And throughput at most this many times the CPU control run's."""
 
     # Reading the series.
     max_energy_bracket_s: float = 2.5
     """Longest distance between two readings across which energy and power are interpolated (the sampler reads at
     1 Hz, so one lost reading passes and two do not)."""
     max_sample_stretch: float = 1.5
-    """A utilisation sample stands for at most so many of the driver's sample periods: lost samples leave a hole."""
+    """A utilisation sample covers at most this many of the driver's sample periods: lost samples leave a hole."""
 
 
 DEFAULT_THRESHOLDS = Thresholds()
-
-
-SCHEMA: Literal["abserve.evidence/1"] = "abserve.evidence/1"
 
 
 class Finding(StrEnum):
@@ -88,7 +84,7 @@ class Finding(StrEnum):
 
 
 class Code(StrEnum):
-    """Why a finding is INCONCLUSIVE; the first ten say that the data carry no verdict."""
+    """Why a finding is INCONCLUSIVE; with the first ten the data support no verdict."""
 
     NO_NVML = "no_nvml"
     GPU_LOST_MIDRUN = "gpu_lost_midrun"
@@ -127,21 +123,21 @@ class Placement(Record, frozen=True, kw_only=True):
 
     result: PlacementResult
     cpu_share: float | None
-    """Share of node time on the CPU; None where nobody measured it."""
+    """Share of node time on the CPU; None where it was not measured."""
     reason: str
     used_device_uuid: str | None = None
 
 
 class Health(Record, frozen=True, kw_only=True):
-    """Of NVML and of the device, at the edges of the load and in between."""
+    """State of NVML and of the device, at the edges of the load and in between."""
 
     status: str | None
-    """The sampler's status when it started (`ok`, `no_library`, …); None: there are no readings."""
+    """The sampler's status when it started (`ok`, `no_library`, …); None without readings."""
     uuid: str | None
     driver_version: str | None
     healthy_before: bool | None
     healthy_after: bool | None
-    """Whether every reading of an edge succeeded; None: there is no edge there."""
+    """Whether every reading of an edge succeeded; None without an edge there."""
     device_changed: bool
     """UUID or driver differ between files or edges, or the energy counter ran backwards."""
     gpu_lost: bool
@@ -149,12 +145,12 @@ class Health(Record, frozen=True, kw_only=True):
 
 
 class Load(Record, frozen=True, kw_only=True):
-    """What was asked of the arm, and when."""
+    """The load on the arm, and when it ran."""
 
     windows: tuple[Window, ...]
     gaps_before: tuple[Window, ...]
     gaps_after: tuple[Window, ...]
-    """Idle gaps beside the load, what is cut off already cut."""
+    """Idle gaps beside the load, already cut."""
     window_s: float
     completed: int
     errors: int
@@ -172,14 +168,14 @@ class Gpu(Record, frozen=True, kw_only=True):
     busy_s: float
     covered_s: float
     coverage: float
-    """The smaller one of the utilisation samples' and the energy readings', in the load."""
+    """During the load: coverage of the utilisation samples or of the energy readings, whichever is smaller."""
     gap_coverage: float
     utilisation_low: float
     utilisation_high: float
     idle_utilisation_low: float
     idle_utilisation_high: float
     gap_utilisation_high: tuple[float, ...]
-    """Of each gap by itself."""
+    """One value per gap."""
     idle_utilisation_sigma: float | None
     energy_joules: float | None
     energy_source: Literal["counter", "power"] | None
@@ -192,12 +188,12 @@ class Gpu(Record, frozen=True, kw_only=True):
 
 
 class Attribution(Record, frozen=True, kw_only=True):
-    """A: whether the activity was the arm's. Each way None where it could not be tried."""
+    """A: whether the activity was the arm's. None where a way could not be tried."""
 
     pid_resolved: bool | None
     """One of the server's processes is in the device's process list."""
     exclusive: bool | None
-    """Every listed process is ours."""
+    """Every listed process belongs to an arm."""
     foreign_pids: tuple[int, ...]
     gaps_idle: bool | None
     correlation: float | None
@@ -206,13 +202,13 @@ class Attribution(Record, frozen=True, kw_only=True):
 
 
 class Witness(Record, frozen=True, kw_only=True):
-    """C: whether the CPU worked as it does when it executes the model itself. Both runs of the same cell."""
+    """C: whether the CPU worked as it does when it executes the model itself. Both runs are of the same workload."""
 
     cpu_s_per_request: float | None
     requests_per_s: float | None
     control_cpu_s_per_request: float | None
     control_requests_per_s: float | None
-    """None: no deliberate CPU run."""
+    """None without a CPU control run."""
 
 
 class EvidenceInputs(Record, frozen=True, kw_only=True):
@@ -226,13 +222,9 @@ class EvidenceInputs(Record, frozen=True, kw_only=True):
     witness: Witness
 
 
-class EvidenceRecord(Record, frozen=True, kw_only=True):
-    """The finding for one arm in one cell, or in all of its cells together (`cell` None)."""
+class Decision(Record, frozen=True, kw_only=True):
+    """A finding with what led to it; the last three are None where they could not be judged."""
 
-    label: Label
-    cell: str | None
-    control: bool = False
-    """The arm was run on the CPU deliberately: it must come out CPU_FALLBACK."""
     finding: Finding
     code: Code | None
     sentence: str
@@ -240,6 +232,15 @@ class EvidenceRecord(Record, frozen=True, kw_only=True):
     activity: Activity | None
     attributed: bool | None
     cpu_witness: bool | None
+
+
+class EvidenceRecord(Decision, frozen=True, kw_only=True):
+    """The finding for one arm in one workload, or in all of its workloads together (`cell` None)."""
+
+    label: Label
+    cell: str | None
+    control: bool = False
+    """This is the CPU control run: it must come out CPU_FALLBACK."""
     inputs: EvidenceInputs
     thresholds: Thresholds
 
@@ -253,7 +254,7 @@ class EvidenceFile(Record, frozen=True, kw_only=True):
     """DIR/evidence.json. `readings`: paths relative to DIR, in the order in which the samplers ran."""
 
     FILE = "evidence.json"
-    schema: Literal["abserve.evidence/1"] = SCHEMA
+    schema: Literal["abserve.evidence/1"] = "abserve.evidence/1"
     readings: tuple[str, ...]
     gaps: tuple[Window, ...]
     records: tuple[EvidenceRecord, ...]

@@ -1,14 +1,14 @@
-"""Where the arms ran: the findings with what they rest on, and what the GPU did over the run."""
+"""GPU verification: the findings with the signals behind them, and what the GPU did over the run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.quantities import number, share
 from loadgen.records.run import shown
-from loadgen.report.charts import LEGEND_ABOVE, axis, colour, label_text, rounded, several
 from loadgen.result.result_file import Result
 from loadgen.studies.gpu_proof.analyse import GpuFound
 from loadgen.studies.gpu_proof.records import EvidenceRecord, Finding
@@ -20,30 +20,31 @@ STYLES: dict[Finding, doc.Style] = {
     Finding.INCONCLUSIVE: "warning",
 }
 CAPTION = (
-    "One finding an arm and scenario, from the driver's own readings. Utilisation and energy are of the arm's blocks "
-    "alone and, in brackets, of the idle gaps beside them. docs/gpu-proof.md has the rules and what each code means."
+    "One finding per arm and scenario, from the driver's own readings. Utilisation and power are means over the arm's "
+    "blocks and, in brackets, over the idle gaps beside them. docs/gpu-proof.md explains the rules and every code."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class FindingRow:
-    """`figures`: load, utilisation, power, J/image, J/image beyond idling. `inputs`: what the decision rests on.
-    `repeats`: it says of one scenario what its arm's row over all scenarios says."""
+    """One finding as the report shows it."""
 
     arm: str
     scenario: str
     words: str
     style: doc.Style
     figures: tuple[str, ...]
+    """Load, utilisation, power, J/image, J/image above idle."""
     inputs: str
     why: str
     repeats: bool
+    """The arm's row over all scenarios says the same."""
     line: str
     """The row in a sentence or two."""
 
 
 def findings(result: Result) -> list[FindingRow]:
-    """The findings over all scenarios first, then those of each scenario, then the negative control."""
+    """The findings over all scenarios first, then those of each scenario, then the control run's."""
     places = {cell.name: place for place, cell in enumerate(result.experiment.cells)}
     arms = result.experiment.labels
     records = sorted(
@@ -64,7 +65,6 @@ def _records(result: Result) -> Sequence[EvidenceRecord]:
 
 
 def _row(record: EvidenceRecord, whole: EvidenceRecord | None) -> FindingRow:
-    scenario = (record.cell or ALL_SCENARIOS) + (", on the CPU on purpose" if record.control else "")
     words = record.finding.value + (f" ({record.code})" if record.code is not None else "")
     figures = _figures(record)
     _, utilisation, power, joules, _ = figures
@@ -72,15 +72,15 @@ def _row(record: EvidenceRecord, whole: EvidenceRecord | None) -> FindingRow:
     measured = f"; busy {utilisation}, {power}{energy}" if record.inputs.gpu is not None else ""
     return FindingRow(
         arm=shown(record.label),
-        scenario=scenario,
+        scenario=(record.cell or ALL_SCENARIOS) + (", CPU control run" if record.control else ""),
         words=words,
         style="ok" if record.control and record.finding is Finding.CPU_FALLBACK else STYLES[record.finding],
         figures=figures,
         inputs=f"placement {record.inputs.placement.result}, activity {record.activity or 'unknown'}, "
-        f"attributed {_yes(record.attributed)}, worked like a CPU {_yes(record.cpu_witness)}",
+        f"attributed {_yes(record.attributed)}, CPU load as in the control run {_yes(record.cpu_witness)}",
         why=" ".join((record.sentence, *(f"{note[0].upper()}{note[1:]}." for note in record.notes))),
-        repeats=record is not whole
-        and whole is not None
+        repeats=whole is not None
+        and record is not whole
         and not record.control
         and (whole.finding, whole.code) == (record.finding, record.code),
         line=f"{words}{measured}. {record.sentence}",
@@ -95,31 +95,24 @@ def _figures(record: EvidenceRecord) -> tuple[str, str, str, str, str]:
     busy = share(gpu.busy_s / gpu.covered_s) if gpu.covered_s > 0 else "–"
     watts = "–" if gpu.energy_joules is None or load.window_s <= 0 else f"{gpu.energy_joules / load.window_s:.0f} W"
     idle_watts = "–" if gpu.idle_power_watts is None else f"{gpu.idle_power_watts:.0f} W"
-    return (
-        loaded,
-        f"{busy} ({share(gpu.idle_utilisation_low)})",
-        f"{watts} ({idle_watts})",
-        "–" if record.control else _joules(gpu.joules_per_item),
-        "–" if record.control else _joules(gpu.excess_joules_per_item),
-    )
+    per_item = (None, None) if record.control else (gpu.joules_per_item, gpu.excess_joules_per_item)
+    whole, excess = ("–" if joules is None else number(joules) for joules in per_item)
+    return loaded, f"{busy} ({share(gpu.idle_utilisation_low)})", f"{watts} ({idle_watts})", whole, excess
 
 
 def _yes(value: bool | None) -> str:
     return "unknown" if value is None else "yes" if value else "no"
 
 
-def _joules(value: float | None) -> str:
-    return "–" if value is None else number(value)
-
-
 def gpu_verification(result: Result) -> doc.Section | None:
-    """A terminal shows a line for each finding that is not like the whole; a page all of them with their figures."""
+    """A terminal shows one line per finding that differs from the arm's finding over all scenarios; a page shows every
+    finding with its figures."""
     found = findings(result)
-    telling = [row for row in found if not row.repeats]
+    different = [row for row in found if not row.repeats]
     return doc.section(
-        "Where the arms ran",
-        doc.Items([doc.Item(row.line, row.style, f"{row.arm} {row.scenario}") for row in telling], on=doc.TERMINAL),
-        _table(telling, CAPTION),
+        "GPU verification",
+        doc.Items([doc.Item(row.line, row.style, f"{row.arm} {row.scenario}") for row in different], on=doc.TERMINAL),
+        _table(different, CAPTION),
         doc.Fold("The same finding in each scenario", (_table([row for row in found if row.repeats]),)),
         gpu_chart(result),
     )
@@ -129,7 +122,7 @@ def _table(rows: Sequence[FindingRow], caption: str = "") -> doc.Table:
     return doc.Table(
         (
             *doc.names("arm", "scenario", "finding"),
-            *doc.numbers("load", "utilisation", "power", "J/image", "beyond idle"),
+            *doc.numbers("load", "utilisation", "power", "J/image", "above idle"),
             doc.Column("why", "text", below=True),
             doc.Column("inputs", "text", below=True),
         ),
@@ -140,53 +133,53 @@ def _table(rows: Sequence[FindingRow], caption: str = "") -> doc.Table:
 
 
 def gpu_chart(result: Result) -> doc.Chart | None:
-    """Utilisation, SM activity and power over the run, with the blocks of each arm behind them."""
+    """Utilisation, SM activity and power over the run, with the blocks of each arm shaded."""
     data: list[doc.Figure] = []
-    for device in result.of(GpuFound).series:
-        name = "" if len(result.of(GpuFound).series) == 1 else f" {label_text(device.uuid[:12])}"
-        for title, points, factor, panel, dash in (
-            ("utilisation", device.utilisation, 100.0, "y", "solid"),
-            ("SM activity", device.sm_active, 100.0, "y", "dot"),
-            ("power", device.power_watts, 1.0, "y2", "solid"),
+    devices = result.of(GpuFound).series
+    for device in devices:
+        name = "" if len(devices) == 1 else f" {charts.label_text(device.uuid[:12])}"
+        for title, points, factor, panel, unit, line in (
+            ("utilisation", device.utilisation, 100.0, "y", "%", {"color": "--ink", "dash": "solid"}),
+            ("SM activity", device.sm_active, 100.0, "y", "%", {"color": "--muted", "dash": "dot"}),
+            ("power", device.power_watts, 1.0, "y2", "W", {"color": "--ink", "dash": "solid"}),
         ):
-            if not points:
-                continue
-            data.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "name": title + name,
-                    "x": [rounded(seconds / 60.0) for seconds, _ in points],
-                    "y": [rounded(factor * value) for _, value in points],
-                    "yaxis": panel,
-                    "line": {"color": "--ink" if title != "SM activity" else "--muted", "width": 1.5, "dash": dash},
-                    "hovertemplate": f"{title}: %{{y:.4~g}} {'W' if panel == 'y2' else '%'}<extra></extra>",
-                }
-            )
+            if points:
+                data.append(
+                    {
+                        "type": "scatter",
+                        "mode": "lines",
+                        "name": title + name,
+                        "x": [charts.rounded(seconds / 60.0) for seconds, _ in points],
+                        "y": [charts.rounded(factor * value) for _, value in points],
+                        "yaxis": panel,
+                        "line": {**line, "width": 1.5},
+                        "hovertemplate": f"{title}: %{{y:.4~g}} {unit}<extra></extra>",
+                    }
+                )
     if not data:
         return None
     control = any(record.control for record in _records(result))
-    whose = "the arms" if several(result) else " and of ".join(map(shown, result.experiment.labels))
+    whose = "the arms" if charts.several(result) else " and of ".join(map(shown, result.experiment.labels))
     return doc.Chart(
         "gpu",
-        "What the GPU did",
-        f"Means over a second, by the driver. Shaded: the blocks of {whose} in their colours"
-        + (", the deliberate CPU run in grey" if control else "")
-        + "; between the rounds nothing is sent.",
+        "GPU activity over the run",
+        f"Means over one second, by the driver. Shaded: the blocks of {whose} in their colours"
+        + (", the CPU control run in grey" if control else "")
+        + "; nothing is sent in the gaps between rounds.",
         data,
         {
             "height": 460,
-            "xaxis": axis("minutes since the first block", anchor="y2"),
-            "yaxis": axis("% of the time", range=[0, 101.5], domain=[0.54, 1]),
-            "yaxis2": axis("power, W", rangemode="tozero", domain=[0, 0.46]),
+            "xaxis": charts.axis("minutes since the first block", anchor="y2"),
+            "yaxis": charts.axis("% of the time", range=[0, 101.5], domain=[0.54, 1]),
+            "yaxis2": charts.axis("power, W", rangemode="tozero", domain=[0, 0.46]),
             "shapes": _shading(result),
-            "legend": LEGEND_ABOVE,
+            "legend": charts.LEGEND_ABOVE,
         },
     )
 
 
 def _shading(result: Result) -> list[doc.Figure]:
-    spans = [(b.start_s, b.start_s + b.duration_s, colour(result, b.label)) for b in result.blocks]
+    spans = [(b.start_s, b.start_s + b.duration_s, charts.colour(result, b.label)) for b in result.blocks]
     windows = [(record.control, window) for record in _records(result) for window in record.inputs.load.windows]
     # The run's first block began then, on the clock of the evidence.
     origin_ns = min((window.start_ns for control, window in windows if not control), default=None)
@@ -197,9 +190,10 @@ def _shading(result: Result) -> list[doc.Figure]:
             if control
         ]
     shape = {"type": "rect", "xref": "x", "yref": "paper", "y0": 0, "y1": 1, "line": {"width": 0}, "layer": "below"}
+    shape["opacity"] = 0.16
     return [
-        {**shape, "x0": rounded(start / 60.0), "x1": rounded(end / 60.0), "fillcolor": colour, "opacity": 0.16}
-        for start, end, colour in spans
+        {**shape, "x0": charts.rounded(start / 60.0), "x1": charts.rounded(end / 60.0), "fillcolor": fill}
+        for start, end, fill in spans
     ]
 
 

@@ -1,1 +1,1 @@
-"""The load itself: rounds of blocks on every arm, and what the servers executed."""
+"""The load: rounds of blocks on every arm, and the batches that the servers executed."""

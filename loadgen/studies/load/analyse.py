@@ -1,78 +1,70 @@
-"""What the servers executed: the histogram of executed batches of each arm and cell, and what it says."""
+"""The batches that the servers executed: one histogram per arm and workload, and whether requests were merged."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
+from loadgen.comparison.claims import place
 from loadgen.comparison.facts import Facts
 from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import number
 from loadgen.records.run import Cell, Found, Label, Record
 
 FORMED_FACTOR = 1.1
-"""Executions hold on average so many times the items of one request where batches formed."""
+"""Requests were merged if the mean execution holds at least this many times the items of one request."""
 
 
 class ExecutedBatches(Record, frozen=True, kw_only=True):
-    """One arm in one cell."""
+    """One arm in one workload."""
 
     cell: str
     label: Label
     request_items: int
-    """Items of one request."""
+    """Items per request."""
     executions: dict[int, int]
-    """Items executed at once → how often, in ascending order."""
+    """Items executed at once → number of executions, in ascending order."""
     mean: float | None
-    """Items of an execution; None where the server does not tell."""
+    """Items per execution; None where the server does not report it."""
     formed: bool | None
-    """Whether requests were merged; None where the server does not tell."""
+    """Whether requests were merged; None where the server does not report its executions."""
     sentence: str
 
 
 class LoadFound(Found, frozen=True, kw_only=True):
-    """What the load showed beyond what is compared."""
+    """What the load showed besides the comparisons."""
 
     STUDY = "load"
     executed_batches: tuple[ExecutedBatches, ...] = ()
-    """One entry an arm and cell."""
+    """One entry per arm and workload."""
 
 
 def analyse(facts: Facts) -> LoadFound:
-    """Of every arm and cell that was loaded."""
-    loads = [cell for cell in facts.run.experiment.cells if cell.has_blocks]
-    return LoadFound(executed_batches=executed_batches(loads, facts.summaries))
-
-
-def executed_batches(cells: Sequence[Cell], summaries: Sequence[CellSummary]) -> tuple[ExecutedBatches, ...]:
-    """Of every arm and cell that was loaded."""
-    by_name = {cell.name: cell for cell in cells}
-    return tuple(
-        _judge(by_name[summary.cell], summary) for summary in summaries if summary.requests and summary.cell in by_name
+    """The executed batches of every arm and workload with requests."""
+    loads = {cell.name: cell for cell in facts.run.experiment.cells if cell.has_blocks}
+    return LoadFound(
+        executed_batches=tuple(
+            _judge(loads[summary.cell], summary)
+            for summary in facts.summaries
+            if summary.requests and summary.cell in loads
+        )
     )
 
 
 def _judge(cell: Cell, summary: CellSummary) -> ExecutedBatches:
-    mean = summary.executed_batch_mean
+    mean, executions = summary.executed_batch_mean, summary.executed_batches
     formed = None if mean is None else mean >= FORMED_FACTOR * cell.batch_size
+    if mean is None:
+        sentence = "unknown: the server does not report its executions"
+    elif formed:
+        sentence = f"requests were merged: mean {number(mean)}" + (f", largest {max(executions)}" if executions else "")
+    elif cell.concurrency == 1:
+        sentence = "requests were not merged: one at a time"
+    else:
+        sentence = f"requests were not merged {place(cell)}: mean {number(mean)}"
     return ExecutedBatches(
         cell=cell.name,
         label=summary.label,
         request_items=cell.batch_size,
-        executions=summary.executed_batches,
+        executions=executions,
         mean=mean,
         formed=formed,
-        sentence=_sentence(cell, mean, formed, summary.executed_batches),
+        sentence=sentence,
     )
-
-
-def _sentence(cell: Cell, mean: float | None, formed: bool | None, executions: Mapping[int, int]) -> str:
-    if mean is None or formed is None:
-        return "executed batches are unknown: the server does not report them"
-    if formed:
-        return f"batches formed: mean {number(mean)}" + (f", largest {max(executions)}" if executions else "")
-    if cell.is_open:
-        load = f"at {cell.rate_per_s or 0.0:g} requests/s"
-    else:
-        load = "load was serial" if cell.concurrency == 1 else f"at concurrency {cell.concurrency}"
-    own = "" if cell.batch_size == 1 else f" with {cell.batch_size} items a request"
-    return f"batching never formed: mean {number(mean)}{own}, {load}"

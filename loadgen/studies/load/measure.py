@@ -1,12 +1,12 @@
-"""The load: a fixed number of rounds, or rounds for as long as there is time, or until all is decided.
+"""The load: a fixed number of rounds, rounds for as long as the time lasts, or rounds until all is decided.
 
 **By time** the rounds hold every scenario for the first part of it; the rest goes to the scenarios whose ratio is known
-least well. Which those are is read off the spread of their ratios and never off the ratios themselves, so a difference
-neither attracts nor repels further rounds and the interval of a fixed plan holds (Stein, Ann. Math. Statist. 16, 1945).
-**Until decided** a scenario drops out once its leading comparisons with the baseline name a winner or equivalence; what
-is looked at is what the report will say, on intervals that allow it.
+least well. They are chosen by the spread of their ratios and never by the ratios themselves, so a difference neither
+attracts nor repels further rounds and the interval of a fixed plan holds (Stein, Ann. Math. Statist. 16, 1945).
+**Until decided** a scenario drops out once its leading comparisons with the baseline name a winner or no meaningful
+difference, judged by the comparisons of the report on intervals that allow repeated checks.
 
-Rounds are whole, and no round begins that would end too late. Looks happen while nothing is under load.
+Rounds are whole, and no round begins that would end too late. Comparisons are made while nothing is under load.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import math
 from time import monotonic
 
 from loadgen.bench.bench import Bench
-from loadgen.comparison.comparisons import Comparison, compare_all
+from loadgen.comparison.claims import claim
+from loadgen.comparison.comparisons import compare_all
 from loadgen.comparison.pairs import latencies_of
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.schedule import OpenRound, ScheduledBlock, endless_passes, has_load, load_cells, schedule
-from loadgen.quantities import ratio, ratio_interval
-from loadgen.records.run import Cell, shown
+from loadgen.records.run import Cell
 from loadgen.storage.stored_run import StoredBlock
 
 DECIDED = ("arm_better", "baseline_better", "no_difference")
 FOR_ALL = 0.6
-"""Of the time: the part in which every round holds every scenario."""
+"""Share of the time in which every round holds every scenario."""
 NEEDY = 0.7
-"""Of the largest standard error: a scenario with more of it gets further rounds."""
+"""Scenarios with more than this share of the largest standard error get further rounds."""
 
 
 wanted = has_load
 
 
 def measure(bench: Bench) -> None:
-    """This restart's share of the rounds, or rounds for as long as there is time, or until all is decided."""
+    """This restart's share of the rounds, or rounds until the time is up or all is decided."""
     experiment = bench.experiment
     title = "load" if experiment.restarts == 1 else f"load, restart {bench.restart + 1} of {experiment.restarts}"
     rounds = None
@@ -52,8 +52,10 @@ def measure(bench: Bench) -> None:
 
 
 class Rounds:
-    """The load of one start of the servers. `blocks` are those of the starts before; the least rounds of each cell are
-    run in any case."""
+    """The load of one start of the servers, whose number of rounds is not fixed.
+
+    `blocks` are those of earlier starts. The minimum of rounds of each workload runs in any case.
+    """
 
     def __init__(self, bench: Bench, blocks: list[StoredBlock], deadline: float) -> None:
         self._bench = bench
@@ -62,13 +64,13 @@ class Rounds:
         self._summaries = list(summarise_blocks(blocks))
         self._open = dict(self._cells)
         self._beside = 0.0
-        """Seconds of a round that are in no block: idle gaps, above all."""
+        """Seconds of a round outside its blocks, mostly idle gaps."""
         self._began = monotonic()
         self._deadline = deadline
         self._least = math.ceil(max(cell.rounds for cell in self._cells.values()) / bench.experiment.restarts)
 
     def forecast(self) -> str:
-        """What is to come, in words."""
+        """How many rounds in how much time, for the title of the phase."""
         seconds = sum(self._bench.forecast.round_s(cell) for cell in self._cells.values())
         scenarios = f"{len(self._cells)} scenario{'s' if len(self._cells) > 1 else ''}"
         left = max(0.0, self._deadline - self._began)
@@ -84,9 +86,9 @@ class Rounds:
         bench.forecast.load_ends_within(self._deadline - monotonic())
         first = max((block.record.round for block in self._blocks), default=-1) + 1
         rounds = endless_passes(tuple(self._cells.values()), experiment.labels, experiment.seed + bench.restart, first)
-        for number, chosen in enumerate(rounds):
+        for number, chosen in enumerate(rounds, start=1):
             own = [one for one in chosen if one.cell.name in self._open]
-            if number >= self._least:
+            if number > self._least:
                 own = self._that_fit(own)
             if not own:
                 break
@@ -99,20 +101,17 @@ class Rounds:
             self._summaries += summarise_blocks(done)
             self._beside = max(0.0, monotonic() - began - sum(bench.forecast.round_s(one.cell) for one in own))
             if experiment.until_decided:
-                self._look()
-            elif (
-                (number + 1) % len(experiment.arms) == 0 and number + 1 >= self._least and self._share_used() > FOR_ALL
-            ):
-                self._open = self._neediest()  # each arm has come equally often in each place
+                self._close_decided()
+                continue
+            used = (monotonic() - self._began) / max(self._deadline - self._began, 1e-9)
+            # Only after whole passes, in which each arm came equally often in each place.
+            if number % len(experiment.arms) == 0 and number >= self._least and used > FOR_ALL:
+                self._open = self._neediest()
         runner.idle()
         bench.forecast.load_ends()
 
-    def _share_used(self) -> float:
-        """Of the time for this load."""
-        return (monotonic() - self._began) / max(self._deadline - self._began, 1e-9)
-
     def _that_fit(self, own: list[OpenRound]) -> list[OpenRound]:
-        """Until decided all or nothing; by time as many as there is time for."""
+        """The workloads that the time allows; until decided all or none."""
         left = self._deadline - monotonic() - self._beside
         fitting: list[OpenRound] = []
         for one in own:
@@ -131,23 +130,12 @@ class Rounds:
         most = max(errors.values(), default=0.0)
         return {name: cell for name, cell in self._cells.items() if errors.get(name, most) >= NEEDY * most}
 
-    def _look(self) -> None:
+    def _close_decided(self) -> None:
         every = compare_all(self._bench.experiment, self._summaries, (), latencies=latencies_of(self._blocks))
         leading = [c for c in every if c.leading and c.baseline == self._bench.experiment.baseline.label]
         for name, cell in list(self._open.items()):
-            if all(is_settled(c, cell) for c in leading if c.scenario == name):
+            own = [c for c in leading if c.scenario == name]
+            if all(c.verdict in DECIDED and c.pairs >= cell.rounds for c in own):
                 del self._open[name]
-        self._bench.progress.now("; ".join(_standing(c) for c in leading if c.scenario in self._cells))
-
-
-def is_settled(comparison: Comparison, cell: Cell) -> bool:
-    """Whether a cell needs no more rounds."""
-    return comparison.verdict in DECIDED and comparison.pairs >= cell.rounds
-
-
-def _standing(comparison: Comparison) -> str:
-    verdict = comparison.verdict.replace("_", " ")
-    interval = "no interval yet" if comparison.ci95 is None else ratio_interval(comparison.ci95)
-    return f"{comparison.scenario}: {verdict} after {comparison.pairs} pairs, " + (
-        f"{shown(comparison.arm)}/{shown(comparison.baseline)} {ratio(comparison.ratio, comparison.ci95)} ({interval})"
-    )
+        standing = [f"{c.scenario}: {claim(c)} after {c.pairs} pairs" for c in leading if c.scenario in self._cells]
+        self._bench.progress.now("; ".join(standing))

@@ -1,30 +1,11 @@
-"""What was measured: latencies, throughput, executed batches, speed block by block, and the engines alone."""
+"""What was measured: latencies, throughput, executed batches, and the speed of each block."""
 
 from __future__ import annotations
 
+import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import measured, number, share
 from loadgen.records.run import shown
-from loadgen.report.charts import (
-    LEGEND_ABOVE,
-    PATTERNS,
-    add_view,
-    arm_name,
-    axis,
-    chart_by_scenario,
-    colour,
-    doubling,
-    errors,
-    hollow,
-    label_text,
-    line,
-    place_of,
-    rounded,
-    several,
-    tall,
-    two_panels,
-)
 from loadgen.result.result_file import Result
 from loadgen.studies.load.analyse import LoadFound
 
@@ -42,7 +23,7 @@ def latency(result: Result) -> doc.Section | None:
 
     def traces(cell: str) -> list[doc.Figure]:
         return [
-            line(
+            charts.line(
                 result,
                 s.label,
                 [(value, 100 * part) for value, part in s.distribution_ms],
@@ -55,17 +36,17 @@ def latency(result: Result) -> doc.Section | None:
             if s.cell == cell and s.distribution_ms
         ]
 
-    chart = chart_by_scenario(
+    chart = charts.chart_by_scenario(
         result,
         traces,
         "latency",
         "Latency distribution",
         "Share of requests answered within a time, from the intended start to the last byte; all blocks of a scenario. "
-        "Drag to zoom, double-click to return.",
-        height=tall(result, 400),
-        xaxis=axis("latency, ms", rangemode="tozero"),
-        yaxis=axis("requests answered, %", range=[0, 101.5], ticksuffix=" "),
-        legend=LEGEND_ABOVE,
+        "Drag to zoom, double-click to reset.",
+        height=charts.tall(result, 400),
+        xaxis=charts.axis("latency, ms", rangemode="tozero"),
+        yaxis=charts.axis("requests answered, %", range=[0, 101.5], ticksuffix=" "),
+        legend=charts.LEGEND_ABOVE,
     )
     return doc.section("Latency distribution", chart)
 
@@ -76,22 +57,24 @@ def batch_sizes(result: Result) -> doc.Section | None:
     data: list[doc.Figure] = []
     for panel, unit in (("", "images/s"), ("2", "ms")):
         for label in result.experiment.labels:
-            own = [(s.cell, *_speed(s, unit)) for s in result.summaries if s.cell in sizes and s.label == label]
-            found = [(sizes[cell], value, bounds) for cell, value, bounds in own if value is not None]
+            own = [s for s in result.summaries if s.cell in sizes and s.label == label]
+            if unit == "ms":
+                speeds = [(sizes[s.cell], s.latency.p50_ms, s.p50_ci95_ms) for s in own]
+            else:
+                speeds = [(sizes[s.cell], s.throughput_per_s, s.throughput_ci95) for s in own]
+            found = [(size, value, bounds) for size, value, bounds in speeds if value is not None]
             if found:
-                bars = errors(
-                    [value for _, value, _ in found], [bounds for *_, bounds in found], color=colour(result, label)
-                )
+                batches, values, intervals = zip(*found, strict=True)
                 data.append(
-                    line(
+                    charts.line(
                         result,
                         label,
-                        [(size, value) for size, value, _ in found],
+                        zip(batches, values, strict=True),
                         f"batch %{{x}}: %{{y:.4~g}} {unit}",
                         showlegend=not panel,
                         xaxis=f"x{panel}",
                         yaxis=f"y{panel}",
-                        error_y=bars,
+                        error_y=charts.errors(values, intervals, color=charts.colour(result, label)),
                     )
                 )
     if not data:
@@ -99,24 +82,18 @@ def batch_sizes(result: Result) -> doc.Section | None:
     chart = doc.Chart(
         "batch-sizes",
         "Throughput and latency against batch size",
-        "One request at a time with so many images in it; bars are 95 % intervals over the blocks of one arm and carry "
-        "the machine's drift, which the paired ratios do not.",
+        "One request at a time with this many images in it. Bars are 95 % intervals over the blocks of one arm; unlike "
+        "the paired ratios, they include the machine's drift.",
         data,
-        two_panels(
-            tall(result, 380),
-            "images a request",
-            axis("images/s", rangemode="tozero"),
-            axis("p50 latency, ms", rangemode="tozero"),
-            doubling(sizes.values()),
+        charts.two_panels(
+            charts.tall(result, 380),
+            "images per request",
+            charts.axis("images/s", rangemode="tozero"),
+            charts.axis("p50 latency, ms", rangemode="tozero"),
+            charts.doubling(sizes.values()),
         ),
     )
     return doc.section("Batch sizes", chart)
-
-
-def _speed(summary: CellSummary, unit: str) -> tuple[float | None, tuple[float, float] | None]:
-    if unit == "ms":
-        return summary.latency.p50_ms, summary.p50_ci95_ms
-    return summary.throughput_per_s, summary.throughput_ci95
 
 
 def measurements(result: Result) -> doc.Section | None:
@@ -128,8 +105,7 @@ def measurements(result: Result) -> doc.Section | None:
             f"{s.requests:,}",
             f"{s.errors:,}",
             measured(s.throughput_per_s, s.throughput_ci95),
-            *(measured(value, None) for value in (s.latency.mean_ms, s.latency.p50_ms, s.latency.p90_ms)),
-            measured(s.latency.p99_ms, None),
+            *(measured(ms, None) for ms in (s.latency.mean_ms, s.latency.p50_ms, s.latency.p90_ms, s.latency.p99_ms)),
             measured(s.executed_batch_mean, None),
             *("–" if size is None else f"{size:,.0f}" for size in (s.request_bytes, s.response_bytes)),
             measured(s.server_cpu_cores, None),
@@ -143,15 +119,12 @@ def measurements(result: Result) -> doc.Section | None:
         *doc.numbers("requests", "errors", "images/s", "mean ms", "p50 ms", "p90 ms", "p99 ms", "executed batch"),
         *doc.numbers("bytes sent", "bytes back", "server cores", "generator CPU"),
     )
-    caption = (
-        "Complete blocks of each arm pooled. A percentile is shown only with enough samples behind it: p50 11, p90 64, "
-        "p99 662."
-    )
+    caption = "Complete blocks of each arm, pooled. A percentile needs enough samples: p50 11, p90 64, p99 662."
     return doc.section("Measurements", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.PAGES)
 
 
 def executed_batches(result: Result) -> doc.Section | None:
-    """The most frequent sizes of the servers' executions; drawn where requests could be merged."""
+    """The most frequent sizes of the servers' executions, with a chart where requests could be merged."""
     rows: list[tuple[str, ...]] = []
     for found in result.of(LoadFound).executed_batches:
         total = sum(found.executions.values())
@@ -168,15 +141,15 @@ def executed_batches(result: Result) -> doc.Section | None:
         return [
             {
                 "type": "bar",
-                "name": arm_name(result, s.label),
+                "name": charts.arm_name(result, s.label),
                 "x": list(s.executed_batches),
-                "y": [rounded(100 * count / sum(s.executed_batches.values())) for count in s.executed_batches.values()],
+                "y": [charts.rounded(100 * n / sum(s.executed_batches.values())) for n in s.executed_batches.values()],
                 "marker": {
-                    "color": colour(result, s.label),
-                    "pattern": {"shape": PATTERNS[place_of(result, s.label)], "fillmode": "overlay"},
+                    "color": charts.colour(result, s.label),
+                    "pattern": {"shape": charts.PATTERNS[charts.place_of(result, s.label)], "fillmode": "overlay"},
                 },
                 "hovertemplate": "batch %{x}: %{y:.3~g} % of executions"
-                f"<extra>{label_text(shown(s.label))}</extra>",
+                f"<extra>{charts.label_text(shown(s.label))}</extra>",
             }
             for s in result.summaries
             if s.cell == cell and cell in merging and s.executed_batches
@@ -184,30 +157,30 @@ def executed_batches(result: Result) -> doc.Section | None:
 
     columns = (
         *doc.names("scenario", "arm"),
-        *doc.numbers("items a request", "mean"),
+        *doc.numbers("items per request", "mean"),
         *doc.texts("executed at once", "verdict"),
     )
     return doc.section(
         "Executed batches",
         doc.Table(columns, rows, grouped=True),
-        chart_by_scenario(
+        charts.chart_by_scenario(
             result,
             traces,
             "batches",
             "Executed batch sizes",
-            "What the dynamic batcher made of concurrent requests: the share of executions at each batch size.",
-            height=tall(result, 320),
+            "How the dynamic batcher merged concurrent requests: the share of executions at each batch size.",
+            height=charts.tall(result, 320),
             barmode="group",
-            xaxis=axis("executed batch size"),
-            yaxis=axis("executions, %", rangemode="tozero"),
-            legend=LEGEND_ABOVE,
+            xaxis=charts.axis("executed batch size"),
+            yaxis=charts.axis("executions, %", rangemode="tozero"),
+            legend=charts.LEGEND_ABOVE,
         ),
         on=doc.PAGES,
     )
 
 
 def blocks(result: Result) -> doc.Section | None:
-    """Speed of every block over the run: relative to its arm's mean, then in images/s; for CSV all of its figures."""
+    """Speed of every block over the run, relative to its arm's mean or in images/s; CSV gets all of its figures."""
     fields = [
         [getattr(block.latency if hasattr(block.latency, name) else block, name) for name in BLOCK_FIELDS]
         for block in result.blocks
@@ -231,38 +204,38 @@ def _block_chart(result: Result) -> doc.Chart | None:
                 pairs = [(block, speed, means.get((block.cell, label))) for block, speed in own]
                 own = [(block, 100.0 * (speed / mean - 1.0)) for block, speed, mean in pairs if mean]
             points = [(block.start_s / 60.0, value) for block, value in own]
-            marker = hollow(result, label, [block.complete for block, _ in own])
+            marker = charts.hollow(result, label, [block.complete for block, _ in own])
             texts = [f"block {block.index}, {block.cell}, pair {block.round + 1}" for block, _ in own]
-            found.append(line(result, label, points, f"%{{text}}: {hover}", mode=mode, marker=marker, text=texts))
+            text = f"%{{text}}: {hover}"
+            found.append(charts.line(result, label, points, text, mode=mode, marker=marker, text=texts))
         return found
 
     cells = dict.fromkeys(block.cell for block, _ in timed)
     data: list[doc.Figure] = []
     whole = traces(set(cells), "%{y:+.2~f} %", "markers", relative=True)
-    against = {"title": {"text": "against the arm's own mean, %"}}
-    views = [add_view(data, "all, relative", whole, yaxis=against)]
+    beside = {"title": {"text": "difference from the arm's mean, %"}}
+    views = [charts.add_view(data, "all, relative", whole, yaxis=beside)]
     for cell in cells:
         own = traces({cell}, "%{y:.4~g} images/s", "lines+markers", relative=False)
-        views.append(add_view(data, cell, own, yaxis={"title": {"text": "images/s"}}))
+        views.append(charts.add_view(data, cell, own, yaxis={"title": {"text": "images/s"}}))
     return doc.Chart(
         "blocks",
         "Block by block",
-        "Every block of load in the order in which it ran, arms interleaved in "
-        f"{'rounds' if several(result) else 'pairs'}. A slope is drift of the machine, which the pairing absorbs; "
-        "hollow marks were cut short and are not compared.",
+        "All blocks in the order in which they ran, the arms interleaved. A slope is drift of the machine, which the "
+        "pairing cancels; hollow marks were cut short and are not compared.",
         data,
         {
-            "height": tall(result, 380),
-            "xaxis": axis("minutes since the first block"),
-            "yaxis": axis(""),
-            "legend": LEGEND_ABOVE,
+            "height": charts.tall(result, 380),
+            "xaxis": charts.axis("minutes since the first block"),
+            "yaxis": charts.axis(""),
+            "legend": charts.LEGEND_ABOVE,
         },
         views,
     )
 
 
 def open_loops(result: Result) -> doc.Section | None:
-    """What was offered, what was achieved, and whose the lag was."""
+    """Offered and achieved rates of open loops, and how late requests were sent."""
     rows = []
     for summary in result.summaries:
         loop = summary.open_loop
@@ -282,15 +255,14 @@ def open_loops(result: Result) -> doc.Section | None:
                 measured(loop.achieved_per_s, None),
                 share(loop.answered_share, 3),
                 f"{loop.unsent:,}",
-                *(measured(lag, None) for lag in lags),
-                measured(loop.generator_lag_p99_ms, None),
+                *(measured(lag, None) for lag in (*lags, loop.generator_lag_p99_ms)),
             )
         )
     columns = (
         *doc.names("scenario", "arm"),
         doc.Column("due", "number", on=doc.PAGES),
-        doc.Column("due a second", "number", "due/s"),
-        doc.Column("answered a second", "number", "done/s"),
+        doc.Column("due per second", "number", "due/s"),
+        doc.Column("answered per second", "number", "done/s"),
         doc.Column("answered in time", "number", "in time"),
         *doc.numbers("unsent"),
         doc.Column("lag p50, ms", "number", on=doc.PAGES),
@@ -299,9 +271,8 @@ def open_loops(result: Result) -> doc.Section | None:
         doc.Column("generator's p99, ms", "number", "own p99"),
     )
     caption = (
-        "Requests fall due by a schedule. In time: before the last one was due. Lag, in ms, is how much later than due "
-        "a request left, in the worst block; the generator's own is the part of it that was no wait for a busy "
-        "connection."
+        "Requests fall due by a schedule. In time: answered before the last one was due. Lag: how late a request "
+        "was sent, in the worst block; the generator's own lag excludes waiting for a busy connection."
     )
     return doc.section("Open loops", doc.Table(columns, rows, caption=caption, grouped=True))
 

@@ -1,4 +1,4 @@
-"""What the searches and ramps of a run came to: from its stored trials to one record for each search and each ramp."""
+"""From the stored trials of a run to one result per search and per ramp."""
 
 from __future__ import annotations
 
@@ -13,46 +13,45 @@ from loadgen.studies.rate_search.records import RampFound, RampRung, RateFound, 
 from loadgen.studies.rate_search.search import RateSearch, is_saturated, knee
 
 BUSY = 0.9
-"""Of a core: with more, the generator may have been what gave the limit."""
+"""Share of a core above which the generator may have been the limit."""
 
 
 def search_from(cell: Cell, start: float) -> RateSearch:
-    """The search of a cell: at the lowest rate a trial takes the cell's `max_seconds`."""
+    """The search of a workload: at the lowest rate a trial takes the workload's `max_seconds`."""
     return RateSearch(start, lowest=cell.requests / cell.max_seconds, highest=RATE_LIMIT_PER_S)
 
 
 def analyse(facts: Facts) -> RatesFound:
-    """Of the stored trials."""
+    """The stored trials and their results."""
     cells, trials = facts.run.experiment.cells, facts.run.trials
     return RatesFound(trials=trials, rates=find_rates(cells, trials), ramps=find_ramps(cells, trials))
 
 
 def find_rates(cells: Sequence[Cell], trials: Sequence[Trial]) -> tuple[RateFound, ...]:
-    """One a search, in the order in which they began, finished or not."""
+    """One result per search, in the order in which they began, finished or not."""
     return tuple(_rate(cell, own) for cell in cells if cell.scenario == "slo" for own in _runs(cell, trials))
 
 
 def find_ramps(cells: Sequence[Cell], trials: Sequence[Trial]) -> tuple[RampFound, ...]:
-    """One a ramp, in the order in which they began, finished or not."""
+    """One result per ramp, in the order in which they began, finished or not."""
     return tuple(_ramp(cell, own) for cell in cells if cell.scenario == "ramp" for own in _runs(cell, trials))
 
 
 def _runs(cell: Cell, trials: Sequence[Trial]) -> Iterator[list[Trial]]:
-    """The trials of one pair and arm together, in their order."""
+    """The trials of each round and arm, in their order."""
     own = sorted((t for t in trials if t.cell == cell.name), key=lambda t: (t.round, t.position, t.step))
     for _, together in groupby(own, key=lambda t: (t.round, t.label)):
         yield list(together)
 
 
 def _rate(cell: Cell, trials: list[Trial]) -> RateFound:
-    """The search again, trial by trial: whether it ended, and how, follows from what held."""
+    """Replays the search: whether it ended, and how, follows from the trials that held."""
     first = trials[0]
     search = search_from(cell, first.rate_per_s or 1.0)
     for trial in trials:
         if trial.held is None or search.next_rate is None:
             break
         search.record(trial.held)
-    failures = [trial for trial in trials if trial.held is False and trial.rate_per_s == search.failed]
     return RateFound(
         cell=cell.name,
         round=first.round,
@@ -62,7 +61,7 @@ def _rate(cell: Cell, trials: list[Trial]) -> RateFound:
         rate_per_s=search.held if search.ended is not None else None,
         failed_rate_per_s=search.failed,
         ended=search.ended,
-        client_limited=any(_busy(trial) for trial in failures),
+        client_limited=any(_busy(t) for t in trials if t.held is False and t.rate_per_s == search.failed),
         trials=len(trials),
         seconds=sum(trial.window_end_ns - trial.window_start_ns for trial in trials) / NS_PER_S,
     )
@@ -71,15 +70,7 @@ def _rate(cell: Cell, trials: list[Trial]) -> RateFound:
 def _ramp(cell: Cell, trials: list[Trial]) -> RampFound:
     first = trials[0]
     usable = [trial for trial in trials if trial.throughput_per_s is not None and trial.note is None]
-    rungs = tuple(
-        RampRung(
-            concurrency=trial.concurrency,
-            throughput_per_s=trial.throughput_per_s or 0.0,
-            p50_ms=trial.p50_ms,
-            p99_ms=trial.p99_ms,
-        )
-        for trial in usable
-    )
+    rungs = tuple(map(rung_of, usable))
     bend = knee(rungs)
     best = max(usable, key=lambda trial: trial.throughput_per_s or 0.0, default=None)
     ended = is_saturated(rungs) or (bool(rungs) and rungs[-1].concurrency >= cell.concurrency)
@@ -93,6 +84,16 @@ def _ramp(cell: Cell, trials: list[Trial]) -> RampFound:
         knee_concurrency=bend.concurrency if bend is not None and ended else None,
         saturated=is_saturated(rungs),
         client_limited=best is not None and _busy(best),
+    )
+
+
+def rung_of(trial: Trial) -> RampRung:
+    """The figures of a ramp's step."""
+    return RampRung(
+        concurrency=trial.concurrency,
+        throughput_per_s=trial.throughput_per_s or 0.0,
+        p50_ms=trial.p50_ms,
+        p99_ms=trial.p99_ms,
     )
 
 

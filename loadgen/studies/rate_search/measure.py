@@ -1,8 +1,8 @@
-"""Runs searches and ramps on servers that are up: trials whose load an earlier trial decided, each stored at once.
+"""Runs searches and ramps on servers that are up: trials whose load earlier trials decide, each stored at once.
 
 Arms alternate as in blocks: a pair is one search on each arm, one after the other in an order that is drawn and
-balanced; of a ramp all arms take each rung in turn. Rates are a lattice of factors, so every search starts from a
-rate of its own, drawn around a first guess: what the lattice adds to a found rate is then noise and no bias.
+balanced; in a ramp all arms take each step in turn. A search tries rates on a lattice of factors, so every search
+starts from a rate drawn around a first guess: the lattice then adds noise to a found rate and no bias.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from loadgen.records.run import Cell, Experiment, Label, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, latencies_ms, read_samples
 from loadgen.statistics.early_stopping import late_allowed
 from loadgen.statistics.percentiles import percentile
-from loadgen.studies.rate_search.analyse import search_from
-from loadgen.studies.rate_search.records import Trial
-from loadgen.studies.rate_search.search import ConcurrencyLadder
+from loadgen.studies.rate_search.analyse import rung_of, search_from
+from loadgen.studies.rate_search.records import RampRung, Trial
+from loadgen.studies.rate_search.search import next_concurrency
 
 WARM_UP_USERS = 16
 _PILOT_SECONDS = 0.5
@@ -41,12 +41,35 @@ def wanted(experiment: Experiment) -> bool:
 
 
 def measure(bench: Bench) -> None:
-    """This restart's share. Raises `LoadError`, `StorageError`."""
-    _Searches(bench).run()
+    """This restart's searches and ramps, in order. Raises `LoadError`, `StorageError`."""
+    experiment = bench.experiment
+    whole = search_schedule(experiment)
+    own = [entry for entry in whole if entry.restart == bench.restart]
+    if own and not load_cells(experiment.cells):
+        bench.prepare_bodies([1])
+    bench.forecast.load_begins()
+    searches = _Searches(bench)
+    to_come = [entry.cell for entry in whole if entry.restart >= bench.restart and entry.position == 0]
+    took: dict[str, list[float]] = {}
+    for (cell, _), pair in groupby(own, key=lambda entry: (entry.cell, entry.round)):
+        entries, began = list(pair), monotonic()
+        if cell.scenario == "slo":
+            bench.enter(f"searching for the highest rate with p99 ≤ {cell.latency_bound_ms:g} ms")
+            bench.warm_up([closed_loop(min(cell.concurrency, WARM_UP_USERS), 1, max_seconds=cell.max_seconds)])
+            for entry in entries:
+                searches.search(entry)
+        else:
+            bench.enter("adding users until the servers are saturated")
+            searches.climb(entries)
+        to_come.remove(cell)
+        took.setdefault(cell.name, []).append(monotonic() - began)
+        seen = [seconds for many in took.values() for seconds in many]
+        bench.forecast.searches_take(sum(fmean(took.get(left.name, seen)) for left in to_come))
+        bench.progress.plan(bench.forecast.remaining_s())
 
 
 class _Searches:
-    """Searches and ramps of one restart of the servers."""
+    """The rates found and the loads run so far in this restart of the servers."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -54,51 +77,23 @@ class _Searches:
         self._found: dict[tuple[str, Label], float] = {}
         self._loads = 0
 
-    def run(self) -> None:
-        """All of them, in order."""
-        bench = self._bench
-        experiment = bench.experiment
-        whole = search_schedule(experiment)
-        own = [entry for entry in whole if entry.restart == bench.restart]
-        if own and not load_cells(experiment.cells):
-            bench.prepare_bodies([1])
-        bench.forecast.load_begins()
-        to_come = [entry.cell for entry in whole if entry.restart >= bench.restart and entry.position == 0]
-        took: dict[str, list[float]] = {}
-        for (cell, _), pair in groupby(own, key=lambda entry: (entry.cell, entry.round)):
-            entries, began = list(pair), monotonic()
-            if cell.scenario == "slo":
-                bench.enter(f"searching for the highest rate with p99 ≤ {cell.latency_bound_ms:g} ms")
-                bench.warm_up([closed_loop(min(cell.concurrency, WARM_UP_USERS), 1, max_seconds=cell.max_seconds)])
-                for entry in entries:
-                    self._search(entry)
-            else:
-                bench.enter("adding users until the servers are saturated")
-                self._climb(entries)
-            to_come.remove(cell)
-            took.setdefault(cell.name, []).append(monotonic() - began)
-            seen = [seconds for many in took.values() for seconds in many]
-            bench.forecast.searches_take(sum(fmean(took.get(left.name, seen)) for left in to_come))
-            bench.progress.plan(bench.forecast.remaining_s())
-
-    def _search(self, entry: ScheduledBlock) -> None:
+    def search(self, entry: ScheduledBlock) -> None:
+        """One search on one arm."""
         cell, label = entry.cell, entry.label
         random = Random(f"{self._bench.experiment.seed} {cell.name} {entry.round} {label}")
         known = self._found.get((cell.name, label))
-        # From a rate already found downwards, so that it can fail again; else around one user's.
+        # Start below a rate already found, so that it can fail again; else around the rate of one user.
         guess = self._pilot(entry) if known is None else known / 2.0**0.5
         search = search_from(cell, guess * 2.0 ** (random.random() - 0.5))
         step = 0
         while (rate := search.next_rate) is not None:
-            trial = self._rate_trial(entry, step, rate)
-            assert trial.held is not None
-            search.record(trial.held)
+            search.record(self._rate_trial(entry, step, rate))
             step += 1
         if search.held is not None:
             self._found[cell.name, label] = search.held
 
     def _pilot(self, entry: ScheduledBlock) -> float:
-        """Requests a second of one user, to begin from; measured, not stored."""
+        """Requests per second of one user; not stored."""
         arm = self._bench.arms[entry.label]
         alone = closed_loop(1, _PILOT_REQUESTS, seconds=_PILOT_SECONDS, max_seconds=30.0)
         outcome = self._load(entry, arm.load(alone, None))
@@ -110,15 +105,16 @@ class _Searches:
             )
         return outcome.requests / seconds
 
-    def _rate_trial(self, entry: ScheduledBlock, step: int, rate: float) -> Trial:
-        """One trial of a search: as many queries as the bound needs, at this rate, ended when it cannot hold."""
+    def _rate_trial(self, entry: ScheduledBlock, step: int, rate: float) -> bool:
+        """One trial of a search, stored: enough requests for the bound at this rate, ended when it cannot hold.
+        Returns whether it held."""
         cell = entry.cell
         assert cell.latency_bound_ms is not None
         longest_s = 2.0 * max(cell.seconds, cell.requests / rate)
         planned = arrival_count(rate, cell.requests, cell.seconds, longest_s)
         allowed = late_allowed(planned)
         if allowed is None:
-            raise LoadError(f"{cell.name}: {planned} requests say nothing about p99; a trial needs at least 459")
+            raise LoadError(f"{cell.name}: {planned} requests are too few for p99; a trial needs at least 459")
         self._bench.progress.now(
             f"{shown(entry.label)} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late"
         )
@@ -126,43 +122,41 @@ class _Searches:
         trial, outcome = self._trial(entry, step, asked, late_allowed=allowed)
         unsent = (outcome.offered or 0) - outcome.requests if outcome.cut_reason is None else 0
         late = outcome.late + max(unsent, 0)
+        held = late <= allowed and outcome.cut_reason is None
         trial = msgspec.structs.replace(
             trial,
             rate_per_s=rate,
             planned=planned,
             late=late,
             late_allowed=allowed,
-            held=late <= allowed and outcome.cut_reason is None,
+            held=held,
             note=None if outcome.late > allowed else outcome.cut_reason,
         )
-        return self._stored(entry, trial, outcome)
+        self._store(entry, trial, outcome)
+        return held
 
-    def _climb(self, entries: list[ScheduledBlock]) -> None:
-        """Both arms of a pair, rung by rung, the order changing with every rung."""
+    def climb(self, entries: list[ScheduledBlock]) -> None:
+        """One ramp on each arm of a pair, step by step; the order of the arms changes with every step."""
         bench, cell = self._bench, entries[0].cell
-        ladders = {entry.label: ConcurrencyLadder(cell.concurrency) for entry in entries}
+        rungs: dict[Label, list[RampRung]] = {entry.label: [] for entry in entries}
         step = 0
-        while True:
-            turns = [entry for entry in entries if ladders[entry.label].next_concurrency is not None]
-            if not turns:
-                return
-            users = ladders[turns[0].label].next_concurrency or 1  # the same for all that still climb
+        while turns := [e for e in entries if next_concurrency(rungs[e.label], cell.concurrency) is not None]:
+            users = next_concurrency(rungs[turns[0].label], cell.concurrency) or 1  # the same for all that go on
             rung = closed_loop(users, max(cell.requests, 4 * users), seconds=cell.seconds, max_seconds=cell.max_seconds)
             bench.warm_up([rung])
             for entry in turns if step % 2 == 0 else turns[::-1]:
                 bench.progress.now(f"{shown(entry.label)} with {users} users")
                 trial, outcome = self._trial(entry, step, rung)
-                self._stored(entry, trial, outcome)
-                ladders[entry.label].record(trial.throughput_per_s or 0.0, trial.p50_ms)
+                self._store(entry, trial, outcome)
+                rungs[entry.label].append(rung_of(trial))
             step += 1
 
     def _load(self, entry: ScheduledBlock, command: Open) -> Outcome:
-        """Raises `LoadError`."""
         self._loads += 1
         return self._runner.load(entry, command, self._loads, "trial")
 
     def _trial(self, entry: ScheduledBlock, step: int, asked: Cell, *, late_allowed: int = 0) -> tuple[Trial, Outcome]:
-        """One stretch of load and its record, which is not stored yet."""
+        """One stretch of load and its record, which is not stored yet. Raises `LoadError`."""
         bench = self._bench
         index, path = bench.store.next_trial()
         seed = schedule_seed(bench.experiment.seed, entry.cell.name, 1000 * entry.round + step)
@@ -189,9 +183,8 @@ class _Searches:
         )
         return trial, outcome
 
-    def _stored(self, entry: ScheduledBlock, trial: Trial, outcome: Outcome) -> Trial:
-        """Raises `StorageError`, and `LoadError` for a trial that was cut short by anything but late answers."""
+    def _store(self, entry: ScheduledBlock, trial: Trial, outcome: Outcome) -> None:
+        """Raises `StorageError`, and `LoadError` for a trial that anything but late answers cut short."""
         bench = self._bench
         bench.store.trial(trial)
         self._runner.require_whole(entry, outcome, bench.store.directory / trial.samples, trial.note)
-        return trial

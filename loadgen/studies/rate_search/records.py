@@ -1,10 +1,10 @@
-"""What a search for a rate and a ramp store, and what is concluded from one search or one ramp on one arm.
+"""What rate searches and ramps store, and the result of each search or ramp on one arm.
 
     DIR/trials/NNNN.json   Trial   written when the trial is over, after its samples
     DIR/trials/NNNN.npy    its raw samples; see `loadgen.records.samples`
 
-A trial is a stretch of load at a rate, or with a number of users, that an earlier one decided. It is no block: no two
-of different arms belong together, what is compared is what the searches came to.
+A trial is a stretch of load at a rate, or with a number of users, that earlier trials decided. Trials of different arms
+are not paired; the results of the searches are compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Ended = Literal["found", "highest", "none"]
 
 
 class Trial(Record, frozen=True, kw_only=True):
-    """One step of a search (`rate_per_s` is set) or one rung of a ramp (it is None)."""
+    """One trial of a search (`rate_per_s` is set) or one step of a ramp (it is None)."""
 
     index: int
     cell: str
@@ -29,7 +29,7 @@ class Trial(Record, frozen=True, kw_only=True):
     step: int
     """From 0, within the search or the ramp."""
     concurrency: int
-    """Users of a rung; the most requests under way at a rate."""
+    """Users of a ramp's step; the most requests in flight at a rate."""
     rate_per_s: float | None = None
     started_at: str
     window_start_ns: int
@@ -40,33 +40,33 @@ class Trial(Record, frozen=True, kw_only=True):
     errors: int
     error_messages: tuple[str, ...] = ()
     generator_cpu_ns: int
-    """Of all its processes."""
+    """Total of its processes."""
     generator_processes: int = 1
     throughput_per_s: float | None
-    """Images a second: of the loop in its stride in a rung; good answers over the time that they took at a rate."""
+    """Images per second: in a ramp while all users were busy; at a rate good answers over the trial's time."""
     p50_ms: float | None
     p99_ms: float | None
-    """None where the trial has too few samples for them. From the intended start, of good answers."""
+    """From the intended start, of good answers; None with too few samples."""
     send_lag_p99_ms: float | None = None
     planned: int | None = None
     """Requests that fall due in the trial, by its rate and the early-stopping bound."""
     late: int | None = None
     """Answers later than the bound, failed requests, and requests that could not be sent in time."""
     late_allowed: int | None = None
-    """With more of them p99 is not within the bound at 99 % confidence; the trial ends at once."""
+    """With more late requests p99 is not within the bound at 99 % confidence; the trial ends at once."""
     held: bool | None = None
     note: str | None = None
-    """What cut it short other than that."""
+    """What else cut it short."""
 
     @property
     def generator_cpu_share(self) -> float | None:
-        """Of one core, the mean of its processes."""
+        """Share of one core, the mean of its processes."""
         window_ns = self.window_end_ns - self.window_start_ns
         return self.generator_cpu_ns / window_ns / self.generator_processes if window_ns > 0 else None
 
 
 class RateFound(Record, frozen=True, kw_only=True):
-    """What one search on one arm came to."""
+    """Result of one search on one arm."""
 
     cell: str
     round: int
@@ -74,20 +74,20 @@ class RateFound(Record, frozen=True, kw_only=True):
     label: Label
     bound_ms: float
     rate_per_s: float | None
-    """The highest rate whose p99 held the bound; None where none did, or the search did not end."""
+    """The highest rate whose p99 held the bound; None where no rate held, or the search did not end."""
     failed_rate_per_s: float | None
-    """The lowest that did not: the truth lies between."""
+    """The lowest rate that failed: the truth lies between the two."""
     ended: Ended | None
     """None: cut short."""
     client_limited: bool
     """The generator was busy when the rate failed, so the server may hold more."""
     trials: int
     seconds: float
-    """Under load."""
+    """Time under load."""
 
 
 class RampRung(Record, frozen=True, kw_only=True):
-    """One step of the curve."""
+    """One step of a ramp."""
 
     concurrency: int
     throughput_per_s: float
@@ -96,7 +96,7 @@ class RampRung(Record, frozen=True, kw_only=True):
 
 
 class RampFound(Record, frozen=True, kw_only=True):
-    """What one ramp on one arm came to."""
+    """Result of one ramp on one arm."""
 
     cell: str
     round: int
@@ -104,22 +104,22 @@ class RampFound(Record, frozen=True, kw_only=True):
     label: Label
     rungs: tuple[RampRung, ...]
     saturation_per_s: float | None
-    """Images a second, the best of all rungs."""
+    """Images per second, the best of all steps."""
     knee_concurrency: int | None
-    """Users of the first rung from which no later one is 5 % better."""
+    """Users of the first step that no later one exceeds by 5 %."""
     saturated: bool
-    """Two rungs in a row brought nothing but latency; else the ladder was too short."""
+    """Two steps in a row brought latency only; else the ramp was too short."""
     client_limited: bool
-    """The generator was busy on the best rung, so the server may do more."""
+    """The generator was busy on the best step, so the server may do more."""
 
 
 class RatesFound(Found, frozen=True, kw_only=True):
-    """Everything that searches and ramps came to."""
+    """Results of all searches and ramps."""
 
     STUDY = "rate_search"
     trials: tuple[Trial, ...] = ()
     """In the order in which they ran."""
     rates: tuple[RateFound, ...] = ()
-    """One a search for the highest rate within a latency bound."""
+    """One per search for the highest rate within a latency bound."""
     ramps: tuple[RampFound, ...] = ()
-    """One a climb to saturation."""
+    """One per ramp to saturation."""

@@ -1,49 +1,40 @@
-"""Open loops, searches for the highest rate within a bound, and ramps to saturation."""
+"""Searches for the highest rate within a bound, and ramps to saturation."""
 
 from __future__ import annotations
 
+import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.quantities import number
+from loadgen.quantities import measured, number
 from loadgen.records.run import Pairing, shown
-from loadgen.report.charts import (
-    LEGEND_ABOVE,
-    add_view,
-    axis,
-    doubling,
-    hollow,
-    line,
-    log_axis,
-    marker_of,
-    tall,
-    two_panels,
-)
 from loadgen.result.result_file import Result
 from loadgen.studies.rate_search.records import RampFound, RampRung, RateFound, RatesFound
 
+KEY = (*doc.names("scenario"), *doc.numbers("round"), *doc.names("arm"))
 RATE_CAPTION = (
     "The highest Poisson rate whose p99 held the bound at 99 % confidence (MLPerf's early-stopping bound: 0 late of "
-    "459 requests, 10 of 2,010, 100 of 12,571), and the lowest that did not; every trial is in result.json."
+    "459 requests, 10 of 2,010, 100 of 12,571), and the lowest rate that failed; every trial is in result.json."
 )
 RAMP_CAPTION = (
-    "Users are doubled until two rungs in a row gain less than 5 % throughput while the median latency grows. The knee "
-    "is the first rung from which no later one is 5 % better."
+    "Users are doubled until two steps in a row gain less than 5 % throughput while the median latency grows. The knee "
+    "is the first step that no later one exceeds by 5 %."
 )
 
 
 def rate_search(result: Result) -> doc.Section | None:
-    """What each search found, and, where there is room, every trial."""
+    """The result of each search; a page also shows every trial."""
+    rates = result.of(RatesFound)
     found = [
         (
             one.cell,
             str(one.round + 1),
             shown(one.label),
-            _number(one.rate_per_s),
-            _number(one.failed_rate_per_s),
+            measured(one.rate_per_s, None),
+            measured(one.failed_rate_per_s, None),
             str(one.trials),
             number(one.seconds),
             _rate_note(one),
         )
-        for one in result.of(RatesFound).rates
+        for one in rates.rates
     ]
     trials = [
         (
@@ -51,19 +42,18 @@ def rate_search(result: Result) -> doc.Section | None:
             str(trial.round + 1),
             shown(trial.label),
             str(trial.step + 1),
-            _number(trial.rate_per_s),
+            number(trial.rate_per_s),
             f"{trial.requests:,} of {trial.planned or 0:,}",
             f"{trial.late or 0:,} of {trial.late_allowed or 0:,}",
-            _number(trial.p99_ms),
+            measured(trial.p99_ms, None),
             "held" if trial.held else "failed",
         )
-        for trial in result.of(RatesFound).trials
+        for trial in rates.trials
         if trial.rate_per_s is not None
     ]
-    key = (*doc.names("scenario"), *doc.numbers("round"), *doc.names("arm"))
-    results = (*key, *doc.numbers("holds, requests/s", "fails at", "trials", "under load, s"), *doc.texts("note"))
-    details = (*key, *doc.numbers("trial", "requests/s", "sent", "late", "p99, ms"), *doc.names("note"))
-    late = "Late: of how many that may be. A trial ends as soon as it cannot hold any more."
+    results = (*KEY, *doc.numbers("holds, requests/s", "fails at", "trials", "under load, s"), *doc.texts("note"))
+    details = (*KEY, *doc.numbers("trial", "requests/s", "sent", "late", "p99, ms"), *doc.names("note"))
+    late = "Late: late requests of the number allowed. A trial ends as soon as the bound cannot hold."
     return doc.section(
         "The highest rate within the bound",
         doc.Table(results, found, caption=RATE_CAPTION, grouped=True),
@@ -75,26 +65,27 @@ def rate_search(result: Result) -> doc.Section | None:
 
 
 def trial_chart(result: Result) -> doc.Chart | None:
-    """Every trial of every search: the rate tried, and whether it held."""
+    """Every trial of every search: its rate, and whether it held."""
+    rates = result.of(RatesFound)
 
     def trace(found: RateFound) -> doc.Figure:
         own = (found.cell, found.round, found.label)
-        trials = [trial for trial in result.of(RatesFound).trials if (trial.cell, trial.round, trial.label) == own]
-        return line(
+        trials = [trial for trial in rates.trials if (trial.cell, trial.round, trial.label) == own]
+        return charts.line(
             result,
             found.label,
             [(trial.step + 1, trial.rate_per_s or 0.0) for trial in trials],
             "%{y:.4~g} requests/s %{customdata[2]}: %{customdata[0]} of %{customdata[1]} late"
             f" in search {found.round + 1}",
-            marker=hollow(result, found.label, [bool(trial.held) for trial in trials]),
+            marker=charts.hollow(result, found.label, [bool(trial.held) for trial in trials]),
             showlegend=found.round == 0,
             customdata=[[trial.late, trial.planned, "held" if trial.held else "failed"] for trial in trials],
         )
 
     data: list[doc.Figure] = []
     views = [
-        add_view(data, cell, [trace(found) for found in result.of(RatesFound).rates if found.cell == cell])
-        for cell in dict.fromkeys(found.cell for found in result.of(RatesFound).rates)
+        charts.add_view(data, cell, [trace(found) for found in rates.rates if found.cell == cell])
+        for cell in dict.fromkeys(found.cell for found in rates.rates)
     ]
     if not data:
         return None
@@ -105,36 +96,30 @@ def trial_chart(result: Result) -> doc.Chart | None:
         "doubled while it holds, then bisected.",
         data,
         {
-            "height": tall(result, 380),
-            "xaxis": axis("trial", tickformat="d", range=[0.5, 0.5 + max(len(trace["x"]) for trace in data)]),
-            "yaxis": axis("requests/s", **log_axis(rate for trace in data for rate in trace["y"])),
-            "legend": LEGEND_ABOVE,
+            "height": charts.tall(result, 380),
+            "xaxis": charts.axis("trial", tickformat="d", range=[0.5, 0.5 + max(len(trace["x"]) for trace in data)]),
+            "yaxis": charts.axis("requests/s", **charts.log_axis(rate for trace in data for rate in trace["y"])),
+            "legend": charts.LEGEND_ABOVE,
         },
         views if len(views) > 1 else [],
     )
 
 
 def ramp(result: Result) -> doc.Section | None:
-    """What each ramp found, and the curve of the first ramp of each arm."""
+    """The result of each ramp, and the curve of the first ramp of each arm."""
     found = [
         (
             one.cell,
             str(one.round + 1),
             shown(one.label),
-            _number(one.saturation_per_s),
+            measured(one.saturation_per_s, None),
             "–" if one.knee_concurrency is None else str(one.knee_concurrency),
             str(len(one.rungs)),
             _ramp_note(one),
         )
         for one in result.of(RatesFound).ramps
     ]
-    columns = (
-        *doc.names("scenario"),
-        *doc.numbers("round"),
-        *doc.names("arm"),
-        *doc.numbers("best, images/s", "users at the knee", "rungs"),
-        *doc.texts("note"),
-    )
+    columns = (*KEY, *doc.numbers("best, images/s", "users at the knee", "steps"), *doc.texts("note"))
     return doc.section(
         "Ramp to saturation",
         doc.Table(columns, found, caption=RAMP_CAPTION, grouped=True),
@@ -144,18 +129,11 @@ def ramp(result: Result) -> doc.Section | None:
 
 
 def _first_ramps(result: Result, pairing: Pairing) -> doc.Table:
-    """Of an arm and of the baseline beside each other, one row for each number of users."""
-    curves = [
-        next(
-            (
-                {rung.concurrency: rung for rung in one.rungs}
-                for one in result.of(RatesFound).ramps
-                if one.label == label
-            ),
-            {},
-        )
-        for label in pairing
-    ]
+    """First ramps of an arm and of the baseline side by side, one row per number of users."""
+    curves: list[dict[int, RampRung]] = []
+    for label in pairing:
+        ramps = (one.rungs for one in result.of(RatesFound).ramps if one.label == label)
+        curves.append({rung.concurrency: rung for rung in next(ramps, ())})
     rungs = [
         (str(users), *(text for curve in curves for text in _rung(curve.get(users))))
         for users in sorted({users for curve in curves for users in curve})
@@ -168,11 +146,12 @@ def _first_ramps(result: Result, pairing: Pairing) -> doc.Table:
 def _rung(rung: RampRung | None) -> tuple[str, str, str]:
     if rung is None:
         return "–", "–", "–"
-    return number(rung.throughput_per_s), _number(rung.p50_ms), _number(rung.p99_ms)
+    return number(rung.throughput_per_s), measured(rung.p50_ms, None), measured(rung.p99_ms, None)
 
 
 def ramp_chart(result: Result) -> doc.Chart | None:
-    """Throughput and latency over the number of users, every ramp a line."""
+    """Throughput and latency over the number of users, one line per ramp."""
+    ramps = result.of(RatesFound).ramps
     data: list[doc.Figure] = []
     named: set[tuple[str, str]] = set()
     for panel, attribute, what, unit in (
@@ -180,16 +159,16 @@ def ramp_chart(result: Result) -> doc.Chart | None:
         ("2", "p50_ms", ", p50", "ms"),
         ("2", "p99_ms", ", p99", "ms"),
     ):
-        for found in result.of(RatesFound).ramps:
+        for found in ramps:
             points = [
                 (rung.concurrency, value) for rung in found.rungs if (value := getattr(rung, attribute)) is not None
             ]
             if not points:
                 continue
             knees = [not panel and users == found.knee_concurrency for users, _ in points]
-            star = {"symbol": ["star" if knee else marker_of(result, found.label) for knee in knees]}
+            star = {"symbol": ["star" if knee else charts.marker_of(result, found.label) for knee in knees]}
             data.append(
-                line(
+                charts.line(
                     result,
                     found.label,
                     points,
@@ -205,21 +184,19 @@ def ramp_chart(result: Result) -> doc.Chart | None:
             named.add((found.label, attribute))
     if not data:
         return None
-    latencies = (
-        ms for found in result.of(RatesFound).ramps for rung in found.rungs for ms in (rung.p50_ms, rung.p99_ms) if ms
-    )
+    latencies = (ms for found in ramps for rung in found.rungs for ms in (rung.p50_ms, rung.p99_ms) if ms)
     return doc.Chart(
         "ramp",
         "Throughput and latency over the number of users",
-        "Users are doubled until more of them bring no more throughput; a star marks the knee, the first rung from "
-        "which no later one is 5 % better.",
+        "Users are doubled until more of them bring no more throughput. A star marks the knee, the first step that no "
+        "later one exceeds by 5 %.",
         data,
-        two_panels(
-            tall(result, 400),
+        charts.two_panels(
+            charts.tall(result, 400),
             "users",
-            axis("images/s", rangemode="tozero"),
-            axis("latency, ms", **log_axis(latencies)),
-            doubling(rung.concurrency for found in result.of(RatesFound).ramps for rung in found.rungs),
+            charts.axis("images/s", rangemode="tozero"),
+            charts.axis("latency, ms", **charts.log_axis(latencies)),
+            charts.doubling(rung.concurrency for found in ramps for rung in found.rungs),
         ),
     )
 
@@ -240,11 +217,7 @@ def _ramp_note(found: RampFound) -> str:
         return "the generator was busy: the server may do more"
     if found.saturation_per_s is None:
         return "cut short"
-    return "" if found.saturated else "not saturated: still gaining on the last rung"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else number(value)
+    return "" if found.saturated else "not saturated: throughput still grew in the last step"
 
 
 SECTIONS = {"Detail": (rate_search, ramp)}

@@ -48,8 +48,8 @@ def measured(directory: Path) -> tuple[Ceiling, ...]:
     [
         ("failing", 30.0, ["its measurement ended with exit status 1", "there is no such engine", "engine-a.log"]),
         ("hanging", 1.0, ["its measurement took more than 1 s", "engine-a.log"]),
-        ("silent", 30.0, ["left nothing to read", "engine-a.json"]),
-        ("another", 30.0, ["another engine was measured than the server runs: engine none instead of another"]),
+        ("silent", 30.0, ["no readable result", "engine-a.json"]),
+        ("another", 30.0, ["the measured engine is not the server's: engine none instead of another"]),
     ],
 )
 def test_a_measurement_that_fails_is_a_note_with_its_reason(
@@ -148,11 +148,12 @@ def test_real_engines_on_a_cpu_are_the_ceilings_of_their_servers(tmp_path: Path)
     assert str(engine["threads"]) == told["threads"]
     assert engine["max_batch_size"] == told["max_batch_size"]
     assert ceiling.document.model == "openclip_vit_b32_uint8"
-    shares = {(one["cell"], one["label"]): one for one in result["ceilings"]}
+    found = result["studies"]["ceiling"]
+    shares = {(one["cell"], one["label"]): one for one in found["shares"]}
     assert sorted(shares) == [(cell, label) for cell in ("batched(4)", "single") for label in ("a", "b")]
     assert {cell: shares[cell, "a"]["batch"] for cell in ("single", "batched(4)")} == {"single": 1, "batched(4)": 4}
-    assert all(one["share"] > 0.0 for one in result["ceilings"])
-    assert result["ceilings_missing"] == []
-    assert "What the engines alone can do" in done.stdout
+    assert all(one["share"] > 0.0 for one in found["shares"])
+    assert found["missing"] == []
+    assert "Engine ceilings" in done.stdout
     for name in ("summary.md", "report.html"):
-        assert "of what its engine does alone at batch 4" in (out / name).read_text()
+        assert "of its engine ceiling at batch 4" in (out / name).read_text()

@@ -85,7 +85,7 @@ def test_what_a_gpu_run_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert result.verdict.caveats[0].startswith("Not proven: Arm A is INCONCLUSIVE (short_window)")
     assert all(comparison.verdict == "invalid" for comparison in result.comparisons)
     write_reports(out, result)
-    assert "Where the arms ran" in (out / "report.html").read_text()
+    assert "GPU verification" in (out / "report.html").read_text()
     assert msgspec.json.decode((out / "evidence.json").read_bytes(), type=EvidenceFile) == evidence
 
 

@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
 ENTRY_MODULES = {"cli", "doctor", "command", "launch_plan", "finding", "options", "defaults"}
 
 STUDIES = ("fairness", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start")
-MEASURING = ("control", "processes", "containers", "cache_probe", "conditions", "measure")
+MEASURING = ("containers", "measure")
 """Modules of a study that drive servers."""
 
 

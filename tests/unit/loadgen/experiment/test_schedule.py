@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loadgen.experiment.plan import make_cells
 from loadgen.experiment.schedule import ScheduledBlock, endless_passes, interleave
 from loadgen.records.run import Cell, Label
-from loadgen.studies.cold_start.processes import cold_start_order
+from loadgen.studies.cold_start.measure import cold_start_order
 
 CELLS = st.lists(st.integers(1, 12), min_size=0, max_size=8).map(
     lambda pairs: tuple(

@@ -131,7 +131,7 @@ def test_other_programs_are_told_which_arms_a_comparison_is_of(result: Result) -
 
 def test_where_the_time_goes_is_a_table_for_each_arm(result: Result) -> None:
     main = result.verdict.main_scenario
-    stages = [table for table in tables(why(result)) if "time of a request" in table.title]
+    stages = [table for table in tables(why(result)) if "breakdown" in table.title]
     assert [table.title.partition(f"{main}, ")[2] for table in stages] == ["B against A", "C against A", "D against A"]
     assert [column.title for column in stages[1].columns] == ["stage", "A", "C", "C − A", "share"]
 
@@ -153,7 +153,7 @@ def test_causes_are_told_for_each_arm(result: Result) -> None:
     both = CausesFound(cells=(found, msgspec.structs.replace(found, arm="d")))
     explained = msgspec.structs.replace(result, studies={**result.studies, CausesFound.STUDY: both})
     table = cause_table(explained, found)
-    assert table.title == "What each cause makes of the difference in single, C against A"
+    assert table.title == "Causes of the difference in single, C against A"
     assert [column.title for column in table.columns][1] == "C − A"
     assert table.rows[0][1] == "+3.00 ms"
     assert list(table.rows[-1][-3:]) == ["A 15.0 ms", "C 9.00 ms", "blocks"]
@@ -161,7 +161,7 @@ def test_causes_are_told_for_each_arm(result: Result) -> None:
     assert chart is not None
     assert [view.label for view in chart.views] == ["single, C against A", "single, D against A"]
     assert chart.data[0]["marker"]["color"][1] == "--arm-2", "it makes C slower"
-    assert "what it costs the arm minus what it costs A" in render_markdown(result_document(explained))
+    assert "its cost to the arm minus its cost to A" in render_markdown(result_document(explained))
 
 
 def test_the_first_ramps_stand_beside_the_baselines(result: Result) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from loadgen.records.run import ArmRecord, BlockRecord, Cell
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.storage.stored_run import read_run
-from loadgen.studies.gpu_proof.analyse import ControlRun, Evidence, assess_run
+from loadgen.studies.gpu_proof.analyse import ControlRun, assess_run
 from loadgen.studies.gpu_proof.records import EvidenceFile, Window
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
@@ -99,11 +99,9 @@ def assess_stored(directory: Path, arms: list[ArmRecord]) -> EvidenceFile:
     return assess_run(
         directory,
         ["gpu/0000.jsonl"],
-        Evidence(
-            arms=arms,
-            blocks=read_run(directory).blocks,
-            gaps=[Window(start_ns=p["start_ns"], end_ns=p["end_ns"]) for p in CAPTURE["phases"] if p["kind"] == "idle"],
-            pids={arm.label: {CAPTURE["pid"]} for arm in arms},
-            controls={"a": ControlRun(on_gpu(arms[0], "cpu", None), control, samples("cpu"), frozenset())},
-        ),
+        arms=arms,
+        blocks=read_run(directory).blocks,
+        gaps=[Window(start_ns=p["start_ns"], end_ns=p["end_ns"]) for p in CAPTURE["phases"] if p["kind"] == "idle"],
+        pids={arm.label: {CAPTURE["pid"]} for arm in arms},
+        controls={"a": ControlRun(on_gpu(arms[0], "cpu", None), control, samples("cpu"), frozenset())},
     )

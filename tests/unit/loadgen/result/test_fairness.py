@@ -18,7 +18,7 @@ from loadgen.result.analysis import analyse
 from loadgen.result.checks.arms import captured_sizes
 from loadgen.result.checks.registry import CHECKS, Check, check_before_load
 from loadgen.storage.stored_run import StoredRun
-from loadgen.studies.fairness.conditions import as_condition, connect_ms, read_governors
+from loadgen.studies.fairness.measure import as_condition, connect_ms, read_governors
 from loadgen.studies.fairness.records import ArmConditions, Conditions
 from loadgen.transport.requests import Address
 from tests.golden.synthetic_run import Plan, write_run

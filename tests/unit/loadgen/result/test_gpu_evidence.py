@@ -140,7 +140,7 @@ def test_the_reports_show_the_findings_and_what_the_gpu_did(tmp_path: Path) -> N
     assert read_result(tmp_path / "result.json") == result == analyse(tmp_path), "a stored run can be reported again"
     page, summary = (tmp_path / "report.html").read_text(), (tmp_path / "summary.md").read_text()
     for text in (page, summary):
-        assert "Where the arms ran" in text
+        assert "GPU verification" in text
     assert "GPU\\_VERIFIED" in summary
     assert 'id="gpu-figure"' in page
     assert [(row.arm, row.scenario, row.words, row.repeats) for row in finding_rows(result)] == [
@@ -148,9 +148,9 @@ def test_the_reports_show_the_findings_and_what_the_gpu_did(tmp_path: Path) -> N
         ("B", "all scenarios", "GPU_VERIFIED", False),
         ("A", "single", "GPU_VERIFIED", True),
         ("B", "single", "GPU_VERIFIED", True),
-        ("A", "single, on the CPU on purpose", "CPU_FALLBACK", False),
+        ("A", "single, CPU control run", "CPU_FALLBACK", False),
     ]
-    shown = page.split("<h3>Where the arms ran</h3>")[1].split("</section>")[0]
+    shown = page.split("<h3>GPU verification</h3>")[1].split("</section>")[0]
     first, folded = shown.split("<details>")
     assert (first.count("GPU_VERIFIED"), folded.count("GPU_VERIFIED")) == (2, 2)
     assert "CPU_FALLBACK" in first

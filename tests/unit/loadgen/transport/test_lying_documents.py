@@ -19,7 +19,7 @@ from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, StageTotals
 from loadgen.result.checks.registry import check_before_load
 from loadgen.storage.stored_run import StoredRun
-from loadgen.studies.fairness.conditions import as_condition
+from loadgen.studies.fairness.measure import as_condition
 from loadgen.studies.fairness.records import Conditions
 from loadgen.studies.gpu_proof.decision import judge_placement
 from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS

@@ -1,4 +1,4 @@
-"""Stored counterfactual cells become causes in the result and in every report; broken ones are said to be untested."""
+"""Stored ablations become causes in the result and in every report; broken ones are reported as untested."""
 
 from __future__ import annotations
 
@@ -20,24 +20,22 @@ from loadgen.report.renderers.terminal import print_document
 from loadgen.result.analysis import analyse
 from loadgen.result.result_file import Result, encode_result, read_result
 from loadgen.studies.causes.analyse import CausesFound
-from loadgen.studies.causes.records import AS_IS, WITHOUT, CauseName, Counterfactual, Explanation, Untested, Variant
+from loadgen.studies.causes.records import AS_IS, WITHOUT, Ablation, CauseName, Explanation, Untested, Variant
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 PLAN = Plan(a=SimulatedArm(transport_ms=1.0), b=SimulatedArm(transport_ms=11.0), pairs=4, requests=80)
 VARIANT = Variant(payload="fp32", transport="http", settings={})
 
 
-def explain(
-    directory: Path, cause: CauseName, label: Label, as_is: Label, without: Label, number: int = 0
-) -> Counterfactual:
-    """A counterfactual of `single` whose blocks are the run's own: those of one arm, and the other's in the place of
+def explain(directory: Path, cause: CauseName, label: Label, as_is: Label, without: Label, number: int = 0) -> Ablation:
+    """A ablation of `single` whose blocks are the run's own: those of one arm, and the other's in the place of
     the same arm without the cause."""
     experiment = msgspec.json.decode((directory / "experiment.json").read_bytes(), type=Experiment)
     cell: Cell = next(cell for cell in experiment.cells if cell.name == "single")
-    counterfactual = Counterfactual(
-        number=number, cause=cause, label=label, changed="taken away", as_is=VARIANT, without=VARIANT, cells=(cell,)
+    ablation = Ablation(
+        number=number, cause=cause, label=label, changed="removed", as_is=VARIANT, without=VARIANT, cells=(cell,)
     )  # fmt: skip
-    folder = directory / counterfactual.folder
+    folder = directory / ablation.folder
     (folder / "blocks").mkdir(parents=True)
     (folder / "samples").mkdir()
     for path in sorted((directory / "blocks").glob("*.json")):
@@ -49,7 +47,7 @@ def explain(
                 json.dumps({**block, "label": role, "samples": f"samples/{name}.npy"})
             )
             shutil.copy(directory / block["samples"], folder / "samples" / f"{name}.npy")
-    return counterfactual
+    return ablation
 
 
 def write_explained(
@@ -115,38 +113,38 @@ def test_every_report_shows_it(tmp_path: Path) -> None:
     for document in (page, text, shown(result)):
         assert "100 % payload transfer of B" in document
         assert "No time was left for batched(4): raise --explain-minutes." in document
-    assert "What each cause makes of the difference in single" in page
+    assert "Causes of the difference in single" in page
     assert 'data-figure="causes-figure"' in page
     assert "causes/00-transfer-b" in text
     (tmp_path / "result.json").write_bytes(encode_result(result))
     assert read_result(tmp_path / "result.json") == result
 
 
-def test_a_run_without_counterfactuals_says_that_its_account_is_an_inference(tmp_path: Path) -> None:
+def test_a_run_without_ablations_says_so(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, PLAN))
     assert result.of(CausesFound).cells == ()
-    assert "no cause was taken away" in shown(result)
-    assert "an inference" in render_markdown(result_document(result))
+    for text in (shown(result), render_markdown(result_document(result))):
+        assert "no ablation was run; add" in text
 
 
-def test_a_run_that_ended_before_its_counterfactuals_says_so(tmp_path: Path) -> None:
+def test_a_run_that_ended_before_its_ablations_says_so(tmp_path: Path) -> None:
     write_explained(tmp_path)
     (tmp_path / "causes.json").unlink()
-    assert "The run ended before causes were taken away." in shown(analyse(tmp_path))
+    assert "the run ended before its ablations" in shown(analyse(tmp_path))
 
 
-def test_a_run_that_was_interrupted_between_counterfactuals_says_so(tmp_path: Path) -> None:
+def test_a_run_that_was_interrupted_between_ablations_says_so(tmp_path: Path) -> None:
     write_explained(tmp_path)
     path = tmp_path / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "interrupted"}))
-    assert "The run ended before all causes were taken away." in shown(analyse(tmp_path))
+    assert "The run ended before all ablations were done." in shown(analyse(tmp_path))
 
 
 def test_arms_that_take_the_same_time_have_nothing_to_explain(tmp_path: Path) -> None:
     write_explained(tmp_path)
     nothing = Explanation(cells=(), left_out=(), done=(), untested=())
     (tmp_path / "causes.json").write_bytes(msgspec.json.encode(nothing))
-    assert "so no cause was looked for." in shown(analyse(tmp_path))
+    assert "so no ablation was run." in shown(analyse(tmp_path))
 
 
 def test_a_cell_with_failed_requests_shows_nothing(tmp_path: Path) -> None:
@@ -165,7 +163,7 @@ def test_blocks_that_are_gone_are_untested_and_not_a_crash(tmp_path: Path) -> No
     write_explained(tmp_path)
     shutil.rmtree(tmp_path / "causes")
     (causes,) = analyse(tmp_path).of(CausesFound).cells
-    assert causes.causes[0].untested[0].reason == "its cell holds no complete pair of blocks"
+    assert causes.causes[0].untested[0].reason == "no pair of blocks is complete"
 
 
 def test_an_arm_that_is_no_faster_without_it_has_no_such_cause(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from loadgen.records.run import BlockRecord
-from loadgen.studies.gpu_proof.analyse import ArmLoad, assess
+from loadgen.studies.gpu_proof.analyse import assess
 from loadgen.studies.gpu_proof.readings import read_readings
 from loadgen.studies.gpu_proof.records import EvidenceRecord, Window
 from servers.gpu.readings import GpuReader
@@ -131,7 +131,7 @@ CPU_INFO: dict[str, Any] = {
 
 
 def assess_plan(directory: Path, plan: Plan, **changes: Any) -> EvidenceRecord:
-    """Record and assess. Keywords replace fields of `ArmLoad`."""
+    """Record and assess. Keywords replace those of `assess`."""
     path = directory / "0000.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in plan.record()))
     arm: dict[str, Any] = {
@@ -139,7 +139,7 @@ def assess_plan(directory: Path, plan: Plan, **changes: Any) -> EvidenceRecord:
         "completions_ns": plan.completions_ns(), "gpu_info": GPU_INFO, "model_config": None,
         "server_pids": {4711}, "own_pids": {4711, 4712},
     } | changes  # fmt: skip
-    return assess(read_readings([path]), ArmLoad(**arm))
+    return assess(read_readings([path]), **arm)
 
 
 Run = Callable[..., EvidenceRecord]

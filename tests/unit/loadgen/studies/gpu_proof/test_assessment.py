@@ -29,7 +29,7 @@ def test_a_busy_gpu_with_the_servers_process_is_verified(run: Run, plan: Any) ->
     assert gpu.idle_power_watts == pytest.approx(80, rel=0.01)
     assert gpu.energy_excess_joules == pytest.approx(520 * 40, rel=0.04)
     assert gpu.joules_per_item == pytest.approx(600 / 50, rel=0.03)
-    assert record.notes == ("no deliberate CPU run to compare the CPU's work with",)
+    assert record.notes == ("no CPU control run to compare the CPU's work with",)
 
 
 def test_an_idle_gpu_under_load_is_never_verified(run: Run, plan: Any) -> None:
@@ -53,7 +53,7 @@ def test_negative_control(run: Run, plan: Any, cpu_info: Any) -> None:
 def test_a_control_that_somebody_elses_work_heats_still_says_no(run: Run, plan: Any, cpu_info: Any) -> None:
     record = run(plan(), gpu_info=cpu_info, is_control=True)
     assert record.finding == "CPU_FALLBACK"
-    assert "the GPU was active nevertheless: something else used it" in record.notes
+    assert any("another process used it" in note for note in record.notes)
 
 
 @pytest.mark.parametrize(
@@ -92,17 +92,20 @@ def test_work_of_another_process_is_named_and_attributes_nothing(run: Run, plan:
     assert f"w{said}" in control.notes
     for record in (run(busy), run(plan(idle_busy=0.99, idle_watts=90.0, pids=(4711, 99))), run(busy, control=control)):
         assert (record.finding, record.code, record.activity) == ("INCONCLUSIVE", "unattributed", None)
-        assert record.sentence == f"W{said}, so what it did under load cannot be attributed to this server."
+        assert record.sentence == f"W{said}, so its activity under load cannot be attributed to this server."
     unseen = run(plan(busy=0.99, watts=600.0, idle_busy=0.99, idle_watts=600.0, pids=()))
     assert unseen.sentence.startswith("With nothing sent, the GPU was busy 99 % of the time, so ")
 
 
 def test_no_readings_at_all(run: Run, plan: Any) -> None:
-    from loadgen.studies.gpu_proof.analyse import ArmLoad, assess
+    from loadgen.studies.gpu_proof.analyse import assess
     from loadgen.studies.gpu_proof.readings import read_readings
 
     blocks = plan().block_records()
-    record = assess(read_readings([]), ArmLoad("a", None, blocks, [], np.empty(0, np.int64), None, None))
+    record = assess(
+        read_readings([]), label="a", cell=None, blocks=blocks, gaps=[], completions_ns=np.empty(0, np.int64),
+        gpu_info=None, model_config=None,
+    )  # fmt: skip
     assert (record.finding, record.code) == ("INCONCLUSIVE", "no_nvml")
 
 
@@ -118,7 +121,7 @@ def test_power_stands_in_for_an_energy_counter(run: Run, plan: Any) -> None:
     assert gpu is not None
     assert gpu.energy_source == "power"
     assert gpu.energy_joules == pytest.approx(600 * 40, rel=0.05)
-    assert "energy integrated from power readings: this GPU has no energy counter" in record.notes
+    assert any("no energy counter" in note for note in record.notes)
 
 
 def test_all_processes_ours_and_idle_gaps_attribute(run: Run, plan: Any) -> None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from loadgen.records.run import BlockRecord
 from loadgen.result.checks.gpu import may_rank
-from loadgen.studies.gpu_proof.analyse import ArmLoad, assess
+from loadgen.studies.gpu_proof.analyse import assess
 from loadgen.studies.gpu_proof.readings import read_readings
 from loadgen.studies.gpu_proof.records import EvidenceRecord, Window
 
@@ -23,7 +23,7 @@ CAPTURES = sorted((ROOT / "tests/captures").glob("*.json"))
 RECORDER = ROOT / "tests/gpu/evidence/record_capture.py"
 
 
-def arm(capture: dict[str, Any], kind: str, placement: str, **more: Any) -> ArmLoad:
+def arm(capture: dict[str, Any], kind: str, placement: str) -> dict[str, Any]:
     """One phase of a capture as an arm's only block, the idle phases as gaps; what its runtime says is given."""
     (phase,) = [phase for phase in capture["phases"] if phase["kind"] == kind]
     device = {"gpu": "cuda:0", "cpu": "cpu"}[placement]
@@ -33,25 +33,23 @@ def arm(capture: dict[str, Any], kind: str, placement: str, **more: Any) -> ArmL
         items=phase["completed"], errors=0, error_messages=(), generator_cpu_ns=0, server_cpu_ns=phase["cpu_ns"],
         stages=None, complete=True,
     )  # fmt: skip
-    return ArmLoad(
-        label="a",
-        cell="single",
-        blocks=[block],
-        gaps=[Window(start_ns=p["start_ns"], end_ns=p["end_ns"]) for p in capture["phases"] if p["kind"] == "idle"],
-        completions_ns=np.array(phase["completions_ns"], dtype=np.int64),
-        gpu_info={
-            "runtime": {
-                "kind": "torch",
-                "used_device_uuid": capture["uuid"],
-                "placement": {"params_by_device": {device: 1}},
-                "canary": {"kernel_count": capture["kernel_count"]},
-            }
-        },
-        model_config=None,
-        server_pids={capture["pid"]},
-        own_pids={capture["pid"]},
-        **more,
-    )
+    runtime = {
+        "kind": "torch",
+        "used_device_uuid": capture["uuid"],
+        "placement": {"params_by_device": {device: 1}},
+        "canary": {"kernel_count": capture["kernel_count"]},
+    }
+    return {
+        "label": "a",
+        "cell": "single",
+        "blocks": [block],
+        "gaps": [Window(start_ns=p["start_ns"], end_ns=p["end_ns"]) for p in capture["phases"] if p["kind"] == "idle"],
+        "completions_ns": np.array(phase["completions_ns"], dtype=np.int64),
+        "gpu_info": {"runtime": runtime},
+        "model_config": None,
+        "server_pids": {capture["pid"]},
+        "own_pids": {capture["pid"]},
+    }
 
 
 def of_the_same_work(control: EvidenceRecord) -> EvidenceRecord:
@@ -75,7 +73,7 @@ def test_capture(path: Path, tmp_path: Path) -> None:
     readings = read_readings([file])
 
     def judge(kind: str, placement: str, **more: Any) -> EvidenceRecord:
-        return assess(readings, arm(capture, kind, placement, **more))
+        return assess(readings, **arm(capture, kind, placement), **more)
 
     control = judge("cpu", "cpu", is_control=True)
     assert (control.finding, control.activity) == ("CPU_FALLBACK", "idle"), control

@@ -108,8 +108,8 @@ def test_a_killed_samplers_last_line_is_dropped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("", "its first line is no header"),
-        ('{"type":"end","at_ns":1,"reason":"stop"}\n', "its first line is no header"),
+        ("", "its first line is not a header"),
+        ('{"type":"end","at_ns":1,"reason":"stop"}\n', "its first line is not a header"),
         (header(schema="abserve.gpu-readings/2"), "this version reads abserve.gpu-readings/1"),
         (header() + "broken\n", "line 2"),
     ],
