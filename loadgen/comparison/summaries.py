@@ -1,8 +1,8 @@
-"""What each block and each cell of an arm measured, from raw samples; nothing here compares arms.
+"""What each block, and each arm in each workload, measured, from raw samples; nothing here compares arms.
 
-In a closed loop throughput and latency are those of full load, in an open loop every request counts and throughput is
-the rate of the answers (see `loadgen.comparison.loops`). Latency counts from the intended start to the last byte, of
-good answers only; failed requests are counted apart and invalidate.
+In a closed loop throughput and latency are those at full load; in an open loop every request counts, and throughput is
+the rate of the responses (see `loadgen.comparison.loops`). Latency counts from the intended start to the last byte of
+good responses; failed requests are counted separately and invalidate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from loadgen.storage.stored_run import StoredBlock
 
 
 class LatencySummary(Record, frozen=True, kw_only=True):
-    """Milliseconds from the intended start to the last byte; None where a percentile has too few samples."""
+    """Milliseconds from the intended start to the last byte; None if a percentile has too few samples."""
 
     samples: int
     mean_ms: float | None
@@ -55,39 +55,39 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     requests: int
     errors: int
     items: int
-    """In good answers."""
+    """In good responses."""
     throughput_per_s: float | None
     """Items per second at full load."""
     full_load_share: float | None
     """The share of the block that the figures come from."""
     latency: LatencySummary
     send_lag_p99_ms: float | None
-    """How much later than the schedule wanted requests left; 0 in a closed loop."""
+    """Delay of sending a request after it was due; 0 in a closed loop."""
     send_lag_max_ms: float | None
     warm_up_share: float | None
-    """Time lost to slow first requests as a share of the block's counted time; see `slow_start`."""
+    """Share of the block's counted time that slow first requests cost; see `slow_start`."""
     generator_cpu_share: float | None
-    """Of one core; of several generator processes the busiest one's."""
+    """Of one core; with several generator processes the busiest one's."""
     server_cpu_cores: float | None
     """Mean number of cores that the server kept busy."""
     request_bytes: float | None
     response_bytes: float | None
-    """Medians on the wire, a request."""
+    """Medians on the wire, per request."""
     note: str | None
     restart: int = 0
     """During which start of the servers, from 0."""
     send_lag_p50_ms: float | None = None
     open_loop: OpenLoop | None = None
-    """Of an open loop, whose `throughput_per_s` is the rate of the answers."""
+    """Of an open loop, whose `throughput_per_s` is the rate of the responses."""
     generator_processes: int = 1
     first_answer_ms: float | None = None
-    """From the start of a connection to its first answer, before the block; the median over the users."""
+    """From the start of a connection to its first response, before the block; the median over the users."""
     reconnects: int | None = None
-    """Requests before which a connection that the server had closed was made again, inside their latency."""
+    """Requests that had to reconnect because the server had closed the connection, as part of their latency."""
 
 
 class CellSummary(Record, frozen=True, kw_only=True):
-    """One arm in one cell: all complete blocks together."""
+    """One arm in one workload: all complete blocks together."""
 
     cell: str
     label: Label
@@ -109,14 +109,14 @@ class CellSummary(Record, frozen=True, kw_only=True):
     distribution_ms: tuple[tuple[float, float], ...]
     """Latency and the share of requests that took at most that long, for drawing."""
     payload_bytes: float | None = None
-    """Bytes of tensors in a request: the mean over the prepared bodies, which take turns. Part of `request_bytes`,
-    except where they go through shared memory."""
+    """Bytes of tensors in a request: the mean over the prepared bodies. Part of `request_bytes`, unless they go through
+    shared memory."""
     open_loop: OpenLoop | None = None
     first_answer_ms: float | None = None
-    """From the start of a connection to its first answer, before a block: the median over the blocks. It is in none of
+    """From the start of a connection to its first response, before a block: the median over the blocks. Not included in
     the other figures."""
     reconnect_share: float | None = None
-    """Requests before which a connection that the server had closed was made again, of all requests."""
+    """Share of the requests that had to reconnect because the server had closed the connection."""
 
 
 def summarise_latency(values_ms: np.ndarray[tuple[int], np.dtype[np.float64]]) -> LatencySummary:
@@ -133,7 +133,7 @@ def summarise_latency(values_ms: np.ndarray[tuple[int], np.dtype[np.float64]]) -
 
 
 def summarise_blocks(blocks: Sequence[StoredBlock]) -> tuple[BlockSummary, ...]:
-    """One summary a block, in the order in which they ran; blocks without readable samples keep their counts."""
+    """One summary per block, in the order in which they ran; blocks without readable samples keep their counts."""
     origin_ns = min((block.record.window_start_ns for block in blocks), default=0)
     return tuple(_summarise_block(block, origin_ns) for block in blocks)
 
@@ -151,7 +151,7 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         lags_ms = (samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS
         median_lag, lag, largest_lag = percentile(lags_ms, 0.5), percentile(lags_ms, 0.99), float(lags_ms.max())
         if record.offered is not None and record.due_span_ns is not None:
-            # Requests of an open loop queue behind each other: a busy spell at the start is no missing warm-up.
+            # Requests of an open loop queue behind each other: a busy start does not mean that warm-up is missing.
             open_loop = summarise_open_loop(samples, record.offered, record.due_span_ns, block.cell.concurrency)
             throughput = None if open_loop.achieved_per_s is None else open_loop.achieved_per_s * block.cell.batch_size
         else:
@@ -193,14 +193,14 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
 
 
 def measured_samples(block: StoredBlock) -> Samples:
-    """See `measured_answers`; none where the block's samples are missing."""
+    """`measured_answers` of a block; empty if its samples are missing."""
     if block.samples is None:
         return np.empty(0, dtype=SAMPLE_DTYPE)
     return measured_answers(block.samples, is_open=block.cell.is_open)
 
 
 def _generator_cpu_share(record: BlockRecord) -> float | None:
-    """Of the core that a generator process can use at most; with several, of the one that was closest to it."""
+    """Of one core; with several processes, the busiest one's."""
     shares = [
         worker.cpu_ns / (worker.window_end_ns - worker.window_start_ns)
         for worker in record.workers
@@ -215,7 +215,7 @@ def _generator_cpu_share(record: BlockRecord) -> float | None:
 def summarise_cell(
     cell: str, label: Label, blocks: Sequence[StoredBlock], summaries: Sequence[BlockSummary]
 ) -> CellSummary:
-    """Pool the complete blocks of one arm in one cell; `blocks` and `summaries` belong together, in order."""
+    """Pool the complete blocks of one arm in one workload; `blocks` and `summaries` are in the same order."""
     chosen = [
         (block, summary)
         for block, summary in zip(blocks, summaries, strict=True)
@@ -270,8 +270,8 @@ def _payload_bytes(chosen: Sequence[tuple[StoredBlock, BlockSummary]]) -> float 
 
 
 def _request_bytes(chosen: Sequence[tuple[StoredBlock, BlockSummary]]) -> float | None:
-    """The median over all requests. Where bodies differ in size (JPEG files), it depends on how often each was sent;
-    so there it is the median of what is no payload, and the payload's mean."""
+    """The median over all requests. If bodies differ in size (JPEG files) it would depend on how often each was sent,
+    so then it is the median without the payload plus the mean payload."""
     sizes, varies = [], False
     for block, _ in chosen:
         answered = good(block.samples) if block.samples is not None else np.empty(0, dtype=SAMPLE_DTYPE)

@@ -142,7 +142,7 @@ def test_answers_that_were_not_compared_are_not_taken_as_right(tmp_path: Path) -
     assert (found.ok, found.severity, found.detail) == (None, "invalidates", "arm a does not answer again")
     (tmp_path / "answers.json").write_text("[]")
     result = analyse(tmp_path)
-    assert check(result, "answers_under_load").detail == "no answers of A and B were compared"
+    assert check(result, "answers_under_load").detail == "no responses of A and B were compared"
     assert not result.valid
     (tmp_path / "answers.json").unlink()
     older = analyse(tmp_path)
@@ -245,7 +245,7 @@ def test_a_difference_that_was_asked_for_warns_instead(tmp_path: Path) -> None:
     precision = check(result, "same_precision")
     assert (precision.ok, precision.severity) == (False, "warns")
     assert result.valid
-    assert any("not servers alone" in caveat for caveat in result.verdict.caveats)
+    assert any("compares settings" in caveat for caveat in result.verdict.caveats)
 
 
 def test_a_failed_cell_leaves_the_other_cells_their_verdict(tmp_path: Path) -> None:
@@ -256,15 +256,13 @@ def test_a_failed_cell_leaves_the_other_cells_their_verdict(tmp_path: Path) -> N
                 for scenario in ("single", "concurrent(16)")}  # fmt: skip
     assert verdicts == {"single": {"invalid"}, "concurrent(16)": {"arm_better"}}
     assert not result.valid
-    assert result.verdict.sentence.startswith("No verdict on 1 of 8 scenarios")
+    assert result.verdict.sentence.startswith("No verdict on 1 of 8 workloads")
 
 
 def test_failed_parity_leaves_no_verdict_at_all(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(parity_cosine=0.91, **SMALL)))
     assert {c.verdict for c in result.comparisons} == {"invalid"}
-    assert result.verdict.sentence.startswith(
-        "No verdict: “the arms give the same answers” failed: 4 of 4 cases disagree"
-    )
+    assert result.verdict.sentence.startswith("No verdict. The arms return different outputs in 4 of 4 cases")
 
 
 def test_without_its_data_no_check_is_ok(tmp_path: Path) -> None:
@@ -316,7 +314,7 @@ def test_a_new_check_is_one_function(tmp_path: Path) -> None:
     assert result.checks[-len(found) :] == tuple(found)
     assert [one.scope for one in found] == [f"cell {cell.name}" for cell in result.experiment.cells if cell.has_blocks]
     assert not result.valid
-    assert any("“no block is short” failed in 7 scenarios" in reason for reason in result.verdict.failed)
+    assert any("In single and 6 more workloads, the shortest takes" in reason for reason in result.verdict.failed)
     page = render_markdown(result_document(result))
     assert "no block is short" in page
     assert "Ask for longer blocks." in page
