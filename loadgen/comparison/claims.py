@@ -75,8 +75,8 @@ def claim(
     better, other = (arm, base) if comparison.winner == comparison.arm else (base, arm)
     factor, interval = ratio(found.factor, found.ci95), f"(95 % interval {ratio_interval(found.ci95)})"
     if comparison.higher_is_better:
-        return f"{better} serves {factor} the {comparison.unit} of {other} {interval}{where}"
-    return f"the {title} of {better} is {factor} lower than that of {other} {interval}{where}"
+        return f"{better} serves {factor} the {comparison.unit} of {other}{where} {interval}"
+    return f"the {title} of {better} is {factor} lower than that of {other}{where} {interval}"
 
 
 def _as_measured(comparison: Comparison) -> str:

@@ -57,8 +57,8 @@ def measured_answers(samples: Samples, *, is_open: bool) -> Samples:
 
 
 def throughput_per_s(samples: Samples) -> float | None:
-    """Items per second at full load, from good responses of a whole block; None without one. A failed request takes time
-    and brings no items."""
+    """Items per second at full load, from a whole block; None without a good response. A failed request takes time and
+    has no items."""
     steady = counted(samples)
     if len(steady) == 0:
         return None

@@ -98,7 +98,7 @@ def may_rank(found: Evidence) -> tuple[bool, str]:
     uuids = {}
     for label, record in found.items():
         if record is None:
-            return False, f"There is no evidence about arm {shown(label)}."
+            return False, f"Nothing shows where arm {shown(label)} ran."
         if record.finding is not Finding.GPU_VERIFIED:
             code = f" ({record.code})" if record.code is not None else ""
             return False, f"Arm {shown(label)} is {record.finding}{code}: {record.sentence}"

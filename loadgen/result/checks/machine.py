@@ -257,7 +257,7 @@ def cpu_steal(load: CellFacts, facts: Facts) -> Outcome | None:
         for block in blocks
         if block.machine is not None and block.machine.steal_ns is not None and block.machine.total_ns > 0
     ]
-    return _judge_taken(taken, facts.run.experiment, "the hypervisor took") if blocks else None
+    return _judge_taken(taken, facts.run.experiment, "the hypervisor") if blocks else None
 
 
 @check(
@@ -277,7 +277,7 @@ def other_processes(load: CellFacts, facts: Facts) -> Outcome | None:
             others.append((machine.busy_ns - machine.known_ns, machine.others))
     if not blocks:
         return None
-    found = _judge_taken(taken, facts.run.experiment, "other processes took")
+    found = _judge_taken(taken, facts.run.experiment, "other processes")
     named = max(others, default=(0, ()))[1]
     if found.ok is False and named:
         return replace(found, detail=f"{found.detail}; the busiest in the worst block: {', '.join(named)}")
@@ -293,7 +293,7 @@ def _judge_taken(taken: Sequence[_Taken], experiment: Experiment, who: str) -> O
     # What is within the kernel's step of 10 ms may come out below 0.
     pooled = {label: max(sum(o.ns for o in own) / sum(o.of_ns for o in own), 0.0) for label, own in by_arm.items()}
     most, shares = max(pooled.values()), [one.share for one in taken]
-    detail = f"{who} CPU time: {join([f'{share(s)} from {shown(label)}' for label, s in pooled.items()])}"
+    detail = f"CPU time taken by {who}: {join([f'{share(s)} from {shown(label)}' for label, s in pooled.items()])}"
     if most <= TAKEN_LIMIT:
         return Outcome(True, detail, most)
     detail += f" ({sum(value > TAKEN_LIMIT for value in shares)} of {len(shares)} blocks above {share(TAKEN_LIMIT)})"

@@ -45,7 +45,7 @@ def run_finished(facts: Facts) -> Iterator[Outcome]:
 
 
 @check(
-    "the arms return the same outputs",
+    "the arms give the same answers",
     "invalidates",
     "Serve the same weights, precision and preprocessing on every arm; the parity table names the failing case.",
     unknown="invalidates",
@@ -53,14 +53,14 @@ def run_finished(facts: Facts) -> Iterator[Outcome]:
 def parity(facts: Facts) -> Iterator[Outcome]:
     record = facts.run.parity
     if record is None or (not record.cases and record.error is None):
-        yield Outcome(None, "outputs were not compared")
+        yield Outcome(None, "parity was not measured")
         return
     relative, figures = record.largest_relative_error, parity_figures(record)
     failed = [case.name for case in record.cases if not case.ok]
     detail = record.error or f"{figures} in {len(record.cases)} cases"
     if failed and record.error is None:
         cases = f"{len(failed)} of {len(record.cases)} cases ({', '.join(failed)})"
-        detail = f"the arms return different outputs in {cases}, so their speeds cannot be compared; {figures}"
+        detail = f"the arms give different answers in {cases}, so their speeds cannot be compared; {figures}"
     yield Outcome(
         record.ok and not failed and record.error is None,
         detail,
@@ -129,14 +129,14 @@ def _errors(cell: Cell, requests: int, errors: int, messages: Iterable[str]) -> 
 
 
 @check(
-    "outputs under load equal those of single requests",
+    "answers under load equal those of single requests",
     "invalidates",
-    "Find out what that server returns to concurrent requests: its speed means nothing while its outputs are wrong.",
+    "Find out why that server answers concurrent requests differently: its speed means nothing until it is right.",
     unknown="invalidates",
     threshold=0,
 )
 def answers_under_load(facts: Facts) -> Iterator[Outcome]:
-    """Not made for runs stored before outputs under load were compared."""
+    """Not made for runs stored before answers under load were compared."""
     run = facts.run
     for cell in run.experiment.cells if run.answers is not None else ():
         loaded = {(block.record.label, block.record.restart) for block in run.blocks if block.record.cell == cell.name}
@@ -155,18 +155,18 @@ def _answers(
     if wrong:
         detail = "; ".join(
             f"{sum(one.wrong for one in wrong if one.label == label):,} of "
-            f"{sum(one.answers for one in found if one.label == label):,} responses of {shown(label)} are wrong: "
+            f"{sum(one.answers for one in found if one.label == label):,} answers of {shown(label)} are wrong: "
             + next(str(one.fault) for one in wrong if one.label == label)
             for label in dict.fromkeys(one.label for one in wrong)
         )
     elif errors:
         detail = errors[0]
     elif missing:
-        detail = f"no responses of {join(missing)} were compared"
+        detail = f"no answers of {join(missing)} were compared"
     else:
         worst = max((one.relative_max or 0.0 for one in found), default=0.0)
         detail = (
-            f"{sum(one.answers for one in found):,} responses ({sum(one.items for one in found):,} items) differ by "
+            f"{sum(one.answers for one in found):,} answers ({sum(one.items for one in found):,} items) differ by "
             f"at most {worst:.1e} (tolerance {found[0].tolerance_relative:.1e})"
         )
     compared = not errors and not missing

@@ -142,7 +142,7 @@ def test_answers_that_were_not_compared_are_not_taken_as_right(tmp_path: Path) -
     assert (found.ok, found.severity, found.detail) == (None, "invalidates", "arm a does not answer again")
     (tmp_path / "answers.json").write_text("[]")
     result = analyse(tmp_path)
-    assert check(result, "answers_under_load").detail == "no responses of A and B were compared"
+    assert check(result, "answers_under_load").detail == "no answers of A and B were compared"
     assert not result.valid
     (tmp_path / "answers.json").unlink()
     older = analyse(tmp_path)
@@ -262,7 +262,7 @@ def test_a_failed_cell_leaves_the_other_cells_their_verdict(tmp_path: Path) -> N
 def test_failed_parity_leaves_no_verdict_at_all(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(parity_cosine=0.91, **SMALL)))
     assert {c.verdict for c in result.comparisons} == {"invalid"}
-    assert result.verdict.sentence.startswith("No verdict. The arms return different outputs in 4 of 4 cases")
+    assert result.verdict.sentence.startswith("No verdict. The arms give different answers in 4 of 4 cases")
 
 
 def test_without_its_data_no_check_is_ok(tmp_path: Path) -> None:
