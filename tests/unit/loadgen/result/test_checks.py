@@ -195,6 +195,43 @@ def test_a_sound_run_is_valid_and_fails_nothing_that_matters(tmp_path: Path) -> 
     }
 
 
+def slower(directory: Path, factor: Callable[[float], float]) -> None:
+    """Interleave the workloads, as in a real run, and stretch the requests of each block by a factor of the block's
+    place in the run, from 0 to 1."""
+    blocks = [json.loads(path.read_text()) for path in (directory / "blocks").glob("*.json")]
+    blocks.sort(key=lambda block: (block["round"], block["index"]))
+    for place, block in enumerate(blocks):
+        samples = np.load(directory / block["samples"])
+        start, moment = samples["intended_ns"].min(), blocks[0]["window_start_ns"] + place * 60_000_000_000
+        for name in ("intended_ns", "send_ns", "first_byte_ns", "end_ns"):
+            samples[name] = moment + (samples[name] - start) * factor(place / len(blocks))
+        np.save(directory / block["samples"], samples)
+
+
+@pytest.mark.parametrize(
+    ("factor", "ok"),
+    [
+        (lambda place: 1.0 + 0.0 * place, True),
+        (lambda place: 1.0 + 0.4 * place, False),
+        (lambda place: 1.3 if 0.4 < place < 0.6 else 1.0, False),
+        (lambda place: 1.4 if int(place * 1e6) % 7 in (0, 3) else 1.0, False),
+    ],
+    ids=["steady", "slower and slower", "slow in the middle", "slow now and then"],
+)
+def test_a_machine_that_changed_its_speed_is_said_beside_the_verdict(
+    tmp_path: Path, factor: Callable[[float], float], ok: bool
+) -> None:
+    write_run(tmp_path, Plan(**SMALL))
+    slower(tmp_path, factor)
+    result = analyse(tmp_path)
+    found = check(result, "machine_steady")
+    assert (found.ok, found.severity) == (ok, "warns")
+    assert result.valid
+    assert (
+        any("speed" in caveat and "%" in caveat for caveat in result.verdict.caveats if "weights" not in caveat) != ok
+    )
+
+
 def test_send_lag_is_judged_with_enough_samples_and_only_suspected_with_few(tmp_path: Path) -> None:
     write_run(tmp_path / "few", Plan(pairs=2, requests=60))
     edit_samples(tmp_path / "few", "concurrent(16)", late)
