@@ -107,17 +107,14 @@ class Comparison(Record, frozen=True, kw_only=True):
 
     @property
     def pairing(self) -> Pairing:
-        """Which arms are compared."""
         return Pairing(self.baseline, self.arm)
 
     @property
     def winner(self) -> Label | None:
-        """The arm that the verdict names as the better one, if any."""
         return winner_of(self.verdict, self.pairing)
 
     @property
     def loser(self) -> Label | None:
-        """The other arm, if there is a winner."""
         return {"arm_better": self.baseline, "baseline_better": self.arm}.get(self.verdict)
 
 

@@ -45,7 +45,6 @@ class CellFacts:
 
     @property
     def scope(self) -> str:
-        """Scope of a check of this workload."""
         return cell_scope(self.cell.name)
 
 
@@ -63,7 +62,6 @@ class Facts:
     """Checks get those before any check has invalidated one."""
 
     def of(self, kind: type[F]) -> F:
-        """A study's finding."""
         return kind.among(self.findings)
 
     @cached_property

@@ -98,7 +98,6 @@ class StageAccount(Record, frozen=True, kw_only=True):
 
     @property
     def sides(self) -> tuple[ArmStages | None, ArmStages | None]:
-        """The baseline's first."""
         return self.baseline_stages, self.arm_stages
 
 

@@ -99,7 +99,6 @@ class ArmRequest(Record, frozen=True, kw_only=True):
 
     @property
     def embedded(self) -> bool:
-        """Whether abserve starts this arm's server."""
         return self.target in EMBEDDED
 
 
@@ -195,21 +194,17 @@ class Experiment(Record, frozen=True, kw_only=True):
 
     @property
     def labels(self) -> tuple[Label, ...]:
-        """The arms' labels, the baseline's first."""
         return tuple(arm.label for arm in self.arms)
 
     @property
     def baseline(self) -> ArmRequest:
-        """The arm that the others are compared with."""
         return self.arms[0]
 
     def arm(self, label: Label) -> ArmRequest:
-        """By its label."""
         return next(arm for arm in self.arms if arm.label == label)
 
     @property
     def pairings(self) -> tuple[Pairing, ...]:
-        """The baseline with each other arm."""
         return tuple(Pairing(self.arms[0].label, arm.label) for arm in self.arms[1:])
 
     @property
@@ -219,11 +214,9 @@ class Experiment(Record, frozen=True, kw_only=True):
 
     @property
     def payloads(self) -> tuple[str, ...]:
-        """The different payloads, the baseline's first."""
         return tuple(dict.fromkeys(self.payload_of(arm) for arm in self.arms))
 
     def payload_of(self, arm: ArmRequest) -> str:
-        """The payload of an arm's requests."""
         return arm.payload or self.payload
 
     def model_of(self, arm: ArmRequest) -> str:
@@ -415,12 +408,10 @@ class ParityRecord(Record, frozen=True, kw_only=True):
 
     @property
     def lowest_cosine(self) -> float | None:
-        """Of all cases."""
         return min((case.cosine_min for case in self.cases), default=None)
 
     @property
     def largest_relative_error(self) -> float | None:
-        """Of all cases."""
         return max((case.relative_max for case in self.cases if case.relative_max is not None), default=None)
 
 

@@ -55,7 +55,6 @@ class Result(Record, frozen=True, kw_only=True):
     thresholds: tuple[ThresholdOutcome, ...] = ()
 
     def of(self, kind: type[F]) -> F:
-        """A study's findings."""
         return kind.among(self.studies)
 
 

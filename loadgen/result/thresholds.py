@@ -84,7 +84,6 @@ class Quantity:
 
     @property
     def is_ratio(self) -> bool:
-        """And not one arm's value."""
         return self.side != self.arm
 
     def __str__(self) -> str:

@@ -15,6 +15,7 @@ together, are late together, so the true confidence of a short trial is lower;
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from scipy import special
@@ -28,13 +29,10 @@ def queries_needed(late: int, quantile: float = QUANTILE, confidence: float = CO
     """The fewest requests among which `late` late answers still support the claim."""
     if late < 0 or not 0.0 < quantile < 1.0 or not 0.0 < confidence < 1.0:
         raise ValueError(f"no bound for {late} late answers, quantile {quantile}, confidence {confidence}")
-    low, high = late, max(2 * late, 1)
-    while not _carries(late, high, quantile, confidence):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _carries(late, middle, quantile, confidence) else (middle, high)
-    return high
+    queries: int = max(math.ceil(special.bdtrin(late, 1.0 - confidence, 1.0 - quantile)) - 1, late + 1)
+    while special.bdtr(late, queries, 1.0 - quantile) > 1.0 - confidence:  # the inverse may be off by rounding
+        queries += 1
+    return queries
 
 
 @lru_cache(maxsize=4096)
@@ -42,12 +40,7 @@ def late_allowed(queries: int, quantile: float = QUANTILE, confidence: float = C
     """The most late answers among `queries` that still support the claim; None if even 0 late answers do not."""
     if queries < queries_needed(0, quantile, confidence):
         return None
-    low, high = 0, queries  # `queries` late ones carry no claim
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if _carries(middle, queries, quantile, confidence) else (low, middle)
-    return low
-
-
-def _carries(late: int, queries: int, quantile: float, confidence: float) -> bool:
-    return queries > late and float(special.bdtr(late, queries, 1.0 - quantile)) <= 1.0 - confidence
+    late: int = math.floor(special.bdtrik(1.0 - confidence, queries, 1.0 - quantile)) + 1
+    while special.bdtr(late, queries, 1.0 - quantile) > 1.0 - confidence:
+        late -= 1
+    return late

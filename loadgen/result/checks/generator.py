@@ -35,7 +35,7 @@ WARM_UP_SIGNIFICANCE = 0.001
 @check(
     "the load generator had CPU to spare",
     "invalidates",
-    "Lower the concurrency, choose a smaller payload, add --processes, or run the load generator on another machine.",
+    "Lower the concurrency, choose a smaller payload, add --processes, or use another machine for the load generator.",
     unknown="invalidates",
     threshold=BUSY,
 )
@@ -252,12 +252,7 @@ def rate_sustained(load: CellFacts, _: Facts) -> Outcome | None:
     return Outcome(not saturated, "; ".join(saturated) or detail, worst)
 
 
-@check(
-    "the warm-up was long enough",
-    "invalidates",
-    "Warm up for longer at this batch size.",
-    threshold=WARM_UP_LIMIT,
-)
+@check("the warm-up was long enough", "invalidates", "Warm up for longer at this batch size.", threshold=WARM_UP_LIMIT)
 @per_load
 def warm_up(load: CellFacts, facts: Facts) -> Outcome:
     """One observation per block, since concurrent requests are slow together. It fails only beyond both the limit and

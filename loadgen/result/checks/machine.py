@@ -6,13 +6,12 @@ server that uses all cores loses about that share of its throughput.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from functools import partial, wraps
 from itertools import pairwise
-from statistics import fmean, median, stdev
-from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -231,16 +230,8 @@ def machine_steady(facts: Facts) -> Iterator[Outcome]:
     yield Outcome(ok, detail, change, margin)
 
 
-class _Taken(NamedTuple):
-    """CPU time taken from the processors in one block."""
-
-    label: Label
-    ns: int
-    of_ns: int
-
-    @property
-    def share(self) -> float:
-        return self.ns / self.of_ns
+Taken = dict[Label, list[tuple[int, int]]]
+"""Per arm and block: CPU time taken from the cores, and all CPU time, in ns."""
 
 
 @check(
@@ -251,12 +242,11 @@ class _Taken(NamedTuple):
 )
 @per_load
 def cpu_steal(load: CellFacts, facts: Facts) -> Outcome | None:
+    taken: Taken = {label: [] for label in facts.run.experiment.labels}
     blocks = [block.record for block in load.stored if block.record.complete]
-    taken = [
-        _Taken(block.label, block.machine.steal_ns, block.machine.total_ns)
-        for block in blocks
-        if block.machine is not None and block.machine.steal_ns is not None and block.machine.total_ns > 0
-    ]
+    for block in blocks:
+        if block.machine is not None and block.machine.steal_ns is not None and block.machine.total_ns > 0:
+            taken[block.label].append((block.machine.steal_ns, block.machine.total_ns))
     return _judge_taken(taken, facts.run.experiment, "the hypervisor") if blocks else None
 
 
@@ -268,54 +258,48 @@ def cpu_steal(load: CellFacts, facts: Facts) -> Outcome | None:
 )
 @per_load
 def other_processes(load: CellFacts, facts: Facts) -> Outcome | None:
+    taken: Taken = {label: [] for label in facts.run.experiment.labels}
     blocks = [block.record for block in load.stored if block.record.complete]
-    taken, others = [], []
+    worst: tuple[int, tuple[str, ...]] = (0, ())
     for block in blocks:
-        machine = block.machine
-        if machine is not None and machine.known_ns is not None and machine.total_ns > 0:
-            taken.append(_Taken(block.label, machine.busy_ns - machine.known_ns, machine.total_ns))
-            others.append((machine.busy_ns - machine.known_ns, machine.others))
+        if (machine := block.machine) is not None and machine.known_ns is not None and machine.total_ns > 0:
+            others_ns = machine.busy_ns - machine.known_ns
+            taken[block.label].append((others_ns, machine.total_ns))
+            worst = max(worst, (others_ns, machine.others))
     if not blocks:
         return None
     found = _judge_taken(taken, facts.run.experiment, "other processes")
-    named = max(others, default=(0, ()))[1]
-    if found.ok is False and named:
-        return replace(found, detail=f"{found.detail}; the busiest in the worst block: {', '.join(named)}")
+    if found.ok is False and worst[1]:
+        return replace(found, detail=f"{found.detail}; the busiest in the worst block: {', '.join(worst[1])}")
     return found
 
 
-def _judge_taken(taken: Sequence[_Taken], experiment: Experiment, who: str) -> Outcome:
+def _judge_taken(taken: Taken, experiment: Experiment, who: str) -> Outcome:
     """By an arm's blocks together, since the kernel counts in coarse steps. It warns, and invalidates if the arms had
     unequal shares of the machine or all had little of it."""
-    by_arm = {label: [one for one in taken if one.label == label] for label in experiment.labels}
-    if not all(by_arm.values()):
+    if not all(taken.values()):
         return Outcome(None, "CPU time was not recorded")
+    blocks = {label: np.array([ns / of_ns for ns, of_ns in own]) for label, own in taken.items()}
     # What is within the kernel's step of 10 ms may come out below 0.
-    pooled = {label: max(sum(o.ns for o in own) / sum(o.of_ns for o in own), 0.0) for label, own in by_arm.items()}
-    most, shares = max(pooled.values()), [one.share for one in taken]
+    pooled = {label: max(sum(o for o, _ in own) / sum(of for _, of in own), 0.0) for label, own in taken.items()}
+    most, shares = max(pooled.values()), np.concatenate(list(blocks.values()))
     detail = f"CPU time taken by {who}: {join([f'{share(s)} from {shown(label)}' for label, s in pooled.items()])}"
     if most <= TAKEN_LIMIT:
         return Outcome(True, detail, most)
-    detail += f" ({sum(value > TAKEN_LIMIT for value in shares)} of {len(shares)} blocks above {share(TAKEN_LIMIT)})"
-    much = min(median(shares), most) > MOST_TAKEN
+    detail += f" ({sum(shares > TAKEN_LIMIT)} of {len(shares)} blocks above {share(TAKEN_LIMIT)})"
+    much = min(float(np.median(shares)), most) > MOST_TAKEN
+    errors = {
+        k: float(np.std(own, ddof=1)) / len(own) ** 0.5 if len(own) > 1 else math.inf for k, own in blocks.items()
+    }
     apart = any(
-        abs(pooled[one] - pooled[other])
-        > max(experiment.equivalence_margin, APART_ERRORS * _error(by_arm[one], by_arm[other]))
-        for one, other in experiment.pairings
+        abs(pooled[a] - pooled[b]) > max(experiment.equivalence_margin, APART_ERRORS * math.hypot(errors[a], errors[b]))
+        for a, b in experiment.pairings
     )
     if apart:
         detail += ", so the arms did not have the same machine"
     elif much:
         detail += f", over {share(MOST_TAKEN)} in the median block"
     return Outcome(False, detail, most, severity="invalidates" if much or apart else None)
-
-
-def _error(a: Sequence[_Taken], b: Sequence[_Taken]) -> float:
-    """Standard error of the difference of the arms' mean shares; infinite with a single block of an arm."""
-    if min(len(a), len(b)) < 2:
-        return float("inf")
-    spreads = [stdev([o.share for o in own], fmean([o.share for o in own])) / len(own) ** 0.5 for own in (a, b)]
-    return float((spreads[0] ** 2 + spreads[1] ** 2) ** 0.5)
 
 
 @check(

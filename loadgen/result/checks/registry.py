@@ -43,7 +43,6 @@ class Check(Record, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool | None:
-        """None: unknown."""
         return {"passed": True, "failed": False, "unknown": None}[self.state]
 
 
@@ -79,7 +78,6 @@ class CheckDefinition:
     find: Find
 
     def checks(self, facts: Facts) -> Iterator[Check]:
-        """Run the check."""
         for outcome in self.find(facts):
             yield Check(
                 name=self.name,
@@ -162,7 +160,6 @@ def per_comparison(judge: Callable[[Sequence[Comparison], Facts], Outcome]) -> F
 
 
 def make_checks(facts: Facts) -> tuple[Check, ...]:
-    """Every check of a run."""
     return tuple(one for definition in CHECKS.values() for one in definition.checks(facts))
 
 
@@ -172,7 +169,7 @@ def check_before_load(facts: Facts) -> list[Check]:
 
 
 def invalidating(checks: Sequence[Check]) -> tuple[Check, ...]:
-    """Those that take a verdict away."""
+    """The checks that take a verdict away."""
     return tuple(check for check in checks if check.ok is not True and check.severity == "invalidates")
 
 
