@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from loadgen.comparison.summaries import BlockSummary, measured_samples
 from loadgen.experiment.arrivals import arrival_count
-from loadgen.records.run import Cell, Experiment, Label, Pairing, Record, shown
+from loadgen.records.run import Cell, Experiment, Label, Pairing, shown
 from loadgen.records.samples import NS_PER_S, latencies_ms
 from loadgen.statistics.percentiles import samples_needed
 from loadgen.statistics.ratios import lag_one
@@ -21,7 +21,7 @@ from loadgen.studies.cold_start.records import ColdStart
 from loadgen.studies.rate_search.records import RampFound, RateFound
 
 
-class Metric(Record, frozen=True, kw_only=True):
+class Metric(NamedTuple):
     """One measured quantity, and which direction is better."""
 
     name: str
@@ -37,26 +37,18 @@ class Metric(Record, frozen=True, kw_only=True):
         return self.quantile is not None and self.quantile > 0.5
 
 
-THROUGHPUT = Metric(name="throughput", title="throughput", unit="images/s", higher_is_better=True)
-ACHIEVED_RATE = Metric(name="achieved_rate", title="achieved rate", unit="images/s", higher_is_better=True)
+THROUGHPUT = Metric("throughput", "throughput", "images/s", higher_is_better=True)
+ACHIEVED_RATE = Metric("achieved_rate", "achieved rate", "images/s", higher_is_better=True)
 """Of an open loop: below the requested rate if an arm cannot sustain it."""
 LATENCIES = tuple(
-    Metric(
-        name=f"latency_p{percent}",
-        title=f"p{percent} latency",
-        unit="ms",
-        higher_is_better=False,
-        quantile=percent / 100,
-    )
+    Metric(f"latency_p{percent}", f"p{percent} latency", "ms", higher_is_better=False, quantile=percent / 100)
     for percent in (50, 90, 99)
 )
-TIME_TO_READY = Metric(name="time_to_ready", title="time to ready", unit="s", higher_is_better=False)
-TIME_TO_FIRST_ANSWER = Metric(
-    name="time_to_first_answer", title="time to first answer", unit="s", higher_is_better=False
-)
-SLO_RATE = Metric(name="slo_rate", title="rate within the bound", unit="requests/s", higher_is_better=True)
-"""The highest Poisson rate whose p99 holds the cell's bound."""
-SATURATION = Metric(name="saturation", title="throughput at saturation", unit="images/s", higher_is_better=True)
+TIME_TO_READY = Metric("time_to_ready", "time to ready", "s", higher_is_better=False)
+TIME_TO_FIRST_ANSWER = Metric("time_to_first_answer", "time to first answer", "s", higher_is_better=False)
+SLO_RATE = Metric("slo_rate", "rate within the bound", "requests/s", higher_is_better=True)
+"""The highest Poisson rate whose p99 holds the bound of the workload."""
+SATURATION = Metric("saturation", "throughput at saturation", "images/s", higher_is_better=True)
 """The highest of a ramp."""
 METRICS = {
     m.name: m
@@ -79,10 +71,8 @@ def leading_metric(cell: Cell) -> Metric:
     highest percentile that the planned pairs have enough requests for."""
     if cell.scenario == "cold-start":
         return TIME_TO_FIRST_ANSWER
-    if cell.scenario in ("slo", "ramp"):
-        return SLO_RATE if cell.scenario == "slo" else SATURATION
     if not cell.is_open or cell.rate_per_s is None:
-        return THROUGHPUT
+        return metrics_of(cell)[0]
     requests = cell.rounds * arrival_count(cell.rate_per_s, cell.requests, cell.seconds, cell.max_seconds)
     supported = [m for m in LATENCIES if m.quantile is not None and samples_needed(m.quantile) <= requests]
     return supported[-1] if supported else LATENCIES[0]

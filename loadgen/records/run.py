@@ -1,6 +1,6 @@
 """The stored records: what a run writes, and all that analysis and report may read.
 
-    DIR/experiment.json    Experiment     what was asked for; written first
+    DIR/experiment.json    Experiment     what was requested; written first
     DIR/environment.json   Environment    host, versions, GPU
     DIR/arms.json          list[ArmRecord]
     DIR/parity.json        ParityRecord

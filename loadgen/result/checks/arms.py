@@ -25,6 +25,7 @@ DEFAULT_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 batching."""
 _MOST_SIZES = 4096
 """No server captures a graph for each of more batch sizes."""
+UNREPORTED = Outcome(None, "does not report its configuration")
 
 
 def _compare(facts: Facts, key: str) -> list[Outcome]:
@@ -111,20 +112,19 @@ for _one in _SAME:
 @fairness("requested settings took effect", "warns", "Correct the setting, or find out why the server overrode it.")
 @per_arm
 def settings_in_effect(arm: ArmRecord, _: Facts) -> Outcome:
-    label = shown(arm.label)
     known = []
     for name, wanted in arm.settings.items():
         have = arm.in_effect.get(setting_key(name))
         if have is not None and wanted != "auto":
             known.append((name, wanted, have))
     if not known and arm.settings:
-        return Outcome(None, f"{label} does not report its settings")
+        return Outcome(None, "does not report its settings")
     overridden = [f"{name} {have} instead of {wanted}" for name, wanted, have in known if not _equal(wanted, have)]
-    detail = f"{label} has the requested {', '.join(name for name, _, _ in known)}"
+    detail = f"has the requested {', '.join(name for name, _, _ in known)}"
     if overridden:
-        detail = f"{label} runs with {', '.join(overridden)}"
+        detail = f"runs with {', '.join(overridden)}"
     elif not known:
-        detail = f"no settings were requested for {label}"
+        detail = "has no requested settings"
     return Outcome(not overridden, detail, len(overridden))
 
 
@@ -138,8 +138,8 @@ def batch_limit(arm: ArmRecord, facts: Facts) -> Outcome:
     limit = whole(arm.in_effect.get("max_batch_size"))
     asked = max((cell.batch_size for cell in _cells(facts)), default=1)
     if limit is None:
-        return Outcome(None, f"{shown(arm.label)} does not report its maximum batch size", asked)
-    detail = f"{shown(arm.label)} accepts batches up to {limit}; the largest requested batch is {asked}"
+        return Outcome(None, "does not report its maximum batch size", asked)
+    detail = f"accepts batches up to {limit}; the largest requested batch is {asked}"
     return Outcome(asked <= max(limit, 1), detail, asked, limit)
 
 
@@ -158,10 +158,10 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
         if cell.concurrency == 1 and not cell.is_open and not (limit is not None and cell.batch_size >= limit)
     ]
     if delay is None and arm.in_effect.get("dynamic_batching") is not False:
-        return Outcome(None, f"{shown(arm.label)} does not report its queue delay")
+        return Outcome(None, "does not report its queue delay")
     if delay is None:
-        return Outcome(True, f"{shown(arm.label)} has no dynamic batcher")
-    detail = f"{shown(arm.label)}'s queue delay is {delay:,.0f} µs"
+        return Outcome(True, "has no dynamic batcher")
+    detail = f"has a queue delay of {delay:,.0f} µs"
     waits = delay > 0 and bool(serial)
     if waits:
         detail += f", and in {_some(serial)} no other request can join a batch"
@@ -176,19 +176,19 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
 )
 @per_arm
 def tf32(arm: ArmRecord, _: Facts) -> Outcome:
-    label, precision = shown(arm.label), arm.in_effect.get("precision")
+    precision = arm.in_effect.get("precision")
     device = str(arm.in_effect.get("device") or "")
     if device == "cpu" or (not device and kind_of(arm) == "KIND_CPU"):
-        return Outcome(True, f"{label} runs on a CPU, which has no TF32")
+        return Outcome(True, "runs on a CPU, which has no TF32")
     if precision == "fp32":
-        return Outcome(True, f"{label} runs FP32 and would report TF32 as tf32", "off")
+        return Outcome(True, "runs FP32 and would report TF32 as tf32", "off")
     if precision is not None:
-        return Outcome(True, f"{label} runs {precision}", str(precision))
+        return Outcome(True, f"runs {precision}", str(precision))
     if backend_of(arm) == "onnxruntime":
         use = next((p.get("use_tf32") for name, p in accelerators(arm) if name == "cuda" and "use_tf32" in p), None)
-        how = f"use_tf32 is {use if use is not None else 'not set, and ONNX Runtime turns TF32 on by default'}"
-        return Outcome(use == "0", f"{label}: {how}", how)
-    return Outcome(None, f"{label} does not report its precision")
+        how = f"use_tf32 = {use}" if use is not None else "use_tf32 unset, and ONNX Runtime turns TF32 on by default"
+        return Outcome(use == "0", f"has {how}", how)
+    return Outcome(None, "does not report its precision")
 
 
 @fairness(
@@ -200,14 +200,14 @@ def tf32(arm: ArmRecord, _: Facts) -> Outcome:
 @per_arm
 def model_warm_up(arm: ArmRecord, _: Facts) -> Outcome:
     if arm.model_config is None:
-        return _unreported(arm)
+        return UNREPORTED
     if arm.server_name == NATIVE or (arm.in_effect.get("engine") and backend_of(arm) == "python"):
-        return Outcome(True, f"{shown(arm.label)} warms up its engine before it is ready")
+        return Outcome(True, "warms up its engine before it is ready")
     steps = listed(arm.model_config.get("model_warmup"))
     sizes = sorted({whole(step.get("batch_size")) or 0 for step in steps if isinstance(step, Mapping)})
-    detail = f"{shown(arm.label)} has no model_warmup, so its first request of each batch size may be slow"
+    detail = "has no model_warmup, so its first request of each batch size may be slow"
     if sizes:
-        detail = f"{shown(arm.label)} has model_warmup for batch sizes {_some([str(size) for size in sizes])}"
+        detail = f"has model_warmup for batch sizes {_some([str(size) for size in sizes])}"
     return Outcome(bool(sizes), detail, len(sizes))
 
 
@@ -220,9 +220,9 @@ def model_warm_up(arm: ArmRecord, _: Facts) -> Outcome:
 @per_arm
 def metrics(arm: ArmRecord, _: Facts) -> Outcome:
     if arm.server_name == NATIVE and arm.model_config is not None:
-        return Outcome(True, f"{shown(arm.label)} keeps counters only")
+        return Outcome(True, "keeps counters only")
     if arm.argv is None:
-        return Outcome(None, f"the flags of {shown(arm.label)} are unknown, because abserve did not start it")
+        return Outcome(None, "has unknown flags, because abserve did not start it")
     flags = " ".join(arm.argv).replace("=", " ")
     signs = {
         "summary_latencies": "summary_latencies true",
@@ -230,7 +230,7 @@ def metrics(arm: ArmRecord, _: Facts) -> Outcome:
         "tracing": "--trace-config",
     }
     found = [flag for flag, sign in signs.items() if sign in flags]
-    detail = f"{shown(arm.label)} was started with {_some(found)}" if found else f"{shown(arm.label)} has none of them"
+    detail = f"was started with {_some(found)}" if found else "has none of them"
     return Outcome(not found, detail, len(found))
 
 
@@ -243,13 +243,13 @@ def metrics(arm: ArmRecord, _: Facts) -> Outcome:
 @per_arm
 def response_cache(arm: ArmRecord, _: Facts) -> Outcome:
     if arm.model_config is None:
-        return _unreported(arm)
+        return UNREPORTED
     cache = arm.model_config.get("response_cache")
     if cache is None and arm.server_name not in (NATIVE, "triton"):  # these two leave out what is off
-        return Outcome(None, f"{shown(arm.label)} does not report whether it has a response cache")
+        return Outcome(None, "does not report whether it has a response cache")
     on = isinstance(cache, Mapping) and cache.get("enable") is True
     state = "on, so responses may come without an inference" if on else "off"
-    return Outcome(not on, f"{shown(arm.label)}'s response cache is {state}", "on" if on else "off")
+    return Outcome(not on, f"has its response cache {state}", "on" if on else "off")
 
 
 @fairness(
@@ -261,19 +261,18 @@ def response_cache(arm: ArmRecord, _: Facts) -> Outcome:
 @per_arm
 def cuda_graphs(arm: ArmRecord, _: Facts) -> Outcome:
     """Fails where nothing reads the setting, or where graphs replay stale inputs."""
-    label = shown(arm.label)
     if arm.model_config is None:
-        return _unreported(arm)
+        return UNREPORTED
     asked, backend = _graphs_asked(arm), backend_of(arm)
     if asked and backend != "tensorrt":
         return Outcome(
-            False, f"{label}: the {backend or 'unknown'} backend ignores optimization.cuda.graphs", "ignored"
+            False, f"has a backend ({backend or 'unknown'}) that ignores optimization.cuda.graphs", "ignored"
         )
     if backend == "onnxruntime" and any(p.get("enable_cuda_graph") in ("1", "true") for _, p in accelerators(arm)):
-        detail = f"{label}: enable_cuda_graph replays stale inputs, because Triton binds new buffers"
+        detail = "has enable_cuda_graph, which replays stale inputs, because Triton binds new buffers"
         return Outcome(False, detail, "stale")
-    state = "requested and in effect" if asked else "not requested in its configuration"
-    return Outcome(True, f"{label}: CUDA graphs are {state}", "on" if asked else "off")
+    state = "requested and in effect" if asked else "not requested"
+    return Outcome(True, f"has CUDA graphs {state}", "on" if asked else "off")
 
 
 @fairness(
@@ -284,19 +283,18 @@ def cuda_graphs(arm: ArmRecord, _: Facts) -> Outcome:
 @per_arm
 def graph_sizes(arm: ArmRecord, facts: Facts) -> Outcome:
     """Requested batch sizes, and with concurrency any size that merging can give."""
-    label = shown(arm.label)
     if arm.model_config is None:
-        return _unreported(arm)
+        return UNREPORTED
     if not _graphs_asked(arm) or backend_of(arm) != "tensorrt":
-        return Outcome(True, f"{label} requests no CUDA graphs by batch size")
+        return Outcome(True, "requests no CUDA graphs by batch size")
     cells, largest = _cells(facts), _largest(arm.model_config)
     wanted = {cell.batch_size for cell in cells if cell.batch_size <= largest}
     if any(cell.concurrency > 1 for cell in cells):
         wanted |= set(range(1, largest + 1))
     missing = sorted(wanted - captured_sizes(arm.model_config))
-    detail = f"{label}: all {len(wanted)} possible batch sizes have a graph"
+    detail = f"has a graph for all {len(wanted)} possible batch sizes"
     if missing:
-        detail = f"{label}: batch sizes {_some([str(size) for size in missing])} run without a CUDA graph"
+        detail = f"runs batch sizes {_some([str(size) for size in missing])} without a CUDA graph"
     return Outcome(not missing, detail, len(missing))
 
 
@@ -336,22 +334,21 @@ def _largest(config: Mapping[str, Any]) -> int:
 )
 @per_arm
 def preferred_sizes(arm: ArmRecord, _: Facts) -> Outcome:
-    label = shown(arm.label)
     if arm.model_config is None:
-        return _unreported(arm)
+        return UNREPORTED
     sizes = listed(mapping(arm.model_config.get("dynamic_batching")).get("preferred_batch_size"))
     limit = arm.in_effect.get("max_batch_size")
     if not sizes or sizes == [limit]:  # Triton itself writes the largest batch into a configuration without any
-        return Outcome(True, f"{label} has no preferred batch sizes")
+        return Outcome(True, "has no preferred batch sizes")
     profiles = max((len(listed(group.get("profile"))) for group in groups(arm.model_config)), default=0)
     beyond = [size for size in sizes if isinstance(limit, int) and (whole(size) or 0) > limit]
     text = _some([str(size) for size in sizes])
     ok = backend_of(arm) == "tensorrt" and profiles > 1 and not beyond
-    detail = f"{label} prefers batches of {text}, each with its own profile"
+    detail = f"prefers batches of {text}, each with its own profile"
     if beyond:
-        detail = f"{label} prefers batches of {text}, which never form, because its maximum is {limit}"
+        detail = f"prefers batches of {text}, which never form, because its maximum is {limit}"
     elif not ok:
-        detail = f"{label} prefers batches of {text}, so smaller ones wait for the whole queue delay"
+        detail = f"prefers batches of {text}, so smaller ones wait for the whole queue delay"
     return Outcome(ok, detail, text)
 
 
@@ -362,22 +359,18 @@ def preferred_sizes(arm: ArmRecord, _: Facts) -> Outcome:
 def cores(arm: ArmRecord, facts: Facts) -> Outcome:
     """On the CPU: threads times instances against the cores."""
     if str(arm.in_effect.get("device") or "").startswith("cuda") or kind_of(arm) == "KIND_GPU":
-        return Outcome(True, f"{shown(arm.label)} runs on a GPU", None, facts.cores)
+        return Outcome(True, "runs on a GPU", None, facts.cores)
     threads, instances = _number(arm.in_effect.get("threads")), _number(arm.in_effect.get("instances")) or 1
     if threads is None or facts.cores is None or not arm.launched:
-        detail = f"the threads of {shown(arm.label)}, or the cores of its machine, are unknown"
+        detail = "has an unknown number of threads or CPU cores"
         return Outcome(None, detail, None, facts.cores)
     asked = int(threads * instances)
-    detail = f"{shown(arm.label)} uses {asked} threads ({threads:g} × {instances:g} instances) on {facts.cores} cores"
+    detail = f"uses {asked} threads ({threads:g} × {instances:g} instances) on {facts.cores} cores"
     return Outcome(asked <= facts.cores, detail, asked, facts.cores)
 
 
 def _cells(facts: Facts) -> Sequence[Cell]:
     return load_cells(facts.run.experiment.cells)
-
-
-def _unreported(arm: ArmRecord) -> Outcome:
-    return Outcome(None, f"{shown(arm.label)} does not report its configuration")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from loadgen.studies.load.analyse import FORMED_FACTOR
 
 QUEUE_SHARE_LIMIT = 0.05
 UNATTRIBUTED_LIMIT = 0.25
-"""Beyond it, more of a request is in no stage than most causes explain."""
+"""Beyond it, more of a request is unattributed than most causes explain."""
 LARGEST_SHARE = 1.05
 """Of an engine's ceiling. More is not noise: the ceiling was measured under other conditions."""
 COVERING_RESTARTS = 5
@@ -103,7 +103,7 @@ def stage_account(load: CellFacts, _: Facts) -> Outcome:
         label, rest = shown(arm.label), rests[arm.label]
         if rest > UNATTRIBUTED_LIMIT:
             rest_ms = number(arm.stages_ms["unattributed"] or 0.0)
-            faults.append(f"{share(rest)} of a request to {label} ({rest_ms} ms) is in no stage")
+            faults.append(f"{share(rest)} of a request to {label} ({rest_ms} ms) is unattributed")
         if arm.requests != arm.client_requests and not arm.contradictions:
             faults.append(f"{label} counted {arm.requests:,} requests, the client {arm.client_requests:,} responses")
     largest = max(rests.values())

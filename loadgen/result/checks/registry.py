@@ -15,7 +15,7 @@ from typing import Literal
 from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.comparison.facts import PLAN, RUN, CellFacts, Facts, cell_scope
 from loadgen.quantities import sentence
-from loadgen.records.run import ArmRecord, Record
+from loadgen.records.run import ArmRecord, Record, shown
 
 Severity = Literal["invalidates", "warns", "informs"]
 State = Literal["passed", "failed", "unknown"]
@@ -126,11 +126,12 @@ fairness = partial(check, before_load=True)
 
 
 def per_arm(judge: Callable[[ArmRecord, Facts], Outcome]) -> Find:
-    """For a check of each arm by itself."""
+    """For a check of each arm by itself, whose details continue "A …"."""
 
     @wraps(judge)
     def find(facts: Facts) -> list[Outcome]:
-        return [judge(arm, facts) for arm in facts.run.arms]
+        found = ((shown(arm.label), judge(arm, facts)) for arm in facts.run.arms)
+        return [replace(outcome, detail=f"{label} {outcome.detail}") for label, outcome in found]
 
     return find
 

@@ -261,7 +261,7 @@ def test_a_request_that_is_in_no_stage_is_seen(tmp_path: Path) -> None:
     failed = check(result, "stage_account", "single")
     assert failed.ok is False
     assert "of a request to B" in failed.detail
-    assert "is in no stage" in failed.detail
+    assert "is unattributed" in failed.detail
     assert result.valid, "it informs"
 
 
