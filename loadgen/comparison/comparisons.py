@@ -1,29 +1,29 @@
-"""Compares the arms: one ratio, interval and verdict for each metric of each scenario and each pairing of arms.
+"""Compares the arms: one ratio, interval and verdict per metric, workload and pair of arms.
 
-Each arm is compared with the baseline, and for the ranking the others with each other. Verdict of a comparison, in this
-order:
+Each arm is compared with the baseline and, for the ranking, the others with each other. The verdict, in this order:
 - invalid: a check that covers it failed;
 - inconclusive: no interval can be computed;
 - no_difference: the 95 % interval lies inside [1/(1+δ), 1+δ] (two one-sided tests at 2.5 %);
-- arm_better, baseline_better: the interval excludes 1 and Holm's adjusted p over all comparisons of the run, whatever
-  the number of arms, is below 5 %;
+- arm_better, baseline_better: the interval excludes 1, and p, after Holm's adjustment over all comparisons of the run,
+  is below 5 %;
 - inconclusive: everything else, and what lies within the machine's noise floor (`loadgen.result.noise_floor`).
 
-Which interval: Student's t over the pairs; over the restarts where there are several; with `--until decided` one that
-may be looked at after every pair (`loadgen.statistics.anytime`). High percentiles are taken from the samples of all
-pairs together (`loadgen.statistics.tails`). All of them allow for pairs that resemble the next ones.
+The interval is Student's t over the pairs, or over the restarts if there are several; with `--until decided` one that
+stays valid after every pair (`loadgen.statistics.anytime`). High percentiles come from the samples of all pairs
+together (`loadgen.statistics.tails`). All of them allow for successive pairs that resemble each other.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from loadgen.comparison.pairs import Latencies, PairedMetric, leading_metric, pair_metrics
 from loadgen.comparison.summaries import BlockSummary
+from loadgen.quantities import inverse
 from loadgen.records.run import Experiment, Label, Pairing, Record
 from loadgen.statistics.anytime import estimate_anytime
 from loadgen.statistics.ratios import (
@@ -35,7 +35,6 @@ from loadgen.statistics.ratios import (
     estimate_ratio,
     estimate_restarts,
     geometric_mean,
-    lag_one,
     widening,
 )
 from loadgen.statistics.tails import Tail, estimate_tail_ratio
@@ -51,14 +50,14 @@ CORRELATION_ALLOWANCE = 0.7
 """Standard errors (1/√n) by which the run's mean correlation of successive pairs may be too low: by simulation the
 least with which at most 6 % of identical arms get a winner from 6 rounds that resemble each other by 0.5."""
 LEAST_ALONE = 16
-"""Pairs from which a comparison's own correlation counts beside the run's: that of few is noise."""
+"""Pairs from which a comparison's own correlation counts beside the run's: that of fewer is noise."""
 LEADING_SHARE = 0.8
-"""Of the 5 % for false winners, where the leading comparisons decide when to stop: the others have what is left."""
+"""Share of the 5 % for false winners that the leading comparisons get if they decide when to stop."""
 
 
 class Comparison(Record, frozen=True, kw_only=True):
-    """One metric of two arms in one scenario. The values are geometric means over the pairs, in `unit`, so that their
-    ratio is the ratio; None where the metric could not be had, with the reason."""
+    """One metric of two arms in one workload. The values are geometric means over the pairs, in `unit`, so that their
+    quotient is the ratio; None, with a reason, if the metric could not be measured."""
 
     scenario: str
     metric: str
@@ -74,57 +73,77 @@ class Comparison(Record, frozen=True, kw_only=True):
     verdict: Outcome
     pairs: int
     minimal_detectable_effect: float | None
-    """Smallest true difference that a run of this plan calls with 80 % power, as a share: 0.03 is 3 %. None where
-    the number of pairs was not planned."""
+    """Smallest true difference that 80 % of runs of this plan detect, as a share: 0.03 is 3 %. None if the number of
+    pairs was not planned."""
     p_value: float | None
     p_adjusted: float | None
     """After Holm, over all comparisons of the run."""
     p_equivalence: float | None
     """Of two one-sided tests against ±δ; not adjusted."""
     ratios: tuple[float, ...]
-    """One a round, in the order in which they ran."""
+    """One per round, in the order in which they ran."""
     reason: str | None
     """Why there is no ratio, no interval, or no verdict."""
     leading: bool = False
-    """Whether it stands for its scenario in the verdict, and decides when to stop."""
+    """Whether it stands for its workload in the verdict, and decides when to stop."""
     method: Method = "t over pairs"
-    """What the interval is made of."""
+    """How the interval is made."""
     restarts: int = 1
     """Starts of the servers that the pairs come from."""
     restart_effect: float | None = None
-    """Spread of what a restart adds to the ratio, as a share: 0.01 is 1 %. None with one restart."""
+    """Standard deviation of what a restart adds to the ratio, as a share. None with one restart."""
     error_log: float | None = None
     """Standard error of the log ratio, as wide as the interval."""
     degrees: float = 0.0
     """Degrees of freedom of that error."""
     correlation: float = 0.0
-    """Of each pair with the next, as far as the interval allows for it; 0 for none."""
+    """Correlation of successive pairs that the interval allows for."""
     baseline_ci95: tuple[float, float] | None = None
-    """95 % interval of `baseline_value` by itself, where the metric is a percentile of all rounds together."""
+    """95 % interval of `baseline_value` by itself, if the metric is a percentile of all rounds together."""
     arm_ci95: tuple[float, float] | None = None
-    """95 % interval of `arm_value` by itself, where the metric is a percentile of all rounds together."""
+    """95 % interval of `arm_value` by itself, if the metric is a percentile of all rounds together."""
     noise_floor: float | None = None
-    """Difference that identical arms show on this machine, as a share; None where it is not known."""
+    """Difference that identical arms show on this machine, as a share; None if it is not known."""
 
     @property
     def pairing(self) -> Pairing:
-        """Which arms are compared."""
         return Pairing(self.baseline, self.arm)
 
     @property
     def winner(self) -> Label | None:
-        """The arm that the verdict names as the better one, if any."""
         return winner_of(self.verdict, self.pairing)
 
     @property
     def loser(self) -> Label | None:
-        """The other one, where there is a winner."""
         return {"arm_better": self.baseline, "baseline_better": self.arm}.get(self.verdict)
 
 
 def winner_of(outcome: Outcome, pairing: Pairing) -> Label | None:
     """The arm that a verdict names as the better one, if any."""
     return {"arm_better": pairing.arm, "baseline_better": pairing.baseline}.get(outcome)
+
+
+class Advantage(NamedTuple):
+    """One comparison as people read it: from the arm that measured better, so that the factor is never below 1."""
+
+    better: Label | None
+    """The arm that measured better, whether or not the verdict names it; None where both measured the same."""
+    factor: float
+    """How many times better: 1.69 is "serves 1.69× the images/s", of a latency "is 1.69× lower". At least 1."""
+    ci95: tuple[float, float] | None
+    """Of the factor. Its low end is below 1 where the interval of the ratio includes 1."""
+
+
+def advantage(comparison: Comparison) -> Advantage | None:
+    """The better arm and its factor, for display; None without a ratio. Stored ratios stay arm ÷ baseline."""
+    if comparison.ratio is None:
+        return None
+    if comparison.ratio == 1.0:
+        return Advantage(None, 1.0, comparison.ci95)
+    better = comparison.arm if (comparison.ratio > 1.0) == comparison.higher_is_better else comparison.baseline
+    if comparison.ratio > 1.0:
+        return Advantage(better, comparison.ratio, comparison.ci95)
+    return Advantage(better, 1.0 / comparison.ratio, inverse(comparison.ci95))
 
 
 def compare_all(
@@ -134,28 +153,66 @@ def compare_all(
     found: Sequence[RateFound | RampFound] = (),
     latencies: Latencies | None = None,
 ) -> tuple[Comparison, ...]:
-    """Every comparison that the experiment asked for, none of them invalid yet; see `invalidate`. `found` is what
-    searches and ramps came to, `latencies` what high percentiles are taken from."""
+    """Every comparison of the experiment, before `invalidate`. `found` holds the values of searches and ramps,
+    `latencies` the samples for high percentiles."""
     paired = pair_metrics(experiment, blocks, cold_starts, found, latencies)
     shared, allowance = shared_correlation(paired)
     estimates = [estimate_pairs(one, experiment, shared) for one in paired]
     adjusted = _adjust(paired, [estimate for _, estimate, _ in estimates], experiment)
     family = sum(1 for _, estimate, _ in estimates if estimate.p_value is not None)
-    return tuple(
-        _comparison(one, method, estimate, values, p_adjusted, family, experiment.equivalence_margin, allowance)
-        for one, (method, estimate, values), p_adjusted in zip(paired, estimates, adjusted, strict=True)
-    )
+    comparisons = []
+    for one, (method, estimate, values), p_adjusted in zip(paired, estimates, adjusted, strict=True):
+        metric, restarts = one.metric, one.by_restart()
+        verdict = judge(estimate.ci95, p_adjusted, experiment.equivalence_margin, metric.higher_is_better)
+        added = between_restarts(restarts) if method == "t over restarts" else None
+        own_allowance = 0.0 if one.correlation is None else allowance
+        baseline, arm = values or (None, None)
+        comparisons.append(
+            Comparison(
+                scenario=one.cell.name,
+                metric=metric.name,
+                unit=metric.unit,
+                higher_is_better=metric.higher_is_better,
+                baseline=one.pairing.baseline,
+                arm=one.pairing.arm,
+                baseline_value=None if baseline is None else baseline.value,
+                arm_value=None if arm is None else arm.value,
+                baseline_ci95=None if baseline is None else baseline.ci95,
+                arm_ci95=None if arm is None else arm.ci95,
+                ratio=estimate.ratio,
+                ci95=estimate.ci95,
+                verdict=verdict,
+                pairs=estimate.pairs,
+                minimal_detectable_effect=None
+                if method.startswith("anytime")
+                else _sensitivity(estimate, family, own_allowance),
+                p_value=estimate.p_value,
+                p_adjusted=p_adjusted,
+                p_equivalence=estimate.p_equivalence,
+                ratios=tuple(pair.ratio for pair in one.pairs),
+                reason=one.reason
+                or estimate.reason
+                or (_why_inconclusive(estimate.ci95) if verdict == "inconclusive" else None),
+                leading=one.leads,
+                method=method,
+                restarts=len(restarts) or 1,
+                error_log=estimate.error_log,
+                degrees=estimate.degrees,
+                correlation=estimate.correlation,
+                restart_effect=None if added is None else math.expm1(added),
+            )
+        )
+    return tuple(comparisons)
 
 
 def shared_correlation(paired: Sequence[PairedMetric]) -> tuple[float, float]:
-    """How much a pair resembles the next one over all scenarios of the run, with an allowance for what so few pairs can
-    hide, and that allowance. A single series of ten pairs tells little of it, and what makes an arm drift acts on every
-    scenario."""
+    """Mean correlation of successive pairs over all workloads, with an allowance for what few pairs can hide, and that
+    allowance. A single series of ten pairs is too short, and what makes an arm drift affects every workload."""
     known: list[float] = []
-    rounds: dict[str, int] = {}  # of a cell once, however many arms share them
+    rounds: dict[str, int] = {}  # of a workload once, however many arms share them
     for one in paired:
-        if one.leads and (value := _own_correlation(one)) is not None:
-            known.append(value)
+        if one.leads and one.correlation is not None:
+            known.append(one.correlation)
             rounds[one.cell.name] = max(len(one.pairs), rounds.get(one.cell.name, 0))
     if not known:
         return 0.0, 0.0
@@ -163,38 +220,28 @@ def shared_correlation(paired: Sequence[PairedMetric]) -> tuple[float, float]:
     return math.fsum(known) / len(known) + allowance, allowance
 
 
-def _own_correlation(paired: PairedMetric) -> float | None:
-    """None for cold starts, searches and restarts, each of which begins anew."""
-    if not paired.cell.has_blocks or len(paired.by_restart()) > 1:
-        return None
-    return lag_one([pair.ratio for pair in paired.pairs])
-
-
 def estimate_pairs(
     paired: PairedMetric, experiment: Experiment, shared: float = 0.0
 ) -> tuple[Method, RatioEstimate, tuple[Tail, Tail] | None]:
-    """How the interval is made, the estimate, and what baseline and arm measured. `shared` is the correlation that
-    the run's scenarios have in common: the larger of it and the own one counts.
+    """How the interval is made, the estimate, and the values of baseline and arm. `shared` is the correlation that the
+    run's workloads have in common: the larger of it and the comparison's own counts.
 
-    Each cold start is a restart of its own, so there pairs and restarts are the same. What has no blocks has as many
-    pairs as planned, also where blocks go on until decided."""
-    margin, ratios = experiment.equivalence_margin, [pair.ratio for pair in paired.pairs]
+    Each cold start is its own restart, so its pairs and restarts are the same. What has no blocks has as many pairs as
+    planned, also with `--until decided`.
+    """
+    margin, groups = experiment.equivalence_margin, paired.by_restart()
+    ratios = [pair.ratio for pair in paired.pairs]
     open_ended = experiment.until_decided and paired.cell.has_blocks
-    groups = paired.by_restart()
-    middles = (
-        _middle([pair.baseline for pair in paired.pairs], groups),
-        _middle([pair.arm for pair in paired.pairs], groups),
-    )
-    values = None if middles[0] is None or middles[1] is None else (Tail(middles[0], None), Tail(middles[1], None))
-    own = _own_correlation(paired)
+    own = paired.correlation
     alone = own if own is not None and len(ratios) >= LEAST_ALONE else 0.0
     correlation = 0.0 if own is None and not paired.rounds else max(shared, alone, 0.0)
     if paired.rounds and paired.metric.quantile is not None:
         restarted = len({one.unit for one in paired.rounds}) < len(paired.rounds)
-        tail, values = estimate_tail_ratio(
+        tail, tails = estimate_tail_ratio(
             paired.rounds, paired.metric.quantile, margin, 0.0 if restarted else correlation, looks=open_ended
         )
-        return ("anytime-valid order statistics" if open_ended else "order statistics"), tail, values
+        return ("anytime-valid order statistics" if open_ended else "order statistics"), tail, tails
+    values = _values(paired)
     if paired.cell.scenario == "cold-start":
         return "t over pairs", estimate_ratio(ratios, margin), values
     if open_ended:
@@ -203,11 +250,24 @@ def estimate_pairs(
     return method, estimate_restarts(groups, margin, correlation), values
 
 
+def _values(paired: PairedMetric) -> tuple[Tail, Tail] | None:
+    """Geometric means of the restarts' geometric means, as the ratio is; None without a pair."""
+    if not paired.pairs:
+        return None
+    starts: dict[int, list[tuple[float, float]]] = {}
+    for pair in paired.pairs:
+        starts.setdefault(pair.restart, []).append((pair.baseline, pair.arm))
+    baseline, arm = (
+        geometric_mean([geometric_mean([pair[side] for pair in start]) for start in starts.values()]) for side in (0, 1)
+    )
+    return Tail(baseline, None), Tail(arm, None)
+
+
 def _adjust(
     paired: Sequence[PairedMetric], estimates: Sequence[RatioEstimate], experiment: Experiment
 ) -> list[float | None]:
-    """Holm over the run. Where one looks after every pair, the family is what was planned and not what has an interval
-    so far, or the thresholds of an early look would be too easy."""
+    """Holm over the run. With a decision after every pair, the family is what was planned and not what has an interval
+    so far, or the thresholds of an early decision would be too easy."""
     p_values = [estimate.p_value for estimate in estimates]
     if not experiment.until_decided:
         return adjust_holm(p_values)
@@ -218,60 +278,9 @@ def _adjust(
     return [None if p is None else a for p, a in zip(p_values, adjusted, strict=True)]
 
 
-def _comparison(
-    paired: PairedMetric,
-    method: Method,
-    estimate: RatioEstimate,
-    values: tuple[Tail, Tail] | None,
-    p_adjusted: float | None,
-    family: int,
-    margin: float,
-    allowance: float,
-) -> Comparison:
-    metric, pairs = paired.metric, paired.pairs
-    verdict = judge(estimate.ci95, p_adjusted, margin, metric.higher_is_better)
-    if _own_correlation(paired) is None:
-        allowance = 0.0
-    sensitivity = None if method.startswith("anytime") else _sensitivity(estimate, family, allowance)
-    reason = paired.reason or estimate.reason
-    if verdict == "inconclusive" and reason is None:
-        reason = _too_little(estimate.ci95)
-    groups = paired.by_restart()
-    added = between_restarts(groups) if method == "t over restarts" else None
-    return Comparison(
-        scenario=paired.cell.name,
-        metric=metric.name,
-        unit=metric.unit,
-        higher_is_better=metric.higher_is_better,
-        baseline=paired.pairing.baseline,
-        arm=paired.pairing.arm,
-        baseline_value=None if values is None else values[0].value,
-        arm_value=None if values is None else values[1].value,
-        baseline_ci95=None if values is None else values[0].ci95,
-        arm_ci95=None if values is None else values[1].ci95,
-        ratio=estimate.ratio,
-        ci95=estimate.ci95,
-        verdict=verdict,
-        pairs=estimate.pairs,
-        minimal_detectable_effect=sensitivity,
-        p_value=estimate.p_value,
-        p_adjusted=p_adjusted,
-        p_equivalence=estimate.p_equivalence,
-        ratios=tuple(pair.ratio for pair in pairs),
-        reason=reason,
-        leading=paired.leads,
-        method=method,
-        restarts=len(groups) or 1,
-        error_log=estimate.error_log,
-        degrees=estimate.degrees,
-        correlation=estimate.correlation,
-        restart_effect=None if added is None else math.expm1(added),
-    )
-
-
 def _sensitivity(estimate: RatioEstimate, family: int, allowance: float) -> float | None:
-    """What another run of this plan would find. It estimates the correlation anew, and one that comes out larger costs
-    more power than a smaller one gains: so the allowance counts once more."""
+    """What another run of this plan detects. It estimates the correlation anew, and a larger estimate costs more power
+    than a smaller one gains, so the allowance counts once more."""
     if estimate.error_log is None:
         return None
     before, degrees = widening(estimate.units, estimate.correlation)[0], estimate.degrees
@@ -281,22 +290,10 @@ def _sensitivity(estimate: RatioEstimate, family: int, allowance: float) -> floa
     return detectable_effect(estimate.error_log * math.sqrt(after / before), degrees, family)
 
 
-def _too_little(ci95: tuple[float, float] | None) -> str:
-    """Why an interval decides nothing."""
+def _why_inconclusive(ci95: tuple[float, float] | None) -> str:
     if ci95 is not None and not ci95[0] <= 1.0 <= ci95[1]:
-        return "the interval excludes 1, but among so many comparisons that is not enough to name a winner"
-    return "the interval is too wide to name a winner or to say that there is no difference"
-
-
-def _middle(values: Sequence[float], groups: Sequence[Sequence[float]]) -> float | None:
-    """Geometric mean of the restarts' geometric means, as the ratio is; None without a value."""
-    if not values:
-        return None
-    means, start = [], 0
-    for group in groups:
-        means.append(geometric_mean(values[start : start + len(group)]))
-        start += len(group)
-    return geometric_mean(means)
+        return "the interval excludes 1, but not clearly enough for so many comparisons"
+    return "the interval is too wide to name a winner or to exclude a difference"
 
 
 def judge(ci95: tuple[float, float] | None, p_adjusted: float | None, margin: float, higher_is_better: bool) -> Outcome:
@@ -312,10 +309,7 @@ def judge(ci95: tuple[float, float] | None, p_adjusted: float | None, margin: fl
 
 
 def invalidate(comparisons: Sequence[Comparison], why_invalid: Callable[[str], str | None]) -> tuple[Comparison, ...]:
-    """Mark as invalid whatever a failed check covers. `why_invalid` gives a scenario's reason, None where all is well.
-
-    Figures stay: they are what was measured, and what it cannot carry is a verdict.
-    """
+    """Mark as invalid what a failed check covers; the figures stay. `why_invalid` gives a workload's reason or None."""
     return tuple(
         msgspec.structs.replace(comparison, verdict="invalid", reason=why)
         if (why := why_invalid(comparison.scenario))
@@ -325,6 +319,6 @@ def invalidate(comparisons: Sequence[Comparison], why_invalid: Callable[[str], s
 
 
 def leading_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """One a scenario and pairing: its throughput, the highest supported percentile of an open loop, the time to the
-    first answer of a cold start."""
+    """One per workload and pairing: its throughput, the highest supported percentile of an open loop, the time to the
+    first response of a cold start."""
     return [c for c in comparisons if c.leading]

@@ -1,9 +1,10 @@
-"""The records of a run with what follows from them for every arm and cell: what studies, checks and verdict look at."""
+"""The records of a run and everything computed from them: the input of studies, checks, verdict and thresholds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 from loadgen.comparison.comparisons import Comparison
@@ -17,25 +18,25 @@ F = TypeVar("F", bound=Found)
 RUN = "run"
 """Scope of a check that covers every comparison."""
 PLAN = "plan"
-"""Scope of a check on the run as planned: it takes the verdict from the run, not from cells that are complete."""
+"""Scope of a check of the planned run: it takes the verdict from the run, not from workloads that are complete."""
 
 
 def cell_scope(cell: str) -> str:
-    """Scope of a check that covers the comparisons of one cell."""
+    """Scope of a check that covers the comparisons of one workload."""
     return f"cell {cell}"
 
 
 @dataclass(frozen=True, slots=True)
 class CellFacts:
-    """One cell whose blocks were planned, with those that ran."""
+    """One workload whose blocks were planned, with those that ran."""
 
     cell: Cell
     stored: Sequence[StoredBlock]
     blocks: Sequence[BlockSummary]
     summaries: Sequence[CellSummary]
-    """One for each arm."""
+    """One per arm."""
     accounts: Sequence[StageAccount]
-    """One for each arm beside the baseline."""
+    """One per arm beside the baseline."""
 
     @property
     def stages(self) -> list[ArmStages]:
@@ -44,31 +45,28 @@ class CellFacts:
 
     @property
     def scope(self) -> str:
-        """Of a check on this cell."""
         return cell_scope(self.cell.name)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Facts:
-    """The records of a run and what was computed from them: all that checks, verdict and thresholds look at. Before the
-    load there are only records."""
+    """Everything that checks, verdict and thresholds may read. Before the load only `run` is filled."""
 
     run: StoredRun
     blocks: Sequence[BlockSummary] = ()
     summaries: Sequence[CellSummary] = ()
     accounts: Sequence[StageAccount] = ()
     findings: Mapping[str, Found] = field(default_factory=dict)
-    """Of the studies, by their names."""
+    """The studies' findings by study name."""
     comparisons: Sequence[Comparison] = ()
-    """For checks those before any check has invalidated one."""
+    """Checks get those before any check has invalidated one."""
 
     def of(self, kind: type[F]) -> F:
-        """What a study has found."""
         return kind.among(self.findings)
 
-    @property
+    @cached_property
     def planned(self) -> list[CellFacts]:
-        """Every cell that was to have blocks."""
+        """Every workload that was planned to have blocks."""
         return [
             CellFacts(
                 cell,
@@ -83,11 +81,11 @@ class Facts:
 
     @property
     def loads(self) -> list[CellFacts]:
-        """Every cell that has blocks."""
+        """Every workload that has blocks."""
         return [load for load in self.planned if load.blocks]
 
     @property
     def cores(self) -> int | None:
-        """Of this machine, where servers run that were started by us."""
+        """CPU cores of this machine, where the launched servers run."""
         cores = self.run.environment.host.get("cpu_count") if self.run.environment else None
         return cores if isinstance(cores, int) else None

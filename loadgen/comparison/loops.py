@@ -1,26 +1,25 @@
-"""What one block measured: a closed loop at full load, an open loop at the rate that was asked for.
+"""What one block measured: a closed loop at full load, an open loop at the requested rate.
 
 Closed loop: a block stores the requests that its users began before the block had enough (`loadgen.generator.window`);
-the load stays full until all of them are answered. Of these, each user's requests count that began after every user had
-its first answer: the first ones meet an empty queue and a new connection.
+the load stays full until all of them are answered. Only requests count that began after every user had its first
+response: the first ones meet an empty queue and a new connection.
 
-With N users that are always waiting for an answer, throughput is N over the mean time from one request to the next
-(Little's law; Denning and Buzen, Computing Surveys 10, 1978, "response time law" with no think time):
+With N users that always wait for a response, throughput is N over the mean time from one request to the next (Little's
+law; Denning and Buzen, Computing Surveys 10, 1978, "response time law" with no think time):
 
     throughput = N · items of the counted requests / summed time of the users' counted requests
 
-No window cuts a request in two. A user's counted requests end with the first one that begins too late, which is decided
-before its duration is known; so the expected time of the counted requests is their expected number times the mean
-(Wald's equation), whatever the variance. The ratio of the two sums is off by about CV²/requests, where throughput in a
-window that ends with the first user to retire is off by CV²/2 · users/requests. `tests/truth` shows both.
+No window cuts a request in two. Which request is a user's last is decided before its duration is known, so the expected
+time of the counted requests is their expected number times the mean (Wald's equation), whatever the variance. The
+bias is about CV²/requests; that of a window that ends with the first user to retire is CV²/2 · users/requests.
+`tests/truth` shows both.
 
-Open loop: the rate of the answers is (answers − 1) / (last − first answer). At a rate that the arm sustains it is the
-rate of the arrivals, beyond it the arm's capacity, and neither depends on how long a single request takes.
+Open loop: the rate of the responses is (responses − 1) / (last − first response). At a rate that the arm sustains it is
+the arrival rate, beyond it the arm's capacity; neither depends on how long a single request takes.
 
-A request leaves late for one of two reasons. All connections were busy: then it waited for the server, and its latency,
-which counts from when it was due, rightly includes that. Or the generator was late by itself: then the latency is
-partly the generator's, and a run with much of it is client-limited. The moment at which a connection was free for it,
-had the generator lost no time, separates the two; see `split_lag_ms`.
+A request is sent late for one of two reasons. If all connections were busy, it waited for the server, and its latency,
+which counts from when it was due, includes that. If the generator itself was late, the latency is partly the
+generator's, and a run with much of it is client-limited. `split_lag_ms` separates the two.
 """
 
 from __future__ import annotations
@@ -37,13 +36,12 @@ from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencie
 from loadgen.statistics.percentiles import percentile
 
 FIRST_SHARE = 0.2
-"""Of a block's counted requests: those compared with the rest where slow first requests are looked for."""
+"""Of a block's counted requests: the first ones, which are compared with the rest."""
 FIRST_LEAST = 5
 
 
 def counted(samples: Samples) -> Samples:
-    """Those of full load: begun after every user had its first answer. All where that leaves nothing, as in a block of
-    one request per user."""
+    """The samples at full load: begun after every user had its first response. All, if that leaves nothing."""
     if len(samples) == 0:
         return samples
     users, places = np.unique(samples["user"], return_inverse=True)
@@ -54,13 +52,13 @@ def counted(samples: Samples) -> Samples:
 
 
 def measured_answers(samples: Samples, *, is_open: bool) -> Samples:
-    """The good answers whose latencies count: of a closed loop those of full load."""
+    """The good responses whose latencies count: in a closed loop those at full load."""
     return good(samples if is_open else counted(samples))
 
 
 def throughput_per_s(samples: Samples) -> float | None:
-    """Items per second at full load, from good answers; None without one. `samples` are a whole block's: a request that
-    failed takes its time and brings no items."""
+    """Items per second at full load, from a whole block; None without a good response. A failed request takes time and
+    has no items."""
     steady = counted(samples)
     if len(steady) == 0:
         return None
@@ -75,7 +73,7 @@ def throughput_per_s(samples: Samples) -> float | None:
 
 
 def full_load_share(samples: Samples) -> float | None:
-    """The share of the users' time, from the block's start to its last counted answer, that the figures come from."""
+    """Share of the users' time, from the block's start to its last counted response, that the figures come from."""
     steady = counted(samples)
     if len(steady) == 0:
         return None
@@ -85,10 +83,9 @@ def full_load_share(samples: Samples) -> float | None:
 
 
 def slow_start(samples: Samples) -> float | None:
-    """How much of a block's counted time its first requests lost against the others: (mean latency of the first fifth −
-    mean of the rest) · the fifth, over the whole. It is the error that missing warm-up puts into the throughput, one
-    number per block: requests that are under way together are slow together. None with fewer than 20 good answers.
-    """
+    """Share of a block's counted time that slow first requests cost: (mean latency of the first fifth − mean of the
+    rest) · the fifth, over the whole. It is the error of the throughput without warm-up. None with fewer than 20 good
+    responses."""
     answered = np.sort(good(counted(samples)), order="intended_ns")
     first = max(int(FIRST_SHARE * len(answered)), FIRST_LEAST)
     if len(answered) < 4 * FIRST_LEAST:
@@ -98,32 +95,32 @@ def slow_start(samples: Samples) -> float | None:
 
 
 LEAST_BACKLOG_SHARE = 0.05
-"""Of the offered requests, at the end of the schedule: less than this is a queue, not a rate that is too high."""
+"""Of the offered requests, at the end of the schedule: a smaller backlog is a queue, not a rate that is too high."""
 _GROWTH = ((0.5, 0.25), (0.75, 0.5))
-"""At each of these shares of the schedule, the least share of the final backlog for a backlog that grew all along."""
+"""(share of the schedule, least share of the final backlog there) of a backlog that grew all along."""
 _LEAST_GROWTH = 1.5
 """Of the backlog from the middle of the schedule to its end: 2 where the rate is too high, 1 where it is not."""
 
 
 class OpenLoop(Record, frozen=True, kw_only=True):
-    """One block, or all complete blocks of an arm in a cell; then lags are those of the worst block."""
+    """One block, or all complete blocks of an arm in a workload; then lags are those of the worst block."""
 
     offered: int
     """Requests that fell due."""
     offered_per_s: float
-    """As the schedule had it."""
+    """By the schedule."""
     unsent: int
-    """Those that could not be sent even some time after the last was due."""
+    """Requests that could not be sent even some time after the last was due."""
     answered_in_window: int
-    """Good answers until the last request was due."""
+    """Good responses until the last request was due."""
     answered_share: float
-    """Of those offered. A little below 1 at best: the last requests are still under way."""
+    """Of the offered requests. A little below 1 at best, since the last requests are still in flight."""
     achieved_per_s: float | None
-    """Good answers a second."""
+    """Good responses per second."""
     saturation: str | None
-    """"saturated at this rate: …" where the arm did not sustain it, else None."""
+    """"saturated at this rate: …" if the arm did not sustain it, else None."""
     generator_lag_p99_ms: float | None
-    """Send lag that was the generator's own."""
+    """Send lag of the generator itself."""
     generator_lag_max_ms: float | None
     connection_wait_p99_ms: float | None
     """Send lag because all connections were busy."""
@@ -131,7 +128,7 @@ class OpenLoop(Record, frozen=True, kw_only=True):
 
 
 def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connections: int) -> OpenLoop:
-    """One block from its samples, of which there is at least one, from its schedule and its most connections."""
+    """One block from its samples (at least one), its schedule and its number of connections."""
     start_ns = int(samples["intended_ns"].min())
     answered = good(samples)
     ends_ns = answered["end_ns"]
@@ -161,13 +158,13 @@ def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connec
 
 
 def split_lag_ms(samples: Samples, connections: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Of each sample, in the order in which they were due, how much of its send lag was the generator's, and how much
-    the wait for a connection.
+    """The send lag of each sample, in the order in which they were due: (the generator's part, the wait for a
+    connection).
 
-    Requests are played through once more, first come first served: each takes the connection that is free first, and
-    gives it back when it was really answered. It could have left when it was due and had one; what it left later than
-    that is the generator's. Whichever connection a request really went over does not matter: a generator that was
-    held up hands an overdue request to one that has just become free, though others were idle.
+    The schedule is replayed first come, first served: each request takes the connection that is free first, until the
+    moment of its real response. It could have been sent when it was due and had a connection; any further delay is the
+    generator's. The connection that it really used does not matter: a late generator hands an overdue request to one
+    that has just become free, although others were idle.
     """
     ordered = samples[np.argsort(samples["intended_ns"], kind="stable")]
     free_ns = [int(np.iinfo(np.int64).min)] * connections
@@ -185,10 +182,10 @@ def split_lag_ms(samples: Samples, connections: int) -> tuple[npt.NDArray[np.flo
 
 
 def backlog_grew(samples: Samples, offered: int, due_span_ns: int) -> bool:
-    """Whether requests under way and waiting became more and more until the schedule's end.
+    """Whether the requests in flight and waiting grew until the end of the schedule.
 
-    At a rate beyond an arm's capacity they grow linearly; at one below it they hover about rate × latency (Little's
-    law). A stall near the end raises the last count alone, so counts on the way must have grown too.
+    Beyond an arm's capacity they grow linearly; below it they stay around rate × latency (Little's law). A stall near
+    the end raises the last count alone, so earlier counts must have grown too.
     """
     start_ns = int(samples["intended_ns"].min())
 
@@ -204,7 +201,7 @@ def backlog_grew(samples: Samples, offered: int, due_span_ns: int) -> bool:
 
 
 def pool_open_loops(parts: Sequence[OpenLoop]) -> OpenLoop | None:
-    """All blocks of an arm together; None where there is none."""
+    """All blocks of an arm together; None without a block."""
     if not parts:
         return None
     offered, in_window = sum(part.offered for part in parts), sum(part.answered_in_window for part in parts)

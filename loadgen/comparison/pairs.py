@@ -1,25 +1,27 @@
-"""The metrics of a cell and their values side by side: of two arms, from every round that both completed."""
+"""The metrics of a workload, and the values of two arms side by side from every round that both completed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from loadgen.comparison.summaries import BlockSummary, measured_samples
 from loadgen.experiment.arrivals import arrival_count
-from loadgen.records.run import Cell, Experiment, Label, Pairing, Record, shown
+from loadgen.records.run import Cell, Experiment, Label, Pairing, shown
 from loadgen.records.samples import NS_PER_S, latencies_ms
 from loadgen.statistics.percentiles import samples_needed
+from loadgen.statistics.ratios import lag_one
 from loadgen.statistics.tails import Round, Values
 from loadgen.storage.stored_run import StoredBlock
 from loadgen.studies.cold_start.records import ColdStart
 from loadgen.studies.rate_search.records import RampFound, RateFound
 
 
-class Metric(Record, frozen=True, kw_only=True):
+class Metric(NamedTuple):
     """One measured quantity, and which direction is better."""
 
     name: str
@@ -27,35 +29,27 @@ class Metric(Record, frozen=True, kw_only=True):
     unit: str
     higher_is_better: bool
     quantile: float | None = None
-    """Of the latency, where the metric is one."""
+    """Of the latency, if the metric is one."""
 
     @property
     def is_tail(self) -> bool:
-        """Whether it is a percentile that a block alone says little of, so that it is taken from all of them."""
+        """Whether it is a percentile that needs the samples of all blocks together."""
         return self.quantile is not None and self.quantile > 0.5
 
 
-THROUGHPUT = Metric(name="throughput", title="throughput", unit="images/s", higher_is_better=True)
-ACHIEVED_RATE = Metric(name="achieved_rate", title="achieved rate", unit="images/s", higher_is_better=True)
-"""Of an open loop: below the rate asked for where an arm does not sustain it."""
+THROUGHPUT = Metric("throughput", "throughput", "images/s", higher_is_better=True)
+ACHIEVED_RATE = Metric("achieved_rate", "achieved rate", "images/s", higher_is_better=True)
+"""Of an open loop: below the requested rate if an arm cannot sustain it."""
 LATENCIES = tuple(
-    Metric(
-        name=f"latency_p{percent}",
-        title=f"p{percent} latency",
-        unit="ms",
-        higher_is_better=False,
-        quantile=percent / 100,
-    )
+    Metric(f"latency_p{percent}", f"p{percent} latency", "ms", higher_is_better=False, quantile=percent / 100)
     for percent in (50, 90, 99)
 )
-TIME_TO_READY = Metric(name="time_to_ready", title="time to ready", unit="s", higher_is_better=False)
-TIME_TO_FIRST_ANSWER = Metric(
-    name="time_to_first_answer", title="time to first answer", unit="s", higher_is_better=False
-)
-SLO_RATE = Metric(name="slo_rate", title="rate within the bound", unit="requests/s", higher_is_better=True)
-"""The highest Poisson rate whose p99 holds the cell's bound."""
-SATURATION = Metric(name="saturation", title="throughput at saturation", unit="images/s", higher_is_better=True)
-"""The best of a ramp, where more users bring no more."""
+TIME_TO_READY = Metric("time_to_ready", "time to ready", "s", higher_is_better=False)
+TIME_TO_FIRST_ANSWER = Metric("time_to_first_answer", "time to first answer", "s", higher_is_better=False)
+SLO_RATE = Metric("slo_rate", "rate within the bound", "requests/s", higher_is_better=True)
+"""The highest Poisson rate whose p99 holds the bound of the workload."""
+SATURATION = Metric("saturation", "throughput at saturation", "images/s", higher_is_better=True)
+"""The highest of a ramp."""
 METRICS = {
     m.name: m
     for m in (THROUGHPUT, ACHIEVED_RATE, *LATENCIES, TIME_TO_READY, TIME_TO_FIRST_ANSWER, SLO_RATE, SATURATION)
@@ -63,8 +57,8 @@ METRICS = {
 
 
 def metrics_of(cell: Cell) -> tuple[Metric, ...]:
-    """What is compared in a cell, in the order of the report. An open loop asks for the same throughput of both arms,
-    so there latencies tell them apart, and the achieved rate where one does not keep up."""
+    """What is compared in a workload, in the order of the report. An open loop requests the same throughput from every
+    arm, so latencies are compared, and the achieved rate if an arm cannot keep up."""
     if cell.scenario == "cold-start":
         return (TIME_TO_READY, TIME_TO_FIRST_ANSWER)
     if cell.scenario in ("slo", "ramp"):
@@ -73,14 +67,12 @@ def metrics_of(cell: Cell) -> tuple[Metric, ...]:
 
 
 def leading_metric(cell: Cell) -> Metric:
-    """The one that stands for the cell in the verdict, and that decides when to stop. In an open loop it is the
-    highest percentile that the planned pairs have requests for: an open loop is there to show the tail."""
+    """The one that stands for the workload in the verdict, and that decides when to stop. In an open loop it is the
+    highest percentile that the planned pairs have enough requests for."""
     if cell.scenario == "cold-start":
         return TIME_TO_FIRST_ANSWER
-    if cell.scenario in ("slo", "ramp"):
-        return SLO_RATE if cell.scenario == "slo" else SATURATION
     if not cell.is_open or cell.rate_per_s is None:
-        return THROUGHPUT
+        return metrics_of(cell)[0]
     requests = cell.rounds * arrival_count(cell.rate_per_s, cell.requests, cell.seconds, cell.max_seconds)
     supported = [m for m in LATENCIES if m.quantile is not None and samples_needed(m.quantile) <= requests]
     return supported[-1] if supported else LATENCIES[0]
@@ -88,17 +80,17 @@ def leading_metric(cell: Cell) -> Metric:
 
 T = TypeVar("T")
 Latencies = Mapping[int, Values]
-"""Of the measured good answers of each block, in ms, by the block's index."""
+"""Of each block's measured good responses, in ms, by the block's index."""
 
 
 def latencies_of(blocks: Sequence[StoredBlock]) -> Latencies:
-    """What the comparison of high percentiles is made of."""
+    """The samples for high percentiles."""
     return {block.record.index: latencies_ms(measured_samples(block)) for block in blocks}
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What two arms measured side by side, and during which start of the servers."""
+    """The values of two arms in one round, and during which start of the servers."""
 
     baseline: float
     arm: float
@@ -110,7 +102,7 @@ class Pair:
         return self.arm / self.baseline
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PairedMetric:
     """One comparison's data; without pairs `reason` may say why."""
 
@@ -120,17 +112,24 @@ class PairedMetric:
     pairs: tuple[Pair, ...]
     reason: str | None = None
     rounds: tuple[Round, ...] = ()
-    """Of a high percentile, which is taken from the samples of all pairs together; `pairs` are then for looking at."""
+    """The samples for a high percentile; `pairs` are then for display only."""
     saturated: bool = False
-    """Whether an arm did not sustain the rate of an open loop, so that the achieved rate is what tells them apart."""
+    """Whether an arm could not sustain the rate of an open loop, so that the achieved rate leads."""
 
     @property
     def leads(self) -> bool:
-        """Whether it stands for its cell."""
+        """Whether it stands for its workload."""
         return self.metric == (ACHIEVED_RATE if self.saturated else leading_metric(self.cell))
 
+    @cached_property
+    def correlation(self) -> float | None:
+        """Of successive pairs; None for cold starts, searches and restarts, each of which begins anew."""
+        if not self.cell.has_blocks or len(self.by_restart()) > 1:
+            return None
+        return lag_one([pair.ratio for pair in self.pairs])
+
     def by_restart(self) -> list[list[float]]:
-        """Ratios, one list for each start of the servers."""
+        """Ratios, one list per start of the servers."""
         groups: dict[int, list[float]] = {}
         for pair in self.pairs:
             groups.setdefault(pair.restart, []).append(pair.ratio)
@@ -138,7 +137,7 @@ class PairedMetric:
 
 
 def side_by_side(values: Mapping[tuple[int, Label], T], pairing: Pairing) -> list[tuple[int, T, T]]:
-    """Number and both arms' values, the baseline's first, of every number that both arms have, in order."""
+    """(number, baseline's value, arm's value) of every number that both arms have, in order."""
     base, arm = pairing
     numbers = sorted({number for number, _ in values})
     return [(n, values[n, base], values[n, arm]) for n in numbers if {(n, base), (n, arm)} <= values.keys()]
@@ -151,9 +150,8 @@ def pair_metrics(
     found: Sequence[RateFound | RampFound] = (),
     latencies: Latencies | None = None,
 ) -> list[PairedMetric]:
-    """Every metric of every cell of each arm beside the baseline, in the order of the report; then, for the ranking,
-    the leading one of the other arms among themselves. `found` is what searches and ramps came to. Without `latencies`
-    high percentiles have no data."""
+    """Every metric of every workload of each arm beside the baseline, in the order of the report; then, for ranking,
+    the leading one of the other arms among themselves. Without `latencies` high percentiles have no data."""
 
     def pairs(cell: Cell, metric: Metric, pairing: Pairing) -> PairedMetric:
         if cell.scenario == "cold-start":
@@ -171,7 +169,7 @@ def pair_metrics(
 
 
 def _search_pairs(cell: Cell, metric: Metric, pairing: Pairing, found: Sequence[RateFound | RampFound]) -> PairedMetric:
-    """One a pair of searches or ramps that both came to a value."""
+    """One pair per round in which both searches or ramps found a value."""
     values = {
         (one.round, one.label): (value, one.restart)
         for one in found
@@ -184,14 +182,13 @@ def _search_pairs(cell: Cell, metric: Metric, pairing: Pairing, found: Sequence[
 def _block_pairs(
     cell: Cell, metric: Metric, pairing: Pairing, blocks: Sequence[BlockSummary], latencies: Latencies
 ) -> PairedMetric:
-    """With the reason where the samples do not suffice."""
     usable = {(block.round, block.label): block for block in blocks if block.cell == cell.name and block.complete}
     couples = [(base, arm) for _, base, arm in side_by_side(usable, pairing)]
     saturated = next(
         (block for couple in couples for block in couple if block.open_loop and block.open_loop.saturation), None
     )
     if metric.quantile is not None and saturated is not None and saturated.open_loop is not None:
-        # Requests that were not answered in time are in no percentile, or in one that grows with the block's length.
+        # The latency of a growing backlog depends on the length of the block.
         reason = f"{shown(saturated.label)} was {saturated.open_loop.saturation}"
         return PairedMetric(cell, metric, pairing, (), reason, saturated=True)
     if metric.quantile is not None:
@@ -200,12 +197,11 @@ def _block_pairs(
             return _tail(cell, metric, pairing, metric.quantile, couples, latencies)
     pairs = _pairs(couples, metric)
     if len(pairs) < len(couples):
-        return PairedMetric(cell, metric, pairing, (), "a block has no good answer to measure")
+        return PairedMetric(cell, metric, pairing, (), "a block has no good response")
     return PairedMetric(cell, metric, pairing, pairs, saturated=saturated is not None)
 
 
 def _pairs(couples: Sequence[tuple[BlockSummary, BlockSummary]], metric: Metric) -> tuple[Pair, ...]:
-    """Of those couples of which both have the value."""
     values = [(_value(base, metric), _value(arm, metric), base.restart) for base, arm in couples]
     return tuple(Pair(base, arm, restart) for base, arm, restart in values if base is not None and arm is not None)
 
@@ -218,7 +214,7 @@ def _tail(
     couples: Sequence[tuple[BlockSummary, BlockSummary]],
     latencies: Latencies,
 ) -> PairedMetric:
-    """Independent are the starts of the servers where there are several, else the rounds."""
+    """The independent unit is the start of the servers if there are several, else the round."""
     several = len({a.restart for a, _ in couples}) > 1
     none = np.empty(0)
     rounds = tuple(
@@ -228,7 +224,7 @@ def _tail(
     needed = samples_needed(quantile)
     fewest = min(sum(len(one.a) for one in rounds), sum(len(one.b) for one in rounds))
     if rounds and fewest < needed:
-        reason = f"{metric.title} needs {needed} samples of each arm, one has {fewest}"
+        reason = f"{metric.title} needs {needed} samples per arm; one arm has {fewest}"
         return PairedMetric(cell, metric, pairing, (), reason)
     pairs = _pairs(couples, metric)
     return PairedMetric(cell, metric, pairing, pairs if len(pairs) == len(couples) else (), rounds=rounds)
@@ -242,7 +238,7 @@ def _value(block: BlockSummary, metric: Metric) -> float | None:
 
 
 def _start_pairs(cell: Cell, metric: Metric, pairing: Pairing, starts: Sequence[ColdStart]) -> PairedMetric:
-    """Seconds from process start in each repetition in which both arms got there."""
+    """Seconds from process start in each repetition in which both arms succeeded."""
     reached: dict[tuple[int, Label], float] = {}
     for start in starts:
         elapsed_ns = start.ready_ns if metric == TIME_TO_READY else start.first_answer_ns

@@ -1,8 +1,7 @@
-"""The arms of a scenario from the best to the worst, and which neighbours cannot be told apart.
+"""The arms of a workload from the best to the worst, and which of them cannot be told apart.
 
-The order is that of the measured ratios to the baseline. Two neighbours are separated where the comparison of the two
-names a winner; the comparisons of all pairs of arms belong to one family for Holm's correction, so it makes no
-difference that the order was found in the same data.
+The order is that of the measured ratios to the baseline. Two arms are separated if their own comparison names a winner.
+All pairs of arms share Holm's correction, so it does not matter that the order comes from the same data.
 """
 
 from __future__ import annotations
@@ -17,22 +16,17 @@ from loadgen.records.run import Label, Record, shown
 
 
 class Ranking(Record, frozen=True, kw_only=True):
-    """One scenario by its leading metric."""
+    """One workload by its leading metric."""
 
     scenario: str
     metric: str
     order: tuple[Label, ...]
-    """The best first. Arms without a valid value are left out."""
+    """The best first; without the arms that have no valid value."""
     not_separated: tuple[tuple[Label, Label], ...]
-    """Pairs of these arms of which no comparison says that the one that comes first is better."""
-
-    @property
-    def separated(self) -> tuple[bool, ...]:
-        """Of each arm but the last: whether it is better than the next one."""
-        return tuple(two not in self.not_separated for two in pairwise(self.order))
+    """Pairs of these arms, in this order, whose comparison does not name the first as better."""
 
     def words(self, names: Mapping[Label, str] | None = None) -> str:
-        """ "B, then A and C (not separated)"; arms share a place where none of them is better than another."""
+        """ "B, then A and C (not separated)"; arms share a place if none of them is better than another."""
         called = {label: (names or {}).get(label, shown(label)) for label in self.order}
         places = [[self.order[0]]]
         for label in self.order[1:]:
@@ -40,19 +34,16 @@ class Ranking(Record, frozen=True, kw_only=True):
                 places[-1].append(label)
             else:
                 places.append([label])
-        told = []
+        parts = []
         for before, own in zip([[], *places], places, strict=False):
-            notes = ["not separated"] if len(own) > 1 else []
-            if from_whom := [
-                called[other] for other in before if any((other, one) in self.not_separated for one in own)
-            ]:
-                notes = [*notes, f"not separated from {join(from_whom)}"][-1:]
-            told.append(join(sorted(called[one] for one in own)) + (f" ({notes[0]})" if notes else ""))
-        return ", then ".join(told)
+            alike = [called[other] for other in before if any((other, one) in self.not_separated for one in own)]
+            note = f" (not separated from {join(alike)})" if alike else " (not separated)" if len(own) > 1 else ""
+            parts.append(join(sorted(called[one] for one in own)) + note)
+        return ", then ".join(parts)
 
 
 def rank(comparisons: Sequence[Comparison], baseline: Label) -> tuple[Ranking, ...]:
-    """One a scenario that has a valid comparison with the baseline, in their order."""
+    """One per workload that has a valid comparison with the baseline, in their order."""
     by_scenario: dict[str, list[Comparison]] = {}
     for one in comparisons:
         if one.verdict != "invalid" and one.ratio is not None:
@@ -62,17 +53,14 @@ def rank(comparisons: Sequence[Comparison], baseline: Label) -> tuple[Ranking, .
 
 
 def _rank(scenario: str, comparisons: Sequence[Comparison], baseline: Label) -> Ranking | None:
-    """In an open loop that an arm does not sustain, by the achieved rate, which all have."""
+    """In an open loop that an arm cannot sustain, by the achieved rate, which all arms have."""
     leading = {one.metric for one in leading_comparisons(comparisons)}
-    if not leading:
-        return None
-    metric = ACHIEVED_RATE.name if ACHIEVED_RATE.name in leading else leading.pop()
+    metric = ACHIEVED_RATE.name if ACHIEVED_RATE.name in leading else min(leading, default=None)
     own = [one for one in comparisons if one.metric == metric]
-    against = [one for one in own if one.baseline == baseline]
-    if not against:
-        return None
     ratios = {one.arm: one.ratio for one in own if one.baseline == baseline and one.ratio is not None}
-    order = sorted({baseline: 1.0, **ratios}.items(), key=lambda one: one[1], reverse=against[0].higher_is_better)
+    if metric is None or not ratios:
+        return None
+    order = sorted({baseline: 1.0, **ratios}.items(), key=lambda one: one[1], reverse=own[0].higher_is_better)
     labels = tuple(label for label, _ in order)
     won = {(one.winner, one.loser) for one in own}
     apart = tuple(two for two in combinations(labels, 2) if two not in won)
@@ -81,9 +69,6 @@ def _rank(scenario: str, comparisons: Sequence[Comparison], baseline: Label) -> 
 
 def neighbours(comparisons: Sequence[Comparison], ranking: Ranking) -> list[Comparison]:
     """The comparison of each arm with the next one, in the order of the ranking."""
-    found = {frozenset(one.pairing): one for one in comparisons if (one.scenario, one.metric) == _of(ranking)}
+    place = (ranking.scenario, ranking.metric)
+    found = {frozenset(one.pairing): one for one in comparisons if (one.scenario, one.metric) == place}
     return [found[two] for two in map(frozenset, pairwise(ranking.order)) if two in found]
-
-
-def _of(ranking: Ranking) -> tuple[str, str]:
-    return ranking.scenario, ranking.metric

@@ -1,14 +1,14 @@
-"""One account of time for all arms: where a request's time went, in the same stages, with what is left over.
+"""The latency breakdown of each arm: where a request's time went, in the same stages for every server.
 
     client total = send_delay + receive + decode + queue + compute_input + compute_infer + compute_output + encode
                  + read_answer + unattributed
 
-All are means a request, because means add up and medians do not. The names are Triton's; the first and the one before
-the last are the client's own. Requests are encoded before the load, so that is no stage; sending one overlaps its
-`receive`. A server reports what it has: on Triton `decode` is part of compute_input, and `receive` and `encode` are
-not reported, so they stay inside `unattributed`, with the network, the protocol and whatever no one times. To compare
-two arms, a stage that only one of them reports is folded into where the other one keeps it. In a dynamic batch every
-request is charged the whole execution that it waited for: this is an account of waiting time, not of work.
+All are means per request, because means add up and medians do not. The names are Triton's; the client measures
+`send_delay` and `read_answer`. Requests are encoded before the load, so that is not a stage; sending one overlaps its
+`receive`. On Triton `decode` is part of compute_input, and `receive` and `encode` are not reported, so they are part of
+`unattributed`, with the network and the protocol. To compare two arms, a stage that only one of them reports is folded
+into the stage that contains it on the other. In a dynamic batch every request is charged the whole execution that it
+waited for: the breakdown is of waiting time, not of work.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ TITLES = {
     "compute_input": "preparing the batch",
     "compute_infer": "executing the model",
     "compute_output": "splitting the outputs",
-    "encode": "encoding the answer",
-    "read_answer": "reading the answer",
-    "unattributed": "outside the server's account",
+    "encode": "encoding the response",
+    "read_answer": "reading the response",
+    "unattributed": "network and client",
 }
 OVERLAP_LIMIT = 0.02
-"""Of a request: stages may add up to so much more than the client measured, since both clocks are read in software."""
+"""Of a request: the stages may exceed the client's time by so much, since both clocks are read in software."""
 COUNT_LIMIT = 0.01
-"""Of a block's requests: a hundredth more or fewer, or a single one, moves no mean by more than that."""
+"""Of a block's requests: counts may differ by so much, or by one request, without moving a mean by more."""
 FOLDED_INTO = {
     "decode": "compute_input",
     "receive": "unattributed",
@@ -61,7 +61,7 @@ FOLDED_INTO = {
 
 
 class ArmStages(Record, frozen=True, kw_only=True):
-    """Means a request of one arm in one cell, in ms; None where the server does not report a stage."""
+    """Means per request of one arm in one workload, in ms; None if the server does not report a stage."""
 
     label: Label
     requests: int
@@ -71,12 +71,12 @@ class ArmStages(Record, frozen=True, kw_only=True):
     stages_ms: dict[str, float | None]
     """By the names of STAGES. A negative `unattributed` means that the server's stages overlap."""
     contradictions: tuple[str, ...] = ()
-    """What cannot be, in words: stages longer than the requests, counters that ran backwards, counts of other requests.
-    Where there is any, the stages are no latency breakdown and none is shown."""
+    """Why the stages cannot be right, in words: stages longer than the requests, counters that ran backwards, other
+    request counts. With any of them no latency breakdown is shown."""
 
 
 class StageDifference(Record, frozen=True, kw_only=True):
-    """Arm minus baseline in one stage, and its share of the difference of the client totals; None where those are
+    """Arm minus baseline in one stage, and its share of the difference of the client totals; None if those are
     equal."""
 
     stage: str
@@ -85,7 +85,7 @@ class StageDifference(Record, frozen=True, kw_only=True):
 
 
 class StageAccount(Record, frozen=True, kw_only=True):
-    """Two arms in one cell. `differences` is empty unless both report what adds up; the largest comes first."""
+    """Two arms in one workload. `differences` is empty unless both breakdowns add up; the largest comes first."""
 
     cell: str
     baseline: Label
@@ -98,26 +98,23 @@ class StageAccount(Record, frozen=True, kw_only=True):
 
     @property
     def sides(self) -> tuple[ArmStages | None, ArmStages | None]:
-        """The baseline's first."""
         return self.baseline_stages, self.arm_stages
 
 
 def account_arm(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
-    """Account of the given blocks, all of one arm and cell; None where none has both samples and stages."""
-    used = [(good(block.samples), block.record.stages) for block in blocks if block.samples is not None]
-    cool_down = sum(block.record.cool_down for block in blocks if block.samples is not None and block.record.stages)
-    reported = [
-        (samples, stages)
-        for samples, stages in used
-        if stages is not None and stages.requests is not None and len(samples)
+    """The breakdown over blocks of one arm and workload; None if none of them has both samples and stages."""
+    used = [
+        (good(block.samples), stages, block.record.cool_down)
+        for block in blocks
+        if block.samples is not None and (stages := block.record.stages) is not None
     ]
+    reported = [one for one in used if one[1].requests is not None and len(one[0])]
     if not reported:
         return None
-    total_ms = float(np.mean(np.concatenate([latencies_ms(samples) for samples, _ in reported])))
-    totals = [stages for _, stages in reported]
+    samples, totals = np.concatenate([one[0] for one in reported]), [stages for _, stages, _ in reported]
+    total_ms = float(np.mean(latencies_ms(samples)))
     served = (stage for stage in STAGES if stage != "unattributed" and stage not in CLIENT_STAGES)
-    means = _client_means_ms(np.concatenate([samples for samples, _ in reported]))
-    means |= {stage: _mean_ms(totals, stage) for stage in served}
+    means = _client_means_ms(samples) | {stage: _mean_ms(totals, stage) for stage in served}
     rest_ms = total_ms - sum(value for value in means.values() if value is not None)
     contradictions = _contradictions(blocks)
     if rest_ms < -OVERLAP_LIMIT * total_ms:
@@ -125,7 +122,7 @@ def account_arm(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None
     return ArmStages(
         label=label,
         requests=sum(stages.requests or 0 for stages in totals),
-        client_requests=sum(len(samples) for samples, _ in reported) + cool_down,
+        client_requests=len(samples) + sum(cool_down for _, _, cool_down in used),
         client_total_ms=total_ms,
         stages_ms=means | {"unattributed": rest_ms},
         contradictions=tuple(contradictions),
@@ -145,8 +142,7 @@ def _contradictions(blocks: Sequence[StoredBlock]) -> list[str]:
 
 
 def contradictions_in(block: StoredBlock) -> dict[str, str]:
-    """What a server's statistics say of a block that cannot be, in words, by what they say it of; empty for a server
-    that reports none."""
+    """How a server's statistics contradict a block, in words, by the kind of count; empty without statistics."""
     stages = block.record.stages
     if stages is None or block.samples is None:
         return {}
@@ -159,8 +155,8 @@ def contradictions_in(block: StoredBlock) -> dict[str, str]:
     sent_items, good_items, size = int(block.samples["batch"].sum()), int(answers["batch"].sum()), block.cell.batch_size
     for name, counted, seen, sent, single in (
         ("requests", stages.requests, len(answers), len(block.samples), 1),
-        ("images", stages.items, good_items, sent_items, size),
-    ):  # a request that failed on its way back may have been counted, too
+        ("items", stages.items, good_items, sent_items, size),
+    ):  # the server may also have counted a request that failed on its way back
         seen, sent = seen + block.record.cool_down * single, sent + block.record.cool_down * single
         tolerance = max(COUNT_LIMIT * seen, single)
         if counted is not None and not seen - tolerance <= counted <= sent + tolerance:
@@ -169,7 +165,7 @@ def contradictions_in(block: StoredBlock) -> dict[str, str]:
 
 
 def _client_means_ms(samples: Samples) -> dict[str, float | None]:
-    """Of good answers: from the intended start to the first byte out, and from the answer's first byte to its last."""
+    """Of good responses: from the intended start to the first byte sent; from the first byte received to the last."""
     reading_ns = samples["end_ns"] - samples["first_byte_ns"]
     return {
         "send_delay": float(np.mean(samples["send_ns"] - samples["intended_ns"])) / NS_PER_MS,
@@ -186,34 +182,31 @@ def _mean_ms(totals: Sequence[StageTotals], stage: str) -> float | None:
 
 
 def account_cell(cell: str, blocks: Sequence[StoredBlock], pairings: Sequence[Pairing]) -> list[StageAccount]:
-    """Account of the arms over the given blocks of one cell, and what explains the difference of each pairing."""
+    """The breakdown of each arm over the given blocks of one workload, and the differences of each pairing."""
     labels = dict.fromkeys(label for pairing in pairings for label in pairing)
     arms = {label: account_arm(label, [block for block in blocks if block.record.label == label]) for label in labels}
     return [_account(cell, pairing, arms[pairing.baseline], arms[pairing.arm]) for pairing in pairings]
 
 
 def _account(cell: str, pairing: Pairing, baseline: ArmStages | None, arm: ArmStages | None) -> StageAccount:
-    account = StageAccount(
+    total, apart = None, {}
+    if baseline is not None and arm is not None:
+        total = arm.client_total_ms - baseline.client_total_ms
+        if not (baseline.contradictions or arm.contradictions):
+            before, after = folded(baseline, arm), folded(arm, baseline)
+            apart = {stage: after[stage] - before[stage] for stage in before}
+    return StageAccount(
         cell=cell,
         baseline=pairing.baseline,
         arm=pairing.arm,
         baseline_stages=baseline,
         arm_stages=arm,
-        difference_ms=None,
-        differences=(),
-    )
-    if baseline is None or arm is None:
-        return account
-    total = arm.client_total_ms - baseline.client_total_ms
-    differences = []
-    if not (baseline.contradictions or arm.contradictions):
-        before, after = folded(baseline, arm), folded(arm, baseline)
-        apart = {stage: after[stage] - before[stage] for stage in before}
-        differences = [
-            StageDifference(stage=stage, difference_ms=ms, share=ms / total if abs(total) > 0.0 else None)
+        difference_ms=total,
+        differences=tuple(
+            StageDifference(stage=stage, difference_ms=ms, share=ms / total if total else None)
             for stage, ms in sorted(apart.items(), key=lambda one: -abs(one[1]))
-        ]
-    return msgspec.structs.replace(account, difference_ms=total, differences=tuple(differences))
+        ),
+    )
 
 
 def folded(arm: ArmStages, other: ArmStages) -> dict[str, float]:

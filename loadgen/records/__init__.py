@@ -1,1 +1,1 @@
-"""What a run writes while it happens, and all that analysis and report may read: data, no behaviour."""
+"""The records that a run writes and that analysis and report read: data without behaviour."""

@@ -1,6 +1,6 @@
-"""Reads Triton's configuration of a model, as JSON, which the native server gives in the same shape.
+"""Reads Triton's model configuration as JSON, which the native server returns in the same shape.
 
-Whatever is not there is empty: somebody else's server may answer anything.
+Missing parts are empty: another server may return anything.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def backend_of(arm: ArmRecord) -> str:
 
 
 def whole(value: object) -> int | None:
-    """A number from 0, also as text, which is how protobuf's JSON writes 64 bits; None for anything else."""
+    """A number from 0, also as text, as in protobuf's JSON for 64 bits; None for anything else."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 19:
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """Empty where there is none."""
+    """Empty if it is not a mapping."""
     return value if isinstance(value, Mapping) else {}
 
 
 def listed(value: object) -> list[Any]:
-    """Empty where there is none."""
+    """Empty if it is not a list."""
     return value if isinstance(value, list) else []

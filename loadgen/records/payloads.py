@@ -1,4 +1,4 @@
-"""How an image may travel, and under which name a server serves the variant of a model that takes it so."""
+"""The payloads of an image, and the name of the model variant that takes each."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def base_name(model: str) -> str:
 
 
 def implied_payload(model: str) -> str:
-    """What a model's name says that it takes; fp32 where it says nothing."""
+    """The payload that a model's name implies; fp32 without a suffix."""
     return next((payload for payload in PAYLOADS[1:] if model.endswith(f"_{payload}")), "fp32")
 
 
 BACKEND_ENDINGS = ("_onnx", "_tensorrt")
-"""What Triton's own backends add to a model's name in our model repository."""
+"""Suffixes of the models for Triton's own backends in our model repository."""
 
 
 def without_backend(name: str) -> str:

@@ -1,7 +1,7 @@
-"""One request is one sample; one block's samples are one `.npy` file, appended to while the block runs.
+"""One sample per request, and one `.npy` file per block, appended to while the block runs.
 
-The file is written as `NAME.npy.part` and renamed when the block ends, so a name without `.part` is always whole.
-A `.part` file that a killed run left behind is readable: its records are fixed-size and flushed every second.
+The file is written as `NAME.npy.part` and renamed when the block ends, so a file without `.part` is always complete. A
+`.part` file of a killed run is readable: its records have a fixed size and are flushed every second.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ SAMPLE_DTYPE = np.dtype(
     [
         ("intended_ns", "<i8"),  # when the schedule wanted it sent; in a closed loop equal to send_ns
         ("send_ns", "<i8"),  # just before the first byte went out, or before connecting again for it
-        ("first_byte_ns", "<i8"),  # first byte of the answer read; 0 where there was no answer
-        ("end_ns", "<i8"),  # last byte of the answer read, or the failure noticed
+        ("first_byte_ns", "<i8"),  # first byte of the response read; 0 without a response
+        ("end_ns", "<i8"),  # last byte of the response read, or the failure noticed
         ("request_bytes", "<i8"),  # on the wire, headers included
         ("response_bytes", "<i8"),  # on the wire, headers included
         ("batch", "<i4"),  # items in the request
         ("user", "<i4"),  # which concurrent user sent it
         ("body", "<i4"),  # which prepared body was sent
-        ("status", "<i2"),  # HTTP status, or gRPC status + 1000; 0 where there was no answer
-        ("error", "<i2"),  # index into the block record's `error_messages`, -1 for a good answer
+        ("status", "<i2"),  # HTTP status, or gRPC status + 1000; 0 without a response
+        ("error", "<i2"),  # index into the block record's `error_messages`, -1 for a good response
     ]
 )
 """All times are `time.perf_counter_ns()` of the generator's process."""
@@ -40,7 +40,7 @@ Samples = npt.NDArray[np.void]
 
 
 def good(samples: Samples) -> Samples:
-    """Those that were answered without an error."""
+    """Those without an error."""
     return samples[samples["error"] < 0]
 
 
@@ -50,14 +50,14 @@ def latencies_ms(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.float64
 
 
 def median_latency_ns(samples: Samples) -> int | None:
-    """Of the good answers among them; None without any."""
+    """Of the good responses; None without any."""
     answered = good(samples)
     return int(np.median(answered["end_ns"] - answered["intended_ns"])) if len(answered) else None
 
 
 def with_errors_of(samples: Samples, own: Sequence[str], messages: Sequence[str]) -> Samples:
-    """A copy whose errors are numbered by `messages`, which hold its `own`; what has no message of its own gets the
-    last of those, or with none of them the number after the last of `messages`."""
+    """A copy whose errors are numbered by `messages`, which include its `own`. An error beyond `own` gets the last of
+    them, or without any the number after the last of `messages`."""
     numbers = np.array([messages.index(text) for text in own] or [len(messages)], dtype=np.int16)
     copied = samples.copy()
     failed = copied["error"] >= 0
@@ -75,8 +75,8 @@ assert _RECORD.size == SAMPLE_DTYPE.itemsize
 class SampleWriter:
     """Appends samples to NAME.npy.part; `close` writes the count into the header and renames to NAME.npy.
 
-    `add` costs about a microsecond and touches no file; `flush` writes what came since the last one and must be
-    called at least every second. With `path` None samples are counted and dropped.
+    `add` costs about a microsecond and does not touch the file; call `flush` at least every second. With `path` None
+    samples are only counted.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -108,7 +108,7 @@ class SampleWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Hand what is buffered to the kernel. Raises `OSError` (disk full)."""
+        """Write the buffer. Raises `OSError` (disk full)."""
         if self._file >= 0 and self._pending:
             pending, self._pending = self._pending, 0
             try:
@@ -118,8 +118,8 @@ class SampleWriter:
                 raise
 
     def close(self) -> None:
-        """Finish the file: flush, count, rename. Idempotent. Raises `OSError`, also when an earlier flush failed; then
-        the .part file stays, since it lacks samples."""
+        """Finish the file: flush, count, rename. Idempotent. Raises `OSError`, also if an earlier flush failed: then
+        the .part file stays, because it lacks samples."""
         if self._file < 0 or self._path is None:
             return
         file, path = self._file, self._path
@@ -142,12 +142,12 @@ class SampleWriter:
 
 
 def part_path(path: Path) -> Path:
-    """The name of a sample file while it is written."""
+    """The name of a sample file while it is being written."""
     return path.with_name(path.name + ".part")
 
 
 def store_samples(path: Path, samples: Samples) -> None:
-    """Write a whole file at once, under a temporary name. Raises `OSError`, and then leaves none."""
+    """Write a whole file at once, under a temporary name. Raises `OSError` and then leaves no file."""
     part = part_path(path)
     try:
         with part.open("wb") as file:
@@ -168,7 +168,7 @@ def read_samples(path: Path) -> Samples:
 
 
 def load_samples(file: BinaryIO, name: str) -> Samples:
-    """The same of an open file, whose `name` is for messages."""
+    """All whole records of an open file; `name` is for messages. Raises `ValueError`."""
     try:
         np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]  # numpy leaves it untyped
         _, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]  # the same

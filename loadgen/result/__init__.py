@@ -1,1 +1,1 @@
-"""From a stored run to its result: measures, compares, checks, concludes; writes nothing."""
+"""From a stored run to its result: checks, noise floor, thresholds and verdict; pure functions of the records."""

@@ -1,4 +1,4 @@
-"""From a run's stored records to its result: reads, summarises, checks, compares, concludes; writes nothing."""
+"""From a run's stored records to its result: reads, summarises, compares, checks and concludes; writes nothing."""
 
 from __future__ import annotations
 
@@ -28,22 +28,20 @@ from loadgen.studies.registry import parts
 
 
 def analyse(out_dir: Path) -> Result:
-    """The result of the run in `out_dir`, also of one that was interrupted or killed.
+    """The result of the run in `out_dir`, also if it was interrupted or killed.
 
-    Raises `StoredRunError` where there is no run or a record is unreadable.
+    Raises `StoredRunError` if there is no run or a record is unreadable.
     """
     return analyse_run(read_run(out_dir))
 
 
 def analyse_run(run: StoredRun) -> Result:
-    """The same, of records already read."""
+    """The result of records that were already read."""
     labels, pairings = run.experiment.labels, run.experiment.pairings
     loads = [cell for cell in run.experiment.cells if cell.has_blocks]
     blocks = summarise_blocks(run.blocks)
     summaries = tuple(summarise_cell(cell.name, label, run.blocks, blocks) for cell in loads for label in labels)
-    complete = [
-        block for block, summary in zip(run.blocks, blocks, strict=True) if summary.complete
-    ]  # one that was cut short explains nothing
+    complete = [block for block, summary in zip(run.blocks, blocks, strict=True) if summary.complete]
     accounts = tuple(
         account
         for cell in loads
@@ -57,6 +55,9 @@ def analyse_run(run: StoredRun) -> Result:
     drafts = compare_all(
         run.experiment, blocks, run.cold_starts, [*searches.rates, *searches.ramps], latencies_of(run.blocks)
     )
+    if run.environment is not None and run.environment.inputs.get("kind") == "synthetic":
+        # Made-up values are no images.
+        drafts = tuple(msgspec.structs.replace(one, unit=one.unit.replace("images", "items")) for one in drafts)
     stopping = describe_stopping(run.experiment, run.state, drafts)
     if not is_self_comparison(run.experiment):
         drafts = apply_floor(drafts, run.noise_floors, run.experiment.equivalence_margin)
@@ -91,10 +92,9 @@ def analyse_run(run: StoredRun) -> Result:
 
 
 def stored_result(directory: Path) -> Result:
-    """What the records say today; of a folder with a result.json and without samples, as a published one, that file.
+    """The result of the stored records, or the stored result.json of a folder without samples, such as a published one.
 
-    Such a folder must not be analysed: a run without samples is an invalid one. Raises `StoredRunError` and
-    `ResultError`.
+    Without samples the records cannot be analysed again. Raises `StoredRunError` and `ResultError`.
     """
     if (directory / FILE_NAME).exists() and not _records_are_kept(directory):
         return read_result(directory / FILE_NAME)
@@ -106,14 +106,14 @@ def stored_result(directory: Path) -> Result:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Around everything that is done with stored records. They have the right types, but nobody can say what else was
-    changed in them: what fails over that is told in one sentence. Raises `StoredRunError`."""
+    """Wrap all work on stored records: they have the right types, but may have been edited into contradictions. Raises
+    `StoredRunError`."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as exc:
         raise StoredRunError(
             f"the records in {path} contradict each other ({type(exc).__name__}: {one_line(str(exc))}); "
-            "run the comparison again, or report this if nobody has changed them"
+            "run the comparison again, or report a bug if the files were not edited"
         ) from exc
 
 

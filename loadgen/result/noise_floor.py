@@ -1,10 +1,9 @@
-"""How much identical arms differ on one machine, and that no comparison claims less.
+"""How much identical arms differ on one machine; no comparison claims a smaller difference.
 
-A run of the same arm twice (A/A) in which the servers are started R times gives R mean log ratios d whose true mean is
-0. The floor of a metric is t(R; 97.5 %) · √(Σd²/R): 95 % of single starts of identical arms lie within it (a prediction
-interval with a known mean). It holds what the interval over the pairs of one start cannot see: where memory, threads
-and ports happened to fall. With fewer than 3 starts it is the far end of the 95 % interval of the A/A run instead,
-which knows nothing of other starts.
+A run of the same arm twice (A/A) with R starts of the servers gives R mean log ratios d whose true mean is 0. The floor
+of a metric is t(R; 97.5 %) · √(Σd²/R): 95 % of single starts of identical arms lie within it (a prediction interval
+with a known mean). It includes what a single start cannot show: the layout of memory, threads and ports. With fewer
+than 3 starts it is the far end of the 95 % interval of the A/A run.
 """
 
 from __future__ import annotations
@@ -29,47 +28,36 @@ _LOCAL = {"localhost", "127.0.0.1", "::1", ""}
 
 
 def is_self_comparison(experiment: Experiment) -> bool:
-    """Whether all arms were asked for in the same words."""
+    """Whether all arms have the same target and settings."""
     first, *others = (msgspec.structs.replace(arm, label="") for arm in experiment.arms)
     return all(other == first for other in others)
 
 
 def servers_of(experiment: Experiment) -> str:
-    """Hosts of servers that somebody else runs on other machines; empty where all is on this one."""
+    """Hosts of servers on other machines; empty if all are on this one."""
     return ", ".join(sorted({_host(arm) for arm in experiment.arms} - _LOCAL))
 
 
 def floor_entries(paired: Sequence[PairedMetric]) -> tuple[FloorEntry, ...]:
     """The floor of every metric that an A/A run measured."""
-    entries = []
-    for one in paired:
-        floor = floor_of(one.by_restart())
-        if floor is not None:
-            entries.append(
-                FloorEntry(
-                    scenario=one.cell.name, metric=one.metric.name, difference=math.expm1(floor), pairs=len(one.pairs)
-                )
-            )
-    return tuple(entries)
+    return tuple(
+        FloorEntry(scenario=one.cell.name, metric=one.metric.name, difference=math.expm1(floor), pairs=len(one.pairs))
+        for one in paired
+        if (floor := floor_of(one.by_restart())) is not None
+    )
 
 
 def tail_floors(comparisons: Sequence[Comparison]) -> tuple[FloorEntry, ...]:
-    """The floors of percentiles that are taken from all rounds together: the far end of their interval, which is over
-    the starts of the servers where there are several."""
+    """The floors of percentiles of all rounds together: the far end of their interval."""
     return tuple(
-        FloorEntry(
-            scenario=one.scenario,
-            metric=one.metric,
-            difference=math.expm1(max(abs(math.log(bound)) for bound in one.ci95)),
-            pairs=one.pairs,
-        )
+        FloorEntry(scenario=one.scenario, metric=one.metric, difference=math.expm1(_far_end(one.ci95)), pairs=one.pairs)
         for one in comparisons
         if one.ci95 is not None and "order statistics" in one.method
     )
 
 
 def floor_of(groups: Sequence[Sequence[float]]) -> float | None:
-    """Of ratios by restart, on the log scale; None where not even an interval can be had."""
+    """Of ratios by restart, on the log scale; None without an interval."""
     if any(value <= 0.0 for group in groups for value in group):
         return None
     if len(groups) >= LEAST_RESTARTS:
@@ -77,11 +65,15 @@ def floor_of(groups: Sequence[Sequence[float]]) -> float | None:
         root = math.sqrt(math.fsum(mean**2 for mean in means) / len(means))
         return critical_t(len(means), SIGNIFICANCE) * root
     interval = estimate_ratio([value for group in groups for value in group], margin=1.0).ci95
-    return None if interval is None else max(abs(math.log(bound)) for bound in interval)
+    return None if interval is None else _far_end(interval)
+
+
+def _far_end(interval: tuple[float, float]) -> float:
+    return max(abs(math.log(bound)) for bound in interval)
 
 
 def find_floor(floors: Sequence[NoiseFloor], scenario: str, metric: str) -> float | None:
-    """As a share: the largest of this scenario, else the largest of the metric in any scenario; None for neither."""
+    """As a share: the largest of this workload, else the largest of the metric in any; None without either."""
     entries = [entry for floor in floors for entry in floor.entries if entry.metric == metric]
     own = [entry.difference for entry in entries if entry.scenario == scenario]
     return max(own or [entry.difference for entry in entries], default=None)
@@ -90,8 +82,8 @@ def find_floor(floors: Sequence[NoiseFloor], scenario: str, metric: str) -> floa
 def apply_floor(
     comparisons: Sequence[Comparison], floors: Sequence[NoiseFloor], margin: float
 ) -> tuple[Comparison, ...]:
-    """Take the verdict from every comparison that claims less than the floor: a winner by a difference within it, and
-    equivalence within a margin below it."""
+    """Make a comparison inconclusive if it claims less than the floor: a winner by a difference within it, or no
+    difference within a margin below it."""
     return tuple(_applied(c, find_floor(floors, c.scenario, c.metric), margin) for c in comparisons)
 
 
@@ -102,7 +94,7 @@ def _applied(comparison: Comparison, floor: float | None, margin: float) -> Comp
     comparison = msgspec.structs.replace(comparison, noise_floor=floor)
     reason = None
     if comparison.winner and abs(math.log(ratio)) <= math.log1p(floor):
-        reason = f"within this machine's noise floor: identical arms differ by up to {share(floor)} here"
+        reason = f"within this machine's noise floor: identical arms differ by up to {share(floor)}"
     elif comparison.verdict == "no_difference" and floor > margin:
         reason = f"the margin of {share(margin)} is below this machine's noise floor of {share(floor)}"
     if reason is None:
@@ -111,12 +103,12 @@ def _applied(comparison: Comparison, floor: float | None, margin: float) -> Comp
 
 
 def floor_sentence(floors: Sequence[NoiseFloor], comparisons: Sequence[Comparison], experiment: Experiment) -> str:
-    """For every report: the floor of what was compared, or how to get one."""
+    """For every report: the floor, or how to measure it."""
     if is_self_comparison(experiment):
-        return "The arm is compared with itself: what it shows is this machine's noise."
+        return "The arm is compared with itself: the differences are this machine's noise."
     known = [c.noise_floor for c in comparisons if c.leading and c.noise_floor is not None]
     if not known:
-        return f"The noise floor of this machine is not known; measure it with: {COMMAND}"
+        return f"The noise floor of this machine is unknown; measure it with: {COMMAND}"
     low, high = share(min(known)), share(max(known))
     made = ", ".join(dict.fromkeys(f"{floor.title}, {floor.made_at}" for floor in floors))
     span = low if low == high else f"{low} to {high}"
@@ -130,8 +122,8 @@ def _host(arm: ArmRequest) -> str:
 
 
 def gpu_of(environment_gpu: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The `/gpu-info` document, where it tells of a GPU that works, with the GPU that the server used alone: what is
-    measured on one is not claimed of another."""
+    """The `/gpu-info` document with only the GPU that the server used, so that a floor is not applied to another GPU;
+    None without a working GPU."""
     if environment_gpu.get("status") != "ok":
         return None
     used = used_gpu(environment_gpu)

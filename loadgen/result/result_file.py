@@ -1,7 +1,7 @@
-"""`result.json`: everything seen and everything concluded, schema abserve.result/2; see docs/result-format.md.
+"""`result.json`, schema abserve.result/2: everything measured and concluded; see docs/result-format.md.
 
-The report is rendered from this alone. Fields are only ever added, each with a default, so that a later reader takes
-an older file; any other change raises the schema's number.
+Reports are rendered from this alone. Fields are only ever added, each with a default, so that a later version reads an
+older file; any other change raises the schema's number.
 """
 
 from __future__ import annotations
@@ -18,15 +18,7 @@ from loadgen.comparison.stages import StageAccount
 from loadgen.comparison.summaries import BlockSummary, CellSummary
 from loadgen.documents import DocumentError, read_record
 from loadgen.records.machine import NoiseFloor
-from loadgen.records.run import (
-    ArmRecord,
-    Environment,
-    Experiment,
-    Found,
-    ParityRecord,
-    Record,
-    RunState,
-)
+from loadgen.records.run import ArmRecord, Environment, Experiment, Found, ParityRecord, Record, RunState
 from loadgen.result.checks.registry import Check
 from loadgen.result.stopping import Stopping
 from loadgen.result.thresholds import ThresholdOutcome
@@ -37,11 +29,11 @@ F = TypeVar("F", bound=Found)
 
 
 class Result(Record, frozen=True, kw_only=True):
-    """The whole result. None and empty mean that the run did not get that far."""
+    """The whole result. None or empty: the run did not get that far."""
 
     schema: Literal["abserve.result/2"] = "abserve.result/2"
     valid: bool
-    """No check that takes a verdict away failed, or is unknown where it must be known."""
+    """Whether no check that takes a verdict away failed, or is unknown although it must be known."""
     state: RunState | None
     verdict: Verdict
     environment: Environment | None
@@ -54,16 +46,15 @@ class Result(Record, frozen=True, kw_only=True):
     stages: tuple[StageAccount, ...]
     blocks: tuple[BlockSummary, ...]
     studies: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What each study found, by its name; a study that found nothing is left out."""
+    """Each study's findings by its name; a study that found nothing is left out."""
     stopping: Stopping | None = None
-    """None in results of before there were several rules."""
+    """None in results from before there were several rules."""
     noise_floors: tuple[NoiseFloor, ...] = ()
     """Of the machine, as known when the run began."""
     noise_floor_sentence: str = ""
     thresholds: tuple[ThresholdOutcome, ...] = ()
 
     def of(self, kind: type[F]) -> F:
-        """What a study found."""
         return kind.among(self.studies)
 
 

@@ -1,4 +1,4 @@
-"""When the load of a run ended and why, and what its intervals therefore cover, in a sentence for every report."""
+"""When and why the load of a run ended, and what its intervals cover, in sentences for every report."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from loadgen.records.run import Experiment, Record, RunState
 
 WORTH_SAYING = 0.2
 """A correlation that makes an interval a fifth wider."""
+ONE_START = "The servers were started once, so the intervals do not include what a restart changes."
 
 
 class Stopping(Record, frozen=True, kw_only=True):
-    """The rule that was laid down before the run, and how it ended."""
+    """The rule that was set before the run, and how the run ended."""
 
     rule: Literal["planned", "by time", "until decided"]
     ended_by: Literal["plan", "time", "decided", "time limit"] | None
-    """None where the run did not end by itself."""
+    """None if the run did not end by itself."""
     time_limit_minutes: float | None
-    """Of load, where pairs were added until decided."""
+    """Of load, with the rule "until decided"."""
     restarts: int
     """Fresh starts of the servers."""
     pairs: dict[str, int]
-    """Complete pairs of blocks by scenario; of several arms those that have the fewest."""
+    """Complete pairs of blocks by scenario; the fewest, with several arms."""
     undecided: tuple[str, ...]
-    """Scenarios in which a leading comparison with the baseline names neither a winner nor equivalence."""
+    """Scenarios in which a leading comparison with the baseline is inconclusive."""
     sentence: str
     """How it ended."""
     coverage: str
-    """What the intervals cover and what not."""
+    """What the intervals include and what not."""
 
 
 def describe_stopping(experiment: Experiment, state: RunState | None, comparisons: Sequence[Comparison]) -> Stopping:
-    """Of the comparisons before any check takes a verdict away: when to stop was decided without the checks."""
+    """By the comparisons before the checks, which have no part in the decision when to stop."""
     names = [cell.name for cell in load_cells(experiment.cells)]
     baseline = experiment.baseline.label
     leading = [c for c in comparisons if c.leading and c.scenario in names and c.baseline == baseline]
@@ -56,50 +57,36 @@ def describe_stopping(experiment: Experiment, state: RunState | None, comparison
         pairs=pairs,
         undecided=undecided,
         sentence=_sentence(experiment, ended, pairs, undecided),
-        coverage=_coverage(experiment) + _resemblance(leading) if pairs else "",
+        coverage=_coverage(experiment, leading) if pairs else "",
     )
 
 
-def _sentence(
-    experiment: Experiment,
-    ended: Literal["plan", "time", "decided", "time limit"] | None,
-    pairs: dict[str, int],
-    undecided: Sequence[str],
-) -> str:
+def _sentence(experiment: Experiment, ended: str | None, pairs: dict[str, int], undecided: Sequence[str]) -> str:
     if not pairs:
         return "No round of blocks was planned."
     fewest, most = min(pairs.values()), max(pairs.values())
     count = f"{fewest} round{'' if most == 1 else 's'}" if fewest == most else f"{fewest} to {most} rounds"
-    if experiment.until_decided:
-        how = {
-            "decided": f"Stopped when every scenario was decided, after {count} each",
-            "time limit": f"Stopped by the time limit of {number(experiment.time_limit_minutes or 0.0)} minutes of "
-            f"load, after {count} each; undecided: {', '.join(undecided)}",
-        }.get(ended or "", f"Ended before it was decided, after {count} each")
-        return f"{how}."
+    if ended == "decided":
+        return f"Stopped when every workload was decided, after {count} of each."
+    if ended == "time limit":
+        limit = number(experiment.time_limit_minutes or 0.0)
+        names = ", ".join(undecided)
+        return f"Stopped by the time limit of {limit} minutes of load, after {count} of each; inconclusive: {names}."
     starts = f" over {experiment.restarts} starts of the servers" if experiment.restarts > 1 else ""
     if ended is None:
-        return f"Ended before the plan did, after {count} of each scenario{starts}."
+        return f"Ended early, after {count} of each workload{starts}."
     cold = sum(cell.rounds for cell in experiment.cells if cell.scenario == "cold-start")
     apart = f", {cold} of cold starts" if cold and cold != fewest else ""
-    if experiment.minutes is not None:
-        return f"As many rounds as {experiment.minutes:g} minutes allowed: {count} of each scenario{starts}{apart}."
-    return f"As planned: {count} of each scenario{starts}{apart}."
+    if ended == "time":
+        return f"As many rounds as {experiment.minutes:g} minutes allowed: {count} of each workload{starts}{apart}."
+    return f"As planned: {count} of each workload{starts}{apart}."
 
 
-def _coverage(experiment: Experiment) -> str:
-    looks = "The intervals hold however often one looks. " if experiment.until_decided else ""
-    if experiment.restarts > 1:
-        return "The intervals cover what a restart changes."
-    return looks + ONE_START
-
-
-def _resemblance(leading: Sequence[Comparison]) -> str:
-    """The allowance that is made in any case is too small to speak of."""
-    most = max((c.correlation for c in leading), default=0.0)
-    if most < WORTH_SAYING:
-        return ""
-    return f" Each round resembles the next (correlation up to {most:.1f}), and the intervals are wider for it."
-
-
-ONE_START = "The servers were started once, so the intervals do not cover what a restart changes."
+def _coverage(experiment: Experiment, leading: Sequence[Comparison]) -> str:
+    text = "The intervals include what a restart changes." if experiment.restarts > 1 else ONE_START
+    if experiment.until_decided:
+        text = f"The intervals stay valid although they were computed after every round. {text}"
+    correlation = max((c.correlation for c in leading), default=0.0)
+    if correlation < WORTH_SAYING:
+        return text
+    return f"{text} Successive rounds resemble each other (correlation up to {correlation:.1f}), which widens them."

@@ -1,7 +1,6 @@
-"""The verdict in words: valid or not, which arm by how much in each scenario, why, and with which reservations.
+"""The verdict in words: valid or not, which arm is better by how much in each workload, why, and the caveats.
 
-Every sentence is computed from comparisons, checks and the account of time; no arm is called faster where the
-comparison is undecided. It decides nothing itself: outcomes come from `comparisons`, validity from `checks`.
+Outcomes come from `comparisons` and validity from `checks`; no arm is called faster if its comparison is inconclusive.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from loadgen.comparison.summaries import CellSummary
 from loadgen.quantities import number, sentence, share, signed_ms
 from loadgen.records.run import Cell, Experiment, Label, Record, shown
 from loadgen.result.checks.generator import RECONNECT_LIMIT
-from loadgen.result.checks.registry import CHECKS, Check, complaint, complaints, invalidating
+from loadgen.result.checks.registry import CHECKS, Check, complaints, invalidating
 from loadgen.result.checks.run import same_payload
 from loadgen.studies.causes.analyse import CausesFound
 from loadgen.studies.load.analyse import FORMED_FACTOR
@@ -27,9 +26,166 @@ MIN_STAGE_SHARE = 0.05
 MAX_STAGES = 3
 
 
+class ScenarioVerdict(Record, frozen=True, kw_only=True):
+    """One arm beside the baseline in one workload: the outcome of the leading metric and the reasons for it."""
+
+    scenario: str
+    baseline: Label
+    arm: Label
+    metric: str
+    outcome: Outcome
+    sentence: str
+    reasons: tuple[str, ...]
+
+
+class Verdict(Record, frozen=True, kw_only=True):
+    """The result in words. Reports show `caveats` first, then `sentence`."""
+
+    valid: bool
+    sentence: str
+    """Names every metric with a decided difference, also those that do not lead their scenario."""
+    main_scenario: str | None
+    """The most loaded scenario."""
+    scenarios: tuple[ScenarioVerdict, ...]
+    rankings: tuple[Ranking, ...]
+    """One per scenario with a valid comparison."""
+    failed: tuple[str, ...]
+    """Each check that took a verdict away, with what it covers."""
+    caveats: tuple[str, ...]
+
+
+def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check]) -> Verdict:
+    """`titles` names the arms for people, by label; the comparisons are those after the checks."""
+    experiment, failed = facts.run.experiment, complaints(checks)
+    against = [one for one in facts.comparisons if one.baseline == experiment.baseline.label]
+    scenarios = tuple(_scenario(facts, leading) for leading in leading_comparisons(against))
+    rankings = rank(facts.comparisons, experiment.baseline.label)
+    apart = next((check for check in invalidating(checks) if check.name == same_payload.name), None)
+    said = _sentence(experiment, titles, facts.comparisons, rankings, failed)
+    usable = {s.scenario for s in scenarios if s.outcome != "invalid"} or {s.scenario for s in scenarios}
+    main = max((cell for cell in experiment.cells if cell.name in usable), key=weight, default=None)
+    return Verdict(
+        valid=not failed,
+        sentence=said if apart is None else f"No winner: {apart.detail}, so this does not compare servers.",
+        main_scenario=None if main is None else main.name,
+        scenarios=scenarios,
+        rankings=rankings,
+        failed=failed,
+        caveats=tuple(
+            sentence(check.detail)
+            for check in (*(one for one in checks if one.state in CHECKS[one.name].caveat), *_deliberate(checks))
+        ),
+    )
+
+
+def _deliberate(checks: Sequence[Check]) -> list[Check]:
+    """Differences between the arms that were requested."""
+    return [one for one in checks if one.ok is False and one.name.startswith("same_") and one.severity == "warns"]
+
+
+def _sentence(
+    experiment: Experiment,
+    titles: dict[Label, str],
+    comparisons: Sequence[Comparison],
+    rankings: Sequence[Ranking],
+    failed: Sequence[str],
+) -> str:
+    cells = {cell.name: cell for cell in experiment.cells}
+    leading = leading_comparisons(comparisons)
+    usable = [c for c in leading if c.verdict != "invalid"]
+    if not leading:
+        return "Nothing was compared."
+    if not usable:
+        return " ".join(["No verdict.", *failed[:1]])
+    before = ""
+    scenarios, lost = ({c.scenario for c in group} for group in (leading, set(leading) - set(usable)))
+    if lost:
+        before = f"No verdict on {len(lost)} of {len(scenarios)} workloads (see the failed checks); otherwise: "
+    elif failed:
+        before = "The run is not valid (see the failed checks); the workloads that are complete show: "
+    names = {label: f"{shown(label)} ({title})" for label, title in titles.items()}
+    if len(experiment.arms) == 2:
+        found = _two_arms(comparisons, usable, cells, names, experiment.equivalence_margin)
+    else:
+        found = _many_arms(comparisons, rankings, cells, names)
+    begins_with_name = found.startswith(tuple(names.values()))
+    return before + found if before or begins_with_name else sentence(found)
+
+
+def _two_arms(
+    comparisons: Sequence[Comparison],
+    usable: Sequence[Comparison],
+    cells: dict[str, Cell],
+    names: dict[Label, str],
+    margin: float,
+) -> str:
+    """The decided comparison with the most load, then the other workloads by outcome, then the other metrics."""
+    loads = [c for c in usable if c.metric == "throughput"] or usable
+    decided = [c for c in loads if c.winner] or [c for c in usable if c.winner]
+    besides = decided_besides(comparisons, cells)
+    if not decided:
+        metrics = dict.fromkeys(METRICS[c.metric].title for c in usable) if besides else ()
+        what = f" in {join(list(metrics))}" if metrics else ""
+        parts = [*groups(usable, cells, margin), *besides]
+        return f"no winner{what} between {' and '.join(names.values())}: {'; '.join(parts)}."
+    main = max(decided, key=lambda c: weight(cells[c.scenario]))
+    first = claim(main, names, f" {place(cells[main.scenario])}")
+    rest = groups([c for c in usable if c is not main], cells, margin)
+    return "; ".join([first, *rest, *besides]) + "."
+
+
+def _many_arms(
+    comparisons: Sequence[Comparison],
+    rankings: Sequence[Ranking],
+    cells: dict[str, Cell],
+    names: dict[Label, str],
+) -> str:
+    """The order in the most loaded workload with the lead of each arm over the next, then the order in the others."""
+    loads = [one for one in rankings if one.metric == "throughput"] or rankings
+    main = max(loads, key=lambda one: weight(cells[one.scenario]))
+    apart = [claim(one) for one in neighbours(comparisons, main) if one.winner]
+    first = f"by {METRICS[main.metric].title} {place(cells[main.scenario])}: {main.words(names)}."
+    same: dict[str, list[Cell]] = {}
+    for one in rankings:
+        if one is not main:
+            same.setdefault(one.words(), []).append(cells[one.scenario])
+    rest = [f"{places(where)}: {words}" for words, where in same.items()]
+    besides = decided_besides(comparisons, cells)
+    return " ".join([first, *(sentence("; ".join(part)) for part in (apart, rest, besides) if part)])
+
+
+def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
+    margin, key = facts.run.experiment.equivalence_margin, (leading.scenario, leading.pairing)
+    own = [c for c in facts.comparisons if (c.scenario, c.pairing) == key]
+    decided = [c for c in own if c is not leading and c.verdict in ("arm_better", "baseline_better", "no_difference")]
+    reasons = [
+        text
+        for found in facts.of(CausesFound).cells
+        if (found.cell, found.pairing) == key
+        for text in (found.sentence, *found.notes)
+    ]  # also without a verdict, since an ablation shows a cause of its own
+    if leading.verdict != "invalid" or reasons:
+        for account in facts.accounts:
+            if (account.cell, account.baseline, account.arm) == (leading.scenario, *leading.pairing):
+                reasons += explain_stages(account)
+        cell = next(cell for cell in facts.run.experiment.cells if cell.name == leading.scenario)
+        summaries = [s for s in facts.summaries if s.cell == leading.scenario and s.label in leading.pairing]
+        reasons += [text for summary in summaries for text in _explain_arm(summary)]
+        reasons += _explain_batching(cell, summaries)
+    return ScenarioVerdict(
+        scenario=leading.scenario,
+        baseline=leading.baseline,
+        arm=leading.arm,
+        metric=leading.metric,
+        outcome=leading.verdict,
+        sentence=sentence("; ".join(claim(c, margin=margin) for c in (leading, *decided))),
+        reasons=tuple(reasons),
+    )
+
+
 def explain_stages(account: StageAccount) -> list[str]:
-    """Which stages make up the difference of the mean latencies, the largest first; empty without both accounts. Where
-    a server contradicts what was measured, that, and no breakdown."""
+    """Which stages make up the difference of the mean latencies, the largest first; empty unless both arms report
+    them. If a server contradicts the measurement, that instead of a breakdown."""
     if refused := [
         f"{shown(arm.label)}'s own statistics contradict the measured latency ({number(arm.client_total_ms)} ms on "
         f"average), so no latency breakdown is shown: {'; '.join(arm.contradictions[:MAX_STAGES])}."
@@ -49,202 +205,31 @@ def explain_stages(account: StageAccount) -> list[str]:
         for d in account.differences[:MAX_STAGES]
         if abs(d.difference_ms) >= MIN_STAGE_SHARE * abs(total)
     ]
-    return [f"Requests take {means} on average. {shown(arm.label)}'s {signed_ms(total)} are: {'; '.join(parts)}."]
+    return [f"Requests take {means} on average. {shown(arm.label)}'s {signed_ms(total)} come from {', '.join(parts)}."]
 
 
 def _percent(value: float) -> str:
-    return share(value) if value >= 0 else f"−{share(-value)}"
+    size = f"{number(abs(value), 2)}×" if abs(value) >= 10.0 else share(abs(value))
+    return size if value >= 0 else f"−{size}"
 
 
-def explain_saturation(summaries: Sequence[CellSummary]) -> list[str]:
-    """Which arm did not sustain the rate of an open loop."""
-    return [
-        sentence(f"{shown(summary.label)} was {summary.open_loop.saturation}")
-        for summary in summaries
-        if summary.open_loop is not None and summary.open_loop.saturation
-    ]
+def _explain_arm(summary: CellSummary) -> list[str]:
+    """An open loop's rate that the arm did not sustain, and connections that it closed."""
+    found = []
+    if summary.open_loop is not None and summary.open_loop.saturation:
+        found.append(f"{shown(summary.label)} was {summary.open_loop.saturation}.")
+    if summary.reconnect_share is not None and summary.reconnect_share > RECONNECT_LIMIT:
+        found.append(
+            f"{shown(summary.label)} closed its connection before {share(summary.reconnect_share)} of the requests; "
+            "reconnecting is part of its latency."
+        )
+    return found
 
 
-def explain_reconnects(summaries: Sequence[CellSummary]) -> list[str]:
-    """Which server closed its connections, so that clients had to connect again."""
-    return [
-        f"{shown(summary.label)} closed its connection before {share(summary.reconnect_share)} of the requests; the "
-        "time to connect again is part of its latency."
-        for summary in summaries
-        if summary.reconnect_share is not None and summary.reconnect_share > RECONNECT_LIMIT
-    ]
-
-
-def explain_batching(cell: Cell, summaries: Sequence[CellSummary]) -> list[str]:
-    if cell.concurrency <= 1:
-        return []
+def _explain_batching(cell: Cell, summaries: Sequence[CellSummary]) -> list[str]:
     means = {shown(s.label): s.executed_batch_mean for s in summaries if s.executed_batch_mean is not None}
-    if not means:
+    if cell.concurrency <= 1 or not means:
         return []
     text = ", ".join(f"{number(mean)} on {label}" for label, mean in sorted(means.items()))
     idle = [label for label, mean in sorted(means.items()) if mean < FORMED_FACTOR * cell.batch_size]
-    return [f"Mean executed batch: {text}" + (f"; batching never formed on {' and '.join(idle)}." if idle else ".")]
-
-
-class ScenarioVerdict(Record, frozen=True, kw_only=True):
-    """One arm beside the baseline in one scenario: the outcome of the leading metric, in one sentence, and why in a few
-    more."""
-
-    scenario: str
-    baseline: Label
-    arm: Label
-    metric: str
-    outcome: Outcome
-    sentence: str
-    reasons: tuple[str, ...]
-
-
-class Verdict(Record, frozen=True, kw_only=True):
-    """What a reader takes away. `caveats` come first where they are shown, then `sentence`."""
-
-    valid: bool
-    sentence: str
-    """Names every metric with a decided difference, also those that do not lead their scenario."""
-    main_scenario: str | None
-    """The most loaded scenario; its reasons stand for the others where there is room for one."""
-    scenarios: tuple[ScenarioVerdict, ...]
-    rankings: tuple[Ranking, ...]
-    """One a scenario with a valid comparison."""
-    failed: tuple[str, ...]
-    """Each check that took a verdict away, with what it covers."""
-    caveats: tuple[str, ...]
-
-
-def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check]) -> Verdict:
-    """`titles` names the arms for people, by label; the comparisons are those after the checks."""
-    experiment, failed = facts.run.experiment, invalidating(checks)
-    against = [one for one in facts.comparisons if one.baseline == experiment.baseline.label]
-    scenarios = tuple(_scenario(facts, leading) for leading in leading_comparisons(against))
-    rankings = rank(facts.comparisons, experiment.baseline.label)
-    return Verdict(
-        valid=not failed,
-        sentence=_sentence(experiment, titles, facts.comparisons, rankings, failed),
-        main_scenario=_main_scenario(experiment, scenarios),
-        scenarios=scenarios,
-        rankings=rankings,
-        failed=complaints(checks),
-        caveats=_caveats(checks),
-    )
-
-
-def _caveats(checks: Sequence[Check]) -> tuple[str, ...]:
-    declared = [check for check in checks if check.ok is not True and CHECKS[check.name].caveat]
-    return tuple(sentence(check.detail) for check in (*declared, *filter(_deliberate, checks)))
-
-
-def _deliberate(check: Check) -> bool:
-    return check.ok is False and check.name.startswith("same_") and check.severity == "warns"
-
-
-def _main_scenario(experiment: Experiment, scenarios: Sequence[ScenarioVerdict]) -> str | None:
-    usable = {s.scenario for s in scenarios if s.outcome != "invalid"} or {s.scenario for s in scenarios}
-    return max((cell for cell in experiment.cells if cell.name in usable), key=weight).name if usable else None
-
-
-def _sentence(
-    experiment: Experiment,
-    titles: dict[Label, str],
-    comparisons: Sequence[Comparison],
-    rankings: Sequence[Ranking],
-    failed: Sequence[Check],
-) -> str:
-    apart = next((check for check in failed if check.name == same_payload.name), None)
-    if apart is not None:
-        return f"Not a comparison of servers, so no winner is named: {apart.detail.partition(':')[0]}."
-    cells = {cell.name: cell for cell in experiment.cells}
-    leading = leading_comparisons(comparisons)
-    if not leading:
-        return "Nothing was compared."
-    usable = [c for c in leading if c.verdict != "invalid"]
-    if not usable:
-        return f"No verdict: {complaint(failed[0])}." if failed else "No verdict."
-    stands = ""
-    scenarios, lost = ({c.scenario for c in group} for group in (leading, set(leading) - set(usable)))
-    if lost:
-        stands = f"No verdict on {len(lost)} of {len(scenarios)} scenarios, see the failed checks; otherwise: "
-    elif failed:
-        stands = "The run is not valid as a whole, see the failed checks; in what stands: "
-    names = {label: f"{shown(label)} ({title})" for label, title in titles.items()}
-    if len(experiment.arms) == 2:
-        return stands + _two_arms(comparisons, usable, cells, names, stands)
-    return stands + _many_arms(comparisons, rankings, cells, names)
-
-
-def _two_arms(
-    comparisons: Sequence[Comparison],
-    usable: Sequence[Comparison],
-    cells: dict[str, Cell],
-    names: dict[Label, str],
-    before: str,
-) -> str:
-    loads = [c for c in usable if c.metric == "throughput"] or usable
-    decided = [c for c in loads if c.winner] or [c for c in usable if c.winner]
-    if not decided:
-        besides = decided_besides(comparisons, cells)
-        metrics = dict.fromkeys(METRICS[c.metric].title for c in usable) if besides else ()
-        what = f" in {join(list(metrics))}" if metrics else ""
-        parts = [*groups(usable, cells), *besides]
-        return f"{'no' if before else 'No'} winner{what} between {' and '.join(names.values())}: {'; '.join(parts)}."
-    main = max(decided, key=lambda c: weight(cells[c.scenario]))
-    first = claim(main, names, f" {place(cells[main.scenario])}")
-    rest = groups([c for c in usable if c is not main], cells)
-    return "; ".join([first, *rest, *decided_besides(comparisons, cells)]) + "."
-
-
-def _many_arms(
-    comparisons: Sequence[Comparison],
-    rankings: Sequence[Ranking],
-    cells: dict[str, Cell],
-    names: dict[Label, str],
-) -> str:
-    """The order in the most loaded scenario with the largest lead there, then the order in the others."""
-    loads = [one for one in rankings if one.metric == "throughput"] or rankings
-    main = max(loads, key=lambda one: weight(cells[one.scenario]))
-    apart = [claim(one) for one in neighbours(comparisons, main) if one.winner]
-    first = f"By {METRICS[main.metric].title} {place(cells[main.scenario])}: {main.words(names)}."
-    first += f" {sentence('; '.join(apart))}" if apart else ""
-    same: dict[str, list[Cell]] = {}
-    for one in rankings:
-        if one is not main:
-            same.setdefault(one.words(), []).append(cells[one.scenario])
-    rest = [f"{places(where)}: {words}" for words, where in same.items()]
-    besides = decided_besides(comparisons, cells)
-    return " ".join([first, *(sentence("; ".join(part)) for part in (rest, besides) if part)])
-
-
-def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
-    main = claim(leading)
-    others = [
-        claim(c)
-        for c in facts.comparisons
-        if (c.scenario, c.pairing) == (leading.scenario, leading.pairing)
-        and c is not leading
-        and c.verdict in ("arm_better", "baseline_better", "no_difference")
-    ]
-    reasons = [
-        text
-        for found in facts.of(CausesFound).cells
-        if (found.cell, found.pairing) == (leading.scenario, leading.pairing)
-        for text in (found.sentence, *found.notes)
-    ]  # also without a verdict: what was taken away was seen to matter, whatever the arms were compared for
-    if leading.verdict != "invalid" or reasons:
-        for account in facts.accounts:
-            if (account.cell, account.baseline, account.arm) == (leading.scenario, *leading.pairing):
-                reasons += explain_stages(account)
-        cell = next(cell for cell in facts.run.experiment.cells if cell.name == leading.scenario)
-        own = [s for s in facts.summaries if s.cell == leading.scenario and s.label in leading.pairing]
-        reasons += [*explain_saturation(own), *explain_reconnects(own), *explain_batching(cell, own)]
-    return ScenarioVerdict(
-        scenario=leading.scenario,
-        baseline=leading.baseline,
-        arm=leading.arm,
-        metric=leading.metric,
-        outcome=leading.verdict,
-        sentence=sentence("; ".join([main, *others])),
-        reasons=tuple(reasons),
-    )
+    return [f"Mean executed batch: {text}" + (f"; {join(idle)} did not merge requests." if idle else ".")]

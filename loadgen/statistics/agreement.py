@@ -1,4 +1,4 @@
-"""How far apart two answers to one input are, and how far rounding may take them.
+"""How much two outputs for one input differ, and how much of it can be rounding.
 
 Two engines that compute the same function in the same precision differ by rounding alone. With unit roundoff u, the
 error of a chain of n rounded operations is about √n · u (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019); a network
@@ -27,10 +27,10 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How large a difference may be that is called rounding."""
+    """The largest difference that counts as rounding."""
 
     precision: str
-    """The coarsest of the precisions in effect; unknown ones get what FP16 does."""
+    """The coarsest of the precisions in effect; an unknown one counts as FP16."""
     relative: float
     """Of a row: ‖b − a‖ over ‖a‖."""
 
@@ -45,33 +45,32 @@ class Tolerance:
 
 
 def tolerance_of(precisions: Iterable[object]) -> Tolerance:
-    """Of arms with these precisions in effect, by name."""
-    told = {str(precision).lower() for precision in precisions}
-    if not told <= set(_COARSEST_FIRST):
-        precision = "bf16" if "bf16" in told else UNKNOWN
+    """The tolerance between arms with these precisions in effect."""
+    named = {str(precision).lower() for precision in precisions}
+    if not named <= set(_COARSEST_FIRST):
+        precision = "bf16" if "bf16" in named else UNKNOWN
         return Tolerance(precision, _RELATIVE["bf16" if precision == "bf16" else "fp16"])
-    precision = next((name for name in _COARSEST_FIRST if name in told), "fp32")
+    precision = next((name for name in _COARSEST_FIRST if name in named), "fp32")
     return Tolerance(precision, _RELATIVE[precision])
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of one output, for each row. Infinite where one of the two is not finite."""
+    """The difference of one output per row. Infinite where one of the two is not finite."""
 
     relative: Floats
-    """‖b − a‖ over ‖a‖, or over the typical ‖a‖ where that is larger: what cancels to nearly nothing keeps the
-    rounding of what cancelled."""
+    """‖b − a‖ over ‖a‖, or over the typical ‖a‖ if that is larger, since values that cancel keep their rounding."""
     element: Floats
-    """The largest |b − a| over |a|, or over the root mean square of all elements where that is larger."""
+    """The largest |b − a| over |a|, or over the root mean square of all elements if that is larger."""
     absolute: Floats
     """The largest |b − a|."""
     cosine: Floats
-    """Shown, and decides nothing: of one value, or of a vector times a hundred, it is 1."""
+    """Shown only: it is 1 for a single value, or for a vector times a hundred."""
 
 
 def difference(expected: Array, actual: Array, typical: float | None = None) -> Difference:
     """Of arrays of one shape whose first dimension is the row. `typical` is the root mean square of the output's
-    elements, here of `expected` unless it is given. Byte strings are equal or infinitely far apart."""
+    elements, by default of `expected`. Byte strings are equal or infinitely different."""
     rows = len(expected)
     if expected.dtype.hasobject or actual.dtype.hasobject:
         same = np.asarray([list(a.ravel()) == list(b.ravel()) for a, b in zip(expected, actual, strict=True)])

@@ -1,4 +1,4 @@
-"""An interval of a paired ratio that may be looked at after every pair: a t-mixture confidence sequence.
+"""An interval of a paired ratio that stays valid after every pair: a t-mixture confidence sequence.
 
 Under a mean log ratio μ and an unknown spread, the Bayes factor of "the standardised effect is normal with variance
 1/c²" against "the mean is μ", with the right Haar prior on the spread, is a non-negative martingale that starts at 1:
@@ -7,8 +7,8 @@ Under a mean log ratio μ and an unknown spread, the Bayes factor of "the standa
 
 (Wang and Ramdas, "Anytime-valid t-tests and confidence sequences for Gaussian means with unknown variance", Sequential
 Analysis 2025; the statistic goes back to Lai, Ann. Statist. 4, 1976). By Ville's inequality the chance that it ever
-reaches 1/α is at most α, so {μ : BF(μ) < 1/α} covers the truth at all times at once, whenever and for whatever reason
-one stops. Assumption, as for the t interval: independent, about normal log ratios.
+reaches 1/α is at most α, so {μ : BF(μ) < 1/α} covers the truth at all times at once, whatever the stopping rule.
+Assumption, as for the t interval: independent, about normal log ratios.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 from loadgen.statistics.ratios import MIN_LOG_SPREAD, SIGNIFICANCE, RatioEstimate, estimate_ratio, widening
 
 MIXTURE = 0.5
-"""c². The smaller, the sooner a large effect is seen and the later a small one; anywhere between 0.2 and 2 a decision
-takes about as many pairs."""
+"""c². Smaller values detect large effects sooner and small ones later; between 0.2 and 2 the number of pairs hardly
+changes."""
 
 Logs = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -33,7 +33,7 @@ def log_bayes_factors(logs: Sequence[float], mean: float, wider: float = 1.0) ->
     counts = np.arange(1, len(deviations) + 1, dtype=np.float64) / wider
     sums, squares = np.cumsum(deviations) / wider, np.cumsum(deviations**2) / wider
     share = np.divide(sums**2, (counts + MIXTURE) * squares, out=np.zeros_like(sums), where=squares > 0.0)
-    share[:1] = 1.0 / (1.0 + MIXTURE)  # one observation says nothing, also where it is the mean itself
+    share[:1] = 1.0 / (1.0 + MIXTURE)  # one observation shows nothing, even if it is the mean itself
     return np.asarray(0.5 * np.log(MIXTURE / (counts + MIXTURE)) - counts / 2.0 * np.log1p(-share))
 
 
@@ -54,10 +54,10 @@ def half_width(logs: Sequence[float], significance: float = SIGNIFICANCE, wider:
 
 
 def estimate_anytime(ratios: Sequence[float], margin: float, correlation: float = 0.0) -> RatioEstimate:
-    """As `estimate_ratio`, with an interval and p values that stay valid however often one looks. Where each pair
-    resembles the next, so many fewer pairs are counted as `ratios.widening` says.
+    """As `estimate_ratio`, with an interval and p values that stay valid after every pair. With a correlation of
+    successive pairs, fewer pairs are counted, by `ratios.widening`.
 
-    `p_value` is 1 over the largest Bayes factor so far: once a difference is shown it stays shown. `p_equivalence` is
+    `p_value` is 1 over the largest Bayes factor so far, so a difference stays shown. `p_equivalence` is
     the smallest α at which the interval lies inside ±`margin`.
     """
     plain = estimate_ratio(ratios, margin)
@@ -80,7 +80,9 @@ def estimate_anytime(ratios: Sequence[float], margin: float, correlation: float 
         spread_log=plain.spread_log,
         units=plain.units,
         correlation=max(correlation, 0.0),
-        reason=f"{plain.pairs} pairs are too few for an interval that holds at every look" if unbounded else None,
+        reason=f"{plain.pairs} pairs are too few for an interval that stays valid after every round"
+        if unbounded
+        else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""How many queries a claim about a latency percentile needs, and how many of them may be late.
+"""How many requests a claim about a latency percentile needs, and how many of them may be late.
 
 A server keeps "p99 ≤ X" when at most 1 % of its answers are late. Seeing t late answers among n, the claim is made at
 confidence c when a server whose true share of late answers is 1 − q (or more) would show at most t with a probability
@@ -8,13 +8,14 @@ of at most 1 − c:
 
 That is MLPerf's early-stopping bound for the Server scenario (MLCommons inference, `loadgen/early_stopping.cc`; Reddi
 et al., "MLPerf Inference Benchmark", ISCA 2020), with the tolerance 0. For p99 at 99 % confidence it gives 459 queries
-with 0 late, 2,010 with 10, 12,571 with 100. It takes answers as independent. Those of one batch, and those that queue
-together, are late together, so a claim from a short trial is weaker than it says: see
-`tests/truth/test_searches_keep_their_promises.py` for how much.
+with 0 late, 2,010 with 10, 12,571 with 100. It assumes independent answers. Those of one batch, and those that queue
+together, are late together, so the true confidence of a short trial is lower;
+`tests/truth/test_searches_keep_their_promises.py` shows how much.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from scipy import special
@@ -25,29 +26,21 @@ CONFIDENCE = 0.99
 
 @lru_cache(maxsize=4096)
 def queries_needed(late: int, quantile: float = QUANTILE, confidence: float = CONFIDENCE) -> int:
-    """The fewest queries among which `late` late answers still carry the claim."""
+    """The fewest requests among which `late` late answers still support the claim."""
     if late < 0 or not 0.0 < quantile < 1.0 or not 0.0 < confidence < 1.0:
         raise ValueError(f"no bound for {late} late answers, quantile {quantile}, confidence {confidence}")
-    low, high = late, max(2 * late, 1)
-    while not _carries(late, high, quantile, confidence):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _carries(late, middle, quantile, confidence) else (middle, high)
-    return high
+    queries: int = max(math.ceil(special.bdtrin(late, 1.0 - confidence, 1.0 - quantile)) - 1, late + 1)
+    while special.bdtr(late, queries, 1.0 - quantile) > 1.0 - confidence:  # the inverse may be off by rounding
+        queries += 1
+    return queries
 
 
 @lru_cache(maxsize=4096)
 def late_allowed(queries: int, quantile: float = QUANTILE, confidence: float = CONFIDENCE) -> int | None:
-    """The most late answers among `queries` with which the claim can be made; None where even none would not do."""
+    """The most late answers among `queries` that still support the claim; None if even 0 late answers do not."""
     if queries < queries_needed(0, quantile, confidence):
         return None
-    low, high = 0, queries  # `queries` late ones carry no claim
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if _carries(middle, queries, quantile, confidence) else (low, middle)
-    return low
-
-
-def _carries(late: int, queries: int, quantile: float, confidence: float) -> bool:
-    return queries > late and float(special.bdtr(late, queries, 1.0 - quantile)) <= 1.0 - confidence
+    late: int = math.floor(special.bdtrik(1.0 - confidence, queries, 1.0 - quantile)) + 1
+    while special.bdtr(late, queries, 1.0 - quantile) > 1.0 - confidence:
+        late -= 1
+    return late

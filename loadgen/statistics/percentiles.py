@@ -32,7 +32,7 @@ def samples_needed(quantile: float) -> int:
 
 
 def percentile(values: npt.ArrayLike, quantile: float) -> float | None:
-    """The quantile (0.99 for p99) of `values`, in their unit; None where there are too few of them."""
+    """The quantile (0.99 for p99) of `values`, in their unit; None if there are too few."""
     array = np.asarray(values, dtype=np.float64)
     if array.size < samples_needed(quantile):
         return None
@@ -40,10 +40,8 @@ def percentile(values: npt.ArrayLike, quantile: float) -> float | None:
 
 
 def distribution(values: npt.ArrayLike, points: int = 201) -> tuple[tuple[float, float], ...]:
-    """(value, share of values at or below it) for drawing: evenly spaced ranks, the extremes and a denser upper tail.
-
-    A picture of what was measured, not an estimate: every value is an observed one.
-    """
+    """(value, share of values at or below it) for a chart, of observed values only: evenly spaced ranks, the extremes
+    and a denser upper tail."""
     array = np.sort(np.asarray(values, dtype=np.float64))
     size = array.size
     if size == 0:

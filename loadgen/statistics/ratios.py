@@ -1,11 +1,11 @@
 """Interval, tests and sensitivity of a ratio that was measured in pairs; pure functions of numbers.
 
 The unit of replication is the pair of adjacent blocks, and above it the restart of the servers (Kalibera and Jones,
-ISMM 2013), never the request: requests of one block share its weather, pairs of one restart share its memory layout.
-Assumptions: the log ratios of the pairs are about normal, and what one pair has in common with the next is a
-first-order autoregression. Ratios of positive means are closer to normal on the log scale, where A over B and B over A
-are the same statement. A slow drift of the machine alternates in sign in ABBA order, so it widens the interval and does
-not move it. What cannot be computed is None with a reason ("undetermined"), never significant.
+ISMM 2013), never the request: requests of one block share conditions, pairs of one restart share a memory layout.
+Assumptions: the log ratios of the pairs are about normal, and successive pairs follow a first-order autoregression.
+Ratios of positive means are closer to normal on the log scale, where A over B and B over A are the same statement. A
+slow drift of the machine alternates in sign in ABBA order, so it widens the interval without moving it. What cannot be
+computed is None with a reason, never significant.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ CONFIDENCE = 0.95
 SIGNIFICANCE = 0.05
 POWER = 0.80
 LEAST_CORRELATED = 4
-"""Pairs below which nothing can be said of how one resembles the next."""
+"""Pairs below which their correlation cannot be estimated."""
 MOST_CORRELATION = 0.9
 MIN_LOG_SPREAD = 1e-9
-"""Spread of log ratios below which they are copies of one number: clocks tick in 1e-9 of a block."""
+"""Spread of log ratios below which they are copies of one number: a clock tick is 1e-9 of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +33,17 @@ class RatioEstimate:
     """Geometric mean ratio of B over A. `ci95`, `p_value` and `p_equivalence` are None together, with a `reason`."""
 
     pairs: int
-    ratio: float | None
-    ci95: tuple[float, float] | None
-    p_value: float | None
-    p_equivalence: float | None
-    spread_log: float | None
+    ratio: float | None = None
+    ci95: tuple[float, float] | None = None
+    p_value: float | None = None
+    p_equivalence: float | None = None
+    spread_log: float | None = None
     """Standard deviation of the log ratios of the units."""
     reason: str | None = None
     units: int = 0
-    """How many observations the interval rests on: the pairs, or the restarts where there are several."""
+    """Number of observations behind the interval: the pairs, or the restarts if there are several."""
     correlation: float = 0.0
-    """Of successive pairs, which the interval allows for."""
+    """Of successive pairs, as far as the interval allows for it."""
     error_log: float | None = None
     """Standard error of the log ratio."""
     degrees: float = 0.0
@@ -68,8 +68,8 @@ def lag_one(ratios: Sequence[float]) -> float | None:
 
 
 def widening(count: int, correlation: float) -> tuple[float, float]:
-    """By how much the squared standard error of a mean of `count` values grows when each resembles the next by
-    `correlation`, and the degrees of freedom that are left.
+    """By how much the squared standard error of a mean of `count` values grows with the correlation of successive ones,
+    and the degrees of freedom that are left.
 
     For a first-order autoregression the variance of the mean is k·σ²/n with
     k = (1+φ)/(1−φ) − 2φ(1−φⁿ)/(n(1−φ)²), and the sample variance is too low by (1 − k/n)·n/(n−1)
@@ -84,27 +84,27 @@ def widening(count: int, correlation: float) -> tuple[float, float]:
 
 
 def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 0.0) -> RatioEstimate:
-    """Student's t on the log ratios of the pairs, and two one-sided tests against ±`margin`. The interval is widened
-    for pairs of which each resembles the next by `correlation`.
+    """Student's t on the log ratios of the pairs, and two one-sided tests against ±`margin`, widened for the
+    correlation of successive pairs.
 
     `p_value` tests "the ratio is 1" (two-sided); `p_equivalence` is the larger p of the two one-sided tests of
-    "outside [1/(1+margin), 1+margin]" (Schuirmann, J. Pharmacokin. Biopharm. 15, 1987). Identical ratios say nothing
-    of the spread, so they are undetermined rather than infinitely certain.
+    "outside [1/(1+margin), 1+margin]" (Schuirmann, J. Pharmacokin. Biopharm. 15, 1987). Identical ratios have no
+    spread, so they get no interval.
     """
     usable = [value for value in ratios if value > 0.0 and math.isfinite(value)]
     if len(usable) != len(ratios):
-        return RatioEstimate(len(ratios), None, None, None, None, None, "a block measured nothing to divide by")
+        return RatioEstimate(len(ratios), reason="a block measured nothing to divide by")
     count = len(usable)
     if count == 0:
-        return RatioEstimate(0, None, None, None, None, None, "no complete pair of blocks")
+        return RatioEstimate(0, reason="there is no complete pair of blocks")
     logs = [math.log(value) for value in usable]
     centre = math.fsum(logs) / count
     if count == 1:
-        return RatioEstimate(1, math.exp(centre), None, None, None, None, "one pair shows no spread; 2 are the least")
+        return RatioEstimate(1, math.exp(centre), reason="one pair shows no spread; at least 2 are needed")
     spread = math.sqrt(math.fsum((value - centre) ** 2 for value in logs) / (count - 1))
     if spread < MIN_LOG_SPREAD:
         reason = "all pairs have the same ratio, so their spread is unknown"
-        return RatioEstimate(count, math.exp(centre), None, None, None, spread, reason)
+        return RatioEstimate(count, math.exp(centre), spread_log=spread, reason=reason)
     wider, degrees = widening(count, correlation)
     error = spread * math.sqrt(wider / count)
     half = critical_t(degrees, SIGNIFICANCE) * error
@@ -128,11 +128,10 @@ def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 
 def estimate_restarts(groups: Sequence[Sequence[float]], margin: float, correlation: float = 0.0) -> RatioEstimate:
     """`estimate_ratio` with each restart as one observation: the mean log ratio of its pairs (`groups`).
 
-    With as many pairs in each restart, the variance of these means is σ²(between) + σ²(within)/pairs, the only one that
-    a mean over all pairs has: Student's t with restarts − 1 degrees of freedom is then exact for normal effects
-    whatever the two variances are, which pooled degrees of freedom are not (Kalibera and Jones, ISMM 2013, section 6:
-    the spread at the highest level is all that enters). One group is one restart: then the pairs are the units, of
-    which each may resemble the next by `correlation`, and the interval says nothing of what a restart changes.
+    With equally many pairs per restart, the variance of these means is σ²(between) + σ²(within)/pairs, which is that of
+    the mean over all pairs, so Student's t with restarts − 1 degrees of freedom is exact for normal effects, whatever
+    the two variances are (Kalibera and Jones, ISMM 2013, section 6). With one group the pairs are the units, with this
+    correlation, and the interval does not include what a restart changes.
     """
     filled = [group for group in groups if group]
     if len(filled) < 2:
@@ -166,11 +165,9 @@ def geometric_mean(values: Sequence[float]) -> float:
 def interval_of_mean(values: Sequence[float]) -> tuple[float, float] | None:
     """95 % t interval of the geometric mean of one arm's blocks; None with fewer than 2 or without spread.
 
-    It carries the drift of the machine, which the paired ratio does not: two overlapping intervals of arms do not
-    mean that the arms are alike.
+    It includes the drift of the machine, which the paired ratio does not: arms with overlapping intervals may differ.
     """
-    estimate = estimate_ratio(values, margin=1.0)
-    return estimate.ci95
+    return estimate_ratio(values, margin=1.0).ci95
 
 
 @lru_cache(maxsize=4096)
@@ -181,10 +178,10 @@ def critical_t(degrees: float, significance: float) -> float:
 
 def adjust_holm(p_values: Sequence[float | None], weights: Sequence[float] | None = None) -> list[float | None]:
     """Holm's step-down adjustment (Scand. J. Statist. 6, 1979): the chance of one false winner among all comparisons
-    of a run stays at 5 % however they depend on each other. None (no test made) stays None and counts for nothing.
+    of a run stays at 5 % however they depend on each other. None (no test made) stays None and does not count.
 
-    `weights` divide the 5 % unevenly (the same paper, section 4); equal without them. With anytime-valid p values the
-    promise holds at all times at once: the first false winner needs a p below its own share of 5 %.
+    `weights` divide the 5 % unevenly (the same paper, section 4). With anytime-valid p values the limit holds at all
+    times at once: the first false winner needs a p below its own share of 5 %.
     """
     shares = [1.0] * len(p_values) if weights is None else list(weights)
     order = sorted((value / shares[index], index) for index, value in enumerate(p_values) if value is not None)
@@ -198,12 +195,12 @@ def adjust_holm(p_values: Sequence[float | None], weights: Sequence[float] | Non
 
 
 def detectable_effect(error_log: float, degrees: float, family: int) -> float | None:
-    """Smallest true difference (0.03 for 3 %) that such a run calls with 80 % power at a family-wise 5 %.
+    """Smallest true difference (0.03 for 3 %) that such a run detects with 80 % power at a family-wise 5 %.
 
-    `error_log` is the standard error of the log ratio with so many degrees of freedom, `family` the number of
-    comparisons, whose strictest Holm step (5 % / family) is what a winner may have to pass. The error is itself an
-    estimate from few pairs; the power is averaged over that uncertainty, so the promise holds for another run of the
-    same plan. None without a degree of freedom.
+    `error_log` is the standard error of the log ratio with `degrees` of freedom; `family` is the number of comparisons,
+    whose strictest Holm step (5 % / family) a winner may have to pass. The error is itself an estimate from few pairs;
+    the power is averaged over that uncertainty, so it holds for another run of the same plan. None without a degree of
+    freedom.
     """
     if degrees < 1:
         return None

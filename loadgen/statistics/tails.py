@@ -1,25 +1,24 @@
 """Interval and tests of the ratio of a high percentile, from the raw samples of all rounds together.
 
-A percentile of every round by itself, averaged, is not the run's percentile: with 1.2 % slow requests the p99 of a
-small block is fast more often than not, and more rounds only make that more certain. So each arm's samples are pooled,
-and the interval of its percentile is made of order statistics, which hold whatever the distribution is, jumps included.
+The mean of the rounds' percentiles is not the run's percentile: with 1.2 % slow requests the p99 of a small block is
+usually fast, and more rounds only make that more certain. So each arm's samples are pooled, and the interval of its
+percentile is made of order statistics, which are valid for any distribution.
 
-Requests of one round share its weather. How much that matters is read off the rounds: the variance of the share of
-samples at or below the percentile, over rounds (Woodruff, JASA 47, 1952), gives the number of independent samples that
-the pool is worth, and the exact binomial interval of that many (Korn and Graubard, Survey Methodology 24, 1998) says
-which order statistics to take. The two arms' intervals are combined by the method of variance estimates recovery
-(Donner and Zou, Stat. Methods Med. Res. 21, 2012) on the log scale; it takes them as independent, which makes the
-interval wider than it need be and never narrower.
+Requests of one round share conditions. The variance over rounds of the share of samples at or below the percentile
+(Woodruff, JASA 47, 1952) gives the number of independent samples that the pool is worth, and the exact binomial
+interval of that many (Korn and Graubard, Survey Methodology 24, 1998) selects the order statistics. The two arms'
+intervals are combined by the method of variance estimates recovery (Donner and Zou, Stat. Methods Med. Res. 21, 2012)
+on the log scale, as if they were independent, which can only make the interval wider.
 
-A machine whose speed drifts would smear both pools alike. So every sample is divided by its round's speed first: the
-geometric mean of both arms' medians in that round.
+A drifting machine would smear both pools alike, so every sample is first divided by its round's speed: the geometric
+mean of both arms' medians in that round.
 
-What is left of a round's speed is one number for each round. Where an arm's latency varies less within a round than
-that, its pool is worth as many samples as there are rounds. So where a pool is worth fewer samples than the percentile
-needs, each sample is divided by the median of its own arm and round instead, if that is worth more. The percentiles of
-these pools are the arms' shapes, and the ratio is that of the rounds' medians (Student's t) times that of the shapes.
-The three intervals are combined as above, and the range of the rounds' ratios is added in full, since the percentile of
-all rounds together may lie anywhere in it.
+The rest of a round's speed is one number per round. If an arm's latency varies less than that within a round, its pool
+is worth only as many samples as there are rounds. If that is fewer than the percentile needs, each sample is divided by
+the median of its own arm and round instead, if that is worth more. The percentiles of these pools are the arms' shapes,
+and the ratio is that of the rounds' medians (Student's t) times that of the shapes. The three intervals are combined as
+above, and the range of the rounds' ratios is added in full, since the percentile of all rounds together may lie
+anywhere in it.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from loadgen.statistics.ratios import MIN_LOG_SPREAD, SIGNIFICANCE, RatioEstimat
 Values = npt.NDArray[np.float64]
 _LEAST_P = 1e-12
 _DIGITS = 6
-"""Of the logs of samples: a millionth, well above what a clock's ticks make of equal latencies."""
+"""Of the logs of samples: a millionth, well above the resolution of the clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Positive samples of both arms that were taken side by side. `unit` numbers what is independent of the rest: the
-    round itself, or the start of the servers that it belongs to."""
+    """Positive samples of both arms from one round. `unit` numbers the independent unit: the round itself, or its start
+    of the servers."""
 
     a: Values
     b: Values
@@ -53,7 +52,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """One arm's percentile and its 95 % interval, None where the samples do not reach so far."""
+    """One arm's percentile and its 95 % interval, None if there are too few samples beyond it."""
 
     value: float
     ci95: tuple[float, float] | None
@@ -70,13 +69,13 @@ class _Pool:
     degrees: float
 
     def tail(self, speed: float, *, exact: bool) -> Tail:
-        """At a speed, given as a log; with an interval only where that speed adds nothing to it."""
+        """The percentile at a log speed; with an interval only if that speed adds nothing to it (`exact`)."""
         low, high = self.interval(SIGNIFICANCE) if self.degrees > 0.0 and exact else (-math.inf, math.inf)
         known = _known((low, high))
         return Tail(math.exp(self.centre + speed), (math.exp(low + speed), math.exp(high + speed)) if known else None)
 
     def interval(self, significance: float) -> tuple[float, float]:
-        """Logs of the order statistics around the percentile; infinite where the pool does not reach so far."""
+        """Logs of the order statistics around the percentile; infinite beyond the pool."""
         count = len(self.logs)
         normal = float(special.ndtri(1.0 - significance / 2.0))
         worth = self.worth * (normal / critical_t(self.degrees, significance)) ** 2
@@ -92,7 +91,7 @@ class _Pool:
 
 @dataclass(frozen=True, slots=True)
 class _Between:
-    """The rounds' medians, B over A as logs: their mean, its standard error, and how far single rounds lie from it."""
+    """The rounds' medians, B over A as logs: their mean, its standard error, and the range of rounds about it."""
 
     centre: float
     error: float
@@ -102,7 +101,7 @@ class _Between:
 
 
 _NOTHING = _Between(0.0, 0.0, 1.0, 0.0, 0.0)
-"""Where the pools hold the rounds' medians already."""
+"""If the pools contain the rounds' medians already."""
 
 
 def estimate_tail_ratio(
@@ -110,14 +109,14 @@ def estimate_tail_ratio(
 ) -> tuple[RatioEstimate, tuple[Tail, Tail] | None]:
     """The ratio of B's percentile over A's, and both percentiles at the run's mean speed, whose ratio it is.
 
-    `correlation`: how much a round resembles the next; see `ratios.widening`. With `looks` the interval and the p
-    values may be looked at after every round: the n-th look spends 1/(n(n+1)) of the significance, which adds up to all
-    of it (union bound). `ratio` is None without samples; without an interval there is a `reason`.
+    `correlation` is that of successive rounds; see `ratios.widening`. With `looks` the interval and the p values stay
+    valid after every round: the n-th look spends 1/(n(n+1)) of the significance, which adds up to all of it (union
+    bound). `ratio` is None without samples; without an interval there is a `reason`.
     """
     spent = 1.0 / (len(rounds) * (len(rounds) + 1.0)) if looks and rounds else 1.0
     units = len({one.unit for one in rounds})
     if not rounds or any(len(one.a) == 0 or len(one.b) == 0 for one in rounds):
-        return RatioEstimate(len(rounds), None, None, None, None, None, "no complete pair of blocks"), None
+        return RatioEstimate(len(rounds), reason="there is no complete pair of blocks"), None
     middles = np.log([(float(np.median(one.a)), float(np.median(one.b))) for one in rounds])
     speeds = middles.mean(axis=1)
     a, b = _pools(rounds, speeds, speeds, quantile, correlation)
@@ -132,12 +131,12 @@ def estimate_tail_ratio(
     values = a.tail(a_speed, exact=between is _NOTHING), b.tail(b_speed, exact=between is _NOTHING)
     ratio = values[1].value / values[0].value
     if units < 2:
-        reason = "one pair shows no spread; 2 are the least"
-        return RatioEstimate(len(rounds), ratio, None, None, None, None, reason, units=units), values
+        reason = "one pair shows no spread; at least 2 are needed"
+        return RatioEstimate(len(rounds), ratio, reason=reason, units=units), values
     low, high = _interval(a, b, between, SIGNIFICANCE * spent)
     if not _known((low, high)):
         reason = "too few independent samples beyond the percentile for an interval"
-        return RatioEstimate(len(rounds), ratio, None, None, None, None, reason, units=units), values
+        return RatioEstimate(len(rounds), ratio, reason=reason, units=units), values
     bound = math.log1p(margin)
     error = (high - low) / 2.0 / critical_t(a.degrees, SIGNIFICANCE * spent)
     estimate = RatioEstimate(
@@ -191,7 +190,7 @@ def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, cor
 
 
 def _between(rounds: Sequence[Round], logs: Values, correlation: float) -> _Between | None:
-    """Of the log ratios of the rounds' medians; None without a spread, which says nothing of it."""
+    """Of the log ratios of the rounds' medians; None without a spread."""
     units = np.unique([one.unit for one in rounds], return_inverse=True)[1]
     means = np.bincount(units, weights=logs) / np.bincount(units)
     apart = means - means.mean()
@@ -225,7 +224,7 @@ def _within(interval: tuple[float, float], bound: float) -> bool:
 
 
 def _smallest(shown: Callable[[float], bool]) -> float:
-    """The smallest significance at which something is shown, by bisection on the log scale; 1 where it never is."""
+    """The smallest significance at which something is shown, by bisection on the log scale; 1 if it never is."""
     low, high = math.log(_LEAST_P), math.log(0.499)
     if not shown(math.exp(high)):
         return 1.0

@@ -1,7 +1,7 @@
-"""Whether a run is still going on: its process holds a lock in the folder, which the kernel drops when it is gone.
+"""Whether a run is still running: its process holds a lock in the folder, which the kernel releases when it ends.
 
-So a run that was killed is told from one that still runs, on the machine that ran it. Elsewhere, or where the lock
-cannot be had (some network folders), nobody holds it.
+This separates a killed run from a running one on the same machine. On another machine, or on network folders without
+locks, every run looks ended.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ FILE_NAME = ".running"
 
 @contextmanager
 def running(directory: Path) -> Iterator[None]:
-    """Hold the lock. Children do not inherit it: it is closed when they are executed."""
+    """Hold the lock; child processes do not inherit it."""
     try:
         file = (directory / FILE_NAME).open("w")
-    except OSError:  # a folder that cannot be written to says so with its first record
+    except OSError:  # writing the first record reports it
         yield
         return
     with file:

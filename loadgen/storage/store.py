@@ -8,10 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.records.run import (
-    BlockRecord,
-    Record,
-)
+from loadgen.records.run import BlockRecord, Record
 from loadgen.studies.rate_search.records import Trial
 
 
@@ -20,15 +17,15 @@ class StorageError(Exception):
 
 
 class RunStore:
-    """The folder of one run. Every file is written under a temporary name and renamed, so none is ever half there."""
+    """The folder of one run. Every file is written under a temporary name and renamed, so it is never incomplete."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises `StorageError` when the folder holds a run already or cannot be made."""
+        """Raises `StorageError` if the folder already holds a run or cannot be created."""
         self.directory = directory
         try:
             str(directory.absolute()).encode()
         except UnicodeEncodeError:  # paths travel to the generator in JSON
-            raise StorageError(f"{str(directory)!a} is no UTF-8; choose another folder with --out") from None
+            raise StorageError(f"{str(directory)!a} is not UTF-8; choose another folder with --out") from None
         if (directory / "experiment.json").exists():
             raise StorageError(f"{directory} already holds a run; choose another folder with --out")
         try:
@@ -38,11 +35,11 @@ class RunStore:
             raise StorageError(f"cannot write to {directory}: {exc.strerror or exc}; choose another --out") from exc
 
     def write(self, record: Record) -> None:
-        """One record that is alone in its file, as it is now."""
+        """One record with its own file."""
         self._write(record.FILE, record)
 
     def write_all(self, kind: type[Record], records: Sequence[Record]) -> None:
-        """Every record of a kind that shares a file, so far."""
+        """All records so far of a kind that shares a file."""
         self._write(kind.FILE, list(records))
 
     def block(self, record: BlockRecord) -> None:
@@ -83,5 +80,5 @@ class RunStore:
 
 
 def storage_sentence(path: Path, reason: str) -> str:
-    """What a person is told when a file cannot be written."""
+    """The message for a file that cannot be written."""
     return f"cannot store {path}: {reason}; free some space or choose another folder with --out"

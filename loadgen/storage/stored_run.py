@@ -1,7 +1,7 @@
-"""Reads the records of a run back from its directory, whole or partial, and judges nothing.
+"""Reads the records of a complete or partial run from its directory.
 
-Only `experiment.json` must be there: a run that was killed leaves the rest in any state of completeness. Whatever is
-missing is None or empty; whatever is there and cannot be read is an error, never a guess.
+Only `experiment.json` must exist, since a killed run may lack the rest. What is missing is None or empty; what exists
+and cannot be read is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StoredRunError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block's record with its samples; `samples` is None where the file is missing or broken, see `problem`."""
+    """A block's record with its samples; `samples` is None if the file is missing or broken, see `problem`."""
 
     record: BlockRecord
     cell: Cell
@@ -44,7 +44,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class PartialBlock:
-    """Samples of a block that was under way when the run was killed: whose it was is not known for certain."""
+    """Samples of the unfinished block of a killed run."""
 
     path: str
     requests: int
@@ -52,7 +52,7 @@ class PartialBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """Everything that a directory holds."""
+    """All records of a directory."""
 
     directory: Path
     experiment: Experiment
@@ -67,33 +67,33 @@ class StoredRun:
     """Whether a process of this machine ran it when the records were read."""
     evidence: EvidenceFile | None = None
     readings: Readings | None = None
-    """Of the GPU, where there is evidence."""
+    """Of the GPU, if there is evidence."""
     container_cold_starts: tuple[ContainerColdStart, ...] = ()
     trials: tuple[Trial, ...] = ()
     """Of searches and ramps, in the order in which they ran."""
     calibration: Calibration | None = None
-    """Of the load generator on the machine of the run, where there is one."""
+    """Of the load generator on the machine of the run, if there is one."""
     cache_probes: tuple[CacheProbe, ...] = ()
-    """One an arm, where there was load."""
+    """One per arm, if there was load."""
     answers: tuple[AnswersCompared, ...] | None = None
-    """One for each arm, cell and start of the servers; None in runs of before answers under load were compared."""
+    """One per arm, workload and start of the servers; None in older runs, which did not compare answers under load."""
     noise_floors: tuple[NoiseFloor, ...] = ()
     """Of the machine, as known when the run began."""
     conditions: Conditions | None = None
     """Of the machine, right before the load."""
     explanation: Explanation | None = None
     counterfactual_blocks: tuple[tuple[StoredBlock, ...], ...] = ()
-    """Of each counterfactual in `explanation.done`, in that order."""
+    """Of each ablation in `explanation.done`, in that order."""
     ceilings: Ceilings | None = None
-    """Of the engines alone, where they were to be measured and the run got there."""
+    """Of the engines alone, if they were measured."""
 
     def one(self, kind: type[R]) -> R | None:
-        """A study's own record, where there is one. Raises `StoredRunError`."""
+        """A study's own record, or None. Raises `StoredRunError`."""
         return _one(self.directory, kind)
 
 
 def read_run(directory: Path) -> StoredRun:
-    """Read DIR. Raises `StoredRunError` where there is no run or a record is unreadable."""
+    """Read DIR. Raises `StoredRunError` if it holds no run or a record is unreadable."""
     experiment = _one(directory, Experiment)
     if experiment is None:
         raise StoredRunError(
@@ -160,7 +160,7 @@ def _numbered(folder: Path, kind: type[R]) -> list[R]:
 
 
 def _read(path: Path, kind: object) -> object | None:
-    """None where there is no such file."""
+    """None if there is no such file."""
     try:
         return cast("object", read_record(path.read_bytes(), kind))
     except FileNotFoundError:
@@ -170,9 +170,11 @@ def _read(path: Path, kind: object) -> object | None:
 
 
 def read_block(directory: Path, record: BlockRecord, cells: Mapping[str, Cell]) -> StoredBlock:
-    """A block with its samples. Raises `StoredRunError` for one of an unknown cell."""
+    """A block with its samples. Raises `StoredRunError` for an unknown workload."""
     if record.cell not in cells:
-        raise StoredRunError(f"block {record.index} belongs to the cell {record.cell}, which the experiment lacks")
+        raise StoredRunError(
+            f"block {record.index} belongs to the workload {record.cell}, which the experiment does not have"
+        )
     try:
         samples = read_samples(directory / record.samples)
     except (OSError, ValueError) as exc:

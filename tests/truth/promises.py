@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from scipy import special
@@ -71,10 +72,9 @@ def rankings(trials: int, noise: Noise, pairs: int) -> tuple[Share, Share]:
     plan, rng, right, wrong = experiment(3, pairs, 0.01, arms=4), np.random.default_rng(18), 0, 0
     for _ in range(trials):
         for found in rank(simulate(plan, rng, noise, SPEEDS), "a"):
-            alike = found.order[:2] == ("d", "b") and found.separated == (True, True, False)
-            right += alike
-            last = set(found.order[2:]) == {"a", "c"} and found.separated[2]
-            wrong += last
+            separated = [two not in found.not_separated for two in pairwise(found.order)]
+            right += found.order[:2] == ("d", "b") and separated == [True, True, False]
+            wrong += set(found.order[2:]) == {"a", "c"} and separated[2]
     return Share(right, 3 * trials), Share(wrong, 3 * trials)
 
 

@@ -1,7 +1,7 @@
-"""The named conditions under which a comparison means something, in the order in which they are shown."""
+"""The named conditions under which a comparison means something; importing a module declares its checks."""
 
 # isort: off
-from loadgen.result.checks import gpu  # noqa: F401 (importing a module declares its checks)
+from loadgen.result.checks import gpu  # noqa: F401 (the order of these lines is the order in reports)
 from loadgen.result.checks import run  # noqa: F401
 from loadgen.result.checks import generator  # noqa: F401
 from loadgen.result.checks import arms  # noqa: F401

@@ -1,7 +1,6 @@
-"""Checks on the load: whether what was measured is the servers' doing or the load generator's, and was alike to
-every arm.
+"""Checks of the load: the figures are the servers' and not the load generator's, and every arm got the same load.
 
-Searches and ramps are asked the same as loads, of the trials that decided what they came to.
+Searches and ramps are checked like blocks, by the trials that decided their value.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from loadgen.comparison.summaries import BlockSummary
 from loadgen.quantities import number, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s
 from loadgen.records.run import Cell, Label, shown
-from loadgen.result.checks.registry import Outcome, check
+from loadgen.result.checks.registry import Outcome, check, per_load
 from loadgen.statistics.ratios import critical_t
 from loadgen.studies.rate_search.analyse import BUSY
 from loadgen.studies.rate_search.records import RatesFound
@@ -24,166 +23,150 @@ from loadgen.studies.rate_search.records import RatesFound
 SEND_LAG_LIMIT = 0.02
 CONNECTION_WAIT_LIMIT = 0.02
 RECONNECT_LIMIT = 0.01
-"""Of an arm's requests: from one in a hundred on, connecting again decides the p99."""
+"""Of an arm's requests: above 1 %, reconnecting decides the p99."""
 SEARCH_WAIT_LIMIT = 0.1
-"""Of the latency bound, for p99 of the wait to be sent at the rate found."""
+"""Of the latency bound, for the p99 of the wait for a connection at the rate found."""
 WARM_UP_LIMIT = 0.03
 WARM_UP_BLOCKS = 3
 WARM_UP_SIGNIFICANCE = 0.001
-"""A run asks this of every scenario and of every arm."""
-UNKNOWN_CPU = "its CPU time is unknown"
+"""Low because a run tests every workload and every arm."""
 
 
 @check(
-    title="the load generator was not the limit",
-    severity="invalidates",
+    "the load generator had CPU to spare",
+    "invalidates",
+    "Lower the concurrency, choose a smaller payload, add --processes, or use another machine for the load generator.",
     unknown="invalidates",
-    remedy="Client-limited: lower the concurrency, choose a smaller payload, or run the generator on another machine.",
+    threshold=BUSY,
 )
 def generator_cpu(facts: Facts) -> Iterator[Outcome]:
     for load in facts.loads:
         shares = [block.generator_cpu_share for block in load.blocks if block.generator_cpu_share is not None]
-        who = "the busiest of its processes" if any(block.generator_processes > 1 for block in load.blocks) else "it"
-        if not shares:
-            yield Outcome(None, UNKNOWN_CPU, None, BUSY, load.scope)
-            continue
-        highest = max(shares)
-        detail = f"{who} used {share(highest)} of a core at most"
-        yield Outcome(highest <= BUSY, detail, highest, BUSY, load.scope)
+        several = any(block.generator_processes > 1 for block in load.blocks)
+        yield _busy(
+            load.cell, shares, max(shares, default=0.0) > BUSY, "at most, in one process" if several else "at most"
+        )
     for cell in facts.run.experiment.cells:
-        if cell.scenario == "slo":
+        if cell.scenario in ("slo", "ramp"):
             yield _busy_in_search(facts, cell)
-        elif cell.scenario == "ramp":
-            yield _busy_in_ramp(facts, cell)
 
 
 def _busy_in_search(facts: Facts, cell: Cell) -> Outcome:
-    """A rate that failed while the generator was busy may be one that the server holds."""
-    found = [rate for rate in facts.of(RatesFound).rates if rate.cell == cell.name]
-    deciding = [
-        trial.generator_cpu_share or 0.0
-        for trial in facts.run.trials
-        for one in found
-        if (trial.cell, one.round, one.label) == (cell.name, trial.round, trial.label)
-        and trial.rate_per_s == one.failed_rate_per_s
-    ]
-    return _busy(cell, any(one.client_limited for one in found), deciding, "the lowest rate that failed")
-
-
-def _busy_in_ramp(facts: Facts, cell: Cell) -> Outcome:
+    """At the lowest rate that failed, which the server might have held, or at the best rung of a ramp."""
+    rates = [rate for rate in facts.of(RatesFound).rates if rate.cell == cell.name]
     ramps = [ramp for ramp in facts.of(RatesFound).ramps if ramp.cell == cell.name]
-    best = {
-        (ramp.round, ramp.label): max(ramp.rungs, key=lambda rung: rung.throughput_per_s).concurrency
-        for ramp in ramps
-        if ramp.rungs
-    }
-    deciding = [
+    deciding: dict[tuple[int, Label], float | None] = {(one.round, one.label): one.failed_rate_per_s for one in rates}
+    for ramp in ramps:
+        if ramp.rungs:
+            best = max(ramp.rungs, key=lambda rung: rung.throughput_per_s)
+            deciding[ramp.round, ramp.label] = best.concurrency
+    shares = [
         trial.generator_cpu_share or 0.0
         for trial in facts.run.trials
-        if trial.cell == cell.name and best.get((trial.round, trial.label)) == trial.concurrency
+        if trial.cell == cell.name
+        and (trial.concurrency if ramps else trial.rate_per_s) == deciding.get((trial.round, trial.label))
     ]
-    return _busy(cell, any(ramp.client_limited for ramp in ramps), deciding, "the best rung")
+    where = "at the best rung" if ramps else "at the lowest rate that failed"
+    limited = any(rate.client_limited for rate in rates) or any(ramp.client_limited for ramp in ramps)
+    return _busy(cell, shares, limited, where)
 
 
-def _busy(cell: Cell, limited: bool, deciding: Sequence[float], where: str) -> Outcome:
-    if not deciding:
-        return Outcome(None, UNKNOWN_CPU, None, BUSY, cell_scope(cell.name))
-    highest = max(deciding)
-    return Outcome(not limited, f"it used {share(highest)} of a core at {where}", highest, BUSY, cell_scope(cell.name))
+def _busy(cell: Cell, shares: Sequence[float], limited: bool, where: str) -> Outcome:
+    if not shares:
+        return Outcome(None, "the CPU time of the load generator is unknown", scope=cell_scope(cell.name))
+    detail = f"the load generator used {share(max(shares))} of a core {where}"
+    if limited:
+        detail += ", so it may have limited the arms"
+    return Outcome(not limited, detail, max(shares), scope=cell_scope(cell.name))
 
 
 @check(
-    title="the load generator was far from its ceiling",
-    severity="warns",
-    remedy="Above half of its ceiling the generator adds to what it measures: spread it with --processes, or measure "
-    "the ceiling with `abserve calibrate`.",
+    "the load generator ran well below its own maximum",
+    "warns",
+    "Spread the load generator over --processes; `abserve calibrate` measures its maximum.",
+    threshold=CEILING_SHARE_LIMIT,
 )
 def generator_ceiling(facts: Facts) -> Iterator[Outcome]:
+    """Against the calibration of this machine; above half of the maximum the generator adds to the latencies."""
     for load in facts.loads:
-        speeds = [(one.label, one.throughput_per_s) for one in load.summaries if one.throughput_per_s]
-        yield _ceiling(facts, load.cell, speeds, "was asked for")
+        yield _ceiling(facts, load.cell, [(one.label, one.throughput_per_s) for one in load.summaries])
+    found = facts.of(RatesFound)
     for cell in facts.run.experiment.cells:
         if cell.scenario == "slo":
-            rates = [
-                (one.label, one.rate_per_s)
-                for one in facts.of(RatesFound).rates
-                if one.cell == cell.name and one.rate_per_s
-            ]
-            yield _ceiling(facts, cell, rates, "reached")
+            yield _ceiling(facts, cell, [(one.label, one.rate_per_s) for one in found.rates if one.cell == cell.name])
         elif cell.scenario == "ramp":
-            best = [(one.label, one.saturation_per_s) for one in facts.of(RatesFound).ramps if one.cell == cell.name]
-            yield _ceiling(facts, cell, [(label, speed) for label, speed in best if speed], "reached")
+            best = [(one.label, one.saturation_per_s) for one in found.ramps if one.cell == cell.name]
+            yield _ceiling(facts, cell, best)
 
 
-def _ceiling(facts: Facts, cell: Cell, speeds: Sequence[tuple[Label, float]], verb: str) -> Outcome:
-    """Against the most that this generator can ask for on this machine, as `abserve calibrate` measured it."""
+def _ceiling(facts: Facts, cell: Cell, speeds: Sequence[tuple[Label, float | None]]) -> Outcome:
     experiment, calibration, scope = facts.run.experiment, facts.run.calibration, cell_scope(cell.name)
     if calibration is None:
-        return Outcome(None, "no calibration of this machine", None, CEILING_SHARE_LIMIT, scope)
+        return Outcome(None, "this machine is not calibrated", scope=scope)
     measured = []
     for label, speed in speeds:
         payload = experiment.payload_of(experiment.arm(label))
         ceiling = ceiling_images_per_s(
             calibration, experiment.transport, payload, cell.batch_size, experiment.processes
         )
-        if ceiling:
+        if speed and ceiling:
             measured.append((speed / ceiling, label, speed, ceiling))
     if not measured:
-        return Outcome(None, "the calibration has no such cell", None, CEILING_SHARE_LIMIT, scope)
-    used, label, speed, ceiling = max(measured, key=lambda one: one[0])
+        return Outcome(None, "the calibration does not cover this workload", scope=scope)
+    used, label, speed, ceiling = max(measured)
     detail = (
-        f"{shown(label)} {verb} {number(speed)} images/s, {share(used)} of the {number(ceiling)} that the generator "
-        "was calibrated for"
+        f"{shown(label)} reached {number(speed)} items/s, {share(used)} of the {number(ceiling)}/s that the load "
+        "generator can send"
     )
-    return Outcome(used <= CEILING_SHARE_LIMIT, detail, used, CEILING_SHARE_LIMIT, scope)
+    return Outcome(used <= CEILING_SHARE_LIMIT, detail, used, scope=scope)
 
 
 @check(
-    title="requests left when they were due",
-    severity="invalidates",
+    "requests were sent on time",
+    "invalidates",
+    "Lower the rate, or give the load generator a CPU core of its own.",
     unknown="warns",
-    remedy="Client-limited: lower the rate or give the load generator a core of its own.",
+    threshold=SEND_LAG_LIMIT,
 )
-def send_lag(facts: Facts) -> Iterator[Outcome]:
-    """p99 of the generator's own lag over p99 of the latency; with too few samples for a p99 the largest lag over the
-    mean latency, which is more, so that it can clear the generator and not convict it."""
-    for load in facts.loads:
-        lags = [(*_own_lag(block), block.latency) for block in load.blocks]
-        exact = [p99 / latency.p99_ms for p99, _, latency in lags if p99 is not None and latency.p99_ms]
-        bounds = [
-            largest / latency.mean_ms
-            for _, largest, latency in lags
-            if largest is not None and latency.mean_ms and not latency.p99_ms
-        ]
-        worst = max(exact + bounds, default=None)
-        if worst is None:
-            yield Outcome(None, "no sample", None, SEND_LAG_LIMIT, load.scope)
-            continue
-        ok: bool | None = worst <= SEND_LAG_LIMIT
-        if not ok and max(exact, default=0.0) <= SEND_LAG_LIMIT:
-            ok = None
-        if exact and worst == max(exact):
-            detail = f"p99 of the lag is {share(worst)} of p99 of the latency"
-        else:
-            detail = f"the largest lag is {share(worst)} of the mean latency"
-        yield Outcome(ok, detail, worst, SEND_LAG_LIMIT, load.scope)
+@per_load
+def send_lag(load: CellFacts, _: Facts) -> Outcome:
+    """p99 of the generator's own lag over p99 of the latency. With too few samples for a p99, the largest lag over the
+    mean latency, which is larger: it can clear the generator, but not fail it."""
+    lags = [(*_own_lag(block), block.latency) for block in load.blocks]
+    exact = [p99 / latency.p99_ms for p99, _, latency in lags if p99 is not None and latency.p99_ms]
+    bounds = [
+        largest / latency.mean_ms
+        for _, largest, latency in lags
+        if largest is not None and latency.mean_ms and not latency.p99_ms
+    ]
+    worst = max(exact + bounds, default=None)
+    if worst is None:
+        return Outcome(None, "no samples")
+    ok: bool | None = worst <= SEND_LAG_LIMIT
+    if not ok and max(exact, default=0.0) <= SEND_LAG_LIMIT:
+        ok = None
+    if exact and worst == max(exact):
+        detail = f"the p99 of the load generator's own delay is {share(worst)} of the p99 latency"
+    else:
+        detail = f"the largest delay of the load generator is {share(worst)} of the mean latency"
+    return Outcome(ok, detail, worst)
 
 
 def _own_lag(block: BlockSummary) -> tuple[float | None, float | None]:
-    """(p99, largest) of what the generator was late by itself, in ms: without the wait for a busy connection, which is
-    the server's doing."""
+    """(p99, largest) delay of the generator itself in ms, without the wait for a busy connection."""
     if block.open_loop is not None:
         return block.open_loop.generator_lag_p99_ms, block.open_loop.generator_lag_max_ms
     return block.send_lag_p99_ms, block.send_lag_max_ms
 
 
 @check(
-    title="a connection was free for every request",
-    severity="warns",
-    remedy="Allow more --connections; where the arm does not sustain the rate, every number of them is too small.",
+    "a connection was free for every request",
+    "warns",
+    "Allow more --connections; if the arm cannot sustain the rate, no number of them suffices.",
+    threshold=CONNECTION_WAIT_LIMIT,
 )
 def connections_free(facts: Facts) -> Iterator[Outcome]:
-    """A request that waits for a connection adds nothing to the server's queue, as it would from its own client."""
+    """A request that waits for a connection is missing from the server's queue."""
     for load in facts.loads:
         if load.cell.is_open:
             yield _waits_in_load(load)
@@ -202,114 +185,116 @@ def _waits_in_load(load: CellFacts) -> Outcome:
     ]
     shares = [wait / latency for wait, latency in waits if wait is not None and latency]
     if not shares:
-        return Outcome(None, "no sample", None, CONNECTION_WAIT_LIMIT, load.scope)
+        return Outcome(None, "no samples", scope=load.scope)
     longest = max(loop.connection_wait_max_ms or 0.0 for loop, _ in loops)
-    detail = f"the longest wait for one of {load.cell.concurrency} was {number(longest)} ms"
-    return Outcome(max(shares) <= CONNECTION_WAIT_LIMIT, detail, max(shares), CONNECTION_WAIT_LIMIT, load.scope)
+    detail = f"requests waited up to {number(longest)} ms for one of {load.cell.concurrency} connections"
+    return Outcome(max(shares) <= CONNECTION_WAIT_LIMIT, detail, max(shares), scope=load.scope)
 
 
 def _waits_in_search(facts: Facts, cell: Cell) -> Outcome:
-    """At the rates found; the wait counts as latency all the same."""
+    """At the rates found; the wait is part of the latency in any case."""
+    scope, found = (
+        cell_scope(cell.name),
+        {(r.round, r.label, r.rate_per_s) for r in facts.of(RatesFound).rates if r.cell == cell.name},
+    )
     lags = [
         trial.send_lag_p99_ms
         for trial in facts.run.trials
-        for one in facts.of(RatesFound).rates
-        if trial.cell == one.cell == cell.name
-        and (one.round, one.label, one.rate_per_s) == (trial.round, trial.label, trial.rate_per_s)
+        if trial.cell == cell.name
+        and (trial.round, trial.label, trial.rate_per_s) in found
         and trial.held
         and trial.send_lag_p99_ms is not None
     ]
-    scope = cell_scope(cell.name)
     if not lags:
-        return Outcome(None, "no trial has requests enough for a p99", None, SEARCH_WAIT_LIMIT, scope)
+        return Outcome(None, "no trial has enough requests for a p99", None, SEARCH_WAIT_LIMIT, scope)
     longest, of_bound = max(lags), max(lags) / (cell.latency_bound_ms or 1.0)
     detail = (
-        f"at the rates found, p99 of the wait to be sent was {number(longest)} ms at most, {share(of_bound)} of the "
-        f"bound, with {cell.concurrency} connections"
+        f"at the rates found, the p99 of the wait for one of {cell.concurrency} connections was up to "
+        f"{number(longest)} ms, {share(of_bound)} of the bound"
     )
     return Outcome(of_bound <= SEARCH_WAIT_LIMIT, detail, of_bound, SEARCH_WAIT_LIMIT, scope)
 
 
 @check(
-    title="the servers kept their connections open",
-    severity="warns",
-    remedy="Turn keep-alive on, or raise its limit of requests: that server's latency includes connecting again.",
+    "the servers kept their connections open",
+    "warns",
+    "Turn keep-alive on, or raise its limit of requests per connection.",
+    threshold=RECONNECT_LIMIT,
 )
-def connections_kept(facts: Facts) -> Iterator[Outcome]:
-    for load in facts.loads:
-        shares = {shown(s.label): s.reconnect_share for s in load.summaries if s.reconnect_share is not None}
-        if not shares:
-            yield Outcome(None, "it was not recorded", None, RECONNECT_LIMIT, load.scope)
-            continue
-        told = ", ".join(f"{share(value)} of those to {label}" for label, value in shares.items())
-        detail = f"requests that had to connect again, inside their latency: {told}"
-        worst = max(shares.values())
-        yield Outcome(worst <= RECONNECT_LIMIT, detail, worst, RECONNECT_LIMIT, load.scope)
+@per_load
+def connections_kept(load: CellFacts, _: Facts) -> Outcome:
+    shares = {shown(s.label): s.reconnect_share for s in load.summaries if s.reconnect_share is not None}
+    if not shares:
+        return Outcome(None, "reconnects were not recorded")
+    worst = max(shares.values())
+    detail = join([f"{share(value)} of the requests to {label}" for label, value in shares.items()])
+    if worst > RECONNECT_LIMIT:
+        return Outcome(False, f"{detail} had to reconnect, which is part of their latency", worst)
+    return Outcome(True, f"{detail} had to reconnect", worst)
 
 
 @check(
-    title="the arms sustained the rate",
-    severity="informs",
-    remedy="This is a result and no fault: compare latencies at a lower rate, and capacity by the achieved rate.",
+    "the arms kept up with the request rate",
+    "informs",
+    "Compare latencies at a lower rate, and capacity by the achieved rate.",
+    threshold="no growing backlog",
 )
-def rate_sustained(facts: Facts) -> Iterator[Outcome]:
-    for load in facts.loads:
-        if not load.cell.is_open:
-            continue
-        loops = [(s.label, s.open_loop) for s in load.summaries if s.open_loop is not None]
-        saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop.saturation]
-        worst = min((loop.answered_share for _, loop in loops), default=None)
-        detail = "no sample" if worst is None else f"{share(worst, 3)} was answered before the last request was due"
-        ok = None if worst is None else not saturated
-        yield Outcome(ok, "; ".join(saturated) or detail, worst, "no growing backlog", load.scope)
+@per_load
+def rate_sustained(load: CellFacts, _: Facts) -> Outcome | None:
+    if not load.cell.is_open:
+        return None
+    loops = [(s.label, s.open_loop) for s in load.summaries if s.open_loop is not None]
+    if not loops:
+        return Outcome(None, "no samples")
+    saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop.saturation]
+    worst = min(loop.answered_share for _, loop in loops)
+    detail = f"{share(worst, 3)} of the requests were answered before the last one was due"
+    return Outcome(not saturated, "; ".join(saturated) or detail, worst)
+
+
+@check("the warm-up was long enough", "invalidates", "Warm up for longer at this batch size.", threshold=WARM_UP_LIMIT)
+@per_load
+def warm_up(load: CellFacts, facts: Facts) -> Outcome:
+    """One observation per block, since concurrent requests are slow together. It fails only beyond both the limit and
+    the noise (a one-sided t test over an arm's blocks)."""
+    costs: dict[str, tuple[float, float]] = {}
+    for label in facts.run.experiment.labels:
+        lost = [
+            block.warm_up_share
+            for block in load.blocks
+            if block.label == label and block.complete and block.warm_up_share is not None
+        ]
+        if len(lost) >= WARM_UP_BLOCKS:
+            error = float(np.std(lost, ddof=1)) / float(np.sqrt(len(lost)))
+            costs[label] = float(np.mean(lost)), critical_t(len(lost) - 1, 2.0 * WARM_UP_SIGNIFICANCE) * error
+    if not costs and load.cell.is_open:
+        return Outcome(None, "a queue that builds up in an open loop looks the same")
+    if not costs:
+        return Outcome(None, f"this needs {WARM_UP_BLOCKS} blocks per arm, each with 20 requests")
+    worst = max(costs, key=lambda label: costs[label][0] - costs[label][1])
+    cost, noise = costs[worst]
+    ok, lost_share = cost <= max(WARM_UP_LIMIT, noise), f"{shown(worst)} {share(max(cost, 0.0))} of its throughput"
+    if not ok:
+        return Outcome(False, f"the warm-up was too short: the first requests were slow and cost {lost_share}", cost)
+    noisy = f", within the noise of {share(noise)} between blocks" if cost > WARM_UP_LIMIT else ""
+    return Outcome(True, f"the first requests cost {lost_share}{noisy}", cost)
 
 
 @check(
-    title="the servers were warm",
-    severity="invalidates",
-    remedy="Warm the batch size up for longer: the first requests of a block are slower than the rest.",
-)
-def warm_up(facts: Facts) -> Iterator[Outcome]:
-    """One observation per block: requests that are under way together are slow together. Both the limit and the noise
-    (a one-sided t test over an arm's blocks) must be exceeded."""
-    for load in facts.loads:
-        costs: dict[str, tuple[float, float]] = {}
-        for label in facts.run.experiment.labels:
-            lost = [
-                block.warm_up_share
-                for block in load.blocks
-                if block.label == label and block.complete and block.warm_up_share is not None
-            ]
-            if len(lost) >= WARM_UP_BLOCKS:
-                error = float(np.std(lost, ddof=1)) / float(np.sqrt(len(lost)))
-                costs[label] = float(np.mean(lost)), critical_t(len(lost) - 1, 2.0 * WARM_UP_SIGNIFICANCE) * error
-        if not costs:
-            detail = f"this takes {WARM_UP_BLOCKS} blocks of 20 requests on an arm"
-            if load.cell.is_open:
-                detail = "requests of an open loop queue behind each other, which looks the same"
-            yield Outcome(None, detail, None, WARM_UP_LIMIT, load.scope)
-            continue
-        worst = max(costs, key=lambda label: costs[label][0] - costs[label][1])
-        cost, noise = costs[worst]
-        noisy = f", within the noise of {share(noise)} between blocks" if WARM_UP_LIMIT < cost <= noise else ""
-        detail = f"slow first requests cost {shown(worst)} {share(max(cost, 0.0))} of its time{noisy}"
-        yield Outcome(cost <= max(WARM_UP_LIMIT, noise), detail, cost, WARM_UP_LIMIT, load.scope)
-
-
-@check(
-    title="the arms got requests of the same size",
-    severity="invalidates",
+    "requests have the same size on every arm",
+    "invalidates",
+    "Send the same payload to every arm.",
     unknown="warns",
-    remedy="Send the same payload to every arm; with different ones this is not a comparison of servers.",
+    threshold="1 % or 512 bytes",
 )
-def same_payload_bytes(facts: Facts) -> Iterator[Outcome]:
-    limit, labels = "1 % or 512 bytes", facts.run.experiment.labels
-    for load in facts.loads:
-        sizes = {s.label: s.request_bytes for s in load.summaries if s.request_bytes is not None}
-        if len(sizes) < len(labels):
-            yield Outcome(None, "not every arm answered", None, limit, load.scope)
-            continue
-        apart = max(sizes.values()) - min(sizes.values())
-        told = join([f"{size:,.0f} bytes to {shown(label)}" for label, size in sizes.items()])
-        ok = apart <= max(512.0, 0.01 * sizes[labels[0]])
-        yield Outcome(ok, f"a request is {told}", apart, limit, load.scope)
+@per_load
+def same_payload_bytes(load: CellFacts, facts: Facts) -> Outcome:
+    labels = facts.run.experiment.labels
+    sizes = {s.label: s.request_bytes for s in load.summaries if s.request_bytes is not None}
+    if len(sizes) < len(labels):
+        return Outcome(None, "not every arm answered")
+    apart = max(sizes.values()) - min(sizes.values())
+    detail = "a request has " + join([f"{size:,.0f} bytes to {shown(label)}" for label, size in sizes.items()])
+    if apart > max(512.0, 0.01 * sizes[labels[0]]):
+        return Outcome(False, f"{detail}, so the arms do different work", apart)
+    return Outcome(True, detail, apart)

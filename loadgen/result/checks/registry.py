@@ -1,25 +1,21 @@
-"""What a check is, how one is declared, and what follows from its outcome.
+"""What a check is, how one is declared, and how its outcome affects the verdict.
 
-A check is a function that looks at the facts of a run and gives an outcome for each thing that it looked at. The
-decorator `check` above it says what the check means; the registry, the table in docs/measurement.md (a test compares
-them) and every report follow from that, so a new check is one function in one of the modules of this package. Checks
-are shown in the order in which they are declared.
-
-Each check has a value, a threshold, a scope and a remedy. A check that lacks its data is unknown (`ok` None), never
-ok. What a check that is not ok does is its severity: `invalidates` takes the verdict from what it covers, `warns` and
-`informs` are said beside it.
+A check is one function of the run's `Facts`, below the decorator that gives its title, severity and remedy. It yields
+one outcome per scope. The result, every report and the table in docs/measurement.md (a test compares it) follow from
+the registry, in the order of declaration. A check without its data is unknown (`ok` None), never ok.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Literal
 
 from loadgen.comparison.comparisons import Comparison, leading_comparisons
-from loadgen.comparison.facts import PLAN, RUN, Facts, cell_scope
-from loadgen.records.run import ArmRecord, Record
+from loadgen.comparison.facts import PLAN, RUN, CellFacts, Facts, cell_scope
+from loadgen.quantities import sentence
+from loadgen.records.run import ArmRecord, Record, shown
 
 Severity = Literal["invalidates", "warns", "informs"]
 State = Literal["passed", "failed", "unknown"]
@@ -31,36 +27,37 @@ class Check(Record, frozen=True, kw_only=True):
 
     name: str
     title: str
+    """The condition that should hold."""
     state: State
     """unknown: its data is missing."""
     severity: Severity
-    """What it does where it has not passed."""
+    """The effect when it has not passed."""
     scope: str
     """run, plan, or "cell NAME"."""
     value: Value
     threshold: Value
     detail: str
-    """One sentence with the value in words."""
+    """What happened, with its value, and why it matters; in lower case, without a full stop."""
     remedy: str
     """What to do, in one sentence."""
 
     @property
     def ok(self) -> bool | None:
-        """None: unknown."""
         return {"passed": True, "failed": False, "unknown": None}[self.state]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a check found in its scope."""
+    """What a check found in one scope."""
 
     ok: bool | None
     detail: str
     value: Value = None
     threshold: Value = None
+    """If it differs from the declared one."""
     scope: str = RUN
     severity: Severity | None = None
-    """Where it is another than the declared one."""
+    """If it differs from the declared one."""
 
 
 Find = Callable[[Facts], Iterable[Outcome]]
@@ -68,22 +65,19 @@ Find = Callable[[Facts], Iterable[Outcome]]
 
 @dataclass(frozen=True, slots=True)
 class CheckDefinition:
-    """What a check means whatever its outcome, and the function that computes it."""
+    """A declared check; the fields are the arguments of `check`."""
 
     name: str
     title: str
     severity: Severity
-    unknown: Severity
-    """Its severity when its data is missing."""
     remedy: str
+    unknown: Severity
+    threshold: Value
     before_load: bool
-    """See `fairness`."""
-    caveat: bool
-    """Whether the verdict quotes it where it is not ok."""
+    caveat: tuple[State, ...]
     find: Find
 
     def checks(self, facts: Facts) -> Iterator[Check]:
-        """Each outcome with what the check means."""
         for outcome in self.find(facts):
             yield Check(
                 name=self.name,
@@ -92,7 +86,7 @@ class CheckDefinition:
                 severity=outcome.severity or (self.unknown if outcome.ok is None else self.severity),
                 scope=outcome.scope,
                 value=outcome.value,
-                threshold=outcome.threshold,
+                threshold=self.threshold if outcome.threshold is None else outcome.threshold,
                 detail=outcome.detail,
                 remedy=self.remedy,
             )
@@ -103,84 +97,101 @@ CHECKS: dict[str, CheckDefinition] = {}
 
 
 def check(
-    *,
     title: str,
     severity: Severity,
-    unknown: Severity = "informs",
     remedy: str,
+    *,
+    unknown: Severity = "informs",
+    threshold: Value = None,
     before_load: bool = False,
-    caveat: bool = False,
+    caveat: tuple[State, ...] = (),
 ) -> Callable[[Find], CheckDefinition]:
-    """Declare the function below as a check of the same name. `title` says what should be."""
+    """Declare the function below as the check of the same name.
+
+    `title` is the condition that should hold, `unknown` the severity without data, `before_load` that the check needs
+    only the arms and the machine and is shown before the load. In the states of `caveat` the verdict quotes it.
+    """
 
     def declare(find: Find) -> CheckDefinition:
         name = find.__name__
         if name in CHECKS:
             raise ValueError(f"there are two checks {name}")
-        CHECKS[name] = CheckDefinition(name, title, severity, unknown, remedy, before_load, caveat, find)
+        CHECKS[name] = CheckDefinition(name, title, severity, remedy, unknown, threshold, before_load, caveat, find)
         return CHECKS[name]
 
     return declare
 
 
 fairness = partial(check, before_load=True)
-"""For a check that needs only the arms as they are in effect and the machine, and is shown before the load begins."""
-
-
-def leading_by_scenario(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
-    """Every scenario with what stands for it: one comparison of two arms, several of more."""
-    found: dict[str, list[Comparison]] = {}
-    for one in leading_comparisons(comparisons):
-        found.setdefault(one.scenario, []).append(one)
-    return found
 
 
 def per_arm(judge: Callable[[ArmRecord, Facts], Outcome]) -> Find:
-    """For a check that looks at each arm by itself."""
+    """For a check of each arm by itself, whose details continue "A …"."""
 
     @wraps(judge)
     def find(facts: Facts) -> list[Outcome]:
-        return [judge(arm, facts) for arm in facts.run.arms]
+        found = ((shown(arm.label), judge(arm, facts)) for arm in facts.run.arms)
+        return [replace(outcome, detail=f"{label} {outcome.detail}") for label, outcome in found]
+
+    return find
+
+
+def per_load(judge: Callable[[CellFacts, Facts], Outcome | None]) -> Find:
+    """For a check of each workload that has blocks; None where it does not apply."""
+
+    @wraps(judge)
+    def find(facts: Facts) -> list[Outcome]:
+        found = ((load, judge(load, facts)) for load in facts.loads)
+        return [replace(outcome, scope=load.scope) for load, outcome in found if outcome is not None]
+
+    return find
+
+
+def per_comparison(judge: Callable[[Sequence[Comparison], Facts], Outcome]) -> Find:
+    """For a check of each workload's leading comparisons: one of two arms, several of more."""
+
+    @wraps(judge)
+    def find(facts: Facts) -> list[Outcome]:
+        leading: dict[str, list[Comparison]] = {}
+        for one in leading_comparisons(facts.comparisons):
+            leading.setdefault(one.scenario, []).append(one)
+        return [replace(judge(found, facts), scope=cell_scope(name)) for name, found in leading.items()]
 
     return find
 
 
 def make_checks(facts: Facts) -> tuple[Check, ...]:
-    """Every check of a run, in the order in which they are shown."""
     return tuple(one for definition in CHECKS.values() for one in definition.checks(facts))
 
 
 def check_before_load(facts: Facts) -> list[Check]:
-    """What a person is shown before the load begins; `make_checks` makes the same checks again."""
+    """The checks to show before the load begins; `make_checks` repeats them."""
     return [one for definition in CHECKS.values() if definition.before_load for one in definition.checks(facts)]
 
 
 def invalidating(checks: Sequence[Check]) -> tuple[Check, ...]:
-    """Those that take a verdict away."""
+    """The checks that take a verdict away."""
     return tuple(check for check in checks if check.ok is not True and check.severity == "invalidates")
 
 
 def reason_against(checks: Sequence[Check], scenario: str) -> str | None:
-    """Why the comparisons of a scenario are invalid; None where nothing that covers them failed."""
+    """Why the comparisons of a scenario are invalid; None if they are valid."""
     covering = [check for check in invalidating(checks) if check.scope in (RUN, cell_scope(scenario))]
-    return "; ".join(complaint(check) for check in covering) or None
-
-
-def complaint(check: Check, scopes: Sequence[str] = ()) -> str:
-    """A check that is not ok, in words: its title says what should be, so it is quoted and denied.
-
-    `scopes` are those of all checks that the sentence stands for; it quotes the detail of the first.
-    """
-    outcome = "is unknown" if check.ok is None else "failed"
-    cells = [scope.removeprefix("cell ") for scope in scopes or (check.scope,) if scope not in (RUN, PLAN)]
-    covers = "" if not cells else f" in {cells[0]}" if len(cells) == 1 else f" in {len(cells)} scenarios"
-    example = f"{cells[0]}: " if len(cells) > 1 else ""
-    return f"“{check.title}” {outcome}{covers}: {example}{check.detail}"
+    return "; ".join(_said(check) for check in covering) or None
 
 
 def complaints(checks: Sequence[Check]) -> tuple[str, ...]:
-    """One sentence for each check that takes a verdict away, whatever the number of scenarios in which it does."""
+    """One message per check that takes a verdict away, with the scenarios that it covers and the first one's detail."""
     groups: dict[tuple[str, bool | None], list[Check]] = {}
     for check in invalidating(checks):
         groups.setdefault((check.name, check.ok), []).append(check)
-    return tuple(complaint(group[0], [check.scope for check in group]) for group in groups.values())
+    found = []
+    for first, *more in groups.values():
+        others = f" and {len(more)} more workload{'s' if len(more) > 1 else ''}" if more else ""
+        covers = "" if first.scope in (RUN, PLAN) else f"In {first.scope.removeprefix('cell ')}{others}, "
+        found.append(sentence(covers + _said(first)))
+    return tuple(found)
+
+
+def _said(check: Check) -> str:
+    return f"not available: “{check.title}” ({check.detail})" if check.ok is None else check.detail

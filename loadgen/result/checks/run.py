@@ -1,4 +1,4 @@
-"""Checks on the run as a whole: did it finish, are the answers right, is everything there that is compared."""
+"""Checks of the run as a whole: it finished, the outputs are right, and nothing that is compared is missing."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from statistics import median
 import numpy as np
 
 from loadgen.comparison.claims import join
-from loadgen.comparison.comparisons import MIN_PAIRS
-from loadgen.comparison.facts import PLAN, Facts, cell_scope
+from loadgen.comparison.comparisons import MIN_PAIRS, Comparison
+from loadgen.comparison.facts import PLAN, CellFacts, Facts, cell_scope
 from loadgen.quantities import number, share
 from loadgen.records.run import Cell, Label, ParityRecord, shown
-from loadgen.result.checks.registry import Outcome, check, leading_by_scenario
+from loadgen.result.checks.registry import Outcome, check, per_comparison, per_load
 from loadgen.studies.answers.records import AnswersCompared
 from loadgen.studies.fairness.records import CacheProbe
 from loadgen.studies.rate_search.records import RatesFound
 
 LEAST_SHARE = 0.9
-"""Of a new request's time, in the median: what a repeated one takes on a server that computes each answer."""
+"""Least median share of a new request's time that a repeated one takes on a server that computes every response."""
 SIGNIFICANCE = 0.005
-"""Of the test of one arm: of two arms without a cache 1 % at most is called one, if they repeat faster by chance."""
+"""Per arm: at most 1 % of runs of two arms without a cache fail, should repeated requests happen to be faster."""
 
 
 @check(
-    title="the run finished as planned",
-    severity="invalidates",
+    "the run finished",
+    "invalidates",
+    "Run the comparison again and let it finish.",
     unknown="invalidates",
-    remedy="Run the comparison again and let it finish.",
+    threshold="finished",
 )
 def run_finished(facts: Facts) -> Iterator[Outcome]:
     state = facts.run.state
     if state is None:
-        yield Outcome(None, "run.json is missing", threshold="finished", scope=PLAN)
+        yield Outcome(None, "run.json is missing", scope=PLAN)
         return
-    unfinished = "the run still runs" if facts.run.running else "the run was killed during"
     detail = {
-        "running": f"{unfinished}: {state.phase}",
+        "running": f"the run {'is still running' if facts.run.running else 'was killed during'}: {state.phase}",
         "finished": "finished",
-        "interrupted": f"interrupted during: {state.phase}",
-        "failed": f"failed during {state.phase}: {state.error}",
+        "interrupted": f"the run was interrupted during: {state.phase}",
+        "failed": f"the run failed during {state.phase}: {state.error}",
     }[state.state]
-    yield Outcome(state.state == "finished", detail, state.state, "finished", PLAN)
+    yield Outcome(state.state == "finished", detail, state.state, scope=PLAN)
 
 
 @check(
-    title="the arms give the same answers",
-    severity="invalidates",
+    "the arms give the same answers",
+    "invalidates",
+    "Serve the same weights, precision and preprocessing on every arm; the parity table names the failing case.",
     unknown="invalidates",
-    remedy="Make every arm serve the same weights, precision and preprocessing; the parity table names the case.",
 )
 def parity(facts: Facts) -> Iterator[Outcome]:
     record = facts.run.parity
@@ -57,12 +57,10 @@ def parity(facts: Facts) -> Iterator[Outcome]:
         return
     relative, figures = record.largest_relative_error, parity_figures(record)
     failed = [case.name for case in record.cases if not case.ok]
-    if record.error is not None:
-        detail = record.error
-    elif failed:
-        detail = f"{len(failed)} of {len(record.cases)} cases disagree ({', '.join(failed)}); {figures}"
-    else:
-        detail = f"{figures} over {len(record.cases)} cases"
+    detail = record.error or f"{figures} in {len(record.cases)} cases"
+    if failed and record.error is None:
+        cases = f"{len(failed)} of {len(record.cases)} cases ({', '.join(failed)})"
+        detail = f"the arms give different answers in {cases}, so their speeds cannot be compared; {figures}"
     yield Outcome(
         record.ok and not failed and record.error is None,
         detail,
@@ -79,73 +77,72 @@ def parity_figures(record: ParityRecord) -> str:
     return f"largest relative error {relative:.1e} (tolerance {record.tolerance_relative:.1e}), {cosine}"
 
 
-@check(title="the arms were sent the same payload", severity="invalidates", remedy="Give every arm the same --payload.")
+@check("every arm got the same payload", "invalidates", "Give every arm the same --payload.", threshold="equal")
 def same_payload(facts: Facts) -> Iterator[Outcome]:
     experiment = facts.run.experiment
     first, *others = experiment.payloads
     if others:
-        apart = [arm for arm in experiment.arms[1:] if experiment.payload_of(arm) != first]
-        told = ", ".join(f"{shown(arm.label)} {experiment.payload_of(arm)}" for arm in apart)
-        detail = f"{shown(experiment.baseline.label)} is sent {first}, {told}: not a comparison of servers"
-        yield Outcome(False, detail, ", ".join(experiment.payloads), "equal")
+        sent = {shown(arm.label): experiment.payload_of(arm) for arm in experiment.arms}
+        apart = join([f"{arm} {payload}" for arm, payload in sent.items()])
+        yield Outcome(False, f"the arms got different payloads ({apart})", ", ".join(experiment.payloads))
     elif facts.run.blocks or facts.run.cold_starts:
-        yield Outcome(True, f"{first} over {experiment.transport}", first, "equal")
+        yield Outcome(True, f"{first} over {experiment.transport}", first)
     else:
-        yield Outcome(None, "nothing was sent", first, "equal")
+        yield Outcome(None, "nothing was sent", first)
 
 
 @check(
-    title="no request failed",
-    severity="invalidates",
+    "no request failed",
+    "invalidates",
+    "Read the error message and the log of that server.",
     unknown="invalidates",
-    remedy="Read the error messages and the log of the server named.",
+    threshold=0,
 )
 def request_errors(facts: Facts) -> Iterator[Outcome]:
-    """A search has none: it counts a failed request as a late one."""
+    """A rate search counts a failed request as a late one instead."""
     for load in facts.loads:
-        labels = facts.run.experiment.labels
-        sent = {label: sum(b.requests for b in load.blocks if b.label == label) for label in labels}
-        errors = sum(block.errors for block in load.blocks)
-        silent = [shown(label) for label, requests in sent.items() if not requests]
-        found = _errors(
-            load.cell, sum(sent.values()), errors, (m for b in load.stored for m in b.record.error_messages)
-        )
+        sent = {
+            label: sum(b.requests for b in load.blocks if b.label == label) for label in facts.run.experiment.labels
+        }
+        errors, silent = sum(block.errors for block in load.blocks), [shown(arm) for arm, n in sent.items() if not n]
+        messages = (message for block in load.stored for message in block.record.error_messages)
+        found = _errors(load.cell, sum(sent.values()), errors, messages)
         if silent:
-            detail = f"no request was sent to {join(silent)}"
-            found = Outcome(False if errors else None, detail, found.value, 0, load.scope)
+            found = Outcome(
+                False if errors else None, f"no request was sent to {join(silent)}", found.value, scope=load.scope
+            )
         yield found
     for cell in facts.run.experiment.cells:
         if cell.scenario == "ramp":
             trials = [trial for trial in facts.run.trials if trial.cell == cell.name]
-            requests, errors = sum(t.requests for t in trials), sum(t.errors for t in trials)
-            found = _errors(cell, requests, errors, (m for trial in trials for m in trial.error_messages))
-            yield found if requests else Outcome(None, "no request was sent", None, 0, found.scope)
+            messages = (message for trial in trials for message in trial.error_messages)
+            yield _errors(cell, sum(t.requests for t in trials), sum(t.errors for t in trials), messages)
 
 
 def _errors(cell: Cell, requests: int, errors: int, messages: Iterable[str]) -> Outcome:
+    if not requests:
+        return Outcome(None, "no request was sent", scope=cell_scope(cell.name))
     detail = f"{errors:,} of {requests:,} requests failed"
-    first = next(iter(messages), None)
-    if first is not None:
+    if first := next(iter(messages), None):
         detail += f"; first message: {first}"
-    return Outcome(not errors, detail, errors / requests if requests else None, 0, cell_scope(cell.name))
+    return Outcome(not errors, detail, errors / requests, scope=cell_scope(cell.name))
 
 
 @check(
-    title="answers under load equal those to the same inputs alone",
-    severity="invalidates",
+    "answers under load equal those of single requests",
+    "invalidates",
+    "Find out why that server answers concurrent requests differently: its speed means nothing until it is right.",
     unknown="invalidates",
-    remedy="Look at what that server answers to several requests at once: its speed means nothing while it is wrong.",
+    threshold=0,
 )
 def answers_under_load(facts: Facts) -> Iterator[Outcome]:
-    """None in runs of before answers under load were compared."""
+    """Not made for runs stored before answers under load were compared."""
     run = facts.run
-    if run.answers is None:
-        return
-    for cell in run.experiment.cells:
+    for cell in run.experiment.cells if run.answers is not None else ():
         loaded = {(block.record.label, block.record.restart) for block in run.blocks if block.record.cell == cell.name}
         loaded |= {(trial.label, trial.restart) for trial in run.trials if trial.cell == cell.name}
         if loaded:
-            yield _answers(cell, run.experiment.labels, [one for one in run.answers if one.cell == cell.name], loaded)
+            yield _answers(cell, run.experiment.labels, [a for a in run.answers or () if a.cell == cell.name], loaded)
 
 
 def _answers(
@@ -169,35 +166,35 @@ def _answers(
     else:
         worst = max((one.relative_max or 0.0 for one in found), default=0.0)
         detail = (
-            f"{sum(one.answers for one in found):,} answers ({sum(one.items for one in found):,} items) differ by at "
-            f"most {worst:.1e} (tolerance {found[0].tolerance_relative:.1e})"
+            f"{sum(one.answers for one in found):,} answers ({sum(one.items for one in found):,} items) differ by "
+            f"at most {worst:.1e} (tolerance {found[0].tolerance_relative:.1e})"
         )
-    checked = not errors and not missing
-    return Outcome(
-        False if wrong else True if checked else None,
-        detail,
-        sum(one.wrong for one in found) if checked else None,
-        0,
-        cell_scope(cell.name),
-    )
+    compared = not errors and not missing
+    ok = False if wrong else True if compared else None
+    return Outcome(ok, detail, sum(one.wrong for one in found) if compared else None, scope=cell_scope(cell.name))
 
 
 @check(
-    title="a repeated request takes as long as a new one",
-    severity="invalidates",
-    remedy="Turn off the response cache of that server.",
+    "repeated requests take as long as new ones",
+    "invalidates",
+    "Turn off the response cache of that server.",
+    threshold=LEAST_SHARE,
 )
 def repeated_requests(facts: Facts) -> Iterator[Outcome]:
     probes = facts.run.cache_probes
     if not probes:
         return
     shares = {probe.label: found for probe in probes if (found := shortened_to(probe)) is not None}
-    cached = [probe.label for probe in probes if answers_from_memory(probe)]
-    errors = [f"{shown(probe.label)} did not answer it: {probe.error}" for probe in probes if probe.error]
-    told = join([f"{share(found)} on {shown(label)}" for label, found in shares.items()])
-    detail = "; ".join([*([f"a repeated request takes the time of a new one to {told}"] if told else []), *errors])
+    cached = [shown(probe.label) for probe in probes if answers_from_memory(probe)]
+    parts = []
+    if shares:
+        times = join([f"{share(found)} on {shown(label)}" for label, found in shares.items()])
+        parts.append(f"time of a repeated request, as a share of a new one's: {times}")
+        if cached:
+            parts[0] += f", so {join(cached)} answers from a cache"
+    errors = [f"{shown(probe.label)} did not answer the probe: {probe.error}" for probe in probes if probe.error]
     ok = False if cached else None if errors else True
-    yield Outcome(ok, detail, min(shares.values(), default=None), LEAST_SHARE)
+    yield Outcome(ok, "; ".join(parts + errors), min(shares.values(), default=None))
 
 
 def shortened_to(probe: CacheProbe) -> float | None:
@@ -206,15 +203,14 @@ def shortened_to(probe: CacheProbe) -> float | None:
 
 
 def answers_from_memory(probe: CacheProbe) -> bool:
-    """Whether repeated requests are faster by what matters and by more than chance (see `chance`)."""
+    """Whether repeated requests are faster by enough to matter and by more than chance."""
     found = shortened_to(probe)
     return found is not None and found < LEAST_SHARE and chance(probe) < SIGNIFICANCE
 
 
 def chance(probe: CacheProbe) -> float:
-    """One-sided p of new requests being slower. Where none is remembered, the new one of a group has each rank with the
-    same probability, so the sum of ranks has a known distribution; it assumes nothing of the times but that groups are
-    independent."""
+    """One-sided p of new requests being slower. Without a cache the new request of a group has each rank with the same
+    probability, so the sum of ranks has a known distribution; only the groups must be independent."""
     groups = _groups(probe)
     if not groups:
         return 1.0
@@ -232,10 +228,10 @@ def _groups(probe: CacheProbe) -> list[tuple[int, tuple[int, ...]]]:
 
 
 @check(
-    title="every planned block is complete",
-    severity="invalidates",
+    "every planned block is complete",
+    "invalidates",
+    "Find out what cut the block short (a dead server, Ctrl-C, a full disk) and run again.",
     unknown="invalidates",
-    remedy="Find out what cut the block short (a dead server, Ctrl-C, a full disk) and run again.",
 )
 def blocks_complete(facts: Facts) -> Iterator[Outcome]:
     for load in facts.planned:
@@ -253,76 +249,80 @@ def blocks_complete(facts: Facts) -> Iterator[Outcome]:
 
 
 @check(
-    title="every search and ramp came to a value",
-    severity="invalidates",
+    "every search and ramp found a value",
+    "invalidates",
+    "Choose a bound that every server can hold (--slo-p99-ms), allow a ramp more users (--ramp-users), or find out "
+    "what cut it short.",
     unknown="invalidates",
-    remedy="Choose a bound within every server's reach (--slo-p99-ms), let a ramp go further (--ramp-users), or find "
-    "out what cut it short.",
 )
 def searches_ended(facts: Facts) -> Iterator[Outcome]:
-    """One for each round and arm. That no rate holds the bound, or that all do, is no rate to compare."""
+    """One per round and arm. If no rate holds the bound, or every rate does, there is no rate to compare."""
+    found = facts.of(RatesFound)
     for cell in facts.run.experiment.cells:
-        note = ""
         if cell.scenario == "slo":
-            rates = [rate for rate in facts.of(RatesFound).rates if rate.cell == cell.name]
-            done = sum(rate.ended == "found" for rate in rates)
-            for one in [rate for rate in rates if rate.ended in ("none", "highest")][:1]:
-                note = f"; {shown(one.label)} " + (
-                    f"is late even at {number(one.failed_rate_per_s or 0.0)}/s, the lowest rate tried"
-                    if one.ended == "none"
-                    else f"holds {number(one.rate_per_s or 0.0)}/s, the highest rate tried"
-                )
-            what = f"searches found a rate{note}"
+            rates = [rate for rate in found.rates if rate.cell == cell.name]
+            done, what = sum(rate.ended == "found" for rate in rates), "searches found a rate"
+            notes = [
+                f"{shown(one.label)} misses the bound even at {number(one.failed_rate_per_s or 0.0)}/s, the lowest rate"
+                if one.ended == "none"
+                else f"{shown(one.label)} holds the bound even at {number(one.rate_per_s or 0.0)}/s, the highest rate"
+                for one in rates
+                if one.ended in ("none", "highest")
+            ]
         elif cell.scenario == "ramp":
-            ramps = [ramp for ramp in facts.of(RatesFound).ramps if ramp.cell == cell.name]
-            done = sum(ramp.saturated for ramp in ramps)
-            for short in [ramp for ramp in ramps if not ramp.saturated and ramp.saturation_per_s is not None][:1]:
-                note = f"; {shown(short.label)} still gained with {cell.concurrency} users: raise --ramp-users"
-            what = f"ramps reached saturation{note}"
+            ramps = [ramp for ramp in found.ramps if ramp.cell == cell.name]
+            done, what = sum(ramp.saturated for ramp in ramps), "ramps reached saturation"
+            notes = [
+                f"{shown(ramp.label)} was still gaining with {cell.concurrency} users"
+                for ramp in ramps
+                if not ramp.saturated and ramp.saturation_per_s is not None
+            ]
         else:
             continue
         planned = len(facts.run.experiment.arms) * cell.rounds
-        yield Outcome(done >= planned, f"{done} of {planned} {what}", done, planned, cell_scope(cell.name))
+        detail = "; ".join([f"{done} of {planned} {what}", *notes[:1]])
+        yield Outcome(done >= planned, detail, done, planned, cell_scope(cell.name))
 
 
 @check(
-    title="no sample was lost",
-    severity="invalidates",
+    "no sample was lost",
+    "invalidates",
+    "Check the disk and run again: a lost sample may be a slow one.",
     unknown="invalidates",
-    remedy="Check the disk and run again: a lost sample hides a slow one.",
+    threshold=0,
 )
-def samples_complete(facts: Facts) -> Iterator[Outcome]:
-    for load in facts.loads:
-        problems = [block.problem for block in load.stored if block.problem]
-        detail = problems[0] if problems else f"{len(load.stored)} sample files agree with their records"
-        yield Outcome(not problems, detail, len(problems), 0, load.scope)
+@per_load
+def samples_complete(load: CellFacts, _: Facts) -> Outcome:
+    problems = [block.problem for block in load.stored if block.problem]
+    detail = problems[0] if problems else f"all {len(load.stored)} sample files match their records"
+    return Outcome(not problems, detail, len(problems))
 
 
 @check(
-    title="every start came up",
-    severity="invalidates",
+    "every cold start succeeded",
+    "invalidates",
+    "Read the log of the server that did not start.",
     unknown="invalidates",
-    remedy="Read the log of the server that did not start.",
 )
 def cold_starts_succeeded(facts: Facts) -> Iterator[Outcome]:
+    starts = facts.run.cold_starts
     for cell in facts.run.experiment.cells:
-        if cell.scenario != "cold-start":
-            continue
-        planned, starts = len(facts.run.experiment.arms) * cell.rounds, facts.run.cold_starts
-        good = sum(start.error is None and start.first_answer_ns is not None for start in starts)
-        errors = [start.error for start in starts if start.error]
-        detail = f"{good} of {planned} starts came up" + (f"; first error: {errors[0]}" if errors else "")
-        yield Outcome(good >= planned and not errors, detail, good, planned, cell_scope(cell.name))
+        if cell.scenario == "cold-start":
+            planned = len(facts.run.experiment.arms) * cell.rounds
+            good = sum(start.error is None and start.first_answer_ns is not None for start in starts)
+            errors = [start.error for start in starts if start.error]
+            detail = f"{good} of {planned} cold starts succeeded" + (f"; first error: {errors[0]}" if errors else "")
+            yield Outcome(good >= planned and not errors, detail, good, planned, cell_scope(cell.name))
 
 
 @check(
-    title="enough pairs for an interval",
-    severity="warns",
+    "enough rounds for an interval",
+    "warns",
+    "Ask for more --rounds: 2 are the minimum, 6 or more are useful.",
     unknown="warns",
-    remedy="Ask for more pairs: 2 are the least, 6 or more are useful.",
+    threshold=MIN_PAIRS,
 )
-def enough_pairs(facts: Facts) -> Iterator[Outcome]:
-    for scenario, leading in leading_by_scenario(facts.comparisons).items():
-        fewest = min(one.pairs for one in leading)
-        detail = f"{fewest} complete pair{'' if fewest == 1 else 's'}"
-        yield Outcome(fewest >= MIN_PAIRS, detail, fewest, MIN_PAIRS, cell_scope(scenario))
+@per_comparison
+def enough_pairs(leading: Sequence[Comparison], _: Facts) -> Outcome:
+    fewest = min(one.pairs for one in leading)
+    return Outcome(fewest >= MIN_PAIRS, f"{fewest} complete round{'' if fewest == 1 else 's'}", fewest)

@@ -43,9 +43,9 @@ def test_arms_with_different_payloads_are_measured_and_no_winner_is_named(tmp_pa
     assert 3_000 < sizes["b"] < 120_000
     models = {arm["label"]: arm["model_config"]["name"] for arm in result["arms"]}
     assert models == {"a": "openclip_vit_b32_uint8", "b": "openclip_vit_b32_jpeg"}
-    sentence = "Not a comparison of servers, so no winner is named: A is sent uint8, B jpeg"
+    sentence = "No winner: the arms got different payloads (A uint8 and B jpeg)"
     assert sentence in result["verdict"]["sentence"]
-    assert "Not a comparison of servers" in done.stdout
+    assert "does not compare servers" in done.stdout
     for name in ("summary.md", "report.html"):
         assert sentence in (tmp_path / "run" / name).read_text()
 

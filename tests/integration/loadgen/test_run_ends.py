@@ -59,7 +59,7 @@ def test_an_interrupt_keeps_finished_blocks_and_leaves_nobody_behind(tmp_path: P
     assert [record.complete for record in records] == [True, True, False]
     assert records[2].note == "interrupted"
     assert len(np.load(out / records[2].samples)) == records[2].requests > 0
-    assert finished(out).detail == "interrupted during: load"
+    assert finished(out).detail == "the run was interrupted during: load"
     assert not list(tmp_path.glob("abserve-run-*"))
 
 
@@ -112,7 +112,7 @@ def test_a_killed_runner_leaves_no_process_and_loses_at_most_a_second(
     await_true(lambda: part.stat().st_size > 2000, "its samples reach the disk")
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) == 3  # two servers and the generator
-    assert finished(out).detail == "the run still runs: load"
+    assert finished(out).detail == "the run is still running: load"
     process.kill()
     process.wait()
     gone, alive = psutil.wait_procs(children, timeout=20)

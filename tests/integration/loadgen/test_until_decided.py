@@ -46,7 +46,7 @@ def test_a_large_difference_ends_the_run_before_the_limit(tmp_path: Path) -> Non
     assert all(4 <= c.pairs < 40 for c in leading)
     assert (stopping.rule, stopping.ended_by) == ("until decided", "decided")
     assert stopping.pairs == {c.scenario: c.pairs for c in leading}
-    assert "when every scenario was decided" in stopping.sentence
+    assert "when every workload was decided" in stopping.sentence
     assert stopping.sentence in result.verdict.caveats
 
 
@@ -59,7 +59,7 @@ def test_the_least_rounds_are_run_and_then_the_limit_ends_what_is_open(tmp_path:
     assert (leading.verdict, leading.pairs) == ("inconclusive", 3)
     assert stopping.ended_by == "time limit"
     assert stopping.undecided == ("batched(1)",)
-    assert "undecided: batched(1)" in stopping.sentence
+    assert "inconclusive: batched(1)" in stopping.sentence
 
 
 @pytest.mark.parametrize("labels", ["ab", "abc"])

@@ -49,7 +49,7 @@ def test_a_sample_file_whose_header_is_cut_in_the_middle_of_a_bracket_is_named()
 
 
 def test_a_folder_whose_name_is_no_utf8_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"udcff' is no UTF-8; choose another folder with --out"):
+    with pytest.raises(StorageError, match=r"udcff' is not UTF-8; choose another folder with --out"):
         RunStore(tmp_path / os.fsdecode(b"odd\xff"))
     assert list(tmp_path.iterdir()) == []
 

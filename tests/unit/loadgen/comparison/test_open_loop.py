@@ -216,7 +216,7 @@ def test_a_late_generator_takes_the_verdict(tmp_path: Path) -> None:
     lag = find(result, "send_lag")
     assert (lag.ok, lag.severity) == (False, "invalidates")
     assert lag.value == pytest.approx(1 / 21.0, rel=0.02)
-    assert "Client-limited" in lag.remedy
+    assert "load generator" in lag.remedy
     assert not result.valid
 
 

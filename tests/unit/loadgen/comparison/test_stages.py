@@ -51,13 +51,13 @@ def test_a_stage_that_one_arm_lacks_is_folded_into_where_the_other_keeps_it(tmp_
     ("b", "stage"),
     [
         (SimulatedArm(item_ms=14.0, reports_http=False), "executing the model +"),
-        (SimulatedArm(transport_ms=9.0, reports_http=False), "outside the server's account +"),
+        (SimulatedArm(transport_ms=9.0, reports_http=False), "network and client +"),
     ],
 )
 def test_the_planted_cause_leads_the_reasons(tmp_path: Path, b: SimulatedArm, stage: str) -> None:
     account = analyse(write_run(tmp_path, Plan(b=b, pairs=3))).stages[0]
     text = explain_stages(account)[0]
-    assert f"are: {stage}" in text
+    assert f"come from {stage}" in text
 
 
 def test_an_arm_without_stages_gets_no_explanation(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def lie(directory: Path, **told: int) -> None:
         ({"compute_infer_ns": 100_000_000}, "its stages add up to 10"),
         ({"queue_ns": -5_000_000}, "its counters ran backwards in block 1"),
         ({"requests": 3}, "it counted 198 requests where 66 were answered"),
-        ({"items": 2}, "it counted 132 images where 66 were answered"),
+        ({"items": 2}, "it counted 132 items where 66 were answered"),
         ({"requests": 0, "items": 0}, "it counted 0 requests where 66 were answered"),
     ],
 )

@@ -43,15 +43,15 @@ def test_a_run_that_ended_before_its_first_block(tmp_path: Path) -> None:
 def test_an_interrupted_run_judges_the_cells_that_are_whole(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(pairs=4, state="interrupted", cut_after=50)))
     assert not result.valid
-    assert result.verdict.sentence.startswith("No verdict on 1 of 8 scenarios")
-    assert "B leads" in result.verdict.sentence
+    assert result.verdict.sentence.startswith("No verdict on 1 of 8 workloads")
+    assert "B is faster" in result.verdict.sentence
 
 
 def test_only_a_cold_start(tmp_path: Path) -> None:
     cell = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=3)
     result = analyse(write_run(tmp_path, Plan(cells=(cell,))))
     assert result.valid
-    assert result.verdict.sentence.startswith("A (native torch 2.15.0 fp32)'s time to first answer is 0.5")
+    assert result.verdict.sentence.startswith("The time to first answer of A (native torch 2.15.0 fp32) is 1.")
     assert result.verdict.main_scenario == "cold-start"
 
 

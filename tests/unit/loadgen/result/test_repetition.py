@@ -126,7 +126,7 @@ def test_no_claim_goes_below_the_floor(tmp_path: Path) -> None:
     result, within = single(0.5)
     assert within.verdict == "inconclusive"
     assert "within this machine's noise floor: identical arms differ by up to 50 %" in (within.reason or "")
-    assert "no verdict for it on single" in next(c for c in result.checks if c.name == "noise_floor").detail
+    assert "no verdict on single" in next(c for c in result.checks if c.name == "noise_floor").detail
 
 
 def test_nor_is_equivalence_claimed_below_it(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def probe(
         (probe("b", cached_from=2, left=0.66), False, "on B"),
         (probe("b", cached_from=3, left=0.66, noise=0.2), False, "on B"),
         (probe("b", cached_from=2, left=0.97, noise=0.005), True, "on B"),
-        (probe("b", error="HTTP 500"), None, "B did not answer it: HTTP 500"),
+        (probe("b", error="HTTP 500"), None, "HTTP 500"),
     ],
 )
 def test_an_arm_that_repeats_itself_from_memory_is_found(b: CacheProbe, ok: bool | None, detail: str) -> None:

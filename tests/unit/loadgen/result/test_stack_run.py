@@ -37,10 +37,10 @@ def check(result: Result, name: str) -> Check:
 @pytest.mark.parametrize(
     ("a", "b", "ok", "said"),
     [
-        ({}, {}, None, "weights unknown: A and B do not report them"),
-        ({"weights": "laion2b"}, {}, None, "weights: laion2b; B does not report them"),
+        ({}, {}, None, "A and B do not report the weights"),
+        ({"weights": "laion2b"}, {}, None, "weights: laion2b; B does not report the weights"),
         ({"weights": "laion2b"}, {"weights": "laion2b"}, True, "weights: laion2b"),
-        ({"weights": "laion2b"}, {"weights": "random:3"}, False, "random weights (random:3)"),
+        ({"weights": "laion2b"}, {"weights": "random:3"}, False, "random (random:3)"),
     ],
 )
 def test_the_weights_are_those_that_the_servers_tell(

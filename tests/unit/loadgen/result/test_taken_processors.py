@@ -36,16 +36,16 @@ def take(directory: Path, field: str, blocks: int | None = None, **shares: float
 @pytest.mark.parametrize(
     ("taken", "ok", "severity", "words"),
     [
-        ({"a": 0.0, "b": 0.02}, True, "warns", "took 0 % from A and 2.0 % from B"),
+        ({"a": 0.0, "b": 0.02}, True, "warns", "0 % from A and 2.0 % from B"),
         (
             {"a": 0.06, "b": 0.05},
             False,
             "warns",
-            "took 6.0 % from A and 5.0 % from B (8 of 8 blocks",
+            "6.0 % from A and 5.0 % from B (8 of 8 blocks",
         ),
         ({"a": 0.3, "b": 0.3}, False, "invalidates", "over 20 % in the median block"),
         ({"a": 0.0, "b": 0.1}, False, "invalidates", "so the arms did not have the same machine"),
-        ({"a": 0.0, "b": 0.4, "blocks": 1}, False, "warns", "took 0 % from A and 10 % from B (1 of"),
+        ({"a": 0.0, "b": 0.4, "blocks": 1}, False, "warns", "0 % from A and 10 % from B (1 of"),
     ],
 )
 @pytest.mark.parametrize("field", ["steal_ns", "busy_ns"])

@@ -27,12 +27,12 @@ def test_nothing_is_said_of_servers_that_did_not_say_it(tmp_path: Path) -> None:
     (tmp_path / "arms.json").write_text(json.dumps(arms))
     result = analyse(tmp_path)
     weights = check(result, "trained_weights")
-    assert (weights.ok, weights.detail) == (None, "weights unknown: A and B do not report them")
+    assert (weights.ok, weights.detail) == (None, "A and B do not report the weights")
     cache = check(result, "response_cache")
     assert (cache.ok, cache.detail) == (None, "A does not report whether it has a response cache")
     assert check(result, "gpu_present").ok is None
     lines = {line.text: line.style for line in proof(result)}
-    assert lines["It is not known what the servers run on: they do not report it."] == "unknown"
+    assert lines["The servers do not report whether they use a GPU."] == "unknown"
     rows = dict(experiment_rows(result))
     assert rows["weights"] == rows["threads"] == "as chosen by the servers given by URL"
     for untrue in ("random weights", "random:0", "no GPU", "all cores"):
@@ -44,4 +44,4 @@ def test_servers_elsewhere_say_nothing_of_this_machine(tmp_path: Path) -> None:
     arms = json.loads((tmp_path / "arms.json").read_text())
     (tmp_path / "arms.json").write_text(json.dumps([arm | {"launched": False} for arm in arms]))
     present = check(analyse(tmp_path), "gpu_present")
-    assert present.detail == "Both arms ran on the CPU, as their servers report: this is a CPU comparison."
+    assert present.detail == "both arms ran on the CPU, as they report: this is a CPU comparison"
