@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -10,78 +11,67 @@ import numpy as np
 from servers.contract.errors import InvalidRequestError
 from servers.contract.tensors import DATATYPES, Array
 
-MAX_BYTES = 2**63 - 1
 MAX_DIMENSIONS = 32
+MAX_ELEMENTS = 2**60 - 1
+"""Their bytes must be countable in 64 bits."""
 MAX_BYTES_ELEMENTS = 16_384
-"""Of one request, all its inputs together: each is an object, and nothing else runs while they are told apart."""
+"""BYTES elements per request, over all inputs: each becomes an object, and no other Python code runs meanwhile."""
 _LENGTH = struct.Struct("<I")
 
 
-def element_count(shape: tuple[int, ...], name: str) -> int:
-    """The product of a shape. Raises `InvalidRequestError` for a negative dimension or one past 64 bits."""
-    check_rank(len(shape), name)
+def check_datatype(datatype: str, name: str) -> None:
+    """Raises `InvalidRequestError` for a datatype that the protocol does not have."""
+    if datatype not in DATATYPES and datatype != "BYTES":
+        raise InvalidRequestError(f"input '{name}' must have a 'datatype', one of {', '.join(DATATYPES)}, BYTES")
+
+
+def element_count(shape: Sequence[int], name: str) -> int:
+    """The product of a shape. Raises `InvalidRequestError` for too many dimensions, a negative one, or an overflow."""
+    if len(shape) > MAX_DIMENSIONS:
+        raise InvalidRequestError(f"input '{name}' has {len(shape)} dimensions, the limit is {MAX_DIMENSIONS}")
     for dimension in shape:
         if dimension < 0:
             raise InvalidRequestError(f"input '{name}' has a negative dimension {dimension} in its shape")
     count = prod(shape)
-    if count > MAX_BYTES // 8:
+    if count > MAX_ELEMENTS:
         raise InvalidRequestError(f"the shape of input '{name}' overflows: it has more elements than 64 bits can count")
     return count
 
 
-def check_rank(dimensions: int, name: str) -> None:
-    """Raises `InvalidRequestError` for more dimensions than NumPy has."""
-    if dimensions > MAX_DIMENSIONS:
-        raise InvalidRequestError(f"input '{name}' has {dimensions} dimensions, at most {MAX_DIMENSIONS} are taken")
+def add_bytes_elements(total: int, shape: Sequence[int], name: str) -> int:
+    """`total` plus one more BYTES input's elements. Raises `InvalidRequestError` for more than a request may have."""
+    total += element_count(shape, name)
+    if total > MAX_BYTES_ELEMENTS:
+        raise InvalidRequestError(
+            f"a request has at most {MAX_BYTES_ELEMENTS} BYTES elements, input '{name}' exceeds that"
+        )
+    return total
 
 
-class BytesAllowance:
-    """How many BYTES elements the rest of one request may still have."""
-
-    def __init__(self) -> None:
-        self._left = MAX_BYTES_ELEMENTS
-
-    def take(self, shape: tuple[int, ...], name: str) -> None:
-        """For one input, before its elements are read. Raises `InvalidRequestError`."""
-        self._left -= element_count(shape, name)
-        if self._left < 0:
-            raise InvalidRequestError(
-                f"a request has at most {MAX_BYTES_ELEMENTS} BYTES elements, input '{name}' makes them more"
-            )
+def check_byte_size(given: int, datatype: str, shape: tuple[int, ...], name: str) -> None:
+    """Raises `InvalidRequestError` when an input of this shape does not have `given` bytes."""
+    expected = element_count(shape, name) * DATATYPES[datatype].itemsize
+    if given != expected:
+        raise InvalidRequestError(
+            f"input '{name}' needs {expected} bytes for its shape and datatype {datatype}, got {given} bytes"
+        )
 
 
-def wrong_size(name: str, datatype: str, expected_bytes: int, given_bytes: int) -> InvalidRequestError:
-    """For an input whose bytes are not what its shape needs."""
-    return InvalidRequestError(
-        f"input '{name}' needs {expected_bytes} bytes for its shape and datatype {datatype}, got {given_bytes} bytes"
-    )
+def reshaped(flat: Array, shape: tuple[int, ...], name: str) -> Array:
+    """Raises `InvalidRequestError` for a zero among dimensions too large for NumPy."""
+    try:
+        return flat.reshape(shape)
+    except ValueError as exc:
+        raise InvalidRequestError(f"the shape of input '{name}' cannot be represented") from exc
 
 
 def array_from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...], name: str) -> Array:
-    """A view over `data` (a copy for BYTES alone). Raises `InvalidRequestError` when the sizes disagree."""
-    count = element_count(shape, name)
+    """A view over `data`, for BYTES a copy. Raises `InvalidRequestError` when the sizes disagree."""
     if datatype == "BYTES":
-        elements = _bytes_elements(data, count, name)
-        try:
-            return elements.reshape(shape)
-        except ValueError as exc:
-            raise InvalidRequestError(f"the shape of input '{name}' cannot be represented") from exc
+        return reshaped(_bytes_elements(data, element_count(shape, name), name), shape, name)
+    check_byte_size(data.nbytes, datatype, shape, name)
     dtype = DATATYPES[datatype]
-    expected = count * dtype.itemsize
-    if expected != data.nbytes:
-        raise wrong_size(name, datatype, expected, data.nbytes)
-    try:
-        return np.frombuffer(data, dtype=dtype).reshape(shape) if count else np.empty(shape, dtype)
-    except ValueError as exc:  # dimensions around a zero that NumPy cannot hold
-        raise InvalidRequestError(f"the shape of input '{name}' cannot be represented") from exc
-
-
-def empty_elements(shape: tuple[int, ...], name: str) -> Array:
-    """BYTES elements that are filled in later. Raises `InvalidRequestError`."""
-    try:
-        return np.empty(shape, object)
-    except ValueError as exc:
-        raise InvalidRequestError(f"the shape of input '{name}' cannot be represented") from exc
+    return reshaped(np.frombuffer(data, dtype) if data.nbytes else np.empty(0, dtype), shape, name)
 
 
 def _bytes_elements(data: memoryview, count: int, name: str) -> Array:
@@ -94,10 +84,7 @@ def _bytes_elements(data: memoryview, count: int, name: str) -> Array:
     for index in range(count):
         start = offset + _LENGTH.size
         if start > data.nbytes:
-            raise InvalidRequestError(
-                f"input '{name}' ends inside the length of BYTES element {index}: "
-                f"expected {_LENGTH.size} bytes, got {data.nbytes - offset}"
-            )
+            raise InvalidRequestError(f"input '{name}' ends inside the length of BYTES element {index}")
         (size,) = _LENGTH.unpack_from(data, offset)
         offset = start + size
         if offset > data.nbytes:

@@ -1,4 +1,4 @@
-"""The decoding of a request's images before it is queued, off the event loop."""
+"""Decodes a request's images before it is queued, outside of the event loop."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DECODING_S = 30.0
 
 
 class RequestDecoder:
-    """Of one model that takes JPEG files. Belongs to one event loop.
+    """The decoder of one model that takes JPEG files. Belongs to one event loop.
 
-    At most `queue_size` requests are in here at a time, as many as may wait for the engine afterwards, and each for
-    `DECODING_S` at most.
+    It decodes at most `queue_size` requests at a time, as many as may wait for the engine afterwards, each for at most
+    `DECODING_S`.
     """
 
     def __init__(self, specification: ModelSpecification, settings: DecodingSettings, queue_size: int) -> None:
@@ -33,7 +33,7 @@ class RequestDecoder:
         self._decoder = ImageDecoder(specification.preprocessing, settings)
 
     async def decode(self, files: InputTensor, deadline_ns: int | None) -> Mapping[str, Array]:
-        """A request's files as what the engine takes; from shared memory they are read here, in a thread.
+        """The engine's inputs for a request's files; a thread reads those in shared memory.
 
         Raises `ImageError`, `QueueFullError` at once, `RequestExpiredError` at `deadline_ns` of `perf_counter_ns`.
         """
@@ -42,15 +42,15 @@ class RequestDecoder:
         self.pending += 1
         self._idle.clear()
         decoding: Decoding | None = None
-        asked_s = float("inf") if deadline_ns is None else max(0.0, (deadline_ns - time.perf_counter_ns()) / 1e9)
+        timeout_s = float("inf") if deadline_ns is None else max(0.0, (deadline_ns - time.perf_counter_ns()) / 1e9)
         try:
-            async with asyncio.timeout(min(asked_s, DECODING_S)):
+            async with asyncio.timeout(min(timeout_s, DECODING_S)):
                 images = files.data if files.window is None else await asyncio.to_thread(read_elements, files)
                 decoding = self._decoder.start(images)
                 for image in decoding.images:
                     await asyncio.wrap_future(image)
         except TimeoutError:
-            if asked_s < DECODING_S:
+            if timeout_s < DECODING_S:
                 raise RequestExpiredError(EXPIRED) from None
             raise RequestExpiredError(f"the images were not decoded within {DECODING_S:g} s, send fewer") from None
         finally:
@@ -58,11 +58,11 @@ class RequestDecoder:
             if not self.pending:
                 self._idle.set()
             if decoding is not None:
-                decoding.cancel()  # nothing is left to cancel unless this fails
+                decoding.cancel()  # only a failure leaves images to cancel
         return {self._pixels: decoding.pixels}
 
     async def idle(self, seconds: float) -> bool:
-        """Returns when no request is in here; False if that took longer."""
+        """Wait until no request is being decoded; False if that took longer."""
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:

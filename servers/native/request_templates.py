@@ -1,8 +1,8 @@
-"""Requests that repeat: a checked JSON header, kept by its bytes, so that the same bytes need no parsing again.
+"""Templates of repeated requests: a decoded and checked JSON header, kept by its bytes.
 
-Load clients send the same header with every tensor. What a header says about plain binary tensors depends on its bytes
-and on the model alone, so a template is what decoding and validation gave the first time. A header with values in it,
-with a timeout, with BYTES, or with shared memory (whose regions come and go) is never kept.
+Load clients send the same header with every tensor, and the meaning of a header with plain binary tensors depends only
+on its bytes and on the model. So the template keeps the result of the first decoding. A header with values, a timeout,
+BYTES or shared memory (whose regions come and go) is never kept.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import numpy as np
 import orjson
 
 from servers.contract.codec import HEADER_LENGTH
-from servers.contract.records import InferRequest
-from servers.contract.signature import ModelSignature
+from servers.contract.records import InferRequest, ModelSignature
 from servers.contract.tensors import Array
 from servers.native.batcher import batch_key
 from servers.native.http_answers import STATUS_LINES
@@ -35,7 +34,7 @@ class _Input(NamedTuple):
 
 
 class RequestTemplate:
-    """What one JSON header asks for, in front of a body of `body_bytes`."""
+    """The request that one JSON header makes, with a body of `body_bytes`."""
 
     __slots__ = ("_answers", "_inputs", "_names", "_request_id", "body_bytes", "key", "rows")
 
@@ -55,9 +54,9 @@ class RequestTemplate:
         return {name: np.ndarray(shape, dtype, body, offset) for name, dtype, shape, offset in self._inputs}
 
     def answer(self, outputs: Mapping[str, Array], signature: ModelSignature, common: bytes) -> bytes:
-        """The whole answer; `common` is whole header lines.
+        """The bytes of the response, with the header lines `common`.
 
-        All between them and the outputs' bytes is the same for the same shapes, so it is kept.
+        Everything between these and the outputs' bytes is the same for the same shapes, so it is kept.
         """
         arrays = [outputs[name] for name in self._names]
         data = [array.tobytes() for array in arrays]
@@ -95,19 +94,19 @@ class RequestTemplate:
 
 
 class TemplateCache:
-    """The templates of one model, the latest few."""
+    """The latest templates of one model."""
 
     def __init__(self, signature: ModelSignature) -> None:
         self._signature = signature
         self._templates: dict[bytes, RequestTemplate] = {}
 
     def find(self, header: bytes, body_bytes: int) -> RequestTemplate | None:
-        """The template of a header that came before, in front of a body of the same size."""
+        """The template of a header that came before with a body of the same size."""
         template = self._templates.get(header)
         return template if template is not None and template.body_bytes == body_bytes else None
 
     def keep(self, header: bytes, request: InferRequest, body_bytes: int) -> RequestTemplate | None:
-        """The template of a decoded request; None for one to be decoded each time. Raises `ContractError`."""
+        """Keep a decoded request's template; None if it must be decoded each time. Raises `ContractError`."""
         known = self._signature.outputs
         wanted = request.outputs
         if wanted is None:
@@ -129,7 +128,7 @@ class TemplateCache:
             return None
         rows, _ = self._signature.validate(request)
         template = RequestTemplate(tuple(items), names, request.id, rows, body_bytes)
-        if len(self._templates) >= _KEPT_TEMPLATES:  # headers that differ each time must not collect
+        if len(self._templates) >= _KEPT_TEMPLATES:  # headers that differ each time must not accumulate
             self._templates.clear()
         self._templates[header] = template
         return template

@@ -28,7 +28,7 @@ from servers.native.app import create_app
 from servers.native.http_connection import connection_factory
 from servers.native.http_front_end import HttpFrontEnd
 from servers.native.inference import InferenceService
-from servers.native.limits import ByteBudget, InputMemory
+from servers.native.limits import ByteBudget
 from servers.native.listener import ListenerError
 from servers.native.regions import RegionTable
 from servers.native.served_models import ServedModels
@@ -44,7 +44,7 @@ OpenGrpc = Callable[[], Awaitable["GrpcFrontEnd"]]
 
 
 class NativeServer(uvicorn.Server):
-    """uvicorn's server that begins to load the models as soon as it listens, with the gRPC front end on its loop."""
+    """uvicorn's server. It loads the models as soon as it listens, and has the gRPC front end on its loop."""
 
     def __init__(
         self, config: uvicorn.Config, models: ServedModels, open_grpc: OpenGrpc | None, shutdown_timeout_s: float
@@ -59,7 +59,7 @@ class NativeServer(uvicorn.Server):
         self.failed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then load; meanwhile open the gRPC front end, whose imports alone take a good part of a second."""
+        """Listen, begin to load, and open the gRPC front end, whose imports take a good part of a second."""
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         names = ",".join(service.signature.name for service in self._models)
@@ -76,7 +76,7 @@ class NativeServer(uvicorn.Server):
         front_ends_open.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Any signal but the first changes nothing: uvicorn would drop accepted requests at a second SIGINT."""
+        """Only the first signal counts: at a second SIGINT uvicorn would drop accepted requests."""
         if self.should_exit:
             log.warning("already shutting down: accepted work is finished first", at_most_s=self._shutdown_timeout_s)
         else:
@@ -98,14 +98,14 @@ class NativeServer(uvicorn.Server):
         connections = list(self.server_state.connections)
         log.error("accepted work is not finished in time and is refused", connections=len(connections))
         for connection in connections:
-            connection.give_up()  # type: ignore[union-attr]  # they are ours, not uvicorn's
+            connection.give_up()  # type: ignore[union-attr]  # all are `Connection`s
 
     def _stop(self) -> None:
         self.should_exit = True
 
 
 def configure_logs(level: str) -> None:
-    """Log for people: send structlog and the standard library's warnings (uvicorn's among them) to stderr."""
+    """Log to stderr for people: structlog, and the standard library's warnings, such as uvicorn's."""
     number = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(stream=sys.stderr, level=max(number, logging.WARNING), format="%(levelname)s %(message)s")
     structlog.configure(
@@ -149,7 +149,7 @@ def _service(settings: NativeSettings, specification: ModelSpecification, weight
     def build() -> Engine:
         from servers.engines.factory import LIBRARIES, build_engine  # in the engine thread, after the port answers
 
-        for library in LIBRARIES[settings.engine]:  # so that the account of a start tells imports from weights
+        for library in LIBRARIES[settings.engine]:  # so that a cold start's log separates imports from weights
             with suppress(ImportError):  # loading the engine says what to install
                 importlib.import_module(library)
         artefact = settings.artefact if executed.payload == "fp32" else settings.artefact_uint8
@@ -159,31 +159,31 @@ def _service(settings: NativeSettings, specification: ModelSpecification, weight
 
 
 def serve(settings: NativeSettings, models: ServedModels, listener: socket.socket) -> int:
-    """Serve until SIGTERM or SIGINT; the process's exit status. Blocks; to be called in the main thread.
+    """Serve until SIGTERM or SIGINT, and return the process's exit status. Blocks; for the main thread.
 
     The engine thread may still be loading when this returns: the caller must not wait for it.
     """
     budget = ByteBudget(settings.max_held_bytes)
-    regions = RegionTable(settings.allow_shared_memory, InputMemory(settings.max_body_bytes, budget))
+    regions = RegionTable(settings, budget)
     application = create_app(models, regions)
     front_end = HttpFrontEnd(application, models, regions, settings, budget)
     config = uvicorn.Config(
         application,
-        http=connection_factory(front_end),  # type: ignore[arg-type]  # it calls it as it would call a protocol class
+        http=connection_factory(front_end),  # type: ignore[arg-type]  # called like a protocol class
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        # Later than we give up ourselves, which leaves it nothing to wait for; it takes a float as well.
+        # Later than `_give_up`, which leaves uvicorn nothing to wait for; it accepts a float as well.
         timeout_graceful_shutdown=settings.shutdown_timeout_s - _reserve_s(settings.shutdown_timeout_s) / 2,  # type: ignore[arg-type]
     )
 
     async def open_grpc() -> GrpcFrontEnd:
-        # In a thread: the loop answers HTTP meanwhile, and importing is not what a cold start should wait for.
+        # Imported in a thread: the loop answers HTTP meanwhile, and a cold start does not wait for the import.
         module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc_server")
-        opened: GrpcFrontEnd = module.open_front_end(models, regions, settings, budget)
+        opened: GrpcFrontEnd = module.GrpcFrontEnd(models, regions, settings, budget)
         await opened.start()
         return opened
 
@@ -191,9 +191,9 @@ def serve(settings: NativeSettings, models: ServedModels, listener: socket.socke
     received: list[int] = []
 
     def note(signal_number: int, _frame: FrameType | None) -> None:
-        """Before uvicorn listens to signals this one stops it as soon as it has begun.
+        """A signal before uvicorn handles them stops it as soon as it has begun.
 
-        It raises those that it got again when it has shut down; dying of one would skip what follows.
+        When it has shut down uvicorn raises its signals again, and dying of one would skip the rest of this function.
         """
         received.append(signal_number)
         server.should_exit = True
@@ -211,12 +211,12 @@ def serve(settings: NativeSettings, models: ServedModels, listener: socket.socke
 
 
 def _reserve_s(timeout_s: float) -> float:
-    """What of the time to shut down is kept for refusing the rest and for ending."""
+    """The part of the shutdown time that is kept for refusing the rest and for ending."""
     return min(2.0, timeout_s / 4)
 
 
 def _end_at_the_latest_in(seconds: float) -> None:
-    """Whatever hangs (a thread of the event loop's, a driver): who stops a server counts on its end."""
+    """End the process even if a thread or a driver hangs."""
 
     def end() -> None:
         log.error("ended by force: the server could not stop in time", seconds=seconds)

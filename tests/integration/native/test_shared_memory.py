@@ -172,7 +172,7 @@ def test_requests_past_their_region_are_refused(both, size):
                 both.infer(1, region, byte_size, offset)
         with pytest.raises(InferenceServerException, match="which has"):
             both.infer(1, "r", IMAGE_BYTES, output=("r", ROW_BYTES, IMAGE_BYTES - ROW_BYTES + 1))
-        with pytest.raises(InferenceServerException, match="takes 2048 bytes"):
+        with pytest.raises(InferenceServerException, match="2048 bytes"):
             both.infer(1, "r", IMAGE_BYTES, output=("r", ROW_BYTES - 1))
         both.infer(1, "r", IMAGE_BYTES)
 

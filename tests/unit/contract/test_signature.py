@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from servers.contract.errors import InvalidRequestError
-from servers.contract.records import InferRequest, InputTensor, RequestedOutput
-from servers.contract.signature import ModelSignature
+from servers.contract.records import InferRequest, InputTensor, ModelSignature, RequestedOutput
 from servers.contract.tensors import TensorSpec
 
 SIGNATURE = ModelSignature(

@@ -24,6 +24,7 @@ from servers.native.decoder import RequestDecoder
 from servers.native.errors import QueueFullError, RequestExpiredError
 from servers.native.inference import InferenceService, State
 from servers.native.settings import NativeSettings
+from servers.native.statistics import RequestTimes
 
 JPEG = get_variant("openclip_vit_b32", "jpeg")
 
@@ -87,7 +88,7 @@ def test_unloading_finishes_requests_whose_images_are_still_decoded() -> None:
         gate = threading.Event()
         for _ in range(service._decoder.settings.thread_count):
             service._decoder._decoder._threads.submit(gate.wait)
-        accepted = asyncio.create_task(service.infer(InferRequest("", (GOOD,))))
+        accepted = asyncio.create_task(service.infer(InferRequest("", (GOOD,)), RequestTimes(0)))
         while not service.pending:
             await asyncio.sleep(0)
         unloading = asyncio.create_task(service.unload())
