@@ -18,7 +18,7 @@ from servers.native import documents
 from servers.native.cuda_regions import CudaRegion
 from servers.native.errors import INTERNAL_ERROR, HttpError, http_status
 from servers.native.http_answers import refusal
-from servers.native.metrics import CONTENT_TYPE, Metrics
+from servers.native.metrics import CONTENT_TYPE, render
 from servers.native.regions import R, RegionTable, SystemRegion
 from servers.native.served_models import ServedModels
 
@@ -66,8 +66,6 @@ def create_app(models: ServedModels, regions: RegionTable) -> FastAPI:
 
 
 def _add_server_routes(app: FastAPI, models: ServedModels, regions: RegionTable) -> None:
-    metrics = Metrics(models)
-
     @app.get("/v2")
     async def server_metadata() -> Response:
         cuda = await regions.offers_cuda()
@@ -82,14 +80,12 @@ def _add_server_routes(app: FastAPI, models: ServedModels, regions: RegionTable)
         models.check_ready()
         return Response()
 
-    # Not async: these two take milliseconds, and the driver may take longer, so they run in worker threads.
-
     @app.get("/metrics")
-    def prometheus_metrics() -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE)
+    async def prometheus_metrics() -> Response:
+        return Response(render(models), media_type=CONTENT_TYPE)
 
     @app.get("/gpu-info")
-    def gpu_information() -> Response:
+    def gpu_information() -> Response:  # not async: the driver may be slow, so it runs in a worker thread
         return _json(gpu_info(_runtime(models)))
 
 

@@ -2,8 +2,8 @@
 
 The raw inputs are cut out of the serialised bytes as views before protobuf parses the rest: its parser would copy them,
 and so would each access to `raw_input_contents`. So a batch is gathered from the bytes that gRPC received, and a
-request that runs alone is read there. The fields are counted before parsing, too: protobuf holds the interpreter until it is
-done, and a map of millions of parameters took it a minute.
+request that runs alone is read there. The fields are counted before parsing, too: protobuf holds the interpreter until
+it is done, and a map of millions of parameters took it a minute.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass, field
 
 from servers.native.errors import FAILURE_REASONS
@@ -40,6 +40,12 @@ class Histogram:
     def count(self) -> int:
         """The number of values."""
         return sum(self.counts)
+
+    def copy(self) -> Histogram:
+        """A copy that later values do not change."""
+        other = copy(self)
+        other.counts = list(self.counts)
+        return other
 
 
 @dataclass(slots=True)
@@ -200,8 +206,14 @@ class Statistics:
 
     def snapshot(self) -> Counters:
         """All counters at one moment."""
-        with self._lock:
-            return deepcopy(self._counters)
+        with self._lock:  # not deepcopy, which takes 0.2 ms
+            now = copy(self._counters)
+            now.failures = dict(now.failures)
+            now.compute = copy(now.compute)
+            now.batches = {rows: copy(times) for rows, times in now.batches.items()}
+            for histogram in ("request_duration", "queue_duration", "compute_duration"):
+                setattr(now, histogram, getattr(now, histogram).copy())
+        return now
 
 
 def _duration(count: int, ns: int) -> dict[str, int]:
