@@ -163,7 +163,7 @@ def find_window(parameters: Mapping[str, Parameter], owner: str, find: FindWindo
 def window_array(window: Window, datatype: str, shape: tuple[int, ...], name: str) -> Array:
     """A view over the bytes that `Window.fetch` will read; empty elements for BYTES. Raises `ContractError`."""
     if datatype == "BYTES":
-        if window.on_device:
+        if window.region.on_device:
             raise UnsupportedError(
                 f"input '{name}' is BYTES, which this server does not read from CUDA shared memory; use system shared "
                 "memory or send the data"

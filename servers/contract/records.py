@@ -59,18 +59,17 @@ class Region(Protocol):
         """Copy `data` into the region."""
 
 
+@dataclass(eq=False, slots=True)
 class Window:
-    """The piece of a region that one request names. An input is copied from it once, into memory of the server."""
+    """The piece of a region that one request names. An input is copied from it once, into memory of the server.
 
-    __slots__ = ("_allocate", "_input", "_region", "on_device", "reference")
+    `allocate` returns that memory, or raises `ContractError` where the server's limits forbid it.
+    """
 
-    def __init__(self, region: Region, reference: RegionReference, allocate: Callable[[int], Array]) -> None:
-        """`allocate` gives memory for an input, or raises `ContractError` where the server's limits forbid it."""
-        self._region = region
-        self._allocate = allocate
-        self._input: Array | None = None
-        self.reference = reference
-        self.on_device = region.on_device
+    region: Region
+    reference: RegionReference
+    allocate: Callable[[int], Array]
+    _input: Array | None = None
 
     def view(self) -> memoryview:
         """The memory that `fetch` fills. Raises `ContractError`."""
@@ -78,21 +77,21 @@ class Window:
 
     def fetch(self) -> None:
         """Copy the region's present bytes to `view`; blocks. Raises `ContractError` if the region is gone."""
-        self._region.read(self.reference.offset, self._host())
+        self.region.read(self.reference.offset, self._host())
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write an output; blocks if `on_device`. Raises `ContractError` when it does not fit or the region is gone."""
+        """Write an output; blocks for a GPU's memory. Raises `ContractError` when it does not fit or the region is gone."""
         if len(data) > self.reference.byte_size:
             raise InvalidRequestError(
                 f"the output has {len(data)} bytes, but the request gives it {self.reference.byte_size} bytes of "
                 f"region {shown(self.reference.region)}"
             )
-        self._region.write(self.reference.offset, data)
+        self.region.write(self.reference.offset, data)
 
     def _host(self) -> Array:
         if self._input is None:
-            self._region.check()
-            self._input = self._allocate(self.reference.byte_size)
+            self.region.check()
+            self._input = self.allocate(self.reference.byte_size)
         return self._input
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from inspect import isawaitable
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,16 +19,15 @@ from servers.native import documents
 from servers.native.cuda_regions import CudaRegion
 from servers.native.errors import INTERNAL_ERROR, HttpError, http_status
 from servers.native.http_answers import refusal
+from servers.native.inference import InferenceService
 from servers.native.metrics import CONTENT_TYPE, render
-from servers.native.regions import R, RegionTable, SystemRegion
+from servers.native.regions import RegionTable, SystemRegion
 from servers.native.served_models import ServedModels
 
-SYSTEM = "/v2/systemsharedmemory"
-CUDA = "/v2/cudasharedmemory"
-REPOSITORY_MODEL = "/v2/repository/models/{model}"
-MODELS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
-
 T = TypeVar("T")
+Document = documents.Document | list[documents.Document]
+Method = Callable[[Request], Document | Awaitable[Document | None] | None]
+"""The document that answers a request; None for an empty response. Raises `ContractError`."""
 
 
 class _Index(msgspec.Struct):
@@ -59,112 +59,94 @@ def create_app(models: ServedModels, regions: RegionTable) -> FastAPI:
     # No documentation pages: they load scripts from other hosts.
     app = FastAPI(title="abserve native server", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_errors(app)
-    _add_server_routes(app, models, regions)
-    _add_model_routes(app, models)
-    _add_shared_memory_routes(app, regions)
-    return app
-
-
-def _add_server_routes(app: FastAPI, models: ServedModels, regions: RegionTable) -> None:
-    @app.get("/v2")
-    async def server_metadata() -> Response:
-        cuda = await regions.offers_cuda()
-        return _json(documents.server_metadata(system_memory=regions.allowed, cuda_memory=cuda))
-
-    @app.get("/v2/health/live")
-    async def live() -> Response:
-        return Response()
-
-    @app.get("/v2/health/ready")
-    async def ready() -> Response:
-        models.check_ready()
-        return Response()
+    for route, method in _methods(models, regions).items():
+        verb, _, path = route.partition(" ")
+        app.add_api_route(path, _endpoint(method), methods=[verb], name=route)
 
     @app.get("/metrics")
-    async def prometheus_metrics() -> Response:
+    async def metrics() -> Response:
         return Response(render(models), media_type=CONTENT_TYPE)
 
     @app.get("/gpu-info")
     def gpu_information() -> Response:  # not async: the driver may be slow, so it runs in a worker thread
         return _json(gpu_info(_runtime(models)))
 
-
-def _add_model_routes(app: FastAPI, models: ServedModels) -> None:
-    @app.get("/v2/models/stats")
-    async def all_statistics() -> Response:
-        return _json(documents.statistics(models))
-
-    for path in MODELS:
-
-        @app.get(path)
-        async def metadata(model: str, version: str | None = None) -> Response:
-            return _json(documents.model_metadata(models.find(model, version)))
-
-        @app.get(f"{path}/ready")
-        async def model_ready(model: str, version: str | None = None) -> Response:
-            models.find(model, version).check_ready()
-            return Response()
-
-        @app.get(f"{path}/config")
-        async def config(model: str, version: str | None = None) -> Response:
-            return _json(documents.model_config(models.find(model, version)))
-
-        @app.get(f"{path}/stats")
-        async def statistics(model: str, version: str | None = None) -> Response:
-            return _json(documents.statistics([models.find(model, version)]))
-
-    @app.post("/v2/repository/index")
-    async def repository_index(request: Request) -> Response:
-        return _json(documents.repository_index(models, (await _body(request, _Index)).ready))
-
-    @app.post(f"{REPOSITORY_MODEL}/load")
-    async def load(model: str, request: Request) -> Response:
-        await models.load(model, (await _body(request, _Load)).parameters or {})
-        return Response()
-
-    @app.post(f"{REPOSITORY_MODEL}/unload")
-    async def unload(model: str) -> Response:
-        await models.unload(model)
-        return Response()
+    return app
 
 
-def _add_shared_memory_routes(app: FastAPI, regions: RegionTable) -> None:
-    """Without a GPU only registering fails: clients ask for the status first."""
-    _add_region_routes(app, regions, SYSTEM, SystemRegion)
-    _add_region_routes(app, regions, CUDA, CudaRegion)
+def _methods(models: ServedModels, regions: RegionTable) -> dict[str, Method]:
+    """The protocol's methods by verb and path. A path without a region means all regions of its kind."""
 
-    @app.post(f"{SYSTEM}/region/{{region}}/register")
-    async def register(region: str, request: Request) -> Response:
+    async def server_metadata(_request: Request) -> Document:
+        cuda = await regions.offers_cuda()
+        return documents.server_metadata(system_memory=regions.allowed, cuda_memory=cuda)
+
+    async def repository_index(request: Request) -> Document:
+        return documents.repository_index(models, (await _body(request, _Index)).ready)
+
+    async def load(request: Request) -> None:
+        await models.load(request.path_params["model"], (await _body(request, _Load)).parameters or {})
+
+    async def register(request: Request) -> None:
         regions.check_allowed()
         memory = await _body(request, _SystemMemory)
-        regions.register(region, memory.key, memory.offset, memory.byte_size)
-        return Response()
+        regions.register(_region(request), memory.key, memory.offset, memory.byte_size)
 
-    @app.post(f"{CUDA}/region/{{region}}/register")
-    async def cuda_register(region: str, request: Request) -> Response:
+    async def register_cuda(request: Request) -> None:
         await regions.check_cuda()
         memory = await _body(request, _CudaMemory)
         try:  # split: perf_analyzer's encoder breaks lines after 72 characters
             handle = base64.b64decode("".join(memory.raw_handle.b64.split()), validate=True)
         except ValueError as exc:
             raise InvalidRequestError("'raw_handle' must hold the bytes of the IPC handle in base64") from exc
-        await regions.register_cuda(region, handle, memory.device_id, memory.byte_size)
-        return Response()
+        await regions.register_cuda(_region(request), handle, memory.device_id, memory.byte_size)
+
+    def find(request: Request) -> InferenceService:
+        return models.find(request.path_params["model"], request.path_params.get("version"))
+
+    methods: dict[str, Method] = {
+        "GET /v2": server_metadata,
+        "GET /v2/health/live": lambda _: None,
+        "GET /v2/health/ready": lambda _: models.check_ready(),
+        "GET /v2/models/stats": lambda _: documents.statistics(models),
+        "POST /v2/repository/index": repository_index,
+        "POST /v2/repository/models/{model}/load": load,
+        "POST /v2/repository/models/{model}/unload": lambda request: models.unload(request.path_params["model"]),
+        "POST /v2/systemsharedmemory/region/{region}/register": register,
+        "POST /v2/cudasharedmemory/region/{region}/register": register_cuda,
+    }
+    for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        methods |= {
+            f"GET {model}": lambda request: documents.model_metadata(find(request)),
+            f"GET {model}/ready": lambda request: find(request).check_ready(),
+            f"GET {model}/config": lambda request: documents.model_config(find(request)),
+            f"GET {model}/stats": lambda request: documents.statistics([find(request)]),
+        }
+    for region in ("", "/region/{region}"):
+        methods |= {
+            f"GET /v2/systemsharedmemory{region}/status": lambda request: regions.rows(SystemRegion, _region(request)),
+            f"GET /v2/cudasharedmemory{region}/status": lambda request: regions.rows(CudaRegion, _region(request)),
+            f"POST /v2/systemsharedmemory{region}/unregister": lambda request: regions.unregister(
+                SystemRegion, _region(request)
+            ),
+            f"POST /v2/cudasharedmemory{region}/unregister": lambda request: regions.unregister(
+                CudaRegion, _region(request)
+            ),
+        }
+    return methods
 
 
-def _add_region_routes(app: FastAPI, regions: RegionTable, path: str, kind: type[R]) -> None:
-    """A path without a region means all of this kind."""
+def _endpoint(method: Method) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        answer = method(request)
+        document = await answer if isawaitable(answer) else answer
+        return Response() if document is None else _json(document)
 
-    @app.get(f"{path}/status")
-    @app.get(f"{path}/region/{{region}}/status")
-    async def status(request: Request) -> Response:
-        return _json(regions.rows(kind, request.path_params.get("region", "")))
+    return endpoint
 
-    @app.post(f"{path}/unregister")
-    @app.post(f"{path}/region/{{region}}/unregister")
-    async def unregister(request: Request) -> Response:
-        await regions.unregister(kind, request.path_params.get("region", ""))
-        return Response()
+
+def _region(request: Request) -> str:
+    return str(request.path_params.get("region", ""))
 
 
 async def _body(request: Request, kind: type[T]) -> T:

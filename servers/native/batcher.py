@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,41 +46,24 @@ def batch_key(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> BatchKey:
     return [(name, shape[1:]) for name, shape in shapes]
 
 
+@dataclass(eq=False, slots=True)
 class QueuedRequest:
-    """One request on its way through the queue, complete when `outputs` or `error` is set, which happens once."""
+    """One request on its way through the queue, complete when `outputs` or `error` is set, which happens once.
 
-    __slots__ = (
-        "deadline_ns",
-        "enqueued_ns",
-        "error",
-        "inputs",
-        "key",
-        "outputs",
-        "rows",
-        "taken",
-        "waiter",
-        "windows",
-    )
+    `waiter` is a `Waiter` (see inference.py), which the batcher never calls. `windows` are those of inputs in shared
+    memory, fetched right before they are read. `taken` means claimed for a batch, expired or withdrawn.
+    """
 
-    def __init__(
-        self,
-        inputs: Mapping[str, Array],
-        rows: int,
-        deadline_ns: int | None,
-        waiter: Any,
-        windows: Sequence[Window] = (),
-        key: BatchKey | None = None,
-    ) -> None:
-        self.inputs = inputs
-        self.rows = rows
-        self.deadline_ns = deadline_ns
-        self.waiter = waiter  # a `Waiter` (see inference.py), which the batcher never calls
-        self.windows = windows  # of inputs in shared memory, fetched right before they are read
-        self.key = key or batch_key((name, array.shape) for name, array in inputs.items())
-        self.enqueued_ns = 0
-        self.taken = False  # claimed for a batch, expired or withdrawn
-        self.outputs: Mapping[str, Array] | None = None
-        self.error: ContractError | None = None
+    inputs: Mapping[str, Array]
+    rows: int
+    key: BatchKey
+    deadline_ns: int | None
+    waiter: Any
+    windows: Sequence[Window] = ()
+    enqueued_ns: int = 0
+    taken: bool = False
+    outputs: Mapping[str, Array] | None = None
+    error: ContractError | None = None
 
     @property
     def complete(self) -> bool:

@@ -52,8 +52,6 @@ def refusal(error: ContractError | HttpError) -> Answer:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if status == 503:
         headers.append((b"retry-after", b"1"))
-    if status == 405:
-        headers.append((b"allow", b"POST"))
     return Answer(status, headers, body)
 
 

@@ -334,7 +334,9 @@ class Connection(asyncio.BufferedProtocol):
             self._pending = PendingRequest(self._front_end, self, request)
             self._pending.begin(request.body)
         elif head.target is not None:
-            self.answer(refusal(HttpError(405, "Method Not Allowed")))
+            wrong_verb = refusal(HttpError(405, "Method Not Allowed"))
+            wrong_verb.headers.append((b"allow", b"POST"))
+            self.answer(wrong_verb)
         else:
             self._front_end.run(self._ask(request))
 

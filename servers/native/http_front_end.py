@@ -189,7 +189,7 @@ class PendingRequest:
             work = self._plan(body)
             if isinstance(work, RequestTemplate):
                 self._template = work
-                self._queued = queued = QueuedRequest(work.arrays(body), work.rows, None, self, (), work.key)
+                self._queued = queued = QueuedRequest(work.arrays(body), work.rows, work.key, None, self)
                 self._service.enqueue(queued)
                 return
         except ContractError as error:

@@ -200,29 +200,23 @@ def infer_target(path: str) -> tuple[str, str | None] | None:
             return None
 
 
+@dataclass(eq=False, slots=True)
 class Request:
     """A whole request, or one with a `refusal`, whose body was dropped. Its memory counts as held until `release`."""
 
-    __slots__ = ("_bodies", "_budget", "_held", "_memory", "body", "head", "refusal", "start_ns")
+    head: RequestHead
+    start_ns: int
+    """The moment when its head was complete."""
+    refusal: ContractError | None
+    _memory: FixedBody | ChunkedBody | None
+    _held: int
+    _bodies: BodyPool
+    _budget: ByteBudget
 
-    def __init__(
-        self,
-        head: RequestHead,
-        start_ns: int,
-        memory: FixedBody | ChunkedBody | None,
-        held: int,
-        bodies: BodyPool,
-        budget: ByteBudget,
-        refusal: ContractError | None,
-    ) -> None:
-        self.head = head
-        self.start_ns = start_ns  # its head was complete then
-        self.body = _EMPTY if memory is None else memory.view
-        self.refusal = refusal
-        self._memory = memory
-        self._held = held
-        self._bodies = bodies
-        self._budget = budget
+    @property
+    def body(self) -> memoryview:
+        """All bytes of the body, until `release`."""
+        return _EMPTY if self._memory is None else self._memory.view
 
     def release(self, *, read: bool = True) -> None:
         """Give the memory back; any thread, idempotent. When not `read`, the engine may still read the body.
@@ -233,7 +227,6 @@ class Request:
         held, self._held = self._held, 0
         if memory is None:
             return
-        self.body = _EMPTY
         if not read:
             self._budget.release_with(memory.memory, held)
             return
@@ -406,7 +399,7 @@ class RequestParser:
             body = None
         elif isinstance(body, FixedBody) and body.lent:
             self._bodies.settle(body)
-        return Request(head, self.start_ns, body, held, self._bodies, self._budget, refusal)
+        return Request(head, self.start_ns, refusal, body, held, self._bodies, self._budget)
 
     def _hold(self, size: int) -> bool:
         held = self._budget.hold(size)

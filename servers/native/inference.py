@@ -21,7 +21,7 @@ from servers.contract.tensors import Array
 from servers.engines.interface import Engine, EngineDescription, EngineError, profiled
 from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
-from servers.native.batcher import Batcher, QueuedRequest
+from servers.native.batcher import Batcher, QueuedRequest, batch_key
 from servers.native.decoder import RequestDecoder
 from servers.native.errors import EXPIRED, SHUTTING_DOWN, NotReadyError, RequestExpiredError, ShuttingDownError
 from servers.native.settings import MAX_TIMEOUT_US, NativeSettings
@@ -111,7 +111,7 @@ class InferenceService:
             self.decoding = DecodingSettings(settings.decode_threads, settings.max_image_pixels)
             self._decoder = RequestDecoder(specification, self.decoding, settings.queue_size)
         self._build_engine = build_engine
-        self._state = State.LOADING
+        self.state = State.LOADING
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[], None] = lambda: None
         self._front_ends_open: threading.Event | None = None
@@ -121,14 +121,9 @@ class InferenceService:
         self._batcher = self._new_batcher()
 
     @property
-    def state(self) -> State:
-        """The present state."""
-        return self._state
-
-    @property
     def ready(self) -> bool:
         """Loaded, warmed up and not shutting down."""
-        return self._state is State.READY
+        return self.state is State.READY
 
     @property
     def pending(self) -> int:
@@ -148,25 +143,25 @@ class InferenceService:
     async def load(self) -> None:
         """Load an unloaded model again; returns when it is ready. Raises `ContractError`."""
         async with self._control:
-            if self._state not in (State.UNLOADED, State.FAILED):
+            if self.state not in (State.UNLOADED, State.FAILED):
                 self.check_ready()
                 return
             await self._finish()
             self._batcher = self._new_batcher()
             self._on_failure = lambda: None  # the client gets the error, and the server goes on
-            self._state = State.LOADING
+            self.state = State.LOADING
             self._settled.clear()
             self._batcher.start(self._prepare)
             await self._settled.wait()
-            if self._state is State.FAILED:
+            if self.state is State.FAILED:
                 raise InternalError(f"model '{self.signature.name}' failed to load, the server's log has the reason")
 
     async def unload(self) -> None:
         """Refuse new requests, finish the accepted ones and free the engine. Raises `ContractError`."""
         async with self._control:
-            if self._state not in (State.UNLOADED, State.FAILED):
+            if self.state not in (State.UNLOADED, State.FAILED):
                 self.check_ready()
-            self._state = State.UNLOADED
+            self.state = State.UNLOADED
             await self._finish()
 
     async def _finish(self) -> None:
@@ -178,8 +173,8 @@ class InferenceService:
 
     def stop(self, timeout: float) -> bool:
         """Execute what is queued, then free the engine; blocks. False if that took longer than `timeout` seconds."""
-        loading = self._state is State.LOADING
-        self._state = State.STOPPING
+        loading = self.state is State.LOADING
+        self.state = State.STOPPING
         if self._delays is not None:
             self._delays.shutdown(wait=False)
         if self._decoder is not None:
@@ -189,16 +184,16 @@ class InferenceService:
 
     def check_loaded(self) -> None:
         """Raises `NotFoundError` for an unloaded model, which is as unknown as any other until it is loaded again."""
-        if self._state is State.UNLOADED:
+        if self.state is State.UNLOADED:
             raise NotFoundError(f"Request for unknown model: '{self.signature.name}' is unloaded")
 
     def check_ready(self) -> None:
         """Raises `UnavailableError` unless the model can answer now."""
-        if self._state is State.READY:
+        if self.state is State.READY:
             return
-        if self._state is State.STOPPING:
+        if self.state is State.STOPPING:
             raise ShuttingDownError(SHUTTING_DOWN)
-        raise NotReadyError(f"model '{self.signature.name}' is not ready: {self._state.value}")
+        raise NotReadyError(f"model '{self.signature.name}' is not ready: {self.state.value}")
 
     @property
     def direct(self) -> bool:
@@ -236,7 +231,8 @@ class InferenceService:
             times.decode_ns += time.perf_counter_ns() - start_ns
         waiter = FutureWaiter()
         windows = [item.window for item in request.inputs if item.window is not None and self._decoder is None]
-        queued = QueuedRequest(arrays, rows, deadline_ns, waiter, windows)
+        key = batch_key((name, array.shape) for name, array in arrays.items())
+        queued = QueuedRequest(arrays, rows, key, deadline_ns, waiter, windows)
         self._batcher.submit(queued)
         timer = None
         if deadline_ns is not None:
@@ -256,7 +252,9 @@ class InferenceService:
             raise copy(queued.error)  # else its traceback would keep this frame and its arrays
         executed_ns = time.perf_counter_ns()
         arguments = self.signature, request, queued.outputs or {}
-        on_device = any(wanted.window is not None and wanted.window.on_device for wanted in request.outputs or ())
+        on_device = any(
+            wanted.window is not None and wanted.window.region.on_device for wanted in request.outputs or ()
+        )
         response = await asyncio.to_thread(_response, *arguments) if on_device else _response(*arguments)
         times.encode_ns += time.perf_counter_ns() - executed_ns
         return response
@@ -288,20 +286,20 @@ class InferenceService:
         except Exception:
             log.exception("the model cannot be served")
         if engine is None:
-            self._state = State.FAILED
+            self.state = State.FAILED
             self._call(self._on_failure)
         else:
             if self._front_ends_open is not None:
                 self._front_ends_open.wait()
-            if self._state is State.LOADING:
-                self._state = State.READY
+            if self.state is State.LOADING:
+                self.state = State.READY
         self._call(self._settled.set)
         return engine
 
     def _broken(self) -> None:
         """The engine broke: the server ends, or stays not ready, and its supervisor sees that. In the engine thread."""
-        if self._state is State.READY:
-            self._state = State.FAILED
+        if self.state is State.READY:
+            self.state = State.FAILED
             self._call(self._on_failure)
 
     def _call(self, callback: Callable[..., object], *arguments: object) -> None:

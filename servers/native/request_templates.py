@@ -8,6 +8,7 @@ BYTES or shared memory (whose regions come and go) is never kept.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import orjson
 from servers.contract.codec import HEADER_LENGTH
 from servers.contract.records import InferRequest, ModelSignature
 from servers.contract.tensors import Array
-from servers.native.batcher import batch_key
+from servers.native.batcher import BatchKey, batch_key
 from servers.native.http_answers import STATUS_LINES
 
 _KEPT_TEMPLATES = 256
@@ -33,21 +34,17 @@ class _Input(NamedTuple):
     offset: int
 
 
+@dataclass(eq=False, slots=True)
 class RequestTemplate:
     """The request that one JSON header makes, with a body of `body_bytes`."""
 
-    __slots__ = ("_answers", "_inputs", "_names", "_request_id", "body_bytes", "key", "rows")
-
-    def __init__(
-        self, inputs: tuple[_Input, ...], names: tuple[str, ...], request_id: str, rows: int, body_bytes: int
-    ) -> None:
-        self._inputs = inputs
-        self._names = names
-        self._request_id = request_id
-        self._answers: dict[tuple[tuple[int, ...], ...], bytes] = {}
-        self.rows = rows
-        self.body_bytes = body_bytes
-        self.key = batch_key((item.name, item.shape) for item in inputs)
+    rows: int
+    body_bytes: int
+    key: BatchKey
+    _inputs: tuple[_Input, ...]
+    _names: tuple[str, ...]
+    _request_id: str
+    _answers: dict[tuple[tuple[int, ...], ...], bytes] = field(default_factory=dict)
 
     def arrays(self, body: memoryview) -> Mapping[str, Array]:
         """Views over a body of `body_bytes`; nothing is copied."""
@@ -127,7 +124,8 @@ class TemplateCache:
         if offset != body_bytes:  # some tensor's values are in the JSON
             return None
         rows, _ = self._signature.validate(request)
-        template = RequestTemplate(tuple(items), names, request.id, rows, body_bytes)
+        key = batch_key((item.name, item.shape) for item in items)
+        template = RequestTemplate(rows, body_bytes, key, tuple(items), names, request.id)
         if len(self._templates) >= _KEPT_TEMPLATES:  # headers that differ each time must not accumulate
             self._templates.clear()
         self._templates[header] = template
