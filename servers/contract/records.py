@@ -36,7 +36,6 @@ class RegionReference:
     offset: int
 
     def as_parameters(self) -> dict[str, str | int]:
-        """The parameters of a response's output that lies there."""
         parameters: dict[str, str | int] = {REGION: self.region, BYTE_SIZE: self.byte_size}
         return {**parameters, OFFSET: self.offset} if self.offset else parameters
 

@@ -60,7 +60,6 @@ class FixedBody:
 
     @property
     def arrived(self) -> int:
-        """See the module."""
         return self.filled
 
     @property
@@ -69,7 +68,6 @@ class FixedBody:
         return self.view.obj
 
     def feed(self, data: bytearray, start: int, end: int) -> int:
-        """Copy bytes of the body."""
         taken = min(end - start, self.size - self.filled)
         self.view[self.filled : self.filled + taken] = memoryview(data)[start : start + taken]
         self.received(taken)
@@ -157,11 +155,9 @@ class DroppedBody:
 
     @property
     def arrived(self) -> int:
-        """See the module."""
         return self._size - self._left
 
     def feed(self, data: bytearray, start: int, end: int) -> int:  # noqa: ARG002  the bytes are dropped
-        """Count bytes of the body."""
         taken = min(end - start, self._left)
         self._left -= taken
         self.complete = self._left == 0
@@ -188,17 +184,14 @@ class ChunkedBody:
 
     @property
     def arrived(self) -> int:
-        """Bytes of content so far, without the framing."""
         return len(self.content)
 
     @property
     def memory(self) -> object:
-        """The object that all views of the content refer to."""
         return self.content
 
     @property
     def view(self) -> memoryview:
-        """The whole content, once it is complete."""
         return memoryview(self.content)
 
     def feed(self, data: bytearray, start: int, end: int) -> int:

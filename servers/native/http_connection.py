@@ -85,7 +85,6 @@ class Connection(asyncio.BufferedProtocol):
     # Called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected."""
         self._transport = transport  # type: ignore[assignment]  # uvloop's transports are not subclasses
         self._wait_at_most(self._settings.keep_alive_timeout_s)
         self._front_end.add(self)

@@ -214,7 +214,6 @@ class PendingRequest:
         self._service.statistics.record_failure("shutting_down", self._times.start_ns)
 
     def answer_in_place(self, queued: QueuedRequest) -> bool:
-        """See `Waiter`."""
         if queued.error is not None or not self._connection.in_place:
             return False
         answer = self._encode(queued)
@@ -226,7 +225,6 @@ class PendingRequest:
         return True
 
     def wake(self, queued: QueuedRequest) -> None:
-        """See `Waiter`."""
         self._queued = None
         answer = None if queued.error is not None else self._encode(queued)
         if answer is None:

@@ -68,11 +68,9 @@ class FutureWaiter:
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def answer_in_place(self, queued: QueuedRequest) -> bool:  # noqa: ARG002  a coroutine needs the event loop
-        """See `Waiter`."""
         return False
 
     def wake(self, queued: QueuedRequest) -> None:  # noqa: ARG002  the awaiting coroutine has it
-        """See `Waiter`."""
         if not self.future.done():  # its task was cancelled while the engine worked
             self.future.set_result(None)  # not the request: they would refer to each other
 

@@ -30,7 +30,6 @@ class ByteBudget:
 
     @property
     def left(self) -> int:
-        """How many more bytes may be held."""
         return self.limit - self.held
 
     def hold(self, count: int) -> bool:
@@ -64,6 +63,5 @@ class ByteBudget:
         weakref.finalize(memory, self.release, count).atexit = False
 
     def release(self, count: int) -> None:
-        """Give back `count` bytes."""
         with self._lock:
             self.held -= count

@@ -28,7 +28,6 @@ class ServedModels:
         self._allow_control = allow_control
 
     def __iter__(self) -> Iterator[InferenceService]:
-        """In the order in which they were given."""
         return iter(self._services.values())
 
     def find(self, name: str, version: str | None = None) -> InferenceService:
@@ -48,12 +47,10 @@ class ServedModels:
 
     @property
     def ready(self) -> bool:
-        """Whether every model is ready."""
         return all(service.ready for service in self)
 
     @property
     def failed(self) -> bool:
-        """Whether any model failed."""
         return any(service.state is State.FAILED for service in self)
 
     def check_ready(self) -> None:

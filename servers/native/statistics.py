@@ -32,17 +32,14 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
 
     def add(self, value: int, times: int = 1) -> None:
-        """Count a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     @property
     def count(self) -> int:
-        """The number of values."""
         return sum(self.counts)
 
     def copy(self) -> Histogram:
-        """A copy that later values do not change."""
         other = copy(self)
         other.counts = list(self.counts)
         return other
@@ -65,7 +62,6 @@ class BatchTimes:
         self.output_ns += output_ns * count
 
     def as_json(self) -> Times:
-        """In Triton's shape."""
         return {
             "compute_input": _duration(self.count, self.input_ns),
             "compute_infer": _duration(self.count, self.infer_ns),
@@ -105,17 +101,14 @@ class Counters:
 
     @property
     def success(self) -> dict[str, int]:
-        """The answered requests and their time."""
         return _duration(self.request_duration.count, self.request_duration.total)
 
     @property
     def fail(self) -> dict[str, int]:
-        """The failed requests and their time."""
         return _duration(sum(self.failures.values()), self.failed_ns)
 
     @property
     def batch_size(self) -> Histogram:
-        """Items per executed batch."""
         sizes = Histogram(tuple(range(1, self.max_batch_size + 1)))
         for rows, times in self.batches.items():
             sizes.add(rows, times.count)
@@ -205,7 +198,6 @@ class Statistics:
             self._counters.disconnects += 1
 
     def snapshot(self) -> Counters:
-        """All counters at one moment."""
         with self._lock:  # not deepcopy, which takes 0.2 ms
             now = copy(self._counters)
             now.failures = dict(now.failures)
