@@ -17,24 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
-from servers.contract.binary_tensors import (
-    add_bytes_elements,
-    array_from_bytes,
-    bytes_from_array,
-    check_byte_size,
-    check_datatype,
-    element_count,
-    reshaped,
-)
 from servers.contract.errors import InvalidRequestError, UnsupportedError
-from servers.contract.json_tensors import (
-    LONG_BYTES,
-    MAX_SPECIAL_BYTES,
-    array_from_json,
-    dump_json,
-    json_from_array,
-    parse_json,
-)
 from servers.contract.records import (
     FindWindow,
     InferRequest,
@@ -49,6 +32,21 @@ from servers.contract.records import (
     shape_text,
 )
 from servers.contract.tensors import Array
+from servers.contract.values import (
+    LONG_BYTES,
+    MAX_SPECIAL_BYTES,
+    add_bytes_elements,
+    array_from_bytes,
+    array_from_json,
+    bytes_from_array,
+    check_byte_size,
+    check_datatype,
+    dump_json,
+    element_count,
+    json_from_array,
+    parse_json,
+    reshaped,
+)
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 MAX_ID_CHARACTERS = 1024
@@ -230,11 +228,9 @@ def _decode_raw(body: memoryview, signature: ModelSignature) -> InferRequest:
             f"{HEADER_LENGTH} 0 means one raw input, but model '{signature.name}' has {len(signature.inputs)} inputs"
         )
     spec = signature.inputs[0]
-    variable = spec.item_shape.count(-1)
-    if variable > 1:
+    if -1 in spec.item_shape:
         raise InvalidRequestError(
-            f"{HEADER_LENGTH} 0 allows one variable dimension, but input '{spec.name}' has shape "
-            f"{shape_text(spec.shape)}"
+            f"{HEADER_LENGTH} 0 needs a fixed shape, but input '{spec.name}' has shape {shape_text(spec.shape)}"
         )
     if spec.datatype == "BYTES":  # the body is one element, without the length that precedes it elsewhere
         shape = (1,) * len(spec.shape)
@@ -242,11 +238,6 @@ def _decode_raw(body: memoryview, signature: ModelSignature) -> InferRequest:
         data[...] = bytes(body)
     else:
         shape = (1, *spec.item_shape)
-        if variable:
-            known = spec.dtype.itemsize
-            for dimension in spec.item_shape:
-                known *= dimension if dimension != -1 else 1
-            shape = tuple(body.nbytes // known if dimension == -1 else dimension for dimension in shape)
         data = array_from_bytes(body, spec.datatype, shape, spec.name)
     return InferRequest(id="", inputs=(InputTensor(spec.name, spec.datatype, shape, data),), binary_output=True)
 

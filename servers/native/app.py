@@ -13,12 +13,12 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from servers.contract.errors import ContractError, InvalidRequestError
-from servers.contract.json_tensors import parse_json
+from servers.contract.values import parse_json
 from servers.gpu.info import Runtime, gpu_info
 from servers.native import documents
 from servers.native.cuda_regions import CudaRegion
 from servers.native.errors import INTERNAL_ERROR, HttpError, http_status
-from servers.native.http_answers import refusal
+from servers.native.http_front_end import refusal
 from servers.native.inference import InferenceService
 from servers.native.metrics import CONTENT_TYPE, render
 from servers.native.regions import RegionTable, SystemRegion

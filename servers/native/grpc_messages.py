@@ -15,14 +15,6 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from servers.contract.binary_tensors import (
-    add_bytes_elements,
-    array_from_bytes,
-    bytes_from_array,
-    check_datatype,
-    element_count,
-    reshaped,
-)
 from servers.contract.codec import MAX_ID_CHARACTERS, check_classification, find_window, window_array
 from servers.contract.errors import InvalidRequestError
 from servers.contract.records import (
@@ -34,6 +26,14 @@ from servers.contract.records import (
     RequestedOutput,
 )
 from servers.contract.tensors import DATATYPES, Array
+from servers.contract.values import (
+    add_bytes_elements,
+    array_from_bytes,
+    bytes_from_array,
+    check_datatype,
+    element_count,
+    reshaped,
+)
 
 INLINE_BYTES = 16 * 1024
 """Of a message without its raw inputs: longer ones are decoded in a thread, piece by piece."""

@@ -19,8 +19,7 @@ from uvicorn.server import ServerState
 
 from servers.contract.errors import UnavailableError
 from servers.native.errors import HOLDS_ENOUGH, SHUTTING_DOWN, HttpError, ShuttingDownError
-from servers.native.http_answers import Answer, ask, refusal
-from servers.native.http_front_end import HttpFrontEnd, PendingRequest
+from servers.native.http_front_end import Answer, HttpFrontEnd, PendingRequest, ask, refusal
 from servers.native.http_parser import Request, RequestHead, RequestParser
 
 NEVER = float("inf")

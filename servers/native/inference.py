@@ -14,22 +14,36 @@ from typing import Protocol, TypeVar
 
 import structlog
 
-from servers.contract.codec import write_output
+from servers.contract.codec import read_elements, write_output
 from servers.contract.errors import InternalError, InvalidRequestError, NotFoundError, UnavailableError
-from servers.contract.records import InferRequest, InferResponse, ModelSignature, OutputTensor, RequestedOutput
+from servers.contract.records import (
+    InferRequest,
+    InferResponse,
+    InputTensor,
+    ModelSignature,
+    OutputTensor,
+    RequestedOutput,
+)
 from servers.contract.tensors import Array
 from servers.engines.interface import Engine, EngineDescription, EngineError, profiled
-from servers.models.image_decoder import DecodingSettings
+from servers.models.image_decoder import Decoding, DecodingSettings, ImageDecoder
 from servers.models.specification import ModelSpecification
 from servers.native.batcher import Batcher, QueuedRequest, batch_key
-from servers.native.decoder import RequestDecoder
-from servers.native.errors import EXPIRED, SHUTTING_DOWN, NotReadyError, RequestExpiredError, ShuttingDownError
+from servers.native.errors import (
+    EXPIRED,
+    SHUTTING_DOWN,
+    NotReadyError,
+    QueueFullError,
+    RequestExpiredError,
+    ShuttingDownError,
+)
 from servers.native.settings import MAX_TIMEOUT_US, NativeSettings
 from servers.native.statistics import RequestTimes, Statistics
 
 log = structlog.get_logger("abserve.loading")
 
 UNLOAD_SECONDS = 30
+DECODING_S = 30.0
 _DELAY_THREADS = 256
 
 R = TypeVar("R")
@@ -78,6 +92,64 @@ class FutureWaiter:
         """After `future` was cancelled: wait for the incomplete request."""
         self.future = asyncio.get_running_loop().create_future()
         await self.future
+
+
+class RequestDecoder:
+    """The decoder of one model that takes JPEG files. Belongs to one event loop.
+
+    It decodes at most `queue_size` requests at a time, as many as may wait for the engine afterwards, each for at most
+    `DECODING_S`.
+    """
+
+    def __init__(self, specification: ModelSpecification, settings: DecodingSettings, queue_size: int) -> None:
+        self.settings = settings
+        self.pending = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._queue_size = queue_size
+        self._pixels = specification.executed.inputs[0].name
+        self._decoder = ImageDecoder(specification.preprocessing, settings)
+
+    async def decode(self, files: InputTensor, deadline_ns: int | None) -> Mapping[str, Array]:
+        """The engine's inputs for a request's files; a thread reads those in shared memory.
+
+        Raises `ImageError`, `QueueFullError` at once, `RequestExpiredError` at `deadline_ns` of `perf_counter_ns`.
+        """
+        if self.pending >= self._queue_size:
+            raise QueueFullError(f"Exceeds maximum queue size of {self._queue_size} requests")
+        self.pending += 1
+        self._idle.clear()
+        decoding: Decoding | None = None
+        timeout_s = float("inf") if deadline_ns is None else max(0.0, (deadline_ns - time.perf_counter_ns()) / 1e9)
+        try:
+            async with asyncio.timeout(min(timeout_s, DECODING_S)):
+                images = files.data if files.window is None else await asyncio.to_thread(read_elements, files)
+                decoding = self._decoder.start(images)
+                for image in decoding.images:
+                    await asyncio.wrap_future(image)
+        except TimeoutError:
+            if timeout_s < DECODING_S:
+                raise RequestExpiredError(EXPIRED) from None
+            raise RequestExpiredError(f"the images were not decoded within {DECODING_S:g} s, send fewer") from None
+        finally:
+            self.pending -= 1
+            if not self.pending:
+                self._idle.set()
+            if decoding is not None:
+                decoding.cancel()  # only a failure leaves images to cancel
+        return {self._pixels: decoding.pixels}
+
+    async def idle(self, seconds: float) -> bool:
+        """Wait until no request is being decoded; False if that took longer."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the threads."""
+        self._decoder.close()
 
 
 class InferenceService:

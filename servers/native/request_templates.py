@@ -12,19 +12,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import orjson
 
-from servers.contract.codec import HEADER_LENGTH
-from servers.contract.records import InferRequest, ModelSignature
+from servers.contract.codec import HEADER_LENGTH, encode_response
+from servers.contract.records import InferRequest, InferResponse, ModelSignature, OutputTensor
 from servers.contract.tensors import Array
 from servers.native.batcher import BatchKey, batch_key
-from servers.native.http_answers import STATUS_LINES
 
 _KEPT_TEMPLATES = 256
 KEPT_HEADER_BYTES = 4096
 """Longer JSON headers are decoded each time."""
 
-_OK_LINE = STATUS_LINES[200]
+_OK_LINE = b"HTTP/1.1 200 OK\r\n"
 
 
 class _Input(NamedTuple):
@@ -60,34 +58,23 @@ class RequestTemplate:
         shapes = tuple([array.shape for array in arrays])
         prefix = self._answers.get(shapes)
         if prefix is None:
-            prefix = self._prefix(signature, arrays, data)
+            prefix = self._prefix(signature, arrays)
             if len(self._answers) < 8:
                 self._answers[shapes] = prefix
         return b"".join([_OK_LINE, common, prefix, *data])
 
-    def _prefix(self, signature: ModelSignature, arrays: list[Array], data: list[bytes]) -> bytes:
+    def _prefix(self, signature: ModelSignature, arrays: list[Array]) -> bytes:
         datatypes = {spec.name: spec.datatype for spec in signature.outputs}
-        document: dict[str, object] = {"id": self._request_id} if self._request_id else {}
-        document["model_name"] = signature.name
-        document["model_version"] = signature.version
-        document["outputs"] = [
-            {
-                "name": name,
-                "datatype": datatypes[name],
-                "shape": list(array.shape),
-                "parameters": {"binary_data_size": len(part)},
-            }
-            for name, array, part in zip(self._names, arrays, data, strict=True)
+        tensors = [
+            OutputTensor(name, datatypes[name], array, True) for name, array in zip(self._names, arrays, strict=True)
         ]
-        text = orjson.dumps(document)
-        return b"".join(
-            [
-                b"content-type: application/octet-stream\r\n",
-                f"{HEADER_LENGTH.lower()}: {len(text)}\r\n".encode(),
-                b"content-length: %d\r\n\r\n" % (len(text) + sum(map(len, data))),
-                text,
-            ]
+        response = InferResponse(signature.name, signature.version, self._request_id, tuple(tensors))
+        content, json_bytes = encode_response(response)
+        head = (
+            f"content-type: application/octet-stream\r\n{HEADER_LENGTH.lower()}: {json_bytes}\r\n"
+            f"content-length: {len(content)}\r\n\r\n"
         )
+        return head.encode() + content[:json_bytes]
 
 
 class TemplateCache:

@@ -10,12 +10,12 @@ import numpy as np
 import orjson
 import pytest
 
-from servers.contract import json_tensors
+from servers.contract import values as tensor_values
 from servers.contract.codec import decode_request
 from servers.contract.errors import ContractError, InvalidRequestError
-from servers.contract.json_tensors import LONG_BYTES, MAX_SPECIAL_BYTES
 from servers.contract.records import ModelSignature
 from servers.contract.tensors import TensorSpec
+from servers.contract.values import LONG_BYTES, MAX_SPECIAL_BYTES
 
 SIGNATURE = ModelSignature("m", "1", (TensorSpec("x", "FP32", (-1, -1)),), (), max_batch_size=8)
 COUNT = 100_000
@@ -99,12 +99,12 @@ def test_long_data_are_parsed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
         lengths.append(len(text))
         return orjson.loads(text)
 
-    monkeypatch.setattr(json_tensors, "orjson", SimpleNamespace(loads=loads, JSONDecodeError=orjson.JSONDecodeError))
+    monkeypatch.setattr(tensor_values, "orjson", SimpleNamespace(loads=loads, JSONDecodeError=orjson.JSONDecodeError))
     body = request(values("FP32"))
     decode_request(body, None, SIGNATURE)
     longest_value = 32
     assert sum(lengths) > 0.9 * body.nbytes - 2 * COUNT  # less the separators
-    assert max(lengths) <= json_tensors.PIECE_BYTES + longest_value
+    assert max(lengths) <= tensor_values.PIECE_BYTES + longest_value
 
 
 def test_a_document_without_inputs_is_told_so() -> None:

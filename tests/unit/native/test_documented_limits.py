@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from servers.contract.binary_tensors import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS
 from servers.contract.codec import MAX_ID_CHARACTERS
-from servers.contract.json_tensors import MAX_SPECIAL_BYTES
-from servers.native.decoder import DECODING_S
+from servers.contract.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES
 from servers.native.grpc_messages import MAX_FIELDS
 from servers.native.http_body import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
 from servers.native.http_connection import PIECES_A_TURN
 from servers.native.http_front_end import MAX_INFLATING
+from servers.native.inference import DECODING_S
 from servers.native.limits import CONTROL_BODY_BYTES
 from servers.native.settings import NativeSettings
 

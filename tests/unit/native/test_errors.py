@@ -8,7 +8,7 @@ import pytest
 
 from servers.contract import errors as contract
 from servers.native import errors as native
-from servers.native.http_answers import refusal
+from servers.native.http_front_end import refusal
 from servers.native.http_parser import infer_target
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from servers.contract.binary_tensors import MAX_BYTES_ELEMENTS
 from servers.contract.errors import ContractError, InvalidRequestError
+from servers.contract.values import MAX_BYTES_ELEMENTS
 from servers.native.grpc_messages import MAX_FIELDS, PIECE_VALUES, decode_message, parse_message
 from servers.native.limits import ByteBudget
 from servers.native.regions import RegionTable
