@@ -110,7 +110,7 @@ def decode_request(
     tensors, offset = _decode_inputs(document.inputs, body, split, find)
     if offset != body.nbytes:
         raise InvalidRequestError(
-            f"the binary inputs take {offset - split} bytes, but {body.nbytes - split} bytes follow the JSON header"
+            f"the binary inputs take {offset - split} bytes, but {body.nbytes - split} bytes follow the JSON"
         )
     parameters = _part(document.parameters, _PARAMETERS, "'parameters' of the request") or {}
     binary_output = _flag(parameters, "binary_data_output", "the request")
@@ -162,10 +162,7 @@ def window_array(window: Window, datatype: str, shape: tuple[int, ...], name: st
     """A view over the bytes that `Window.fetch` will read; empty elements for BYTES. Raises `ContractError`."""
     if datatype == "BYTES":
         if window.region.on_device:
-            raise UnsupportedError(
-                f"input '{name}' is BYTES, which this server does not read from CUDA shared memory; use system shared "
-                "memory or send the data"
-            )
+            raise UnsupportedError(f"input '{name}' is BYTES, which this server does not read from CUDA shared memory")
         window.view()  # refused now if it is too large
         return reshaped(np.empty(element_count(shape, name), object), shape, name)
     check_byte_size(window.reference.byte_size, datatype, shape, name)
@@ -204,9 +201,7 @@ def _parse_request(text: bytes) -> _Request[Any]:
         if b"NaN" not in text and b"Infinity" not in text:
             raise
     if len(text) > MAX_SPECIAL_BYTES:
-        raise InvalidRequestError(
-            f"JSON with NaN or Infinity has at most {MAX_SPECIAL_BYTES} bytes: send the tensors as binary data"
-        )
+        raise InvalidRequestError(f"JSON with NaN may have {MAX_SPECIAL_BYTES} bytes: send the tensors as binary data")
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as exc:
@@ -224,14 +219,10 @@ def _part(part: Any, decoder: msgspec.json.Decoder[P], owner: str) -> P | None:
 
 def _decode_raw(body: memoryview, signature: ModelSignature) -> InferRequest:
     if len(signature.inputs) != 1:
-        raise InvalidRequestError(
-            f"{HEADER_LENGTH} 0 means one raw input, but model '{signature.name}' has {len(signature.inputs)} inputs"
-        )
+        raise InvalidRequestError(f"{HEADER_LENGTH} 0 needs a model with one input, not {len(signature.inputs)} inputs")
     spec = signature.inputs[0]
     if -1 in spec.item_shape:
-        raise InvalidRequestError(
-            f"{HEADER_LENGTH} 0 needs a fixed shape, but input '{spec.name}' has shape {shape_text(spec.shape)}"
-        )
+        raise InvalidRequestError(f"{HEADER_LENGTH} 0 needs a fixed shape, the model's is {shape_text(spec.shape)}")
     if spec.datatype == "BYTES":  # the body is one element, without the length that precedes it elsewhere
         shape = (1,) * len(spec.shape)
         data: Array = np.empty(shape, dtype=object)
@@ -256,9 +247,7 @@ def _decode_inputs(
         window = find_window(parameters, owner, find)
         size = parameters.get("binary_data_size")
         if (item.data is not UNSET) + (size is not None) + (window is not None) != 1:
-            raise InvalidRequestError(
-                f"{owner} must have exactly one of 'data', the parameter 'binary_data_size' and a shared-memory region"
-            )
+            raise InvalidRequestError(f"{owner} must have exactly one of 'data', 'binary_data_size' and a region")
         if datatype == "BYTES" and item.data is UNSET:  # those of JSON are bounded by its length
             bytes_elements = add_bytes_elements(bytes_elements, shape, name)
         if window is not None:
@@ -269,9 +258,8 @@ def _decode_inputs(
             if type(size) is not int or size < 0:
                 raise InvalidRequestError(f"'binary_data_size' of {owner} must be a whole number ≥ 0")
             if offset + size > body.nbytes:
-                raise InvalidRequestError(
-                    f"'binary_data_size' of {owner} is {size}, but only {body.nbytes - offset} bytes are left"
-                )
+                left = body.nbytes - offset
+                raise InvalidRequestError(f"'binary_data_size' of {owner} is {size}, but only {left} bytes are left")
             data = array_from_bytes(body[offset : offset + size], datatype, shape, name)
             offset += size
         tensors.append(InputTensor(name, datatype, shape, data, window))

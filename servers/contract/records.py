@@ -79,11 +79,10 @@ class Window:
         self.region.read(self.reference.offset, self._host())
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write an output; blocks for a GPU's memory. Raises `ContractError` when it does not fit or the region is gone."""
+        """Write an output; blocks for a GPU's memory. Raises `ContractError`, also when the output does not fit."""
         if len(data) > self.reference.byte_size:
             raise InvalidRequestError(
-                f"the output has {len(data)} bytes, but the request gives it {self.reference.byte_size} bytes of "
-                f"region {shown(self.reference.region)}"
+                f"the output has {len(data)} bytes, but the request gives it {self.reference.byte_size} bytes"
             )
         self.region.write(self.reference.offset, data)
 
@@ -106,9 +105,7 @@ def parse_reference(parameters: Mapping[str, object], owner: str) -> RegionRefer
             raise InvalidRequestError(f"{owner} has a shared-memory size or offset, but no '{REGION}'")
         return None
     if not isinstance(region, str) or not 0 < len(region) <= MAX_REGION_NAME_CHARACTERS:
-        raise InvalidRequestError(
-            f"'{REGION}' of {owner} must be a name of 1 to {MAX_REGION_NAME_CHARACTERS} characters"
-        )
+        raise InvalidRequestError(f"'{REGION}' of {owner} must have 1 to {MAX_REGION_NAME_CHARACTERS} characters")
     byte_size, offset = parameters.get(BYTE_SIZE), parameters.get(OFFSET, 0)
     if type(byte_size) is not int or byte_size < 1:
         raise InvalidRequestError(f"'{BYTE_SIZE}' of {owner} must be a whole number ≥ 1")
@@ -208,9 +205,7 @@ class ModelSignature:
                 )
             self._check_shape(spec, tensor.shape)
             if rows not in (None, tensor.shape[0]):
-                raise InvalidRequestError(
-                    f"input '{spec.name}' has batch size {tensor.shape[0]}, but another input has batch size {rows}"
-                )
+                raise InvalidRequestError(f"inputs have different batch sizes, {rows} and {tensor.shape[0]}")
             rows = tensor.shape[0]
             arrays[tensor.name] = tensor.data
         missing = [name for name in specs if name not in arrays]

@@ -65,9 +65,7 @@ def add_bytes_elements(total: int, shape: Sequence[int], name: str) -> int:
     """`total` plus one more BYTES input's elements. Raises `InvalidRequestError` for more than a request may have."""
     total += element_count(shape, name)
     if total > MAX_BYTES_ELEMENTS:
-        raise InvalidRequestError(
-            f"a request has at most {MAX_BYTES_ELEMENTS} BYTES elements, input '{name}' exceeds that"
-        )
+        raise InvalidRequestError(f"a request has at most {MAX_BYTES_ELEMENTS} BYTES elements, input '{name}' has more")
     return total
 
 
@@ -75,9 +73,7 @@ def check_byte_size(given: int, datatype: str, shape: tuple[int, ...], name: str
     """Raises `InvalidRequestError` when an input of this shape does not have `given` bytes."""
     expected = element_count(shape, name) * DATATYPES[datatype].itemsize
     if given != expected:
-        raise InvalidRequestError(
-            f"input '{name}' needs {expected} bytes for its shape and datatype {datatype}, got {given} bytes"
-        )
+        raise InvalidRequestError(f"input '{name}' needs {expected} bytes as {datatype} of its shape, got {given}")
 
 
 def reshaped(flat: Array, shape: tuple[int, ...], name: str) -> Array:
@@ -99,9 +95,7 @@ def array_from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...], na
 
 def _bytes_elements(data: memoryview, count: int, name: str) -> Array:
     if count * _LENGTH.size > data.nbytes:
-        raise InvalidRequestError(
-            f"input '{name}' needs at least {count * _LENGTH.size} bytes for {count} BYTES elements, got {data.nbytes}"
-        )
+        raise InvalidRequestError(f"input '{name}' has {data.nbytes} bytes, too few for {count} BYTES elements")
     elements = np.empty(count, dtype=object)
     offset = 0
     for index in range(count):
@@ -111,15 +105,11 @@ def _bytes_elements(data: memoryview, count: int, name: str) -> Array:
         (size,) = _LENGTH.unpack_from(data, offset)
         offset = start + size
         if offset > data.nbytes:
-            raise InvalidRequestError(
-                f"BYTES element {index} of input '{name}' announces {size} bytes, "
-                f"but only {data.nbytes - start} are left"
-            )
+            left = data.nbytes - start
+            raise InvalidRequestError(f"BYTES element {index} of '{name}' has {size} bytes, but only {left} are left")
         elements[index] = bytes(data[start:offset])
     if offset != data.nbytes:
-        raise InvalidRequestError(
-            f"input '{name}' has {data.nbytes - offset} bytes after its {count} BYTES elements, expected 0"
-        )
+        raise InvalidRequestError(f"input '{name}' has {data.nbytes - offset} bytes after its {count} BYTES elements")
     return elements
 
 
@@ -161,9 +151,8 @@ def array_from_json(data: msgspec.Raw | object, datatype: str, shape: tuple[int,
         if read > count:
             break
     if read != count:
-        raise InvalidRequestError(
-            f"input '{name}' needs {count} elements for its shape, got {'more' if read > count else read} in 'data'"
-        )
+        got = "more" if read > count else read
+        raise InvalidRequestError(f"input '{name}' needs {count} elements for its shape, got {got} in 'data'")
     return reshaped(parts[0] if len(parts) == 1 else np.concatenate(parts), shape, name)
 
 
@@ -171,7 +160,7 @@ def _pieces(text: bytes, datatype: str, name: str) -> Iterator[Any]:
     """The values of a JSON array; those of a long one flat, a piece at a time. Raises `InvalidRequestError`."""
     if datatype == "BYTES" and len(text) > MAX_SPECIAL_BYTES:
         raise InvalidRequestError(
-            f"'data' of input '{name}' has at most {MAX_SPECIAL_BYTES} bytes as JSON: send it as binary data"
+            f"BYTES in JSON may have {MAX_SPECIAL_BYTES} bytes: send input '{name}' as binary data"
         )
     try:
         if len(text) <= LONG_BYTES or datatype == "BYTES" or not text.startswith(b"["):
@@ -200,9 +189,8 @@ def _flat_numbers(data: list[Any], datatype: str, name: str) -> Array:
     if dtype.kind in "iu" and values:
         limits = np.iinfo(dtype.name)
         if min(values) < limits.min or max(values) > limits.max:
-            raise InvalidRequestError(
-                f"'data' of input '{name}' is outside the range of {datatype}, {limits.min} to {limits.max}"
-            )
+            allowed = f"{limits.min} to {limits.max}"
+            raise InvalidRequestError(f"'data' of input '{name}' is outside the range of {datatype}, {allowed}")
     try:
         with np.errstate(over="ignore"):  # 1e300 as FP32 is infinity, as in Triton
             return np.array(values, dtype=np.float64 if dtype.kind == "f" else dtype).astype(dtype)

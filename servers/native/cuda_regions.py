@@ -167,14 +167,9 @@ class CudaAccess:
         """Map a client's memory; blocks. Raises `ContractError`."""
         driver = self.driver()
         if len(handle) != HANDLE_BYTES:
-            raise InvalidRequestError(
-                f"the raw handle of region {shown(name)} must have {HANDLE_BYTES} bytes, got {len(handle)}"
-            )
+            raise InvalidRequestError(f"a raw handle must have {HANDLE_BYTES} bytes, got {len(handle)}")
         if not 0 <= device < driver.device_count:
-            raise InvalidRequestError(
-                f"region {shown(name)} cannot be on GPU {device}: this server sees {driver.device_count} of them, "
-                "numbered from 0"
-            )
+            raise InvalidRequestError(f"GPU {device} is not one of the {driver.device_count} GPUs of this server")
         try:
             address = driver.open(device, handle)
         except CudaError as exc:
@@ -190,9 +185,7 @@ class CudaAccess:
             raise InvalidRequestError(f"the size of region {shown(name)} cannot be read ({exc})") from exc
         if byte_size > available:
             region.close()
-            raise InvalidRequestError(
-                f"region {shown(name)} would end at byte {byte_size} of an allocation of {available} bytes"
-            )
+            raise InvalidRequestError(f"region {shown(name)} ends at byte {byte_size} of an allocation of {available}")
         return region
 
 
@@ -225,9 +218,8 @@ class CudaRegion:
             try:
                 self._driver.read(self.device, self._address + offset, destination.ctypes.data, destination.nbytes)
             except CudaError as exc:
-                raise InvalidRequestError(
-                    f"region {shown(self.name)} cannot be read from GPU {self.device}; has its process ended? ({exc})"
-                ) from exc
+                message = f"region {shown(self.name)} cannot be read from GPU {self.device}: {exc}"
+                raise InvalidRequestError(message) from exc
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """See `Region`; blocks, so not for the event loop."""
@@ -238,9 +230,8 @@ class CudaRegion:
             try:
                 self._driver.write(self.device, self._address + offset, source.ctypes.data, source.nbytes)
             except CudaError as exc:
-                raise InternalError(
-                    f"the output cannot be written to region {shown(self.name)} on GPU {self.device} ({exc})"
-                ) from exc
+                message = f"the output cannot be written to region {shown(self.name)} on GPU {self.device}: {exc}"
+                raise InternalError(message) from exc
 
     def close(self) -> None:
         """Refuse new copies; returns when the last copy has ended and the handle is closed. Idempotent."""

@@ -90,10 +90,7 @@ def decode_message(message: Any, raw: list[memoryview], find: FindWindow) -> Inf
     parameters = [_parameters(item, _owner("input", item)) for item in message.inputs]
     carried = sum("shared_memory_region" not in named for named in parameters)
     if raw and len(raw) != carried:
-        raise InvalidRequestError(
-            f"'raw_input_contents' must have one element for each of the {carried} inputs outside shared memory, "
-            f"got {len(raw)}"
-        )
+        raise InvalidRequestError(f"'raw_input_contents' must have {carried} elements, one per input, got {len(raw)}")
     waiting = iter(raw)
     bytes_elements = 0
     inputs: list[InputTensor] = []
@@ -108,9 +105,7 @@ def decode_message(message: Any, raw: list[memoryview], find: FindWindow) -> Inf
             bytes_elements = add_bytes_elements(bytes_elements, shape, name)
         window = find_window(named, _owner("input", item), find)
         if item.HasField("contents") and (raw or window is not None):
-            raise InvalidRequestError(
-                f"input '{name}' has 'contents' although its data is in raw_input_contents or shared memory"
-            )
+            raise InvalidRequestError(f"input '{name}' has 'contents' and also raw_input_contents or shared memory")
         if window is not None:
             data = window_array(window, datatype, shape, name)
         elif raw:
@@ -150,9 +145,7 @@ def _typed(contents: Any, datatype: str, count: int, name: str) -> Array:
         raise InvalidRequestError(f"input '{name}' is {datatype}, which only raw_input_contents can carry")
     values = getattr(contents, field)
     if len(values) != count:
-        raise InvalidRequestError(
-            f"input '{name}' needs {count} elements for its shape, got {len(values)} in '{field}'"
-        )
+        raise InvalidRequestError(f"input '{name}' needs {count} elements for its shape, '{field}' has {len(values)}")
     if datatype == "BYTES":
         elements = np.empty(count, dtype=object)
         elements[:] = list(values)
@@ -164,9 +157,8 @@ def _typed(contents: Any, datatype: str, count: int, name: str) -> Array:
         if dtype.kind in "iu" and dtype.itemsize < 4:
             limits = np.iinfo(dtype.name)
             if min(piece) < limits.min or max(piece) > limits.max:
-                raise InvalidRequestError(
-                    f"'{field}' of input '{name}' is outside the range of {datatype}, {limits.min} to {limits.max}"
-                )
+                allowed = f"{limits.min} to {limits.max}"
+                raise InvalidRequestError(f"'{field}' of input '{name}' is outside the range of {datatype}, {allowed}")
         flat[start : start + len(piece)] = np.fromiter(piece, dtype, len(piece))
     return flat
 

@@ -191,10 +191,7 @@ class GrpcFrontEnd:
         try:
             server.add_insecure_port(f"{host_in_url(host)}:{port}")
         except RuntimeError as exc:
-            raise ListenerError(
-                f"cannot listen on {host} port {port} for gRPC; stop what listens there or choose another port with "
-                "--grpc-port"
-            ) from exc
+            raise ListenerError(f"port {port} on {host} cannot be used; choose another with --grpc-port") from exc
         await server.start()
         self._server = server
 

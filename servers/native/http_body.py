@@ -241,9 +241,7 @@ class ChunkedBody:
         if self._chunks > self._max_chunks:
             raise HttpError(400, f"the body has more than {self._max_chunks} chunks")
         if self._chunks > FREE_CHUNKS and len(self.content) < (self._chunks - 1) * MIN_MEAN_CHUNK_BYTES:
-            raise HttpError(
-                400, f"the body's chunks have less than {MIN_MEAN_CHUNK_BYTES} bytes on average, send larger ones"
-            )
+            raise HttpError(400, f"the body's chunks have less than {MIN_MEAN_CHUNK_BYTES} bytes on average")
         if len(self.content) + size > self._limit:
             raise HttpError(413, f"the body has more than {self._limit} bytes, the server's limit")
         self._left = size + 2

@@ -333,9 +333,7 @@ class PendingRequest:
         """The connection's bytes count as held already; those that they inflate to are added once they are known."""
         front_end, started_ns = self._front_end, time.perf_counter_ns()
         if front_end.compressed >= MAX_INFLATING:
-            raise UnavailableError(
-                "the server reads as many compressed bodies as it may, send this one again later or uncompressed"
-            )
+            raise UnavailableError("the server inflates as many bodies as it may; send this one later or uncompressed")
         front_end.compressed += 1
         try:
             body, request = await in_thread(front_end.inflating, self._inflate, compressed)

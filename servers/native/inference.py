@@ -405,10 +405,8 @@ def _load_engine(build_engine: Callable[[], Engine], signature: ModelSignature) 
     log.info("weights loaded", model=signature.name)
     description = engine.describe()
     if description.max_batch_size < signature.max_batch_size:
-        raise EngineError(
-            f"the engine executes at most {description.max_batch_size} items at once: "
-            f"set --max-batch-size {description.max_batch_size} or less"
-        )
+        most = description.max_batch_size
+        raise EngineError(f"the engine executes at most {most} items at once: set --max-batch-size {most} or less")
     loaded_ns = time.perf_counter_ns()
     engine.warm_up(warm_up_sizes(signature.max_batch_size))
     description = profiled(engine) or description

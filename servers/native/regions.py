@@ -50,9 +50,8 @@ class SystemRegion:
                 FOLDER / _file_name(key, name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             )
         except OSError as exc:
-            raise InvalidRequestError(
-                f"the shared memory of region {shown(name)} cannot be opened: create it first, readable and writable"
-            ) from exc
+            message = f"the memory of region {shown(name)} cannot be opened: create it first, readable and writable"
+            raise InvalidRequestError(message) from exc
         self._descriptor = descriptor
         self._registered = True
         # Not closed when it is unregistered: requests that wait in the queue may still read it.
@@ -62,8 +61,7 @@ class SystemRegion:
             raise InvalidRequestError(f"the key of region {shown(name)} does not name a shared-memory object")
         if offset + byte_size > status.st_size:
             raise InvalidRequestError(
-                f"region {shown(name)} would end at byte {offset + byte_size} of a shared-memory object of "
-                f"{status.st_size} bytes"
+                f"region {shown(name)} ends at byte {offset + byte_size} of an object of {status.st_size} bytes"
             )
 
     def row(self) -> dict[str, object]:
@@ -141,9 +139,7 @@ class RegionTable:
     def allocate(self, byte_size: int) -> Array:
         """Memory for an input, which counts as held while it exists; any thread. Raises `ContractError`."""
         if byte_size > self._max_input_bytes:
-            raise TooLargeError(
-                f"an input in shared memory has {byte_size} bytes, the server takes at most {self._max_input_bytes}"
-            )
+            raise TooLargeError(f"an input has {byte_size} bytes, the server takes at most {self._max_input_bytes}")
         return self._budget.allocate(byte_size)
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
@@ -197,9 +193,7 @@ class RegionTable:
     def check_allowed(self) -> None:
         """Raises `InvalidRequestError` unless the server was started with shared memory."""
         if not self.allowed:
-            raise InvalidRequestError(
-                "shared memory is switched off on this server; start it with --allow-shared-memory to allow it"
-            )
+            raise InvalidRequestError("shared memory is switched off; start the server with --allow-shared-memory")
 
     def _check_new(self, name: str, offset: int, byte_size: int) -> None:
         self.check_allowed()
@@ -239,9 +233,7 @@ def _file_name(key: str, name: str) -> str:
     except UnicodeEncodeError:
         plain = False
     if not plain:
-        raise InvalidRequestError(
-            f"the key of region {shown(name)} must be a name without further slashes, of at most {MAX_KEY_BYTES} bytes"
-        )
+        raise InvalidRequestError(f"a key must be a name of at most {MAX_KEY_BYTES} bytes without further slashes")
     if file_name.startswith(RESERVED_PREFIXES):
         raise InvalidRequestError(f"the key of region {shown(name)} has a prefix that is reserved for servers")
     return file_name

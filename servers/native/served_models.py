@@ -81,13 +81,9 @@ class ServedModels:
     def _check_control(self, name: str) -> None:
         """A name is only ever compared with those of the models: no file system sees it."""
         if not self._allow_control:
-            raise InvalidRequestError(
-                "model control is switched off on this server; start it with --allow-model-control to allow it"
-            )
+            raise InvalidRequestError("model control is switched off; start the server with --allow-model-control")
         if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable() or "/" in name or ".." in name:
-            raise InvalidRequestError(
-                f"a model's name has 1 to {MAX_NAME_CHARACTERS} printable characters, without '/' and '..'"
-            )
+            raise InvalidRequestError(f"a model's name has 1 to {MAX_NAME_CHARACTERS} characters, none of '/' and '..'")
 
     def stop(self, timeout: float) -> bool:
         """Execute what is queued and free the engines; blocks. False if that took longer than `timeout` in all."""

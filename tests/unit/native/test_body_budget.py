@@ -213,6 +213,7 @@ def test_of_two_bodies_that_outgrow_the_budget_together_one_is_served(monkeypatc
                 client.writer.write(HEAD + BODY[:500_000])
             await until(lambda: served.budget.held == 1_000_000)
             first.writer.write(BODY[500_000:-100])
+            await until(lambda: served.budget.held == len(BODY) - 100 + 500_000)
             second.writer.write(BODY[500_000:])
             await until(lambda: served.waiting == 1)
             first.writer.write(BODY[-100:])

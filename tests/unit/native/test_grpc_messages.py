@@ -105,7 +105,7 @@ def test_typed_contents_of_every_datatype(datatype, field, values):
         ("INT8", "int_contents", [0, 128], "outside the range of INT8"),
         ("UINT8", "uint_contents", [0, 256], "outside the range of UINT8"),
         ("FP16", "fp32_contents", [0.0, 1.0], "only raw_input_contents"),
-        ("FP32", "fp64_contents", [0.0, 1.0], "got 0 in 'fp32_contents'"),
+        ("FP32", "fp64_contents", [0.0, 1.0], "'fp32_contents' has 0"),
         ("FP32", "fp32_contents", [0.0], "needs 2 elements"),
         ("FLOAT", "fp32_contents", [0.0, 1.0], "must have a 'datatype'"),
     ],
