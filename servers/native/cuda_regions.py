@@ -169,7 +169,7 @@ class CudaAccess:
         if len(handle) != HANDLE_BYTES:
             raise InvalidRequestError(f"a raw handle must have {HANDLE_BYTES} bytes, got {len(handle)}")
         if not 0 <= device < driver.device_count:
-            raise InvalidRequestError(f"GPU {device} is not one of the {driver.device_count} GPUs of this server")
+            raise InvalidRequestError(f"GPU {device} does not exist: this server sees {driver.device_count}, from 0 on")
         try:
             address = driver.open(device, handle)
         except CudaError as exc:

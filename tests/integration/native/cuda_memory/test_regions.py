@@ -76,10 +76,10 @@ def test_what_cannot_be_registered_is_refused_and_left_closed(both, device):
     no_handle = Allocation.__new__(Allocation)
     for handle, size, number, message in (
         (allocation.handle, 4097, 0, "byte 4097 of an allocation of 4096"),
-        (allocation.handle, 2**62, 0, "of an allocation of 4096 bytes"),
+        (allocation.handle, 2**62, 0, "of an allocation of 4096"),
         (allocation.handle, 0, 0, "size ≥ 1"),
-        (allocation.handle, 4096, 1, "this server sees 1 of them"),
-        (allocation.handle, 4096, -1, "this server sees 1 of them"),
+        (allocation.handle, 4096, 1, "this server sees 1"),
+        (allocation.handle, 4096, -1, "this server sees 1"),
         (allocation.handle[:63], 4096, 0, "must have 64 bytes, got 63"),
         (b"", 4096, 0, "must have 64 bytes, got 0"),
         (b"\xff" * 64, 4096, 0, "CUDA_ERROR_INVALID_VALUE"),
