@@ -165,6 +165,8 @@ def test_any_input_object_gives_a_request_or_a_contract_error(changes: dict[str,
         ({**document(), "outputs": [{}]}, "name"),
         ({**document(), "outputs": [{"name": "y", "parameters": {"binary_data": 1}}]}, "true or false"),
         ({**document(), "outputs": [{"name": "y", "parameters": {"classification": 1}}]}, "does not offer"),
+        ({**document(data=[float("nan"), 2, 3, 4]), "id": "\ud800"}, "not valid JSON"),
+        ({**document(), "id": "\ud800"}, "failed to parse"),
         (document(data=json.loads("[" * 119 + "]" * 119)), "only values of datatype FP32"),
     ],
 )
