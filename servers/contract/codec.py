@@ -1,37 +1,88 @@
-"""The HTTP body of an inference request and of its answer: Open Inference Protocol V2 with binary tensor data.
+"""The HTTP body of an inference request and of its response: Open Inference Protocol V2 with binary tensor data.
 
-    request   JSON header, then the binary inputs in their order; `Inference-Header-Content-Length` tells the header's
-              size, its absence means that all is JSON, and 0 means that all is the one input's bytes
-    answer    the same, with the binary outputs
+    request   a JSON header, then the binary inputs in their order. `Inference-Header-Content-Length` gives the header's
+              size; without it the whole body is JSON, and 0 means that the body is the bytes of the only input.
+    response  the same, with the binary outputs
 
-Binary inputs become views over the body: nothing of size is copied here.
+Binary inputs become views over the body: no large data is copied here.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import UNSET, Meta, UnsetType
 
-from servers.contract.binary_tensors import (
-    BytesAllowance,
-    array_from_bytes,
-    bytes_from_array,
-    element_count,
-    empty_elements,
-    wrong_size,
-)
 from servers.contract.errors import InvalidRequestError, UnsupportedError
-from servers.contract.json_tensors import array_from_json, dump_json, json_from_array, parse_request
-from servers.contract.records import InferRequest, InferResponse, InputTensor, Parameter, RequestedOutput
-from servers.contract.shared_memory import RegionReference, RegionSource, RegionWindow, parse_reference
-from servers.contract.signature import ModelSignature, shape_text
-from servers.contract.tensors import DATATYPES, Array
+from servers.contract.records import (
+    FindWindow,
+    InferRequest,
+    InferResponse,
+    InputTensor,
+    ModelSignature,
+    Parameter,
+    RegionReference,
+    RequestedOutput,
+    Window,
+    parse_reference,
+    shape_text,
+)
+from servers.contract.tensors import Array
+from servers.contract.values import (
+    LONG_BYTES,
+    MAX_SPECIAL_BYTES,
+    add_bytes_elements,
+    array_from_bytes,
+    array_from_json,
+    bytes_from_array,
+    check_byte_size,
+    check_datatype,
+    dump_json,
+    element_count,
+    json_from_array,
+    parse_json,
+    reshaped,
+)
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 MAX_ID_CHARACTERS = 1024
-_PARAMETER_TYPES = frozenset({str, int, float, bool})
+
+_ShortText = Annotated[str, Meta(max_length=MAX_ID_CHARACTERS)]
+_Name = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARACTERS)]
+_Parameters = dict[str, Parameter] | None
+P = TypeVar("P")
+"""A part that may be long: `msgspec.Raw`, its text, or what Python's json made of it where it holds NaN."""
+
+
+class _Output(msgspec.Struct):
+    name: str
+    parameters: _Parameters = None
+
+
+class _Input(msgspec.Struct, Generic[P]):
+    name: _Name
+    datatype: str
+    shape: P
+    parameters: P | UnsetType = UNSET
+    data: P | UnsetType = UNSET
+
+
+class _Request(msgspec.Struct, Generic[P]):
+    inputs: list[_Input[P]]
+    id: _ShortText = ""
+    outputs: P | UnsetType = UNSET
+    parameters: P | UnsetType = UNSET
+
+
+_REQUEST = msgspec.json.Decoder(_Request[msgspec.Raw])
+_REQUEST_WITH_NAN = msgspec.json.Decoder(_Request[Any])
+_SHAPE = msgspec.json.Decoder(tuple[int, ...])
+_OUTPUTS = msgspec.json.Decoder(list[_Output] | None)
+_PARAMETERS = msgspec.json.Decoder(_Parameters)
 
 
 def parse_header_length(value: str, body_bytes: int) -> int:
@@ -45,38 +96,29 @@ def parse_header_length(value: str, body_bytes: int) -> int:
 
 
 def decode_request(
-    body: memoryview, header_length: int | None, signature: ModelSignature, regions: RegionSource | None = None
+    body: memoryview, header_length: int | None, signature: ModelSignature, find: FindWindow | None = None
 ) -> InferRequest:
     """Read a whole body. Raises `ContractError`, and nothing else whatever the bytes are.
 
-    `signature` is used by the raw form alone, whose body does not say what it is. Without `regions` there is no shared
+    `signature` is needed for the raw form only, whose body does not describe itself. Without `find` there is no shared
     memory.
     """
     if header_length == 0:
         return _decode_raw(body, signature)
     split = body.nbytes if header_length is None else header_length
-    document = parse_request(body[:split])
-    if not isinstance(document, dict):
-        raise InvalidRequestError("the request JSON must be an object")
-    inputs = document.get("inputs")
-    if not isinstance(inputs, list):
-        raise InvalidRequestError("the request JSON must have an array 'inputs'")
-    tensors: list[InputTensor] = []
-    offset = split
-    allowance = BytesAllowance()
-    for item in inputs:
-        tensor, offset = _decode_input(item, body, offset, regions, allowance)
-        tensors.append(tensor)
+    document = _parse_request(bytes(body[:split]))
+    tensors, offset = _decode_inputs(document.inputs, body, split, find)
     if offset != body.nbytes:
         raise InvalidRequestError(
-            f"the binary inputs take {offset - split} bytes, but {body.nbytes - split} bytes follow the JSON header"
+            f"the binary inputs take {offset - split} bytes, but {body.nbytes - split} bytes follow the JSON"
         )
-    parameters = _parameters(document, "the request")
+    parameters = _part(document.parameters, _PARAMETERS, "'parameters' of the request") or {}
     binary_output = _flag(parameters, "binary_data_output", "the request")
+    outputs = _part(document.outputs, _OUTPUTS, "'outputs'") or ()
     return InferRequest(
-        id=_request_id(document),
+        id=document.id,
         inputs=tuple(tensors),
-        outputs=_requested_outputs(document.get("outputs"), binary_output, regions),
+        outputs=tuple(_decode_output(item, binary_output, find) for item in outputs) or None,
         binary_output=binary_output,
         parameters=parameters,
     )
@@ -89,10 +131,9 @@ def encode_response(response: InferResponse) -> tuple[bytes, int | None]:
     finite = True
     for tensor in response.outputs:
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.data.shape)}
+        outputs.append(output)
         if tensor.reference is not None:
-            # Without parameters, as from Triton: its C++ client would take them for a sign that binary data follows.
-            outputs.append(output)
-            continue
+            continue  # without parameters, as from Triton: its C++ client takes them as a sign that binary data follows
         if tensor.binary:
             data = bytes_from_array(tensor.data)
             binary.append(data)
@@ -101,69 +142,30 @@ def encode_response(response: InferResponse) -> tuple[bytes, int | None]:
             values = json_from_array(tensor.data, tensor.name)
             finite = finite and not (isinstance(values, list) and tensor.datatype != "BYTES")
             output["data"] = values
-        outputs.append(output)
     document: dict[str, Any] = {"id": response.id} if response.id else {}
-    document["model_name"] = response.model_name
-    document["model_version"] = response.model_version
-    document["outputs"] = outputs
+    document |= {"model_name": response.model_name, "model_version": response.model_version, "outputs": outputs}
     header = dump_json(document, finite=finite)
-    if not binary:
-        return header, None
-    return b"".join([header, *binary]), len(header)
+    return b"".join([header, *binary]), len(header) if binary else None
 
 
-def _decode_raw(body: memoryview, signature: ModelSignature) -> InferRequest:
-    if len(signature.inputs) != 1:
-        raise InvalidRequestError(
-            f"{HEADER_LENGTH} 0 means one raw input, but model '{signature.name}' has {len(signature.inputs)} inputs"
-        )
-    spec = signature.inputs[0]
-    variable = sum(dimension == -1 for dimension in spec.item_shape)
-    if variable > 1:
-        raise InvalidRequestError(
-            f"{HEADER_LENGTH} 0 allows one variable dimension, but input '{spec.name}' has shape "
-            f"{shape_text(spec.shape)}"
-        )
-    if spec.datatype == "BYTES":  # the body is one element, without the length that precedes it elsewhere
-        element = np.empty(1, dtype=object)
-        element[0] = bytes(body)
-        shape = (1,) * len(spec.shape)
-        return InferRequest(
-            id="", inputs=(InputTensor(spec.name, "BYTES", shape, element.reshape(shape)),), binary_output=True
-        )
-    shape = (1, *spec.item_shape)
-    if variable:
-        known = spec.dtype.itemsize
-        for dimension in spec.item_shape:
-            known *= dimension if dimension != -1 else 1
-        shape = tuple(body.nbytes // known if dimension == -1 else dimension for dimension in shape)
-    data = array_from_bytes(body, spec.datatype, shape, spec.name)
-    return InferRequest(id="", inputs=(InputTensor(spec.name, spec.datatype, shape, data),), binary_output=True)
-
-
-def find_window(parameters: Mapping[str, Parameter], owner: str, regions: RegionSource | None) -> RegionWindow | None:
+def find_window(parameters: Mapping[str, Parameter], owner: str, find: FindWindow | None) -> Window | None:
     """The shared memory that an input or output names, None where it names none. Raises `ContractError`."""
     reference = parse_reference(parameters, owner)
     if reference is None:
         return None
-    if regions is None:
+    if find is None:
         raise InvalidRequestError(f"{owner} names a shared-memory region, but shared memory is switched off")
-    return regions.find(reference)
+    return find(reference)
 
 
-def window_array(window: RegionWindow, datatype: str, shape: tuple[int, ...], name: str) -> Array:
-    """An input as a view over what `RegionWindow.fetch` will read, BYTES as empty elements. Raises `ContractError`."""
+def window_array(window: Window, datatype: str, shape: tuple[int, ...], name: str) -> Array:
+    """A view over the bytes that `Window.fetch` will read; empty elements for BYTES. Raises `ContractError`."""
     if datatype == "BYTES":
-        if window.on_device:
-            raise UnsupportedError(
-                f"input '{name}' is BYTES, which this server does not read from CUDA shared memory; use system shared "
-                "memory or send the data"
-            )
-        window.view()  # refused here and now if it is too large
-        return empty_elements(shape, name)
-    expected = element_count(shape, name) * DATATYPES[datatype].itemsize
-    if expected != window.reference.byte_size:
-        raise wrong_size(name, datatype, expected, window.reference.byte_size)
+        if window.region.on_device:
+            raise UnsupportedError(f"input '{name}' is BYTES, which this server does not read from CUDA shared memory")
+        window.view()  # refused now if it is too large
+        return reshaped(np.empty(element_count(shape, name), object), shape, name)
+    check_byte_size(window.reference.byte_size, datatype, shape, name)
     return array_from_bytes(window.view(), datatype, shape, name)
 
 
@@ -175,8 +177,8 @@ def read_elements(tensor: InputTensor) -> Array:
     return array_from_bytes(tensor.window.view(), tensor.datatype, tensor.shape, tensor.name)
 
 
-def write_output(window: RegionWindow, array: Array) -> RegionReference:
-    """Put an output into shared memory without a copy in between; where it then lies. Raises `ContractError`."""
+def write_output(window: Window, array: Array) -> RegionReference:
+    """Write an output to shared memory without copying it first, and return its place. Raises `ContractError`."""
     if array.dtype != object and array.flags.c_contiguous and array.size:
         data: bytes | memoryview = array.data.cast("B")
     else:
@@ -185,97 +187,95 @@ def write_output(window: RegionWindow, array: Array) -> RegionReference:
     return RegionReference(window.reference.region, len(data), window.reference.offset)
 
 
-def _decode_input(
-    item: object, body: memoryview, offset: int, regions: RegionSource | None, allowance: BytesAllowance
-) -> tuple[InputTensor, int]:
-    if not isinstance(item, dict):
-        raise InvalidRequestError("each of 'inputs' must be an object")
-    name = item.get("name")
-    if not isinstance(name, str) or not name:
-        raise InvalidRequestError("each of 'inputs' must have a 'name'")
-    if len(name) > MAX_ID_CHARACTERS:
-        raise InvalidRequestError(f"an input's name has {len(name)} characters, at most {MAX_ID_CHARACTERS} are taken")
-    datatype = item.get("datatype")
-    if not isinstance(datatype, str) or (datatype not in DATATYPES and datatype != "BYTES"):
-        raise InvalidRequestError(f"input '{name}' must have a 'datatype', one of {', '.join(DATATYPES)}, BYTES")
-    shape = item.get("shape")
-    if not isinstance(shape, list) or any([type(dimension) is not int for dimension in shape]):  # noqa: C419  faster
-        raise InvalidRequestError(f"input '{name}' must have a 'shape', an array of whole numbers")
-    dimensions = tuple(shape)
-    parameters = _parameters(item, f"input '{name}'")
-    size = parameters.get("binary_data_size")
-    window = find_window(parameters, f"input '{name}'", regions) if parameters else None
-    if datatype == "BYTES" and (window is not None or size is not None):  # values in the JSON its length bounds
-        allowance.take(dimensions, name)
-    if window is not None:
-        if "data" in item or size is not None:
-            raise InvalidRequestError(f"input '{name}' names a shared-memory region and brings data as well")
-        data = window_array(window, datatype, dimensions, name)
-        return InputTensor(name, datatype, dimensions, data, window), offset
-    if size is None:
-        if "data" not in item:
-            raise InvalidRequestError(f"input '{name}' must have either 'data' or the parameter 'binary_data_size'")
-        return InputTensor(
-            name, datatype, dimensions, array_from_json(item["data"], datatype, dimensions, name)
-        ), offset
-    if "data" in item:
-        raise InvalidRequestError(f"input '{name}' has both 'data' and the parameter 'binary_data_size'")
-    if type(size) is not int or size < 0:
-        raise InvalidRequestError(f"'binary_data_size' of input '{name}' must be a whole number ≥ 0")
-    if offset + size > body.nbytes:
-        raise InvalidRequestError(
-            f"'binary_data_size' of input '{name}' is {size}, but only {body.nbytes - offset} bytes are left"
-        )
-    data = array_from_bytes(body[offset : offset + size], datatype, dimensions, name)
-    return InputTensor(name, datatype, dimensions, data), offset + size
+def check_classification(parameters: Mapping[str, Parameter], owner: str) -> None:
+    """Raises `UnsupportedError` for an output that is to be classified."""
+    if parameters.get("classification"):
+        raise UnsupportedError(f"{owner} asks for 'classification', which this server does not offer")
 
 
-def _requested_outputs(
-    outputs: object, binary_default: bool, regions: RegionSource | None
-) -> tuple[RequestedOutput, ...] | None:
-    if outputs is None or outputs == []:
+def _parse_request(text: bytes) -> _Request[Any]:
+    try:
+        return parse_json(text, _REQUEST)
+    except InvalidRequestError:
+        # RFC 8259 does not have them, but Triton and its clients send them, and Python's slow parser reads them.
+        if b"NaN" not in text and b"Infinity" not in text:
+            raise
+    if len(text) > MAX_SPECIAL_BYTES:
+        raise InvalidRequestError(f"JSON with NaN may have {MAX_SPECIAL_BYTES} bytes: send the tensors as binary data")
+    try:
+        document = parse_json(json.loads(text), _REQUEST_WITH_NAN)
+        document.id.encode()  # this parser accepts half a surrogate pair, which no response can hold
+    except (ValueError, RecursionError) as exc:
+        raise InvalidRequestError("failed to parse the request JSON: it is not valid JSON") from exc
+    return document
+
+
+def _part(part: Any, decoder: msgspec.json.Decoder[P], owner: str) -> P | None:
+    if part is UNSET:
         return None
-    if not isinstance(outputs, list):
-        raise InvalidRequestError("'outputs' must be an array")
-    requested: list[RequestedOutput] = []
-    for item in outputs:
-        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-            raise InvalidRequestError("each of 'outputs' must be an object with a 'name'")
-        owner = f"output '{item['name'][:64]}'"
-        parameters = _parameters(item, owner)
-        window = find_window(parameters, owner, regions) if parameters else None
-        if parameters.get("classification"):
-            raise UnsupportedError(f"{owner} asks for 'classification', which this server does not offer")
-        binary = _flag(parameters, "binary_data", owner, binary_default)
-        requested.append(RequestedOutput(item["name"], binary, window))
-    return tuple(requested)
+    if isinstance(part, msgspec.Raw) and len(bytes(part)) > LONG_BYTES:
+        raise InvalidRequestError(f"{owner} has more than {LONG_BYTES} bytes of JSON")
+    return parse_json(part, decoder, owner)
 
 
-def _parameters(item: dict[str, Any], owner: str) -> dict[str, Parameter]:
-    parameters = item.get("parameters")
-    if parameters is None:
-        return {}
-    if not isinstance(parameters, dict) or not all(type(value) in _PARAMETER_TYPES for value in parameters.values()):
-        raise InvalidRequestError(f"'parameters' of {owner} must be an object of strings, numbers and booleans")
-    return parameters
+def _decode_raw(body: memoryview, signature: ModelSignature) -> InferRequest:
+    if len(signature.inputs) != 1:
+        raise InvalidRequestError(f"{HEADER_LENGTH} 0 needs a model with one input, not {len(signature.inputs)} inputs")
+    spec = signature.inputs[0]
+    if -1 in spec.item_shape:
+        raise InvalidRequestError(f"{HEADER_LENGTH} 0 needs a fixed shape, the model's is {shape_text(spec.shape)}")
+    if spec.datatype == "BYTES":  # the body is one element, without the length that precedes it elsewhere
+        shape = (1,) * len(spec.shape)
+        data: Array = np.empty(shape, dtype=object)
+        data[...] = bytes(body)
+    else:
+        shape = (1, *spec.item_shape)
+        data = array_from_bytes(body, spec.datatype, shape, spec.name)
+    return InferRequest(id="", inputs=(InputTensor(spec.name, spec.datatype, shape, data),), binary_output=True)
 
 
-def _flag(parameters: dict[str, Parameter], key: str, owner: str, default: bool = False) -> bool:
+def _decode_inputs(
+    items: list[_Input[Any]], body: memoryview, offset: int, find: FindWindow | None
+) -> tuple[list[InputTensor], int]:
+    """The inputs, and where the bytes of the binary ones end, which begin at `offset` of the body."""
+    tensors: list[InputTensor] = []
+    bytes_elements = 0
+    for item in items:
+        name, datatype, owner = item.name, item.datatype, f"input '{item.name}'"
+        check_datatype(datatype, name)
+        shape = _part(item.shape, _SHAPE, f"'shape' of {owner}") or ()
+        parameters = _part(item.parameters, _PARAMETERS, f"'parameters' of {owner}") or {}
+        window = find_window(parameters, owner, find)
+        size = parameters.get("binary_data_size")
+        if (item.data is not UNSET) + (size is not None) + (window is not None) != 1:
+            raise InvalidRequestError(f"{owner} must have exactly one of 'data', 'binary_data_size' and a region")
+        if datatype == "BYTES" and item.data is UNSET:  # those of JSON are bounded by its length
+            bytes_elements = add_bytes_elements(bytes_elements, shape, name)
+        if window is not None:
+            data = window_array(window, datatype, shape, name)
+        elif size is None:
+            data = array_from_json(item.data, datatype, shape, name)
+        else:
+            if type(size) is not int or size < 0:
+                raise InvalidRequestError(f"'binary_data_size' of {owner} must be a whole number ≥ 0")
+            if offset + size > body.nbytes:
+                left = body.nbytes - offset
+                raise InvalidRequestError(f"'binary_data_size' of {owner} is {size}, but only {left} bytes are left")
+            data = array_from_bytes(body[offset : offset + size], datatype, shape, name)
+            offset += size
+        tensors.append(InputTensor(name, datatype, shape, data, window))
+    return tensors, offset
+
+
+def _decode_output(item: _Output, binary_default: bool, find: FindWindow | None) -> RequestedOutput:
+    owner, parameters = f"output '{item.name[:64]}'", item.parameters or {}
+    check_classification(parameters, owner)
+    window = find_window(parameters, owner, find)
+    return RequestedOutput(item.name, _flag(parameters, "binary_data", owner, binary_default), window)
+
+
+def _flag(parameters: Mapping[str, Parameter], key: str, owner: str, default: bool = False) -> bool:
     value = parameters.get(key, default)
     if not isinstance(value, bool):
         raise InvalidRequestError(f"'{key}' of {owner} must be true or false")
     return value
-
-
-def _request_id(document: dict[str, Any]) -> str:
-    request_id = document.get("id", "")
-    if not isinstance(request_id, str):
-        raise InvalidRequestError("'id' must be a string")
-    if len(request_id) > MAX_ID_CHARACTERS:
-        raise InvalidRequestError(f"'id' has {len(request_id)} characters, at most {MAX_ID_CHARACTERS} are taken")
-    if not request_id.isascii():
-        try:
-            request_id.encode()
-        except UnicodeEncodeError as exc:
-            raise InvalidRequestError("'id' is not valid Unicode") from exc
-    return request_id

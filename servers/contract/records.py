@@ -1,44 +1,147 @@
-"""An inference request and its answer as data, the same for every door and every way a tensor can arrive."""
+"""Inference requests and responses as data, for HTTP, gRPC and shared memory alike, and their check by the model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from servers.contract.shared_memory import RegionReference, RegionWindow
-from servers.contract.tensors import Array
+from servers.contract.errors import InvalidRequestError
+from servers.contract.tensors import Array, TensorSpec
 
 Parameter = str | int | float | bool
+
+REGION = "shared_memory_region"
+BYTE_SIZE = "shared_memory_byte_size"
+OFFSET = "shared_memory_offset"
+MAX_REGION_NAME_CHARACTERS = 256
+
+
+def shown(name: str) -> str:
+    """A client's name in a message: escaped, and never longer than a line."""
+    return repr(name if len(name) <= 64 else name[:61] + "...")
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape as the protocol's JSON writes it: [1,3,224,224]."""
+    return "[" + ",".join(map(str, shape)) + "]"
+
+
+@dataclass(frozen=True, slots=True)
+class RegionReference:
+    """A piece of a shared-memory region as a request names it, in bytes from the region's beginning."""
+
+    region: str
+    byte_size: int
+    offset: int
+
+    def as_parameters(self) -> dict[str, str | int]:
+        parameters: dict[str, str | int] = {REGION: self.region, BYTE_SIZE: self.byte_size}
+        return {**parameters, OFFSET: self.offset} if self.offset else parameters
+
+
+class Region(Protocol):
+    """Registered shared memory of the system or of a GPU. Every method raises `ContractError`."""
+
+    name: str
+    byte_size: int
+    on_device: bool
+    """The memory is a GPU's, so `write` blocks."""
+
+    def check(self) -> None:
+        """Raises if the memory is known to be gone."""
+
+    def read(self, offset: int, destination: Array) -> None:
+        """Fill `destination`, a contiguous array of bytes."""
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Copy `data` into the region."""
+
+
+@dataclass(eq=False, slots=True)
+class Window:
+    """The piece of a region that one request names. An input is copied from it once, into memory of the server.
+
+    `allocate` returns that memory, or raises `ContractError` where the server's limits forbid it.
+    """
+
+    region: Region
+    reference: RegionReference
+    allocate: Callable[[int], Array]
+    _input: Array | None = None
+
+    def view(self) -> memoryview:
+        """The memory that `fetch` fills. Raises `ContractError`."""
+        return self._host().data
+
+    def fetch(self) -> None:
+        """Copy the region's present bytes to `view`; blocks. Raises `ContractError` if the region is gone."""
+        self.region.read(self.reference.offset, self._host())
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write an output; blocks for a GPU's memory. Raises `ContractError`, also when the output does not fit."""
+        if len(data) > self.reference.byte_size:
+            raise InvalidRequestError(
+                f"the output has {len(data)} bytes, but the request gives it {self.reference.byte_size} bytes"
+            )
+        self.region.write(self.reference.offset, data)
+
+    def _host(self) -> Array:
+        if self._input is None:
+            self.region.check()
+            self._input = self.allocate(self.reference.byte_size)
+        return self._input
+
+
+FindWindow = Callable[[RegionReference], Window]
+"""Raises `ContractError` for an unknown region and for a piece outside of it."""
+
+
+def parse_reference(parameters: Mapping[str, object], owner: str) -> RegionReference | None:
+    """None where the parameters name no region. Raises `InvalidRequestError`."""
+    region = parameters.get(REGION)
+    if region is None:
+        if BYTE_SIZE in parameters or OFFSET in parameters:
+            raise InvalidRequestError(f"{owner} has a shared-memory size or offset, but no '{REGION}'")
+        return None
+    if not isinstance(region, str) or not 0 < len(region) <= MAX_REGION_NAME_CHARACTERS:
+        raise InvalidRequestError(f"'{REGION}' of {owner} must have 1 to {MAX_REGION_NAME_CHARACTERS} characters")
+    byte_size, offset = parameters.get(BYTE_SIZE), parameters.get(OFFSET, 0)
+    if type(byte_size) is not int or byte_size < 1:
+        raise InvalidRequestError(f"'{BYTE_SIZE}' of {owner} must be a whole number ≥ 1")
+    if type(offset) is not int or offset < 0:
+        raise InvalidRequestError(f"'{OFFSET}' of {owner} must be a whole number ≥ 0")
+    return RegionReference(region, byte_size, offset)
 
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """One input as it came.
+    """One input as it arrived.
 
-    `data` has exactly `shape` and the dtype that `datatype` names (an object array of `bytes` for BYTES). It may be
-    a read-only or unaligned view over the receive buffer, so whoever holds it keeps that buffer alive. With a `window`
-    it is to come from shared memory: reading it needs the window's `fetch` before, and for BYTES `read_elements`.
+    `data` has exactly `shape` and the dtype of `datatype` (an object array of `bytes` for BYTES). It may be a read-only
+    or unaligned view over the receive buffer, so its holder keeps that buffer alive. With a `window` its bytes are in
+    shared memory: call the window's `fetch` before reading it, and `read_elements` for BYTES.
     """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     data: Array
-    window: RegionWindow | None = None
+    window: Window | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """One output that the client named, and whether it wants it as bytes rather than JSON, or in shared memory."""
+    """One output that the client asked for: as JSON, as bytes (`binary`) or in shared memory (`window`)."""
 
     name: str
     binary: bool
-    window: RegionWindow | None = None
+    window: Window | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A request that is well-formed; whether it fits a model is for `ModelSignature.validate` to say.
+    """A well-formed request, not yet checked against a model.
 
     `outputs` is None when the client named none: it then gets all of them, as bytes if `binary_output`.
     """
@@ -52,10 +155,7 @@ class InferRequest:
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One output of an answer; `binary` says how it is to travel over HTTP.
-
-    With a `reference` it lies in shared memory already, and the answer only says where.
-    """
+    """One output of a response. With a `reference` its bytes are in shared memory, and the response only says where."""
 
     name: str
     datatype: str
@@ -66,9 +166,78 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class InferResponse:
-    """An answer; `id` is the request's own and empty when it gave none."""
+    """A response; `id` is the request's, empty when it had none."""
 
     model_name: str
     model_version: str
     id: str
     outputs: tuple[OutputTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSignature:
+    """The part of a model that a request is checked against."""
+
+    name: str
+    version: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_batch_size: int
+
+    def validate(self, request: InferRequest) -> tuple[int, Mapping[str, Array]]:
+        """The number of items and the inputs by name. Raises `InvalidRequestError` at the first contradiction."""
+        specs = {spec.name: spec for spec in self.inputs}
+        arrays: dict[str, Array] = {}
+        rows: int | None = None
+        for tensor in request.inputs:
+            spec = specs.get(tensor.name)
+            if spec is None:
+                raise InvalidRequestError(
+                    f"unexpected inference input {shown(tensor.name)} for model '{self.name}', "
+                    f"expected {', '.join(map(repr, specs))}"
+                )
+            if tensor.name in arrays:
+                raise InvalidRequestError(f"input '{tensor.name}' is given more than once")
+            if tensor.datatype != spec.datatype:
+                raise InvalidRequestError(
+                    f"inference input '{tensor.name}' data-type is '{tensor.datatype}', "
+                    f"but model '{self.name}' expects '{spec.datatype}'"
+                )
+            self._check_shape(spec, tensor.shape)
+            if rows not in (None, tensor.shape[0]):
+                raise InvalidRequestError(f"inputs have different batch sizes, {rows} and {tensor.shape[0]}")
+            rows = tensor.shape[0]
+            arrays[tensor.name] = tensor.data
+        missing = [name for name in specs if name not in arrays]
+        if missing or rows is None:
+            raise InvalidRequestError(
+                f"expected {len(specs)} inputs but got {len(arrays)} inputs for model '{self.name}', "
+                f"missing {', '.join(map(repr, missing))}"
+            )
+        self._check_outputs([output.name for output in request.outputs or ()])
+        return rows, arrays
+
+    def _check_shape(self, spec: TensorSpec, shape: tuple[int, ...]) -> None:
+        if len(shape) != len(spec.shape) or any(
+            wanted not in (-1, got) for wanted, got in zip(spec.shape, shape, strict=True)
+        ):
+            raise InvalidRequestError(
+                f"unexpected shape for input '{spec.name}' for model '{self.name}', "
+                f"expected {shape_text(spec.shape)}, got {shape_text(shape)}"
+            )
+        if not 1 <= shape[0] <= self.max_batch_size:
+            raise InvalidRequestError(
+                f"inference request batch-size must be between 1 and {self.max_batch_size} for '{self.name}', "
+                f"got {shape[0]}"
+            )
+
+    def _check_outputs(self, names: list[str]) -> None:
+        known = [spec.name for spec in self.outputs]
+        for name in names:
+            if name not in known:
+                raise InvalidRequestError(
+                    f"unexpected inference output {shown(name)} for model '{self.name}', "
+                    f"expected {', '.join(map(repr, sorted(known)))}"
+                )
+        if len(set(names)) < len(names):
+            raise InvalidRequestError("an output is requested more than once")

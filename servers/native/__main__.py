@@ -1,4 +1,4 @@
-"""`python -m servers.native`: the server process. Binds its port first; what is slow is imported after that."""
+"""`python -m servers.native`: the server process. It binds its port before it imports anything slow."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import sys
 
 
 def main() -> int:
-    """The process's exit status: 0 after SIGTERM, 1 when it cannot serve."""
-    # Until the server listens to signals, Ctrl-C ends the process as SIGTERM does, without a traceback of the imports.
+    """Serve, and return the exit status: 0 after SIGTERM, 1 when the server cannot serve."""
+    # Until the server handles signals, Ctrl-C ends the process without a traceback, as SIGTERM does.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Read by libgomp when torch loads it. By default its threads spin while they wait for each other, and one busy
-    # neighbour (the client, on a small machine) makes an inference wait whole time slices: measured on two cores
-    # beside other work, batch 1, 1,332 ms spinning against 164 ms sleeping. ONNX Runtime's threads do not spin here
-    # either, so neither arm has the advantage.
+    # For libgomp, which torch loads. By default its threads spin while they wait for each other, and one busy neighbour
+    # (the client, on a small machine) makes an inference wait whole time slices: batch 1 took 1,332 ms spinning and
+    # 164 ms sleeping on two cores beside other work. ONNX Runtime's threads do not spin here either.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from pydantic import ValidationError
@@ -51,5 +50,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: a load that cannot be interrupted would keep the process, or crash in its half-removed modules.
+    # Not sys.exit: a load that cannot be interrupted would keep the process alive, or crash in unloaded modules.
     os._exit(status)

@@ -2,9 +2,9 @@
 
 The oldest request waits at most `max_queue_delay_us` for others to join it; a batch starts as soon as it is full, and
 while the engine is busy the queue fills the next one. Requests keep their order, are never split, and are merged only
-when their items have the same shapes. Front ends hand over references to arrays, never copies, and keep the memory
-under them unchanged until the request is complete. The batcher knows no event loop: `on_complete` is called in the
-engine thread, once for each executed batch and once for those dropped before it.
+when their items have the same shapes. Front ends pass references to arrays, not copies, and keep the memory unchanged
+until the request is complete. `on_complete` is called in the engine thread, once per executed batch and once for the
+requests dropped before it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import structlog
 
 from servers.contract.errors import ContractError, InternalError
-from servers.contract.shared_memory import RegionWindow
+from servers.contract.records import Window
 from servers.contract.tensors import Array
 from servers.engines.interface import Engine, staging_of
 from servers.native.errors import (
@@ -34,52 +35,35 @@ from servers.native.statistics import Statistics
 
 log = structlog.get_logger("abserve.batcher")
 
-FAILED = "inference failed on the server, its log has the cause"
+FAILED = "inference failed on the server, the server's log has the cause"
 _NOTHING: Mapping[str, Array] = {}
 
 BatchKey = Sequence[tuple[str, tuple[int, ...]]]
 
 
 def batch_key(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> BatchKey:
-    """What requests must have in common to share a batch: the inputs' names and the shapes of their items."""
+    """Requests with the same key can share a batch: the inputs' names and the shapes of their items."""
     return [(name, shape[1:]) for name, shape in shapes]
 
 
+@dataclass(eq=False, slots=True)
 class QueuedRequest:
-    """One request on its way through the queue. Complete when `outputs` or `error` is set, which happens once."""
+    """One request on its way through the queue, complete when `outputs` or `error` is set, which happens once.
 
-    __slots__ = (
-        "deadline_ns",
-        "enqueued_ns",
-        "error",
-        "inputs",
-        "key",
-        "outputs",
-        "rows",
-        "taken",
-        "waiter",
-        "windows",
-    )
+    `waiter` is a `Waiter` (see inference.py), which the batcher never calls. `windows` are those of inputs in shared
+    memory, fetched right before they are read. `taken` means claimed for a batch, expired or withdrawn.
+    """
 
-    def __init__(
-        self,
-        inputs: Mapping[str, Array],
-        rows: int,
-        deadline_ns: int | None,
-        waiter: Any,
-        windows: Sequence[RegionWindow] = (),
-        key: BatchKey | None = None,
-    ) -> None:
-        self.inputs = inputs
-        self.rows = rows
-        self.deadline_ns = deadline_ns
-        self.waiter = waiter  # a `Waiter` (see inference.py), which the batcher never calls
-        self.windows = windows  # shared memory that inputs lie in, to be fetched right before they are read
-        self.key = key or batch_key((name, array.shape) for name, array in inputs.items())
-        self.enqueued_ns = 0
-        self.taken = False  # claimed for a batch, expired or withdrawn
-        self.outputs: Mapping[str, Array] | None = None
-        self.error: ContractError | None = None
+    inputs: Mapping[str, Array]
+    rows: int
+    key: BatchKey
+    deadline_ns: int | None
+    waiter: Any
+    windows: Sequence[Window] = ()
+    enqueued_ns: int = 0
+    taken: bool = False
+    outputs: Mapping[str, Array] | None = None
+    error: ContractError | None = None
 
     @property
     def complete(self) -> bool:
@@ -87,12 +71,12 @@ class QueuedRequest:
         return self.outputs is not None or self.error is not None
 
     def drop_inputs(self) -> None:
-        """Nobody reads them any more. A withdrawn request can stay in the queue for long; its memory must not."""
+        """Free the inputs: a withdrawn request can stay in the queue for long, but its memory must not."""
         self.inputs = _NOTHING
         self.windows = ()
 
     def fetch(self) -> ContractError | None:
-        """Have the inputs in shared memory where they can be read; blocks while they are copied from a device."""
+        """Copy the inputs out of shared memory; returns the error if that fails."""
         try:
             for window in self.windows:
                 window.fetch()
@@ -102,11 +86,10 @@ class QueuedRequest:
 
 
 class Staging:
-    """The host memory that merged batches are assembled in: `rows` rows for each input and item shape seen.
+    """The host memory in which merged batches are assembled: `rows` rows for each input and item shape seen.
 
-    Its content is valid until the next `gather`, so the engine must be done with it by then, which the single engine
-    thread ensures. `engines` is memory of the engine itself, by input name: what is assembled there it need not copy
-    again before the device fetches it.
+    Its content is valid until the next `gather`; the single engine thread is done with it by then. `engines` is the
+    engine's own memory by input name: a batch assembled there is not copied again before the device fetches it.
     """
 
     def __init__(self, rows: int, engines: Mapping[str, Array] = _NOTHING) -> None:
@@ -115,9 +98,9 @@ class Staging:
         self._own: dict[tuple[str, tuple[int, ...], str], Array] = {}
 
     def gather(self, requests: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
-        """The requests' rows below each other, C-contiguous and aligned.
+        """The requests' rows one after the other, C-contiguous and aligned.
 
-        A single request that is so already is passed on; anything else is copied exactly once.
+        A single request that is so already is passed on; everything else is copied exactly once.
         """
         first = requests[0]
         if len(requests) == 1 and all(array.flags.c_contiguous and array.flags.aligned for array in first.values()):
@@ -133,26 +116,22 @@ class Staging:
         return memory[:row]
 
     def _memory(self, name: str, item_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-        engines = self._engines.get(name)
-        if engines is not None and _fits(engines, self._rows, item_shape, dtype):
-            return engines
+        memory = self._engines.get(name)
+        if memory is not None and (memory.shape[1:], memory.dtype) == (item_shape, dtype) and len(memory) >= self._rows:
+            return memory
         key = (name, item_shape, dtype.str)
         own = self._own.get(key)
         if own is None:
             own = np.empty((self._rows, *item_shape), dtype)
-            if len(self._own) < 8:  # variable shapes must not collect memory for ever
+            if len(self._own) < 8:  # variable shapes must not accumulate memory
                 self._own[key] = own
         return own
 
 
-def _fits(memory: Array, rows: int, item_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> bool:
-    return memory.shape[1:] == item_shape and memory.dtype == dtype and len(memory) >= rows
-
-
 class Batcher:
-    """Owns the engine thread from `start` to `stop`; `prepare` runs in it first and gives the loaded engine.
+    """Owns the engine thread from `start` to `stop`.
 
-    A request counts as waiting until it is claimed for a batch, expired or withdrawn, wherever it is held.
+    A request counts as waiting until it is claimed for a batch, expired or withdrawn.
     """
 
     def __init__(
@@ -162,7 +141,7 @@ class Batcher:
         on_complete: Callable[[Sequence[QueuedRequest]], None],
         on_broken: Callable[[], None],
     ) -> None:
-        """`on_broken` is called once, in the engine thread, when the engine cannot execute anything any more."""
+        """`on_broken` is called once, in the engine thread, when the engine cannot execute even zeros any more."""
         self._max_batch_size = settings.max_batch_size
         self._max_queue_delay_ns = settings.max_queue_delay_us * 1000
         self._queue_size = settings.queue_size
@@ -170,16 +149,16 @@ class Batcher:
         self._on_complete = on_complete
         self._on_broken = on_broken
         self._broken = False
-        self._queue: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()  # None: nothing comes any more
+        self._queue: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()  # None is the last item
         self._lock = threading.Lock()  # guards the two below, and `taken` of every request
         self._closed = False
         self.waiting = 0
-        """Requests in the queue, not those being executed."""
+        """Requests in the queue, without those being executed."""
         self._held: QueuedRequest | None = None  # taken from the queue, did not fit the last batch
         self._thread: threading.Thread | None = None
 
     def start(self, prepare: Callable[[], Engine | None]) -> None:
-        """Begin: `prepare` loads the engine in the engine thread; None means that it failed and has said so."""
+        """`prepare` loads the engine, in the engine thread; it returns None when that failed."""
         self._thread = threading.Thread(target=self._run, args=(prepare,), name="engine", daemon=True)
         self._thread.start()
 
@@ -195,7 +174,7 @@ class Batcher:
             self._queue.put(request)
 
     def withdraw(self, request: QueuedRequest) -> bool:
-        """Take a request back; any thread. True if the engine will not see it and `on_complete` will not name it."""
+        """Take a request back; any thread. True if the engine and `on_complete` will not get it."""
         with self._lock:
             if request.taken:
                 return False
@@ -227,7 +206,7 @@ class Batcher:
             engine.close()
 
     def _collect(self) -> list[QueuedRequest]:
-        """The next batch, empty when the batcher is to stop; some requests may have been withdrawn meanwhile."""
+        """The next batch, empty when the batcher is to stop; some of its requests may have been withdrawn."""
         first = self._held or self._queue.get()
         self._held = None
         while first is not None and first.taken:
@@ -260,7 +239,7 @@ class Batcher:
         return batch
 
     def _claim(self, batch: Sequence[QueuedRequest]) -> list[QueuedRequest]:
-        """Those of the batch that are still wanted; from here on they can no longer be withdrawn."""
+        """The batch without withdrawn and expired requests; the others can no longer be withdrawn."""
         now_ns = time.perf_counter_ns()
         wanted: list[QueuedRequest] = []
         expired: list[QueuedRequest] = []
@@ -287,8 +266,8 @@ class Batcher:
             gathered_ns = time.perf_counter_ns()
             outputs = engine.infer(inputs)
             inferred_ns = time.perf_counter_ns()
-            del inputs  # one request's own, whose memory goes back with its answer
-            for request in requests:  # the engine thread itself keeps its last batch until the next one comes
+            del inputs  # the memory of a single request goes back with its response
+            for request in requests:  # this thread refers to its last batch until the next one comes
                 request.drop_inputs()
             _distribute(outputs, requests, rows)
             end_ns = time.perf_counter_ns()
@@ -307,7 +286,7 @@ class Batcher:
             self._on_complete(requests)
 
     def _check_engine(self, engine: Engine) -> None:
-        """After a batch that failed: was it the batch, or the engine? A lost GPU fails every batch from then on."""
+        """After a failed batch: execute zeros, which fails if the engine and not the batch was the cause."""
         if self._broken:
             return
         try:
@@ -318,8 +297,8 @@ class Batcher:
             self._on_broken()
 
     def _fetch(self, claimed: Sequence[QueuedRequest]) -> Sequence[QueuedRequest]:
-        """Those whose inputs can be read; the others are answered."""
-        if not any([request.windows for request in claimed]):  # noqa: C419  faster, and for every batch
+        """The requests whose inputs can be read; the others are refused."""
+        if not any([request.windows for request in claimed]):  # noqa: C419  faster, and runs for every batch
             return claimed
         errors = [request.fetch() for request in claimed]
         for request, error in zip(claimed, errors, strict=True):
@@ -336,7 +315,7 @@ class Batcher:
 
 
 def _distribute(outputs: Mapping[str, Array], requests: Sequence[QueuedRequest], rows: int) -> None:
-    """Give each request its own rows, as views. Raises `ValueError` when the engine returned another number."""
+    """Give each request views of its rows. Raises `ValueError` when the engine returned another number of rows."""
     for name, array in outputs.items():
         if array.shape[:1] != (rows,):
             raise ValueError(f"the engine returned {name!r} with shape {array.shape} for a batch of {rows}")

@@ -4,18 +4,75 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
+from pydantic import ValidationError
 
 from servers.defaults import ARTEFACTS
-from servers.native.settings import NativeSettings
-from servers.options import takes_settings
+from servers.engines.factory import KINDS_WITH_FILE
+from servers.engines.interface import EngineError
+from servers.export.errors import ExportError
+from servers.launch_plan import LaunchPlan, host_in_url
+from servers.models.atomic_folder import FolderError
+from servers.models.registry import UnknownModelError, get_variants
+from servers.models.specification import ModelSpecification
+from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
+from servers.native.listener import ListenerError, bind, check_free
+from servers.native.settings import NativeSettings, to_argv
+from servers.options import takes_settings, validation_sentence
 
-if TYPE_CHECKING:
-    from servers.models.specification import ModelSpecification
-    from servers.native.launch import Launch
+Artefact = tuple[Path, dict[str, object] | None]
+"""An exported file and its manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Checked options: the settings are valid and the ports were free a moment ago."""
+
+    settings: NativeSettings
+    specifications: tuple[ModelSpecification, ...]
+    weights: WeightsSource
+
+    @property
+    def needs_artefacts(self) -> tuple[ModelSpecification, ...]:
+        """The models whose exported file the engine executes; JPEG and UINT8 share theirs."""
+        if self.settings.engine not in KINDS_WITH_FILE:
+            return ()
+        return tuple({s.executed.name: s.executed for s in self.specifications}.values())
+
+    def plan(self, artefacts: Mapping[str, Artefact]) -> LaunchPlan:
+        """How to start the process; `artefacts` has one entry for each name in `needs_artefacts`."""
+        paths = {s.payload: artefacts[s.name][0] for s in self.needs_artefacts}
+        settings = self.settings.model_copy(
+            update={"artefact": paths.get("fp32"), "artefact_uint8": paths.get("uint8")}
+        )
+        first = self.specifications[0]
+        host = host_in_url(settings.host)
+        url = f"http://{host}:{settings.http_port}"
+        return LaunchPlan(
+            argv=(sys.executable, "-m", "servers.native", *to_argv(settings)),
+            env={},
+            http_url=url,
+            grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,
+            metrics_url=f"{url}/metrics",
+            model=first.name,
+            title=f"native {settings.engine} {settings.precision}",
+            artefact=artefacts[first.executed.name][1] if artefacts else None,
+        )
+
+
+def check(options: Mapping[str, Any]) -> Launch:
+    """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
+    settings = NativeSettings(**options)
+    specifications = get_variants(settings.model, settings.payloads)
+    weights = pin(parse_weights(settings.weights), specifications[0].find_pretrained)
+    bind(settings.host, settings.http_port).close()
+    check_free(settings.host, settings.grpc_port, "--grpc-port")
+    return Launch(settings.model_copy(update={"weights": weights.text}), specifications, weights)
 
 
 @takes_settings(NativeSettings)
@@ -30,45 +87,35 @@ def serve_native(
     **options: object,
 ) -> None:
     """Serve a model over the Open Inference Protocol, with PyTorch or ONNX Runtime inside."""
-    from servers.native.launch import LaunchError, check
-
     try:
         launch = check(options)
-        plan = launch.plan(
-            {
-                specification.name: _artefact(launch, specification, artefacts)
-                for specification in launch.needs_artefacts
-            }
-        )
-    except LaunchError as error:
-        typer.echo(f"abserve serve native: {error}", err=True)
-        raise typer.Exit(1) from error
+        plan = launch.plan({model.name: _artefact(launch, model, artefacts) for model in launch.needs_artefacts})
+    except ValidationError as error:
+        _fail(validation_sentence(error), error)
+    except (UnknownModelError, WeightsError, ListenerError, ExportError, EngineError, FolderError) as error:
+        _fail(str(error), error)
     if print_launch:
         sys.stdout.buffer.write(plan.to_json())
         return
     sys.stdout.flush()
-    os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})  # the server gets our PID and our signals
+    os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})  # the server gets this process's PID and signals
 
 
-def _artefact(launch: Launch, specification: ModelSpecification, root: Path) -> tuple[Path, dict[str, object] | None]:
-    """The exported file, made first when it is missing, and its manifest. Raises `LaunchError`."""
-    from servers.engines.interface import EngineError
-    from servers.export.artefacts import executed_file
-    from servers.export.errors import ExportError
-    from servers.models.atomic_folder import FolderError
-    from servers.models.weights import WeightsError
-    from servers.native.launch import LaunchError
+def _artefact(launch: Launch, specification: ModelSpecification, root: Path) -> Artefact:
+    """The exported file, made first when it is missing, and its manifest."""
+    from servers.export.artefacts import executed_file  # not above: it imports an engine
 
-    settings = launch.settings
-    try:
-        found = executed_file(
-            settings.engine,
-            settings.precision,
-            specification,
-            launch.weights,
-            root,
-            progress=lambda step: typer.echo(step, err=True),
-        )
-    except (ExportError, WeightsError, EngineError, FolderError) as exc:
-        raise LaunchError(str(exc)) from exc
+    found = executed_file(
+        launch.settings.engine,
+        launch.settings.precision,
+        specification,
+        launch.weights,
+        root,
+        progress=lambda step: typer.echo(step, err=True),
+    )
     return found.path.absolute(), None if found.manifest is None else found.manifest.to_dict()
+
+
+def _fail(message: str, cause: Exception) -> NoReturn:
+    typer.echo(f"abserve serve native: {message}", err=True)
+    raise typer.Exit(1) from cause

@@ -1,14 +1,14 @@
 """CUDA shared memory that clients have registered: device memory of another process, opened by its IPC handle.
 
-The engines take their batches from host memory, so an input is copied from the device to the host in the engine thread
-right before its batch is gathered, and an output back in a worker thread before its answer is sent. Each copy counts as
-a use of the region: its handle is closed when it is unregistered and no copy is under way, and whoever unregistered it
-is answered after that, so that a client may then free its memory.
+The engines take their batches from host memory. So the engine thread copies an input from the device to the host right
+before its batch is gathered, and a worker thread copies an output back before its answer is sent. A region's handle is
+closed when the region is unregistered and no copy uses it; the call that unregisters it returns after that, so that the
+client may then free its memory.
 
-Every call of the driver makes the device's primary context current on its thread, which is the one that torch and ONNX
-Runtime use, and takes it away again, so that an engine finds its thread as it left it.
+Every driver call makes the device's primary context, which torch and ONNX Runtime use too, current on its thread, and
+removes it again, so that an engine finds its thread unchanged.
 
-A handle is a secret of its owner, as a key of system shared memory is: no message and no status has one.
+A handle is a secret of its owner, like the key of system shared memory: no message and no status shows one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import numpy as np
 import structlog
 
 from servers.contract.errors import InternalError, InvalidRequestError, UnsupportedError
+from servers.contract.records import shown
 from servers.contract.tensors import Array
 from servers.gpu.cuda_library import CudaError, CudaLibrary
-from servers.native.served_models import shown
 
 log = structlog.get_logger("abserve.cuda")
 
@@ -65,18 +65,19 @@ class _Device:
     context: c_void_p
     reading: c_void_p
     writing: c_void_p
-    """Streams of our own: a copy waits for no engine's kernels, and reading for no writing."""
+    """Streams of its own: a copy does not wait for an engine's kernels, nor reading for writing."""
 
 
 class CudaDriver:
-    """An initialised driver; any thread. Addresses and sizes are in bytes, devices numbered as this process sees them.
+    """An initialised driver, for any thread. Sizes are in bytes; devices are numbered as this process sees them.
 
     A device's primary context is kept from its first use until the process ends.
     """
 
     def __init__(self) -> None:
-        """Raises `CudaError` unless the driver's library is there and sees a device; may take a second."""
+        """Takes up to a second. Raises `CudaError` unless the driver's library exists and sees a device."""
         self._library = CudaLibrary(_SIGNATURES)
+        self._call = self._library.call
         self.device_count = self._library.count()
         if self.device_count < 1:
             raise CudaError("the driver sees no device")
@@ -84,23 +85,22 @@ class CudaDriver:
         self._lock = threading.Lock()
 
     def open(self, device: int, handle: bytes) -> int:
-        """Map what another process has exported; its address here. Raises `CudaError`."""
+        """Map memory that another process exported, and return its address here. Raises `CudaError`."""
         address = _POINTER()
         with self._current(device):
-            self._call(
-                "cuIpcOpenMemHandle_v2", byref(address), _Handle.from_buffer_copy(handle), _LAZY_ENABLE_PEER_ACCESS
-            )
+            own_handle = _Handle.from_buffer_copy(handle)
+            self._call("cuIpcOpenMemHandle_v2", byref(address), own_handle, _LAZY_ENABLE_PEER_ACCESS)
         return address.value
 
     def bytes_behind(self, device: int, address: int) -> int:
-        """How many bytes the allocation has from this address on. Raises `CudaError`."""
+        """How many bytes of the allocation follow this address. Raises `CudaError`."""
         base, size = _POINTER(), c_size_t()
         with self._current(device):
             self._call("cuMemGetAddressRange_v2", byref(base), byref(size), address)
         return base.value + size.value - address
 
     def close(self, device: int, address: int) -> None:
-        """Unmap what `open` has mapped; nothing may use it. Raises `CudaError`."""
+        """Unmap what `open` mapped, once nothing uses it. Raises `CudaError`."""
         with self._current(device):
             self._call("cuIpcCloseMemHandle", address)
 
@@ -141,17 +141,14 @@ class CudaDriver:
             self._devices[index] = _Device(context, reading, writing)
             return self._devices[index]
 
-    def _call(self, name: str, *arguments: object) -> None:
-        self._library.call(name, *arguments)
-
 
 class CudaAccess:
-    """The driver, loaded when somebody first needs it; any thread."""
+    """Loads the driver at its first use; any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._driver: CudaDriver | None = None
-        self._told = False
+        self._logged = False
 
     def driver(self) -> CudaDriver:
         """Blocks for up to a second the first time. Raises `UnsupportedError` where no device answers."""
@@ -160,9 +157,9 @@ class CudaAccess:
                 try:
                     self._driver = CudaDriver()
                 except CudaError as exc:
-                    if not self._told:
+                    if not self._logged:
                         log.info("CUDA shared memory is not offered", reason=str(exc))
-                        self._told = True
+                        self._logged = True
                     raise UnsupportedError(NO_CUDA_MEMORY) from exc
             return self._driver
 
@@ -170,20 +167,15 @@ class CudaAccess:
         """Map a client's memory; blocks. Raises `ContractError`."""
         driver = self.driver()
         if len(handle) != HANDLE_BYTES:
-            raise InvalidRequestError(
-                f"the raw handle of region {shown(name)} must have {HANDLE_BYTES} bytes, got {len(handle)}"
-            )
+            raise InvalidRequestError(f"a raw handle must have {HANDLE_BYTES} bytes, got {len(handle)}")
         if not 0 <= device < driver.device_count:
-            raise InvalidRequestError(
-                f"region {shown(name)} cannot be on GPU {device}: this server sees {driver.device_count} of them, "
-                "numbered from 0"
-            )
+            raise InvalidRequestError(f"GPU {device} does not exist: this server sees {driver.device_count}, from 0 on")
         try:
             address = driver.open(device, handle)
         except CudaError as exc:
             raise InvalidRequestError(
                 f"the raw handle of region {shown(name)} cannot be opened on GPU {device}: give the one that "
-                f"cudaIpcGetMemHandle made in another process of this machine that still runs ({exc})"
+                f"cudaIpcGetMemHandle made in another running process of this machine ({exc})"
             ) from exc
         region = CudaRegion(name, driver, device, address, byte_size)
         try:
@@ -193,14 +185,12 @@ class CudaAccess:
             raise InvalidRequestError(f"the size of region {shown(name)} cannot be read ({exc})") from exc
         if byte_size > available:
             region.close()
-            raise InvalidRequestError(
-                f"region {shown(name)} would end at byte {byte_size} of an allocation of {available} bytes"
-            )
+            raise InvalidRequestError(f"region {shown(name)} ends at byte {byte_size} of an allocation of {available}")
         return region
 
 
 class CudaRegion:
-    """One registered piece of device memory, with the number of those who use it at this moment; any thread."""
+    """A `Region` of device memory, with the number of copies that use it now; any thread."""
 
     on_device = True
 
@@ -216,20 +206,23 @@ class CudaRegion:
         self._closed = threading.Event()
 
     def check(self) -> None:
-        """Nothing can be told before it is read."""
+        """Whether device memory is gone shows only when it is read."""
+
+    def row(self) -> dict[str, object]:
+        """The region as a status shows it, without its handle."""
+        return {"name": self.name, "device_id": self.device, "byte_size": self.byte_size}
 
     def read(self, offset: int, destination: Array) -> None:
-        """Fill `destination`, a contiguous array of bytes; blocks. Raises `InvalidRequestError`."""
+        """See `Region`; blocks."""
         with self._used("its input was read"):
             try:
                 self._driver.read(self.device, self._address + offset, destination.ctypes.data, destination.nbytes)
             except CudaError as exc:
-                raise InvalidRequestError(
-                    f"region {shown(self.name)} cannot be read from GPU {self.device}: is its owner gone? ({exc})"
-                ) from exc
+                message = f"region {shown(self.name)} cannot be read from GPU {self.device}: {exc}"
+                raise InvalidRequestError(message) from exc
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Blocks, so never in the event loop. Raises `ContractError`."""
+        """See `Region`; blocks, so not for the event loop."""
         if not data:
             return
         source = np.frombuffer(data, np.uint8)
@@ -237,12 +230,11 @@ class CudaRegion:
             try:
                 self._driver.write(self.device, self._address + offset, source.ctypes.data, source.nbytes)
             except CudaError as exc:
-                raise InternalError(
-                    f"the output cannot be written to region {shown(self.name)} on GPU {self.device} ({exc})"
-                ) from exc
+                message = f"the output cannot be written to region {shown(self.name)} on GPU {self.device}: {exc}"
+                raise InternalError(message) from exc
 
     def close(self) -> None:
-        """Let nobody use it from now on; returns when the last copy has ended and the handle is closed. Idempotent."""
+        """Refuse new copies; returns when the last copy has ended and the handle is closed. Idempotent."""
         with self._lock:
             idle = self._users == 0 and not self._closing
             self._closing = True
@@ -273,7 +265,7 @@ class CudaRegion:
     def _unmap(self) -> None:
         try:
             self._driver.close(self.device, self._address)
-        except CudaError as exc:  # there is nothing left that anybody could do about it
+        except CudaError as exc:  # nothing can be done about it any more
             log.warning("a CUDA shared-memory region could not be closed", region=shown(self.name), reason=str(exc))
         finally:
             self._closed.set()

@@ -1,4 +1,4 @@
-"""The JSON documents that describe the server and its model, in the shapes that Triton gives them."""
+"""The JSON documents that describe the server and its models, in Triton's shapes; HTTP and gRPC both send them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ from collections.abc import Iterable
 from importlib.metadata import version as package_version
 
 from servers.contract.tensors import TensorSpec
-from servers.native.cuda_regions import CudaRegion
 from servers.native.inference import InferenceService, State
-from servers.native.regions import Region
 
 SERVER_NAME = "abserve-native"
 EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "model_configuration", "model_repository")
-SYSTEM_MEMORY_EXTENSION = "system_shared_memory"
-CUDA_MEMORY_EXTENSION = "cuda_shared_memory"
 
 _REPOSITORY_STATES = {
     State.LOADING: ("LOADING", ""),
@@ -27,13 +23,13 @@ Document = dict[str, object]
 
 
 def server_metadata(*, system_memory: bool, cuda_memory: bool) -> Document:
-    """GET /v2; shared memory is named where a client can register it."""
-    extensions = [*EXTENSIONS, *[SYSTEM_MEMORY_EXTENSION] * system_memory, *[CUDA_MEMORY_EXTENSION] * cuda_memory]
+    """The server; shared memory is listed where a client can register it."""
+    extensions = [*EXTENSIONS, *["system_shared_memory"] * system_memory, *["cuda_shared_memory"] * cuda_memory]
     return {"name": SERVER_NAME, "version": package_version("abserve"), "extensions": extensions}
 
 
 def model_metadata(service: InferenceService) -> Document:
-    """GET /v2/models/M. `platform` is the engine's kind, or empty while it is unknown."""
+    """A model's tensors. `platform` is the engine's kind, empty until it is loaded."""
     signature = service.signature
     return {
         "name": signature.name,
@@ -45,9 +41,9 @@ def model_metadata(service: InferenceService) -> Document:
 
 
 def model_config(service: InferenceService) -> Document:
-    """GET /v2/models/M/config; `parameters` holds what is in effect, read back from the loaded engine.
+    """A model's configuration, with the parameters in effect as the loaded engine reports them.
 
-    Raises `NotReadyError` while nothing is in effect yet.
+    Raises `NotReadyError` until the model is loaded.
     """
     description = service.description
     if description is None:
@@ -86,7 +82,7 @@ def model_config(service: InferenceService) -> Document:
 
 
 def parameters_in_effect(service: InferenceService) -> dict[str, str]:
-    """The engine's settings in effect as text; a setting that means nothing for it is left out."""
+    """The engine's settings in effect as text, without those that do not apply to it."""
     description = service.description
     if description is None:
         return {}
@@ -110,7 +106,7 @@ def parameters_in_effect(service: InferenceService) -> dict[str, str]:
 
 
 def repository_index(services: Iterable[InferenceService], ready_only: bool) -> list[Document]:
-    """POST /v2/repository/index."""
+    """The models and their states."""
     rows = []
     for service in services:
         if ready_only and not service.ready:
@@ -122,25 +118,13 @@ def repository_index(services: Iterable[InferenceService], ready_only: bool) -> 
 
 
 def statistics(services: Iterable[InferenceService]) -> Document:
-    """GET /v2/models/stats, and of one model."""
+    """Triton's statistics of some models."""
     return {
         "model_stats": [
             service.statistics.snapshot().as_model_stats(service.signature.name, service.signature.version)
             for service in services
         ]
     }
-
-
-def region_rows(regions: Iterable[Region]) -> list[Document]:
-    """GET /v2/systemsharedmemory/status. The key is left empty: who knows it may read another client's memory."""
-    return [
-        {"name": region.name, "key": "", "offset": region.offset, "byte_size": region.byte_size} for region in regions
-    ]
-
-
-def cuda_region_rows(regions: Iterable[CudaRegion]) -> list[Document]:
-    """GET /v2/cudasharedmemory/status. A handle is never shown."""
-    return [{"name": region.name, "device_id": region.device, "byte_size": region.byte_size} for region in regions]
 
 
 def _tensor(spec: TensorSpec) -> Document:

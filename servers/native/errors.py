@@ -1,19 +1,20 @@
-"""Why the server turns a request away, beyond what the contract knows.
+"""Why the server refuses a request, beyond the contract's errors, and how each is counted and answered.
 
     ContractError
-    ├── UnavailableError
-    │   ├── NotReadyError        loading, or failed
-    │   ├── QueueFullError       the bounded queue is full
-    │   ├── RequestExpiredError  its timeout passed while it was queued
-    │   │   └── CallDeadlineError    its gRPC call's own deadline did
-    │   ├── SlowClientError      its gRPC message did not arrive in time
-    │   └── ShuttingDownError    accepted work is being finished, new work is not taken
-    └── ClientGoneError          nobody is left to answer; never sent, counted on its own
+    └── UnavailableError
+        ├── NotReadyError            the model is loading, or failed
+        ├── QueueFullError           as many requests wait as the settings allow
+        ├── RequestExpiredError      its timeout, or the server's, passed before the engine took it
+        │   └── CallDeadlineError    the deadline of its gRPC call passed
+        ├── SlowClientError          its gRPC message did not arrive in time
+        └── ShuttingDownError        the server finishes accepted work and takes no new work
 
-`failure_reason` names each for the metrics; each front end maps the contract's types to its own status.
+HTTP may also refuse a request before it is one of the protocol: `HttpError`.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from servers.contract.errors import (
     ContractError,
@@ -31,15 +32,15 @@ class NotReadyError(UnavailableError):
 
 
 class QueueFullError(UnavailableError):
-    """As many requests wait already as the settings allow."""
+    """As many requests wait as the settings allow."""
 
 
 class RequestExpiredError(UnavailableError):
-    """The request's own timeout, or the server's, ended before the engine could take it."""
+    """The request's timeout, or the server's, passed before the engine took it."""
 
 
 class CallDeadlineError(RequestExpiredError):
-    """The deadline that the caller set for its call ended before the engine could take it."""
+    """The deadline of the gRPC call passed before the engine took it."""
 
 
 class SlowClientError(UnavailableError):
@@ -50,30 +51,62 @@ class ShuttingDownError(UnavailableError):
     """The server has been told to stop."""
 
 
-class ClientGoneError(ContractError):
-    """The client closed its connection before the answer."""
+class HttpError(Exception):
+    """A request that HTTP itself refuses and whose connection then ends; `str(error)` is the client's message."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-INTERNAL_ERROR = "internal error, the server's log has it"
+INTERNAL_ERROR = "internal error, the server's log has the cause"
 EXPIRED = "Request timeout expired"
 SHUTTING_DOWN = "the server is shutting down, send the request to another one"
+HOLDS_ENOUGH = "the server holds as many bytes of requests as it may, send this one again later"
 
-_REASONS: tuple[tuple[type[ContractError], str], ...] = (
-    (NotReadyError, "not_ready"),
-    (QueueFullError, "queue_full"),
-    (RequestExpiredError, "expired"),
-    (SlowClientError, "slow_client"),
-    (ShuttingDownError, "shutting_down"),
-    (UnavailableError, "unavailable"),
-    (InvalidRequestError, "invalid_request"),
-    (NotFoundError, "not_found"),
-    (TooLargeError, "too_large"),
-    (UnsupportedError, "unsupported"),
-    (InternalError, "internal"),
+
+class _Outcome(NamedTuple):
+    error: type[ContractError]
+    reason: str
+    http_status: int
+    grpc_status: str
+
+
+_OUTCOMES = (
+    _Outcome(NotReadyError, "not_ready", 503, "UNAVAILABLE"),
+    _Outcome(QueueFullError, "queue_full", 503, "UNAVAILABLE"),
+    _Outcome(CallDeadlineError, "expired", 503, "DEADLINE_EXCEEDED"),
+    _Outcome(RequestExpiredError, "expired", 503, "UNAVAILABLE"),
+    _Outcome(SlowClientError, "slow_client", 503, "UNAVAILABLE"),
+    _Outcome(ShuttingDownError, "shutting_down", 503, "UNAVAILABLE"),
+    _Outcome(UnavailableError, "unavailable", 503, "UNAVAILABLE"),
+    _Outcome(InvalidRequestError, "invalid_request", 400, "INVALID_ARGUMENT"),
+    _Outcome(NotFoundError, "not_found", 404, "NOT_FOUND"),
+    _Outcome(TooLargeError, "too_large", 413, "INVALID_ARGUMENT"),
+    _Outcome(UnsupportedError, "unsupported", 501, "UNIMPLEMENTED"),
+    _Outcome(InternalError, "internal", 500, "INTERNAL"),
 )
-FAILURE_REASONS = tuple(reason for _, reason in _REASONS)
+"""As Triton maps its errors; the first row that fits an error counts."""
+FAILURE_REASONS = tuple(dict.fromkeys(outcome.reason for outcome in _OUTCOMES))
+_HTTP_REASONS = {408: "slow_client", 413: "too_large", 503: "unavailable"}
 
 
-def failure_reason(error: ContractError) -> str:
+def _outcome(error: ContractError) -> _Outcome:
+    return next((outcome for outcome in _OUTCOMES if isinstance(error, outcome.error)), _OUTCOMES[-1])
+
+
+def failure_reason(error: ContractError | HttpError) -> str:
     """The label under which a failed request is counted."""
-    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "internal")
+    if isinstance(error, HttpError):
+        return _HTTP_REASONS.get(error.status, "invalid_request")
+    return _outcome(error).reason
+
+
+def http_status(error: ContractError | HttpError) -> int:
+    """The HTTP status of a failed request."""
+    return error.status if isinstance(error, HttpError) else _outcome(error).http_status
+
+
+def grpc_status(error: ContractError) -> str:
+    """The name of a failed call's gRPC status."""
+    return _outcome(error).grpc_status

@@ -1,9 +1,9 @@
-"""What gRPC sends: a serialised request as an `InferRequest`, an answer as a message, an error as a status.
+"""gRPC messages: a serialised request as an `InferRequest`, and an `InferResponse` as a message.
 
-A request's raw inputs are cut out of its serialised bytes as views, before protobuf sees the rest: protobuf's parser
-would copy them, and so would each access to `raw_input_contents`. The bytes that gRPC has received are therefore what
-the batch is gathered from, or what the engine reads when the request runs alone. Its fields are counted first, too:
-protobuf holds the interpreter until it is done, and a map of millions of parameters took it a minute.
+The raw inputs are cut out of the serialised bytes as views before protobuf parses the rest: its parser would copy them,
+and so would each access to `raw_input_contents`. So a batch is gathered from the bytes that gRPC received, and a
+request that runs alone is read there. The fields are counted before parsing, too: protobuf holds the interpreter until
+it is done, and a map of millions of parameters took it a minute.
 """
 
 from __future__ import annotations
@@ -11,35 +11,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from servers.contract.binary_tensors import (
-    BytesAllowance,
+from servers.contract.codec import MAX_ID_CHARACTERS, check_classification, find_window, window_array
+from servers.contract.errors import InvalidRequestError
+from servers.contract.records import (
+    FindWindow,
+    InferRequest,
+    InferResponse,
+    InputTensor,
+    Parameter,
+    RequestedOutput,
+)
+from servers.contract.tensors import DATATYPES, Array
+from servers.contract.values import (
+    add_bytes_elements,
     array_from_bytes,
     bytes_from_array,
-    check_rank,
+    check_datatype,
     element_count,
+    reshaped,
 )
-from servers.contract.codec import MAX_ID_CHARACTERS, find_window, window_array
-from servers.contract.errors import (
-    ContractError,
-    InternalError,
-    InvalidRequestError,
-    NotFoundError,
-    TooLargeError,
-    UnavailableError,
-    UnsupportedError,
-)
-from servers.contract.records import InferRequest, InferResponse, InputTensor, Parameter, RequestedOutput
-from servers.contract.shared_memory import RegionSource
-from servers.contract.tensors import DATATYPES, Array
-from servers.native.errors import CallDeadlineError
 
 INLINE_BYTES = 16 * 1024
-"""Of a message without its raw inputs: values in longer ones are read in a thread, piece by piece."""
+"""Of a message without its raw inputs: longer ones are decoded in a thread, piece by piece."""
 PIECE_VALUES = 64 * 1024
 """Python's other threads run between two pieces, each of which takes two milliseconds."""
 
@@ -59,36 +56,24 @@ _CONTENTS = {
 }
 
 MAX_TENSORS = 1024
-"""More inputs or outputs than this are refused before anything is made of them."""
+"""More inputs or outputs than this are refused."""
 MAX_FIELDS = 16 * MAX_TENSORS
 UNCOUNTED_BYTES = 64 * 1024
-"""So much is parsed in a millisecond, however many fields it has."""
+"""A message of this size is parsed in a millisecond, however many fields it has."""
 
 _INPUTS, _OUTPUTS, _RAW = 5, 6, 7
 _INPUT_CONTENTS = 5
 _COUNTED_IN: Mapping[int, Any] = {_INPUTS: {_INPUT_CONTENTS: {}}, _OUTPUTS: {}}
-"""Fields whose own fields are counted, too: what is packed into one of them is parsed fast."""
+"""Fields whose own fields are counted, too. Packed values count as one field: they are parsed fast."""
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
-MAX_DETAILS = 1000
-"""Characters: a client takes 8 KiB of trailers, in which one character may need twelve bytes."""
-
-_STATUS: tuple[tuple[type[ContractError], grpc.StatusCode], ...] = (
-    (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
-    (NotFoundError, grpc.StatusCode.NOT_FOUND),
-    (TooLargeError, grpc.StatusCode.INVALID_ARGUMENT),
-    (CallDeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (UnavailableError, grpc.StatusCode.UNAVAILABLE),
-    (UnsupportedError, grpc.StatusCode.UNIMPLEMENTED),
-    (InternalError, grpc.StatusCode.INTERNAL),
-)
-
 
 def parse_message(serialised: bytes) -> tuple[Any, list[memoryview]]:
-    """A ModelInferRequest without its raw inputs, and these as views. Raises `InvalidRequestError`."""
+    """A ModelInferRequest without its raw inputs, and views of these. Raises `InvalidRequestError`."""
     rest, raw = _cut_out_raw(serialised)
-    _check_fields(rest)
+    if len(rest) > UNCOUNTED_BYTES:
+        _count_fields(memoryview(rest), 0, len(rest), _COUNTED_IN, 0)
     try:
         message = service_pb2.ModelInferRequest.FromString(rest)
     except DecodeError as exc:
@@ -98,28 +83,40 @@ def parse_message(serialised: bytes) -> tuple[Any, list[memoryview]]:
     return message, raw
 
 
-def decode_message(message: Any, raw: list[memoryview], regions: RegionSource) -> InferRequest:
-    """What `parse_message` gave, as a request; any thread. Raises `ContractError`."""
+def decode_message(message: Any, raw: list[memoryview], find: FindWindow) -> InferRequest:
+    """The request of a message from `parse_message`; any thread. Raises `ContractError`."""
     if len(message.id) > MAX_ID_CHARACTERS:
-        raise InvalidRequestError(f"'id' has {len(message.id)} characters, at most {MAX_ID_CHARACTERS} are taken")
-    parameters = {_name(item): _parameters(item, _owner("input", item)) for item in message.inputs}
-    carried = [name for name in parameters if "shared_memory_region" not in parameters[name]]
-    if raw and len(raw) != len(carried):
-        raise InvalidRequestError(
-            f"'raw_input_contents' must have one element for each of the {len(carried)} inputs outside shared memory, "
-            f"got {len(raw)}"
-        )
-    if len(parameters) != len(message.inputs):
-        raise InvalidRequestError("an input is given more than once")
+        raise InvalidRequestError(f"'id' has {len(message.id)} characters, the limit is {MAX_ID_CHARACTERS}")
+    parameters = [_parameters(item, _owner("input", item)) for item in message.inputs]
+    carried = sum("shared_memory_region" not in named for named in parameters)
+    if raw and len(raw) != carried:
+        raise InvalidRequestError(f"'raw_input_contents' must have {carried} elements, one per input, got {len(raw)}")
     waiting = iter(raw)
-    allowance = BytesAllowance()
-    inputs = []
-    for item in message.inputs:
-        inputs.append(_input(item, parameters[item.name], waiting if raw else None, regions, allowance))
+    bytes_elements = 0
+    inputs: list[InputTensor] = []
+    for item, named in zip(message.inputs, parameters, strict=True):
+        name, datatype = item.name, item.datatype
+        if not 0 < len(name) <= MAX_ID_CHARACTERS:
+            raise InvalidRequestError(f"an input's name must have 1 to {MAX_ID_CHARACTERS} characters, got {len(name)}")
+        check_datatype(datatype, name)
+        element_count(item.shape, name)  # before the shape, of any length, becomes a tuple
+        shape = tuple(item.shape)
+        if datatype == "BYTES":
+            bytes_elements = add_bytes_elements(bytes_elements, shape, name)
+        window = find_window(named, _owner("input", item), find)
+        if item.HasField("contents") and (raw or window is not None):
+            raise InvalidRequestError(f"input '{name}' has 'contents' and also raw_input_contents or shared memory")
+        if window is not None:
+            data = window_array(window, datatype, shape, name)
+        elif raw:
+            data = array_from_bytes(next(waiting), datatype, shape, name)
+        else:
+            data = reshaped(_typed(item.contents, datatype, element_count(shape, name), name), shape, name)
+        inputs.append(InputTensor(name, datatype, shape, data, window))
     return InferRequest(
         id=message.id,
         inputs=tuple(inputs),
-        outputs=tuple(_output(item, regions) for item in message.outputs) or None,
+        outputs=tuple(_output(item, find) for item in message.outputs) or None,
         binary_output=True,
         parameters=_parameters(message, "the request"),
     )
@@ -132,58 +129,23 @@ def encode_message(response: InferResponse) -> Any:
     )
     for tensor in response.outputs:
         output = message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.data.shape)
-        if tensor.reference is None:
-            message.raw_output_contents.append(bytes_from_array(tensor.data))
-            continue
-        for name, value in tensor.reference.as_parameters().items():
+        message.raw_output_contents.append(b"" if tensor.reference is not None else bytes_from_array(tensor.data))
+        for name, value in tensor.reference.as_parameters().items() if tensor.reference is not None else ():
             if isinstance(value, str):
                 output.parameters[name].string_param = value
             else:
                 output.parameters[name].int64_param = value
-        message.raw_output_contents.append(b"")
     return message
 
 
-def _input(
-    item: Any, parameters: dict[str, Parameter], raw: Any, regions: RegionSource, allowance: BytesAllowance
-) -> InputTensor:
-    check_rank(len(item.shape), item.name)
-    name, datatype, shape = item.name, item.datatype, tuple(item.shape)
-    if datatype not in DATATYPES and datatype != "BYTES":
-        raise InvalidRequestError(f"input '{name}' must have a 'datatype', one of {', '.join(DATATYPES)}, BYTES")
-    if datatype == "BYTES":
-        allowance.take(shape, name)
-    window = find_window(parameters, f"input '{name}'", regions)
-    typed = item.HasField("contents")
-    if typed and (raw is not None or window is not None):
-        raise InvalidRequestError(
-            f"input '{name}' has 'contents' although its data is in raw_input_contents or shared memory"
-        )
-    if window is not None:
-        return InputTensor(name, datatype, shape, window_array(window, datatype, shape, name), window)
-    if raw is not None:
-        return InputTensor(name, datatype, shape, array_from_bytes(next(raw), datatype, shape, name))
-    return InputTensor(name, datatype, shape, _typed(item.contents, datatype, shape, name))
-
-
-def _typed(contents: Any, datatype: str, shape: tuple[int, ...], name: str) -> Array:
+def _typed(contents: Any, datatype: str, count: int, name: str) -> Array:
+    """The values of an input in typed fields; flat."""
     field = _CONTENTS.get(datatype)
     if field is None:
         raise InvalidRequestError(f"input '{name}' is {datatype}, which only raw_input_contents can carry")
     values = getattr(contents, field)
-    count = element_count(shape, name)
     if len(values) != count:
-        raise InvalidRequestError(
-            f"input '{name}' needs {count} elements for its shape, got {len(values)} in '{field}'"
-        )
-    try:
-        return _flat(values, datatype, field, name).reshape(shape)
-    except ValueError as exc:  # dimensions around a zero that NumPy cannot hold
-        raise InvalidRequestError(f"the shape of input '{name}' cannot be represented") from exc
-
-
-def _flat(values: Any, datatype: str, field: str, name: str) -> Array:
-    count = len(values)
+        raise InvalidRequestError(f"input '{name}' needs {count} elements for its shape, '{field}' has {len(values)}")
     if datatype == "BYTES":
         elements = np.empty(count, dtype=object)
         elements[:] = list(values)
@@ -195,26 +157,17 @@ def _flat(values: Any, datatype: str, field: str, name: str) -> Array:
         if dtype.kind in "iu" and dtype.itemsize < 4:
             limits = np.iinfo(dtype.name)
             if min(piece) < limits.min or max(piece) > limits.max:
-                raise InvalidRequestError(
-                    f"'{field}' of input '{name}' is outside the range of {datatype}, {limits.min} to {limits.max}"
-                )
+                allowed = f"{limits.min} to {limits.max}"
+                raise InvalidRequestError(f"'{field}' of input '{name}' is outside the range of {datatype}, {allowed}")
         flat[start : start + len(piece)] = np.fromiter(piece, dtype, len(piece))
     return flat
 
 
-def _output(item: Any, regions: RegionSource) -> RequestedOutput:
+def _output(item: Any, find: FindWindow) -> RequestedOutput:
     owner = _owner("output", item)
     parameters = _parameters(item, owner)
-    if parameters.get("classification"):
-        raise UnsupportedError(f"{owner} asks for 'classification', which this server does not offer")
-    return RequestedOutput(item.name, True, find_window(parameters, owner, regions))
-
-
-def _name(item: Any) -> str:
-    name: str = item.name
-    if not 0 < len(name) <= MAX_ID_CHARACTERS:
-        raise InvalidRequestError(f"an input's name must have 1 to {MAX_ID_CHARACTERS} characters, got {len(name)}")
-    return name
+    check_classification(parameters, owner)
+    return RequestedOutput(item.name, True, find_window(parameters, owner, find))
 
 
 def _owner(kind: str, item: Any) -> str:
@@ -231,26 +184,14 @@ def _parameters(item: Any, owner: str) -> dict[str, Parameter]:
     return parameters
 
 
-def status_of(error: ContractError) -> grpc.StatusCode:
-    """The status that a client gets."""
-    return next((status for kind, status in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
-
-
-def details_of(error: ContractError) -> str:
-    """The sentence that a client gets, never too long to arrive."""
-    message = str(error)
-    return message if len(message) <= MAX_DETAILS else message[: MAX_DETAILS - 1] + "…"
-
-
 def _cut_out_raw(serialised: bytes) -> tuple[bytes, list[memoryview]]:
-    """The message without its raw inputs, and these. Raises `InvalidRequestError`."""
+    """The message without its raw inputs, and views of these. Raises `InvalidRequestError`."""
     view = memoryview(serialised)
     raw: list[memoryview] = []
     kept: list[memoryview] = []
     kept_from = 0
     for fields, (number, start, value, end) in enumerate(_fields(view, 0, len(view)), start=1):
-        if fields > MAX_FIELDS:
-            raise _too_many_fields()
+        _check_fields(fields)
         if number == _RAW:
             raw.append(view[value:end])
             kept.append(view[kept_from:start])
@@ -261,26 +202,23 @@ def _cut_out_raw(serialised: bytes) -> tuple[bytes, list[memoryview]]:
     return b"".join(kept), raw
 
 
-def _check_fields(rest: bytes) -> None:
-    """Raises `InvalidRequestError` for more fields, those inside of tensors included, than a request can need."""
-    if len(rest) > UNCOUNTED_BYTES:
-        view = memoryview(rest)
-        _count(view, 0, len(view), _COUNTED_IN, 0)
-
-
-def _count(view: memoryview, position: int, end: int, counted_in: Mapping[int, Any], fields: int) -> int:
-    """`fields` and those of a message between two positions."""
+def _count_fields(view: memoryview, position: int, end: int, counted_in: Mapping[int, Any], fields: int) -> int:
+    """`fields` plus those of a message between two positions. Raises `InvalidRequestError` for too many."""
     for number, _, value, stop in _fields(view, position, end):
         fields += 1
-        if fields > MAX_FIELDS:
-            raise _too_many_fields()
+        _check_fields(fields)
         if number in counted_in:
-            fields = _count(view, value, stop, counted_in[number], fields)
+            fields = _count_fields(view, value, stop, counted_in[number], fields)
     return fields
 
 
+def _check_fields(fields: int) -> None:
+    if fields > MAX_FIELDS:
+        raise InvalidRequestError(f"the message has more than {MAX_FIELDS} fields")
+
+
 def _fields(view: memoryview, position: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Each field's number where it has a length, else 0; where it starts, where its value starts, and where it ends."""
+    """Each field's number (0 if it has no length), its start, its value's start, and its end."""
     while position < end:
         start = position
         tag, position = _varint(view, position)
@@ -310,7 +248,3 @@ def _varint(view: memoryview, position: int) -> tuple[int, int]:
             return value, position
         shift += 7
     raise InvalidRequestError("the message ends inside a field")
-
-
-def _too_many_fields() -> InvalidRequestError:
-    return InvalidRequestError(f"the message has more than {MAX_FIELDS} fields")

@@ -1,14 +1,14 @@
-"""Request bodies while they arrive: where the next bytes belong, and when the last one has come.
+"""Request bodies while they arrive.
 
-A `FixedBody` is received by the transport straight into the memory that the engine reads; only what came in one read
-with the head, at most 64 KiB, is copied once. Its memory costs nothing before the bytes arrive: a large one is a
+The transport receives a `FixedBody` straight into the memory that the engine reads; only the bytes that came in one
+read with the head, at most 64 KiB, are copied once. The memory costs nothing before the bytes arrive: a large body is a
 mapping, whose pages come with their first byte and go with the body. A `ChunkedBody` is copied once, out of its
-framing. A `DroppedBody` is of a request that is refused already: its bytes are read, so that the connection can go on,
-and kept nowhere.
+framing. A `DroppedBody` belongs to a request that is refused already: its bytes are read and dropped, so that the
+connection can go on.
 
-Each has `arrived`, how many of its bytes have been taken, and `feed`: take what belongs to the body of
-`data[start:end]`, and say where that ends. Bytes that are not taken although the body is not `complete` have to come
-again: with more behind them if none were taken, else as soon as other connections have had their turn.
+`arrived` is the number of bytes taken so far. `feed` takes the body's bytes of `data[start:end]` and returns where they
+end. Bytes that an incomplete body does not take must come again: with more behind them if it took none, else as soon as
+other connections have had their turn.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import re
 
 import numpy as np
 
-from servers.native.limits import HttpError
+from servers.native.errors import HttpError
 
 ALIGNMENT = 64
 SPARE_SHARE = 16
-"""Of the bytes that may be held, one in so many is memory kept for bodies to come."""
+"""One in so many of the bytes that may be held is kept as memory for later bodies."""
 SPARE_LAYOUTS = 64
 MAPPED_BYTES = 2**20
-"""From this size on the heap, which may keep what it was given, is not used for a body."""
+"""Bodies of this size and more are mapped: the heap may keep memory that it was given."""
 HUGE_PAGE_BYTES = 2 * 2**20
-"""Once so much has arrived, the rest may take huge pages, which cost less CPU; before, one byte would take so much."""
+"""Once so much has arrived, the rest may use huge pages, which cost less CPU; before, one byte would take one."""
 MAX_CHUNK_LINE = 256
 FREE_CHUNKS = 256
 MIN_MEAN_CHUNK_BYTES = 64
-"""Beyond the free ones. A chunk costs as much work as some KiB do, so tiny ones would cost the most for their bytes."""
+"""Chunks beyond the free ones must have so many bytes on average: a chunk costs as much work as some KiB."""
 STEPS_A_FEED = 128
-"""A chunk takes two or three. Who has sent more is read on after the other connections."""
+"""A chunk takes two or three steps. The rest is read after the other connections had their turn."""
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[^\r\n\x00]*)?\r\n")
 
 
@@ -44,10 +44,10 @@ class FixedBody:
     __slots__ = ("_mapping", "complete", "filled", "key", "lent", "size", "view")
 
     def __init__(self, size: int, json_bytes: int) -> None:
-        self._mapping = _mapped(size + ALIGNMENT) if size >= MAPPED_BYTES else None  # None once its pages may be huge
+        self._mapping = _mapped(size + ALIGNMENT) if size >= MAPPED_BYTES else None
         memory: np.ndarray[tuple[int], np.dtype[np.uint8]]
         if self._mapping is None:
-            memory = np.empty(size + ALIGNMENT, np.uint8)  # unlike bytearray it is not cleared first
+            memory = np.empty(size + ALIGNMENT, np.uint8)  # unlike bytearray, not cleared first
         else:
             memory = np.frombuffer(self._mapping, np.uint8)
         offset = -(memory.__array_interface__["data"][0] + json_bytes) % ALIGNMENT
@@ -56,27 +56,25 @@ class FixedBody:
         self.size = size
         self.filled = 0
         self.complete = size == 0
-        self.lent = False  # by the pool, whose memory it still is until it is full
+        self.lent = False  # by the pool, which counts its memory until it is full
 
     @property
     def arrived(self) -> int:
-        """Bytes taken so far."""
         return self.filled
 
     @property
     def memory(self) -> object:
-        """What all views of the content refer to."""
+        """The object that all views of the content refer to."""
         return self.view.obj
 
     def feed(self, data: bytearray, start: int, end: int) -> int:
-        """Copy a piece."""
         taken = min(end - start, self.size - self.filled)
         self.view[self.filled : self.filled + taken] = memoryview(data)[start : start + taken]
         self.received(taken)
         return start + taken
 
     def received(self, count: int) -> None:
-        """So many bytes have been written behind the others."""
+        """`count` bytes have been written behind the others."""
         self.filled += count
         self.complete = self.filled == self.size
         if self._mapping is not None and self.filled >= HUGE_PAGE_BYTES:
@@ -86,7 +84,7 @@ class FixedBody:
 
 
 def _mapped(size: int) -> mmap.mmap:
-    """Memory that takes no pages before something is written there. Raises `MemoryError`."""
+    """Memory whose pages come with the first write. Raises `MemoryError`."""
     try:
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as exc:
@@ -97,16 +95,16 @@ def _mapped(size: int) -> mmap.mmap:
 
 
 class BodyPool:
-    """Bodies whose requests are answered, for others of the same layout: their memory is mapped and warm already.
+    """Keeps bodies of answered requests for new ones of the same layout: their memory is mapped and warm already.
 
-    One that is taken from here counts among the spare bytes until it is full, since only what has arrived is charged to
-    its client. `take` and `settle` belong to one thread.
+    A body that is taken again counts as spare until it is full, since its client is charged only for what has arrived.
+    `take` and `settle` belong to one thread.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._spare: dict[tuple[int, int], list[FixedBody]] = {}
-        self._bytes = 0  # of the spare ones, nearly: two threads may lose an update, which the next clearing mends
+        self._bytes = 0  # of spare bodies, approximately: threads may lose an update, until the next clearing
         self._lent_bytes = 0
 
     def take(self, size: int, json_bytes: int) -> FixedBody | None:
@@ -126,18 +124,18 @@ class BodyPool:
         return body
 
     def settle(self, body: FixedBody) -> None:
-        """A body that was taken has become full, or never will."""
+        """A body that was taken has become full, or never will be."""
         if body.lent:
             body.lent = False
             self._lent_bytes -= body.size
 
     def give(self, body: FixedBody) -> None:
-        """A body that nobody reads any more; any thread."""
+        """Keep a body that nothing reads any more, if there is room; any thread."""
         full = self._bytes + self._lent_bytes + body.size > self._limit
         if full and (self._spare.get(body.key) or body.size > self._limit):
             return
         if full or len(self._spare) > SPARE_LAYOUTS:
-            # Of layouts that do not come any more, as likely as not.
+            # The spare bodies are probably of layouts that do not come any more.
             self._spare = {}
             self._bytes = 0
             if self._lent_bytes + body.size > self._limit:
@@ -147,7 +145,7 @@ class BodyPool:
 
 
 class DroppedBody:
-    """A body of known size that nobody wants."""
+    """A body of known size whose bytes are not needed."""
 
     __slots__ = ("_left", "_size", "complete")
 
@@ -157,11 +155,9 @@ class DroppedBody:
 
     @property
     def arrived(self) -> int:
-        """Bytes taken so far."""
         return self._size - self._left
 
-    def feed(self, data: bytearray, start: int, end: int) -> int:  # noqa: ARG002  it keeps none
-        """Count a piece."""
+    def feed(self, data: bytearray, start: int, end: int) -> int:  # noqa: ARG002  the bytes are dropped
         taken = min(end - start, self._left)
         self._left -= taken
         self.complete = self._left == 0
@@ -169,7 +165,7 @@ class DroppedBody:
 
 
 class _Content(bytearray):
-    """One that can be referred to weakly."""
+    """A bytearray that can have weak references."""
 
 
 class ChunkedBody:
@@ -183,22 +179,19 @@ class ChunkedBody:
         self._limit = max_bytes
         self._max_chunks = max_chunks
         self._chunks = 0
-        self._left = 0  # of the current chunk, the CR LF behind it included
+        self._left = 0  # of the current chunk, with the CR LF behind it
         self._trailers = -1  # bytes of them so far; -1 until the last chunk
 
     @property
     def arrived(self) -> int:
-        """Bytes taken so far, without the framing."""
         return len(self.content)
 
     @property
     def memory(self) -> object:
-        """What all views of the content refer to."""
         return self.content
 
     @property
     def view(self) -> memoryview:
-        """The whole content, once it is complete."""
         return memoryview(self.content)
 
     def feed(self, data: bytearray, start: int, end: int) -> int:
@@ -248,9 +241,7 @@ class ChunkedBody:
         if self._chunks > self._max_chunks:
             raise HttpError(400, f"the body has more than {self._max_chunks} chunks")
         if self._chunks > FREE_CHUNKS and len(self.content) < (self._chunks - 1) * MIN_MEAN_CHUNK_BYTES:
-            raise HttpError(
-                400, f"the body's chunks have less than {MIN_MEAN_CHUNK_BYTES} bytes on average, send larger ones"
-            )
+            raise HttpError(400, f"the body's chunks have less than {MIN_MEAN_CHUNK_BYTES} bytes on average")
         if len(self.content) + size > self._limit:
             raise HttpError(413, f"the body has more than {self._limit} bytes, the server's limit")
         self._left = size + 2

@@ -1,63 +1,135 @@
-"""What all HTTP connections share, and inference over HTTP: from a request's head and body to its answer.
+"""Inference over HTTP, from a request's head and body to its response, and what all HTTP connections share.
 
-Two ways through. A request whose JSON header came before (see `request_templates`) goes to the batcher from the
-connection's own callback, without a task, and its answer is written in the engine thread when nothing else waits.
-Everything else (values in JSON, BYTES, shared memory, timeouts, compressed bodies) is a task, and what takes long in it
-is done in a thread.
+There are two ways. A request whose JSON header came before (see `request_templates`) goes to the batcher from the
+connection's callback, without a task, and the engine thread writes its response when nothing else waits. Every other
+request (values in JSON, BYTES, shared memory, timeouts, compressed bodies) is a task, whose slow steps run in a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import mmap
-import os
-import socket
 import time
 import zlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
 
+import structlog
 from uvicorn.server import ServerState
 
 from servers.contract.codec import HEADER_LENGTH, decode_request, encode_response, parse_header_length
-from servers.contract.errors import ContractError, InvalidRequestError, TooLargeError, UnavailableError
+from servers.contract.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
 from servers.contract.records import InferRequest
-from servers.native.deadlines import Deadlines, Expiring
-from servers.native.errors import failure_reason
-from servers.native.http_answers import Answer, Application
+from servers.native.batcher import QueuedRequest
+from servers.native.errors import INTERNAL_ERROR, HttpError, failure_reason, http_status
 from servers.native.http_body import SPARE_SHARE, BodyPool
-from servers.native.http_parser import HeadReader, RequestHead
+from servers.native.http_parser import HeadReader, Request, RequestHead
 from servers.native.inference import InferenceService, in_thread
-from servers.native.limits import ByteBudget, HttpError
+from servers.native.limits import ByteBudget
 from servers.native.regions import RegionTable
 from servers.native.request_templates import KEPT_HEADER_BYTES, RequestTemplate, TemplateCache
 from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
 from servers.native.statistics import RequestTimes
 
-READ_BYTES = 64 * 1024
-"""Room for one read of heads and small bodies: a small body comes with its head, a large one has that much copied."""
+if TYPE_CHECKING:
+    from servers.native.http_connection import Connection
 
+log = structlog.get_logger("abserve.http")
+
+READ_BYTES = 64 * 1024
+"""Room for one read of heads and small bodies. Of a large body, this much is copied."""
 INLINE_JSON_BYTES = 16 * 1024
 """Longer JSON is parsed in a thread: this much holds the event loop for a fraction of a millisecond."""
-
 INFLATED_STEP_BYTES = 64 * 1024
-"""Compressed bodies are inflated in such steps: small enough for the heap to have room for one anyway."""
-
+"""Compressed bodies are inflated in such steps, which are small enough for memory the heap has anyway."""
 MAX_INFLATING = 8
 """Compressed bodies that are inflated and parsed, or wait for that. A connection has one request at a time."""
-INFLATES_ENOUGH = "the server reads as many compressed bodies as it may, send this one again later or uncompressed"
+TICK_S = 0.25
+"""How often all deadlines of connections are checked: one timer for all, so that a request sets none."""
 
+Message = MutableMapping[str, Any]
+Application = Callable[
+    [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
+]
+Headers = list[tuple[bytes, bytes]]
+
+STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_FORBIDDEN = b"\r\n\x00"
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
 _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 
-_HTTP_REASONS = {408: "slow_client", 413: "too_large", 503: "unavailable"}
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One response; `headers` include its Content-Length."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+    def encode(self, common: bytes, *, with_body: bool = True) -> bytes:
+        """The bytes to send, with the header lines `common`. Line ends inside a header are left out."""
+        parts = [STATUS_LINES.get(self.status, b"HTTP/1.1 %d \r\n" % self.status), common]
+        for name, value in self.headers:
+            # Starlette's redirects and errors may quote the client; a line end in the quote would begin a header.
+            parts += [name.translate(None, _FORBIDDEN), b": ", value.translate(None, _FORBIDDEN), b"\r\n"]
+        parts.append(b"\r\n")
+        if with_body:
+            parts.append(self.body)
+        return b"".join(parts)
+
+
+def refusal(error: ContractError | HttpError) -> Answer:
+    """The response to a failed request: `{"error": …}` in ASCII, since a message may quote any text of a client."""
+    status = http_status(error)
+    body = json.dumps({"error": str(error)}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if status == 503:
+        headers.append((b"retry-after", b"1"))
+    return Answer(status, headers, body)
+
+
+async def ask(application: Application, scope: Message, body: bytes) -> Answer:
+    """The application's whole response to a request; one with status 500 when it fails."""
+    received = False
+    status = 500
+    headers: Headers = []
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        nonlocal received
+        if received:
+            return {"type": "http.disconnect"}
+        received = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status, headers
+        if message["type"] == "http.response.start":
+            status, headers = message["status"], list(message["headers"])
+        else:
+            parts.append(message.get("body", b""))
+
+    try:
+        await application(scope, receive, send)
+    except Exception:
+        log.exception("a request failed unexpectedly", path=scope["path"][:200])
+        return refusal(InternalError(INTERNAL_ERROR))
+    content = b"".join(parts)
+    if not any(name.lower() == b"content-length" for name, _ in headers):
+        headers.append((b"content-length", b"%d" % len(content)))
+    return Answer(status, headers, content)
 
 
 class HttpFrontEnd:
-    """Of one event loop. `application` answers everything but inference."""
+    """The shared part of one event loop's connections. `application` answers everything but inference."""
 
     def __init__(
         self,
@@ -70,54 +142,62 @@ class HttpFrontEnd:
         self.application = application
         self.settings = settings
         self.budget = budget
+        self.regions = regions
         self.heads = HeadReader(settings)
         self.bodies = BodyPool(settings.max_held_bytes // SPARE_SHARE)
-        self.deadlines = Deadlines()
         self.scratch = bytearray(READ_BYTES)
         self.room = memoryview(self.scratch)
-        self._state: ServerState | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.templates = {service: TemplateCache(service.signature) for service in models}
+        self.date = b""
+        """The Date header of every response; it changes once per second."""
+        self.compressed = 0
+        # One thread each: parsing holds the interpreter, so that more threads would only take longer each. Compressed
+        # bodies have another one, because a few bytes of them are as much work as a megabyte of plain JSON.
+        self.parsing = ThreadPoolExecutor(1, "parsing")
+        self.inflating = ThreadPoolExecutor(1, "inflating")
         self._models = models
-        self._regions = regions
-        self._templates = {service: TemplateCache(service.signature) for service in models}
-        # One thread: parsing holds the interpreter, so that more of them would only take longer each.
-        self._parsing = ThreadPoolExecutor(1, "parsing")
-        # Another one for compressed bodies: a few bytes of them are as much work as a megabyte of plain JSON.
-        self._inflating = ThreadPoolExecutor(1, "inflating")
-        self._compressed = 0
+        self._state = ServerState()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def open(self, server_state: ServerState, loop: asyncio.AbstractEventLoop) -> None:
-        """Once the event loop runs; again for each client, since uvicorn tells it no sooner."""
+        """Called for each client: uvicorn passes its state and its loop with the first one."""
         self._state = server_state
         self._loop = loop
 
-    def add(self, connection: Expiring) -> None:
-        """Watch it, and let uvicorn tell it and wait for it when the server stops."""
-        assert self._state is not None
-        self._state.connections.add(connection)  # type: ignore[arg-type]  # it asks them for `shutdown` alone
-        self.deadlines.watch(connection)
+    @property
+    def connections(self) -> set[Any]:
+        """The open connections, in uvicorn's set: it shuts them down and waits for them when the server stops."""
+        return self._state.connections
 
-    def remove(self, connection: Expiring) -> None:
-        """It has ended."""
-        assert self._state is not None
-        self._state.connections.discard(connection)
-        self.deadlines.forget(connection)
+    def add(self, connection: Connection) -> None:
+        """A client has connected."""
+        self.connections.add(connection)
+        if self._timer is None:
+            self._tick()
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """As a task that uvicorn waits for when the server stops."""
-        assert self._state is not None
+        """Run a task that uvicorn waits for when the server stops."""
         task = asyncio.get_running_loop().create_task(work)
         self._state.tasks.add(task)
         task.add_done_callback(self._state.tasks.discard)
 
     def call(self, callback: Callable[..., object], *arguments: object) -> None:
-        """From any thread: call back in the event loop, unless that has ended."""
+        """Call back in the event loop, unless it has ended; any thread."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *arguments)
 
+    def _tick(self) -> None:
+        self.date = f"date: {formatdate(usegmt=True)}\r\n".encode()
+        now = time.monotonic()
+        for connection in [connection for connection in self.connections if connection.deadline < now]:
+            connection.expire()
+        # Without connections nothing ticks; the next one starts the timer again.
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self.connections else None
+
     def service(self, head: RequestHead) -> InferenceService:
-        """Who counts a request: the model that it names, or the default one when it names none of ours."""
+        """The model that counts a request: the one it names, or the default one when it names none of the server's."""
         assert head.target is not None
         try:
             return self._models.named(*head.target)
@@ -125,100 +205,158 @@ class HttpFrontEnd:
             return self._models.default
 
     def count_disconnect(self, head: RequestHead | None) -> None:
-        """Count a client that has left before its request was complete, if it was one for inference."""
+        """Count a client that left before its inference request was complete."""
         if head is not None and head.infers:
             self.service(head).statistics.record_disconnect()
 
     def count_failure(self, head: RequestHead | None, error: ContractError | HttpError, start_ns: int) -> None:
-        """Count a request that was refused before it was complete, likewise."""
-        if head is None or not head.infers:
-            return
-        if isinstance(error, HttpError):
-            reason = _HTTP_REASONS.get(error.status, "invalid_request")
-        else:
-            reason = failure_reason(error)
-        self.service(head).statistics.record_failure(reason, start_ns)
+        """Count an inference request that was refused before it was complete."""
+        if head is not None and head.infers:
+            self.service(head).statistics.record_failure(failure_reason(error), start_ns)
 
     def check(self, head: RequestHead) -> ContractError | None:
-        """Why this request is refused whatever its body is."""
+        """Why this inference request is refused whatever its body is."""
         assert head.target is not None
         try:
             self._models.find(*head.target).check_ready()
             if head.encoding is not None and head.encoding not in _ENCODINGS:
                 raise InvalidRequestError("Content-Encoding must be identity, gzip or deflate")
             if head.length is not None and head.encoding is None:
-                self._check_json_bytes(_json_bytes(head, head.length), head.length)
+                self.json_bytes(head, head.length)
         except ContractError as error:
             return error
         return None
 
-    def start(
-        self, service: InferenceService, head: RequestHead, body: memoryview, times: RequestTimes
-    ) -> RequestTemplate | Coroutine[Any, Any, Answer]:
-        """What is left to do for a whole request: queue it by its template, or await its answer.
+    def json_bytes(self, head: RequestHead, body_bytes: int) -> int | None:
+        """The size of the body's JSON header, None where all of it is JSON. Raises `ContractError`."""
+        value = head.json_length
+        json_bytes = None if value is None else parse_header_length(value.decode("latin-1"), body_bytes)
+        limit = self.settings.max_json_bytes
+        if (body_bytes if json_bytes is None else json_bytes) > limit:
+            raise TooLargeError(f"the request's JSON has more than {limit} bytes: send the tensors as binary data")
+        return json_bytes
 
-        Raises `ContractError`.
-        """
+
+class PendingRequest:
+    """One inference request between its last byte and its response; the `Waiter` of its `QueuedRequest`.
+
+    Belongs to the event loop, except `answer_in_place`. Exactly one of its ways to end is taken.
+    """
+
+    __slots__ = ("_connection", "_front_end", "_head", "_queued", "_service", "_task", "_template", "_times")
+
+    def __init__(self, front_end: HttpFrontEnd, connection: Connection, request: Request) -> None:
+        self._front_end = front_end
+        self._connection = connection
+        self._head = request.head
+        self._service = front_end.service(request.head)
+        self._times = RequestTimes(request.start_ns)
+        self._template: RequestTemplate | None = None
+        self._queued: QueuedRequest | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, body: memoryview) -> None:
+        """Queue the request, or answer it in a task; the connection may have the response before this returns."""
+        try:
+            work = self._plan(body)
+            if isinstance(work, RequestTemplate):
+                self._template = work
+                self._queued = queued = QueuedRequest(work.arrays(body), work.rows, work.key, None, self)
+                self._service.enqueue(queued)
+                return
+        except ContractError as error:
+            self._queued = None
+            self._refuse(error)
+        else:
+            self._task = asyncio.get_running_loop().create_task(self._carry_out(work))
+
+    def abandon(self) -> None:
+        """The client has left: take the request out of the queue if it still waits there."""
+        if self._task is not None:
+            self._task.cancel()
+        elif self._withdraw():
+            self._service.statistics.record_disconnect()
+
+    def give_up(self) -> None:
+        """The server's time to finish is over and the connection refuses the request: the engine need not see it."""
+        if self._task is not None:
+            self._task.cancel()
+        else:
+            self._withdraw()
+        self._service.statistics.record_failure("shutting_down", self._times.start_ns)
+
+    def answer_in_place(self, queued: QueuedRequest) -> bool:
+        if queued.error is not None or not self._connection.in_place:
+            return False
+        answer = self._encode(queued)
+        if answer is None:
+            return False
+        self._queued = None  # breaks the cycle of the two, which with the arrays would wait for the garbage collector
+        self._count()
+        self._connection.send_in_place(answer)
+        return True
+
+    def wake(self, queued: QueuedRequest) -> None:
+        self._queued = None
+        answer = None if queued.error is not None else self._encode(queued)
+        if answer is None:
+            self._refuse(queued.error or InternalError(INTERNAL_ERROR))
+        else:
+            self._count()
+            self._connection.send(answer)
+
+    def _plan(self, body: memoryview) -> RequestTemplate | Coroutine[Any, Any, Answer]:
+        """What to queue, or to run as a task. Raises `ContractError`."""
+        front_end, service, times = self._front_end, self._service, self._times
         received_ns = time.perf_counter_ns()
         times.receive_ns = received_ns - times.start_ns
         service.check_loaded()
-        if head.encoding is not None:
-            return self._answer_compressed(service, head, body, times)
-        json_bytes = _json_bytes(head, body.nbytes)
-        self._check_json_bytes(json_bytes, body.nbytes)
+        if self._head.encoding is not None:
+            return self._answer_compressed(body)
+        json_bytes = front_end.json_bytes(self._head, body.nbytes)
         request: InferRequest | None = None
         if json_bytes and json_bytes <= KEPT_HEADER_BYTES and service.direct:
-            templates, header = self._templates[service], bytes(body[:json_bytes])
+            templates, header = front_end.templates[service], bytes(body[:json_bytes])
             template = templates.find(header, body.nbytes)
             if template is None:
-                request = decode_request(body, json_bytes, service.signature, self._regions)
+                request = self._decode(body, json_bytes)
                 template = templates.keep(header, request, body.nbytes)
             times.decode_ns = time.perf_counter_ns() - received_ns
             if template is not None:
                 return template
-        return self._answer(service, body, json_bytes, request, times)
+        return self._answer(body, json_bytes, request)
 
-    async def _answer_compressed(
-        self, service: InferenceService, head: RequestHead, compressed: memoryview, times: RequestTimes
-    ) -> Answer:
-        """The connection holds the compressed bytes, this the others: one request at a time is inflated before that."""
-        started_ns = time.perf_counter_ns()
-        if self._compressed >= MAX_INFLATING:
-            raise UnavailableError(INFLATES_ENOUGH)
-        self._compressed += 1
+    def _decode(self, body: memoryview, json_bytes: int | None) -> InferRequest:
+        return decode_request(body, json_bytes, self._service.signature, self._front_end.regions.find)
+
+    async def _answer_compressed(self, compressed: memoryview) -> Answer:
+        """The connection's bytes count as held already; those that they inflate to are added once they are known."""
+        front_end, started_ns = self._front_end, time.perf_counter_ns()
+        if front_end.compressed >= MAX_INFLATING:
+            raise UnavailableError("the server inflates as many bodies as it may; send this one later or uncompressed")
+        front_end.compressed += 1
         try:
-            body, request = await in_thread(self._inflating, self._inflate, service, head, compressed)
+            body, request = await in_thread(front_end.inflating, self._inflate, compressed)
         finally:
-            self._compressed -= 1
-        with self.budget.holding(body.nbytes):
-            times.decode_ns = time.perf_counter_ns() - started_ns
-            return await self._answer(service, body, None, request, times)
+            front_end.compressed -= 1
+        with front_end.budget.holding(body.nbytes):
+            self._times.decode_ns = time.perf_counter_ns() - started_ns
+            return await self._answer(body, None, request)
 
-    def _inflate(
-        self, service: InferenceService, head: RequestHead, compressed: memoryview
-    ) -> tuple[memoryview, InferRequest]:
-        body = decompress(compressed, self.settings.max_body_bytes)
-        json_bytes = _json_bytes(head, body.nbytes)
-        self._check_json_bytes(json_bytes, body.nbytes)
-        return body, decode_request(body, json_bytes, service.signature, self._regions)
+    def _inflate(self, compressed: memoryview) -> tuple[memoryview, InferRequest]:
+        body = decompress(compressed, self._front_end.settings.max_body_bytes)
+        return body, self._decode(body, self._front_end.json_bytes(self._head, body.nbytes))
 
-    async def _answer(
-        self,
-        service: InferenceService,
-        body: memoryview,
-        json_bytes: int | None,
-        request: InferRequest | None,
-        times: RequestTimes,
-    ) -> Answer:
+    async def _answer(self, body: memoryview, json_bytes: int | None, request: InferRequest | None) -> Answer:
+        times = self._times
         started_ns = time.perf_counter_ns() - times.decode_ns
         if request is None:
             if (body.nbytes if json_bytes is None else json_bytes) <= INLINE_JSON_BYTES:
-                request = decode_request(body, json_bytes, service.signature, self._regions)
+                request = self._decode(body, json_bytes)
             else:
-                arguments = body, json_bytes, service.signature, self._regions
-                request = await in_thread(self._parsing, decode_request, *arguments)
+                request = await in_thread(self._front_end.parsing, self._decode, body, json_bytes)
         times.decode_ns = time.perf_counter_ns() - started_ns
-        response = await service.infer(request, times)
+        response = await self._service.infer(request, times)
         inferred_ns = time.perf_counter_ns()
         content, header_bytes = encode_response(response)
         times.encode_ns += time.perf_counter_ns() - inferred_ns
@@ -230,21 +368,58 @@ class HttpFrontEnd:
             headers.append((_HEADER_LENGTH, b"%d" % header_bytes))
         return Answer(200, headers, content)
 
-    def _check_json_bytes(self, json_bytes: int | None, body_bytes: int) -> None:
-        limit = self.settings.max_json_bytes
-        if (body_bytes if json_bytes is None else json_bytes) > limit:
-            raise TooLargeError(f"the request's JSON has more than {limit} bytes: send the tensors as binary data")
+    async def _carry_out(self, work: Coroutine[Any, Any, Answer]) -> None:
+        try:
+            answer = await work
+        except asyncio.CancelledError:
+            if not self._connection.gone:
+                raise  # the server is being stopped by force
+            self._service.statistics.record_disconnect()
+        except ContractError as error:
+            self._refuse(error)
+        except Exception:
+            log.exception("a request failed unexpectedly")
+            self._refuse(InternalError(INTERNAL_ERROR))
+        else:
+            self._count()
+            self._connection.answer(answer)
 
+    def _refuse(self, error: ContractError) -> None:
+        self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
+        self._connection.answer(refusal(error))
 
-def _json_bytes(head: RequestHead, body_bytes: int) -> int | None:
-    """Raises `InvalidRequestError`."""
-    return None if head.json_length is None else parse_header_length(head.json_length.decode("latin-1"), body_bytes)
+    def _withdraw(self) -> bool:
+        queued, self._queued = self._queued, None
+        if queued is None or not self._service.withdraw(queued):
+            return False
+        queued.waiter = None  # frees the connection before the queue comes to this request
+        return True
+
+    def _encode(self, queued: QueuedRequest) -> bytes | None:
+        """None where that fails: neither thread may stop because of it, so it becomes the request's error."""
+        assert self._template is not None
+        start_ns = time.perf_counter_ns()
+        try:
+            common = self._connection.common_headers
+            answer = self._template.answer(queued.outputs or {}, self._service.signature, common)
+        except Exception:
+            log.exception("a response could not be encoded")
+            queued.error = InternalError(INTERNAL_ERROR)
+            return None
+        self._times.encode_ns = time.perf_counter_ns() - start_ns
+        return answer
+
+    def _count(self) -> None:
+        if self._connection.gone:
+            self._service.statistics.record_disconnect()
+        else:
+            self._service.statistics.record_success(self._times)
 
 
 def decompress(data: memoryview, limit: int) -> memoryview:
     """Raises `TooLargeError` before more than `limit` + 1 bytes exist, `InvalidRequestError` for other formats.
 
-    Into a mapping of its own, whose pages go back to the kernel with it: zlib's own buffers come from the heap, which
+    The result is in a mapping, whose pages go back to the kernel with it: zlib's own buffers come from the heap, which
     grew by their sum and kept 44 MiB after one bomb of 512 MiB.
     """
     decoder = zlib.decompressobj(wbits=47)  # 32 + 15: gzip or zlib, by its own header
@@ -271,13 +446,3 @@ def decompress(data: memoryview, limit: int) -> memoryview:
     if decoder.unused_data or used < len(data):
         raise InvalidRequestError("bytes follow the end of the compressed body")
     return memoryview(content)[: content.tell()]
-
-
-def duplicate(own: socket.socket) -> socket.socket | None:
-    """Another of the same connection, for another thread to send on; None when the process is out of descriptors."""
-    try:
-        other = socket.socket(fileno=os.dup(own.fileno()))
-    except OSError:
-        return None
-    other.setblocking(False)
-    return other

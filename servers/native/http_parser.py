@@ -1,8 +1,8 @@
 """HTTP/1.1 requests from bytes: no socket and no event loop.
 
-`HeadReader` reads a head with httptools and checks again what decides where a body ends, because two readings of one
-stream are how requests are smuggled. `RequestParser` finds heads and bodies in a connection's bytes and gives whole
-requests back. Both refuse what exceeds the limits with an `HttpError`.
+`HeadReader` reads a head with httptools and then checks itself where the body ends, because requests are smuggled where
+two servers read one stream differently. `RequestParser` finds heads and bodies in a connection's bytes and returns
+whole requests. Both raise `HttpError` for what exceeds the limits.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import httptools
 
 from servers.contract.codec import HEADER_LENGTH
 from servers.contract.errors import ContractError, UnavailableError
-from servers.native.http_answers import error_status
+from servers.native.errors import HOLDS_ENOUGH, HttpError, http_status
 from servers.native.http_body import BodyPool, ChunkedBody, DroppedBody, FixedBody
-from servers.native.limits import CONTROL_BODY_BYTES, HOLDS_ENOUGH, ByteBudget, HttpError
+from servers.native.limits import CONTROL_BODY_BYTES, ByteBudget
 from servers.native.settings import NativeSettings
 
 HEAD_ENDS = b"\r\n\r\n"
@@ -34,10 +34,10 @@ _JSON_LENGTH = HEADER_LENGTH.lower().encode()
 
 @dataclass(slots=True)
 class RequestHead:
-    """One parsed head; shared by all requests with the same bytes, so nobody writes to it.
+    """One parsed head; shared by all requests with the same bytes, so it must not be changed.
 
-    `length` is the body's size, None where there is no body or a chunked one; `target` is the model and the version of
-    an inference route, None for every other; `json_length` and `encoding` are the values as they came.
+    `length` is the body's size, None for no body or a chunked one; `target` is the model and the version of an
+    inference route, None for every other route; `json_length` and `encoding` are the headers' values, unchecked.
     """
 
     method: bytes
@@ -56,17 +56,17 @@ class RequestHead:
 
     @property
     def infers(self) -> bool:
-        """Whether it asks for an inference; a target with another method asks for nothing."""
+        """Whether this is an inference request; other methods on its route are refused."""
         return self.target is not None and self.method == b"POST"
 
     @property
     def json_bytes(self) -> int:
-        """`json_length` as far as it is a number, to lay the body out; whether it is right is checked later."""
+        """`json_length` if it is a number, else 0: it lays the body out, and is checked later."""
         value = self.json_length
         return int(value) if value is not None and value.isdigit() and len(value) < 19 else 0
 
     def scope(self, client: object, server: object) -> dict[str, Any]:
-        """As an ASGI application gets it; both addresses as the transport has them."""
+        """The scope for an ASGI application; both addresses as the transport has them."""
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -85,7 +85,7 @@ class RequestHead:
 
 
 class _Parsed:
-    """What httptools calls back with."""
+    """Collects what httptools calls back with."""
 
     def __init__(self) -> None:
         self.url = b""
@@ -102,11 +102,11 @@ class _Parsed:
 
     def on_headers_complete(self) -> None:
         self.complete += 1
-        self.keep_alive = self.parser.should_keep_alive()  # it forgets that at the end of the message
+        self.keep_alive = self.parser.should_keep_alive()  # httptools forgets it at the end of the message
 
 
 class HeadReader:
-    """Parses heads within the settings' limits and remembers the latest."""
+    """Parses heads within the settings' limits and keeps the latest by their bytes."""
 
     def __init__(self, settings: NativeSettings) -> None:
         self.settings = settings
@@ -118,13 +118,13 @@ class HeadReader:
         if head is None:
             head = self._parse(raw)
             if len(raw) <= _KEPT_HEAD_BYTES:
-                if len(self._kept) >= _KEPT_HEADS:  # heads that differ each time must not collect
+                if len(self._kept) >= _KEPT_HEADS:  # heads that differ each time must not accumulate
                     self._kept.clear()
                 self._kept[raw] = head
         return head
 
     def check_size(self, size: int) -> None:
-        """Raises `HttpError` for a head of more bytes than are taken."""
+        """Raises `HttpError` for a head that is too long."""
         if size > self.settings.max_header_bytes:
             raise HttpError(431, f"the request's head has more than {self.settings.max_header_bytes} bytes")
 
@@ -138,7 +138,7 @@ class HeadReader:
         parsed = _Parsed()
         parser = parsed.parser
         try:
-            with contextlib.suppress(httptools.HttpParserUpgrade):  # an offer, which is not taken
+            with contextlib.suppress(httptools.HttpParserUpgrade):  # an offer to switch protocols, which is not taken
                 parser.feed_data(raw)
             if parsed.complete != 1:
                 raise HttpError(400, "the request is not valid HTTP")
@@ -148,7 +148,7 @@ class HeadReader:
             raise HttpError(400, "the request is not valid HTTP") from exc
         version = parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            raise HttpError(505, "the server speaks HTTP/1.1 and HTTP/1.0 alone")
+            raise HttpError(505, "the server speaks only HTTP/1.1 and HTTP/1.0")
         head = RequestHead(
             method=parser.get_method(),
             url=parsed.url,
@@ -164,7 +164,7 @@ class HeadReader:
 
 
 def _frame(head: RequestHead) -> None:
-    """Where the body ends, and what is in it. Raises `HttpError`."""
+    """Set where the body ends, and what is in it. Raises `HttpError`."""
     encodings: list[bytes] = []
     for name, value in head.headers:
         if name == b"content-length":
@@ -173,7 +173,7 @@ def _frame(head: RequestHead) -> None:
             head.length = int(value)
         elif name == b"transfer-encoding":
             if head.chunked or value.strip().lower() != b"chunked" or head.version == "1.0":
-                raise HttpError(400, "the only Transfer-Encoding taken is chunked, in HTTP/1.1")
+                raise HttpError(400, "the only Transfer-Encoding that the server reads is chunked, in HTTP/1.1")
             head.chunked = True
         elif name == b"expect":
             head.expects_continue = value.strip().lower() == b"100-continue" and head.version == "1.1"
@@ -200,40 +200,33 @@ def infer_target(path: str) -> tuple[str, str | None] | None:
             return None
 
 
+@dataclass(eq=False, slots=True)
 class Request:
-    """A whole request, or one with a `refusal`, whose body was dropped. Its memory is held until `release`."""
+    """A whole request, or one with a `refusal`, whose body was dropped. Its memory counts as held until `release`."""
 
-    __slots__ = ("_bodies", "_budget", "_held", "_memory", "body", "head", "refusal", "start_ns")
+    head: RequestHead
+    start_ns: int
+    """The moment when its head was complete."""
+    refusal: ContractError | None
+    _memory: FixedBody | ChunkedBody | None
+    _held: int
+    _bodies: BodyPool
+    _budget: ByteBudget
 
-    def __init__(
-        self,
-        head: RequestHead,
-        start_ns: int,
-        memory: FixedBody | ChunkedBody | None,
-        held: int,
-        bodies: BodyPool,
-        budget: ByteBudget,
-        refusal: ContractError | None,
-    ) -> None:
-        self.head = head
-        self.start_ns = start_ns  # when its head was complete
-        self.body = _EMPTY if memory is None else memory.view
-        self.refusal = refusal
-        self._memory = memory
-        self._held = held
-        self._bodies = bodies
-        self._budget = budget
+    @property
+    def body(self) -> memoryview:
+        """All bytes of the body, until `release`."""
+        return _EMPTY if self._memory is None else self._memory.view
 
     def release(self, *, read: bool = True) -> None:
-        """It is over; any thread. Idempotent. Unless all of its body is `read`, the engine may still be at it.
+        """Give the memory back; any thread, idempotent. When not `read`, the engine may still read the body.
 
-        Its bytes then count as held until nobody can.
+        Its bytes then count as held until nothing refers to them.
         """
         memory, self._memory = self._memory, None
         held, self._held = self._held, 0
         if memory is None:
             return
-        self.body = _EMPTY
         if not read:
             self._budget.release_with(memory.memory, held)
             return
@@ -244,9 +237,9 @@ class Request:
 
 
 class RequestParser:
-    """Of one connection. Bytes come through `parse`, or those of a large body through `space` and `received`.
+    """The parser of one connection. Bytes come through `parse`, those of a large body through `space` and `received`.
 
-    `check` says why a request for inference is refused whatever its body is. One request at a time: the next bytes may
+    `check` returns why an inference request is refused whatever its body is. One request at a time: the next bytes may
     come when the last request is released.
     """
 
@@ -263,71 +256,65 @@ class RequestParser:
         self._budget = budget
         self._check = check
         self._body: FixedBody | ChunkedBody | DroppedBody | None = None
-        self._direct: FixedBody | None = None  # the body, while it wants its bytes from the transport directly
         self._refusal: ContractError | None = None
         self._held = 0
         self._skipped_line = False  # the one empty line that may come before a request
         self.head: RequestHead | None = None
-        """Of the request that is arriving, or arrived last; None when its head could not be read."""
+        """The head that is arriving or arrived last; None when it could not be read."""
         self.start_ns = 0
 
     @property
     def in_body(self) -> bool:
-        """Whether a head is complete, and its body is not."""
+        """Whether a head is complete and its body is not."""
         return self._body is not None
 
     @property
     def body_arrived(self) -> int:
-        """How many bytes of the arriving body have been taken."""
         return 0 if self._body is None else self._body.arrived
 
     @property
     def starved(self) -> bool:
         """Whether the budget has no room for the next byte of the body."""
-        return self._direct is not None and self._budget.left <= 0
+        return isinstance(self._body, FixedBody) and self._budget.left <= 0
 
     def parse(self, data: bytearray, start: int, end: int) -> tuple[int, Request | RequestHead | None]:
-        """Take the next piece of `data[start:end]`: where it ends, `start` when more is needed, and what is complete.
+        """Parse the next piece of `data[start:end]`. Returns where it ends (`start`: more is needed), and a request.
 
-        A head comes alone if its body is still missing. Raises `HttpError`.
+        While a body is still missing the head is returned alone. Raises `HttpError`.
         """
-        body = self._body
-        if body is None:
+        if self._body is None:
             return self._parse_head(data, start, end)
-        used = self._feed(body, data, start, end)
-        return used, self._completed() if body.complete else None
+        return self._feed(self._body, data, start, end)
 
     def space(self) -> memoryview | None:
-        """Where the transport may put the next bytes: never more than the body lacks, or the budget has room for."""
-        body = self._direct
-        if body is None:
+        """Memory for the transport's next bytes: never more than the body lacks or the budget has room for."""
+        body = self._body
+        if not isinstance(body, FixedBody):
             return None
-        left = self._budget.limit - self._budget.held  # not `left`: for every read
+        left = self._budget.limit - self._budget.held  # faster than `left`, and for every read
         return body.view[body.filled : body.filled + left] if left > 0 else None
 
     def received(self, count: int) -> Request | None:
-        """`count` bytes have been written there; the request if it is complete."""
-        body = self._direct
-        assert body is not None
+        """`count` bytes have been written to `space`. Returns the request if it is complete."""
+        body = self._body
+        assert isinstance(body, FixedBody)
         body.received(count)
         self._hold(count)
         return self._completed() if body.complete else None
 
     def drop_body(self, refusal: ContractError) -> None:
-        """Refuse the request whose body is arriving, give its memory back, and only count the bytes that still come."""
-        body = self._direct
-        assert body is not None
-        left = body.size - body.filled
-        del body
+        """Refuse the request whose body is arriving: give its memory back and drop the bytes that still come."""
+        assert isinstance(self._body, FixedBody)
+        left = self._body.size - self._body.filled
         self.give_up()
         self._refusal = refusal
         self._body = DroppedBody(left)
 
     def give_up(self) -> None:
-        """The request that is arriving is not wanted any more."""
+        """Drop the request that is arriving."""
         if isinstance(self._body, FixedBody):
             self._bodies.settle(self._body)
-        self._body = self._direct = None
+        self._body = None
         held, self._held = self._held, 0
         self._budget.release(held)
 
@@ -354,17 +341,13 @@ class RequestParser:
         self._body = body = self._choose_body(head)
         if body is None:
             return found, self._completed()
-        found = self._feed(body, data, found, end)
-        if body.complete:
-            return found, self._completed()
-        if self._refusal is not None and head.expects_continue:  # its body need not be sent at all
-            raise HttpError(error_status(self._refusal), str(self._refusal))
-        if isinstance(body, FixedBody):
-            self._direct = body
-        return found, head
+        found, request = self._feed(body, data, found, end)
+        if request is None and self._refusal is not None and head.expects_continue:  # its body need not be sent
+            raise HttpError(http_status(self._refusal), str(self._refusal))
+        return found, request or head
 
     def _choose_body(self, head: RequestHead) -> FixedBody | ChunkedBody | DroppedBody | None:
-        """Decide where the body goes. Raises `HttpError` for one that is not read at all."""
+        """Choose the body's memory. Raises `HttpError` for a body that is not read at all."""
         size = head.length or 0
         limit = self._settings.max_body_bytes if head.target is not None else CONTROL_BODY_BYTES
         self._refusal = None
@@ -374,7 +357,7 @@ class RequestParser:
             self._refusal = self._check(head)
         if head.chunked:
             if self._refusal is not None:
-                raise HttpError(error_status(self._refusal), str(self._refusal))
+                raise HttpError(http_status(self._refusal), str(self._refusal))
             return ChunkedBody(limit, self._settings.max_chunks)
         if size == 0:
             return None
@@ -385,28 +368,28 @@ class RequestParser:
             self._refusal = UnavailableError(HOLDS_ENOUGH)
         return DroppedBody(size)
 
-    def _feed(self, body: FixedBody | ChunkedBody | DroppedBody, data: bytearray, start: int, end: int) -> int:
+    def _feed(
+        self, body: FixedBody | ChunkedBody | DroppedBody, data: bytearray, start: int, end: int
+    ) -> tuple[int, Request | None]:
         if isinstance(body, FixedBody):
             used = body.feed(data, start, min(end, start + self._budget.left))
             self._hold(used - start)
-            return used
-        used = body.feed(data, start, end)
-        if isinstance(body, ChunkedBody):
-            more = len(body.content) - self._held
-            if more > 0 and not self._hold(more):
+        else:
+            used = body.feed(data, start, end)
+            if isinstance(body, ChunkedBody) and not self._hold(len(body.content) - self._held):
                 raise HttpError(503, HOLDS_ENOUGH)
-        return used
+        return used, self._completed() if body.complete else None
 
     def _completed(self) -> Request:
         head, body, refusal = self.head, self._body, self._refusal
         assert head is not None
-        self._body = self._direct = None
+        self._body = None
         held, self._held = self._held, 0
         if isinstance(body, DroppedBody):
             body = None
-        elif isinstance(body, FixedBody) and body.lent:
+        elif isinstance(body, FixedBody):
             self._bodies.settle(body)
-        return Request(head, self.start_ns, body, held, self._bodies, self._budget, refusal)
+        return Request(head, self.start_ns, refusal, body, held, self._bodies, self._budget)
 
     def _hold(self, size: int) -> bool:
         held = self._budget.hold(size)

@@ -1,4 +1,4 @@
-"""The server's listening socket, bound before anything slow happens, so that a taken port is told at once."""
+"""The server's listening socket, bound before anything slow happens, so that a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import socket
 
 
 class ListenerError(Exception):
-    """The address cannot be listened on; the message names the remedy."""
+    """The server cannot listen on the address; the message says what to do."""
 
 
 def bind(host: str, port: int, option: str = "--http-port") -> socket.socket:
-    """A bound TCP socket that does not listen yet. Raises `ListenerError`, naming `option`."""
+    """A bound TCP socket that does not listen yet. Raises `ListenerError`, which names `option`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -31,6 +31,6 @@ def bind(host: str, port: int, option: str = "--http-port") -> socket.socket:
 
 
 def check_free(host: str, port: int, option: str) -> None:
-    """For a port that somebody else is going to bind; 0 is none. Raises `ListenerError`, naming `option`."""
+    """Check a port that the server binds later; 0 means none. Raises `ListenerError`, which names `option`."""
     if port:
         bind(host, port, option).close()

@@ -1,11 +1,11 @@
-"""The shared-memory regions that clients have registered, of both kinds, by name: one name means one region.
+"""The shared-memory regions that clients have registered, of the system and of GPUs, under one set of names.
 
-A region of system memory is a POSIX shared-memory object, a file in /dev/shm, of which a client says the key, an offset
-and a size. Its owner may truncate it at any moment, or leave holes in it that the system has no memory for: touching a
-mapping of it would then end this process with SIGBUS. So it is never mapped. Inputs are read with preadv, in the engine
-thread right before they are used, and outputs written with pwrite: where either fails, only its own request does.
+A region of system memory is a POSIX shared-memory object, a file in /dev/shm, given by its key, an offset and a size.
+Its owner may truncate it at any moment, or leave holes in it that the system has no memory for: touching a mapping of
+it would then end this process with SIGBUS. So it is never mapped. Inputs are read with preadv, in the engine thread
+right before they are used, and outputs written with pwrite: a failure concerns only its own request.
 
-Keys are secrets of their owners: no message and no status says one.
+A key is a secret of its owner: no message and no status shows one.
 """
 
 from __future__ import annotations
@@ -14,29 +14,28 @@ import asyncio
 import os
 import stat
 import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
 from servers.contract.errors import ContractError, InternalError, InvalidRequestError, NotFoundError, TooLargeError
-from servers.contract.shared_memory import MAX_NAME_CHARACTERS, RegionReference, RegionWindow
+from servers.contract.records import MAX_REGION_NAME_CHARACTERS, RegionReference, Window, shown
 from servers.contract.tensors import Array
 from servers.native.cuda_regions import CudaAccess, CudaRegion
-from servers.native.limits import InputMemory
-from servers.native.served_models import shown
+from servers.native.limits import ByteBudget
+from servers.native.settings import NativeSettings
 
 MAX_REGIONS = 1024
-"""Each in system shared memory holds a file descriptor."""
+"""Each region of system memory holds a file descriptor."""
 MAX_ADDRESS = 2**64
 
 FOLDER = Path("/dev/shm")
 MAX_KEY_BYTES = 255
 RESERVED_PREFIXES = ("triton_python_backend_shm_region", "abserve_triton_", "sem.")
-"""Memory of servers and libraries that may live on the same machine: no client has a reason to look into it."""
+"""Shared memory of other servers and libraries on the machine: no client has a reason to read it."""
 
 
-class Region:
-    """One registered piece of a shared-memory object. Its file stays open as long as a request names it."""
+class SystemRegion:
+    """A `Region` of a shared-memory object. Its file stays open as long as a request names it."""
 
     on_device = False
 
@@ -46,26 +45,28 @@ class Region:
         self.offset = offset
         self.byte_size = byte_size
         try:
-            # Not followed: a link would lead out of the folder. Not blocking: a FIFO would.
+            # O_NOFOLLOW: a link would lead out of the folder. O_NONBLOCK: a FIFO would block.
             descriptor = os.open(
                 FOLDER / _file_name(key, name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             )
         except OSError as exc:
-            raise InvalidRequestError(
-                f"the shared memory of region {shown(name)} cannot be opened: create it first, readable and writable"
-            ) from exc
+            message = f"the memory of region {shown(name)} cannot be opened: create it first, readable and writable"
+            raise InvalidRequestError(message) from exc
         self._descriptor = descriptor
         self._registered = True
-        # Not when it is unregistered: requests that name it may still wait for their turn, in another thread.
+        # Not closed when it is unregistered: requests that wait in the queue may still read it.
         weakref.finalize(self, os.close, descriptor).atexit = False
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise InvalidRequestError(f"the key of region {shown(name)} does not name a shared-memory object")
         if offset + byte_size > status.st_size:
             raise InvalidRequestError(
-                f"region {shown(name)} would end at byte {offset + byte_size} of a shared-memory object of "
-                f"{status.st_size} bytes"
+                f"region {shown(name)} ends at byte {offset + byte_size} of an object of {status.st_size} bytes"
             )
+
+    def row(self) -> dict[str, object]:
+        """The region as a status shows it; its key stays empty, since it would give access to the memory."""
+        return {"name": self.name, "key": "", "offset": self.offset, "byte_size": self.byte_size}
 
     def check(self) -> None:
         """Raises `InvalidRequestError` if the file has become too short."""
@@ -73,7 +74,7 @@ class Region:
             raise self._truncated()
 
     def read(self, offset: int, destination: Array) -> None:
-        """Fill `destination` with its bytes from `offset` on. Raises `InvalidRequestError` if it is too short."""
+        """See `Region`. Raises `InvalidRequestError` if the file has become too short."""
         filled = 0
         while filled < destination.nbytes:
             try:
@@ -85,7 +86,7 @@ class Region:
             filled += count
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Raises `ContractError` if it has been unregistered or truncated, or the memory is exhausted."""
+        """See `Region`. Raises `ContractError` if it was unregistered or truncated, or no memory is left."""
         if not self._registered:
             raise InvalidRequestError(f"region {shown(self.name)} was unregistered before its output was written")
         self.check()
@@ -97,59 +98,31 @@ class Region:
             raise InternalError(f"the output cannot be written to region {shown(self.name)}: no memory is left")
 
     def close(self) -> None:
-        """Take no more outputs; requests that wait can still read their inputs."""
+        """Refuse outputs from now on; requests in the queue can still read their inputs."""
         self._registered = False
 
     def _truncated(self) -> InvalidRequestError:
         return InvalidRequestError(f"the shared memory of region {shown(self.name)} has been truncated")
 
 
-class Window:
-    """A piece of a region that one request names, and memory of ours of the same size when it is an input."""
-
-    __slots__ = ("_input", "_memory", "_region", "on_device", "reference")
-
-    def __init__(self, region: Region | CudaRegion, reference: RegionReference, memory: InputMemory) -> None:
-        self._region = region
-        self._memory = memory
-        self._input: Array | None = None
-        self.reference = reference
-        self.on_device = region.on_device
-
-    def view(self) -> memoryview:
-        """Memory that `fetch` fills. Raises `ContractError` if it is too large, or cannot be filled as things are."""
-        return self._host().data
-
-    def fetch(self) -> None:
-        """Read the input; blocks for a large one. Raises `ContractError` if its memory has been taken away."""
-        self._region.read(self.reference.offset, self._host())
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Write an output; blocks if it is `on_device`. Raises `ContractError` when the piece is too small or gone."""
-        self.reference.check_room(len(data))
-        self._region.write(self.reference.offset, data)
-
-    def _host(self) -> Array:
-        if self._input is None:
-            self._region.check()
-            self._input = self._memory.take(self.reference.byte_size)
-        return self._input
-
-
-R = TypeVar("R", Region, CudaRegion)
+R = TypeVar("R", SystemRegion, CudaRegion)
 
 
 class RegionTable:
-    """Used from the event loop alone, but for `find`. Everything is refused unless `allowed`."""
+    """All registered regions; used from the event loop only, except `find`. Refuses everything unless `allowed`.
 
-    def __init__(self, allowed: bool, memory: InputMemory) -> None:
-        self.allowed = allowed
-        self._memory = memory
-        self._regions: dict[str, Region | CudaRegion] = {}
+    Where a method takes a kind of region and a name, an empty name means all regions of that kind.
+    """
+
+    def __init__(self, settings: NativeSettings, budget: ByteBudget) -> None:
+        self.allowed = settings.allow_shared_memory
+        self._max_input_bytes = settings.max_body_bytes
+        self._budget = budget
+        self._regions: dict[str, SystemRegion | CudaRegion] = {}
         self._opening: set[str] = set()
         self._cuda = CudaAccess()
 
-    def find(self, reference: RegionReference) -> RegionWindow:
+    def find(self, reference: RegionReference) -> Window:
         """The piece of a region that a request names. Raises `ContractError`."""
         self.check_allowed()
         region = self._regions.get(reference.region)
@@ -161,18 +134,23 @@ class RegionTable:
                 f"the request uses {reference.byte_size} bytes from byte {reference.offset} of region "
                 f"{shown(region.name)}, which has {region.byte_size} bytes"
             )
-        return Window(region, reference, self._memory)
+        return Window(region, reference, self.allocate)
+
+    def allocate(self, byte_size: int) -> Array:
+        """Memory for an input, which counts as held while it exists; any thread. Raises `ContractError`."""
+        if byte_size > self._max_input_bytes:
+            raise TooLargeError(f"an input has {byte_size} bytes, the server takes at most {self._max_input_bytes}")
+        return self._budget.allocate(byte_size)
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Map a client's system memory. Raises `ContractError`."""
-        self._check_new(name)
-        _check_range(f"region {shown(name)}", offset, byte_size)
-        self._regions[name] = Region(name, key, offset, byte_size)
+        """Open a client's system memory. Raises `ContractError`."""
+        self._check_new(name, offset, byte_size)
+        self._regions[name] = SystemRegion(name, key, offset, byte_size)
 
     async def register_cuda(self, name: str, handle: bytes, device: int, byte_size: int) -> None:
         """Map a client's device memory. Raises `ContractError`."""
-        self._check_new(name)
-        _check_range(f"region {shown(name)}", 0, byte_size)
+        await self.check_cuda()
+        self._check_new(name, 0, byte_size)
         self._opening.add(name)
         opening = asyncio.ensure_future(asyncio.to_thread(self._cuda.open, name, handle, device, byte_size))
         try:
@@ -184,31 +162,20 @@ class RegionTable:
             self._opening.discard(name)
         self._regions[name] = region
 
-    def unregister(self, name: str) -> None:
-        """Forget one region of system memory, or all for an empty name; one that is not there is not missed."""
-        self.check_allowed()
-        for region in self._named(name, Region):
-            del self._regions[region.name]
-            region.close()
-
-    async def unregister_cuda(self, name: str) -> None:
-        """Likewise for device memory; returns when no copy uses it any more and it is unmapped."""
-        self.check_allowed()
-        regions = self._named(name, CudaRegion)
-        for region in regions:  # at once, so that no request finds one while another is being closed
+    async def unregister(self, kind: type[R], name: str) -> None:
+        """Forget regions at once; returns when no copy uses device memory any more. An unknown name is not an error."""
+        regions = self._named(kind, name)
+        for region in regions:  # all before the first await, so that no request finds one while another is closed
             del self._regions[region.name]
         for region in regions:
             await asyncio.to_thread(region.close)
 
-    def status(self, name: str) -> Iterable[Region]:
-        """One region of system memory, or all for an empty name. Raises `ContractError`."""
-        self.check_allowed()
-        return self._existing(name, Region)
-
-    def cuda_status(self, name: str) -> Iterable[CudaRegion]:
-        """Likewise for device memory."""
-        self.check_allowed()
-        return self._existing(name, CudaRegion)
+    def rows(self, kind: type[R], name: str) -> list[dict[str, object]]:
+        """Regions as a status shows them. Raises `ContractError`."""
+        found = self._named(kind, name)
+        if name and not found:
+            raise NotFoundError(f"shared-memory region {shown(name)} is not registered")
+        return [region.row() for region in found]
 
     async def offers_cuda(self) -> bool:
         """Whether CUDA shared memory is allowed and a device answers."""
@@ -224,34 +191,28 @@ class RegionTable:
         await asyncio.to_thread(self._cuda.driver)
 
     def check_allowed(self) -> None:
-        """Raises `InvalidRequestError` unless the server was started for it."""
+        """Raises `InvalidRequestError` unless the server was started with shared memory."""
         if not self.allowed:
-            raise InvalidRequestError(
-                "shared memory is switched off on this server; it is started with --allow-shared-memory to allow it"
-            )
+            raise InvalidRequestError("shared memory is switched off; start the server with --allow-shared-memory")
 
-    def _check_new(self, name: str) -> None:
+    def _check_new(self, name: str, offset: int, byte_size: int) -> None:
         self.check_allowed()
-        if not 0 < len(name) <= MAX_NAME_CHARACTERS:
-            raise InvalidRequestError(f"a region's name must have 1 to {MAX_NAME_CHARACTERS} characters")
+        if not 0 < len(name) <= MAX_REGION_NAME_CHARACTERS:
+            raise InvalidRequestError(f"a region's name must have 1 to {MAX_REGION_NAME_CHARACTERS} characters")
         if name in self._regions or name in self._opening:
             raise InvalidRequestError(f"region {shown(name)} is registered already: unregister it first")
         if len(self._regions) + len(self._opening) >= MAX_REGIONS:
             raise TooLargeError(f"{MAX_REGIONS} regions are registered, the server's limit: unregister one first")
+        _check_range(f"region {shown(name)}", offset, byte_size)
 
-    def _named(self, name: str, kind: type[R]) -> list[R]:
-        found = [self._regions.get(name)] if name else list(self._regions.values())
+    def _named(self, kind: type[R], name: str) -> list[R]:
+        self.check_allowed()
+        found = [self._regions.get(name)] if name else self._regions.values()
         return [region for region in found if isinstance(region, kind)]
-
-    def _existing(self, name: str, kind: type[R]) -> list[R]:
-        found = self._named(name, kind)
-        if name and not found:
-            raise NotFoundError(f"shared-memory region {shown(name)} is not registered")
-        return found
 
 
 def _close_unwanted(opening: asyncio.Future[CudaRegion]) -> None:
-    """Of a client that did not wait for its registration."""
+    """Close the region of a client that left before its registration was done."""
     if not opening.cancelled() and opening.exception() is None:
         asyncio.get_running_loop().run_in_executor(None, opening.result().close)
 
@@ -264,7 +225,7 @@ def _check_range(what: str, offset: int, byte_size: int) -> None:
 
 
 def _file_name(key: str, name: str) -> str:
-    """The file of a key such as `/weights`, as shm_open understands it. Raises `InvalidRequestError`."""
+    """The file of a key such as `/weights`, as shm_open finds it. Raises `InvalidRequestError`."""
     file_name = key.removeprefix("/")
     plain = file_name not in ("", ".", "..") and "/" not in file_name and "\0" not in file_name
     try:
@@ -272,9 +233,7 @@ def _file_name(key: str, name: str) -> str:
     except UnicodeEncodeError:
         plain = False
     if not plain:
-        raise InvalidRequestError(
-            f"the key of region {shown(name)} must be a name without further slashes, of at most {MAX_KEY_BYTES} bytes"
-        )
+        raise InvalidRequestError(f"a key must be a name of at most {MAX_KEY_BYTES} bytes without further slashes")
     if file_name.startswith(RESERVED_PREFIXES):
         raise InvalidRequestError(f"the key of region {shown(name)} has a prefix that is reserved for servers")
     return file_name

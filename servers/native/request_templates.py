@@ -1,30 +1,28 @@
-"""Requests that repeat: a checked JSON header, kept by its bytes, so that the same bytes need no parsing again.
+"""Templates of repeated requests: a decoded and checked JSON header, kept by its bytes.
 
-Load clients send the same header with every tensor. What a header says about plain binary tensors depends on its bytes
-and on the model alone, so a template is what decoding and validation gave the first time. A header with values in it,
-with a timeout, with BYTES, or with shared memory (whose regions come and go) is never kept.
+Load clients send the same header with every tensor, and the meaning of a header with plain binary tensors depends only
+on its bytes and on the model. So the template keeps the result of the first decoding. A header with values, a timeout,
+BYTES or shared memory (whose regions come and go) is never kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import orjson
 
-from servers.contract.codec import HEADER_LENGTH
-from servers.contract.records import InferRequest
-from servers.contract.signature import ModelSignature
+from servers.contract.codec import HEADER_LENGTH, encode_response
+from servers.contract.records import InferRequest, InferResponse, ModelSignature, OutputTensor
 from servers.contract.tensors import Array
-from servers.native.batcher import batch_key
-from servers.native.http_answers import STATUS_LINES
+from servers.native.batcher import BatchKey, batch_key
 
 _KEPT_TEMPLATES = 256
 KEPT_HEADER_BYTES = 4096
 """Longer JSON headers are decoded each time."""
 
-_OK_LINE = STATUS_LINES[200]
+_OK_LINE = b"HTTP/1.1 200 OK\r\n"
 
 
 class _Input(NamedTuple):
@@ -34,80 +32,65 @@ class _Input(NamedTuple):
     offset: int
 
 
+@dataclass(eq=False, slots=True)
 class RequestTemplate:
-    """What one JSON header asks for, in front of a body of `body_bytes`."""
+    """The request that one JSON header makes, with a body of `body_bytes`."""
 
-    __slots__ = ("_answers", "_inputs", "_names", "_request_id", "body_bytes", "key", "rows")
-
-    def __init__(
-        self, inputs: tuple[_Input, ...], names: tuple[str, ...], request_id: str, rows: int, body_bytes: int
-    ) -> None:
-        self._inputs = inputs
-        self._names = names
-        self._request_id = request_id
-        self._answers: dict[tuple[tuple[int, ...], ...], bytes] = {}
-        self.rows = rows
-        self.body_bytes = body_bytes
-        self.key = batch_key((item.name, item.shape) for item in inputs)
+    rows: int
+    body_bytes: int
+    key: BatchKey
+    _inputs: tuple[_Input, ...]
+    _names: tuple[str, ...]
+    _request_id: str
+    _answers: dict[tuple[tuple[int, ...], ...], bytes] = field(default_factory=dict)
 
     def arrays(self, body: memoryview) -> Mapping[str, Array]:
         """Views over a body of `body_bytes`; nothing is copied."""
         return {name: np.ndarray(shape, dtype, body, offset) for name, dtype, shape, offset in self._inputs}
 
     def answer(self, outputs: Mapping[str, Array], signature: ModelSignature, common: bytes) -> bytes:
-        """The whole answer; `common` is whole header lines.
+        """The bytes of the response, with the header lines `common`.
 
-        All between them and the outputs' bytes is the same for the same shapes, so it is kept.
+        Everything between these and the outputs' bytes is the same for the same shapes, so it is kept.
         """
         arrays = [outputs[name] for name in self._names]
         data = [array.tobytes() for array in arrays]
         shapes = tuple([array.shape for array in arrays])
         prefix = self._answers.get(shapes)
         if prefix is None:
-            prefix = self._prefix(signature, arrays, data)
+            prefix = self._prefix(signature, arrays)
             if len(self._answers) < 8:
                 self._answers[shapes] = prefix
         return b"".join([_OK_LINE, common, prefix, *data])
 
-    def _prefix(self, signature: ModelSignature, arrays: list[Array], data: list[bytes]) -> bytes:
+    def _prefix(self, signature: ModelSignature, arrays: list[Array]) -> bytes:
         datatypes = {spec.name: spec.datatype for spec in signature.outputs}
-        document: dict[str, object] = {"id": self._request_id} if self._request_id else {}
-        document["model_name"] = signature.name
-        document["model_version"] = signature.version
-        document["outputs"] = [
-            {
-                "name": name,
-                "datatype": datatypes[name],
-                "shape": list(array.shape),
-                "parameters": {"binary_data_size": len(part)},
-            }
-            for name, array, part in zip(self._names, arrays, data, strict=True)
+        tensors = [
+            OutputTensor(name, datatypes[name], array, True) for name, array in zip(self._names, arrays, strict=True)
         ]
-        text = orjson.dumps(document)
-        return b"".join(
-            [
-                b"content-type: application/octet-stream\r\n",
-                f"{HEADER_LENGTH.lower()}: {len(text)}\r\n".encode(),
-                b"content-length: %d\r\n\r\n" % (len(text) + sum(map(len, data))),
-                text,
-            ]
+        response = InferResponse(signature.name, signature.version, self._request_id, tuple(tensors))
+        content, json_bytes = encode_response(response)
+        head = (
+            f"content-type: application/octet-stream\r\n{HEADER_LENGTH.lower()}: {json_bytes}\r\n"
+            f"content-length: {len(content)}\r\n\r\n"
         )
+        return head.encode() + content[:json_bytes]
 
 
 class TemplateCache:
-    """The templates of one model, the latest few."""
+    """The latest templates of one model."""
 
     def __init__(self, signature: ModelSignature) -> None:
         self._signature = signature
         self._templates: dict[bytes, RequestTemplate] = {}
 
     def find(self, header: bytes, body_bytes: int) -> RequestTemplate | None:
-        """The template of a header that came before, in front of a body of the same size."""
+        """The template of a header that came before with a body of the same size."""
         template = self._templates.get(header)
         return template if template is not None and template.body_bytes == body_bytes else None
 
     def keep(self, header: bytes, request: InferRequest, body_bytes: int) -> RequestTemplate | None:
-        """The template of a decoded request; None for one to be decoded each time. Raises `ContractError`."""
+        """Keep a decoded request's template; None if it must be decoded each time. Raises `ContractError`."""
         known = self._signature.outputs
         wanted = request.outputs
         if wanted is None:
@@ -128,8 +111,9 @@ class TemplateCache:
         if offset != body_bytes:  # some tensor's values are in the JSON
             return None
         rows, _ = self._signature.validate(request)
-        template = RequestTemplate(tuple(items), names, request.id, rows, body_bytes)
-        if len(self._templates) >= _KEPT_TEMPLATES:  # headers that differ each time must not collect
+        key = batch_key((item.name, item.shape) for item in items)
+        template = RequestTemplate(rows, body_bytes, key, tuple(items), names, request.id)
+        if len(self._templates) >= _KEPT_TEMPLATES:  # headers that differ each time must not accumulate
             self._templates.clear()
         self._templates[header] = template
         return template

@@ -1,7 +1,7 @@
-"""The models of one server process, by name: what every front end looks a request's model up in.
+"""The models of one server process, by name.
 
-Each model has an engine, a queue and statistics of its own, as each has with Triton: nothing is merged across models,
-so one model's figures say nothing about another's. An arm under test serves exactly one.
+Each model has its own engine, queue and statistics, as with Triton: nothing is merged across models. An arm under test
+serves exactly one.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from servers.contract.errors import InvalidRequestError, NotFoundError
+from servers.contract.records import shown
 from servers.native.inference import InferenceService, State
 
 MAX_NAME_CHARACTERS = 255
 
 
 class ServedModels:
-    """At least one service, all with different names; the first is the default one."""
+    """At least one service, each with another name; the first is the default one."""
 
     def __init__(self, services: Sequence[InferenceService], allow_control: bool = False) -> None:
         self._services = {service.signature.name: service for service in services}
         if not services or len(self._services) != len(services):
-            raise ValueError("a server needs at least one model, each with a name of its own")
+            raise ValueError("a server needs at least one model, and no two with the same name")
         self.default = services[0]
         self._allow_control = allow_control
 
     def __iter__(self) -> Iterator[InferenceService]:
-        """In the order in which they were given."""
         return iter(self._services.values())
 
     def find(self, name: str, version: str | None = None) -> InferenceService:
-        """The service of one model that is not unloaded. Raises `NotFoundError`."""
+        """The service of a model that is not unloaded. Raises `NotFoundError`."""
         service = self.named(name, version)
         service.check_loaded()
         return service
 
     def named(self, name: str, version: str | None = None) -> InferenceService:
-        """The service of one model, in whatever state. Raises `NotFoundError`."""
+        """The service of a model, whatever its state. Raises `NotFoundError`."""
         service = self._services.get(name)
         if service is None:
             raise NotFoundError(f"Request for unknown model: {shown(name)} is not found")
@@ -47,12 +47,10 @@ class ServedModels:
 
     @property
     def ready(self) -> bool:
-        """Whether every model is."""
         return all(service.ready for service in self)
 
     @property
     def failed(self) -> bool:
-        """Whether any model could not be loaded."""
         return any(service.state is State.FAILED for service in self)
 
     def check_ready(self) -> None:
@@ -60,19 +58,16 @@ class ServedModels:
         for service in self:
             service.check_ready()
 
-    def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event | None = None) -> None:
-        """Begin to load all; in the event loop. `on_failure` is called there when one cannot be served.
-
-        None says that it is ready before `front_ends_open` is set.
-        """
+    def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event) -> None:
+        """Begin to load all models; see `InferenceService.start`."""
         for service in self:
             service.start(on_failure, front_ends_open)
 
     async def load(self, name: str, parameters: Mapping[str, object]) -> None:
         """Returns when the model is warmed up and ready, at once if it is already. Raises `ContractError`."""
-        self.check_control(name)
+        self._check_control(name)
         if parameters:
-            raise InvalidRequestError("a load takes no configuration and no files here: models are set at the start")
+            raise InvalidRequestError("a load takes no configuration and no files: models are chosen at the start")
         await self.named(name).load()
 
     async def unload(self, name: str) -> None:
@@ -80,31 +75,18 @@ class ServedModels:
 
         Raises `ContractError`.
         """
-        self.check_control(name)
+        self._check_control(name)
         await self.named(name).unload()
 
-    def check_control(self, name: str) -> None:
-        """Raises `ContractError` when clients may not load and unload models, or the name cannot be one.
-
-        A name is only ever compared with the names of the models that this process was started with: nothing is looked
-        up in, read from or written to a file system because of one.
-        """
+    def _check_control(self, name: str) -> None:
+        """A name is only ever compared with those of the models: no file system sees it."""
         if not self._allow_control:
-            raise InvalidRequestError(
-                "model control is switched off on this server; it is started with --allow-model-control to allow it"
-            )
+            raise InvalidRequestError("model control is switched off; start the server with --allow-model-control")
         if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable() or "/" in name or ".." in name:
-            raise InvalidRequestError(
-                f"a model's name has 1 to {MAX_NAME_CHARACTERS} printable characters, without '/' and '..'"
-            )
+            raise InvalidRequestError(f"a model's name has 1 to {MAX_NAME_CHARACTERS} characters, none of '/' and '..'")
 
     def stop(self, timeout: float) -> bool:
-        """Finish what is queued and free the engines; blocks. False if that took longer than `timeout` in all."""
+        """Execute what is queued and free the engines; blocks. False if that took longer than `timeout` in all."""
         ends = time.perf_counter() + timeout
         finished = [service.stop(max(0.0, ends - time.perf_counter())) for service in self]
         return all(finished)
-
-
-def shown(name: str) -> str:
-    """A client's name in a message: escaped, and never longer than a line."""
-    return repr(name if len(name) <= 64 else name[:61] + "...")

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ from servers.native.app import create_app
 from servers.native.http_connection import connection_factory
 from servers.native.http_front_end import HttpFrontEnd
 from servers.native.inference import InferenceService
-from servers.native.limits import ByteBudget, InputMemory
+from servers.native.limits import ByteBudget
 from servers.native.listener import ListenerError
 from servers.native.regions import RegionTable
 from servers.native.served_models import ServedModels
@@ -40,35 +40,52 @@ if TYPE_CHECKING:
 log = structlog.get_logger("abserve.server")
 
 
-OpenGrpc = Callable[[], Awaitable["GrpcFrontEnd"]]
-
-
 class NativeServer(uvicorn.Server):
-    """uvicorn's server that begins to load the models as soon as it listens, with the gRPC front end on its loop."""
+    """uvicorn's server. It loads the models as soon as it listens, and has the gRPC front end on its loop."""
 
-    def __init__(
-        self, config: uvicorn.Config, models: ServedModels, open_grpc: OpenGrpc | None, shutdown_timeout_s: float
-    ) -> None:
-        super().__init__(config)
+    def __init__(self, settings: NativeSettings, models: ServedModels) -> None:
+        self._settings = settings
         self._models = models
-        self._open_grpc = open_grpc
+        self._budget = ByteBudget(settings.max_held_bytes)
+        self._regions = RegionTable(settings, self._budget)
         self._grpc: GrpcFrontEnd | None = None
-        self._shutdown_timeout_s = shutdown_timeout_s
+        self.failed = False
         self.stop_by = float("inf")
         """When accepted work must be finished, in `time.monotonic` seconds; known once the server shuts down."""
-        self.failed = False
+        timeout_s = settings.shutdown_timeout_s
+        self._reserve_s = min(2.0, timeout_s / 4)  # of the shutdown time, for refusing unfinished work and for ending
+        self._finish_s = timeout_s - self._reserve_s
+        application = create_app(models, self._regions)
+        front_end = HttpFrontEnd(application, models, self._regions, settings, self._budget)
+        super().__init__(
+            uvicorn.Config(
+                application,
+                http=connection_factory(front_end),  # type: ignore[arg-type]  # called like a protocol class
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                # Later than `_give_up`, which leaves uvicorn nothing to wait for; it accepts a float as well.
+                timeout_graceful_shutdown=timeout_s - self._reserve_s / 2,  # type: ignore[arg-type]
+            )
+        )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then load; meanwhile open the gRPC front end, whose imports alone take a good part of a second."""
+        """Listen, begin to load, and open the gRPC front end, whose imports take a good part of a second."""
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         names = ",".join(service.signature.name for service in self._models)
         log.info("listening", url=f"http://{host_in_url(host)}:{port}", model=names)
         front_ends_open = threading.Event()
         self._models.start(self._stop, front_ends_open)
-        if self._open_grpc is not None:
+        if self._settings.grpc_port:
+            # Imported in a thread: the loop answers HTTP meanwhile, and a cold start does not wait for the import.
+            module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc_server")
+            self._grpc = module.GrpcFrontEnd(self._models, self._regions, self._settings, self._budget)
             try:
-                self._grpc = await self._open_grpc()
+                await self._grpc.start()
             except ListenerError as error:
                 log.error("gRPC cannot be opened", reason=str(error))  # noqa: TRY400  the sentence says it all
                 self.failed = self.should_exit = True
@@ -76,21 +93,22 @@ class NativeServer(uvicorn.Server):
         front_ends_open.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Any signal but the first changes nothing: uvicorn would drop accepted requests at a second SIGINT."""
+        """Only the first signal counts: at a second SIGINT uvicorn would drop accepted requests."""
         if self.should_exit:
-            log.warning("already shutting down: accepted work is finished first", at_most_s=self._shutdown_timeout_s)
+            timeout_s = self._settings.shutdown_timeout_s
+            log.warning("already shutting down: accepted work is finished first", at_most_s=timeout_s)
         else:
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close both front ends to new work and finish what was accepted."""
-        self.stop_by = time.monotonic() + self._shutdown_timeout_s
-        _end_at_the_latest_in(self._shutdown_timeout_s)
-        finish_s = self._shutdown_timeout_s - _reserve_s(self._shutdown_timeout_s)
+        timeout_s = self._settings.shutdown_timeout_s
+        self.stop_by = time.monotonic() + timeout_s - self._reserve_s / 4
+        _end_at_the_latest_in(timeout_s)
         closing = [super().shutdown(sockets)]
         if self._grpc is not None:
-            closing.append(self._grpc.stop(finish_s))
-        giving_up = asyncio.get_running_loop().call_later(finish_s, self._give_up)
+            closing.append(self._grpc.stop(self._finish_s))
+        giving_up = asyncio.get_running_loop().call_later(self._finish_s, self._give_up)
         await asyncio.gather(*closing)
         giving_up.cancel()
 
@@ -98,14 +116,14 @@ class NativeServer(uvicorn.Server):
         connections = list(self.server_state.connections)
         log.error("accepted work is not finished in time and is refused", connections=len(connections))
         for connection in connections:
-            connection.give_up()  # type: ignore[union-attr]  # they are ours, not uvicorn's
+            connection.give_up()  # type: ignore[union-attr]  # all are `Connection`s
 
     def _stop(self) -> None:
         self.should_exit = True
 
 
 def configure_logs(level: str) -> None:
-    """Log for people: send structlog and the standard library's warnings (uvicorn's among them) to stderr."""
+    """Log to stderr for people: structlog, and the standard library's warnings, such as uvicorn's."""
     number = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(stream=sys.stderr, level=max(number, logging.WARNING), format="%(levelname)s %(message)s")
     structlog.configure(
@@ -149,7 +167,7 @@ def _service(settings: NativeSettings, specification: ModelSpecification, weight
     def build() -> Engine:
         from servers.engines.factory import LIBRARIES, build_engine  # in the engine thread, after the port answers
 
-        for library in LIBRARIES[settings.engine]:  # so that the account of a start tells imports from weights
+        for library in LIBRARIES[settings.engine]:  # so that a cold start's log separates imports from weights
             with suppress(ImportError):  # loading the engine says what to install
                 importlib.import_module(library)
         artefact = settings.artefact if executed.payload == "fp32" else settings.artefact_uint8
@@ -159,41 +177,17 @@ def _service(settings: NativeSettings, specification: ModelSpecification, weight
 
 
 def serve(settings: NativeSettings, models: ServedModels, listener: socket.socket) -> int:
-    """Serve until SIGTERM or SIGINT; the process's exit status. Blocks; to be called in the main thread.
+    """Serve until SIGTERM or SIGINT, and return the process's exit status. Blocks; for the main thread.
 
     The engine thread may still be loading when this returns: the caller must not wait for it.
     """
-    budget = ByteBudget(settings.max_held_bytes)
-    regions = RegionTable(settings.allow_shared_memory, InputMemory(settings.max_body_bytes, budget))
-    application = create_app(models, regions)
-    front_end = HttpFrontEnd(application, models, regions, settings, budget)
-    config = uvicorn.Config(
-        application,
-        http=connection_factory(front_end),  # type: ignore[arg-type]  # it calls it as it would call a protocol class
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        # Later than we give up ourselves, which leaves it nothing to wait for; it takes a float as well.
-        timeout_graceful_shutdown=settings.shutdown_timeout_s - _reserve_s(settings.shutdown_timeout_s) / 2,  # type: ignore[arg-type]
-    )
-
-    async def open_grpc() -> GrpcFrontEnd:
-        # In a thread: the loop answers HTTP meanwhile, and importing is not what a cold start should wait for.
-        module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc_server")
-        opened: GrpcFrontEnd = module.open_front_end(models, regions, settings, budget)
-        await opened.start()
-        return opened
-
-    server = NativeServer(config, models, open_grpc if settings.grpc_port else None, settings.shutdown_timeout_s)
+    server = NativeServer(settings, models)
     received: list[int] = []
 
     def note(signal_number: int, _frame: FrameType | None) -> None:
-        """Before uvicorn listens to signals this one stops it as soon as it has begun.
+        """A signal before uvicorn handles them stops it as soon as it has begun.
 
-        It raises those that it got again when it has shut down; dying of one would skip what follows.
+        When it has shut down uvicorn raises its signals again, and dying of one would skip the rest of this function.
         """
         received.append(signal_number)
         server.should_exit = True
@@ -202,21 +196,15 @@ def serve(settings: NativeSettings, models: ServedModels, listener: socket.socke
         signal.signal(number, note)
     server.run(sockets=[listener])
     failed = server.failed or models.failed
-    reserve_s = _reserve_s(settings.shutdown_timeout_s) / 4
-    finished = models.stop(max(0.0, min(settings.shutdown_timeout_s, server.stop_by - time.monotonic() - reserve_s)))
+    finished = models.stop(max(0.0, min(settings.shutdown_timeout_s, server.stop_by - time.monotonic())))
     log.info("stopped", accepted_work_finished=finished)
     if failed:
         return 1
     return 130 if signal.SIGINT in received else 0
 
 
-def _reserve_s(timeout_s: float) -> float:
-    """What of the time to shut down is kept for refusing the rest and for ending."""
-    return min(2.0, timeout_s / 4)
-
-
 def _end_at_the_latest_in(seconds: float) -> None:
-    """Whatever hangs (a thread of the event loop's, a driver): who stops a server counts on its end."""
+    """End the process even if a thread or a driver hangs."""
 
     def end() -> None:
         log.error("ended by force: the server could not stop in time", seconds=seconds)

@@ -1,4 +1,4 @@
-"""What one native server process is asked to be: each field is an option and `ABSERVE_NATIVE_<FIELD>`."""
+"""The settings of a native server process: each field is an option and the variable `ABSERVE_NATIVE_<FIELD>`."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from servers.models.registry import DEFAULT_MODEL
 from servers.options import Option, flag_of, settings_of
 
 MAX_TIMEOUT_US = 3_600_000_000
-"""Longest wait in the queue that the server or a request may ask for."""
+"""Longest timeout in the queue that the server or a request may set."""
 
 
 class NativeSettings(BaseSettings):
-    """Built once, in the entry point, and passed on. Unknown arguments are refused."""
+    """Built once, in the entry point, and passed on. Unknown names are refused."""
 
     model_config = settings_of("ABSERVE_NATIVE_")
 
     model: str = Field(DEFAULT_MODEL, description="A registered model.")
-    payloads: str = Field("", description="Variants to serve, any of fp32,uint8,jpeg; empty: the model named.")
+    payloads: str = Field("", description="Variants to serve: fp32, uint8, jpeg, comma-separated; empty: only --model.")
     weights: str = Field(defaults.WEIGHTS, description="random:SEED, a pretrained tag or a checkpoint file.")
     host: str = Field(defaults.HOST, description="Address to listen on.")
     http_port: int = Field(8100, ge=1, le=65535, description="Port of HTTP.")
     grpc_port: int = Field(8101, ge=0, le=65535, description="Port of gRPC; 0: no gRPC.")
     engine: Literal["torch", "onnxruntime", "tensorrt", "null"] = Field(
-        "torch", description="What executes the model; null: nothing does."
+        "torch", description="The engine that executes the model; null executes nothing."
     )
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = Field(
         defaults.PRECISION, description="Precision of the computation."
     )
     mode: str = Field(
-        defaults.MODE, description="How the engine executes: auto, or one it offers (eager, traced, graph)."
+        defaults.MODE, description="How the engine executes: auto, or a mode it offers (eager, traced, graph)."
     )
     device: str = Field(defaults.DEVICE, description="auto, cpu or cuda:N.")
     threads: int = Field(0, ge=0, description="Intra-op threads on the CPU; 0: all cores this process may use.")
@@ -63,7 +63,7 @@ class NativeSettings(BaseSettings):
         0,
         ge=0,
         le=MAX_TIMEOUT_US,
-        description="Longest wait in the queue (µs) of a request that names no timeout, then 503; 0: no limit.",
+        description="Queue timeout (µs) of requests without their own, then 503; 0: no limit.",
     )
     max_body_bytes: int = Field(
         64 * 2**20, ge=1, description="Largest request body, also after decompression; a larger one gets 413."
@@ -79,25 +79,23 @@ class NativeSettings(BaseSettings):
     max_headers: int = Field(100, ge=10, le=10_000, description="Most HTTP headers of one request.")
     max_chunks: int = Field(65_536, ge=1, description="Most chunks of one body with Transfer-Encoding: chunked.")
     max_held_bytes: int = Field(
-        2 * 2**30, ge=1, description="Bodies that arrive, wait and are executed, together; beyond it 503 at once."
+        2 * 2**30, ge=1, description="All bodies that arrive, wait or are executed, in bytes; more get 503 at once."
     )
     read_timeout_s: float = Field(
-        30, gt=0, le=3600, description="Longest time for a head; how far a body may fall behind its least rate."
+        30, gt=0, le=3600, description="Time for a head (s), and how far a body may fall behind its minimum rate."
     )
-    min_body_bytes_per_s: int = Field(2**20, ge=1, description="Least rate at which a body has to arrive.")
+    min_body_bytes_per_s: int = Field(2**20, ge=1, description="Minimum rate of an arriving body.")
     keep_alive_timeout_s: float = Field(75, gt=0, description="How long an idle connection stays open, HTTP or gRPC.")
     decode_threads: int = Field(
-        0, ge=0, le=256, description="Threads that decode JPEG files; 0: one per core, at most four."
+        0, ge=0, le=256, description="Threads that decode JPEG files; 0: one per core, up to four."
     )
     max_image_pixels: int = Field(
         MAX_PIXELS, ge=1, description="Largest JPEG that is decoded, in pixels; read from its header."
     )
     allow_shared_memory: bool = Field(False, description="Let clients register shared memory of this machine.")
     allow_model_control: bool = Field(False, description="Let clients unload and load models.")
-    shutdown_timeout_s: float = Field(
-        30, gt=0, le=3600, description="Longest time to finish accepted work after SIGTERM."
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severity logged.")
+    shutdown_timeout_s: float = Field(30, gt=0, le=3600, description="Time to finish accepted work after SIGTERM (s).")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
     added_delay_ms: Annotated[float, Option(hidden=True)] = Field(
         0, ge=0, le=60_000, description="Test option: added to every answer without blocking anything."
     )
@@ -105,14 +103,14 @@ class NativeSettings(BaseSettings):
     @field_validator("grpc_port")
     @classmethod
     def _own_port(cls, port: int, info: ValidationInfo) -> int:
-        """Neither port is bound yet when both are tried, so that trying finds nothing."""
+        """Neither port is bound yet when both are checked, so the check would not find this."""
         if port == info.data.get("http_port"):
             raise ValueError("HTTP and gRPC need different ports, and this is --http-port")
         return port
 
 
 def to_argv(settings: NativeSettings) -> tuple[str, ...]:
-    """Every setting that has a value, as `--name value`, so that nothing depends on the environment any more."""
+    """Every setting that has a value, as `--name value`, so that the process does not depend on the environment."""
     argv: list[str] = []
     for name in NativeSettings.model_fields:
         value = getattr(settings, name)

@@ -22,7 +22,7 @@ from servers.native.http_body import ALIGNMENT, FixedBody
 from servers.native.http_connection import connection_factory
 from servers.native.http_front_end import READ_BYTES, HttpFrontEnd
 from servers.native.inference import InferenceService
-from servers.native.limits import ByteBudget, InputMemory
+from servers.native.limits import ByteBudget
 from servers.native.regions import RegionTable
 from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
@@ -113,7 +113,7 @@ async def exchange(requests: Sequence[bytes]) -> tuple[WatchedEngine, WatchedBod
     settings = NativeSettings(max_batch_size=8, max_queue_delay_us=2_000_000 if len(requests) > 1 else 0)
     service = InferenceService(SPECIFICATION, lambda: engine, settings)
     budget = ByteBudget(settings.max_held_bytes)
-    models, regions = ServedModels([service]), RegionTable(False, InputMemory(settings.max_body_bytes, budget))
+    models, regions = ServedModels([service]), RegionTable(settings, budget)
     application = create_app(models, regions)
     front_end = HttpFrontEnd(application, models, regions, settings, budget)
     front_end.bodies = bodies  # type: ignore[assignment]

@@ -24,7 +24,7 @@ from servers.native.http_connection import PIECES_A_TURN, connection_factory
 from servers.native.http_front_end import MAX_INFLATING, HttpFrontEnd
 from servers.native.http_parser import Request, RequestHead, RequestParser
 from servers.native.inference import InferenceService
-from servers.native.limits import ByteBudget, InputMemory
+from servers.native.limits import ByteBudget
 from servers.native.regions import RegionTable
 from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
@@ -148,7 +148,7 @@ async def turns_of(data: bytes) -> Counter[int]:
     service = InferenceService(specification, lambda: NullEngine(specification, EngineSettings("null")), settings)
     models = ServedModels([service])
     budget = ByteBudget(settings.max_held_bytes)
-    regions = RegionTable(False, InputMemory(settings.max_body_bytes, budget))
+    regions = RegionTable(settings, budget)
     connect = connection_factory(HttpFrontEnd(create_app(models, regions), models, regions, settings, budget))
     loop = asyncio.get_running_loop()
     service.start(lambda: None)

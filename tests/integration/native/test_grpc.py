@@ -207,7 +207,7 @@ def test_requests_that_contradict_themselves_are_refused(stub):
     for _ in range(2000):
         many.outputs.add(name="embedding")
     for request, message in (
-        (mixed, "'contents' although"),
+        (mixed, "'contents' and also"),
         (missing, "needs 150528 elements"),
         (surplus, "got 2"),
         (short, "needs 602112 bytes .* got 602111"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from contextlib import suppress
 from typing import Any
@@ -14,12 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 
-from servers.contract.binary_tensors import MAX_BYTES_ELEMENTS
 from servers.contract.codec import decode_request, encode_response, parse_header_length
 from servers.contract.errors import ContractError, InvalidRequestError
-from servers.contract.records import InferResponse, OutputTensor
-from servers.contract.signature import ModelSignature
+from servers.contract.records import InferResponse, ModelSignature, OutputTensor
 from servers.contract.tensors import DATATYPES, TensorSpec
+from servers.contract.values import MAX_BYTES_ELEMENTS
 
 SIGNATURE = ModelSignature(
     "m", "1", (TensorSpec("x", "FP32", (-1, 4)),), (TensorSpec("y", "FP32", (-1, 4)),), max_batch_size=8
@@ -139,43 +139,45 @@ def test_any_input_object_gives_a_request_or_a_contract_error(changes: dict[str,
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([], "must be an object"),
-        ({}, "'inputs'"),
-        ({"inputs": [3]}, "must be an object"),
-        (document(name=3), "'name'"),
+        ([], "Expected `object`"),
+        ({}, "`inputs`"),
+        ({"inputs": [3]}, "Expected `object`"),
+        (document(name=3), ".name"),
         (document(datatype="FP31"), "one of BOOL"),
         (document(shape=[1, -4]), "negative dimension -4"),
         (document(shape=[2**40, 2**40]), "overflows"),
-        (document(shape=[1] * 40), "40 dimensions, at most 32"),
+        (document(shape=[1] * 40), "40 dimensions, the limit is 32"),
         (document(shape=[1, 5]), "needs 5 elements for its shape, got 4"),
         (document(data=None), "must be a JSON array"),
         (document(data=[1, 2, "3", 4]), "only values of datatype FP32"),
         (document(data=[1, 2, None, 4]), "only values of datatype FP32"),
         (document(data=[[1, 2], [3]]), "only values of datatype FP32"),
-        (document(data=[10**400, 2, 3, 4]), "infinity when parsed"),
+        (document(data=[10**400, 2, 3, 4]), "only values of datatype FP32"),
         (document(data=[10**400, float("nan"), 3, 4]), "too large for FP32"),
         (document(datatype="FP16"), "FP16, which JSON cannot carry"),
         (document(datatype="UINT8", data=[1, 2, 3, 256]), "outside the range of UINT8, 0 to 255"),
         (document(datatype="INT32", data=[1, 2, 3, 4.5]), "only values of datatype INT32"),
         (document(datatype="BYTES", data=["a", "b", "c", 4]), "only strings"),
-        (document(parameters={"binary_data_size": 16}), "both 'data' and"),
-        (document(parameters={"a": []}), "strings, numbers and booleans"),
-        ({**document(), "id": 3}, "'id' must be a string"),
-        ({**document(), "id": "x" * 2000}, "2000 characters, at most 1024"),
-        ({**document(), "outputs": [{}]}, "object with a 'name'"),
+        (document(parameters={"binary_data_size": 16}), "exactly one of 'data'"),
+        (document(parameters={"a": []}), "'parameters' of input 'x'"),
+        ({**document(), "id": 3}, "$.id"),
+        ({**document(), "id": "x" * 2000}, "1024"),
+        ({**document(), "outputs": [{}]}, "name"),
         ({**document(), "outputs": [{"name": "y", "parameters": {"binary_data": 1}}]}, "true or false"),
         ({**document(), "outputs": [{"name": "y", "parameters": {"classification": 1}}]}, "does not offer"),
-        ({"inputs": [], "x": json.loads("[" * 119 + "]" * 119)}, "64 levels"),
+        ({**document(data=[float("nan"), 2, 3, 4]), "id": "\ud800"}, "not valid JSON"),
+        ({**document(), "id": "\ud800"}, "failed to parse"),
+        (document(data=json.loads("[" * 119 + "]" * 119)), "only values of datatype FP32"),
     ],
 )
 def test_each_contradiction_is_named(value: object, message: str) -> None:
-    with pytest.raises(ContractError, match=message.replace("[", r"\[")):
+    with pytest.raises(ContractError, match=re.escape(message)):
         decode(value)
 
 
 def test_unparsable_json_is_named_and_a_quarter_million_brackets_do_no_harm() -> None:
     for text in (b"", b"{", b"[" * 250_000, b"[" * 250_000 + b"NaN", b'{"a": NaNNaN}', b"\xff", b"nul"):
-        with pytest.raises(InvalidRequestError, match="failed to parse the request JSON"):
+        with pytest.raises(InvalidRequestError, match="the request JSON"):
             decode_request(memoryview(text), None, SIGNATURE)
 
 
@@ -183,7 +185,7 @@ def test_sizes_that_disagree_name_both_numbers() -> None:
     header = json.dumps(
         {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "parameters": {"binary_data_size": 12}}]}
     ).encode()
-    with pytest.raises(InvalidRequestError, match=r"needs 16 bytes .* got 12 bytes"):
+    with pytest.raises(InvalidRequestError, match=r"needs 16 bytes .* got 12"):
         decode_request(memoryview(header + bytes(12)), len(header), SIGNATURE)
     with pytest.raises(InvalidRequestError, match="is 12, but only 8 bytes"):
         decode_request(memoryview(header + bytes(8)), len(header), SIGNATURE)
@@ -195,8 +197,8 @@ def test_sizes_that_disagree_name_both_numbers() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (struct.pack("<I", 9) + b"ab", "announces 9 bytes, but only 2 are left"),
-        (b"\x01", "needs at least 4 bytes"),
+        (struct.pack("<I", 9) + b"ab", "9 bytes, but only 2 are left"),
+        (b"\x01", "too few for 1 BYTES elements"),
         (struct.pack("<I", 1) + b"ab", "has 1 bytes after its 1 BYTES elements"),
     ],
 )
@@ -240,7 +242,7 @@ def test_header_length_zero_is_the_one_inputs_bytes() -> None:
     one, two = TensorSpec("a", "FP32", (-1, -1, -1)), TensorSpec("b", "FP32", (-1, 2))
     with pytest.raises(InvalidRequestError, match="2 inputs"):
         decode_request(memoryview(bytes(16)), 0, ModelSignature("m", "1", (one, two), (), 8))
-    with pytest.raises(InvalidRequestError, match="one variable dimension"):
+    with pytest.raises(InvalidRequestError, match="needs a fixed shape"):
         decode_request(memoryview(bytes(16)), 0, ModelSignature("m", "1", (one,), (), 8))
     image = ModelSignature("m", "1", (TensorSpec("image", "BYTES", (-1, 1)),), (), 8)
     assert decode_request(memoryview(b"\xff\xd8jpeg"), 0, image).inputs[0].data.tolist() == [[b"\xff\xd8jpeg"]]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from servers.contract.errors import InvalidRequestError
-from servers.contract.records import InferRequest, InputTensor, RequestedOutput
-from servers.contract.signature import ModelSignature
+from servers.contract.records import InferRequest, InputTensor, ModelSignature, RequestedOutput
 from servers.contract.tensors import TensorSpec
 
 SIGNATURE = ModelSignature(
@@ -45,7 +44,7 @@ def test_a_good_request_gives_its_rows_and_arrays() -> None:
         ((tensor("a", "FP32"),), r"got \[\]"),
         ((tensor("a", "FP32", 0, 2),), "between 1 and 4 for 'm', got 0"),
         ((tensor("a", "FP32", 5, 2),), "between 1 and 4 for 'm', got 5"),
-        ((GOOD[0], tensor("b", "INT32", 2, 7)), "batch size 2, but another input has batch size 3"),
+        ((GOOD[0], tensor("b", "INT32", 2, 7)), "different batch sizes, 3 and 2"),
     ],
 )
 def test_each_contradiction_is_named(inputs: tuple[InputTensor, ...], message: str) -> None:

@@ -20,7 +20,7 @@ from servers.models.weights import (
     parse_weights,
     pin,
 )
-from servers.native.launch import check
+from servers.native.command import check
 
 TAG = "laion2b_s34b_b79k"
 OLD, NEW = "a" * 40, "b" * 40

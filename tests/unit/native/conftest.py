@@ -91,7 +91,7 @@ class Harness:
         windows: Sequence[Any] = (),
     ) -> QueuedRequest:
         array = np.repeat(np.array(values, np.float32)[:, None], width, axis=1)
-        entry = QueuedRequest({"x": array}, len(values), deadline_ns, threading.Event(), windows)
+        entry = QueuedRequest({"x": array}, len(values), [("x", (width,))], deadline_ns, threading.Event(), windows)
         self.batcher.submit(entry)
         return entry
 

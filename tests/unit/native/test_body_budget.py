@@ -22,7 +22,7 @@ from servers.native.app import create_app
 from servers.native.http_connection import connection_factory
 from servers.native.http_front_end import HttpFrontEnd
 from servers.native.inference import InferenceService
-from servers.native.limits import ByteBudget, InputMemory
+from servers.native.limits import ByteBudget
 from servers.native.regions import RegionTable
 from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
@@ -105,8 +105,7 @@ class Served:
             connection.expire()
 
     def _waiting(self) -> list[Any]:
-        watched: list[Any] = [*self.front_end.deadlines._watched]
-        return [connection for connection in watched if connection.waits_for_room]
+        return [connection for connection in self.front_end.connections if connection.waits_for_room]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -125,12 +124,12 @@ def with_server(test: Callable[[Served], Coroutine[Any, Any, None]]) -> None:
         )
         models, regions, budget = (
             ServedModels([service]),
-            RegionTable(False, InputMemory(1, ByteBudget(1))),
+            RegionTable(settings, ByteBudget(1)),
             WatchedBudget(LIMIT),
         )
         front_end = HttpFrontEnd(create_app(models, regions), models, regions, settings, budget)
-        loop, connect = asyncio.get_running_loop(), connection_factory(front_end)
-        server = await loop.create_server(lambda: connect(ServerState(), loop), "127.0.0.1", 0)
+        loop, connect, state = asyncio.get_running_loop(), connection_factory(front_end), ServerState()
+        server = await loop.create_server(lambda: connect(state, loop), "127.0.0.1", 0)
         service.start(lambda: None)
         await service._settled.wait()
         try:
@@ -214,6 +213,7 @@ def test_of_two_bodies_that_outgrow_the_budget_together_one_is_served(monkeypatc
                 client.writer.write(HEAD + BODY[:500_000])
             await until(lambda: served.budget.held == 1_000_000)
             first.writer.write(BODY[500_000:-100])
+            await until(lambda: served.budget.held == len(BODY) - 100 + 500_000)
             second.writer.write(BODY[500_000:])
             await until(lambda: served.waiting == 1)
             first.writer.write(BODY[-100:])

@@ -18,12 +18,13 @@ from servers.contract.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from servers.contract.shared_memory import RegionReference
+from servers.contract.records import RegionReference, Window
 from servers.gpu import cuda_library
 from servers.gpu.cuda_library import CudaError
 from servers.native.cuda_regions import NO_CUDA_MEMORY, CudaAccess, CudaRegion
-from servers.native.limits import ByteBudget, InputMemory
-from servers.native.regions import RegionTable, Window
+from servers.native.limits import ByteBudget
+from servers.native.regions import RegionTable
+from servers.native.settings import NativeSettings
 
 
 @pytest.mark.parametrize("library", ["libabserve_absent.so.1", "libc.so.6"])  # no such file; none of its functions
@@ -62,7 +63,9 @@ class Driver:
         raise CudaError("whatever it is, nobody can do anything about it")
 
 
-MEMORY = InputMemory(1000, ByteBudget(1000))
+def table(max_input_bytes=1000, held_bytes=1000):
+    settings = NativeSettings(allow_shared_memory=True, max_body_bytes=max_input_bytes)
+    return RegionTable(settings, ByteBudget(held_bytes))
 
 
 @pytest.fixture
@@ -76,7 +79,7 @@ def region(driver):
 
 
 def window(region, size=8):
-    return Window(region, RegionReference("r", size, 0), MEMORY)
+    return Window(region, RegionReference("r", size, 0), table().allocate)
 
 
 def test_a_handle_is_closed_once_and_after_its_last_use(driver, region):
@@ -101,7 +104,7 @@ def test_a_handle_is_closed_once_and_after_its_last_use(driver, region):
 def test_outputs_that_cannot_be_written_are_errors(driver, region):
     with pytest.raises(InternalError, match="OUT_OF_MEMORY"):
         window(region).write(b"12345678")
-    with pytest.raises(InvalidRequestError, match="takes 9 bytes"):
+    with pytest.raises(InvalidRequestError, match="has 9 bytes"):
         window(region).write(b"123456789")
     window(region).write(b"")
     region.close()
@@ -120,15 +123,15 @@ def test_an_input_is_a_view_over_host_memory_of_its_size(region):
 
 def test_the_host_memory_of_inputs_is_bounded_and_counted(region):
     budget = ByteBudget(60)
-    memory = InputMemory(40, budget)
+    allocate = RegionTable(NativeSettings(max_body_bytes=40), budget).allocate
     with pytest.raises(TooLargeError, match="41 bytes, the server takes at most 40"):
-        Window(region, RegionReference("r", 41, 0), memory).view()
-    first = Window(region, RegionReference("r", 40, 0), memory)
+        Window(region, RegionReference("r", 41, 0), allocate).view()
+    first = Window(region, RegionReference("r", 40, 0), allocate)
     array = window_array(first, "FP32", (1, 10), "x")
     del first
     assert budget.held == 40
     with pytest.raises(UnavailableError, match="holds as many bytes"):
-        Window(region, RegionReference("r", 40, 0), memory).view()
+        Window(region, RegionReference("r", 40, 0), allocate).view()
     del array
     assert budget.held == 0
 
@@ -143,15 +146,16 @@ def test_a_client_that_leaves_while_its_region_is_opened_leaves_nothing_open(dri
         return region
 
     monkeypatch.setattr(CudaAccess, "open", open_slowly)
+    monkeypatch.setattr(CudaAccess, "driver", lambda _access: driver)
 
     async def register_and_leave() -> RegionTable:
-        table = RegionTable(True, MEMORY)
-        task = asyncio.ensure_future(table.register_cuda("r", b"", 0, 64))
+        regions = table()
+        task = asyncio.ensure_future(regions.register_cuda("r", b"", 0, 64))
         await asyncio.to_thread(opening.wait, 10)
         with pytest.raises(InvalidRequestError, match="registered already"):
-            await table.register_cuda("r", b"", 0, 64)
+            await regions.register_cuda("r", b"", 0, 64)
         with pytest.raises(InvalidRequestError, match="registered already"):
-            table.register("r", "/r", 0, 64)
+            regions.register("r", "/r", 0, 64)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -160,9 +164,9 @@ def test_a_client_that_leaves_while_its_region_is_opened_leaves_nothing_open(dri
         while not driver.closed:
             assert time.monotonic() < deadline
             await asyncio.sleep(0)
-        return table
+        return regions
 
-    table = asyncio.run(register_and_leave())
-    assert list(table.cuda_status("")) == []
+    regions = asyncio.run(register_and_leave())
+    assert regions.rows(CudaRegion, "") == []
     with pytest.raises(InvalidRequestError, match="size ≥ 1"):
-        table.register("r", "/r", 0, 0)  # the name is free again
+        regions.register("r", "/r", 0, 0)  # the name is free again

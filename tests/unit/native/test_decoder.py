@@ -20,10 +20,10 @@ from servers.models.corpus import jpeg_paths
 from servers.models.image_decoder import Decoding, DecodingSettings
 from servers.models.preprocessing import ImageError
 from servers.models.registry import get_variant
-from servers.native.decoder import RequestDecoder
 from servers.native.errors import QueueFullError, RequestExpiredError
-from servers.native.inference import InferenceService, State
+from servers.native.inference import InferenceService, RequestDecoder, State
 from servers.native.settings import NativeSettings
+from servers.native.statistics import RequestTimes
 
 JPEG = get_variant("openclip_vit_b32", "jpeg")
 
@@ -87,7 +87,7 @@ def test_unloading_finishes_requests_whose_images_are_still_decoded() -> None:
         gate = threading.Event()
         for _ in range(service._decoder.settings.thread_count):
             service._decoder._decoder._threads.submit(gate.wait)
-        accepted = asyncio.create_task(service.infer(InferRequest("", (GOOD,))))
+        accepted = asyncio.create_task(service.infer(InferRequest("", (GOOD,)), RequestTimes(0)))
         while not service.pending:
             await asyncio.sleep(0)
         unloading = asyncio.create_task(service.unload())
@@ -115,7 +115,7 @@ def test_a_deadline_ends_the_wait(
 
     monkeypatch.setattr(decoder._decoder, "start", noted)
     if not own:
-        monkeypatch.setattr("servers.native.decoder.DECODING_S", 0.02)
+        monkeypatch.setattr("servers.native.inference.DECODING_S", 0.02)
     with pytest.raises(RequestExpiredError, match="timeout expired" if own else "not decoded within 0.02 s"):
         asyncio.run(decoder.decode(GOOD, time.perf_counter_ns() + 20_000_000 if own else None))
     assert decoder.pending == 0

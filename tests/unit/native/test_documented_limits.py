@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from servers.contract.binary_tensors import MAX_BYTES_ELEMENTS
 from servers.contract.codec import MAX_ID_CHARACTERS
-from servers.contract.json_tensors import MAX_DEPTH, MAX_SPECIAL_BYTES
-from servers.native.decoder import DECODING_S
+from servers.contract.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES
 from servers.native.grpc_messages import MAX_FIELDS
 from servers.native.http_body import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
 from servers.native.http_connection import PIECES_A_TURN
 from servers.native.http_front_end import MAX_INFLATING
+from servers.native.inference import DECODING_S
 from servers.native.limits import CONTROL_BODY_BYTES
 from servers.native.settings import NativeSettings
 
@@ -33,7 +32,7 @@ def test_every_limit_has_a_row() -> None:
 
 
 def test_the_fixed_limits_are_as_written() -> None:
-    assert f"JSON nests at most {MAX_DEPTH} levels" in TEXT
+    assert f"`data` nests at most {MAX_DIMENSIONS} levels" in TEXT
     assert f"at most {MAX_ID_CHARACTERS:,} characters" in TEXT
     assert f"at most {CONTROL_BODY_BYTES // 1024} KiB" in TEXT
     assert f"at most {MAX_BYTES_ELEMENTS:,} BYTES elements" in TEXT

@@ -8,7 +8,7 @@ import pytest
 
 from servers.contract import errors as contract
 from servers.native import errors as native
-from servers.native.http_answers import error_body, error_status
+from servers.native.http_front_end import refusal
 from servers.native.http_parser import infer_target
 
 
@@ -16,18 +16,16 @@ def subclasses(root: type[Exception]) -> set[type[Exception]]:
     return {root, *(deep for direct in root.__subclasses__() for deep in subclasses(direct))}
 
 
-@pytest.mark.parametrize(
-    "kind", sorted(subclasses(contract.ContractError) - {contract.ContractError, native.ClientGoneError}, key=str)
-)
+@pytest.mark.parametrize("kind", sorted(subclasses(contract.ContractError) - {contract.ContractError}, key=str))
 def test_each_error_has_a_reason_of_its_own_and_a_status(kind):
     assert native.failure_reason(kind("x")) in native.FAILURE_REASONS
     assert (native.failure_reason(kind("x")) == "internal") == (kind is contract.InternalError)
-    assert (error_status(kind("x")) == 500) == (kind is contract.InternalError)
+    assert (native.http_status(kind("x")) == 500) == (kind is contract.InternalError)
 
 
 def test_a_message_may_hold_anything_that_a_client_sent():
     message = "bad \ud800 \x00 \r\n é"
-    assert json.loads(error_body(message)) == {"error": message}
+    assert json.loads(refusal(native.HttpError(400, message)).body) == {"error": message}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from servers.native.grpc_arrivals import Arrivals
+from servers.contract.errors import ContractError
+from servers.native.grpc_server import Arrivals, details_of, status_of
 from servers.native.settings import NativeSettings
 
 MESSAGE_BYTES = 1000
@@ -32,7 +33,7 @@ async def one(data: bytes) -> AsyncIterator[bytes]:
     yield data
 
 
-async def status_of(call: Any) -> str:
+async def outcome(call: Any) -> str:
     code = await call.code()
     name: str = code.name
     return name
@@ -63,11 +64,17 @@ def with_arrivals(
         arrivals = Arrivals(settings, MESSAGE_BYTES, lambda reason, _: failures.append(reason))
 
         async def call(_requests: Any, context: Any) -> Any:
-            return await arrivals.receive(context, infers=True)
+            try:
+                return await arrivals.receive(context, infers=True)
+            except ContractError as error:
+                await context.abort(status_of(error), details_of(error))
 
         async def stream(_requests: Any, context: Any) -> Any:
-            async for message in arrivals.stream(context):
-                yield message
+            try:
+                async for message in arrivals.stream(context):
+                    yield message
+            except ContractError as error:
+                await context.abort(status_of(error), details_of(error))
 
         server = grpc.aio.server()
         handlers = {"Call": grpc.stream_unary_rpc_method_handler(call)}
@@ -93,8 +100,8 @@ def test_one_that_waits_is_served_after_the_one_before_is_cut_off_and_a_third_is
         slow = call(nothing())
         await slow.wait_for_connection()
         others = [call(one(b"second")), call(one(b"third"))]
-        assert sorted([await status_of(other) for other in others]) == ["OK", "UNAVAILABLE"]
-        assert await status_of(slow) == "UNAVAILABLE"
+        assert sorted([await outcome(other) for other in others]) == ["OK", "UNAVAILABLE"]
+        assert await outcome(slow) == "UNAVAILABLE"
         assert failures == ["unavailable", "slow_client"]
         assert await call(one(b"next")) == b"next"
 
@@ -103,7 +110,7 @@ def test_one_that_waits_is_served_after_the_one_before_is_cut_off_and_a_third_is
 
 def test_a_message_that_nobody_waits_for_has_its_full_time() -> None:
     async def test(call: Any, _stream: Any, failures: list[str]) -> None:
-        assert await status_of(call(nothing())) == "UNAVAILABLE"
+        assert await outcome(call(nothing())) == "UNAVAILABLE"
         assert failures == ["slow_client"]
 
     with_arrivals(test, read_timeout_s=0.1)
@@ -111,7 +118,7 @@ def test_a_message_that_nobody_waits_for_has_its_full_time() -> None:
 
 def test_a_call_without_a_message_is_refused_and_one_that_is_cancelled_gives_its_place_back() -> None:
     async def test(call: Any, _stream: Any, failures: list[str]) -> None:
-        assert await status_of(call(no_message())) == "INVALID_ARGUMENT"
+        assert await outcome(call(no_message())) == "INVALID_ARGUMENT"
         assert failures == ["invalid_request"]
         slow = call(nothing())
         await slow.wait_for_connection()

@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from servers.contract.binary_tensors import MAX_BYTES_ELEMENTS
 from servers.contract.errors import ContractError, InvalidRequestError
+from servers.contract.values import MAX_BYTES_ELEMENTS
 from servers.native.grpc_messages import MAX_FIELDS, PIECE_VALUES, decode_message, parse_message
-from servers.native.limits import ByteBudget, InputMemory
+from servers.native.limits import ByteBudget
 from servers.native.regions import RegionTable
+from servers.native.settings import NativeSettings
 
-REGIONS = RegionTable(False, InputMemory(1, ByteBudget(1)))
+FIND = RegionTable(NativeSettings(), ByteBudget(1)).find
 texts = st.text(max_size=20)
 
 
@@ -58,7 +59,7 @@ def test_raw_inputs_may_stand_anywhere(message, data):
 def test_any_bytes_give_a_request_or_an_error(serialised, end):
     try:
         message, raw = parse_message(serialised[:end])
-        decode_message(message, raw, REGIONS)
+        decode_message(message, raw, FIND)
     except ContractError:
         pass
 
@@ -68,7 +69,7 @@ def test_raw_inputs_are_views_over_what_was_received():
     message = service_pb2.ModelInferRequest(model_name="m", raw_input_contents=[values.tobytes()])
     message.inputs.add(name="x", datatype="FP32", shape=[2, 3])
     serialised = message.SerializeToString()
-    data = decode_message(*parse_message(serialised), REGIONS).inputs[0].data
+    data = decode_message(*parse_message(serialised), FIND).inputs[0].data
     assert np.shares_memory(data, np.frombuffer(serialised, np.uint8))
     np.testing.assert_array_equal(data, values.reshape(2, 3))
 
@@ -94,7 +95,7 @@ def test_typed_contents_of_every_datatype(datatype, field, values):
     message = service_pb2.ModelInferRequest(model_name="m")
     item = message.inputs.add(name="x", datatype=datatype, shape=[2])
     getattr(item.contents, field).extend(values)
-    tensor = decode_message(*parse_message(message.SerializeToString()), REGIONS).inputs[0]
+    tensor = decode_message(*parse_message(message.SerializeToString()), FIND).inputs[0]
     assert tensor.data.tolist() == values
 
 
@@ -104,7 +105,7 @@ def test_typed_contents_of_every_datatype(datatype, field, values):
         ("INT8", "int_contents", [0, 128], "outside the range of INT8"),
         ("UINT8", "uint_contents", [0, 256], "outside the range of UINT8"),
         ("FP16", "fp32_contents", [0.0, 1.0], "only raw_input_contents"),
-        ("FP32", "fp64_contents", [0.0, 1.0], "got 0 in 'fp32_contents'"),
+        ("FP32", "fp64_contents", [0.0, 1.0], "'fp32_contents' has 0"),
         ("FP32", "fp32_contents", [0.0], "needs 2 elements"),
         ("FLOAT", "fp32_contents", [0.0, 1.0], "must have a 'datatype'"),
     ],
@@ -114,14 +115,14 @@ def test_typed_contents_that_do_not_fit(datatype, field, values, message):
     item = request.inputs.add(name="x", datatype=datatype, shape=[2])
     getattr(item.contents, field).extend(values)
     with pytest.raises(InvalidRequestError, match=message):
-        decode_message(*parse_message(request.SerializeToString()), REGIONS)
+        decode_message(*parse_message(request.SerializeToString()), FIND)
 
 
 def test_long_typed_contents_are_read_in_pieces():
     request = service_pb2.ModelInferRequest(model_name="m")
     item = request.inputs.add(name="x", datatype="UINT8", shape=[PIECE_VALUES + 2])
     item.contents.uint_contents.extend([7] * PIECE_VALUES + [8, 255])
-    data = decode_message(*parse_message(request.SerializeToString()), REGIONS).inputs[0].data
+    data = decode_message(*parse_message(request.SerializeToString()), FIND).inputs[0].data
     assert (data.dtype, data[:PIECE_VALUES].sum(), data[-2:].tolist()) == (
         np.dtype(np.uint8),
         7 * PIECE_VALUES,
@@ -129,7 +130,7 @@ def test_long_typed_contents_are_read_in_pieces():
     )
     item.contents.uint_contents[-1] = 256
     with pytest.raises(InvalidRequestError, match="outside the range of UINT8"):
-        decode_message(*parse_message(request.SerializeToString()), REGIONS)
+        decode_message(*parse_message(request.SerializeToString()), FIND)
 
 
 @pytest.mark.parametrize("typed", [False, True])
@@ -145,7 +146,7 @@ def test_all_bytes_elements_of_a_request_together_are_limited(typed):
         return message.SerializeToString()
 
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_BYTES_ELEMENTS} BYTES elements, input 'x1'"):
-        decode_message(*parse_message(request(MAX_BYTES_ELEMENTS - 100, 101)), REGIONS)
+        decode_message(*parse_message(request(MAX_BYTES_ELEMENTS - 100, 101)), FIND)
 
 
 def many_parameters(message):
@@ -176,11 +177,11 @@ def test_packed_values_are_one_field():
     message = service_pb2.ModelInferRequest(model_name="m")
     item = message.inputs.add(name="x", datatype="FP32", shape=[10 * MAX_FIELDS])
     item.contents.fp32_contents.extend([0.5] * 10 * MAX_FIELDS)
-    assert decode_message(*parse_message(message.SerializeToString()), REGIONS).inputs[0].data.sum() == 5 * MAX_FIELDS
+    assert decode_message(*parse_message(message.SerializeToString()), FIND).inputs[0].data.sum() == 5 * MAX_FIELDS
 
 
 def test_a_shape_of_any_length_is_named_with_its_length():
     message = service_pb2.ModelInferRequest(model_name="m", raw_input_contents=[b""])
     message.inputs.add(name="x", datatype="FP32", shape=[1] * 100_000)
-    with pytest.raises(InvalidRequestError, match="has 100000 dimensions, at most 32"):
-        decode_message(*parse_message(message.SerializeToString()), REGIONS)
+    with pytest.raises(InvalidRequestError, match="has 100000 dimensions, the limit is 32"):
+        decode_message(*parse_message(message.SerializeToString()), FIND)

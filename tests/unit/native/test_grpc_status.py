@@ -7,7 +7,7 @@ import pytest
 
 from servers.contract import errors
 from servers.native.errors import QueueFullError
-from servers.native.grpc_messages import details_of, status_of
+from servers.native.grpc_server import details_of, status_of
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_every_direct_kind_of_error_is_in_the_table():
     own_fault = {
         kind for kind in errors.ContractError.__subclasses__() if status_of(kind("x")) is grpc.StatusCode.INTERNAL
     }
-    assert {kind.__name__ for kind in own_fault} == {"InternalError", "ClientGoneError"}
+    assert {kind.__name__ for kind in own_fault} == {"InternalError"}
 
 
 def test_long_sentences_are_cut():

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from servers.native.errors import HttpError
 from servers.native.http_body import (
     ALIGNMENT,
     FREE_CHUNKS,
@@ -21,7 +22,6 @@ from servers.native.http_body import (
     DroppedBody,
     FixedBody,
 )
-from servers.native.limits import HttpError
 
 
 def feed_in_cuts(body: ChunkedBody, stream: bytes, cuts: list[int]) -> bytes:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from servers.native.errors import HttpError
 from servers.native.http_parser import HeadReader, infer_target
-from servers.native.limits import HttpError
 from servers.native.settings import NativeSettings
 
 INFER = "/v2/models/m/infer"

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servers.contract.errors import ContractError, NotFoundError, UnavailableError
+from servers.native.errors import HttpError
 from servers.native.http_body import BodyPool
 from servers.native.http_parser import HeadReader, Request, RequestHead, RequestParser
-from servers.native.limits import ByteBudget, HttpError
+from servers.native.limits import ByteBudget
 from servers.native.settings import NativeSettings
 
 INFER = "/v2/models/m/infer"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from servers.models.registry import DEFAULT_MODEL
-from servers.native.launch import check
+from servers.native.command import check
 
 
 @pytest.mark.parametrize(("engine", "file"), [("onnxruntime", "/x/model.onnx"), ("tensorrt", "/x/model.plan")])

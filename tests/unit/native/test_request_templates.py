@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from servers.contract.codec import decode_request, encode_response
 from servers.contract.errors import InvalidRequestError
-from servers.contract.records import InferResponse, OutputTensor
-from servers.contract.signature import ModelSignature
+from servers.contract.records import InferResponse, ModelSignature, OutputTensor
 from servers.contract.tensors import TensorSpec
 from servers.native.request_templates import TemplateCache
 

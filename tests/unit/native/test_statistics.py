@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from servers.native.errors import FAILURE_REASONS, QueueFullError, failure_reason
 from servers.native.inference import InferenceService
-from servers.native.metrics import Metrics
+from servers.native.metrics import render
 from servers.native.statistics import DURATION_BOUNDS_NS, Histogram, RequestTimes, Statistics
 
 
@@ -84,8 +84,8 @@ class Service:
 def test_metrics_are_in_seconds_and_cumulative():
     service = Service()
     service.statistics.record_execution(2, [2_000_000_000], 0, 500_000_000, 0)
-    metrics, samples = Metrics([cast(InferenceService, service)]), {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    text, samples = render([cast(InferenceService, service)]).decode(), {}
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             samples[(sample.name, sample.labels.get("le") or sample.labels.get("stage"))] = sample.value
     assert samples[("abserve_native_queue_duration_seconds_sum", None)] == 2
@@ -101,7 +101,7 @@ def test_a_family_is_written_once_for_all_models_and_labels_are_escaped():
     first, second = Service(), Service()
     name = 'a"b\\c\nd'
     second.signature = type("Signature", (), {"name": name, "version": "1"})  # type: ignore[assignment]
-    text = Metrics([first, second]).render().decode()  # type: ignore[list-item]
+    text = render([first, second]).decode()  # type: ignore[list-item]
     assert text.count("# TYPE abserve_native_items_total counter") == 1
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert [sample.labels["model"] for sample in families["abserve_native_items"].samples] == ["m", name]
