@@ -99,15 +99,15 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def fail(message: str, cause: Exception | None = None) -> NoReturn:
-    """End the command with one sentence on standard error and exit status 1."""
+def fail(message: str, cause: Exception | None = None, status: int = 1) -> NoReturn:
+    """End the command with one sentence on standard error; exit status 2 is a mistake on the command line."""
     import typer
     from rich.console import Console
 
     Console(stderr=True).print(
         f"error: {message}", style="bold red", highlight=False, soft_wrap=True, markup=False, emoji=False
     )
-    raise typer.Exit(1) from cause
+    raise typer.Exit(status) from cause
 
 
 def _option(field: FieldInfo) -> Option:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers.contract.tensors import TensorSpec
-from servers.models.specification import ModelSpecification, Preprocessing
+from servers.models.specification import ModelSpecification, Preprocessing, choose_from
 from servers.models.weights import (
     CheckpointWeights,
     PretrainedWeights,
@@ -155,8 +155,9 @@ def _configuration(tag: str) -> dict[str, Any]:
         from open_clip.pretrained import get_pretrained_cfg
     config: dict[str, Any] = get_pretrained_cfg(ARCHITECTURE, tag)
     if not config:
-        known = ", ".join(pretrained_tags())
-        raise WeightsError(f"--weights {tag}: unknown to open_clip for {ARCHITECTURE}; known: {known}")
+        raise WeightsError(
+            f"--weights {tag}: open_clip has no such tag for {ARCHITECTURE}; {choose_from(tag, pretrained_tags())}"
+        )
     return config
 
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from servers.engines.torch_device import capture, event_pair
 from servers.engines.vit import kernels
-from servers.engines.vit.plans import CUBLAS, Plan, Tile, hopper_plan, portable_plans
+from servers.engines.vit.plans import CUBLAS, Plan, Tile, hopper_plan, portable_plans, product_sizes
 from servers.engines.vit.tower import LeanVisionTower, TowerShape, UnsupportedTowerError
 
 MAX_CHUNKS = 64
@@ -359,31 +360,14 @@ class FusedVisionTower:
 
     def _partial_elements(self) -> int:
         """Scratch of the largest split product, FP32 elements."""
-        shape, plan = self.weights.shape, self.plan
-        tokens = self.images * shape.tokens
-        sizes = (
-            (plan.patch, tokens, shape.width),
-            (plan.qkv, tokens, 3 * shape.width),
-            (plan.attention_out, tokens, shape.width),
-            (plan.mlp_in, tokens, shape.mlp_width),
-            (plan.mlp_out, tokens, shape.width),
-            (plan.class_attention_out, self.images, shape.width),
-            (plan.class_mlp_in, self.images, shape.mlp_width),
-            (plan.class_mlp_out, self.images, shape.width),
-            (plan.head, self.images, shape.output_width),
-        )
-        return max(
-            triton.cdiv(rows, tile.rows) * tile.rows * n * tile.split if tile and tile.split > 1 else 0
-            for tile, rows, n in sizes
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A plan and where it came from: "table", "measured" or "default"."""
-
-    plan: Plan
-    origin: str
+        sizes = [0]
+        for name, (n, _) in product_sizes(self.weights.shape).items():
+            tile: Tile | None = getattr(self.plan, name)
+            if tile is not None and tile.split > 1:
+                images_only = name.startswith("class_") or name == "head"
+                rows = self.images if images_only else self.images * self.weights.shape.tokens
+                sizes.append(triton.cdiv(rows, tile.rows) * tile.rows * n * tile.split)
+        return max(sizes)
 
 
 class PlanChooser:
@@ -394,45 +378,37 @@ class PlanChooser:
         self._item, self._dtype = item, dtype
         self._deadline = time.monotonic() + MEASURING_BUDGET_S
 
-    def choose(self, images: int) -> Choice:
-        """The plan for batches of `images`."""
+    def choose(self, images: int) -> tuple[Plan, str]:
+        """The plan for batches of `images` and its origin: "table", "measured" or "default"."""
         shape = self._weights.shape
         if torch.cuda.get_device_capability(self._weights.device) == HOPPER:
             plan = hopper_plan(images)
             if plan.fits(shape):
-                return Choice(plan, "table")
+                return plan, "table"
         candidates = [plan for plan in portable_plans(images) if plan.fits(shape)]
         timed: list[tuple[float, int]] = []
         for index, plan in enumerate(candidates):
             if time.monotonic() > self._deadline:
                 break
             try:
-                timed.append((self._time_us(images, plan), index))
-            except OutOfResources:  # a card with less shared memory than the tile wants
+                timed.append((self._time_ms(images, plan), index))
+            except OutOfResources:  # a card with less shared memory than the tile needs
                 continue
-        return Choice(candidates[min(timed)[1]], "measured") if timed else Choice(CUBLAS, "default")
+        return (candidates[min(timed)[1]], "measured") if timed else (CUBLAS, "default")
 
-    def _time_us(self, images: int, plan: Plan) -> float:
+    def _time_ms(self, images: int, plan: Plan) -> float:
         device = self._weights.device
         tower = FusedVisionTower(self._weights, self._space, images, plan)
         # Random pixels: on zeros a matrix product draws less power and runs faster.
         pixels = torch.randint(0, 256, (images, *self._item), device=device, dtype=torch.uint8).to(self._dtype)
         out = torch.empty(images, self._weights.shape.output_width, device=device)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                tower.run(pixels, out)
-        stream.synchronize()
-        with torch.cuda.graph(graph):
-            tower.run(pixels, out)
+        graph = capture(tower.run, pixels, out)
         times: list[float] = []
         for _ in range(12):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin, end = event_pair()
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
+            times.append(begin.elapsed_time(end))
         return median(times[2:])

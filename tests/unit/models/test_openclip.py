@@ -161,9 +161,11 @@ def test_a_safetensors_file_that_is_none_is_refused(tmp_path: Path) -> None:
         load_image_tower(CheckpointWeights(path))
 
 
-def test_an_unknown_tag_names_the_known_ones() -> None:
-    with pytest.raises(WeightsError, match="known: openai, "):
+def test_an_unknown_tag_names_the_closest_or_all() -> None:
+    with pytest.raises(WeightsError, match="use one of: openai, "):
         load_image_tower(PretrainedWeights("no-such-tag"))
+    with pytest.raises(WeightsError, match="did you mean openai"):
+        load_image_tower(PretrainedWeights("openia"))
 
 
 def test_every_tag_of_open_clip_was_trained_with_our_preprocessing(specification: ModelSpecification) -> None:
@@ -174,6 +176,6 @@ def test_every_tag_of_open_clip_was_trained_with_our_preprocessing(specification
         assert found == (preprocessing.mean, preprocessing.std, preprocessing.interpolation, "shortest"), tag
 
 
-def test_an_unknown_model_names_the_known_ones() -> None:
-    with pytest.raises(UnknownModelError, match="known: openclip_vit_b32"):
+def test_an_unknown_model_names_known_ones() -> None:
+    with pytest.raises(UnknownModelError, match="use one of: openclip_vit_b32, "):
         get_specification("resnet")
