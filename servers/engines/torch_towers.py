@@ -106,9 +106,9 @@ def fast_tower(
     compiled: bool,
 ) -> DeviceTower:
     """The fastest that covers this model and precision; with `compiled`, torch.compile of the lean tower."""
-    preprocessing = specification.preprocessing
     try:
-        lean = LeanVisionTower.from_open_clip(module, preprocessing.mean, preprocessing.std)
+        byte_input = specification.preprocessing if specification.payload == "uint8" else None
+        lean = LeanVisionTower.from_open_clip(module, byte_input)
     except UnsupportedTowerError:
         own = own_tower(module, specification, device, dtype)
         return _compiled(own) if compiled else own
@@ -140,9 +140,7 @@ def _fused_tower(
 
     weights = FusedWeights(lean, device)
     workspace = Workspace(lean.shape, max_batch_size, device)
-    pixels = specification.inputs[0]
-    dtype = torch.uint8 if specification.payload == "uint8" else torch.float32
-    chooser = PlanChooser(weights, workspace, dtype, pixels.item_shape)
+    chooser = PlanChooser(weights, workspace, specification.inputs[0].item_shape)
     chosen: dict[int, tuple[Plan, str]] = {}
 
     def enqueue(images: int) -> Enqueue:

@@ -1,6 +1,6 @@
 """The lean vision tower in plain torch: any device, any floating dtype, and the reference for the fused kernels.
 
-An open_clip tower's weights are rearranged by exact algebra so that less is left to execute. Everything is FP32 here;
+Exact algebra rearranges the weights of an open_clip tower so that less is left to execute. Everything is FP32 here;
 cast once, at the end. With γ, β a LayerNorm's gain and bias and W, b the linear layer behind:
 
     linear(LN(x)) = (x̂ γ + β) Wᵀ + b = x̂ (W γ)ᵀ + (b + W β),   x̂ = (x - mean) / sqrt(variance + ε)
@@ -19,18 +19,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
+from servers.models.specification import Preprocessing
+
 BYTE_CENTRE = 128.0
 BYTE_SCALE = 64.0
 """A byte u is fed to the patch embedding as (u - BYTE_CENTRE) / BYTE_SCALE."""
 
 
 class UnsupportedTowerError(Exception):
-    """The vision tower has a feature that the lean module does not execute; its own module does."""
+    """The vision tower has a feature that only its own module executes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """The sizes of one tower. A row has `width` elements; there are `tokens` rows an image, the class token first."""
+    """The sizes of one tower. A row has `width` elements; an image has `tokens` rows, the class token first."""
 
     image_size: int
     patch_size: int
@@ -68,12 +70,12 @@ def read_shape(visual: nn.Module) -> TowerShape:
 
     Raises `UnsupportedTowerError` for what the lean module does not execute: pooling other than the class token,
     layer scale, patch dropout, custom blocks, a missing `ln_pre` or projection, more than one embedding returned; and
-    for a module that is not even a tower of open_clip's kind.
+    for a module that is not a tower of open_clip's kind.
     """
     try:
         return _shape_of(visual)
     except AttributeError as exc:
-        raise UnsupportedTowerError(f"not a vision transformer as open_clip builds it ({exc}): use mode eager") from exc
+        raise UnsupportedTowerError(f"not a vision transformer of open_clip ({exc}): use mode eager") from exc
 
 
 def _shape_of(visual: nn.Module) -> TowerShape:
@@ -178,23 +180,19 @@ class LeanBlock(nn.Module):
 class LeanVisionTower(nn.Module):
     """Pixels to embeddings, the same function as open_clip's `visual` up to rounding.
 
-    Input: floats [n, 3, s, s], normalised, any float dtype; or bytes, [n, 3, s, s] or [n, s, s, 3], RGB 0–255, which
-    are normalised here. Output [n, output_width] in the dtype of the weights, not of unit length, as open_clip's.
+    Input: floats [n, 3, s, s], normalised, of any float dtype; with `bytes_in` bytes [n, s, s, 3], RGB 0–255, which are
+    normalised here. Output [n, output_width] in the dtype of the weights, not of unit length, as open_clip's.
     """
 
     patch_weight: Tensor
-    byte_weight: Tensor
     position: Tensor
-    byte_position: Tensor
     class_row: Tensor
 
-    def __init__(self, shape: TowerShape) -> None:
+    def __init__(self, shape: TowerShape, *, bytes_in: bool) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.bytes_in = shape, bytes_in
         self.register_buffer("patch_weight", torch.empty(shape.width, shape.patch_elements))
-        self.register_buffer("byte_weight", torch.empty(shape.width, shape.patch_elements))
         self.register_buffer("position", torch.empty(shape.tokens - 1, shape.width))
-        self.register_buffer("byte_position", torch.empty(shape.tokens - 1, shape.width))
         self.register_buffer("class_row", torch.empty(shape.width))
         self.norm_pre = nn.LayerNorm(shape.width, eps=shape.epsilon)
         self.blocks = nn.ModuleList(LeanBlock(shape) for _ in range(shape.layers))
@@ -202,22 +200,23 @@ class LeanVisionTower(nn.Module):
 
     @classmethod
     @torch.no_grad()
-    def from_open_clip(cls, visual: nn.Module, mean: Sequence[float], std: Sequence[float]) -> Self:
-        """Rearrange the FP32 weights of open_clip's `visual`; `mean` and `std` are those that bytes get.
+    def from_open_clip(cls, visual: nn.Module, byte_input: Preprocessing | None = None) -> Self:
+        """Rearrange the FP32 weights of open_clip's `visual`, for floats, or for bytes normalised as `byte_input` says.
 
         The result is in eval mode, on the CPU in FP32, and shares no memory with `visual`; `.to(...)` it afterwards.
         Raises `UnsupportedTowerError` for a tower that computes something else.
         """
         shape = read_shape(visual)
-        tower = cls(shape)
-        conv: Tensor = visual.conv1.weight.detach().float().cpu()  # type: ignore[union-attr, operator]
-        byte_weight, byte_bias = fold_bytes(conv, mean, std)
-        positions: Tensor = visual.positional_embedding.detach().float()  # type: ignore[operator]
+        tower = cls(shape, bytes_in=byte_input is not None)
+        weight: Tensor = visual.conv1.weight.detach().float().cpu()  # type: ignore[union-attr, operator]
+        positions: Tensor = visual.positional_embedding.detach().float().cpu()  # type: ignore[operator]
         norm_pre: nn.LayerNorm = visual.ln_pre  # type: ignore[assignment]
-        tower.patch_weight.copy_(conv.flatten(1))
-        tower.byte_weight.copy_(byte_weight.flatten(1))
-        tower.position.copy_(positions[1:])
-        tower.byte_position.copy_(positions[1:].cpu() + byte_bias)
+        bias = torch.zeros(shape.width)
+        if byte_input is not None:
+            weight, bias = fold_bytes(weight, byte_input.mean, byte_input.std)
+            weight = weight.permute(0, 2, 3, 1)  # the columns in the order of the bytes
+        tower.patch_weight.copy_(weight.flatten(1))
+        tower.position.copy_(positions[1:] + bias)
         # The class token enters every image alike, so its row after ln_pre is a constant.
         tower.class_row.copy_(norm_pre(visual.class_embedding + positions[0]))  # type: ignore[operator]
         tower.norm_pre.load_state_dict(norm_pre.state_dict())
@@ -235,10 +234,7 @@ class LeanVisionTower(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """See the class."""
         shape = self.shape
-        patches = self._patches(pixels)
-        raw = pixels.dtype == torch.uint8
-        weight, position = (self.byte_weight, self.byte_position) if raw else (self.patch_weight, self.position)
-        embedded = F.linear(patches, weight) + position
+        embedded = F.linear(self._patches(pixels), self.patch_weight) + self.position
         classes = self.class_row.expand(pixels.shape[0], 1, shape.width)
         x = torch.cat([classes, self.norm_pre(embedded)], dim=1)
         for index, block in enumerate(self.blocks):
@@ -248,14 +244,14 @@ class LeanVisionTower(nn.Module):
         return result
 
     def _patches(self, pixels: Tensor) -> Tensor:
-        """Pixels → [n, patches, 3·p·p], channel by channel, in the dtype of the weights."""
-        shape = self.shape
-        if pixels.dtype == torch.uint8 and pixels.shape[-1] == 3:
-            pixels = pixels.permute(0, 3, 1, 2)
-        grid, side = shape.grid, shape.patch_size
-        cut = pixels.reshape(-1, 3, grid, side, grid, side).permute(0, 2, 4, 1, 3, 5)
-        patches = cut.reshape(-1, grid * grid, shape.patch_elements).to(self.patch_weight.dtype)
-        return (patches - BYTE_CENTRE) / BYTE_SCALE if pixels.dtype == torch.uint8 else patches
+        """Pixels → [n, patches, 3·p·p] in the dtype of the weights: floats channel by channel, bytes pixel by pixel."""
+        grid, side = self.shape.grid, self.shape.patch_size
+        if self.bytes_in:
+            cut = pixels.reshape(-1, grid, side, grid, side, 3).permute(0, 1, 3, 2, 4, 5)
+        else:
+            cut = pixels.reshape(-1, 3, grid, side, grid, side).permute(0, 2, 4, 1, 3, 5)
+        patches = cut.reshape(-1, grid * grid, self.shape.patch_elements).to(self.patch_weight.dtype)
+        return (patches - BYTE_CENTRE) / BYTE_SCALE if self.bytes_in else patches
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
