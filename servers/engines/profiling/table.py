@@ -1,4 +1,4 @@
-"""The profile on a terminal: the same rows of categories for every engine, then the kernels that take the most."""
+"""The profile on a terminal: the same categories for every engine, then the kernels that take the most time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from servers.engines.profiling.profile import IDLE_ON_DEVICE, BatchProfile, Engi
 
 TOP = 10
 LABEL_WIDTH, CELL_WIDTH = 30, 18
-"""Of the table of categories, which goes on below where the terminal ends."""
+"""Columns of the table of categories; a narrow terminal gets several tables."""
 
 
 def show_profile(console: Console, profile: EngineProfile) -> None:
-    """µs an execution by category and batch, and of the first and the last batch the kernels; or why there are none."""
+    """Print µs per execution by category and batch, and the kernels of the first and the last batch."""
     profiles = profile.batches
     if profile.missing is not None:
         console.print(f"no profile: {profile.missing}", markup=False)
@@ -25,7 +25,7 @@ def show_profile(console: Console, profile: EngineProfile) -> None:
     on_device = profiles[0].categories[-1].name == IDLE_ON_DEVICE
     copies = ", copies from and to the host included" if any(batch.with_copies for batch in profiles) else ""
     console.print(
-        f"profile: µs an execution (share of the span), means over {profiles[0].executions} executions under a "
+        f"profile: µs per execution (share of the span), means over {profiles[0].executions} executions under a "
         f"profiler, which slows them{copies}",
         markup=False,
     )
