@@ -1,7 +1,7 @@
-"""OpenCLIP's ViT-B-32 image tower: its specification, its operation count and how its weights are loaded.
+"""OpenCLIP's ViT-B-32 image tower: its specification, its operation count and the loading of its weights.
 
-The embedding is what open_clip's `visual` returns: the projected class token, not L2-normalised (open_clip normalises
-in `encode_image(normalize=True)` only).
+The embedding is the output of open_clip's `visual`: the projected class token, not L2-normalised (open_clip normalises
+only in `encode_image(normalize=True)`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _seeded_initialisation = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class VisionTower:
-    """The dimensions that open_clip's `model_configs/ViT-B-32.json` gives; a test compares the two."""
+    """The dimensions in open_clip's `model_configs/ViT-B-32.json`; a test compares the two."""
 
     image_size: int = 224
     patch_size: int = 32
@@ -50,7 +50,7 @@ class VisionTower:
 
     @property
     def flops(self) -> int:
-        """Operations of one image in matrix products, a multiply-add counted as two.
+        """Operations per image in matrix products, a multiply-add counted as two.
 
         With p patches, t = p + 1 tokens, width w, L layers, patch side s and embedding e:
 
@@ -76,11 +76,15 @@ def load_image_tower(source: WeightsSource) -> torch.nn.Module:
     """The FP32 tower in eval mode on the CPU: (n, 3, 224, 224) → (n, 512). Raises `WeightsError`.
 
     Random weights depend on the seed alone and leave torch's global generator as it was. Pretrained and checkpoint
-    weights may be a whole CLIP state dict, of which the tower's part is taken, or the tower's own.
+    weights may be a whole CLIP state dict, of which the tower's part is taken, or the tower's alone.
     """
     match source:
         case RandomWeights(seed):
-            return _random_tower(seed)
+            import torch
+
+            with _seeded_initialisation, torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return _build(quick_gelu=False)
         case PretrainedWeights(tag):
             path = find_pretrained(source)
             verify(path, f"--weights {tag}", source.sha256)
@@ -88,19 +92,19 @@ def load_image_tower(source: WeightsSource) -> torch.nn.Module:
             return _tower_from_file(path, f"--weights {tag}", bool(_configuration(tag).get("quick_gelu", False)))
         case CheckpointWeights(path):
             verify(path, f"--weights {path.name}", source.sha256)
-            # The activation is no tensor, so a file cannot tell it. open_clip puts it into the names of its files.
+            # A file does not store the activation, which is not a tensor; open_clip puts it into its file names.
             return _tower_from_file(path, f"--weights {path.name}", "quickgelu" in path.name.lower())
 
 
 def pretrained_tags() -> tuple[str, ...]:
-    """open_clip's tags for this architecture (imports open_clip: seconds)."""
+    """open_clip's tags for this architecture; importing open_clip takes seconds."""
     with _quiet_root_logger():
         from open_clip import list_pretrained_tags_by_model  # type: ignore[attr-defined,unused-ignore]
     return tuple(list_pretrained_tags_by_model(ARCHITECTURE))
 
 
 def _build(*, quick_gelu: bool) -> torch.nn.Module:
-    """The tower alone: a CLIP object would add a text tower of the same size only to throw it away."""
+    """The image tower without CLIP's text tower, which is as large."""
     with _quiet_root_logger():
         import torch
         from open_clip.transformer import LayerNorm, QuickGELU, VisionTransformer
@@ -118,39 +122,33 @@ def _build(*, quick_gelu: bool) -> torch.nn.Module:
     return tower.eval().requires_grad_(False)
 
 
-def _random_tower(seed: int) -> torch.nn.Module:
-    import torch
-
-    with _seeded_initialisation, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return _build(quick_gelu=False)
-
-
 def find_pretrained(source: PretrainedWeights) -> Path:
     """The tag's file in the cache of the hub or of open_clip, downloaded when it is missing. Raises `WeightsError`."""
     with _quiet_root_logger():
         from open_clip.pretrained import download_pretrained, download_pretrained_from_hf
-    config, asked_for = _configuration(source.tag), f"--weights {source.tag}"
+    config, option = _configuration(source.tag), f"--weights {source.tag}"
     repository, _, name = str(config.get("hf_hub") or "").rpartition("/")
     if source.revision is not None and not repository:
-        raise WeightsError(f"{asked_for}: it is on no hub and has no revisions; pin it with @sha256: and its hash")
+        raise WeightsError(
+            f"{option}: this tag is not on a hub and has no revisions; pin it with @sha256: and its hash"
+        )
     try:
         if source.revision is None:
             path = download_pretrained(config)
         else:
             path = download_pretrained_from_hf(repository, filename=name or None, revision=source.revision)
     except Exception as exc:  # urllib, huggingface_hub and httpx each raise their own
-        what = "the download failed" if source.revision is None else f"revision {source.revision} could not be had"
+        which = "" if source.revision is None else f" of revision {source.revision}"
         raise WeightsError(
-            f"{asked_for}: {what} ({type(exc).__name__}); check the network, or give a checkpoint file"
+            f"{option}: the download{which} failed ({type(exc).__name__}); check the network, or give a checkpoint file"
         ) from exc
     if not path:
-        raise WeightsError(f"{asked_for}: open_clip found no file to download; give a checkpoint file")
+        raise WeightsError(f"{option}: open_clip found no file to download; give a checkpoint file")
     return Path(path)
 
 
 def _configuration(tag: str) -> dict[str, Any]:
-    """What open_clip knows of a tag. Raises `WeightsError` for one that it does not know."""
+    """open_clip's configuration of a tag. Raises `WeightsError` for an unknown one."""
     with _quiet_root_logger():
         from open_clip.pretrained import get_pretrained_cfg
     config: dict[str, Any] = get_pretrained_cfg(ARCHITECTURE, tag)
@@ -161,10 +159,10 @@ def _configuration(tag: str) -> dict[str, Any]:
     return config
 
 
-def _tower_from_file(path: Path, asked_for: str, quick_gelu: bool) -> torch.nn.Module:
+def _tower_from_file(path: Path, option: str, quick_gelu: bool) -> torch.nn.Module:
     import torch
 
-    state, is_archive = _read_state(path, asked_for)
+    state, is_archive = _read_state(path, option)
     # TorchScript archives are OpenAI's own releases, which use QuickGELU.
     with torch.device("meta"):
         tower = _build(quick_gelu=quick_gelu or is_archive)
@@ -174,20 +172,24 @@ def _tower_from_file(path: Path, asked_for: str, quick_gelu: bool) -> torch.nn.M
             key.removeprefix(VISUAL_PREFIX): value for key, value in state.items() if key.startswith(VISUAL_PREFIX)
         }
     expected = tower.state_dict()
-    missing = sorted(expected.keys() - state.keys())
-    unexpected = sorted(state.keys() - expected.keys())
-    shapes = sorted(key for key in expected.keys() & state.keys() if expected[key].shape != state[key].shape)
-    for problem, keys in (("lacks", missing), ("has the unknown", unexpected), ("has another shape for", shapes)):
+    for problem, keys in (
+        ("lacks", expected.keys() - state.keys()),
+        ("has the unknown", state.keys() - expected.keys()),
+        (
+            "has another shape for",
+            {key for key in expected.keys() & state.keys() if expected[key].shape != state[key].shape},
+        ),
+    ):
         if keys:
             raise WeightsError(
-                f"{asked_for}: not the weights of a {ARCHITECTURE} image tower: it {problem} {len(keys)} tensors, "
-                f"{keys[0]} among them"
+                f"{option}: not the weights of a {ARCHITECTURE} image tower: it {problem} {len(keys)} tensors, "
+                f"{min(keys)} among them"
             )
     tower.load_state_dict(state, strict=True, assign=True)
     return tower.float().eval().requires_grad_(False)
 
 
-def _read_state(path: Path, asked_for: str) -> tuple[dict[str, torch.Tensor], bool]:
+def _read_state(path: Path, option: str) -> tuple[dict[str, torch.Tensor], bool]:
     """The file's state dict on the CPU and whether it was a TorchScript archive. Executes no pickled code."""
     import torch
 
@@ -203,15 +205,15 @@ def _read_state(path: Path, asked_for: str) -> tuple[dict[str, torch.Tensor], bo
                 raise
             return dict(torch.jit.load(path, map_location="cpu").state_dict()), True  # type: ignore[no-untyped-call]
     except (RuntimeError, OSError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as exc:
-        raise WeightsError(f"{asked_for}: unreadable as a checkpoint ({type(exc).__name__})") from exc
+        raise WeightsError(f"{option}: unreadable as a checkpoint ({type(exc).__name__})") from exc
     except Exception as exc:
         if type(exc).__module__.startswith("safetensors"):
-            raise WeightsError(f"{asked_for}: unreadable as a safetensors file") from exc
+            raise WeightsError(f"{option}: unreadable as a safetensors file") from exc
         raise
     if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
-        raise WeightsError(f"{asked_for}: holds no state dict (names of parameters with their tensors)")
+        raise WeightsError(f"{option}: holds no state dict (names of parameters with their tensors)")
     return dict(loaded), False
 
 
