@@ -108,7 +108,7 @@ def fast_tower(
     """The fastest that covers this model and precision; with `compiled`, torch.compile of the lean tower."""
     try:
         byte_input = specification.preprocessing if specification.payload == "uint8" else None
-        lean = LeanVisionTower.from_open_clip(module, byte_input)
+        lean = LeanVisionTower(module, byte_input)
     except UnsupportedTowerError:
         own = own_tower(module, specification, device, dtype)
         return _compiled(own) if compiled else own

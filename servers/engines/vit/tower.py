@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -115,10 +115,10 @@ def fold_norm(norm: nn.LayerNorm, weight: Tensor, bias: Tensor) -> tuple[Tensor,
     return weight * norm.weight, bias + weight @ norm.bias
 
 
-def fold_attention(block: nn.Module, head_width: int) -> tuple[Tensor, Tensor]:
+def fold_attention(block: Any, head_width: int) -> tuple[Tensor, Tensor]:
     """The packed QKV weight [3·width, width] and bias of a block, on x̂, the queries scaled by 1/√head_width."""
-    attention: nn.MultiheadAttention = block.attn  # type: ignore[assignment]
-    weight, bias = fold_norm(block.ln_1, attention.in_proj_weight, attention.in_proj_bias)  # type: ignore[arg-type]
+    attention: nn.MultiheadAttention = block.attn
+    weight, bias = fold_norm(block.ln_1, attention.in_proj_weight, attention.in_proj_bias)
     scale = torch.ones_like(bias)
     scale[: attention.embed_dim] = head_width**-0.5
     return weight * scale[:, None], bias * scale
@@ -153,13 +153,13 @@ _BLOCK_NAMES = {
 class LeanBlock(nn.Module):
     """One residual block: packed QKV, scaled dot-product attention, MLP. Its LayerNorms have no parameters left."""
 
-    def __init__(self, shape: TowerShape) -> None:
+    def __init__(self, shape: TowerShape, block: Any) -> None:
         super().__init__()
         self.shape = shape
-        self.qkv = _linear(shape.width, 3 * shape.width)
-        self.attention_out = _linear(shape.width, shape.width)
-        self.mlp_in = _linear(shape.width, shape.mlp_width)
-        self.mlp_out = _linear(shape.mlp_width, shape.width)
+        self.qkv = _linear(*fold_attention(block, shape.head_width))
+        self.attention_out = _linear(block.attn.out_proj.weight, block.attn.out_proj.bias)
+        self.mlp_in = _linear(*fold_norm(block.ln_2, block.mlp.c_fc.weight, block.mlp.c_fc.bias))
+        self.mlp_out = _linear(block.mlp.c_proj.weight, block.mlp.c_proj.bias)
 
     def forward(self, x: Tensor, class_only: bool = False) -> Tensor:
         """Tokens [n, tokens, width] in; the same out, or [n, 1, width], the class token alone, if `class_only`."""
@@ -178,58 +178,37 @@ class LeanBlock(nn.Module):
 
 
 class LeanVisionTower(nn.Module):
-    """Pixels to embeddings, the same function as open_clip's `visual` up to rounding.
+    """The same function as open_clip's `visual` up to rounding; in eval mode, on the CPU in FP32, with its own memory.
 
-    Input: floats [n, 3, s, s], normalised, of any float dtype; with `bytes_in` bytes [n, s, s, 3], RGB 0–255, which are
-    normalised here. Output [n, output_width] in the dtype of the weights, not of unit length, as open_clip's.
+    Input: floats [n, 3, s, s], normalised, of any float dtype; with `byte_input` bytes [n, s, s, 3], RGB 0–255, which
+    are normalised here as it says. Output [n, output_width] in the dtype of the weights, not of unit length, as
+    open_clip's. Raises `UnsupportedTowerError` for a tower that computes something else.
     """
 
     patch_weight: Tensor
     position: Tensor
     class_row: Tensor
 
-    def __init__(self, shape: TowerShape, *, bytes_in: bool) -> None:
-        super().__init__()
-        self.shape, self.bytes_in = shape, bytes_in
-        self.register_buffer("patch_weight", torch.empty(shape.width, shape.patch_elements))
-        self.register_buffer("position", torch.empty(shape.tokens - 1, shape.width))
-        self.register_buffer("class_row", torch.empty(shape.width))
-        self.norm_pre = nn.LayerNorm(shape.width, eps=shape.epsilon)
-        self.blocks = nn.ModuleList(LeanBlock(shape) for _ in range(shape.layers))
-        self.head = _linear(shape.width, shape.output_width)
-
-    @classmethod
     @torch.no_grad()
-    def from_open_clip(cls, visual: nn.Module, byte_input: Preprocessing | None = None) -> Self:
-        """Rearrange the FP32 weights of open_clip's `visual`, for floats, or for bytes normalised as `byte_input` says.
-
-        The result is in eval mode, on the CPU in FP32, and shares no memory with `visual`; `.to(...)` it afterwards.
-        Raises `UnsupportedTowerError` for a tower that computes something else.
-        """
-        shape = read_shape(visual)
-        tower = cls(shape, bytes_in=byte_input is not None)
-        weight: Tensor = visual.conv1.weight.detach().float().cpu()  # type: ignore[union-attr, operator]
-        positions: Tensor = visual.positional_embedding.detach().float().cpu()  # type: ignore[operator]
-        norm_pre: nn.LayerNorm = visual.ln_pre  # type: ignore[assignment]
+    def __init__(self, visual: Any, byte_input: Preprocessing | None = None) -> None:
+        super().__init__()
+        shape = self.shape = read_shape(visual)
+        self.bytes_in = byte_input is not None
+        weight, positions = (t.detach().float().cpu() for t in (visual.conv1.weight, visual.positional_embedding))
         bias = torch.zeros(shape.width)
         if byte_input is not None:
             weight, bias = fold_bytes(weight, byte_input.mean, byte_input.std)
             weight = weight.permute(0, 2, 3, 1)  # the columns in the order of the bytes
-        tower.patch_weight.copy_(weight.flatten(1))
-        tower.position.copy_(positions[1:] + bias)
+        self.register_buffer("patch_weight", weight.flatten(1).clone())
+        self.register_buffer("position", positions[1:] + bias)
         # The class token enters every image alike, so its row after ln_pre is a constant.
-        tower.class_row.copy_(norm_pre(visual.class_embedding + positions[0]))  # type: ignore[operator]
-        tower.norm_pre.load_state_dict(norm_pre.state_dict())
-        for lean, block in zip(tower.blocks, visual.transformer.resblocks, strict=True):  # type: ignore[union-attr, arg-type]
-            assert isinstance(lean, LeanBlock)
-            _set(lean.qkv, *fold_attention(block, shape.head_width))
-            _set(lean.attention_out, block.attn.out_proj.weight, block.attn.out_proj.bias)
-            _set(lean.mlp_in, *fold_norm(block.ln_2, block.mlp.c_fc.weight, block.mlp.c_fc.bias))
-            _set(lean.mlp_out, block.mlp.c_proj.weight, block.mlp.c_proj.bias)
-        projection: Tensor = visual.proj.detach().t()  # type: ignore[operator]
-        norm_post: nn.LayerNorm = visual.ln_post  # type: ignore[assignment]
-        _set(tower.head, *fold_norm(norm_post, projection, torch.zeros_like(projection[:, 0])))
-        return tower.eval().requires_grad_(False)
+        self.register_buffer("class_row", visual.ln_pre(visual.class_embedding + positions[0]))
+        self.norm_pre = nn.LayerNorm(shape.width, eps=shape.epsilon)
+        self.norm_pre.load_state_dict(visual.ln_pre.state_dict())
+        self.blocks = nn.ModuleList(LeanBlock(shape, block) for block in visual.transformer.resblocks)
+        projection = visual.proj.detach().t()
+        self.head = _linear(*fold_norm(visual.ln_post, projection, torch.zeros_like(projection[:, 0])))
+        self.eval().requires_grad_(False)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """See the class."""
@@ -254,14 +233,11 @@ class LeanVisionTower(nn.Module):
         return (patches - BYTE_CENTRE) / BYTE_SCALE if self.bytes_in else patches
 
 
-def _linear(inputs: int, outputs: int) -> nn.Linear:
-    return nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")
+def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+    linear.weight, linear.bias = (nn.Parameter(t.detach().float().cpu().contiguous().clone()) for t in (weight, bias))
+    return linear
 
 
 def _normalise(x: Tensor, shape: TowerShape) -> Tensor:
     return F.layer_norm(x, (shape.width,), eps=shape.epsilon)
-
-
-def _set(linear: nn.Linear, weight: Tensor, bias: Tensor) -> None:
-    linear.weight.copy_(weight)
-    linear.bias.copy_(bias)

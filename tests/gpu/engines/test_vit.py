@@ -34,7 +34,7 @@ def tower() -> LeanVisionTower:
         for parameter in visual.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    return LeanVisionTower.from_open_clip(visual.eval(), SPECIFICATION.preprocessing)
+    return LeanVisionTower(visual.eval(), SPECIFICATION.preprocessing)
 
 
 @pytest.fixture(scope="module", params=list(PLANS))

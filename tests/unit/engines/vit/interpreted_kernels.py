@@ -71,7 +71,7 @@ def small_tower(quick: bool = False, bytes_in: bool = True) -> LeanVisionTower:
         for parameter in visual.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    return LeanVisionTower.from_open_clip(visual.eval(), SPECIFICATION.preprocessing if bytes_in else None)
+    return LeanVisionTower(visual.eval(), SPECIFICATION.preprocessing if bytes_in else None)
 
 
 def error(tower: LeanVisionTower, plan: Plan, images: int) -> float:
