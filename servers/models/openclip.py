@@ -11,7 +11,6 @@ import pickle
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,46 +29,35 @@ if TYPE_CHECKING:
     import torch
 
 ARCHITECTURE = "ViT-B-32"
-VISUAL_PREFIX = "visual."
+PREFIX = "visual."
 
 _seeded_initialisation = threading.Lock()
 """torch has one global generator per process: models that load in parallel would draw from each other's sequence."""
 
 
-@dataclass(frozen=True, slots=True)
-class VisionTower:
-    """The dimensions in open_clip's `model_configs/ViT-B-32.json`; a test compares the two."""
-
-    image_size: int = 224
-    patch_size: int = 32
-    width: int = 768
-    layers: int = 12
-    heads: int = 12
-    mlp_ratio: float = 4.0
-    embedding: int = 512
-
-    @property
-    def flops(self) -> int:
-        """Operations per image in matrix products, a multiply-add counted as two.
-
-        With p patches, t = p + 1 tokens, width w, L layers, patch side s and embedding e:
-
-            patch embedding  2·p·w·3s²
-            each layer       2·t·w·3w  (q, k, v)  +  2·2·t²·w  (scores, weighted sum)
-                             + 2·t·w·w  (output)  +  2·2·t·w·4w  (MLP)
-            projection       2·w·e
-
-        8,817,623,040 for ViT-B-32. Normalisation, softmax, activation and bias are left out (below 1 %), as is usual.
-        """
-        patches = (self.image_size // self.patch_size) ** 2
-        tokens, w = patches + 1, self.width
-        embedding = 2 * patches * w * 3 * self.patch_size**2
-        attention = 2 * tokens * w * 3 * w + 2 * 2 * tokens**2 * w + 2 * tokens * w * w
-        mlp = 2 * 2 * tokens * w * int(self.mlp_ratio * w)
-        return embedding + self.layers * (attention + mlp) + 2 * w * self.embedding
+DIMENSIONS = {"image_size": 224, "patch_size": 32, "width": 768, "layers": 12, "heads": 12, "output_dim": 512}
+MLP_RATIO = 4
+"""Both are as in open_clip's `model_configs/ViT-B-32.json`; a test compares them."""
 
 
-VIT_B_32 = VisionTower()
+def tower_flops() -> int:
+    """Operations per image in matrix products, a multiply-add counted as two: 8,817,623,040.
+
+    With p patches, t = p + 1 tokens, width w, L layers, patch side s and embedding e:
+
+        patch embedding  2·p·w·3s²
+        each layer       2·t·w·3w  (q, k, v)  +  2·2·t²·w  (scores, weighted sum)
+                         + 2·t·w·w  (output)  +  2·2·t·w·4w  (MLP)
+        projection       2·w·e
+
+    Normalisation, softmax, activation and bias are left out (below 1 %), as is usual.
+    """
+    w, side = DIMENSIONS["width"], DIMENSIONS["patch_size"]
+    patches = (DIMENSIONS["image_size"] // side) ** 2
+    tokens = patches + 1
+    attention = 2 * tokens * w * 3 * w + 2 * 2 * tokens**2 * w + 2 * tokens * w * w
+    layers = DIMENSIONS["layers"] * (attention + 2 * 2 * tokens * w * MLP_RATIO * w)
+    return 2 * patches * w * 3 * side**2 + layers + 2 * w * DIMENSIONS["output_dim"]
 
 
 def load_image_tower(source: WeightsSource) -> torch.nn.Module:
@@ -109,13 +97,8 @@ def _build(*, quick_gelu: bool) -> torch.nn.Module:
         import torch
         from open_clip.transformer import LayerNorm, QuickGELU, VisionTransformer
     tower: torch.nn.Module = VisionTransformer(
-        image_size=VIT_B_32.image_size,
-        patch_size=VIT_B_32.patch_size,
-        width=VIT_B_32.width,
-        layers=VIT_B_32.layers,
-        heads=VIT_B_32.heads,
-        mlp_ratio=VIT_B_32.mlp_ratio,
-        output_dim=VIT_B_32.embedding,
+        **DIMENSIONS,
+        mlp_ratio=MLP_RATIO,
         act_layer=QuickGELU if quick_gelu else torch.nn.GELU,
         norm_layer=LayerNorm,
     )
@@ -167,19 +150,12 @@ def _tower_from_file(path: Path, option: str, quick_gelu: bool) -> torch.nn.Modu
     with torch.device("meta"):
         tower = _build(quick_gelu=quick_gelu or is_archive)
     state = {key.removeprefix("module."): value for key, value in state.items()}
-    if any(key.startswith(VISUAL_PREFIX) for key in state):
-        state = {
-            key.removeprefix(VISUAL_PREFIX): value for key, value in state.items() if key.startswith(VISUAL_PREFIX)
-        }
+    visual = {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)}
+    state = visual or state
     expected = tower.state_dict()
-    for problem, keys in (
-        ("lacks", expected.keys() - state.keys()),
-        ("has the unknown", state.keys() - expected.keys()),
-        (
-            "has another shape for",
-            {key for key in expected.keys() & state.keys() if expected[key].shape != state[key].shape},
-        ),
-    ):
+    shapes = {key for key in expected.keys() & state.keys() if expected[key].shape != state[key].shape}
+    missing, unexpected = expected.keys() - state.keys(), state.keys() - expected.keys()
+    for problem, keys in (("lacks", missing), ("has the unknown", unexpected), ("has another shape for", shapes)):
         if keys:
             raise WeightsError(
                 f"{option}: not the weights of a {ARCHITECTURE} image tower: it {problem} {len(keys)} tensors, "
@@ -192,11 +168,11 @@ def _tower_from_file(path: Path, option: str, quick_gelu: bool) -> torch.nn.Modu
 def _read_state(path: Path, option: str) -> tuple[dict[str, torch.Tensor], bool]:
     """The file's state dict on the CPU and whether it was a TorchScript archive. Executes no pickled code."""
     import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
             return load_file(path), False
         try:
             loaded: object = torch.load(path, map_location="cpu", weights_only=True)
@@ -204,16 +180,12 @@ def _read_state(path: Path, option: str) -> tuple[dict[str, torch.Tensor], bool]
             if "TorchScript" not in str(exc):
                 raise
             return dict(torch.jit.load(path, map_location="cpu").state_dict()), True  # type: ignore[no-untyped-call]
-    except (RuntimeError, OSError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as exc:
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError, KeyError) as exc:
         raise WeightsError(f"{option}: unreadable as a checkpoint ({type(exc).__name__})") from exc
-    except Exception as exc:
-        if type(exc).__module__.startswith("safetensors"):
-            raise WeightsError(f"{option}: unreadable as a safetensors file") from exc
-        raise
     if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
-        raise WeightsError(f"{option}: holds no state dict (names of parameters with their tensors)")
+        raise WeightsError(f"{option}: the file has no state dict (names of parameters with their tensors)")
     return dict(loaded), False
 
 
@@ -233,12 +205,12 @@ SPECIFICATION = ModelSpecification(
     name="openclip_vit_b32",
     title="OpenCLIP ViT-B-32 image tower",
     version="1",
-    inputs=(TensorSpec("pixel_values", "FP32", (-1, 3, VIT_B_32.image_size, VIT_B_32.image_size)),),
-    outputs=(TensorSpec("embedding", "FP32", (-1, VIT_B_32.embedding)),),
+    inputs=(TensorSpec("pixel_values", "FP32", (-1, 3, DIMENSIONS["image_size"], DIMENSIONS["image_size"])),),
+    outputs=(TensorSpec("embedding", "FP32", (-1, DIMENSIONS["output_dim"])),),
     max_batch_size=32,
-    flops_per_item=VIT_B_32.flops,
+    flops_per_item=tower_flops(),
     preprocessing=Preprocessing(
-        size=VIT_B_32.image_size,
+        size=DIMENSIONS["image_size"],
         mean=(0.48145466, 0.4578275, 0.40821073),
         std=(0.26862954, 0.26130258, 0.27577711),
     ),
