@@ -1,4 +1,4 @@
-"""What every engine offers, whatever executes underneath."""
+"""The interface of every engine."""
 
 from __future__ import annotations
 

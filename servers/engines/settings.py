@@ -1,4 +1,4 @@
-"""The engines, what each offers on which device, and the settings that a server passes to one."""
+"""The engines with their modes and precisions on each device, and the settings that a server passes to one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EngineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """What one engine offers by device, "cpu" or "cuda"; mode `auto` selects the first mode of a device."""
+    """The modes and precisions of one engine by device, "cpu" or "cuda"; `auto` selects the first mode of a device."""
 
     engine: str
     """"module:class" in `servers.engines`; the module is imported only for this engine."""
@@ -66,7 +66,7 @@ class EngineSettings:
     max_batch_size: int = defaults.MAX_BATCH_SIZE
 
     def check(self) -> None:
-        """Raise `EngineError` for a value that no device makes right."""
+        """Raise `EngineError` for a value that is wrong on every device."""
         if self.kind not in KINDS:
             raise EngineError(f"unknown engine {self.kind!r}; {choose_from(self.kind, KINDS)}")
         if self.device not in ("auto", "cpu") and cuda_index(self.device) is None:

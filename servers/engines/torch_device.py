@@ -90,9 +90,9 @@ class GraphRunner:
     """Runs batches of 1 to max(buckets) images on a CUDA device; one thread at a time.
 
     A pinned input, a device input, a device output and a pinned output have fixed addresses; `infer` returns a copy,
-    since a later replay overwrites these buffers. `build(n)` returns what enqueues a batch of exactly n; it is called
-    once per bucket, before the first capture. `item` and `dtype` are those of one image as it arrives; the output is
-    FP32 [n, `width`]. Without `graphs` every batch is enqueued at its own size, unpadded, by `build(max(buckets))`.
+    since a later replay overwrites these buffers. `build(n)` returns the function that enqueues a batch of exactly n;
+    it is called once per bucket, before the first capture. `item` and `dtype` are those of one image in a request; the
+    output is FP32 [n, `width`]. Without `graphs` `build(max(buckets))` enqueues every batch at its own size, unpadded.
     """
 
     def __init__(

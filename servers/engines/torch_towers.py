@@ -1,4 +1,4 @@
-"""What executes a batch in the torch engine: the model's own module, the lean tower, or the fused kernels.
+"""The executable forms of a model in the torch engine: its own module, the lean tower, or the fused kernels.
 
 The lean and the fused tower compute the same function from the same weights (see `servers.engines.vit`); a model that
 they do not cover runs as its own module, and the description says so.
@@ -57,12 +57,12 @@ class DeviceTower:
     kernels: str
     gelu: str
     enqueue: Callable[[int], Enqueue] | None = None
-    """For n images what enqueues them, where this is not a call of `module`."""
+    """Gives the function that enqueues n images; None: it calls `module`."""
     plans: Callable[[], Mapping[str, str]] = field(default=dict)
     """By batch size, known once built."""
 
     def build(self, images: int) -> Enqueue:
-        """What enqueues a batch of `images`."""
+        """The function that enqueues a batch of `images`."""
         if self.enqueue is not None:
             return self.enqueue(images)
         dtype = self.parameters[-1].dtype

@@ -85,10 +85,10 @@ def find_artefact(
 
 
 def check_form(specification: ModelSpecification, form: FileForm) -> None:
-    """Raise `ExportError` for a file that does not exist in any way."""
+    """Raise `ExportError` for a variant, a precision or operators without a file."""
     if specification.executed is not specification:
         raise ExportError(
-            f"{specification.name} has no file of its own: JPEG files are decoded outside the model; "
+            f"{specification.name} has no exported file, since JPEG files are decoded outside the model; "
             "export the payload uint8, which it executes"
         )
     if form.precision not in PRECISIONS:

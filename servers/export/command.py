@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Target(StrEnum):
-    """What `abserve export --to` makes."""
+    """The file that `abserve export --to` makes."""
 
     ONNX = "onnx"
     TENSORRT = "tensorrt"
@@ -45,7 +45,7 @@ class ExportSettings(ModelOptions):
         description="standard, for every runtime, or fused, ONNX Runtime's own; default: fused, and standard for "
         "TensorRT.",
     )
-    to: Target = Field(Target.ONNX, description="What to make.")
+    to: Target = Field(Target.ONNX, description="The file to make.")
     force: bool = Field(False, description="Export even when it is up to date.")
     max_batch_size: int = Field(defaults.MAX_BATCH_SIZE, ge=1, description="Largest batch of a TensorRT plan.")
 

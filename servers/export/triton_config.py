@@ -6,7 +6,7 @@ with Triton's own protobuf. Triton's dims leave the batch dimension out.
 For JPEG on the native backends a python model decodes, and an ensemble connects it to the model that executes:
 
     <model>_preprocess   python backend: image BYTES → pixel_values UINT8, the code of the native server
-    <model>_jpeg_onnx    ensemble of that and <model>_uint8_onnx; <model>_jpeg_tensorrt likewise
+    <model>_jpeg_onnx    ensemble of that and <model>_uint8_onnx; also <model>_jpeg_tensorrt
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Triton kernels for a vision tower: every matrix product, attention over short sequences, row-wise work.
 
 **Products.** One kernel, with LayerNorm, GELU and the residual sum in its epilogue. A LayerNorm before the product
-needs no kernel of its own. With W the weight, c = W·1 its row sums and x̂ = (x - μ)·r,
+needs no separate kernel. With W the weight, c = W·1 its row sums and x̂ = (x - μ)·r,
 
     x̂ Wᵀ = r · (x Wᵀ - μ cᵀ)
 
@@ -9,7 +9,7 @@ so the product runs on the raw rows. The kernel that wrote the rows left partial
 [2, CHUNKS, capacity] FP32, per row and chunk of columns the mean and the sum of squared deviations, which combine
 without cancellation (Chan, Golub and LeVeque 1983).
 
-**Attention.** A whole head fits in one tile (50 tokens padded to 64, 64 elements a head), so there is no running
+**Attention.** A whole head fits in one tile (50 tokens padded to 64, 64 elements per head), so there is no running
 softmax and no transposed copy: one program loads Q, K and V of one image and head from the packed QKV product, once,
 and writes its columns of the result.
 
@@ -208,7 +208,7 @@ def attention_kernel(
 
 @triton.jit
 def class_attention_kernel(
-    packed,  # as above
+    packed,  # as in attention_kernel
     out,  # [images, HEADS·WIDTH]
     TOKENS: tl.constexpr,
     PADDED: tl.constexpr,

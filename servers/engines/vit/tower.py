@@ -68,9 +68,9 @@ class TowerShape:
 def read_shape(visual: nn.Module) -> TowerShape:
     """Read the sizes off an open_clip `VisionTransformer` (or a module with the same attributes).
 
-    Raises `UnsupportedTowerError` for what the lean module does not execute: pooling other than the class token,
-    layer scale, patch dropout, custom blocks, a missing `ln_pre` or projection, more than one embedding returned; and
-    for a module that is not a tower of open_clip's kind.
+    Raises `UnsupportedTowerError` for features that the lean module does not execute: pooling other than the class
+    token, layer scale, patch dropout, custom blocks, a missing `ln_pre` or projection, more than one embedding
+    returned; and for a module that is not a tower of open_clip's kind.
     """
     try:
         return _shape_of(visual)
