@@ -80,7 +80,7 @@ def engine(
         fail(str(exc), exc)
     _show(console, specification, description, matrix, load_seconds, results)
     if profiled is not None:
-        from servers.engines.profiling.table import show_profile
+        from servers.engines.profiling.profile import show_profile
 
         show_profile(console, profiled)
     if json is not None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
+from servers.engines.batches import random_inputs
 from servers.engines.interface import EngineError
 from servers.engines.torch_device import Enqueue
 from servers.engines.vit.tower import LeanVisionTower, UnsupportedTowerError
@@ -90,7 +91,12 @@ def own_tower(
     own = DeviceTower(executed, tuple(executed.parameters()), OWN_MODULE, "as in the model")
     if mode not in APIS:
         return own
-    examples = examples_of(specification, device, dtype)
+
+    def examples(rows: int) -> Tensor:
+        (given,) = random_inputs(specification, rows, seed=rows).values()
+        pixels = torch.from_numpy(given).to(device)
+        return pixels.to(dtype) if pixels.is_floating_point() else pixels
+
     script, kernels = to_torchscript(executed, mode, examples, max_batch_size, title=OWN_MODULE)
     # A frozen module has no parameters left: they are its constants, in the same memory.
     return replace(own, module=script, kernels=kernels)
@@ -191,19 +197,6 @@ def to_torchscript(
             f"module's own by {error:.2g}, more than {limit:g}; use mode eager"
         )
     return scripted, kernels
-
-
-def examples_of(specification: ModelSpecification, device: torch.device, dtype: torch.dtype) -> Callable[[int], Tensor]:
-    """Random rows as the executed module takes them: bytes, or pixels in its own precision."""
-    tensor = specification.inputs[0]
-
-    def examples(rows: int) -> Tensor:
-        generator, shape = torch.Generator().manual_seed(rows), (rows, *tensor.item_shape)
-        if tensor.datatype == "UINT8":
-            return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(device)
-        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
-
-    return examples
 
 
 def reason_of(exc: BaseException) -> str:

@@ -217,7 +217,7 @@ class FusedVisionTower:
             PADDED=triton.next_power_of_2(shape.tokens),
             HEADS=shape.heads,
             WIDTH=shape.head_width,
-            num_warps=self.plan.attention_warps,
+            num_warps=4,
         )
 
     def _product(
@@ -265,7 +265,7 @@ class FusedVisionTower:
             BM=tile.rows,
             BN=tile.columns,
             BK=tile.depth,
-            GROUP=tile.group,
+            GROUP=8,  # blocks of rows that run side by side over the columns, for the L2 cache
             SPLIT=tile.split,
             BIAS=weights.bias is not None,
             NORM=norm,
@@ -275,7 +275,7 @@ class FusedVisionTower:
             RESIDUAL=residual is not None,
             STATISTICS=residual is not None,
             TMA=descriptors,
-            num_warps=tile.warps,
+            num_warps=4,
             num_stages=tile.stages,
         )
         if residual is not None:

@@ -17,11 +17,9 @@ class Tile:
     rows: int
     columns: int
     depth: int = 64
-    warps: int = 4
     stages: int = 3
     split: int = 1
     descriptors: bool = False  # tensor memory accelerator instead of pointer loads
-    group: int = 8  # blocks of rows that run side by side over the columns, for the L2 cache
 
     def divides(self, n: int, k: int) -> bool:
         """Whether a product of [rows, k] with [n, k]ᵀ falls into whole tiles."""
@@ -41,7 +39,6 @@ class Plan:
     class_mlp_in: Tile | None = None
     class_mlp_out: Tile | None = None
     head: Tile | None = None
-    attention_warps: int = 4
     row_warps: int = 4
 
     def fits(self, shape: TowerShape) -> bool:

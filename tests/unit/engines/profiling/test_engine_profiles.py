@@ -29,9 +29,9 @@ from servers.engines.profiling.profile import (
     ProfileError,
     Total,
     profile_engine,
+    show_profile,
     summarised,
 )
-from servers.engines.profiling.table import show_profile
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
