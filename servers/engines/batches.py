@@ -1,9 +1,8 @@
-"""Batches: the sizes that really execute where graphs of fixed shape are replayed, random and empty ones, cosines."""
+"""Batches: the bucket sizes of CUDA graphs, random and empty inputs, and cosines between rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -13,24 +12,18 @@ from servers.models.specification import ModelSpecification
 
 
 def bucket_sizes(max_batch_size: int, *, halves: bool = True) -> tuple[int, ...]:
-    """Powers of two, from 8 on those and a half as well (12, 24, …), and the largest itself.
+    """Powers of two, from 8 on also one and a half times those (12, 24, …), and `max_batch_size` itself.
 
-    So at most half of a small batch and a third of one above 8 is padding. Without `halves`: fewer, for engines that
-    take long to prepare one.
+    So at most half of a small batch and a third of one above 8 is padding. `halves=False` gives fewer, for engines that
+    need long to prepare one.
     """
-    sizes = {max_batch_size}
-    for power in count():
-        size = 2**power
-        if size >= max_batch_size:
-            return tuple(sorted(sizes))
-        sizes.add(size)
-        if halves and size >= 8 and size * 3 // 2 < max_batch_size:
-            sizes.add(size * 3 // 2)
-    raise AssertionError
+    powers = [2**n for n in range(max_batch_size.bit_length())]
+    sizes = {*powers, *(size * 3 // 2 for size in powers if halves and size >= 8), max_batch_size}
+    return tuple(sorted(size for size in sizes if size <= max_batch_size))
 
 
 def bucket_of(buckets: Sequence[int], rows: int) -> int:
-    """The smallest of the ascending `buckets` that holds `rows`. Raises `ValueError` where none does."""
+    """The smallest of the ascending `buckets` that holds `rows`. Raises `ValueError` if all are smaller."""
     for size in buckets:
         if rows <= size:
             return size
@@ -38,7 +31,7 @@ def bucket_of(buckets: Sequence[int], rows: int) -> int:
 
 
 def random_array(generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """Of `dtype`; the values are drawn as FP32 where they are not bytes."""
+    """Uniform bytes for UINT8; standard normal values, drawn as FP32, for every other `dtype`."""
     if dtype == np.uint8:
         return generator.integers(0, 256, shape, np.uint8)
     values: Array = generator.standard_normal(shape, np.float32).astype(dtype, copy=False)
@@ -46,7 +39,7 @@ def random_array(generator: np.random.Generator, shape: tuple[int, ...], dtype: 
 
 
 def random_inputs(specification: ModelSpecification, batch: int, seed: int) -> Mapping[str, Array]:
-    """A batch as the engine takes it, by the inputs' names."""
+    """A random batch as the engine takes it, by the inputs' names."""
     generator = np.random.default_rng(seed)
     return {
         tensor.name: random_array(generator, (batch, *tensor.item_shape), tensor.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from servers.engines.factory import build_engine, check_engine
 from servers.engines.interface import EngineDescription, EngineError
+from servers.engines.processors import nvidia_device_present
+from servers.engines.settings import KINDS, EngineSettings
 from servers.models.registry import UnknownModelError, get_variant
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 from servers.options import EngineOptions, checked, fail, settings_of, takes_settings
@@ -28,8 +32,6 @@ if TYPE_CHECKING:
     from servers.models.specification import ModelSpecification
 
 SCHEMA = "abserve.engine/1"
-QUIET_KINETO = "6"
-"""torch's profiler else calls it an error that a machine without a GPU has none."""
 _PICTURES = 16
 
 
@@ -38,37 +40,47 @@ class MeasurementSettings(EngineOptions):
 
     model_config = settings_of("ABSERVE_ENGINE_")
 
-    payload: str = Field("fp32", description="fp32 or uint8: what the engine gets.")
+    payload: str = Field("fp32", description="fp32 or uint8: the engine's input.")
     batches: str = Field("", description="Batch sizes to measure; default: 1 to 128, on a CPU to 8.")
-    max_batch_size: int = Field(0, ge=0, description="As a server has it; 0: the largest of --batches.")
+    max_batch_size: int = Field(0, ge=0, description="Largest batch, as for a server; 0: the largest of --batches.")
     seconds: float = Field(1.0, ge=0.01, le=600, description="Time spent on each batch size.")
-    profile: bool = Field(False, description="Then also show where the time goes, by kernel.")
+    profile: bool = Field(False, description="Then also show the time per kernel.")
 
 
 @takes_settings(MeasurementSettings)
 def engine(
-    json: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write all results to this file.")] = None,
     **options: object,
 ) -> None:
     """Measure an engine in process: latency, images/s, TFLOP/s, and its share of a matrix product on the same card."""
     settings = checked(MeasurementSettings, options)
     console = Console(highlight=False)
     if json is not None and not json.absolute().parent.is_dir():
-        fail(f"--json {json}: give the path of a file in a folder that exists")
+        fail(f"--json {json}: give the path of a file in a folder that exists", status=2)
     try:
         specification = get_variant(settings.model, settings.payload)
-        asked_for = parse_weights(specification.default_weights if settings.weights is None else settings.weights)
-        source = pin(asked_for, specification.find_pretrained)
-        sizes = _sizes(settings.batches, settings.device)
-        if settings.profile and not _on_gpu(settings.device):  # torch reads it when it is imported
-            os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_KINETO)
+        weights = parse_weights(specification.default_weights if settings.weights is None else settings.weights)
+        sizes = _sizes(settings)
+        requested = settings.engine_settings(settings.max_batch_size or max(sizes))
+        check_engine(specification, requested)
+        if settings.device != "auto" or not nvidia_device_present():
+            requested.mode_on("cuda" if _on_gpu(settings.device) else "cpu")
+        source = pin(weights, specification.find_pretrained)
+    except (UnknownModelError, WeightsError, EngineError) as exc:
+        fail(str(exc), exc, status=2)
+    if settings.profile and not _on_gpu(settings.device):
+        # torch reads it when it is imported; otherwise its profiler reports a missing GPU as an error.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    try:
         with console.status("loading and measuring"):
-            description, matrix, load_seconds, results, profiled = _measure(specification, source, settings, sizes)
-    except (UnknownModelError, WeightsError, EngineError, OSError) as exc:
+            description, matrix, load_seconds, results, profiled = _measure(
+                specification, source, settings, requested, sizes
+            )
+    except (WeightsError, EngineError, OSError) as exc:
         fail(str(exc), exc)
     _show(console, specification, description, matrix, load_seconds, results)
     if profiled is not None:
-        from servers.engines.profiling.table import show_profile
+        from servers.engines.profiling.profile import show_profile
 
         show_profile(console, profiled)
     if json is not None:
@@ -94,17 +106,14 @@ def _measure(
     specification: ModelSpecification,
     weights: WeightsSource,
     settings: MeasurementSettings,
+    requested: EngineSettings,
     sizes: list[int],
 ) -> tuple[EngineDescription, float | None, float, list[BatchMeasurement], EngineProfile | None]:
-    import time
-
-    from servers.engines.factory import build_engine
     from servers.engines.measurement import matrix_tflops, measure_engine
 
     path = _artefact(specification, weights, settings)
     pictures, reference = _reference(specification, weights)
-    engine_settings = settings.engine_settings(_largest(sizes, settings.max_batch_size))
-    built = build_engine(specification, weights, engine_settings, path)
+    built = build_engine(specification, weights, requested, path)
     try:
         started_ns = time.perf_counter_ns()
         built.load()
@@ -113,7 +122,7 @@ def _measure(
         results = measure_engine(built, specification, sizes, reference, pictures, settings.seconds, matrix)
         description = built.describe()
         profiled = None
-        if settings.profile:  # last of all: it slows whatever comes after it
+        if settings.profile:  # last, because it slows everything after it
             from servers.engines.profiling.profile import profile_engine
 
             profiled = profile_engine(built, specification, results)
@@ -123,10 +132,8 @@ def _measure(
 
 
 def _artefact(specification: ModelSpecification, weights: WeightsSource, settings: MeasurementSettings) -> Path | None:
-    """The file that the engine executes, exported first when it is missing; a plan must be there."""
-    from servers.engines.factory import KINDS_WITH_FILE
-
-    if settings.engine not in KINDS_WITH_FILE:
+    """The file that the engine executes, exported first when it is missing; a plan must exist."""
+    if not KINDS[settings.engine].executes_file:
         return None
     from servers.export.artefacts import executed_file
     from servers.export.errors import ExportError
@@ -139,7 +146,7 @@ def _artefact(specification: ModelSpecification, weights: WeightsSource, setting
 
 
 def _reference(specification: ModelSpecification, weights: WeightsSource) -> tuple[Array, npt.NDArray[np.float32]]:
-    """Photographs as the engine gets them, and what the model's own module makes of them in FP32 on the CPU."""
+    """Photographs as the engine gets them, and the answers of the model's own module in FP32 on the CPU."""
     import torch
 
     from servers.export.parity import corpus_pixels
@@ -153,32 +160,25 @@ def _reference(specification: ModelSpecification, weights: WeightsSource) -> tup
     return (images if specification.payload == "fp32" else pixels), expected
 
 
-def _sizes(text: str, device: str) -> list[int]:
+def _sizes(settings: MeasurementSettings) -> list[int]:
+    text, largest = settings.batches, settings.max_batch_size
     if not text:
-        return [1, 2, 4, 8, 16, 32, 64, 128] if _on_gpu(device) else [1, 2, 4, 8]
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
+        sizes = [1, 2, 4, 8, 16, 32, 64, 128] if _on_gpu(settings.device) else [1, 2, 4, 8]
+        return [size for size in sizes if size <= largest] if largest else sizes
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise EngineError(f"--batches {text}: give whole numbers from 1 up, as in 1,8,32")
+    sizes = [int(part) for part in parts]
+    if 0 < largest < max(sizes):
+        raise EngineError(
+            f"--max-batch-size {largest} is below {max(sizes)} of --batches: raise it or leave that size out"
+        )
     return sizes
 
 
 def _on_gpu(device: str) -> bool:
-    """Before anything is loaded that could tell."""
-    from servers.engines.processors import nvidia_device_present
-
+    """Whether the engine will run on a GPU, known before any library is loaded."""
     return device.startswith("cuda") or (device == "auto" and nvidia_device_present())
-
-
-def _largest(sizes: list[int], max_batch_size: int) -> int:
-    """What the engine is loaded for, which decides its buffers and its CUDA graphs."""
-    if 0 < max_batch_size < max(sizes):
-        raise EngineError(
-            f"--max-batch-size {max_batch_size} is below {max(sizes)} of --batches: raise it or leave that size out"
-        )
-    return max_batch_size or max(sizes)
 
 
 def _show(
@@ -200,7 +200,7 @@ def _show(
         if d.details.get(key):
             console.print(f"{key.replace('_', ' ')}: {d.details[key]}", markup=False)
     if matrix is not None:
-        console.print(f"matrix product on the same device: {matrix:.3g} TFLOP/s (share: of that)", markup=False)
+        console.print(f"matrix product on the same device: {matrix:.3g} TFLOP/s (100 % in column share)", markup=False)
     table = Table(box=SIMPLE)
     for name in ("batch", "exec ms", "call ms", "p99 ms", "images/s", "TFLOP/s", "share", "cosine"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -1,14 +1,14 @@
-"""An engine measured in process, without a server around it: the ceiling that served figures are divided by.
+"""An engine measured in process, without a server: the ceiling that served throughput is divided by.
 
-Two times a batch size. *Execution* is the engine's own: between device events on a GPU, copies to and from the host
-left out; on a CPU there is no such difference. *Call* is `Engine.infer` by the host's clock, with every copy. Both are
-medians over many runs on changing random inputs, after warm-up.
+Two times per batch size. *Execution* is between device events on a GPU, without copies to and from the host; a CPU has
+no such difference. *Call* is `Engine.infer` by the host's clock, with every copy. Both are medians over many runs on
+changing random inputs, after warm-up.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -25,7 +25,7 @@ ROTATION = 4
 
 MIN_REPEATS, MAX_REPEATS = 7, 700
 MAX_EXECUTIONS = 200
-"""Of those that a device times, which have no percentile."""
+"""The most executions that a device times; they have no percentile."""
 
 P99_REPEATS = 662
 """With fewer the sample's 99th percentile may not reach the true one: docs/measurement.md has the bound."""
@@ -33,7 +33,7 @@ P99_REPEATS = 662
 
 @dataclass(frozen=True, slots=True)
 class BatchMeasurement:
-    """One batch size; rates and shares come from `execution_ns` where the engine tells it, else from `call_ns`."""
+    """One batch size. Rates and shares come from `execution_ns`, or from `call_ns` where it is None."""
 
     batch: int
     repeats: int
@@ -56,20 +56,20 @@ def measure_engine(
     seconds_per_batch: float,
     matrix_tflops: float | None,
 ) -> list[BatchMeasurement]:
-    """Measure a loaded engine. `reference` is what FP32 makes of `pictures`, row by row; both are repeated."""
+    """Measure a loaded engine. `reference` holds the FP32 answers to `pictures`, row by row; both are repeated."""
     results = []
     for batch in batches:
         engine.warm_up([batch])
         cosine = _cosine(engine, specification, batch, reference, pictures)
         calls_ns = _call_times_ns(engine, specification, batch, seconds_per_batch)
-        executions_ns = _execution_times_ns(engine, batch, len(calls_ns))
-        best_ns = median(executions_ns) if executions_ns else median(calls_ns)
+        executions_ns = engine.execution_ns(batch, min(max(MIN_REPEATS, len(calls_ns)), MAX_EXECUTIONS))
+        best_ns = median(executions_ns or calls_ns)
         tflops = batch * specification.flops_per_item / best_ns / 1e3
         results.append(
             BatchMeasurement(
                 batch=batch,
                 repeats=len(calls_ns),
-                execution_ns=round(median(executions_ns)) if executions_ns else None,
+                execution_ns=round(best_ns) if executions_ns else None,
                 call_ns=round(median(calls_ns)),
                 call_p99_ns=p99_ns(calls_ns),
                 images_per_second=batch / best_ns * 1e9,
@@ -82,7 +82,7 @@ def measure_engine(
 
 
 def p99_ns(times_ns: Sequence[int]) -> int | None:
-    """None where there are too few to tell."""
+    """The 99th percentile; None with fewer than `P99_REPEATS` times."""
     if len(times_ns) < P99_REPEATS:
         return None
     return round(float(np.percentile(times_ns, 99, method="higher")))
@@ -102,14 +102,6 @@ def _call_times_ns(engine: Engine, specification: ModelSpecification, batch: int
     return times
 
 
-def _execution_times_ns(engine: Engine, batch: int, repeats: int) -> list[int] | None:
-    measure = getattr(engine, "execution_ns", None)
-    if measure is None:
-        return None
-    times: list[int] | None = measure(batch, min(max(MIN_REPEATS, repeats), MAX_EXECUTIONS))
-    return times
-
-
 def _cosine(
     engine: Engine, specification: ModelSpecification, batch: int, reference: npt.NDArray[np.float32], pictures: Array
 ) -> float:
@@ -122,36 +114,42 @@ def _cosine(
 def matrix_tflops(device: str, precision: str) -> float | None:
     """The rate of one large matrix product in that precision on that device, TFLOP/s; None without torch.
 
-    8192³ on a GPU, 1024³ on a CPU, on random data (zeros draw less power and run faster). The median of several on a
-    GPU; the best on a CPU, where other processes take cores away. Sets how torch multiplies FP32 on CUDA.
+    8192³ on a GPU, 1024³ in FP32 on a CPU, on random data (zeros draw less power and run faster). The median of several
+    on a GPU; the best on a CPU, where other processes take cores away. Sets how torch multiplies FP32 on CUDA.
     """
     try:
         import torch
     except ImportError:
         return None
-    from servers.engines.torch_device import set_fp32_products
+    from servers.engines.torch_device import event_pair, set_fp32_products
 
-    on_cpu = device == "cpu"
-    if not on_cpu:
-        set_fp32_products(tf32=precision == "tf32")
-    size = 1024 if on_cpu else 8192
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
-    if on_cpu:
-        dtype = torch.float32
     generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
-    out = torch.empty(size, size, device=device, dtype=dtype)
-    times_ns = []
-    for _ in range(12):
-        if on_cpu:
-            started_ns = time.perf_counter_ns()
-            torch.mm(a, b, out=out)
-            times_ns.append(float(time.perf_counter_ns() - started_ns))
-        else:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def operands(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+        return a, b, torch.empty(size, size, device=device, dtype=dtype)
+
+    if device == "cpu":
+        size = 1024
+        a, b, out = operands(size, torch.float32)
+        best_ns = float(min(_elapsed_ns(lambda: torch.mm(a, b, out=out)) for _ in range(12)))
+    else:
+        set_fp32_products(tf32=precision == "tf32")
+        size = 8192
+        a, b, out = operands(size, {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32))
+        times_ns = []
+        for _ in range(12):
+            begin, end = event_pair()
             begin.record()
             torch.mm(a, b, out=out)
             end.record()
             end.synchronize()
             times_ns.append(begin.elapsed_time(end) * 1e6)
-    return 2 * size**3 / (min(times_ns) if on_cpu else median(times_ns[2:])) / 1e3
+        best_ns = median(times_ns[2:])
+    return 2 * size**3 / best_ns / 1e3
+
+
+def _elapsed_ns(call: Callable[[], object]) -> int:
+    started_ns = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - started_ns

@@ -1,40 +1,103 @@
-"""What a server asks of an engine."""
+"""The engines with their modes and precisions on each device, and the settings that a server passes to one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from servers import defaults
-from servers.engines.interface import EngineError
+from servers.engines.processors import cuda_index
+from servers.models.specification import choose_from
+
+
+class EngineError(Exception):
+    """An engine cannot be built or has failed; the message names the remedy where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """The modes and precisions of one engine by device, "cpu" or "cuda"; `auto` selects the first mode of a device."""
+
+    engine: str
+    """"module:class" in `servers.engines`; the module is imported only for this engine."""
+    modes: Mapping[str, tuple[str, ...]]
+    precisions: Mapping[str, tuple[str, ...]]
+    libraries: tuple[str, ...] = ()
+    """The libraries that `load` imports first. A server imports them earlier to time them separately."""
+    executes_file: bool = False
+    """Whether it executes an exported file and not the model's own module."""
+
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+KINDS: Mapping[str, EngineKind] = {
+    "torch": EngineKind(
+        "torch:TorchEngine",
+        {"cpu": ("eager", "traced", "scripted"), "cuda": ("graph", "compile", "eager", "traced", "scripted")},
+        {"cpu": ("fp32",), "cuda": PRECISIONS},
+        ("torch", "open_clip"),
+    ),
+    "onnxruntime": EngineKind(
+        "onnxruntime:OnnxRuntimeEngine",
+        {"cpu": ("session",), "cuda": ("graph", "session")},
+        {"cpu": ("fp32", "fp16"), "cuda": ("fp32", "tf32", "fp16")},
+        ("onnxruntime",),
+        executes_file=True,
+    ),
+    "tensorrt": EngineKind(
+        "tensorrt:TensorRTEngine",
+        {"cuda": ("graph",)},
+        {"cuda": ("fp16", "fp32", "tf32")},
+        ("tensorrt",),
+        executes_file=True,
+    ),
+    "null": EngineKind("null:NullEngine", {"cpu": ("eager",)}, {"cpu": PRECISIONS}),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Asked for; `Engine.describe` tells what took effect, and an engine that cannot honour one refuses to load."""
+    """The requested settings. `Engine.describe` returns those in effect; an engine refuses what it cannot honour."""
 
-    kind: str = "torch"  # torch, onnxruntime, tensorrt, null
-    precision: str = defaults.PRECISION  # fp32, tf32, fp16, bf16
-    # auto, eager, traced, scripted, compile, graph, session; an engine refuses what it does not know
+    kind: str = "torch"
+    precision: str = defaults.PRECISION
     mode: str = defaults.MODE
-    device: str = defaults.DEVICE  # auto, cpu, cuda:N
-    threads: int = 0  # intra-op threads on the CPU; 0: all cores this process may use
+    device: str = defaults.DEVICE  # auto, cpu or cuda:N
+    threads: int = 0  # intra-op threads on the CPU; 0: all cores that this process may use
     max_batch_size: int = defaults.MAX_BATCH_SIZE
 
-    def mode_on(self, device: str, modes: Mapping[str, Sequence[str]], precisions: Mapping[str, Sequence[str]]) -> str:
-        """The mode to execute in; `auto` is the first one that the engine offers on a `device`, cpu or cuda.
+    def check(self) -> None:
+        """Raise `EngineError` for a value that is wrong on every device."""
+        if self.kind not in KINDS:
+            raise EngineError(f"unknown engine {self.kind!r}; {choose_from(self.kind, KINDS)}")
+        if self.device not in ("auto", "cpu") and cuda_index(self.device) is None:
+            raise EngineError(f"unknown device {self.device!r}; use auto, cpu or cuda:N")
+        if self.max_batch_size < 1:
+            raise EngineError(f"max_batch_size {self.max_batch_size}: it must be at least 1")
+        if self.threads < 0:
+            raise EngineError(f"threads {self.threads}: it must be 0 (all cores) or more")
+        kind = KINDS[self.kind]
+        for name, value, offered in (
+            ("mode", self.mode, {"auto": None, **dict.fromkeys(m for modes in kind.modes.values() for m in modes)}),
+            ("precision", self.precision, dict.fromkeys(p for some in kind.precisions.values() for p in some)),
+        ):
+            if value not in offered:
+                raise EngineError(f"the {self.kind} engine has no {name} {value!r}; {choose_from(value, offered)}")
 
-        Raises `EngineError` for a mode or a precision that it does not offer there.
-        """
-        mode = modes[device][0] if self.mode == "auto" else self.mode
-        if mode not in modes[device]:
+    def mode_on(self, device: str) -> str:
+        """The mode to execute in on "cpu" or "cuda". Raises `EngineError` if the engine does not offer it there."""
+        kind = KINDS[self.kind]
+        if device not in kind.modes:
             raise EngineError(
-                f"the {self.kind} engine does not offer mode {mode} on {device}; "
-                f"use one of: auto, {', '.join(modes[device])}"
+                f"the {self.kind} engine does not run on {device}; use --device {' or '.join(kind.modes)}"
             )
-        if self.precision not in precisions[device]:
-            raise EngineError(
-                f"the {self.kind} engine does not offer {self.precision} on {device}; "
-                f"use one of: {', '.join(precisions[device])}"
-            )
+        mode = kind.modes[device][0] if self.mode == "auto" else self.mode
+        for name, value, offered in (
+            ("mode", mode, ("auto", *kind.modes[device])),
+            ("precision", self.precision, kind.precisions[device]),
+        ):
+            if value not in offered:
+                listed = ", ".join(offered)
+                raise EngineError(
+                    f"the {self.kind} engine does not offer {name} {value} on {device}; use one of: {listed}"
+                )
         return mode

@@ -1,4 +1,4 @@
-"""`abserve export` and `abserve triton-repo`: make what servers execute and what configures them."""
+"""`abserve export` and `abserve triton-repo`: make the files that servers execute and the configurations of Triton."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from servers.export.errors import ExportError
 from servers.export.file_form import FileForm, Operators, executed_form
 from servers.models.atomic_folder import FolderError
 from servers.models.registry import SPECIFICATIONS, UnknownModelError, get_specification, get_variant
-from servers.models.weights import WeightsError, parse_weights
+from servers.models.weights import WeightsError, parse_weights, pin
 from servers.options import ModelOptions, checked, fail, settings_of, takes_settings
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Target(StrEnum):
-    """What `abserve export --to` makes."""
+    """The file that `abserve export --to` makes."""
 
     ONNX = "onnx"
     TENSORRT = "tensorrt"
@@ -36,55 +36,54 @@ class ExportSettings(ModelOptions):
 
     model_config = settings_of("ABSERVE_EXPORT_")
 
-    payload: str | None = Field(
-        None, description="fp32 or uint8: what the file takes; that of the model named when left out."
-    )
+    payload: str | None = Field(None, description="fp32 or uint8: the file's input; default: that of --model.")
     precision: str | None = Field(
-        None, description="fp32 or fp16: what the file holds; when left out fp32, and fp16 for TensorRT."
+        None, description="fp32 or fp16: the file's weights; default: fp32, and fp16 for TensorRT."
     )
     operators: Operators | None = Field(
         None,
-        description="standard, for every runtime, or fused: ONNX Runtime's own; when left out fused, and standard for "
+        description="standard, for every runtime, or fused, ONNX Runtime's own; default: fused, and standard for "
         "TensorRT.",
     )
-    to: Target = Field(Target.ONNX, description="What to make.")
+    to: Target = Field(Target.ONNX, description="The file to make.")
     force: bool = Field(False, description="Export even when it is up to date.")
     max_batch_size: int = Field(defaults.MAX_BATCH_SIZE, ge=1, description="Largest batch of a TensorRT plan.")
 
 
 @takes_settings(ExportSettings)
 def export(**options: object) -> None:
-    """Export a model from torch to ONNX, prove that both compute the same, and write a manifest beside the file.
+    """Export a model from torch to ONNX, check that both compute the same, and write a manifest beside the file.
 
     With --to tensorrt also print the container command that builds the plan, and build it where TensorRT is installed.
     """
-    from servers.export.artefacts import ensure_artefact
+    from servers.export.artefacts import check_form, ensure_artefact
 
     settings = checked(ExportSettings, options)
     console = Console(highlight=False, soft_wrap=True)
     try:
         model, payload = settings.model, settings.payload
         specification = get_specification(model) if payload is None else get_variant(model, payload)
-        source = parse_weights(specification.default_weights if settings.weights is None else settings.weights)
+        weights = parse_weights(specification.default_weights if settings.weights is None else settings.weights)
+        form = _form(settings)
+        check_form(specification, form)
+        source = pin(weights, specification.find_pretrained)
+    except (UnknownModelError, WeightsError, ExportError) as exc:
+        fail(str(exc), exc, status=2)
+    try:
         with console.status("starting") as status:
 
             def progress(step: str) -> None:
                 status.update(step)
                 if not console.is_terminal:
-                    console.print(step, markup=False, emoji=False)
+                    _print(console, step)
 
             artefact = ensure_artefact(
-                specification,
-                source,
-                settings.artefacts,
-                form=_form(settings.precision, settings.operators, settings.to),
-                force=settings.force,
-                progress=progress,
+                specification, source, settings.artefacts, form=form, force=settings.force, progress=progress
             )
         _show(console, artefact)
         if settings.to is Target.TENSORRT:
             _build_plan(console, specification, artefact, settings.max_batch_size, force=settings.force)
-    except (UnknownModelError, WeightsError, EngineError, ExportError, FolderError) as exc:
+    except (WeightsError, EngineError, ExportError, FolderError) as exc:
         fail(str(exc), exc)
 
 
@@ -101,18 +100,15 @@ def triton_repo(
     except OSError as exc:
         fail(f"cannot write {exc.filename or out}: {exc.strerror or exc}; choose another --out", exc)
     for path in written:
-        Console(highlight=False, soft_wrap=True).print(f"wrote {path}", markup=False, emoji=False)
+        _print(Console(highlight=False, soft_wrap=True), f"wrote {path}")
 
 
-def _form(precision: str | None, operators: Operators | None, to: Target) -> FileForm:
-    if to is Target.ONNX:
-        usual = executed_form("onnxruntime", precision or "fp32")
-    else:
-        usual = executed_form("tensorrt", precision or "fp16")
-        if operators is Operators.FUSED:
-            raise ExportError("TensorRT knows none of the fused operators; leave --operators out")
-    # A precision that does not exist is refused by its own name.
-    return FileForm(precision or usual.precision, usual.operators if operators is None else operators.value)
+def _form(settings: ExportSettings) -> FileForm:
+    precision = settings.precision or ("fp16" if settings.to is Target.TENSORRT else "fp32")
+    if settings.to is Target.TENSORRT and settings.operators is Operators.FUSED:
+        raise ExportError("TensorRT has none of the fused operators; use --operators standard")
+    engine = "onnxruntime" if settings.to is Target.ONNX else "tensorrt"
+    return FileForm(precision, settings.operators or executed_form(engine, precision).operators)
 
 
 def _build_plan(
@@ -122,17 +118,12 @@ def _build_plan(
 
     plan = plan_path(artefact.path)
     plan.parent.mkdir(parents=True, exist_ok=True)
-    command = container_command(specification, artefact.path, plan, max_batch_size)
-    console.print(f"container {command}", markup=False, emoji=False)
+    _print(console, f"container {container_command(specification, artefact.path, plan, max_batch_size)}")
     if plan.is_file() and not force and plan.stat().st_mtime >= artefact.path.stat().st_mtime:
-        console.print(f"plan      {plan} (kept; --force builds it again)", markup=False, emoji=False)
+        _print(console, f"plan      {plan} (kept; --force builds it again)")
         return
-    built = build_plan(specification, artefact.path, plan, max_batch_size)
-    console.print(
-        f"plan      {built.path} ({built.bytes / 1e6:.1f} MB, TensorRT {built.tensorrt}, {built.seconds:.1f} s)",
-        markup=False,
-        emoji=False,
-    )
+    release, seconds = build_plan(specification, artefact.path, plan, max_batch_size)
+    _print(console, f"plan      {plan} ({plan.stat().st_size / 1e6:.1f} MB, TensorRT {release}, {seconds:.1f} s)")
 
 
 def _show(console: Console, artefact: Artefact) -> None:
@@ -150,4 +141,8 @@ def _show(console: Console, artefact: Artefact) -> None:
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     }
     for name, text in lines.items():
-        console.print(f"{name:<9} {text}", markup=False, emoji=False)
+        _print(console, f"{name:<9} {text}")
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, emoji=False)

@@ -1,12 +1,12 @@
-"""What can go wrong while an artefact is made.
+"""Errors of an export.
 
 ExportError
-└── ParityError    the file does not compute what torch computes; no artefact is kept
+└── ParityError    the file does not compute the same as torch; no artefact is kept
 """
 
 
 class ExportError(Exception):
-    """The artefact could not be made; the message names the remedy where there is one."""
+    """The artefact cannot be made; the message names the remedy where there is one."""
 
 
 class ParityError(ExportError):

@@ -1,4 +1,4 @@
-"""In which forms a model's ONNX file exists, and which one an engine executes."""
+"""The forms of a model's ONNX file, and which one an engine executes."""
 
 from __future__ import annotations
 
@@ -9,40 +9,37 @@ PRECISIONS = ("fp32", "fp16")
 
 
 class Operators(StrEnum):
-    """ONNX's own, which every runtime knows; or ONNX Runtime's fused ones for a model that `tower_graph` covers."""
+    """ONNX's standard operators, which every runtime has, or ONNX Runtime's fused ones (see `tower_graph`)."""
 
     STANDARD = "standard"
     FUSED = "fused"
 
 
-STANDARD, FUSED = Operators.STANDARD.value, Operators.FUSED.value
-
-OPSETS = {STANDARD: 18, FUSED: 19}
-"""Of ONNX's own operators. 23 would emit Attention operators, which not every runtime here is known to support; 19 is
+OPSETS = {Operators.STANDARD: 18, Operators.FUSED: 19}
+"""Versions of ONNX's standard operators. 23 would emit Attention operators, which some runtimes may not support; 19 is
 the first one whose DequantizeLinear gives FP16."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileForm:
-    """What is asked of a file: one of `PRECISIONS` and of `Operators`."""
+    """The requested form of a file; `operators` is a value of `Operators`."""
 
     precision: str = "fp32"
-    operators: str = STANDARD
+    operators: str = Operators.STANDARD
 
     @property
     def suffix(self) -> str:
-        """Of the folder's name."""
-        return "".join(f"-{part}" for part in (self.precision, self.operators) if part not in ("fp32", STANDARD))
+        """The end of the folder's name."""
+        return "".join(f"-{part}" for part in (self.precision, self.operators) if part not in ("fp32", "standard"))
 
 
 PLAIN = FileForm()
 
 
 def executed_form(engine: str, precision: str) -> FileForm:
-    """Which file an engine executes for a precision: FP16 has its own, TF32 is how a GPU multiplies FP32.
+    """The file that an engine executes for a precision: FP16 has its own, TF32 is how a GPU multiplies FP32.
 
-    ONNX Runtime gets its fused operators where they cover the model: what torch exports leaves shape arithmetic on the
-    CPU of a GPU session.
+    ONNX Runtime gets fused operators: with torch's export it leaves shape arithmetic on the CPU of a GPU session.
     """
     stored = "fp16" if precision == "fp16" else "fp32"
-    return FileForm(stored, FUSED if engine == "onnxruntime" else STANDARD)
+    return FileForm(stored, Operators.FUSED if engine == "onnxruntime" else Operators.STANDARD)

@@ -1,4 +1,4 @@
-"""What is known about an artefact: `manifest.json` beside the file, schema abserve.artefact/1."""
+"""The description of an artefact: `manifest.json` beside the file, schema abserve.artefact/1."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """One artefact. `weights` is the label for people; `weights_sha256` is that of the file, None for random weights;
     `weights_revision` is the commit of the hub's repository that the file came from.
 
-    `operators` is what is in the file: `standard` also where the fused ones were asked for and do not cover the model.
+    `operators` are those in the file: `standard` also where fused ones were requested and do not cover the model.
     """
 
     schema: Literal["abserve.artefact/1"] = "abserve.artefact/1"
@@ -59,7 +59,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest in an artefact's folder; None when there is none or it is not of this schema."""
+    """The manifest in an artefact's folder; None when it is missing or has another schema."""
     try:
         return msgspec.json.decode((folder / FILE_NAME).read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError):
@@ -67,7 +67,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def package_versions() -> dict[str, str]:
-    """The installed packages that decide what an export contains; those that are not installed are left out."""
+    """The installed packages that determine the content of an export."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

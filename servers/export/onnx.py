@@ -1,7 +1,7 @@
 """torch → ONNX, one self-contained file with a free batch dimension.
 
-With standard operators it is what torch exports, for FP16 converted; with fused ones `servers.export.tower_graph` makes
-the graph.
+With standard operators it is torch's own export, converted for FP16; `servers.export.tower_graph` makes the graph of
+fused ones.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from servers.engines.interface import first_line
 from servers.engines.onnxruntime import PRECISION_KEY
 from servers.export.errors import ExportError
-from servers.export.file_form import FUSED, OPSETS, STANDARD, FileForm
+from servers.export.file_form import OPSETS, FileForm, Operators
 from servers.models.specification import ModelSpecification
 
 if TYPE_CHECKING:
@@ -27,40 +28,40 @@ _EXAMPLE_BATCH = 2
 """With 1 torch.export takes the batch for a constant and freezes it."""
 
 _ELEMENTWISE = frozenset({"Cast", "Transpose", "Div", "Mul", "Sub", "Add"})
-"""What the exporter makes of `UInt8Images`; a convolution or a product is none of these and ends it."""
+"""The exporter's operators for `UInt8Images`; a convolution or a product ends this part of the graph."""
 
 _CHATTY_LOGGERS = ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", "onnx_ir")
 
 
 def write_onnx(
-    specification: ModelSpecification, module: torch.nn.Module, path: Path, form: FileForm
-) -> tuple[float, str]:
-    """Write `module` (FP32, eval, on the CPU, taking the specification's input) to `path`.
+    specification: ModelSpecification, tower: torch.nn.Module, path: Path, form: FileForm
+) -> tuple[float, Operators]:
+    """Write `tower` (FP32, eval, on the CPU, taking normalised pixels) to `path`.
 
-    Returns the seconds taken and the operators in the file: the standard ones where the fused do not cover the model.
+    Returns the seconds taken and the operators in the file: standard ones where the fused do not cover the model.
     Raises `ExportError` when torch cannot export it, `OSError` when the file cannot be written.
     """
+    from servers.models.uint8_module import executed_module
+
     started_ns = time.perf_counter_ns()
-    operators = STANDARD
-    if form.operators == FUSED and _write_fused(specification, module, path, form.precision):
-        operators = FUSED
-    else:
-        export_onnx(specification, module, path)
+    operators = Operators.FUSED
+    if form.operators != operators or not _write_fused(specification, tower, path, form.precision):
+        operators = Operators.STANDARD
+        _export(specification, executed_module(specification, tower), path)
         if form.precision == "fp16":
-            convert_to_fp16(path)
+            _convert_to_fp16(path)
     return (time.perf_counter_ns() - started_ns) / 1e9, operators
 
 
-def _write_fused(specification: ModelSpecification, module: torch.nn.Module, path: Path, precision: str) -> bool:
+def _write_fused(specification: ModelSpecification, tower: torch.nn.Module, path: Path, precision: str) -> bool:
     """False for a model that is not covered."""
     import onnx
 
     from servers.engines.vit.tower import UnsupportedTowerError
     from servers.export.tower_graph import tower_graph
-    from servers.models.uint8_module import tower_of
 
     try:
-        model = tower_graph(specification, tower_of(module), precision)
+        model = tower_graph(specification, tower, precision)
     except UnsupportedTowerError:
         return False
     if precision == "fp16":
@@ -69,11 +70,7 @@ def _write_fused(specification: ModelSpecification, module: torch.nn.Module, pat
     return True
 
 
-def export_onnx(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> None:
-    """Write `module` (FP32, eval, on the CPU, taking the specification's input) to `path` as torch exports it.
-
-    Raises `ExportError` when torch cannot export it, `OSError` when the file cannot be written.
-    """
+def _export(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> None:
     import torch
 
     names = [tensor.name for tensor in specification.inputs]
@@ -88,25 +85,23 @@ def export_onnx(specification: ModelSpecification, module: torch.nn.Module, path
                 example,
                 dynamo=True,
                 verbose=False,
-                opset_version=OPSETS[STANDARD],
+                opset_version=OPSETS[Operators.STANDARD],
                 input_names=names,
                 output_names=[tensor.name for tensor in specification.outputs],
                 dynamic_shapes=tuple({0: "batch"} for _ in names),
             )
         except torch.onnx.OnnxExporterError as exc:
-            raise ExportError(
-                f"torch cannot export {specification.name} to ONNX: {str(exc).partition(chr(10))[0]}"
-            ) from exc
+            raise ExportError(f"torch cannot export {specification.name} to ONNX: {first_line(exc)}") from exc
         if program is None:
-            raise ExportError("torch.onnx.export returned nothing; torch 2.9 or later is needed")
-        # One file: Triton and people copy it about, and a forgotten second one fails late.
+            raise ExportError("torch.onnx.export returned nothing; install torch 2.9 or later")
+        # One file: Triton and people copy it, and a forgotten second one fails late.
         program.save(path, external_data=False)
 
 
-def convert_to_fp16(path: Path) -> None:
+def _convert_to_fp16(path: Path) -> None:
     """Rewrite an exported FP32 file with FP16 weights and arithmetic; inputs and outputs keep their types.
 
-    What turns bytes into normalised pixels stays FP32: an FP16 pixel is precise enough, an FP16 way to it loses more.
+    The nodes that normalise bytes stay FP32: an FP16 pixel is precise enough, but its computation in FP16 is not.
     """
     import onnx
     from onnxruntime.transformers.float16 import convert_float_to_float16
@@ -135,7 +130,7 @@ def _normalisation(graph: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter prints, logs and warns about its own internals; none of it is for the person who runs an export."""
+    """Hide the exporter's prints, logs and warnings, which are about its own internals."""
     levels = {name: logging.getLogger(name).level for name in _CHATTY_LOGGERS}
     try:
         for name in levels:

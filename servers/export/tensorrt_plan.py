@@ -1,20 +1,18 @@
 """ONNX → TensorRT plan, here if TensorRT is installed, and the container command that does it anywhere.
 
-A plan runs only with the TensorRT release that built it, on the kind of GPU it was built on: the release is that of
-the Triton image which will serve it, so the command names the TensorRT image of the same month. Networks are strongly
-typed, in release 10 by a flag and in 11 always: FP16 comes from an FP16 ONNX file, no builder flag asks for it.
-Never executed by this project's tests, for want of the libraries.
+A plan runs only with the TensorRT release that built it, on the kind of GPU on which it was built. The release must be
+that of the Triton image that will serve it, so the command names the TensorRT image of the same month. Networks are
+strongly typed, in release 10 by a flag and in 11 always: FP16 comes from an FP16 ONNX file, not from a builder flag.
+This project's tests never execute it, for want of the libraries.
 """
 
 from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from servers.engines.tensorrt import import_tensorrt
 from servers.export.errors import ExportError
 from servers.models.specification import ModelSpecification
 
@@ -27,38 +25,26 @@ TIMING_CACHE = "timing.cache"
 WORKSPACE_BYTES = 4 * 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltPlan:
-    """`seconds` is what the builder took; with a warm timing cache it is a fraction of the first time."""
-
-    path: Path
-    tensorrt: str
-    seconds: float
-    bytes: int
-
-
 def plan_path(onnx: Path) -> Path:
-    """Where the plan of an ONNX artefact lies: in a folder of its own beside it."""
+    """The path of the plan for an ONNX artefact: in its own folder beside the artefact's."""
     return onnx.parent.with_name(f"{onnx.parent.name}-tensorrt") / onnx.with_suffix(".plan").name
 
 
 def profile_shapes(specification: ModelSpecification, max_batch_size: int) -> tuple[list[int], list[int], list[int]]:
-    """Smallest, best and largest input of the one profile; tuned for the largest, which throughput is made of."""
+    """Smallest, best and largest input of the one profile; tuned for the largest, which determines throughput."""
     item = list(specification.inputs[0].item_shape)
     return [1, *item], [max_batch_size, *item], [max_batch_size, *item]
 
 
-def container_command(
-    specification: ModelSpecification, onnx: Path, plan: Path, max_batch_size: int, image: str = TENSORRT_IMAGE
-) -> str:
-    """The command that builds the plan with the release of `image`; both files must lie in folders that exist."""
+def container_command(specification: ModelSpecification, onnx: Path, plan: Path, max_batch_size: int) -> str:
+    """The command that builds the plan with the release of `TENSORRT_IMAGE`; both folders must exist."""
     name = specification.inputs[0].name
     smallest, best, largest = (
         f"{name}:{'x'.join(map(str, shape))}" for shape in profile_shapes(specification, max_batch_size)
     )
     words = [
         *("docker", "run", "--rm", "--gpus", "device=0"),
-        *("-v", f"{onnx.parent.absolute()}:/onnx:ro", "-v", f"{plan.parent.absolute()}:/plan", image),
+        *("-v", f"{onnx.parent.absolute()}:/onnx:ro", "-v", f"{plan.parent.absolute()}:/plan", TENSORRT_IMAGE),
         *("trtexec", f"--onnx=/onnx/{onnx.name}", f"--saveEngine=/plan/{plan.name}"),
         *(f"--minShapes={smallest}", f"--optShapes={best}", f"--maxShapes={largest}"),
         *(f"--timingCacheFile=/plan/{TIMING_CACHE}", "--skipInference"),
@@ -66,11 +52,13 @@ def container_command(
     return shlex.join(words)
 
 
-def build_plan(specification: ModelSpecification, onnx: Path, plan: Path, max_batch_size: int) -> BuiltPlan:
-    """Build `plan` from `onnx` on this machine's GPU, with a timing cache beside it.
+def build_plan(specification: ModelSpecification, onnx: Path, plan: Path, max_batch_size: int) -> tuple[str, float]:
+    """Build `plan` from `onnx` on this machine's GPU, with a timing cache beside it: the release and the seconds.
 
     Raises `EngineError` where TensorRT is missing, `ExportError` where it cannot build the model.
     """
+    from servers.engines.tensorrt import import_tensorrt  # not above: it imports torch
+
     trt = import_tensorrt()
     logger = trt.Logger(trt.Logger.WARNING)
     builder = trt.Builder(logger)
@@ -91,13 +79,12 @@ def build_plan(specification: ModelSpecification, onnx: Path, plan: Path, max_ba
     started_ns = time.perf_counter_ns()
     serialised = builder.build_serialized_network(network, config)
     if serialised is None:
-        raise ExportError(f"TensorRT {trt.__version__} cannot build a plan from {onnx.name}; its log above says why")
+        raise ExportError(f"TensorRT {trt.__version__} cannot build a plan from {onnx.name}; see its log above")
     fresh = plan.with_name(f".{plan.name}.partial")
     fresh.write_bytes(memoryview(serialised))
     fresh.replace(plan)
     cache_path.write_bytes(memoryview(config.get_timing_cache().serialize()))
-    seconds = (time.perf_counter_ns() - started_ns) / 1e9
-    return BuiltPlan(plan, str(trt.__version__), seconds, plan.stat().st_size)
+    return str(trt.__version__), (time.perf_counter_ns() - started_ns) / 1e9
 
 
 def _strongly_typed(trt: Any) -> int:

@@ -1,12 +1,12 @@
 """From a model specification to Triton's `config.pbtxt`: native ONNX Runtime and TensorRT backends, python backend.
 
-The text is written by hand rather than through protobuf so that each setting carries its reason; a test parses every
-generated file back through Triton's own protobuf. Batch dimensions are left out of all dims, as Triton wants them.
+Templates and not protobuf make the text, so that each setting carries its reason; a test parses every generated file
+with Triton's own protobuf. Triton's dims leave the batch dimension out.
 
-For JPEG on the native backends a python model decodes, and an ensemble joins it to one that executes:
+For JPEG on the native backends a python model decodes, and an ensemble connects it to the model that executes:
 
     <model>_preprocess   python backend: image BYTES → pixel_values UINT8, the code of the native server
-    <model>_jpeg_onnx    ensemble of that and <model>_uint8_onnx; <model>_jpeg_tensorrt likewise
+    <model>_jpeg_onnx    ensemble of that and <model>_uint8_onnx; also <model>_jpeg_tensorrt
 """
 
 from __future__ import annotations
@@ -17,33 +17,32 @@ from pathlib import Path
 
 from servers.contract.tensors import TensorSpec
 from servers.defaults import MAX_QUEUE_DELAY_US, QUEUE_SIZE
+from servers.engines.batches import bucket_sizes
 from servers.engines.processors import cuda_index
 from servers.models.preprocessing import MAX_PIXELS
 from servers.models.specification import ModelSpecification
 
-HEADER = "# Generated from the model specification; do not edit. Made again by: abserve triton-repo\n"
+HEADER = "# Generated from the model specification; do not edit. To generate it again: abserve triton-repo\n"
 
-MODEL_PY = """# What decodes is servers.triton.preprocess_model, so this package must be installed beside Triton.
+MODEL_PY = """# servers.triton.preprocess_model decodes the images, so this package must be installed beside Triton.
 from servers.triton.preprocess_model import TritonPythonModel as TritonPythonModel
 """
 
 BACKENDS = ("onnx", "tensorrt")
-"""Suffixes of the models' names."""
-
 LONGEST_WAIT_US = 600_000_000
-"""As good as never beside any latency, and still a timeout."""
+"""A timeout far beyond any latency."""
 
 
 def artefact_name(specification: ModelSpecification, suffix: str) -> str:
-    """The file that a version folder must hold: model.onnx, model_uint8.plan …"""
+    """The name of the file in a version folder: model.onnx, model_uint8.plan …"""
     return f"model{'' if specification.payload == 'fp32' else '_' + specification.payload}.{suffix}"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchingSettings:
-    """Triton's dynamic batcher. A request that names no timeout of its own waits for at most `queue_timeout_us`, ≥ 1.
+    """Triton's dynamic batcher. A request without a timeout waits for at most `queue_timeout_us`, ≥ 1.
 
-    Never 0, which is Triton's default: with it Triton ignores a request's own timeout, whatever the override says.
+    With 0, Triton's default, Triton would ignore the timeout of a request, whatever the override says.
     """
 
     max_batch_size: int
@@ -53,10 +52,10 @@ class BatchingSettings:
 
 
 def write_model_repository(root: Path, specifications: Iterable[ModelSpecification]) -> tuple[Path, ...]:
-    """Write `<model>_onnx` and `<model>_tensorrt` of every specification under `root`; the written files.
+    """Write `<model>_onnx` and `<model>_tensorrt` of every specification under `root`; returns the written files.
 
-    For JPEG these are ensembles, and there is `<model>_preprocess`. Each has a version folder `1`, where an artefact
-    belongs if the model has one; a `.gitkeep` keeps it where there is nothing else.
+    For JPEG these are ensembles, and there is `<model>_preprocess`. Each has a version folder `1` for the artefact; a
+    `.gitkeep` keeps an empty one.
     """
     written = []
     for specification in specifications:
@@ -71,7 +70,7 @@ def write_model_repository(root: Path, specifications: Iterable[ModelSpecificati
 
 
 def _models(specification: ModelSpecification) -> Iterator[tuple[str, str, str]]:
-    """Name, config and model.py of each."""
+    """Name, config and model.py of each model."""
     if specification.payload != "jpeg":
         yield f"{specification.name}_onnx", onnxruntime_config(specification), ""
         yield f"{specification.name}_tensorrt", tensorrt_config(specification), ""
@@ -88,11 +87,11 @@ def onnxruntime_config(specification: ModelSpecification) -> str:
 backend: "onnxruntime"
 default_model_filename: {quote(artefact_name(specification, "onnx"))}
 {_signature(specification, specification.max_batch_size)}
-# KIND_GPU, written out: without it Triton falls back to the CPU on a machine whose GPU it cannot use, and says nothing.
+# KIND_GPU, written out: without it Triton falls back to the CPU without a message where it cannot use the GPU.
 instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] }} ]
 {_dynamic_batching(_gpu_batching(specification))}
 # Only as a top-level parameter: Triton's own defaults overwrite this key inside the accelerator block below.
-# 1 is HEURISTIC. Triton's default 0, EXHAUSTIVE, searches again at each batch size that it has not seen.
+# 1 is HEURISTIC. Triton's default 0, EXHAUSTIVE, searches again at each new batch size.
 parameters {{ key: "cudnn_conv_algo_search" value: {{ string_value: "1" }} }}
 # TF32 off, so that FP32 means FP32 on both arms. No CUDA graphs: this backend ignores optimization.cuda.graphs, and
 # ONNX Runtime's own enable_cuda_graph would replay stale inputs, since Triton binds new buffers at each execution.
@@ -117,12 +116,12 @@ instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] profile: [ "0" ] }} ]
 {_dynamic_batching(_gpu_batching(specification))}
 optimization {{ cuda {{
   graphs: true
-  # One CPU core spins while the GPU computes: lower latency, and a cost that a report of this arm has to name.
+  # One CPU core spins while the GPU computes: lower latency at the price of CPU time.
   busy_wait_events: true
   # The copy of the answer overlaps the next execution.
   output_copy_stream: true
   # Without graph_spec only the sizes 1 and {specification.max_batch_size} would have a graph. The lower bounds leave
-  # no gap: a smaller batch runs the next larger graph, whose surplus rows hold anything and are thrown away.
+  # no gap: a smaller batch runs the next larger graph, whose surplus rows are thrown away.
   graph_spec [
 {_graph_specs(specification, sizes)}
   ]
@@ -133,7 +132,7 @@ optimization {{ cuda {{
 
 
 def preprocess_name(specification: ModelSpecification) -> str:
-    """Of the model that decodes for all ensembles."""
+    """The name of the model that decodes for all ensembles."""
     return f"{specification.base}_preprocess"
 
 
@@ -144,19 +143,19 @@ backend: "python"
 max_batch_size: {specification.max_batch_size}
 input [ {", ".join(map(_tensor, specification.inputs))} ]
 output [ {", ".join(map(_tensor, specification.executed.inputs))} ]
-# Decoding is the CPU's work, on the threads of one process.
+# The threads of one process decode on the CPU.
 instance_group [ {{ kind: KIND_CPU count: 1 }} ]
-# What waits already is decoded together; nothing waits for company here, only in the next step.
+# Waiting requests are decoded together; no request waits for others here, only in the next step.
 dynamic_batching {{ max_queue_delay_microseconds: 0 }}
 parameters {{ key: "model" value: {{ string_value: {quote(specification.name)} }} }}
-# 0: one thread a core, at most four.
+# 0: one thread per core, at most four.
 parameters {{ key: "decode_threads" value: {{ string_value: "0" }} }}
 parameters {{ key: "max_image_pixels" value: {{ string_value: "{MAX_PIXELS}" }} }}
 """
 
 
 def ensemble_config(specification: ModelSpecification, name: str, executing: str) -> str:
-    """The ensemble `name`: the step that decodes, then the model `executing`, which takes the UINT8 pixels."""
+    """The ensemble `name`: the decoding step, then the model `executing`, which takes the UINT8 pixels."""
     (image,), (pixels,), (output,) = specification.inputs, specification.executed.inputs, specification.outputs
     return f"""{HEADER}name: {quote(name)}
 platform: "ensemble"
@@ -184,8 +183,8 @@ def python_config(
 ) -> str:
     """`<model>`: the python backend executing `servers.triton.python_model`.
 
-    `device` is cpu or cuda:N, already resolved. `parameters` says what executes inside (engine, precision, weights …);
-    the model refuses to load when the engine reports anything else, so they may be read as settings in effect.
+    `device` is cpu or cuda:N, already resolved. `parameters` are the engine's settings (engine, precision, weights …);
+    the model refuses to load when its engine reports other ones, so they may be read as settings in effect.
     """
     index = cuda_index(device)
     group = "kind: KIND_CPU count: 1" if index is None else f"kind: KIND_GPU count: 1 gpus: [ {index} ]"
@@ -196,18 +195,17 @@ def python_config(
     return f"""{HEADER.replace("triton-repo", "serve triton")}name: {quote(specification.name)}
 backend: "python"
 {_signature(specification, batching.max_batch_size)}
-# One instance is one process with one engine; more of them would compete for the same cores or GPU.
+# One instance is one process with one engine; several would compete for the same cores or GPU.
 instance_group [ {{ {group} }} ]
 {_dynamic_batching(batching)}
-# Read by the model and compared with what its engine reports. No model_warmup: the model warms its engine itself.
+# The model compares these with the settings of its engine. No model_warmup: the model warms its engine itself.
 {lines}
 {_NO_CACHE}"""
 
 
 def warm_up_sizes(max_batch_size: int) -> tuple[int, ...]:
     """Powers of two up to `max_batch_size`, and `max_batch_size` itself; ascending."""
-    powers = [1 << exponent for exponent in range(max_batch_size.bit_length()) if 1 << exponent < max_batch_size]
-    return (*powers, max_batch_size)
+    return bucket_sizes(max_batch_size, halves=False)
 
 
 def quote(text: str) -> str:
@@ -226,14 +224,12 @@ def _gpu_batching(specification: ModelSpecification) -> BatchingSettings:
 
 
 def _signature(specification: ModelSpecification, max_batch_size: int) -> str:
-    """Largest batch, inputs and outputs."""
     inputs = ", ".join(map(_tensor, specification.inputs))
     outputs = ", ".join(map(_tensor, specification.outputs))
     return f"max_batch_size: {max_batch_size}\ninput [ {inputs} ]\noutput [ {outputs} ]"
 
 
 def _tensor(tensor: TensorSpec) -> str:
-    """One element of `input` or `output`."""
     return f"{{ name: {quote(tensor.name)} data_type: {_data_type(tensor)} dims: {_dims(tensor)} }}"
 
 
@@ -242,28 +238,24 @@ def _data_type(tensor: TensorSpec) -> str:
 
 
 def _dims(tensor: TensorSpec) -> str:
-    return "[ " + ", ".join(map(str, tensor.item_shape)) + " ]"
+    return f"[ {', '.join(map(str, tensor.item_shape))} ]"
 
 
 def _dynamic_batching(batching: BatchingSettings) -> str:
+    timeout_us = batching.queue_timeout_us
+    reason = "# 600 s, far beyond any latency: without a default Triton ignores the timeout of a request.\n"
     policy = (
-        f"timeout_action: REJECT default_timeout_microseconds: {batching.queue_timeout_us} "
+        f"timeout_action: REJECT default_timeout_microseconds: {timeout_us} "
         f"allow_timeout_override: true max_queue_size: {batching.queue_size}"
     )
     return f"""# No preferred_batch_size: Triton advises against it unless sizes have profiles of their own.
-# REJECT: what waited too long, or finds the queue full, is answered 503 at once instead of late.
-{_timeout_reason(batching.queue_timeout_us)}dynamic_batching {{
+# REJECT: a request that waited too long, or finds the queue full, gets status 503 at once instead of a late answer.
+{reason if timeout_us == LONGEST_WAIT_US else ""}dynamic_batching {{
   max_queue_delay_microseconds: {batching.max_queue_delay_us}
   default_queue_policy {{
     {policy}
   }}
 }}"""
-
-
-def _timeout_reason(queue_timeout_us: int) -> str:
-    if queue_timeout_us != LONGEST_WAIT_US:
-        return ""
-    return "# 600 s, as good as never: without any default Triton ignores the timeout that a request brings itself.\n"
 
 
 def _warmup(specification: ModelSpecification, sizes: Iterable[int], count: int) -> str:

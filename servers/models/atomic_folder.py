@@ -31,7 +31,10 @@ def atomic_folder(final: Path, needed_bytes: int = 0) -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         free_bytes = shutil.disk_usage(final.parent).free
         if free_bytes < needed_bytes:
-            raise _no_space(final.parent, needed_bytes, free_bytes)
+            raise FolderError(
+                f"no space left on the disk of {final.parent}: {needed_bytes / 1e6:.0f} MB are needed, "
+                f"{free_bytes / 1e6:.0f} MB are free; free some, or choose another folder"
+            )
         fresh = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".part", dir=final.parent))
         fresh.chmod(0o755)
     except OSError as exc:
@@ -46,7 +49,7 @@ def atomic_folder(final: Path, needed_bytes: int = 0) -> Iterator[Path]:
 
 
 def remove_abandoned(final: Path) -> None:
-    """Remove what writers of `final` that were killed have left beside it. Nobody may be writing it meanwhile."""
+    """Remove the temporary folders that killed writers of `final` left beside it. No other process may write it now."""
     left = re.compile(rf"\.{re.escape(final.name)}\.[a-z0-9_]{{8}}\.(part|old)")  # as mkdtemp names them
     for path in final.parent.glob(f".{glob.escape(final.name)}.*"):
         if left.fullmatch(path.name):
@@ -60,7 +63,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _replace(fresh: Path, final: Path) -> None:
-    """A folder cannot be renamed onto one with content, so the old one steps aside first."""
+    """A folder cannot be renamed onto one with content, so the old one is moved aside first."""
     aside = fresh.with_suffix(".old")
     for _ in range(8):
         try:
@@ -75,17 +78,10 @@ def _replace(fresh: Path, final: Path) -> None:
         except FileNotFoundError:
             continue  # another writer moved it aside in between
         shutil.rmtree(aside, ignore_errors=True)
-    raise FolderError(f"{final} keeps being rewritten by another process; wait for it and try again")
+    raise FolderError(f"another process keeps rewriting {final}; wait for it and try again")
 
 
 def _wrapped(exc: OSError, final: Path) -> FolderError:
     if exc.errno in _FULL:
         return FolderError(f"no space left on the disk of {final.parent}: free some, or choose another folder")
     return FolderError(f"cannot write {final}: {os.strerror(exc.errno) if exc.errno else exc}")
-
-
-def _no_space(folder: Path, needed_bytes: int, free_bytes: int) -> FolderError:
-    return FolderError(
-        f"no space left on the disk of {folder}: {needed_bytes / 1e6:.0f} MB are needed, {free_bytes / 1e6:.0f} MB are "
-        "free; free some, or choose another folder"
-    )

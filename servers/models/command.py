@@ -23,8 +23,12 @@ def samples(
     from servers.models.samples import write_samples
 
     try:
-        written = write_samples(get_variant(model, "fp32"), out)
-    except (UnknownModelError, FolderError) as exc:
+        specification = get_variant(model, "fp32")
+    except UnknownModelError as exc:
+        fail(str(exc), exc, status=2)
+    try:
+        written = write_samples(specification, out)
+    except FolderError as exc:
         fail(str(exc), exc)
     Console().print(
         f"{'wrote' if written else 'up to date:'} {out}", highlight=False, soft_wrap=True, markup=False, emoji=False

@@ -1,4 +1,4 @@
-"""From the JPEG files of a request to its UINT8 pixels, on a few threads: the code that both servers run.
+"""From the JPEG files of a request to its UINT8 pixels, on a few threads; both servers run this code.
 
 simplejpeg releases the interpreter's lock while it decodes and Pillow while it resizes, so threads are enough.
 """
@@ -19,26 +19,26 @@ from servers.models.preprocessing import MAX_PIXELS, ImageError, UInt8Array, dec
 from servers.models.specification import Preprocessing
 
 MAX_DEFAULT_THREADS = 4
-"""More threads than this are for whoever asks for them: each may hold a whole decoded image."""
+"""The default stays small because each thread may hold a whole decoded image."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodingSettings:
-    """`threads` 0: one a core, at most four."""
+    """`threads` 0: one per core, at most four."""
 
     threads: int = 0
     max_pixels: int = MAX_PIXELS
 
     @property
     def thread_count(self) -> int:
-        """What `threads` comes to on this machine."""
+        """The number of threads on this machine."""
         return self.threads or min(MAX_DEFAULT_THREADS, len(os.sched_getaffinity(0)))
 
 
 class Decoding:
-    """The images of one request while they are decoded: one future an image, each of which fills its row.
+    """The images of one request while they are decoded: one future per image, each of which fills its row.
 
-    A request has at most `lanes` images on the threads at a time, so that those of other requests have their turn.
+    A request has at most `lanes` images on the threads at a time, so that other requests get their turn.
     """
 
     def __init__(
@@ -62,26 +62,26 @@ class Decoding:
         return self.pixels
 
     def cancel(self) -> None:
-        """Drop what has not begun; what has goes on, into memory that nobody reads."""
+        """Drop the images that have not begun; the others still fill their rows, which are not read."""
         self._waiting.clear()
         for image in self.images:
             image.cancel()
 
     def _next(self, last: Future[None] | None = None) -> None:
-        """Put the next image on the threads; again when it is `last`, done or dropped with the threads."""
+        """Put the next image on the threads; called again when an image, `last`, is done or dropped."""
         try:
             if last is not None and last.cancelled():
                 self.cancel()
             image, work = self._waiting.popleft()
             self._threads.submit(_complete, image, work).add_done_callback(self._next)
-        except IndexError:  # none is left
+        except IndexError:  # no image is left
             return
         except RuntimeError:  # the threads have ended
             self.cancel()
 
 
 class ImageDecoder:
-    """A pool of threads. `start` may be called from any thread."""
+    """A pool of decoding threads. `start` may be called from any thread."""
 
     def __init__(self, preprocessing: Preprocessing, settings: DecodingSettings) -> None:
         self.settings = settings
@@ -89,7 +89,7 @@ class ImageDecoder:
         self._threads = ThreadPoolExecutor(settings.thread_count, "decode")
 
     def start(self, images: Array) -> Decoding:
-        """Begin to decode an object array of `bytes`, one JPEG a row; returns at once."""
+        """Begin to decode an object array of `bytes`, one JPEG per row; returns at once."""
         size = self._preprocessing.size
         files = images.reshape(-1).tolist()
         pixels = np.empty((len(files), size, size, 3), np.uint8)
@@ -100,7 +100,7 @@ class ImageDecoder:
         return Decoding(self._threads, self.settings.thread_count, pixels, work)
 
     def close(self) -> None:
-        """End the threads after what they are at; drop what has not begun."""
+        """End the threads after their current image; drop the others."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _decode(self, label: str, data: bytes, out: UInt8Array) -> None:
@@ -112,12 +112,12 @@ class ImageDecoder:
 
 
 def _complete(image: Future[None], work: Callable[[], None]) -> None:
-    """As an executor completes a future of its own."""
+    """Complete the future as an executor does."""
     if not image.set_running_or_notify_cancel():
         return
     try:
         work()
-    except BaseException as error:  # noqa: BLE001  whoever waits gets it
+    except BaseException as error:  # noqa: BLE001  `result` raises it
         image.set_exception(error)
     else:
         image.set_result(None)

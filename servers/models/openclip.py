@@ -1,7 +1,7 @@
-"""OpenCLIP's ViT-B-32 image tower: its specification, its operation count and how its weights are loaded.
+"""OpenCLIP's ViT-B-32 image tower: its specification, its operation count and the loading of its weights.
 
-The embedding is what open_clip's `visual` returns: the projected class token, not L2-normalised (open_clip normalises
-in `encode_image(normalize=True)` only).
+The embedding is the output of open_clip's `visual`: the projected class token, not L2-normalised (open_clip normalises
+only in `encode_image(normalize=True)`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import pickle
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers.contract.tensors import TensorSpec
-from servers.models.specification import ModelSpecification, Preprocessing
+from servers.models.specification import ModelSpecification, Preprocessing, choose_from
 from servers.models.weights import (
     CheckpointWeights,
     PretrainedWeights,
@@ -30,57 +29,50 @@ if TYPE_CHECKING:
     import torch
 
 ARCHITECTURE = "ViT-B-32"
-VISUAL_PREFIX = "visual."
+PREFIX = "visual."
 
 _seeded_initialisation = threading.Lock()
 """torch has one global generator per process: models that load in parallel would draw from each other's sequence."""
 
 
-@dataclass(frozen=True, slots=True)
-class VisionTower:
-    """The dimensions that open_clip's `model_configs/ViT-B-32.json` gives; a test compares the two."""
-
-    image_size: int = 224
-    patch_size: int = 32
-    width: int = 768
-    layers: int = 12
-    heads: int = 12
-    mlp_ratio: float = 4.0
-    embedding: int = 512
-
-    @property
-    def flops(self) -> int:
-        """Operations of one image in matrix products, a multiply-add counted as two.
-
-        With p patches, t = p + 1 tokens, width w, L layers, patch side s and embedding e:
-
-            patch embedding  2·p·w·3s²
-            each layer       2·t·w·3w  (q, k, v)  +  2·2·t²·w  (scores, weighted sum)
-                             + 2·t·w·w  (output)  +  2·2·t·w·4w  (MLP)
-            projection       2·w·e
-
-        8,817,623,040 for ViT-B-32. Normalisation, softmax, activation and bias are left out (below 1 %), as is usual.
-        """
-        patches = (self.image_size // self.patch_size) ** 2
-        tokens, w = patches + 1, self.width
-        embedding = 2 * patches * w * 3 * self.patch_size**2
-        attention = 2 * tokens * w * 3 * w + 2 * 2 * tokens**2 * w + 2 * tokens * w * w
-        mlp = 2 * 2 * tokens * w * int(self.mlp_ratio * w)
-        return embedding + self.layers * (attention + mlp) + 2 * w * self.embedding
+DIMENSIONS = {"image_size": 224, "patch_size": 32, "width": 768, "layers": 12, "heads": 12, "output_dim": 512}
+MLP_RATIO = 4
+"""Both are as in open_clip's `model_configs/ViT-B-32.json`; a test compares them."""
 
 
-VIT_B_32 = VisionTower()
+def tower_flops() -> int:
+    """Operations per image in matrix products, a multiply-add counted as two: 8,817,623,040.
+
+    With p patches, t = p + 1 tokens, width w, L layers, patch side s and embedding e:
+
+        patch embedding  2·p·w·3s²
+        each layer       2·t·w·3w  (q, k, v)  +  2·2·t²·w  (scores, weighted sum)
+                         + 2·t·w·w  (output)  +  2·2·t·w·4w  (MLP)
+        projection       2·w·e
+
+    Normalisation, softmax, activation and bias are left out (below 1 %), as is usual.
+    """
+    w, side = DIMENSIONS["width"], DIMENSIONS["patch_size"]
+    patches = (DIMENSIONS["image_size"] // side) ** 2
+    tokens = patches + 1
+    attention = 2 * tokens * w * 3 * w + 2 * 2 * tokens**2 * w + 2 * tokens * w * w
+    layers = DIMENSIONS["layers"] * (attention + 2 * 2 * tokens * w * MLP_RATIO * w)
+    return 2 * patches * w * 3 * side**2 + layers + 2 * w * DIMENSIONS["output_dim"]
 
 
 def load_image_tower(source: WeightsSource) -> torch.nn.Module:
     """The FP32 tower in eval mode on the CPU: (n, 3, 224, 224) → (n, 512). Raises `WeightsError`.
 
     Random weights depend on the seed alone and leave torch's global generator as it was. Pretrained and checkpoint
-    weights may be a whole CLIP state dict, of which the tower's part is taken, or the tower's own.
+    weights may be a whole CLIP state dict, of which the tower's part is taken, or the tower's alone.
     """
     match source:
         case RandomWeights(seed):
-            return _random_tower(seed)
+            import torch
+
+            with _seeded_initialisation, torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return _build(quick_gelu=False)
         case PretrainedWeights(tag):
             path = find_pretrained(source)
             verify(path, f"--weights {tag}", source.sha256)
@@ -88,112 +80,99 @@ def load_image_tower(source: WeightsSource) -> torch.nn.Module:
             return _tower_from_file(path, f"--weights {tag}", bool(_configuration(tag).get("quick_gelu", False)))
         case CheckpointWeights(path):
             verify(path, f"--weights {path.name}", source.sha256)
-            # The activation is no tensor, so a file cannot tell it. open_clip puts it into the names of its files.
+            # A file does not store the activation, which is not a tensor; open_clip puts it into its file names.
             return _tower_from_file(path, f"--weights {path.name}", "quickgelu" in path.name.lower())
 
 
 def pretrained_tags() -> tuple[str, ...]:
-    """open_clip's tags for this architecture (imports open_clip: seconds)."""
+    """open_clip's tags for this architecture; importing open_clip takes seconds."""
     with _quiet_root_logger():
         from open_clip import list_pretrained_tags_by_model  # type: ignore[attr-defined,unused-ignore]
     return tuple(list_pretrained_tags_by_model(ARCHITECTURE))
 
 
 def _build(*, quick_gelu: bool) -> torch.nn.Module:
-    """The tower alone: a CLIP object would add a text tower of the same size only to throw it away."""
+    """The image tower without CLIP's text tower, which is as large."""
     with _quiet_root_logger():
         import torch
         from open_clip.transformer import LayerNorm, QuickGELU, VisionTransformer
     tower: torch.nn.Module = VisionTransformer(
-        image_size=VIT_B_32.image_size,
-        patch_size=VIT_B_32.patch_size,
-        width=VIT_B_32.width,
-        layers=VIT_B_32.layers,
-        heads=VIT_B_32.heads,
-        mlp_ratio=VIT_B_32.mlp_ratio,
-        output_dim=VIT_B_32.embedding,
+        **DIMENSIONS,
+        mlp_ratio=MLP_RATIO,
         act_layer=QuickGELU if quick_gelu else torch.nn.GELU,
         norm_layer=LayerNorm,
     )
     return tower.eval().requires_grad_(False)
 
 
-def _random_tower(seed: int) -> torch.nn.Module:
-    import torch
-
-    with _seeded_initialisation, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return _build(quick_gelu=False)
-
-
 def find_pretrained(source: PretrainedWeights) -> Path:
     """The tag's file in the cache of the hub or of open_clip, downloaded when it is missing. Raises `WeightsError`."""
     with _quiet_root_logger():
         from open_clip.pretrained import download_pretrained, download_pretrained_from_hf
-    config, asked_for = _configuration(source.tag), f"--weights {source.tag}"
+    config, option = _configuration(source.tag), f"--weights {source.tag}"
     repository, _, name = str(config.get("hf_hub") or "").rpartition("/")
     if source.revision is not None and not repository:
-        raise WeightsError(f"{asked_for}: it is on no hub and has no revisions; pin it with @sha256: and its hash")
+        raise WeightsError(
+            f"{option}: this tag is not on a hub and has no revisions; pin it with @sha256: and its hash"
+        )
     try:
         if source.revision is None:
             path = download_pretrained(config)
         else:
             path = download_pretrained_from_hf(repository, filename=name or None, revision=source.revision)
     except Exception as exc:  # urllib, huggingface_hub and httpx each raise their own
-        what = "the download failed" if source.revision is None else f"revision {source.revision} could not be had"
+        which = "" if source.revision is None else f" of revision {source.revision}"
         raise WeightsError(
-            f"{asked_for}: {what} ({type(exc).__name__}); check the network, or give a checkpoint file"
+            f"{option}: the download{which} failed ({type(exc).__name__}); check the network, or give a checkpoint file"
         ) from exc
     if not path:
-        raise WeightsError(f"{asked_for}: open_clip found no file to download; give a checkpoint file")
+        raise WeightsError(f"{option}: open_clip found no file to download; give a checkpoint file")
     return Path(path)
 
 
 def _configuration(tag: str) -> dict[str, Any]:
-    """What open_clip knows of a tag. Raises `WeightsError` for one that it does not know."""
+    """open_clip's configuration of a tag. Raises `WeightsError` for an unknown one."""
     with _quiet_root_logger():
         from open_clip.pretrained import get_pretrained_cfg
     config: dict[str, Any] = get_pretrained_cfg(ARCHITECTURE, tag)
     if not config:
-        known = ", ".join(pretrained_tags())
-        raise WeightsError(f"--weights {tag}: unknown to open_clip for {ARCHITECTURE}; known: {known}")
+        raise WeightsError(
+            f"--weights {tag}: open_clip has no such tag for {ARCHITECTURE}; {choose_from(tag, pretrained_tags())}"
+        )
     return config
 
 
-def _tower_from_file(path: Path, asked_for: str, quick_gelu: bool) -> torch.nn.Module:
+def _tower_from_file(path: Path, option: str, quick_gelu: bool) -> torch.nn.Module:
     import torch
 
-    state, is_archive = _read_state(path, asked_for)
+    state, is_archive = _read_state(path, option)
     # TorchScript archives are OpenAI's own releases, which use QuickGELU.
     with torch.device("meta"):
         tower = _build(quick_gelu=quick_gelu or is_archive)
     state = {key.removeprefix("module."): value for key, value in state.items()}
-    if any(key.startswith(VISUAL_PREFIX) for key in state):
-        state = {
-            key.removeprefix(VISUAL_PREFIX): value for key, value in state.items() if key.startswith(VISUAL_PREFIX)
-        }
+    visual = {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)}
+    state = visual or state
     expected = tower.state_dict()
-    missing = sorted(expected.keys() - state.keys())
-    unexpected = sorted(state.keys() - expected.keys())
-    shapes = sorted(key for key in expected.keys() & state.keys() if expected[key].shape != state[key].shape)
+    shapes = {key for key in expected.keys() & state.keys() if expected[key].shape != state[key].shape}
+    missing, unexpected = expected.keys() - state.keys(), state.keys() - expected.keys()
     for problem, keys in (("lacks", missing), ("has the unknown", unexpected), ("has another shape for", shapes)):
         if keys:
             raise WeightsError(
-                f"{asked_for}: not the weights of a {ARCHITECTURE} image tower: it {problem} {len(keys)} tensors, "
-                f"{keys[0]} among them"
+                f"{option}: not the weights of a {ARCHITECTURE} image tower: it {problem} {len(keys)} tensors, "
+                f"{min(keys)} among them"
             )
     tower.load_state_dict(state, strict=True, assign=True)
     return tower.float().eval().requires_grad_(False)
 
 
-def _read_state(path: Path, asked_for: str) -> tuple[dict[str, torch.Tensor], bool]:
+def _read_state(path: Path, option: str) -> tuple[dict[str, torch.Tensor], bool]:
     """The file's state dict on the CPU and whether it was a TorchScript archive. Executes no pickled code."""
     import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
             return load_file(path), False
         try:
             loaded: object = torch.load(path, map_location="cpu", weights_only=True)
@@ -201,16 +180,12 @@ def _read_state(path: Path, asked_for: str) -> tuple[dict[str, torch.Tensor], bo
             if "TorchScript" not in str(exc):
                 raise
             return dict(torch.jit.load(path, map_location="cpu").state_dict()), True  # type: ignore[no-untyped-call]
-    except (RuntimeError, OSError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as exc:
-        raise WeightsError(f"{asked_for}: unreadable as a checkpoint ({type(exc).__name__})") from exc
-    except Exception as exc:
-        if type(exc).__module__.startswith("safetensors"):
-            raise WeightsError(f"{asked_for}: unreadable as a safetensors file") from exc
-        raise
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError, KeyError) as exc:
+        raise WeightsError(f"{option}: unreadable as a checkpoint ({type(exc).__name__})") from exc
     if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
-        raise WeightsError(f"{asked_for}: holds no state dict (names of parameters with their tensors)")
+        raise WeightsError(f"{option}: the file has no state dict (names of parameters with their tensors)")
     return dict(loaded), False
 
 
@@ -230,12 +205,12 @@ SPECIFICATION = ModelSpecification(
     name="openclip_vit_b32",
     title="OpenCLIP ViT-B-32 image tower",
     version="1",
-    inputs=(TensorSpec("pixel_values", "FP32", (-1, 3, VIT_B_32.image_size, VIT_B_32.image_size)),),
-    outputs=(TensorSpec("embedding", "FP32", (-1, VIT_B_32.embedding)),),
+    inputs=(TensorSpec("pixel_values", "FP32", (-1, 3, DIMENSIONS["image_size"], DIMENSIONS["image_size"])),),
+    outputs=(TensorSpec("embedding", "FP32", (-1, DIMENSIONS["output_dim"])),),
     max_batch_size=32,
-    flops_per_item=VIT_B_32.flops,
+    flops_per_item=tower_flops(),
     preprocessing=Preprocessing(
-        size=VIT_B_32.image_size,
+        size=DIMENSIONS["image_size"],
         mean=(0.48145466, 0.4578275, 0.40821073),
         std=(0.26862954, 0.26130258, 0.27577711),
     ),

@@ -3,9 +3,9 @@
 The result is that of `open_clip.image_transform(size, is_train=False)` on the same bytes, bit for bit (a test compares
 them); nothing here needs torch. The steps are separate because a payload may start at any of them.
 
-The rule for images, the same wherever this code runs: a whole JPEG in grey, YCbCr or RGB, of at most `max_pixels`, is
-accepted. Anything else is an `ImageError`: another format whatever its name, CMYK, truncated data, damage that the
-decoder notices, too many pixels before or after resizing, too many scans. Damage that it does not notice is a picture.
+The rule for images: a whole JPEG in grey, YCbCr or RGB, of at most `max_pixels`, is accepted. Anything else is an
+`ImageError`: another format whatever its name, CMYK, truncated data, damage that the decoder notices, too many pixels
+before or after resizing, too many scans. Damage that the decoder does not notice is accepted.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MAX_PIXELS = 40_000_000
 
 MAX_SCANS = 100
 MAX_PASSES = 12
-"""Each scan is a pass over all pixels, however few bytes it has. An image of `max_pixels` may have so many, a smaller
-one more: progressive encoders write about ten, and the thumbnail inside a file counts as one."""
+"""The most scans of an image with `max_pixels`; a smaller one may have more. Each scan is a pass over all pixels,
+however few bytes it has. Progressive encoders write about ten, and the thumbnail inside a file counts as one."""
 
 _SCAN_BEGINS = b"\xff\xda"
 
 
 class ImageError(InvalidRequestError):
-    """The bytes are no image that can be decoded, or a larger one than is allowed."""
+    """The bytes cannot be decoded as an image, or the image is larger than allowed."""
 
 
 def decode_jpeg(data: bytes | memoryview, max_pixels: int = MAX_PIXELS) -> UInt8Array:
@@ -42,7 +42,7 @@ def decode_jpeg(data: bytes | memoryview, max_pixels: int = MAX_PIXELS) -> UInt8
     The size is read from the header first, so a false claim of 65,500 × 65,500 pixels costs no memory. Raises
     `ImageError`; see the module for the rule.
     """
-    import simplejpeg  # here, not above: a load generator's box has our command line and no image libraries
+    import simplejpeg  # not above: the machine of a load generator has the command line but no image libraries
 
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
@@ -74,7 +74,7 @@ def resize_and_crop(
 
     Pillow's antialiased filter on the whole picture, then the crop, rounding as torchvision's `Resize` and
     `CenterCrop` do; cropping first would be faster and would change the border. Written into `out` where that is
-    given. Raises `ImageError` for a picture so narrow that it would be resized to more than `max_pixels`.
+    given. Raises `ImageError` for an image so narrow that it would be resized to more than `max_pixels`.
     """
     size = preprocessing.size
     height, width = pixels.shape[:2]
@@ -83,7 +83,7 @@ def resize_and_crop(
     if scaled_width * scaled_height > max_pixels:
         raise ImageError(f"the image is too narrow: {width} x {height} pixels")
     if (scaled_width, scaled_height) != (width, height):
-        from PIL import Image  # here for the same reason
+        from PIL import Image  # not above, for the same reason
 
         resampling = Image.Resampling[preprocessing.interpolation.upper()]
         image = Image.fromarray(pixels).resize((scaled_width, scaled_height), resampling)
@@ -107,12 +107,6 @@ def normalise(images: UInt8Array, preprocessing: Preprocessing) -> Float32Array:
     for channel in range(channels):
         np.take(table[channel], images[..., channel], out=out[:, channel], mode="clip")
     return out
-
-
-def preprocess(data: bytes | memoryview, preprocessing: Preprocessing) -> Float32Array:
-    """All three steps for one image: JPEG bytes → float32 (3, size, size). Raises `ImageError`."""
-    image: Float32Array = normalise(resize_and_crop(decode_jpeg(data), preprocessing)[np.newaxis], preprocessing)[0]
-    return image
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""The models that can be served; adding one means adding its FP32 specification to `_MODELS`.
+"""The models that can be served; to add one, add its FP32 specification to `_MODELS`.
 
 Each has the three forms in which an image can travel to it, all derived from its FP32 specification, with one output:
 
@@ -15,22 +15,19 @@ from types import MappingProxyType
 
 from servers.contract.tensors import TensorSpec
 from servers.models import openclip
-from servers.models.specification import PAYLOADS, ModelSpecification
-
-JPEG_INPUT = "image"
+from servers.models.specification import PAYLOADS, ModelSpecification, choose_from
 
 
 def payload_variants(specification: ModelSpecification) -> tuple[ModelSpecification, ...]:
-    """The FP32 model itself, its UINT8 and its JPEG variant. Raises `ValueError` for anything but one FP32 image."""
+    """The FP32 model itself, its UINT8 and its JPEG variant. Raises `ValueError` unless it takes one FP32 image."""
     size = specification.preprocessing.size
     if specification.payload != "fp32" or [t.item_shape for t in specification.inputs] != [(3, size, size)]:
         raise ValueError(f"{specification.name}: variants are derived from a model of one FP32 image")
-    pixels = specification.inputs[0].name
     uint8 = replace(
         specification,
         name=f"{specification.name}_uint8",
         title=f"{specification.title}, UINT8 pixels",
-        inputs=(TensorSpec(pixels, "UINT8", (-1, size, size, 3)),),
+        inputs=(TensorSpec(specification.inputs[0].name, "UINT8", (-1, size, size, 3)),),
         payload="uint8",
         base_name=specification.name,
     )
@@ -38,7 +35,7 @@ def payload_variants(specification: ModelSpecification) -> tuple[ModelSpecificat
         uint8,
         name=f"{specification.name}_jpeg",
         title=f"{specification.title}, JPEG files",
-        inputs=(TensorSpec(JPEG_INPUT, "BYTES", (-1, 1)),),
+        inputs=(TensorSpec("image", "BYTES", (-1, 1)),),
         payload="jpeg",
         decodes_to=uint8,
     )
@@ -56,19 +53,18 @@ DEFAULT_MODEL = next(iter(SPECIFICATIONS))
 
 
 class UnknownModelError(Exception):
-    """No such model, or no such payload of it; the message lists those that are."""
+    """The model, or its variant for a payload, does not exist; the message names the closest one."""
 
 
 def get_specification(name: str) -> ModelSpecification:
     """The specification of a registered model or variant. Raises `UnknownModelError`."""
-    try:
-        return SPECIFICATIONS[name]
-    except KeyError:
-        raise UnknownModelError(f"unknown model {name!r}; known: {', '.join(SPECIFICATIONS)}") from None
+    if name not in SPECIFICATIONS:
+        raise UnknownModelError(f"unknown model {name!r}; {choose_from(name, SPECIFICATIONS)}")
+    return SPECIFICATIONS[name]
 
 
 def get_variant(name: str, payload: str) -> ModelSpecification:
-    """The variant of the model named (or of the model that `name` is a variant of) for one payload.
+    """The variant for `payload` of the model `name`, or of the model that `name` is a variant of.
 
     Raises `UnknownModelError`.
     """
@@ -76,11 +72,11 @@ def get_variant(name: str, payload: str) -> ModelSpecification:
     for specification in SPECIFICATIONS.values():
         if (specification.base, specification.payload) == (base, payload):
             return specification
-    raise UnknownModelError(f"unknown payload {payload!r}; known: {', '.join(PAYLOADS)}")
+    raise UnknownModelError(f"unknown payload {payload!r}; {choose_from(payload, PAYLOADS)}")
 
 
 def get_variants(name: str, payloads: str) -> tuple[ModelSpecification, ...]:
-    """The variants for a list such as `fp32,uint8`, in its order; for an empty one the model named alone.
+    """The variants for a list such as `fp32,uint8`, in its order; for an empty one the model `name` alone.
 
     Raises `UnknownModelError`.
     """

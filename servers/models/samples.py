@@ -1,4 +1,4 @@
-"""Writes a model's sample inputs to a folder, so that a load generator can send them without importing any of this.
+"""Writes a model's sample inputs to a folder, so that a load generator can send them without this package.
 
 They are the same for all payload variants of a model:
 
@@ -7,8 +7,8 @@ They are the same for all payload variants of a model:
     jpeg/NN.jpg                                          as photographed, any size
     samples.json             schema abserve.samples/1: model, tensor, variants, files with SHA-256, credits
 
-The same item index is the same picture in all three: `normalise` of the UINT8 item is the FP32 item, and what a server
-makes of the JPEG file is the UINT8 item, bit for bit. Imports no torch.
+The same item index is the same picture in all three: `normalise` of the UINT8 item is the FP32 item, and a server
+decodes the JPEG file to the UINT8 item, bit for bit. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from servers.contract.tensors import TensorSpec
 from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256
 from servers.models.corpus import credits_text, jpeg_paths
 from servers.models.preprocessing import decode_jpeg, normalise, resize_and_crop
@@ -35,10 +36,10 @@ def write_samples(specification: ModelSpecification, folder: Path) -> bool:
 
     `specification` is the FP32 variant. Raises `FolderError` when the place cannot be written or holds something else.
     """
-    source = _source_digest(specification)
-    if _up_to_date(folder, source):
+    source, existing = _source_digest(specification), _read(folder)
+    if existing.get("source_sha256") == source and _untouched(folder, existing):
         return False
-    if folder.exists() and not _ours(folder):
+    if existing.get("schema") != SCHEMA and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FolderError(f"{folder} exists and holds something other than samples; choose another folder")
     tensor, preprocessing = specification.inputs[0], specification.preprocessing
     paths = jpeg_paths()
@@ -49,31 +50,21 @@ def write_samples(specification: ModelSpecification, folder: Path) -> bool:
         (fresh / "jpeg").mkdir()
         for index, path in enumerate(paths):
             (fresh / "jpeg" / f"{index:02d}.jpg").write_bytes(path.read_bytes())
-        files = {
-            "fp32": _entry(fresh, f"{tensor.name}.fp32.npy") | {"datatype": "FP32", "item_shape": tensor.item_shape},
-            "uint8": _entry(fresh, f"{tensor.name}.uint8.npy") | {"datatype": "UINT8", "item_shape": pixels.shape[1:]},
-            "jpeg": [
-                _entry(fresh, f"jpeg/{index:02d}.jpg") | {"original": path.name} for index, path in enumerate(paths)
-            ],
-        }
         document = {
             "schema": SCHEMA,
             "kind": "photographs",
             "model": specification.name,
-            "tensor": tensor.name,
-            "datatype": tensor.datatype,
-            "item_shape": tensor.item_shape,
+            **_signature(tensor),
             "count": len(paths),
             "variants": {
-                variant.payload: {
-                    "model": variant.name,
-                    "tensor": variant.inputs[0].name,
-                    "datatype": variant.inputs[0].datatype,
-                    "item_shape": variant.inputs[0].item_shape,
-                }
+                variant.payload: {"model": variant.name, **_signature(variant.inputs[0])}
                 for variant in payload_variants(specification)
             },
-            "files": files,
+            "files": {
+                "fp32": _entry(fresh, f"{tensor.name}.fp32.npy", datatype="FP32", item_shape=tensor.item_shape),
+                "uint8": _entry(fresh, f"{tensor.name}.uint8.npy", datatype="UINT8", item_shape=pixels.shape[1:]),
+                "jpeg": [_entry(fresh, f"jpeg/{i:02d}.jpg", original=path.name) for i, path in enumerate(paths)],
+            },
             "source_sha256": source,
             "credits": credits_text(),
         }
@@ -81,13 +72,17 @@ def write_samples(specification: ModelSpecification, folder: Path) -> bool:
     return True
 
 
-def _entry(folder: Path, name: str) -> dict[str, Any]:
+def _signature(tensor: TensorSpec) -> dict[str, object]:
+    return {"tensor": tensor.name, "datatype": tensor.datatype, "item_shape": tensor.item_shape}
+
+
+def _entry(folder: Path, name: str, **more: object) -> dict[str, object]:
     path = folder / name
-    return {"path": name, "sha256": file_sha256(path), "bytes": path.stat().st_size}
+    return {"path": name, "sha256": file_sha256(path), "bytes": path.stat().st_size, **more}
 
 
 def _source_digest(specification: ModelSpecification) -> str:
-    """Of everything that the samples are made from: pictures, preprocessing, the input's signature."""
+    """A hash of everything that the samples are made from: pictures, preprocessing, the input's signature."""
     source = (SCHEMA, specification.name, specification.inputs, specification.preprocessing)
     digest = hashlib.sha256(repr(source).encode())
     for path in jpeg_paths():
@@ -95,24 +90,18 @@ def _source_digest(specification: ModelSpecification) -> str:
     return digest.hexdigest()
 
 
-def _up_to_date(folder: Path, source: str) -> bool:
+def _read(folder: Path) -> dict[str, Any]:
+    """The manifest in `folder`; empty when it is missing or unreadable."""
     try:
         document = json.loads((folder / MANIFEST).read_bytes())
-        if document["source_sha256"] != source:
-            return False
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _untouched(folder: Path, document: dict[str, Any]) -> bool:
+    try:
         entries = [document["files"]["fp32"], document["files"]["uint8"], *document["files"]["jpeg"]]
         return all(file_sha256(folder / entry["path"]) == entry["sha256"] for entry in entries)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _ours(folder: Path) -> bool:
-    """Whether the folder may be replaced: empty, or written by this module."""
-    if not folder.is_dir():
-        return False
-    if not any(folder.iterdir()):
-        return True
-    try:
-        return bool(json.loads((folder / MANIFEST).read_bytes())["schema"] == SCHEMA)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, KeyError, TypeError):
         return False

@@ -1,9 +1,10 @@
-"""What is served: one immutable record that every server, exporter and test reads."""
+"""A model as it is served: one immutable record that every server, exporter and test reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal, get_args
 
 from servers.contract.tensors import TensorSpec
@@ -42,20 +43,20 @@ class ModelSpecification:
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int
     flops_per_item: int
-    """Floating-point operations of one item, a multiply-add counted as two; the model's module gives the count."""
+    """Floating-point operations per item, a multiply-add counted as two."""
     preprocessing: Preprocessing
     default_weights: str
     load_module: Callable[[WeightsSource], torch.nn.Module]
-    """Build the FP32 module in eval mode on the CPU, with normalised FP32 pixels as its argument whatever the payload
-    is, and one output. Imports torch itself, so that reading a specification stays cheap. Raises `WeightsError`."""
+    """Build the FP32 module in eval mode on the CPU. It takes normalised FP32 pixels, whatever the payload, and has
+    one output. Imports torch itself, so that reading a specification stays cheap. Raises `WeightsError`."""
     pretrained_tags: Callable[[], tuple[str, ...]]
-    """Tags that `--weights` accepts for this model."""
+    """The tags that `--weights` accepts for this model."""
     find_pretrained: FindPretrained | None = None
-    """Where the file of a tag is; None for a model that has no tags."""
+    """Finds the file of a tag; None for a model without tags."""
     payload: Payload = "fp32"
-    """How an image travels to this model: normalised values, RGB bytes, or a JPEG file."""
+    """The form of an image in a request: normalised values, RGB bytes, or a JPEG file."""
     base_name: str | None = None
-    """For a variant, the name of the FP32 model that it was derived from."""
+    """For a variant, the name of its FP32 model."""
     decodes_to: ModelSpecification | None = None
     """For JPEG, the variant that gets the decoded pixels."""
 
@@ -66,5 +67,12 @@ class ModelSpecification:
 
     @property
     def executed(self) -> ModelSpecification:
-        """The variant whose inputs the engine takes: itself, but for JPEG, which no engine decodes."""
+        """The variant whose inputs the engine takes: the UINT8 one for JPEG, which no engine decodes."""
         return self.decodes_to or self
+
+
+def choose_from(value: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown value: the closest known one, or all of them if none is close."""
+    names, lower = list(known), value.lower()
+    close = [name for name in names if lower and name.startswith(lower)] or get_close_matches(lower, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"use one of: {', '.join(names)}"

@@ -1,23 +1,19 @@
-"""A module that takes RGB bytes and normalises them where it runs, in front of the one that takes normalised pixels.
+"""A module that takes RGB bytes and normalises them where it runs, in front of one that takes normalised pixels.
 
-The arithmetic is torchvision's, in FP32 and in its order, so on one device the answers equal those to pixels that
-`servers.models.preprocessing.normalise` has made, bit for bit.
+The arithmetic is torchvision's, in FP32 and in its order, so on one device the answers equal those to pixels from
+`servers.models.preprocessing.normalise`, bit for bit.
 
-torch.jit.script takes the module as well as the trace does. It reads the annotations of the class as they are, so they
-must not be postponed: no `from __future__ import annotations` here.
+torch.jit.script reads the annotations of the class, so they must not be postponed: no `from __future__ import
+annotations` here.
 """
 
 import torch
 
 from servers.models.specification import ModelSpecification, Preprocessing
-from servers.models.weights import WeightsSource
 
 
 class UInt8Images(torch.nn.Module):
-    """uint8 (n, s, s, 3) → what `tower` makes of float (n, 3, s, s) in its own precision.
-
-    `dtype` is that precision: a tower is converted by `to_precision`, which keeps it true.
-    """
+    """uint8 (n, s, s, 3) → the answer of `tower` to float (n, 3, s, s) in its own precision, `dtype`."""
 
     mean: torch.Tensor
     std: torch.Tensor
@@ -37,25 +33,15 @@ class UInt8Images(torch.nn.Module):
         return embedding
 
 
-def load_executed_module(specification: ModelSpecification, weights: WeightsSource) -> torch.nn.Module:
-    """The FP32 module that takes this variant's input, in eval mode on the CPU. Raises `WeightsError`.
-
-    `specification` is one that an engine executes: FP32 or UINT8.
-    """
-    module = specification.load_module(weights)
-    if specification.payload == "fp32":
-        return module
-    return UInt8Images(module, specification.preprocessing).eval()
+def executed_module(specification: ModelSpecification, tower: torch.nn.Module) -> torch.nn.Module:
+    """The module that takes this variant's input, FP32 or UINT8; `tower` takes normalised pixels."""
+    return tower if specification.payload == "fp32" else UInt8Images(tower, specification.preprocessing).eval()
 
 
 def to_precision(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Convert the parameters; the normalisation of bytes stays FP32, since a half cannot hold every byte's value."""
-    tower_of(module).to(dtype=dtype)
+    """Convert the parameters; bytes are still normalised in FP32, since a half cannot hold every byte's value."""
     if isinstance(module, UInt8Images):
+        module.tower.to(dtype=dtype)
         module.dtype = dtype
-    return module
-
-
-def tower_of(module: torch.nn.Module) -> torch.nn.Module:
-    """The part of an executed module that takes normalised pixels."""
-    return module.tower if isinstance(module, UInt8Images) else module
+        return module
+    return module.to(dtype=dtype)

@@ -1,8 +1,8 @@
 """Where a model's weights come from: `random:SEED`, a pretrained tag or a local checkpoint file.
 
-A tag or a file may be pinned: TAG@REVISION names the commit of the hub's repository, and @sha256:HEX behind either says
-what the file's content must be. Every launch pins what was not pinned (`pin`), so that all processes of a run load the
-same bytes or refuse.
+A tag or a file may be pinned: TAG@REVISION names the commit of the hub's repository, and @sha256:HEX after either is
+the required hash of the file. Every launch pins unpinned weights (`pin`), so that all processes of a run load the same
+bytes or refuse.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ _PINNED = re.compile(rf"(.*?)(?:@({_COMMIT.pattern}))?(?:@sha256:([0-9a-f]{{64}}
 
 
 class WeightsError(Exception):
-    """The weights that were asked for cannot be had; the message names what would work."""
+    """The requested weights are not available; the message names the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Initial weights of a seeded generator: right for speed and parity, meaningless as embeddings."""
+    """Initial weights of a seeded generator: right for speed and parity, meaningless as embeddings.
+
+    All sources have a `label` for people, a `slug` that is safe in a file name, and the `text` that `--weights` takes.
+    """
 
     seed: int
 
     @property
     def label(self) -> str:
-        """How outputs name these weights to a person."""
         return f"random weights (seed {self.seed})"
 
     @property
     def slug(self) -> str:
-        """A short form that is safe in a file name."""
         return f"random-{self.seed}"
 
     @property
     def text(self) -> str:
-        """As `--weights` takes it."""
         return f"random:{self.seed}"
 
 
 @dataclass(frozen=True, slots=True)
 class PretrainedWeights:
-    """A tag that the model's library knows how to download; `revision` is a commit, None for the newest."""
+    """A tag that the model's library can download; `revision` is a commit, None for the newest."""
 
     tag: str
     revision: str | None = None
@@ -55,18 +55,16 @@ class PretrainedWeights:
 
     @property
     def label(self) -> str:
-        """How outputs name these weights to a person: by their content, whichever commit holds it."""
-        return f"pretrained weights {self.tag}{_content(self.sha256)}"
+        """Names the weights by their content, whichever commit holds it."""
+        return f"pretrained weights {self.tag}{_suffix(', SHA-256 ', self.sha256)}"
 
     @property
     def slug(self) -> str:
-        """A short form that is safe in a file name."""
-        return re.sub(r"[^A-Za-z0-9_.-]", "_", self.tag)
+        return _safe(self.tag)
 
     @property
     def text(self) -> str:
-        """As `--weights` takes it, with the pins."""
-        return f"{self.tag}{f'@{self.revision}' if self.revision else ''}{_pin(self.sha256)}"
+        return f"{self.tag}{_suffix('@', self.revision)}{_suffix('@sha256:', self.sha256)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +76,16 @@ class CheckpointWeights:
 
     @property
     def label(self) -> str:
-        """How outputs name these weights to a person; the file's name alone, since results get published."""
-        return f"checkpoint {self.path.name}{_content(self.sha256)}"
+        """Has the file's name without its folder, since results get published."""
+        return f"checkpoint {self.path.name}{_suffix(', SHA-256 ', self.sha256)}"
 
     @property
     def slug(self) -> str:
-        """A short form that is safe in a file name."""
-        return "file-" + re.sub(r"[^A-Za-z0-9_.-]", "_", self.path.name)
+        return f"file-{_safe(self.path.name)}"
 
     @property
     def text(self) -> str:
-        """As `--weights` takes it, with the pin."""
-        return f"{self.path}{_pin(self.sha256)}"
+        return f"{self.path}{_suffix('@sha256:', self.sha256)}"
 
 
 WeightsSource = RandomWeights | PretrainedWeights | CheckpointWeights
@@ -118,15 +114,15 @@ def parse_weights(text: str) -> WeightsSource:
         raise WeightsError("--weights is empty: give random:SEED, a pretrained tag or a checkpoint file")
     if "@" in name:
         raise WeightsError(
-            f"--weights {text}: behind @ stands a commit of 40 hexadecimal digits, or sha256: and 64 of them"
+            f"--weights {text}: after @ give a commit of 40 hexadecimal digits, or sha256: and 64 hexadecimal digits"
         )
     return PretrainedWeights(name, revision, sha256)
 
 
 def pin(source: WeightsSource, find_pretrained: FindPretrained | None) -> WeightsSource:
-    """The same weights with the SHA-256 of their file, which whoever loads them verifies; pinned ones stay as they are.
+    """The weights with the SHA-256 of their file, which each process that loads them verifies.
 
-    Reads the whole file, and downloads it first where it is missing. Raises `WeightsError`.
+    Reads the whole file of unpinned weights, and downloads it first if it is missing. Raises `WeightsError`.
     """
     if isinstance(source, RandomWeights) or source.sha256 is not None:
         return source
@@ -140,22 +136,22 @@ def pin(source: WeightsSource, find_pretrained: FindPretrained | None) -> Weight
     return replace(source, revision=revision, sha256=_hash(path, source.tag))
 
 
-def verify(path: Path, asked_for: str, sha256: str | None) -> None:
-    """Raises `WeightsError` if the file is not the one that was pinned."""
-    if sha256 is not None and (found := _hash(path, asked_for)) != sha256:
-        raise WeightsError(f"{asked_for}: the file has SHA-256 {found}, and {sha256} was asked for")
+def verify(path: Path, option: str, sha256: str | None) -> None:
+    """Raises `WeightsError` if the file is not the pinned one; `option` begins the message."""
+    if sha256 is not None and (found := _hash(path, option)) != sha256:
+        raise WeightsError(f"{option}: the file has SHA-256 {found}, but the pin requires {sha256}")
 
 
 def _hash(path: Path, name: str) -> str:
     try:
         return file_sha256(path)
     except OSError as exc:
-        raise WeightsError(f"{name}: the file cannot be read ({exc.strerror or exc})") from exc
+        raise WeightsError(f"{name}: cannot read the file ({exc.strerror or exc})") from exc
 
 
-def _content(sha256: str | None) -> str:
-    return "" if sha256 is None else f", SHA-256 {sha256}"
+def _suffix(separator: str, value: str | None) -> str:
+    return "" if value is None else f"{separator}{value}"
 
 
-def _pin(sha256: str | None) -> str:
-    return "" if sha256 is None else f"@sha256:{sha256}"
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)

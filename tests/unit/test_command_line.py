@@ -60,9 +60,9 @@ def test_help_names_every_command_that_is_not_hidden() -> None:
         (("compare", "--concurency", "4"), 2, "No such option: --concurency (Possible options: --concurrency)"),
         (("diff", "no-such-run", "other"), 2, "abserve diff: there is no no-such-run; give a folder that"),
         (("engine", "--seconds", "-1"), 2, "Input should be greater than or equal to 0.01"),
-        (("engine", "--json", "/proc/none/x.json"), 1, "--json /proc/none/x.json: give the path of a file in a folder"),
-        (("export", "--precision", "int8"), 1, "there is no file in precision 'int8'; use one of: fp32, fp16"),
-        (("export", "--payload", "jpeg"), 1, "export the payload uint8, which is what it executes"),
+        (("engine", "--json", "/proc/none/x.json"), 2, "--json /proc/none/x.json: give the path of a file in a folder"),
+        (("export", "--precision", "int8"), 2, "no file has the precision 'int8'; use one of: fp32, fp16"),
+        (("export", "--payload", "jpeg"), 2, "export the payload uint8, which it executes"),
         (("triton-repo", "--out", "/proc/none"), 1, "error: cannot write /proc/none: "),
         (
             ("conformance", "--launch", "native", "--only", "35"),

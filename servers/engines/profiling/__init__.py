@@ -1,1 +1,1 @@
-"""Where an engine's time goes: kernels on a GPU, operators on a CPU, by name and by category; not how long it takes."""
+"""The time of an engine by kernel on a GPU and by operator on a CPU, and by category of work."""

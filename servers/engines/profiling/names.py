@@ -1,7 +1,7 @@
-"""Names of CUDA kernels and of CPU operators: which kind of work they are, and how a person reads them.
+"""Names of CUDA kernels and of CPU operators: their category of work, and a short label.
 
-A kernel counts for what it mainly does: a product with GELU in its epilogue is a product. Convolutions are products
-too, and a softmax of its own is attention, since the models served have it nowhere else.
+A kernel counts by its main work: a product with GELU in its epilogue is a product. Convolutions are products too, and a
+separate softmax is attention, since the served models have it nowhere else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OWN_KERNELS = {
     "first_tokens_kernel": NORMALISATION,
     "patches_kernel": MOVEMENT,
 }
-"""Those of `servers.engines.vit`."""
+"""The Triton kernels of `servers.engines.vit`."""
 
 _NORM = r"layer_?norm|rms_?norm|batch_?norm|group_?norm|instance_?norm|normalization"
 
@@ -64,12 +64,12 @@ _OPERATORS = (  # torch's (aten::addmm) and ONNX Runtime's (MatMul)
 
 
 def kernel_category(name: str) -> str:
-    """Of a CUDA kernel, copy or fill by the full name that CUPTI gives it."""
+    """The category of a CUDA kernel, copy or fill, by CUPTI's full name."""
     return OWN_KERNELS.get(name) or _first(_COMPILED if name.startswith("triton_") else _KERNELS, name)
 
 
 def operator_category(name: str) -> str:
-    """Of an operator of torch or ONNX Runtime on a CPU."""
+    """The category of an operator of torch or ONNX Runtime on a CPU."""
     return _first(_OPERATORS, name)
 
 
@@ -79,7 +79,7 @@ def _first(rules: tuple[tuple[str, str], ...], name: str) -> str:
 
 
 _WRAPPERS = {"Kernel", "Kernel2", "device_kernel", "kernel"}
-"""Kernels whose name is their template argument, as CUTLASS has them."""
+"""Kernels named by their template argument, as in CUTLASS."""
 
 _PLAIN_TYPES = re.compile(
     r"(const |unsigned |signed )*(void|bool|true|false|char|short|int|long|float|double|half|half2|__half|__half2"
@@ -90,7 +90,7 @@ _PLAIN_TYPES = re.compile(
 def kernel_label(name: str) -> str:
     """A C++ kernel without namespaces, parameters and most template arguments.
 
-    One argument stays where it tells what the kernel computes: `vectorized_elementwise_kernel<GeluCUDAKernelImpl>`.
+    An argument that identifies the function stays: `vectorized_elementwise_kernel<GeluCUDAKernelImpl>`.
     """
     bare = name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
     if bare.startswith(("Memcpy", "Memset")):
@@ -111,7 +111,7 @@ def _arguments(signature: str, head: str) -> Iterator[str]:
 
 
 def _telling(argument: str) -> str | None:
-    """The label of a template argument; None for numbers, plain types and the library's containers of them."""
+    """The label of a template argument; None for numbers, plain types and containers of them."""
     signature = next(_parts(argument.strip(), "("), "")
     head = next(_parts(signature, "<"), "").strip()
     last = head.rpartition("::")[2]
@@ -123,7 +123,7 @@ def _telling(argument: str) -> str | None:
 
 
 def _parts(text: str, separator: str) -> Iterator[str]:
-    """The pieces of `text` between separators that are in no bracket."""
+    """The pieces of `text` between separators outside all brackets."""
     depth = start = 0
     for index, character in enumerate(text):
         if character == separator and depth == 0:

@@ -1,11 +1,11 @@
-"""The profile of a loaded engine, batch by batch. It comes after every measurement: CUPTI slows later launches down.
+"""The profile of a loaded engine, batch by batch. It comes after every measurement, because CUPTI slows later launches.
 
 On a GPU the engine executes without copies from and to the host where it can (`run_only`), else by `infer`; on a CPU
 by `infer`, ONNX Runtime in a second session with its profiler on.
 
-CUPTI watches the process, not torch: the kernels of ONNX Runtime and TensorRT are listed too, and those that a CUDA
-graph replays. All executions go into one session: CUPTI loses some first records of each session that follows another
-in the process. On a CPU torch's profiler gives the self times of torch's operators, ONNX Runtime's own that of nodes.
+CUPTI watches the process, not torch: it also lists the kernels of ONNX Runtime and TensorRT and those that a CUDA graph
+replays. All executions go into one session, because CUPTI loses the first records of every later session of a process.
+On a CPU torch's profiler gives the self times of torch's operators, ONNX Runtime's own those of its nodes.
 """
 
 from __future__ import annotations
@@ -20,27 +20,38 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
 from servers.engines.batches import random_inputs
 from servers.engines.interface import Engine, EngineError, first_line
 from servers.engines.measurement import BatchMeasurement
+from servers.engines.onnxruntime import OnnxRuntimeEngine
 from servers.engines.profiling.names import CATEGORIES, kernel_category, kernel_label, operator_category
 from servers.models.specification import ModelSpecification
 
 IDLE_ON_DEVICE = "idle between kernels"
 IDLE_ON_HOST = "outside operators"
 EXECUTIONS_ON_DEVICE, EXECUTIONS_ON_HOST = 20, 5
+MARK = "spin_kernel"
+"""In the name of the kernel that `torch.cuda._sleep` launches."""
 MARK_CYCLES = 2000
 LEADING_MARKS = 32
 """Marks before the first execution, for CUPTI to lose: one more with every earlier session of the process."""
 
+TOP_KERNELS = 10
+LABEL_WIDTH, CELL_WIDTH = 30, 18
+"""Columns of the table of categories; a narrow terminal gets several tables."""
+
 
 class ProfileError(Exception):
-    """The engine cannot be profiled here; the message names the remedy where there is one."""
+    """The engine cannot be profiled; the message names the remedy where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class CategoryTime:
-    """`share` is of the span."""
+    """The time of one category; `share` is its share of the span."""
 
     name: str
     us: float
@@ -49,7 +60,7 @@ class CategoryTime:
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """All launches of one kernel, or all calls of one operator on a CPU; `name` is the full one, `label` to be read."""
+    """All launches of one kernel, or calls of one operator on a CPU; `label` is a short form of `name`."""
 
     name: str
     label: str
@@ -61,13 +72,13 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class BatchProfile:
-    """One batch size.
+    """One batch size, per execution.
 
     The span is from the start of an execution's first kernel to the end of its last, on a CPU the execution by the
-    host's clock. `idle_us` is what no kernel or operator accounts for; it is the last of the categories too, whose
-    shares add up to 1. Time in which several kernels run is divided equally among them, so that everything adds up.
-    `measured_us` was measured before, without a profiler: the execution, or the call where the engine does not tell it.
-    `with_copies`: the executions include the copies from and to the host.
+    host's clock. `idle_us` is the rest of the span; it is also the last of the categories, whose shares add up to 1.
+    Time in which several kernels run is divided equally among them. `measured_us` was measured before, without a
+    profiler: the execution, or the call of an engine that does not measure executions. `with_copies`: the executions
+    include the copies from and to the host.
     """
 
     batch: int
@@ -83,54 +94,54 @@ class BatchProfile:
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """One record a batch size; or none, and in `missing` the sentence that says why."""
+    """One record per batch size; or none, and the reason in `missing`."""
 
     batches: list[BatchProfile]
     missing: str | None = None
 
     def as_document(self) -> dict[str, object]:
-        """The keys that a profile adds to the file of `abserve engine --json`."""
+        """The keys of the profile in the file of `abserve engine --json`."""
         document: dict[str, object] = {"profile": [asdict(batch) for batch in self.batches]}
         return document if self.missing is None else {**document, "profile_missing": self.missing}
 
 
 @dataclass(slots=True)
 class Total:
-    """Of one name, over all executions."""
+    """The launches of one kernel, or the calls of one operator, over all executions."""
 
     count: int = 0
     ns: float = 0.0
 
 
-def summarised(
-    totals: Mapping[str, Total],
-    span_ns: float,
-    *,
-    batch: int,
-    executions: int,
-    with_copies: bool,
-    measured_us: float,
-    idle_name: str,
-    category_of: Callable[[str], str],
-    label_of: Callable[[str], str] = str,
-) -> BatchProfile:
-    """The record of one batch from sums over all `executions`; raises `ProfileError` for executions of no length."""
-    busy_ns = sum(total.ns for total in totals.values())
-    span_ns = max(span_ns, busy_ns)  # a clock of whole µs may make the parts longer than the whole
+class Part(NamedTuple):
+    """The sums over all executions of one batch size; `span_ns` adds up their spans."""
+
+    totals: Mapping[str, Total]
+    span_ns: float
+    with_copies: bool = False
+
+
+def summarised(part: Part, batch: int, measured_us: float, *, on_device: bool) -> BatchProfile:
+    """The record of one batch size. Raises `ProfileError` if its executions took no time."""
+    executions = EXECUTIONS_ON_DEVICE if on_device else EXECUTIONS_ON_HOST
+    idle_name = IDLE_ON_DEVICE if on_device else IDLE_ON_HOST
+    busy_ns = sum(total.ns for total in part.totals.values())
+    span_ns = max(part.span_ns, busy_ns)  # a clock of whole µs may make the parts longer than the whole
     if not span_ns:
-        raise ProfileError(f"the profile of batch {batch} holds no time at all")
+        raise ProfileError(f"the profile of batch {batch} contains no time")
     by_category: dict[str, float] = defaultdict(float)
     kernels = []
-    for name, total in totals.items():
-        category = category_of(name)
+    for name, total in part.totals.items():
+        category = kernel_category(name) if on_device else operator_category(name)
+        label = kernel_label(name) if on_device else name
         by_category[category] += total.ns
         us = total.ns / executions / 1e3
-        kernels.append(KernelTime(name, label_of(name), category, total.count / executions, us, total.ns / span_ns))
+        kernels.append(KernelTime(name, label, category, total.count / executions, us, total.ns / span_ns))
     by_category[idle_name] = span_ns - busy_ns
     return BatchProfile(
         batch=batch,
         executions=executions,
-        with_copies=with_copies,
+        with_copies=part.with_copies,
         measured_us=measured_us,
         span_us=span_ns / executions / 1e3,
         idle_us=(span_ns - busy_ns) / executions / 1e3,
@@ -146,62 +157,40 @@ def summarised(
 def profile_engine(
     engine: Engine, specification: ModelSpecification, measured: Sequence[BatchMeasurement]
 ) -> EngineProfile:
-    """Profile a loaded engine at every measured batch size; nothing may be measured in this process afterwards.
+    """Profile a loaded engine at every measured batch size; measure nothing in this process afterwards.
 
-    Never raises for what cannot be profiled, since the measurement before it stands.
+    Never raises for an engine that cannot be profiled, since the measurement before it stands.
     """
-    measured_us = {
-        result.batch: (result.call_ns if result.execution_ns is None else result.execution_ns) / 1e3
-        for result in measured
-    }
+    batches = [result.batch for result in measured]
+    effective = engine.describe()
+    on_device = effective.device != "cpu"
     try:
-        return EngineProfile(_profiles(engine, specification, measured_us))
+        if on_device:
+            parts = _on_device(engine, specification, effective.device, batches)
+        elif isinstance(engine, OnnxRuntimeEngine):
+            parts = [_nodes(engine, batch) for batch in batches]
+        elif effective.kind == "torch":
+            parts = [_torch_operators(engine, specification, batch) for batch in batches]
+        else:
+            return EngineProfile([], f"there is no profiler for the {effective.kind} engine on a CPU")
+        return EngineProfile(
+            [
+                summarised(part, result.batch, (result.execution_ns or result.call_ns) / 1e3, on_device=on_device)
+                for part, result in zip(parts, measured, strict=True)
+            ]
+        )
     except (ProfileError, EngineError) as exc:
         return EngineProfile([], str(exc))
 
 
-def _profiles(
-    engine: Engine, specification: ModelSpecification, measured_us: Mapping[int, float]
-) -> list[BatchProfile]:
-    seen = engine.describe()
-    if seen.kind == "null":
-        raise ProfileError("the null engine executes no model: there is nothing to profile")
-    if seen.device != "cpu":
-        parts = _on_device(engine, specification, seen.device, list(measured_us))
-        summary = partial(
-            summarised,
-            executions=EXECUTIONS_ON_DEVICE,
-            idle_name=IDLE_ON_DEVICE,
-            category_of=kernel_category,
-            label_of=kernel_label,
-        )
-    elif seen.kind in ("torch", "onnxruntime"):
-        on_host = partial(_torch_on_host, engine, specification) if seen.kind == "torch" else partial(_nodes, engine)
-        parts = [(*on_host(batch), False) for batch in measured_us]
-        summary = partial(
-            summarised, executions=EXECUTIONS_ON_HOST, idle_name=IDLE_ON_HOST, category_of=operator_category
-        )
-    else:
-        raise ProfileError(f"there is no profiler for the {seen.kind} engine on a CPU")
-    return [
-        summary(totals, span, batch=batch, with_copies=with_copies, measured_us=us)
-        for (batch, us), (totals, span, with_copies) in zip(measured_us.items(), parts, strict=True)
-    ]
-
-
-def _on_device(
-    engine: Engine, specification: ModelSpecification, device: str, batches: Sequence[int]
-) -> list[tuple[dict[str, Total], float, bool]]:
-    """For each batch size: sums over all executions, their spans together, and whether copies are among them."""
+def _on_device(engine: Engine, specification: ModelSpecification, device: str, batches: Sequence[int]) -> list[Part]:
     calls: list[Callable[[], object]] = []
     with_copies: list[bool] = []
     for batch in batches:
         engine.infer(inputs := random_inputs(specification, batch, seed=0))
-        run_only: Callable[[int], bool] | None = getattr(engine, "run_only", None)
-        bare = run_only is not None and run_only(batch)
+        bare = engine.run_only(batch)
         with_copies.append(not bare)
-        once = partial(run_only, batch) if run_only is not None and bare else partial(engine.infer, inputs)
-        calls += [once] * EXECUTIONS_ON_DEVICE
+        calls += [partial(engine.run_only, batch) if bare else partial(engine.infer, inputs)] * EXECUTIONS_ON_DEVICE
     groups = device_launches(calls, device)
     parts = []
     for number, copies in enumerate(with_copies):
@@ -209,25 +198,51 @@ def _on_device(
         totals: dict[str, Total] = {}
         for group in own:
             add_busy_time(group, totals)
-        parts.append((totals, float(sum(map(span_ns, own))), copies))
+        parts.append(Part(totals, sum(map(span_ns, own)), copies))
     return parts
 
 
-def _torch_on_host(engine: Engine, specification: ModelSpecification, batch: int) -> tuple[dict[str, Total], float]:
+def _torch_operators(engine: Engine, specification: ModelSpecification, batch: int) -> Part:
+    """Self times of torch's operators, without the operators that they call, and the host's time."""
+    from torch.profiler import ProfilerActivity, profile
+
     inputs = random_inputs(specification, batch, seed=0)
     engine.infer(inputs)
-    return torch_operators(partial(engine.infer, inputs), EXECUTIONS_ON_HOST)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        started_ns = time.perf_counter_ns()
+        for _ in range(EXECUTIONS_ON_HOST):
+            engine.infer(inputs)
+        span_ns = time.perf_counter_ns() - started_ns
+    events = [event for event in profiler.key_averages() if event.count]
+    if not events:
+        raise ProfileError("torch's profiler reports no operator, so there is no profile")
+    return Part({event.key: Total(event.count, event.self_cpu_time_total * 1e3) for event in events}, span_ns)
 
 
-def _nodes(engine: Engine, batch: int) -> tuple[dict[str, Total], float]:
-    node_profile: Callable[[Path, int, int], Path] = engine.node_profile  # type: ignore[attr-defined]
+def _nodes(engine: OnnxRuntimeEngine, batch: int) -> Part:
+    """Node times by operator in the last runs of ONNX Runtime's profile, and the time of those runs."""
     with TemporaryDirectory(prefix="abserve-profile-") as folder:
         try:
-            path = node_profile(Path(folder), batch, EXECUTIONS_ON_HOST + 1)  # the first one allocates
+            path = engine.node_profile(Path(folder), batch, EXECUTIONS_ON_HOST + 1)  # the first one allocates
         except Exception as exc:  # ORT's exceptions share no base but Exception
             reason = first_line(exc)
             raise ProfileError(f"ONNX Runtime cannot execute batch {batch} with its profiler on: {reason}") from exc
-        return onnxruntime_nodes(path, EXECUTIONS_ON_HOST)
+        events = json.loads(path.read_text())
+    nodes: list[Launch] = []
+    runs: list[Launch] = []
+    for event in events:
+        start_ns = int(event["ts"]) * 1000
+        end_ns = start_ns + int(event.get("dur", 0)) * 1000
+        if event["name"] == "model_run":
+            runs.append(Launch("model_run", start_ns, end_ns))
+        elif event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            nodes.append(Launch(event["args"]["op_name"], start_ns, end_ns))
+    runs = sorted(runs, key=lambda run: run.start_ns)[-EXECUTIONS_ON_HOST:]
+    if len(runs) < EXECUTIONS_ON_HOST or not nodes:
+        raise ProfileError("ONNX Runtime's profile names no node, so there is no profile")
+    totals: dict[str, Total] = {}
+    add_busy_time([node for node in nodes if node.start_ns >= runs[0].start_ns], totals)
+    return Part(totals, sum(run.end_ns - run.start_ns for run in runs))
 
 
 class Launch(NamedTuple):
@@ -236,20 +251,6 @@ class Launch(NamedTuple):
     name: str
     start_ns: int
     end_ns: int
-
-
-def between_marks(launches: Iterable[Launch], is_mark: Callable[[str], bool]) -> list[list[Launch]]:
-    """What started between each mark and the next; what comes before the first and after the last is left out."""
-    groups: list[list[Launch]] = []
-    current: list[Launch] | None = None
-    for launch in sorted(launches, key=lambda launch: launch.start_ns):
-        if is_mark(launch.name):
-            if current is not None:
-                groups.append(current)
-            current = []
-        elif current is not None:
-            current.append(launch)
-    return groups
 
 
 def span_ns(launches: Sequence[Launch]) -> int:
@@ -281,7 +282,7 @@ def add_busy_time(launches: Sequence[Launch], totals: dict[str, Total]) -> None:
 
 
 def device_launches(executions: Sequence[Callable[[], object]], device: str) -> list[list[Launch]]:
-    """What each of `executions` made the device do; a short kernel of torch's that spins marks where one ends.
+    """The launches of each of `executions`; a short spinning kernel of torch marks where one ends.
 
     `device` is cuda:N. Raises `ProfileError` where CUPTI reports nothing, or not every execution.
     """
@@ -315,61 +316,79 @@ def device_launches(executions: Sequence[Callable[[], object]], device: str) -> 
     return split(launches, len(executions))
 
 
-def split(launches: Sequence[Launch], executions: int) -> list[list[Launch]]:
-    """The launches of each execution; raises `ProfileError` if they are not all there."""
-    if not launches:
+def split(launches: Iterable[Launch], executions: int) -> list[list[Launch]]:
+    """The launches of each execution, which are those between two marks; `ProfileError` if some are missing."""
+    groups: list[list[Launch]] = []
+    for launch in sorted(launches, key=lambda launch: launch.start_ns):
+        if MARK in launch.name:
+            groups.append([])
+        elif groups:
+            groups[-1].append(launch)
+    found = [group for group in groups[:-1] if group]  # the last mark ends the last execution
+    if not groups:
         raise ProfileError(
             "torch's profiler reports no kernel, so there is no profile: the driver may let only administrators "
             "profile (run as root, or load nvidia with NVreg_RestrictProfilingToAdminUsers=0), or another profiler is "
             "attached"
         )
-    groups = [group for group in between_marks(launches, is_mark) if group]
-    if len(groups) != executions:
+    if len(found) != executions:
         raise ProfileError(
-            f"torch's profiler reports {len(groups)} executions where {executions} were made; profile fewer batch "
-            "sizes at a time (--batches)"
+            f"torch's profiler reports {len(found)} of {executions} executions; profile fewer batch sizes at a time "
+            "(--batches)"
         )
-    return groups
+    return found
 
 
-def is_mark(name: str) -> bool:
-    """Whether that is the kernel that `torch.cuda._sleep` launches."""
-    return "spin_kernel" in name
+def show_profile(console: Console, profile: EngineProfile) -> None:
+    """Print µs per execution by category and batch, and the kernels of the first and the last batch."""
+    profiles = profile.batches
+    if profile.missing is not None:
+        console.print(f"no profile: {profile.missing}", markup=False)
+        return
+    on_device = profiles[0].categories[-1].name == IDLE_ON_DEVICE
+    copies = ", copies from and to the host included" if any(batch.with_copies for batch in profiles) else ""
+    console.print(
+        f"profile: µs per execution (share of the span), means over {profiles[0].executions} executions under a "
+        f"profiler, which slows them{copies}",
+        markup=False,
+    )
+    columns = max(1, (console.width - LABEL_WIDTH) // CELL_WIDTH)
+    for start in range(0, len(profiles), columns):
+        console.print(_categories(profiles[start : start + columns], "launches" if on_device else "operators"))
+    for batch in {batch.batch: batch for batch in (profiles[0], profiles[-1])}.values():
+        console.print(_kernels(batch, "kernel" if on_device else "operator"))
 
 
-def torch_operators(execute: Callable[[], object], executions: int) -> tuple[dict[str, Total], float]:
-    """Self time of every operator of torch, without those that it calls, and the host's time; sums over all."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        started_ns = time.perf_counter_ns()
-        for _ in range(executions):
-            execute()
-        span_ns = time.perf_counter_ns() - started_ns
-    totals = {
-        event.key: Total(event.count, event.self_cpu_time_total * 1e3)
-        for event in profiler.key_averages()
-        if event.count
-    }
-    if not totals:
-        raise ProfileError("torch's profiler reports no operator, so there is no profile")
-    return totals, span_ns
+def _categories(profiles: Sequence[BatchProfile], unit: str) -> Table:
+    table = Table(box=SIMPLE)
+    table.add_column("batch", no_wrap=True)
+    for profile in profiles:
+        table.add_column(str(profile.batch), justify="right", no_wrap=True)
+    for row, category in enumerate(profiles[0].categories):
+        times = [profile.categories[row] for profile in profiles]
+        table.add_row(category.name, *(f"{time.us:,.1f} ({time.share:.0%})" for time in times))
+    table.add_section()
+    table.add_row("span under the profiler", *(f"{profile.span_us:,.1f}" for profile in profiles))
+    table.add_row("measured without it", *(f"{profile.measured_us:,.1f}" for profile in profiles))
+    table.add_row(unit, *(f"{profile.launches:g}" for profile in profiles))
+    return table
 
 
-def onnxruntime_nodes(path: Path, executions: int) -> tuple[dict[str, Total], float]:
-    """Node time by operator in the last `executions` runs of ONNX Runtime's profile, and the time of those runs."""
-    nodes: list[Launch] = []
-    runs: list[Launch] = []
-    for event in json.loads(path.read_text()):
-        start_ns = int(event["ts"]) * 1000
-        end_ns = start_ns + int(event.get("dur", 0)) * 1000
-        if event["name"] == "model_run":
-            runs.append(Launch("model_run", start_ns, end_ns))
-        elif event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
-            nodes.append(Launch(event["args"]["op_name"], start_ns, end_ns))
-    runs = sorted(runs, key=lambda run: run.start_ns)[-executions:]
-    if len(runs) < executions or not nodes:
-        raise ProfileError("ONNX Runtime's profile names no node, so there is no profile")
-    totals: dict[str, Total] = {}
-    add_busy_time([node for node in nodes if node.start_ns >= runs[0].start_ns], totals)
-    return totals, sum(run.end_ns - run.start_ns for run in runs)
+def _kernels(profile: BatchProfile, unit: str) -> Table:
+    merged: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for kernel in profile.kernels:
+        row = merged[kernel.label, kernel.category]
+        for place, value in enumerate((kernel.count, kernel.us, kernel.share)):
+            row[place] += value
+    ranked = sorted(merged.items(), key=lambda item: -item[1][1])
+    table = Table(box=SIMPLE)
+    table.add_column(f"batch {profile.batch}: {unit}", overflow="fold")
+    table.add_column("category", no_wrap=True)
+    for name in ("count", "µs", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for (label, category), (count, us, share) in ranked[:TOP_KERNELS]:
+        table.add_row(label, category, f"{count:g}", f"{us:,.1f}", f"{share:.1%}")
+    if rest := ranked[TOP_KERNELS:]:
+        count, us, share = (sum(values[place] for _, values in rest) for place in range(3))
+        table.add_row(f"{len(rest)} more", "", f"{count:g}", f"{us:,.1f}", f"{share:.1%}")
+    return table

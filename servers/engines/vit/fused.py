@@ -1,7 +1,6 @@
-"""The lean tower executed by our Triton kernels on an NVIDIA GPU, five kernels a block, into static buffers.
+"""The lean tower executed by Triton kernels on an NVIDIA GPU, five kernels per block, into fixed buffers.
 
-Its weights lie on the device as the kernels read them, and each batch size runs with a plan: from the table on the card
-that it was measured on, by a quick measurement on any other.
+Each batch size runs with a plan: from the table on the card on which it was measured, by a quick measurement on others.
 """
 
 # mypy: disable-error-code="import-untyped"
@@ -9,7 +8,6 @@ that it was measured on, by a quick measurement on any other.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -18,25 +16,26 @@ from torch import Tensor, nn
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from servers.engines.torch_device import capture, event_pair
 from servers.engines.vit import kernels
-from servers.engines.vit.plans import CUBLAS, Plan, Tile, hopper_plan, portable_plans
+from servers.engines.vit.plans import CUBLAS, Plan, Tile, hopper_plan, portable_plans, product_sizes
 from servers.engines.vit.tower import LeanVisionTower, TowerShape, UnsupportedTowerError
 
 MAX_CHUNKS = 64
 
 MEASURING_BUDGET_S = 20.0
-"""All batch sizes together, kernel compilation included; those left over run the plan that needs no measurement."""
+"""For all batch sizes together, kernel compilation included; sizes left over run entirely on cuBLAS."""
 
 HOPPER = (9, 0)
 
 
 class ProductWeights:
-    """One linear layer on the device: weight [N, K] and bias [N] in 16 bits, row sums [N] of that weight in FP32."""
+    """One linear layer on the device: weight [N, K] and bias [N] in FP16, row sums [N] of that weight in FP32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, device: torch.device) -> None:
         self.weight = weight.to(device, torch.float16).contiguous()
         self.bias = None if bias is None else bias.to(device, torch.float16).contiguous()
-        # Of the rounded weight: the mean's share must cancel what the product really added.
+        # Sums of the rounded weight: the mean's share must cancel exactly what the product added.
         self.row_sums = self.weight.float().sum(1)
 
     @property
@@ -45,68 +44,40 @@ class ProductWeights:
         return self.weight.shape[0], self.weight.shape[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """How pixels arrive: bytes or floats, interleaved (…, 3) or planar (3, …)."""
-
-    raw: bool
-    interleaved: bool = False
-
-    @classmethod
-    def of(cls, pixels: Tensor) -> Signature:
-        """Read it off a batch."""
-        raw = pixels.dtype == torch.uint8
-        return cls(raw, raw and pixels.shape[-1] == 3)
-
-
 class FusedWeights:
-    """All weights of a tower on one device in FP16. Shared by every batch size and input signature."""
+    """All weights of a tower on one device in FP16, shared by every batch size."""
 
     def __init__(self, tower: LeanVisionTower, device: torch.device | str) -> None:
         device = torch.device(device)
         shape = self.shape = tower.shape
         if shape.width % 128 or shape.head_width not in (32, 64, 128) or shape.tokens > 128 or shape.tokens < 17:
             raise UnsupportedTowerError(f"the fused kernels do not cover {shape}: use mode compile or graph")
-        self.device = device
-        self._tower = tower
-        self._patches: dict[Signature, tuple[ProductWeights, Tensor]] = {}
-        self.class_row, self.gain, self.offset = (
-            t.to(device, torch.float32) for t in (tower.class_row, tower.norm_pre.weight, tower.norm_pre.bias)
+        self.device, self.bytes_in = device, tower.bytes_in
+
+        def product(linear: nn.Linear) -> ProductWeights:
+            return ProductWeights(linear.weight, linear.bias, device)
+
+        self.patch = ProductWeights(tower.patch_weight, None, device)
+        self.position, self.class_row, self.gain, self.offset = (
+            t.to(device, torch.float32)
+            for t in (tower.position, tower.class_row, tower.norm_pre.weight, tower.norm_pre.bias)
         )
         self.blocks = [
-            tuple(self._take(getattr(block, name)) for name in ("qkv", "attention_out", "mlp_in", "mlp_out"))
+            tuple(product(getattr(block, name)) for name in ("qkv", "attention_out", "mlp_in", "mlp_out"))
             for block in tower.blocks
         ]
-        self.head = self._take(tower.head)
-
-    def patch(self, signature: Signature) -> tuple[ProductWeights, Tensor]:
-        """The patch embedding's weight in the column order of that signature, and the positions to add."""
-        if signature not in self._patches:
-            tower = self._tower
-            position = tower.byte_position if signature.raw else tower.position
-            weight = tower.byte_weight if signature.raw else tower.patch_weight
-            if signature.interleaved:
-                side = self.shape.patch_size
-                weight = weight.view(-1, 3, side, side).permute(0, 2, 3, 1).reshape(weight.shape)
-            self._patches[signature] = (
-                ProductWeights(weight, None, self.device),
-                position.to(self.device, torch.float32),
-            )
-        return self._patches[signature]
+        self.head = product(tower.head)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that is read but the patch embedding, of which each input signature has its own."""
+        """Everything that the kernels read, but the patch embedding."""
         products = [product for block in self.blocks for product in block] + [self.head]
         rows = (self.class_row, self.gain, self.offset)
         return (*rows, *(t for p in products for t in (p.weight, p.bias) if t is not None))
 
-    def _take(self, linear: nn.Linear) -> ProductWeights:
-        return ProductWeights(linear.weight, linear.bias, self.device)
-
 
 def carried_biases(weights: FusedWeights, plan: Plan) -> list[Tensor | None]:
-    """What is carried after each residual product, two a block, [width] FP32; None where the product is ours."""
+    """The bias carried after each residual product, two per block, [width] FP32; None after a Triton product."""
     carried: Tensor | None = None
     after: list[Tensor | None] = []
     last = len(weights.blocks) - 1
@@ -115,7 +86,7 @@ def carried_biases(weights: FusedWeights, plan: Plan) -> list[Tensor | None]:
         tiles = own if index == last else (plan.attention_out, plan.mlp_in, plan.mlp_out)
         readers = (plan.qkv, tiles[1])
         for product, reader, tile in ((attention_out, readers[0], tiles[0]), (mlp_out, readers[1], tiles[2])):
-            if reader is not None:  # one of our products reads true rows: they were written out before it
+            if reader is not None:  # a Triton product reads true rows: they were written out before it
                 carried = None
             if tile is None and product.bias is not None:
                 carried = product.bias.float() + (0.0 if carried is None else carried)
@@ -159,8 +130,8 @@ class FusedVisionTower:
             if tile is not None and n // tile.columns > MAX_CHUNKS:
                 raise ValueError(f"{tile} leaves more than {MAX_CHUNKS} chunks of statistics a row")
         self._chunks = 0
-        # A product of cuBLAS adds itself to the residual but not its bias. That is one row for all tokens, so it is
-        # carried: whoever reads the tokens adds it, and the tokens themselves need not be written again.
+        # A cuBLAS product adds itself to the residual but not its bias. The bias is one row for all tokens, so it is
+        # carried: the next kernel that reads the tokens adds it, and the tokens need not be written again.
         self._carried: Tensor | None = None
         self._carried_after = carried_biases(weights, plan)
         self.partial = torch.zeros(self._partial_elements(), device=weights.device)
@@ -197,10 +168,8 @@ class FusedVisionTower:
         self._product(x, self.weights.head, out, plan.head, norm=True)
 
     def _first_tokens(self, pixels: Tensor, x: Tensor) -> Tensor | None:
-        """Writes the tokens that enter the first block; returns them normalised too if its product is of cuBLAS."""
-        shape, space = self.weights.shape, self.space
-        signature = Signature.of(pixels)
-        weights, position = self.weights.patch(signature)
+        """Write the tokens that enter the first block; return them normalised too if its product is cuBLAS's."""
+        shape, space, weights = self.weights.shape, self.space, self.weights
         rows = self.images * (shape.tokens - 1)
         patches = space.hidden.view(-1)[: rows * shape.patch_elements].view(rows, -1)
         kernels.patches_kernel[(3 * shape.grid * self.images,)](
@@ -208,12 +177,11 @@ class FusedVisionTower:
             patches,
             IMAGE=shape.image_size,
             PATCH=shape.patch_size,
-            INTERLEAVED=signature.interleaved,
-            BYTES=signature.raw,
+            BYTES=weights.bytes_in,
             num_warps=8,
         )
         embedded = space.mixed[:rows]
-        self._product(patches, weights, embedded, self.plan.patch)
+        self._product(patches, weights.patch, embedded, self.plan.patch)
         foreign = self.plan.qkv is None
         self._chunks = 0 if foreign else shape.width // self.plan.mlp_out.columns if self.plan.mlp_out else 1
         self._carried = None
@@ -221,10 +189,10 @@ class FusedVisionTower:
         group = max(1, min(8, self.images // 8))
         kernels.first_tokens_kernel[(shape.tokens, triton.cdiv(self.images, group))](
             embedded,
-            position,
-            self.weights.class_row,
-            self.weights.gain,
-            self.weights.offset,
+            weights.position,
+            weights.class_row,
+            weights.gain,
+            weights.offset,
             x,
             normalised,
             space.statistics,
@@ -249,7 +217,7 @@ class FusedVisionTower:
             PADDED=triton.next_power_of_2(shape.tokens),
             HEADS=shape.heads,
             WIDTH=shape.head_width,
-            num_warps=self.plan.attention_warps,
+            num_warps=4,
         )
 
     def _product(
@@ -267,7 +235,7 @@ class FusedVisionTower:
     ) -> None:
         """out = activation(LN?(a) Wᵀ + bias) + residual; a residual leaves statistics, or a bias to be carried.
 
-        `normalised`: LN(a), if it is known.
+        `normalised`: LN(a), where it exists already.
         """
         if norm:
             a = self._normalised_or_raw(a, foreign=tile is None) if normalised is None else normalised
@@ -297,7 +265,7 @@ class FusedVisionTower:
             BM=tile.rows,
             BN=tile.columns,
             BK=tile.depth,
-            GROUP=tile.group,
+            GROUP=8,  # blocks of rows that run side by side over the columns, for the L2 cache
             SPLIT=tile.split,
             BIAS=weights.bias is not None,
             NORM=norm,
@@ -307,7 +275,7 @@ class FusedVisionTower:
             RESIDUAL=residual is not None,
             STATISTICS=residual is not None,
             TMA=descriptors,
-            num_warps=tile.warps,
+            num_warps=4,
             num_stages=tile.stages,
         )
         if residual is not None:
@@ -327,8 +295,8 @@ class FusedVisionTower:
         elif out.dtype != a.dtype:
             out.copy_(torch.addmm(weights.bias, a, weight))
         elif activation == 1:
-            # cuBLASLt's epilogue: bias and GELU in its tanh form at no cost, where a kernel of its own takes half as
-            # long as the product.
+            # cuBLASLt's epilogue: bias and GELU in its tanh form at no cost; a separate kernel would take half as long
+            # as the product.
             torch.ops.aten._addmm_activation(weights.bias, a, weight, use_gelu=True, out=out)
         else:
             torch.addmm(weights.bias, a, weight, out=out)
@@ -336,7 +304,7 @@ class FusedVisionTower:
                 out.mul_(torch.sigmoid(1.702 * out))
 
     def _normalised_or_raw(self, x: Tensor, *, foreign: bool) -> Tensor:
-        """What the next product reads: normalised rows for cuBLAS, the rows with their statistics for ours."""
+        """The next product's input: normalised rows for cuBLAS, rows and their statistics for a Triton product."""
         if not foreign and self._carried is None:
             return x
         space, width = self.space, self.weights.shape.width
@@ -359,80 +327,55 @@ class FusedVisionTower:
 
     def _partial_elements(self) -> int:
         """Scratch of the largest split product, FP32 elements."""
-        shape, plan = self.weights.shape, self.plan
-        tokens = self.images * shape.tokens
-        sizes = (
-            (plan.patch, tokens, shape.width),
-            (plan.qkv, tokens, 3 * shape.width),
-            (plan.attention_out, tokens, shape.width),
-            (plan.mlp_in, tokens, shape.mlp_width),
-            (plan.mlp_out, tokens, shape.width),
-            (plan.class_attention_out, self.images, shape.width),
-            (plan.class_mlp_in, self.images, shape.mlp_width),
-            (plan.class_mlp_out, self.images, shape.width),
-            (plan.head, self.images, shape.output_width),
-        )
-        return max(
-            triton.cdiv(rows, tile.rows) * tile.rows * n * tile.split if tile and tile.split > 1 else 0
-            for tile, rows, n in sizes
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A plan and where it came from: "table", "measured" or "default"."""
-
-    plan: Plan
-    origin: str
+        sizes = [0]
+        for name, (n, _) in product_sizes(self.weights.shape).items():
+            tile: Tile | None = getattr(self.plan, name)
+            if tile is not None and tile.split > 1:
+                images_only = name.startswith("class_") or name == "head"
+                rows = self.images if images_only else self.images * self.weights.shape.tokens
+                sizes.append(triton.cdiv(rows, tile.rows) * tile.rows * n * tile.split)
+        return max(sizes)
 
 
 class PlanChooser:
     """Chooses for one tower on one device; the measuring budget runs from its construction."""
 
-    def __init__(self, weights: FusedWeights, workspace: Workspace, dtype: torch.dtype, item: tuple[int, ...]) -> None:
-        self._weights, self._space = weights, workspace
-        self._item, self._dtype = item, dtype
+    def __init__(self, weights: FusedWeights, workspace: Workspace, item: tuple[int, ...]) -> None:
+        self._weights, self._space, self._item = weights, workspace, item
         self._deadline = time.monotonic() + MEASURING_BUDGET_S
 
-    def choose(self, images: int) -> Choice:
-        """The plan for batches of `images`."""
+    def choose(self, images: int) -> tuple[Plan, str]:
+        """The plan for batches of `images` and its origin: "table", "measured" or "default"."""
         shape = self._weights.shape
         if torch.cuda.get_device_capability(self._weights.device) == HOPPER:
             plan = hopper_plan(images)
             if plan.fits(shape):
-                return Choice(plan, "table")
+                return plan, "table"
         candidates = [plan for plan in portable_plans(images) if plan.fits(shape)]
         timed: list[tuple[float, int]] = []
         for index, plan in enumerate(candidates):
             if time.monotonic() > self._deadline:
                 break
             try:
-                timed.append((self._time_us(images, plan), index))
-            except OutOfResources:  # a card with less shared memory than the tile wants
+                timed.append((self._time_ms(images, plan), index))
+            except OutOfResources:  # a card with less shared memory than the tile needs
                 continue
-        return Choice(candidates[min(timed)[1]], "measured") if timed else Choice(CUBLAS, "default")
+        return (candidates[min(timed)[1]], "measured") if timed else (CUBLAS, "default")
 
-    def _time_us(self, images: int, plan: Plan) -> float:
+    def _time_ms(self, images: int, plan: Plan) -> float:
         device = self._weights.device
         tower = FusedVisionTower(self._weights, self._space, images, plan)
         # Random pixels: on zeros a matrix product draws less power and runs faster.
-        pixels = torch.randint(0, 256, (images, *self._item), device=device, dtype=torch.uint8).to(self._dtype)
+        pixels = torch.randint(0, 256, (images, *self._item), device=device, dtype=torch.uint8)
+        pixels = pixels if self._weights.bytes_in else pixels.float()
         out = torch.empty(images, self._weights.shape.output_width, device=device)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                tower.run(pixels, out)
-        stream.synchronize()
-        with torch.cuda.graph(graph):
-            tower.run(pixels, out)
+        graph = capture(tower.run, pixels, out)
         times: list[float] = []
         for _ in range(12):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin, end = event_pair()
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
+            times.append(begin.elapsed_time(end))
         return median(times[2:])

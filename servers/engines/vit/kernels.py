@@ -1,19 +1,19 @@
-"""Our Triton kernels for a vision tower: every matrix product, attention over short sequences, row-wise work.
+"""Triton kernels for a vision tower: every matrix product, attention over short sequences, row-wise work.
 
 **Products.** One kernel, with LayerNorm, GELU and the residual sum in its epilogue. A LayerNorm before the product
-needs no kernel of its own. With W the weight, c = W·1 its row sums and x̂ = (x - μ)·r,
+needs no separate kernel. With W the weight, c = W·1 its row sums and x̂ = (x - μ)·r,
 
     x̂ Wᵀ = r · (x Wᵀ - μ cᵀ)
 
-so the product runs on the raw rows, and μ and r come from partial statistics that whoever wrote the rows left behind:
+so the product runs on the raw rows. The kernel that wrote the rows left partial statistics for μ and r:
 [2, CHUNKS, capacity] FP32, per row and chunk of columns the mean and the sum of squared deviations, which combine
 without cancellation (Chan, Golub and LeVeque 1983).
 
-**Attention.** A whole head fits in one tile (50 tokens padded to 64, 64 elements a head), so there is no running
+**Attention.** A whole head fits in one tile (50 tokens padded to 64, 64 elements per head), so there is no running
 softmax and no transposed copy: one program loads Q, K and V of one image and head from the packed QKV product, once,
 and writes its columns of the result.
 
-**Rows.** Pixels to patch rows, patch products to the first tokens, what cuBLAS leaves to do.
+**Rows.** Pixels to patch rows, patch products to the first tokens, and LayerNorm around cuBLAS products.
 """
 
 # mypy: allow-untyped-decorators
@@ -110,7 +110,7 @@ def product_kernel(
     STATISTICS: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """out = activation(LN?(a) Wᵀ + bias) + residual, one program a tile and split of K."""
+    """out = activation(LN?(a) Wᵀ + bias) + residual, one program per tile and split of K."""
     program = tl.program_id(0)
     tile = program // SPLIT
     split = program % SPLIT
@@ -208,14 +208,14 @@ def attention_kernel(
 
 @triton.jit
 def class_attention_kernel(
-    packed,  # as above
+    packed,  # as in attention_kernel
     out,  # [images, HEADS·WIDTH]
     TOKENS: tl.constexpr,
     PADDED: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The same for the class token's query alone; one row an image out."""
+    """`attention_kernel` for the class token's query alone; one row per image out."""
     image = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     row_width: tl.constexpr = 3 * HEADS * WIDTH
@@ -235,22 +235,21 @@ def class_attention_kernel(
 
 @triton.jit
 def patches_kernel(
-    pixels,  # [images, 3, IMAGE, IMAGE] floats or bytes, or bytes [images, IMAGE, IMAGE, 3] if INTERLEAVED
-    out,  # [images·(IMAGE/PATCH)², 3·PATCH²]; columns by channel, row, column, or row, column, channel if INTERLEAVED
+    pixels,  # floats [images, 3, IMAGE, IMAGE], or [images, IMAGE, IMAGE, 3] if BYTES
+    out,  # [images·(IMAGE/PATCH)², 3·PATCH²]; columns by channel, row, column, or row, column, channel if BYTES
     IMAGE: tl.constexpr,
     PATCH: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     BYTES: tl.constexpr,
 ):
     """Cut images into rows of patches; bytes become (u - 128)/64, exact in 16 bits.
 
-    One program an image, row of patches and channel (or third of the rows if INTERLEAVED): grid (images·GRID·3,). Rows
-    and columns are padded to powers of two, so that no address takes a division.
+    One program per image, row of patches and channel (third of the rows if BYTES): grid (images·GRID·3,). Rows and
+    columns are padded to powers of two, so that no address takes a division.
     """
     GRID: tl.constexpr = IMAGE // PATCH
-    RUN: tl.constexpr = 3 * PATCH if INTERLEAVED else PATCH  # neighbours in memory that stay neighbours
+    RUN: tl.constexpr = 3 * PATCH if BYTES else PATCH  # neighbours in memory that stay neighbours
     PADDED_RUN: tl.constexpr = triton.next_power_of_2(RUN)
-    PADDED_ROWS: tl.constexpr = triton.next_power_of_2((PATCH + 2) // 3 if INTERLEAVED else PATCH)
+    PADDED_ROWS: tl.constexpr = triton.next_power_of_2((PATCH + 2) // 3 if BYTES else PATCH)
     STEP: tl.constexpr = (PATCH + 2) // 3
     program = tl.program_id(0)
     part = program % 3
@@ -265,7 +264,7 @@ def patches_kernel(
         columns = columns & (inside < RUN)
     first = pixels + image.to(tl.int64) * (3 * IMAGE * IMAGE)
     target = out + ((image * GRID + top) * GRID).to(tl.int64) * (3 * PATCH * PATCH)
-    if INTERLEAVED:
+    if BYTES:
         row = part * STEP + row
         valid = ((row < PATCH) & (row < (part + 1) * STEP))[:, None]
         source = first + (top * PATCH + row)[:, None] * (3 * IMAGE)
@@ -303,7 +302,7 @@ def first_tokens_kernel(
     GROUP: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """Position, ln_pre and the class token; one program a token and GROUP images: grid (TOKENS, images/GROUP)."""
+    """Position, ln_pre and the class token; one program per token and GROUP images: grid (TOKENS, images/GROUP)."""
     token = tl.program_id(0)
     first = tl.program_id(1) * GROUP
     column = tl.arange(0, triton.next_power_of_2(WIDTH))
@@ -330,7 +329,7 @@ def first_tokens_kernel(
 @triton.jit
 def row_kernel(
     x,  # [rows, WIDTH]
-    carried,  # [WIDTH] FP32: what the true rows have more than x; unread unless CARRIED
+    carried,  # [WIDTH] FP32: the true rows are x + carried; unread unless CARRIED
     out,  # [rows, WIDTH]: (x + carried - mean) / deviation if NORMALISED, else x + carried, and then it may be x
     out_statistics,  # of x + carried; written unless NORMALISED
     capacity,
@@ -339,7 +338,7 @@ def row_kernel(
     CARRIED: tl.constexpr,
     NORMALISED: tl.constexpr,
 ):
-    """Before a product of cuBLAS: LayerNorm. Before one of ours, after one of cuBLAS: the true rows and statistics."""
+    """LayerNorm before a cuBLAS product; between a cuBLAS and a Triton product the true rows and statistics."""
     row = tl.program_id(0)
     column = tl.arange(0, triton.next_power_of_2(WIDTH))
     valid = column < WIDTH

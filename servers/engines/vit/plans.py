@@ -1,4 +1,4 @@
-"""Which tile every matrix product runs with, by batch: data, measured on the card it names."""
+"""The tile of every matrix product by batch size: data, measured on the card that it names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from servers.engines.vit.tower import TowerShape
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One configuration of the product kernel: a [rows, columns] block of the result a program, `depth` of K a step.
+    """One configuration of the product kernel: [rows, columns] of the result per program, `depth` of K per step.
 
     `split` programs share one block's K. `columns` divides N and `depth · split` divides K.
     """
@@ -17,11 +17,9 @@ class Tile:
     rows: int
     columns: int
     depth: int = 64
-    warps: int = 4
     stages: int = 3
     split: int = 1
     descriptors: bool = False  # tensor memory accelerator instead of pointer loads
-    group: int = 8  # blocks of rows that run side by side over the columns, for the L2 cache
 
     def divides(self, n: int, k: int) -> bool:
         """Whether a product of [rows, k] with [n, k]ᵀ falls into whole tiles."""
@@ -32,33 +30,21 @@ class Tile:
 class Plan:
     """The tiles of one batch size; None means cuBLAS. The `class_` products run on the class token's rows alone."""
 
-    patch: Tile | None
-    qkv: Tile | None
-    attention_out: Tile | None
-    mlp_in: Tile | None
-    mlp_out: Tile | None
-    class_attention_out: Tile | None
-    class_mlp_in: Tile | None
-    class_mlp_out: Tile | None
-    head: Tile | None
-    attention_warps: int = 4
+    patch: Tile | None = None
+    qkv: Tile | None = None
+    attention_out: Tile | None = None
+    mlp_in: Tile | None = None
+    mlp_out: Tile | None = None
+    class_attention_out: Tile | None = None
+    class_mlp_in: Tile | None = None
+    class_mlp_out: Tile | None = None
+    head: Tile | None = None
     row_warps: int = 4
 
     def fits(self, shape: TowerShape) -> bool:
         """Whether every tile divides its product for a tower of that shape."""
-        width, mlp = shape.width, shape.mlp_width
-        products = (
-            (self.patch, width, shape.patch_elements),
-            (self.qkv, 3 * width, width),
-            (self.attention_out, width, width),
-            (self.mlp_in, mlp, width),
-            (self.mlp_out, width, mlp),
-            (self.class_attention_out, width, width),
-            (self.class_mlp_in, mlp, width),
-            (self.class_mlp_out, width, mlp),
-            (self.head, shape.output_width, width),
-        )
-        return all(tile is None or tile.divides(n, k) for tile, n, k in products)
+        tiles = {name: getattr(self, name) for name in product_sizes(shape)}
+        return all(tile is None or tile.divides(*product_sizes(shape)[name]) for name, tile in tiles.items())
 
     @property
     def gelu(self) -> str:
@@ -66,19 +52,30 @@ class Plan:
         return "tanh" if self.mlp_in is None else "erf"
 
 
-CUBLAS = Plan(None, None, None, None, None, None, None, None, None)
-"""Every product by cuBLAS: needs nothing of the card but its libraries."""
+def product_sizes(shape: TowerShape) -> dict[str, tuple[int, int]]:
+    """(N, K) of every product, by its name in `Plan`."""
+    width, mlp = shape.width, shape.mlp_width
+    return {
+        "patch": (width, shape.patch_elements),
+        "qkv": (3 * width, width),
+        "attention_out": (width, width),
+        "mlp_in": (mlp, width),
+        "mlp_out": (width, mlp),
+        "class_attention_out": (width, width),
+        "class_mlp_in": (mlp, width),
+        "class_mlp_out": (width, mlp),
+        "head": (shape.output_width, width),
+    }
+
+
+CUBLAS = Plan()
+"""Every product by cuBLAS, which works on any card."""
 
 
 def library_plan(images: int) -> Plan:
-    """cuBLAS for the products over all tokens, our kernel for the few rows of class tokens at the end."""
+    """cuBLAS for the products over all tokens, the Triton kernel for the few rows of class tokens at the end."""
     rows, split = (16, 6) if images <= 16 else (64, 4)
     return Plan(
-        patch=None,
-        qkv=None,
-        attention_out=None,
-        mlp_in=None,
-        mlp_out=None,
         class_attention_out=Tile(rows, 32, 64, split=4 if images <= 16 else 2),
         class_mlp_in=Tile(rows, 32, 128, stages=4),
         class_mlp_out=Tile(rows, 32, 128, stages=4, split=split),
@@ -94,7 +91,7 @@ SINGLE_IMAGE = replace(
     mlp_in=Tile(64, 32, 128, stages=5, descriptors=True),
     mlp_out=Tile(64, 32, 128, stages=4, split=4, descriptors=True),
 )
-"""Fifty rows: small tiles keep more of the card busy than cuBLAS does, and LayerNorm needs no kernels of its own."""
+"""50 rows: small tiles keep more of the card busy than cuBLAS does, and LayerNorm needs no separate kernel."""
 
 IMAGE_PAIR = replace(
     library_plan(2),
@@ -103,7 +100,7 @@ IMAGE_PAIR = replace(
     mlp_in=Tile(64, 64, 128, stages=4, descriptors=True),
     mlp_out=Tile(64, 64, 128, stages=4, split=4, descriptors=True),
 )
-"""A hundred rows: 362 µs against 383 by cuBLAS."""
+"""100 rows: 362 µs against 383 µs by cuBLAS."""
 
 
 def hopper_plan(images: int) -> Plan:
@@ -112,5 +109,5 @@ def hopper_plan(images: int) -> Plan:
 
 
 def portable_plans(images: int) -> tuple[Plan, ...]:
-    """Plans worth timing on a card that no table covers, the one that always works first."""
+    """Plans to time on a card without a table; the first one always works."""
     return (CUBLAS, library_plan(images))

@@ -1,6 +1,6 @@
 """The lean vision tower in plain torch: any device, any floating dtype, and the reference for the fused kernels.
 
-An open_clip tower's weights are rearranged by exact algebra so that less is left to execute. Everything is FP32 here;
+Exact algebra rearranges the weights of an open_clip tower so that less is left to execute. Everything is FP32 here;
 cast once, at the end. With γ, β a LayerNorm's gain and bias and W, b the linear layer behind:
 
     linear(LN(x)) = (x̂ γ + β) Wᵀ + b = x̂ (W γ)ᵀ + (b + W β),   x̂ = (x - mean) / sqrt(variance + ε)
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
+
+from servers.models.specification import Preprocessing
 
 BYTE_CENTRE = 128.0
 BYTE_SCALE = 64.0
@@ -25,12 +27,12 @@ BYTE_SCALE = 64.0
 
 
 class UnsupportedTowerError(Exception):
-    """The vision tower has a feature that the lean module does not execute; its own module does."""
+    """The vision tower has a feature that only its own module executes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """The sizes of one tower. A row has `width` elements; there are `tokens` rows an image, the class token first."""
+    """The sizes of one tower. A row has `width` elements; an image has `tokens` rows, the class token first."""
 
     image_size: int
     patch_size: int
@@ -66,14 +68,14 @@ class TowerShape:
 def read_shape(visual: nn.Module) -> TowerShape:
     """Read the sizes off an open_clip `VisionTransformer` (or a module with the same attributes).
 
-    Raises `UnsupportedTowerError` for what the lean module does not execute: pooling other than the class token,
-    layer scale, patch dropout, custom blocks, a missing `ln_pre` or projection, more than one embedding returned; and
-    for a module that is not even a tower of open_clip's kind.
+    Raises `UnsupportedTowerError` for features that the lean module does not execute: pooling other than the class
+    token, layer scale, patch dropout, custom blocks, a missing `ln_pre` or projection, more than one embedding
+    returned; and for a module that is not a tower of open_clip's kind.
     """
     try:
         return _shape_of(visual)
     except AttributeError as exc:
-        raise UnsupportedTowerError(f"not a vision transformer as open_clip builds it ({exc}): use mode eager") from exc
+        raise UnsupportedTowerError(f"not a vision transformer of open_clip ({exc}): use mode eager") from exc
 
 
 def _shape_of(visual: nn.Module) -> TowerShape:
@@ -113,10 +115,10 @@ def fold_norm(norm: nn.LayerNorm, weight: Tensor, bias: Tensor) -> tuple[Tensor,
     return weight * norm.weight, bias + weight @ norm.bias
 
 
-def fold_attention(block: nn.Module, head_width: int) -> tuple[Tensor, Tensor]:
+def fold_attention(block: Any, head_width: int) -> tuple[Tensor, Tensor]:
     """The packed QKV weight [3·width, width] and bias of a block, on x̂, the queries scaled by 1/√head_width."""
-    attention: nn.MultiheadAttention = block.attn  # type: ignore[assignment]
-    weight, bias = fold_norm(block.ln_1, attention.in_proj_weight, attention.in_proj_bias)  # type: ignore[arg-type]
+    attention: nn.MultiheadAttention = block.attn
+    weight, bias = fold_norm(block.ln_1, attention.in_proj_weight, attention.in_proj_bias)
     scale = torch.ones_like(bias)
     scale[: attention.embed_dim] = head_width**-0.5
     return weight * scale[:, None], bias * scale
@@ -151,13 +153,13 @@ _BLOCK_NAMES = {
 class LeanBlock(nn.Module):
     """One residual block: packed QKV, scaled dot-product attention, MLP. Its LayerNorms have no parameters left."""
 
-    def __init__(self, shape: TowerShape) -> None:
+    def __init__(self, shape: TowerShape, block: Any) -> None:
         super().__init__()
         self.shape = shape
-        self.qkv = _linear(shape.width, 3 * shape.width)
-        self.attention_out = _linear(shape.width, shape.width)
-        self.mlp_in = _linear(shape.width, shape.mlp_width)
-        self.mlp_out = _linear(shape.mlp_width, shape.width)
+        self.qkv = _linear(*fold_attention(block, shape.head_width))
+        self.attention_out = _linear(block.attn.out_proj.weight, block.attn.out_proj.bias)
+        self.mlp_in = _linear(*fold_norm(block.ln_2, block.mlp.c_fc.weight, block.mlp.c_fc.bias))
+        self.mlp_out = _linear(block.mlp.c_proj.weight, block.mlp.c_proj.bias)
 
     def forward(self, x: Tensor, class_only: bool = False) -> Tensor:
         """Tokens [n, tokens, width] in; the same out, or [n, 1, width], the class token alone, if `class_only`."""
@@ -176,69 +178,42 @@ class LeanBlock(nn.Module):
 
 
 class LeanVisionTower(nn.Module):
-    """Pixels to embeddings, the same function as open_clip's `visual` up to rounding.
+    """The same function as open_clip's `visual` up to rounding; in eval mode, on the CPU in FP32, with its own memory.
 
-    Input: floats [n, 3, s, s], normalised, any float dtype; or bytes, [n, 3, s, s] or [n, s, s, 3], RGB 0–255, which
-    are normalised here. Output [n, output_width] in the dtype of the weights, not of unit length, as open_clip's.
+    Input: floats [n, 3, s, s], normalised, of any float dtype; with `byte_input` bytes [n, s, s, 3], RGB 0–255, which
+    are normalised here as it says. Output [n, output_width] in the dtype of the weights, not of unit length, as
+    open_clip's. Raises `UnsupportedTowerError` for a tower that computes something else.
     """
 
     patch_weight: Tensor
-    byte_weight: Tensor
     position: Tensor
-    byte_position: Tensor
     class_row: Tensor
 
-    def __init__(self, shape: TowerShape) -> None:
-        super().__init__()
-        self.shape = shape
-        self.register_buffer("patch_weight", torch.empty(shape.width, shape.patch_elements))
-        self.register_buffer("byte_weight", torch.empty(shape.width, shape.patch_elements))
-        self.register_buffer("position", torch.empty(shape.tokens - 1, shape.width))
-        self.register_buffer("byte_position", torch.empty(shape.tokens - 1, shape.width))
-        self.register_buffer("class_row", torch.empty(shape.width))
-        self.norm_pre = nn.LayerNorm(shape.width, eps=shape.epsilon)
-        self.blocks = nn.ModuleList(LeanBlock(shape) for _ in range(shape.layers))
-        self.head = _linear(shape.width, shape.output_width)
-
-    @classmethod
     @torch.no_grad()
-    def from_open_clip(cls, visual: nn.Module, mean: Sequence[float], std: Sequence[float]) -> Self:
-        """Rearrange the FP32 weights of open_clip's `visual`; `mean` and `std` are those that bytes get.
-
-        The result is in eval mode, on the CPU in FP32, and shares no memory with `visual`; `.to(...)` it afterwards.
-        Raises `UnsupportedTowerError` for a tower that computes something else.
-        """
-        shape = read_shape(visual)
-        tower = cls(shape)
-        conv: Tensor = visual.conv1.weight.detach().float().cpu()  # type: ignore[union-attr, operator]
-        byte_weight, byte_bias = fold_bytes(conv, mean, std)
-        positions: Tensor = visual.positional_embedding.detach().float()  # type: ignore[operator]
-        norm_pre: nn.LayerNorm = visual.ln_pre  # type: ignore[assignment]
-        tower.patch_weight.copy_(conv.flatten(1))
-        tower.byte_weight.copy_(byte_weight.flatten(1))
-        tower.position.copy_(positions[1:])
-        tower.byte_position.copy_(positions[1:].cpu() + byte_bias)
+    def __init__(self, visual: Any, byte_input: Preprocessing | None = None) -> None:
+        super().__init__()
+        shape = self.shape = read_shape(visual)
+        self.bytes_in = byte_input is not None
+        weight, positions = (t.detach().float().cpu() for t in (visual.conv1.weight, visual.positional_embedding))
+        bias = torch.zeros(shape.width)
+        if byte_input is not None:
+            weight, bias = fold_bytes(weight, byte_input.mean, byte_input.std)
+            weight = weight.permute(0, 2, 3, 1)  # the columns in the order of the bytes
+        self.register_buffer("patch_weight", weight.flatten(1).clone())
+        self.register_buffer("position", positions[1:] + bias)
         # The class token enters every image alike, so its row after ln_pre is a constant.
-        tower.class_row.copy_(norm_pre(visual.class_embedding + positions[0]))  # type: ignore[operator]
-        tower.norm_pre.load_state_dict(norm_pre.state_dict())
-        for lean, block in zip(tower.blocks, visual.transformer.resblocks, strict=True):  # type: ignore[union-attr, arg-type]
-            assert isinstance(lean, LeanBlock)
-            _set(lean.qkv, *fold_attention(block, shape.head_width))
-            _set(lean.attention_out, block.attn.out_proj.weight, block.attn.out_proj.bias)
-            _set(lean.mlp_in, *fold_norm(block.ln_2, block.mlp.c_fc.weight, block.mlp.c_fc.bias))
-            _set(lean.mlp_out, block.mlp.c_proj.weight, block.mlp.c_proj.bias)
-        projection: Tensor = visual.proj.detach().t()  # type: ignore[operator]
-        norm_post: nn.LayerNorm = visual.ln_post  # type: ignore[assignment]
-        _set(tower.head, *fold_norm(norm_post, projection, torch.zeros_like(projection[:, 0])))
-        return tower.eval().requires_grad_(False)
+        self.register_buffer("class_row", visual.ln_pre(visual.class_embedding + positions[0]))
+        self.norm_pre = nn.LayerNorm(shape.width, eps=shape.epsilon)
+        self.norm_pre.load_state_dict(visual.ln_pre.state_dict())
+        self.blocks = nn.ModuleList(LeanBlock(shape, block) for block in visual.transformer.resblocks)
+        projection = visual.proj.detach().t()
+        self.head = _linear(*fold_norm(visual.ln_post, projection, torch.zeros_like(projection[:, 0])))
+        self.eval().requires_grad_(False)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """See the class."""
         shape = self.shape
-        patches = self._patches(pixels)
-        raw = pixels.dtype == torch.uint8
-        weight, position = (self.byte_weight, self.byte_position) if raw else (self.patch_weight, self.position)
-        embedded = F.linear(patches, weight) + position
+        embedded = F.linear(self._patches(pixels), self.patch_weight) + self.position
         classes = self.class_row.expand(pixels.shape[0], 1, shape.width)
         x = torch.cat([classes, self.norm_pre(embedded)], dim=1)
         for index, block in enumerate(self.blocks):
@@ -248,24 +223,21 @@ class LeanVisionTower(nn.Module):
         return result
 
     def _patches(self, pixels: Tensor) -> Tensor:
-        """Pixels → [n, patches, 3·p·p], channel by channel, in the dtype of the weights."""
-        shape = self.shape
-        if pixels.dtype == torch.uint8 and pixels.shape[-1] == 3:
-            pixels = pixels.permute(0, 3, 1, 2)
-        grid, side = shape.grid, shape.patch_size
-        cut = pixels.reshape(-1, 3, grid, side, grid, side).permute(0, 2, 4, 1, 3, 5)
-        patches = cut.reshape(-1, grid * grid, shape.patch_elements).to(self.patch_weight.dtype)
-        return (patches - BYTE_CENTRE) / BYTE_SCALE if pixels.dtype == torch.uint8 else patches
+        """Pixels → [n, patches, 3·p·p] in the dtype of the weights: floats channel by channel, bytes pixel by pixel."""
+        grid, side = self.shape.grid, self.shape.patch_size
+        if self.bytes_in:
+            cut = pixels.reshape(-1, grid, side, grid, side, 3).permute(0, 1, 3, 2, 4, 5)
+        else:
+            cut = pixels.reshape(-1, 3, grid, side, grid, side).permute(0, 2, 4, 1, 3, 5)
+        patches = cut.reshape(-1, grid * grid, self.shape.patch_elements).to(self.patch_weight.dtype)
+        return (patches - BYTE_CENTRE) / BYTE_SCALE if self.bytes_in else patches
 
 
-def _linear(inputs: int, outputs: int) -> nn.Linear:
-    return nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")
+def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+    linear.weight, linear.bias = (nn.Parameter(t.detach().float().cpu().contiguous().clone()) for t in (weight, bias))
+    return linear
 
 
 def _normalise(x: Tensor, shape: TowerShape) -> Tensor:
     return F.layer_norm(x, (shape.width,), eps=shape.epsilon)
-
-
-def _set(linear: nn.Linear, weight: Tensor, bias: Tensor) -> None:
-    linear.weight.copy_(weight)
-    linear.bias.copy_(bias)

@@ -1,4 +1,4 @@
-"""The engines on a real GPU: parity with FP32, ownership, staging, placement, and the canary."""
+"""The engines on a real GPU: parity with FP32, ownership, staging, placement, and the kernel probe."""
 
 from __future__ import annotations
 
@@ -119,10 +119,11 @@ def test_the_description_proves_the_gpu(loaded: tuple[Engine, ModelSpecification
     if seen.kind == "torch":
         assert set(seen.details["parameters_by_device"]) == {"cuda:0"}  # type: ignore[call-overload]
         assert seen.details["cosine_to_fp32"] >= 0.9995  # type: ignore[operator]
-        canary = engine.canary()  # type: ignore[attr-defined]
-        assert canary["kernel_count"] >= 20
-        assert canary["top_kernels"][0]["seconds"] > 0
-        assert engine.describe().details["canary"] == canary
+        assert engine.probe_kernels()
+        probe: Any = engine.kernel_probe
+        assert probe["kernel_count"] >= 20
+        assert probe["top_kernels"][0]["seconds"] > 0
+        assert engine.describe().details["canary"] == probe
     else:
         assert seen.details["nodes_by_provider"]["CUDAExecutionProvider"] > 0  # type: ignore[index]
         assert seen.details["cpu_non_shape_ops"] == []
@@ -149,7 +150,7 @@ def test_what_lies_in_the_staging_is_executed_from_there(
 
 def test_the_engine_tells_how_long_it_executes(loaded: tuple[Engine, ModelSpecification, str]) -> None:
     engine, specification, precision = loaded
-    times_ns = engine.execution_ns(8, 10)  # type: ignore[attr-defined]
+    times_ns = engine.execution_ns(8, 10)
     if times_ns is None:
         assert engine.describe().mode == "session"
         return

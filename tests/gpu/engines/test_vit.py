@@ -7,8 +7,8 @@ import pytest
 import torch
 from open_clip.transformer import VisionTransformer
 
+from servers.engines.torch_device import Enqueue, GraphRunner
 from servers.engines.vit.fused import FusedVisionTower, FusedWeights, Workspace
-from servers.engines.vit.graph_runner import Enqueue, GraphRunner
 from servers.engines.vit.plans import CUBLAS, Plan, Tile
 from servers.engines.vit.tower import LeanVisionTower
 from servers.models.openclip import SPECIFICATION
@@ -34,9 +34,7 @@ def tower() -> LeanVisionTower:
         for parameter in visual.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    return LeanVisionTower.from_open_clip(
-        visual.eval(), SPECIFICATION.preprocessing.mean, SPECIFICATION.preprocessing.std
-    )
+    return LeanVisionTower(visual.eval(), SPECIFICATION.preprocessing)
 
 
 @pytest.fixture(scope="module", params=list(PLANS))
@@ -48,12 +46,12 @@ def runner(request: pytest.FixtureRequest, tower: LeanVisionTower) -> GraphRunne
         return FusedVisionTower(weights, workspace, images, PLANS[request.param]).run
 
     return GraphRunner(
-        build, item=(3, 224, 224), dtype=torch.uint8, width=512, buckets=BUCKETS, device=torch.device("cuda", 0)
+        build, item=(224, 224, 3), dtype=torch.uint8, width=512, buckets=BUCKETS, device=torch.device("cuda", 0)
     )
 
 
 def _images(count: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (count, 3, 224, 224), dtype=np.uint8)
+    return np.random.default_rng(seed).integers(0, 256, (count, 224, 224, 3), dtype=np.uint8)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

@@ -148,8 +148,8 @@ def test_a_tag_whose_file_changed_is_refused_until_it_is_wanted(
     with pytest.raises(WeightsError) as caught:
         ensure_artefact(model, weights, root)
     assert str(caught.value) == (
-        f"the file of tag has SHA-256 {hashes[1]}, and the last export was made from {hashes[0]}; keep that one with "
-        f"--weights tag@{old[0]}@sha256:{hashes[0]}, or take the new one with "
+        f"the file of tag has SHA-256 {hashes[1]}, but the last export was made from {hashes[0]}; "
+        f"keep the old one with --weights tag@{old[0]}@sha256:{hashes[0]}, or take the new one with "
         f"abserve export --force --weights tag@{new[0]}@sha256:{hashes[1]}"
     )
     assert not ensure_artefact(model, parse_weights(f"tag@{old[0]}"), root).made_now
@@ -272,13 +272,17 @@ def test_a_disk_that_fills_up_gives_one_sentence_and_no_half_artefact(tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "resnet"], "error: unknown model 'resnet'; known: openclip_vit_b32, openclip_vit_b32_uint8, "),
+        (
+            ["--model", "resnet"],
+            "error: unknown model 'resnet'; use one of: openclip_vit_b32, openclip_vit_b32_uint8, ",
+        ),
         (["--weights", "random:x"], "error: --weights random:x: the seed must be a whole number"),
         (["--weights", "./none.pt"], "error: --weights ./none.pt: no such file\n"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
     done = run_export([*arguments, "--artefacts", str(tmp_path)])
-    assert done.returncode == 1
+    assert done.returncode == 2
+    assert not list(tmp_path.iterdir())
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1

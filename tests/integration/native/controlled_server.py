@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from servers.contract.tensors import Array, TensorSpec
-from servers.engines.interface import EngineDescription, EngineError
+from servers.engines.interface import Engine, EngineDescription, EngineError
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification, Preprocessing
@@ -44,7 +44,7 @@ SPECIFICATION = ModelSpecification(
 )
 
 
-class ControlledEngine:
+class ControlledEngine(Engine):
     """The null engine behind two gates."""
 
     def __init__(self, folder: Path, settings: EngineSettings) -> None:

@@ -13,7 +13,7 @@ import uvloop
 from uvicorn.server import ServerState
 
 from servers.contract.tensors import Array, TensorSpec
-from servers.engines.interface import EngineDescription
+from servers.engines.interface import Engine, EngineDescription
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification, Preprocessing
@@ -43,7 +43,7 @@ SPECIFICATION = ModelSpecification(
 )
 
 
-class WatchedEngine:
+class WatchedEngine(Engine):
     """The null engine, noting what it was given."""
 
     def __init__(self) -> None:

@@ -126,8 +126,9 @@ def test_a_thread_count_takes_effect(kind: str, specification: ModelSpecificatio
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"precision": "bf16"}, "does not offer bf16 on cpu; use one of: fp32"),
-        ({"mode": "graph"}, "does not offer mode graph"),
+        ({"precision": "tf32"}, "does not offer precision tf32 on cpu; use one of: fp32"),
+        ({"mode": "graph"}, "does not offer mode graph on cpu"),
+        ({"mode": "graf"}, "has no mode 'graf'; did you mean graph"),
         ({"device": "tpu"}, "unknown device 'tpu'; use auto, cpu or cuda:N"),
         ({"device": "cuda:"}, "device"),
     ],
@@ -153,8 +154,9 @@ def test_an_engine_that_is_not_loaded_says_so(
 
 def test_the_factory_refuses_what_it_cannot_build(specification: ModelSpecification) -> None:
     for settings, message in (
-        (EngineSettings(kind="onnxruntime"), "needs an ONNX file; run: abserve export"),
+        (EngineSettings(kind="onnxruntime"), "needs an exported file; run: abserve export --model"),
         (EngineSettings(kind="jax"), "unknown engine 'jax'; use one of: torch, onnxruntime, tensorrt, null"),
+        (EngineSettings(kind="tensorRT"), "unknown engine 'tensorRT'; did you mean tensorrt"),
         (EngineSettings(max_batch_size=0), "at least 1"),
         (EngineSettings(threads=-1), "all cores"),
     ):

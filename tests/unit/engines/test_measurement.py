@@ -99,12 +99,20 @@ def test_the_command_measures_and_writes_everything_down(artefact_dir: Path, tmp
         (["--batches", "1,8", "--max-batch-size", "4"], "--max-batch-size 4 is below 8 of --batches"),
         (["--payload", "bmp"], "unknown payload 'bmp'"),
         (["--weights", "random:x"], "the seed must be a whole number"),
+        (["--weights", "laion2b_s34b_b97k"], "did you mean laion2b_s34b_b79k?"),
+        (["--model", "openclip_vit_b23"], "did you mean openclip_vit_b32?"),
+        (["--payload", "jpeg"], "use openclip_vit_b32_uint8 instead"),
+        (["--engine", "onnx"], "did you mean onnxruntime?"),
+        (["--engine", "onnxruntime", "--precision", "tf32"], "does not offer precision tf32 on cpu"),
+        (["--engine", "tensorrt", "--precision", "fp16"], "does not run on cpu; use --device cuda"),
     ],
 )
-def test_what_cannot_be_measured_is_one_sentence(options: list[str], message: str) -> None:
-    done = CliRunner().invoke(build(), ["engine", "--device", "cpu", *options])
-    assert done.exit_code == 1
+def test_a_mistake_is_one_sentence_before_anything_is_written(options: list[str], message: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(build(), ["engine", "--device", "cpu", "--artefacts", str(tmp_path), *options])
+    assert done.exit_code == 2
     assert message in done.output
+    assert done.output.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

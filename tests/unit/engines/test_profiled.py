@@ -18,10 +18,11 @@ class ProfilingEngine(NullEngine):
         self.calls = 0
         self._failure = failure
 
-    def canary(self) -> None:
+    def probe_kernels(self) -> bool:
         self.calls += 1
         if self._failure is not None:
             raise self._failure
+        return True
 
     def describe(self) -> EngineDescription:
         return EngineDescription("null", "1", "fp32", "eager", "cpu", 1, 32, "none", {"canary": self.calls})

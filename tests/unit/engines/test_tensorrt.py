@@ -37,23 +37,23 @@ def test_without_tensorrt_the_remedy_is_named(specification: ModelSpecification,
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "eager"}, "knows only the mode graph"),
-        ({"precision": "bf16"}, "does not offer bf16; use one of: fp16, fp32, tf32"),
+        ({"mode": "eager"}, "has no mode 'eager'; use one of: auto, graph"),
+        ({"precision": "bf16"}, "has no precision 'bf16'; did you mean"),
+        ({"precision": "fp16", "device": "cpu"}, "no TensorRT plan at missing.plan"),
         ({"precision": "fp16"}, "no TensorRT plan at missing.plan; run: abserve export --to tensorrt"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
     settings: dict[str, Any], message: str, specification: ModelSpecification, tmp_path: Path
 ) -> None:
-    engine = build_engine(
-        specification, WEIGHTS, EngineSettings(kind="tensorrt", **settings), tmp_path / "missing.plan"
-    )
     with pytest.raises(EngineError, match=message):
-        engine.load()
+        build_engine(
+            specification, WEIGHTS, EngineSettings(kind="tensorrt", **settings), tmp_path / "missing.plan"
+        ).load()
 
 
 def test_a_plan_must_be_given(specification: ModelSpecification) -> None:
-    with pytest.raises(EngineError, match="needs a plan; run: abserve export --to tensorrt"):
+    with pytest.raises(EngineError, match="needs an exported file; run: abserve export --to tensorrt"):
         build_engine(specification, WEIGHTS, EngineSettings(kind="tensorrt"), None)
 
 

@@ -12,8 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from servers.engines import torch_towers
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
-from servers.engines.settings import EngineSettings
-from servers.engines.torch import MODES
+from servers.engines.settings import KINDS, EngineSettings
 from servers.engines.torch_towers import APIS, OWN_MODULE, own_tower, to_torchscript
 from servers.export.parity import corpus_pixels
 from servers.models.preprocessing import normalise
@@ -83,7 +82,7 @@ def test_the_description_names_mode_and_api(loaded: Loaded) -> None:
 def test_another_mode_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(EngineError, match="mode compile on cpu; use one of: auto, eager, traced, scripted"):
         engine_of("compile", "fp32").load()
-    assert [modes[0] for modes in MODES.values()] == ["eager", "graph"]  # what auto takes
+    assert [modes[0] for modes in KINDS["torch"].modes.values()] == ["eager", "graph"]  # what auto takes
 
 
 class _Embedding(torch.nn.Module):
@@ -148,9 +147,9 @@ def executed(module: torch.nn.Module, rows: int) -> set[str]:
 @pytest.mark.parametrize("mode", APIS)
 def test_after_load_no_batch_size_is_left_to_compile(mode: str) -> None:
     """The first call at any size runs the fused function, which load has compiled."""
-    script = to_torchscript(_Pointwise().eval(), mode, rows_of, 32, title="it")
+    script, _ = to_torchscript(_Pointwise().eval(), mode, rows_of, 32, title="it")
     for rows in (7, 1, 2, 32, 5):
-        names = executed(script.module, rows)
+        names = executed(script, rows)
         assert "fused_mul_add_gelu_div" in names
         assert not {"aten::mul", "aten::gelu"} & names
         if rows > 1:
@@ -160,17 +159,17 @@ def test_after_load_no_batch_size_is_left_to_compile(mode: str) -> None:
 @pytest.mark.parametrize("mode", APIS)
 def test_one_image_at_a_time_is_optimised_at_load_too(mode: str) -> None:
     """torch keeps no plan before a function's second call, and raises here."""
-    script = to_torchscript(_Pointwise().eval(), mode, rows_of, 1, title="it")
-    assert len(script.module.get_debug_state().execution_plans) == 1  # type: ignore[operator]
+    script, _ = to_torchscript(_Pointwise().eval(), mode, rows_of, 1, title="it")
+    assert len(script.get_debug_state().execution_plans) == 1  # type: ignore[operator]
 
 
 def test_a_fuser_that_fails_is_left_out_and_the_description_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_towers, "FUSED", [("NO SUCH KIND", 1)])
-    script = to_torchscript(_Pointwise().eval(), "traced", rows_of, 8, title="it")
-    assert script.kernels.startswith("torch.jit.trace of it, without its fuser, which failed: ")
-    assert "\n" not in script.kernels
+    script, kernels = to_torchscript(_Pointwise().eval(), "traced", rows_of, 8, title="it")
+    assert kernels.startswith("torch.jit.trace of it, without its fuser, which failed: ")
+    assert "\n" not in kernels
     with torch.no_grad():
-        torch.testing.assert_close(script.module(rows_of(5)), _Pointwise()(rows_of(5)))
+        torch.testing.assert_close(script(rows_of(5)), _Pointwise()(rows_of(5)))
 
 
 class _ScaledByRows(torch.nn.Module):
@@ -197,7 +196,7 @@ class _Untyped(torch.nn.Module):
 @pytest.mark.parametrize(
     ("module", "mode", "message"),
     [
-        (_ScaledByRows(), "traced", "does not compute the model: .* off the module's own, more than 0.001"),
+        (_ScaledByRows(), "traced", "does not compute the model: .*, more than 0.001"),
         (_ReshapedByRows(), "traced", r"failed: .*shape '\[2, 4, 10\]' is invalid"),
         (_Untyped(), "scripted", "torch.jit.script of it failed: "),
     ],
@@ -211,6 +210,6 @@ def test_what_torchscript_does_not_compute_is_refused(module: torch.nn.Module, m
 
 def test_a_size_that_the_trace_does_not_bake_in_is_free() -> None:
     """The scripted form of what a trace gets wrong."""
-    script = to_torchscript(_ScaledByRows().eval(), "scripted", rows_of, 8, title="it")
+    script, _ = to_torchscript(_ScaledByRows().eval(), "scripted", rows_of, 8, title="it")
     with torch.no_grad():
-        torch.testing.assert_close(script.module(rows_of(5)), rows_of(5) * 5)
+        torch.testing.assert_close(script(rows_of(5)), rows_of(5) * 5)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from servers.models.openclip import ARCHITECTURE, VIT_B_32, load_image_tower
+from servers.models.openclip import ARCHITECTURE, DIMENSIONS, MLP_RATIO, load_image_tower
 from servers.models.registry import UnknownModelError, get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import CheckpointWeights, PretrainedWeights, RandomWeights, WeightsError, parse_weights
@@ -51,11 +51,12 @@ def test_the_flops_are_those_that_torch_counts(specification: ModelSpecification
 def test_the_dimensions_are_those_of_open_clips_configuration() -> None:
     config = open_clip.get_model_config(ARCHITECTURE)
     vision = open_clip.CLIPVisionCfg(**config["vision_cfg"])
-    assert (vision.image_size, vision.patch_size, vision.width, vision.layers) == (224, 32, 768, 12)
-    assert (VIT_B_32.image_size, VIT_B_32.patch_size, VIT_B_32.width, VIT_B_32.layers) == (224, 32, 768, 12)
-    assert VIT_B_32.heads == vision.width // vision.head_width
-    assert VIT_B_32.mlp_ratio == vision.mlp_ratio
-    assert VIT_B_32.embedding == config["embed_dim"]
+    assert vision.mlp_ratio == MLP_RATIO
+    assert {
+        **{name: getattr(vision, name) for name in ("image_size", "patch_size", "width", "layers")},
+        "heads": vision.width // vision.head_width,
+        "output_dim": config["embed_dim"],
+    } == DIMENSIONS
 
 
 def test_random_weights_depend_on_the_seed_alone_and_leave_the_global_generator() -> None:
@@ -140,7 +141,7 @@ def write_list(path: Path, state: dict[str, torch.Tensor]) -> None:
         (write_missing, "lacks 1 tensors, proj"),
         (write_unknown, "the unknown 1 tensors, extra"),
         (write_shape, "another shape for 1 tensors, proj"),
-        (write_list, "holds no state dict"),
+        (write_list, "has no state dict"),
     ],
 )
 def test_an_unfit_checkpoint_is_refused_in_one_sentence(
@@ -161,9 +162,11 @@ def test_a_safetensors_file_that_is_none_is_refused(tmp_path: Path) -> None:
         load_image_tower(CheckpointWeights(path))
 
 
-def test_an_unknown_tag_names_the_known_ones() -> None:
-    with pytest.raises(WeightsError, match="known: openai, "):
+def test_an_unknown_tag_names_the_closest_or_all() -> None:
+    with pytest.raises(WeightsError, match="use one of: openai, "):
         load_image_tower(PretrainedWeights("no-such-tag"))
+    with pytest.raises(WeightsError, match="did you mean openai"):
+        load_image_tower(PretrainedWeights("openia"))
 
 
 def test_every_tag_of_open_clip_was_trained_with_our_preprocessing(specification: ModelSpecification) -> None:
@@ -174,6 +177,6 @@ def test_every_tag_of_open_clip_was_trained_with_our_preprocessing(specification
         assert found == (preprocessing.mean, preprocessing.std, preprocessing.interpolation, "shortest"), tag
 
 
-def test_an_unknown_model_names_the_known_ones() -> None:
-    with pytest.raises(UnknownModelError, match="known: openclip_vit_b32"):
+def test_an_unknown_model_names_known_ones() -> None:
+    with pytest.raises(UnknownModelError, match="use one of: openclip_vit_b32, "):
         get_specification("resnet")

@@ -41,7 +41,7 @@ def test_variants_are_found_from_each_other_and_from_a_list() -> None:
     assert get_variants("openclip_vit_b32_jpeg", "") == (jpeg,)
     names = [s.name for s in get_variants("openclip_vit_b32", " jpeg, fp32,jpeg")]
     assert names == ["openclip_vit_b32_jpeg", "openclip_vit_b32"]
-    with pytest.raises(UnknownModelError, match="unknown payload 'png'; known: fp32, uint8, jpeg"):
+    with pytest.raises(UnknownModelError, match="unknown payload 'png'; use one of: fp32, uint8, jpeg"):
         get_variants("openclip_vit_b32", "fp32,png")
 
 

@@ -74,7 +74,7 @@ def test_a_revision_is_loaded_whatever_the_hub_has_now(hub: dict[str, tuple[Path
     assert source == PretrainedWeights(TAG, OLD, hub[OLD][1])
     assert loaded(source) == 1.0
     assert loaded(parse_weights(TAG)) == 2.0
-    with pytest.raises(WeightsError, match=f"--weights {TAG}: revision {'d' * 40} could not be had"):
+    with pytest.raises(WeightsError, match=f"--weights {TAG}: the download of revision {'d' * 40} failed"):
         loaded(PretrainedWeights(TAG, "d" * 40))
 
 
@@ -85,7 +85,7 @@ def test_a_file_that_changed_behind_its_pin_is_refused(
     other = write_checkpoint(hub[NEW][0], 3.0, shapes)
     with pytest.raises(WeightsError) as caught:
         load_image_tower(source)
-    assert str(caught.value) == f"--weights {TAG}: the file has SHA-256 {other}, and {hub[NEW][1]} was asked for"
+    assert str(caught.value) == f"--weights {TAG}: the file has SHA-256 {other}, but the pin requires {hub[NEW][1]}"
     assert loaded(parse_weights(TAG)) == 3.0, "without a pin it is loaded"
 
 
@@ -96,10 +96,12 @@ def test_a_checkpoint_is_pinned_and_refused_alike(tmp_path: Path, shapes: dict[s
     assert source == CheckpointWeights(path, sha256) == parse_weights(f"{path}@sha256:{sha256}")
     assert source.label == f"checkpoint mine.pt, SHA-256 {sha256}"
     assert loaded(source) == 1.0
-    with pytest.raises(WeightsError, match=f"--weights mine.pt: the file has SHA-256 {sha256}, and {HASH} was asked"):
+    with pytest.raises(
+        WeightsError, match=f"--weights mine.pt: the file has SHA-256 {sha256}, but the pin requires {HASH}"
+    ):
         load_image_tower(parse_weights(f"{path}@sha256:{HASH}"))
     path.unlink()
-    with pytest.raises(WeightsError, match=r"^mine\.pt: the file cannot be read \(No such file or directory\)$"):
+    with pytest.raises(WeightsError, match=r"^mine\.pt: cannot read the file \(No such file or directory\)$"):
         pin(CheckpointWeights(path), None)
 
 
@@ -118,9 +120,9 @@ def test_a_server_is_launched_with_the_pin(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"{TAG}@main", "behind @ stands a commit of 40 hexadecimal digits, or sha256: and 64 of them"),
-        (f"{TAG}@sha256:12", "behind @ stands a commit"),
-        (f"{TAG}@sha256:{HASH}@{OLD}", "behind @ stands a commit"),
+        (f"{TAG}@main", "after @ give a commit of 40 hexadecimal digits, or sha256: and 64"),
+        (f"{TAG}@sha256:12", "after @ give a commit"),
+        (f"{TAG}@sha256:{HASH}@{OLD}", "after @ give a commit"),
         (f"random:0@sha256:{HASH}", "the seed must be a whole number"),
         (f"@{OLD}", "--weights is empty"),
         (f"{__file__}@{OLD}", "a file has no revision"),
@@ -141,5 +143,5 @@ def test_a_tag_that_is_on_no_hub_has_no_revision(monkeypatch: pytest.MonkeyPatch
 
     config = {"url": "https://example.org/a.pt"}
     monkeypatch.setattr(open_clip.pretrained, "get_pretrained_cfg", lambda *_: config)
-    with pytest.raises(WeightsError, match="on no hub and has no revisions; pin it with @sha256:"):
+    with pytest.raises(WeightsError, match="not on a hub and has no revisions; pin it with @sha256:"):
         find_pretrained(PretrainedWeights("elsewhere", OLD))

@@ -13,14 +13,19 @@ import pytest
 from PIL import Image
 
 from servers.models.corpus import jpeg_paths
-from servers.models.preprocessing import ImageError, decode_jpeg, normalise, preprocess, resize_and_crop
-from servers.models.specification import ModelSpecification
+from servers.models.preprocessing import Float32Array, ImageError, decode_jpeg, normalise, resize_and_crop
+from servers.models.specification import ModelSpecification, Preprocessing
 
 
 def jpeg(image: Image.Image, **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", **options)
     return buffer.getvalue()
+
+
+def preprocess(data: bytes, preprocessing: Preprocessing) -> Float32Array:
+    """All three steps for one image: JPEG bytes → float32 (3, size, size)."""
+    return normalise(resize_and_crop(decode_jpeg(data), preprocessing)[np.newaxis], preprocessing)[0]
 
 
 def gradient(width: int, height: int) -> Image.Image:

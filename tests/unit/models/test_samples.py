@@ -13,7 +13,7 @@ import pytest
 
 from servers.models.atomic_folder import FolderError, atomic_folder
 from servers.models.corpus import credits_text, jpeg_paths
-from servers.models.preprocessing import normalise, preprocess
+from servers.models.preprocessing import decode_jpeg, normalise, resize_and_crop
 from servers.models.samples import write_samples
 from servers.models.specification import ModelSpecification
 
@@ -32,8 +32,8 @@ def test_the_three_forms_hold_the_same_pictures(folder: Path, specification: Mod
     assert (uint8.dtype, uint8.shape) == (np.uint8, (len(jpeg_paths()), 224, 224, 3))
     np.testing.assert_array_equal(normalise(uint8, specification.preprocessing), fp32)
     for index in range(len(fp32)):
-        data = (folder / "jpeg" / f"{index:02d}.jpg").read_bytes()
-        np.testing.assert_array_equal(preprocess(data, specification.preprocessing), fp32[index])
+        decoded = decode_jpeg((folder / "jpeg" / f"{index:02d}.jpg").read_bytes())
+        np.testing.assert_array_equal(resize_and_crop(decoded, specification.preprocessing), uint8[index])
 
 
 def test_the_manifest_describes_every_file(folder: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from servers.contract.tensors import Array
-from servers.engines.interface import EngineDescription, EngineError
+from servers.engines.interface import Engine, EngineDescription, EngineError
 from servers.models.corpus import jpeg_paths
 from servers.models.image_decoder import DecodingSettings, ImageDecoder
 from servers.models.preprocessing import ImageError, decode_jpeg, resize_and_crop
@@ -18,7 +18,7 @@ from servers.models.specification import ModelSpecification
 from servers.triton.batch_executor import BatchExecutor
 
 
-class Recorder:
+class Recorder(Engine):
     """An engine that answers each row's first 512 values, and keeps what it was given."""
 
     def __init__(self) -> None:

@@ -21,9 +21,17 @@ from servers.engines.interface import EngineDescription
 from servers.engines.measurement import BatchMeasurement
 from servers.engines.null import NullEngine
 from servers.engines.profiling import profile as profile_module
-from servers.engines.profiling.names import CATEGORIES, kernel_category
-from servers.engines.profiling.profile import EngineProfile, Launch, ProfileError, Total, profile_engine, summarised
-from servers.engines.profiling.table import show_profile
+from servers.engines.profiling.names import CATEGORIES
+from servers.engines.profiling.profile import (
+    EngineProfile,
+    Launch,
+    Part,
+    ProfileError,
+    Total,
+    profile_engine,
+    show_profile,
+    summarised,
+)
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
@@ -89,11 +97,9 @@ def test_the_null_engine_has_nothing_to_profile(specification: ModelSpecificatio
     engine = build_engine(specification, RandomWeights(0), EngineSettings("null"))
     engine.load()
     profile = profile_engine(engine, specification, [MEASURED])
-    assert profile.as_document() == {
-        "profile": [],
-        "profile_missing": "the null engine executes no model: there is nothing to profile",
-    }
-    assert shown(profile) == "no profile: the null engine executes no model: there is nothing to profile\n"
+    reason = "there is no profiler for the null engine on a CPU"
+    assert profile.as_document() == {"profile": [], "profile_missing": reason}
+    assert shown(profile) == f"no profile: {reason}\n"
 
 
 class GraphEngine(NullEngine):
@@ -162,14 +168,10 @@ def test_each_batch_gets_the_launches_of_its_own_executions(
 def test_no_figure_is_cut_on_a_narrow_terminal() -> None:
     batches = [
         summarised(
-            {"cutlass_80_tensorop_f16_s16816gemm_relu_f16_64x64_64x6_tn_align8": Total(20, 4e7)},
-            5e7,
-            batch=batch,
-            executions=20,
-            with_copies=False,
+            Part({"cutlass_80_tensorop_f16_s16816gemm_relu_f16_64x64_64x6_tn_align8": Total(20, 4e7)}, 5e7),
+            batch,
             measured_us=2222.2,
-            idle_name="idle between kernels",
-            category_of=kernel_category,
+            on_device=True,
         )
         for batch in (1, 2, 4, 8, 16, 32, 64, 128)
     ]

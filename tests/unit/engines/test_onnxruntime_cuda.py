@@ -14,14 +14,14 @@ from onnx import TensorProto, helper
 
 from servers.contract.tensors import TensorSpec
 from servers.engines.interface import EngineError
-from servers.engines.onnxruntime import (
+from servers.engines.onnxruntime_cuda import (
     RECORD_PLACEMENT,
+    GraphExecution,
     NodePlacement,
     assert_on_gpu,
     measure_cpu_time_ratio,
     read_placement,
 )
-from servers.engines.onnxruntime_graphs import GraphExecution
 
 INPUT = TensorSpec("x", "FP32", (-1, 3))
 OUTPUT = TensorSpec("y", "FP32", (-1, 3))
