@@ -12,7 +12,7 @@ from pathlib import Path
 
 import loadgen.report.document as doc
 from loadgen.comparison.comparisons import leading_comparisons
-from loadgen.experiment.combinations import Combination
+from loadgen.experiment.plan import Combination
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.sections.comparisons import against_baseline, comparison_cells, comparison_columns

@@ -94,6 +94,13 @@ class EmbeddedDeployment:
         except ProcessError as exc:
             raise DeploymentError(str(exc)) from exc
 
+    def check(self) -> None:
+        """Plan a launch and start nothing. Raises `DeploymentError` for options that the server refuses."""
+        try:
+            self._make_plan()
+        finally:
+            self.stop()
+
     def wait_ready(self, model: str, timeout_s: float) -> StartTimes:
         """Poll until the model can be asked."""
         if self._process is None:

@@ -58,7 +58,7 @@ def test_help_names_every_command_that_is_not_hidden() -> None:
     [
         (("comparee",), 2, "No such command 'comparee'. Did you mean 'compare'?"),
         (("compare", "--concurency", "4"), 2, "No such option: --concurency (Possible options: --concurrency)"),
-        (("diff", "no-such-run", "other"), 2, "abserve diff: there is no no-such-run; give a folder that"),
+        (("diff", "no-such-run", "other"), 2, "there is no no-such-run; give a folder that"),
         (("engine", "--seconds", "-1"), 2, "Input should be greater than or equal to 0.01"),
         (("engine", "--json", "/proc/none/x.json"), 1, "--json /proc/none/x.json: give the path of a file in a folder"),
         (("export", "--precision", "int8"), 1, "there is no file in precision 'int8'; use one of: fp32, fp16"),

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import loadgen.report.document as doc
-from loadgen.experiment.combinations import Combination
+from loadgen.experiment.plan import Combination
 from loadgen.report import contents
 from loadgen.report.contents import result_document
 from loadgen.report.files import formats
