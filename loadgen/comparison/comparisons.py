@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from loadgen.comparison.pairs import Latencies, PairedMetric, leading_metric, pair_metrics
 from loadgen.comparison.summaries import BlockSummary
+from loadgen.quantities import inverse
 from loadgen.records.run import Experiment, Label, Pairing, Record
 from loadgen.statistics.anytime import estimate_anytime
 from loadgen.statistics.ratios import (
@@ -125,6 +126,29 @@ class Comparison(Record, frozen=True, kw_only=True):
 def winner_of(outcome: Outcome, pairing: Pairing) -> Label | None:
     """The arm that a verdict names as the better one, if any."""
     return {"arm_better": pairing.arm, "baseline_better": pairing.baseline}.get(outcome)
+
+
+class Advantage(NamedTuple):
+    """One comparison as people read it: from the arm that measured better, so that the factor is never below 1."""
+
+    better: Label | None
+    """The arm that measured better, whether or not the verdict names it; None where both measured the same."""
+    factor: float
+    """How many times better: 1.69 is "serves 1.69× the images/s", of a latency "is 1.69× lower". At least 1."""
+    ci95: tuple[float, float] | None
+    """Of the factor. Its low end is below 1 where the interval of the ratio includes 1."""
+
+
+def advantage(comparison: Comparison) -> Advantage | None:
+    """The better arm and its factor, for display; None without a ratio. Stored ratios stay arm ÷ baseline."""
+    if comparison.ratio is None:
+        return None
+    if comparison.ratio == 1.0:
+        return Advantage(None, 1.0, comparison.ci95)
+    better = comparison.arm if (comparison.ratio > 1.0) == comparison.higher_is_better else comparison.baseline
+    if comparison.ratio > 1.0:
+        return Advantage(better, comparison.ratio, comparison.ci95)
+    return Advantage(better, 1.0 / comparison.ratio, inverse(comparison.ci95))
 
 
 def compare_all(
