@@ -108,7 +108,9 @@ def check_servers(experiments: Sequence[Experiment]) -> None:
                 try:
                     deployment.check()
                 except DeploymentError as exc:
-                    raise PlanError(f"{option_of(arm.label)} {arm.target}: {exc}") from exc
+                    reason = str(exc).removeprefix(f"serve {arm.target} cannot be launched: ")
+                    reason = reason.removeprefix(f"abserve serve {arm.target}: ")
+                    raise PlanError(f"{option_of(arm.label)} {arm.target}: {reason}") from exc
 
 
 def check_out(out: Path | None) -> None:

@@ -49,8 +49,8 @@ def test_a_row_a_scenario_with_its_interval_on_the_better_arms_side(result: Resu
         style = style_of(row[-1])
         if style == "arm-1":
             assert strip.low > 0
-        if style == "arm-0":  # a cold start: less is better, so the ratio is above 1 and A's side is left
-            assert text_of(row[5]).startswith("1.8")
+        if style == "arm-0":  # a cold start: less is better, and A's side is left
+            assert text_of(row[5]).startswith("A 1.8")
             assert strip.high < 0
         styles.add(style)
     assert styles == {"arm-0", "arm-1"}
