@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,9 +23,11 @@ from loadgen.experiment.plan import (
     plan_combinations,
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, ExperimentSettings
-from loadgen.records.run import Experiment, option_of
+from loadgen.records.run import ArmRequest, Experiment, Transport, option_of
 from loadgen.result.thresholds import plan_conditions
 from loadgen.studies.ceiling.plan import has_own_engines
+from loadgen.transport.grpc import parse_grpc_address
+from loadgen.transport.requests import Address, AddressError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     """What to run. Raises `PlanError` for options that contradict each other or cannot be measured."""
     arms = tuple(make_arm(label, arm) for label, arm in settings.arms.items())
     combinations = plan_combinations(arms, settings)
+    for arm, combination in product(arms, combinations):
+        check_reachable(arm, combination.transport)
     check_stack(settings, arms, combinations)
     cells = make_cells(settings, measurable_scenarios(settings, arms), gpu=expects_gpu(*arms))
     has_load = any(cell.has_blocks for cell in cells)
@@ -85,6 +90,23 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         )
 
     return ExperimentPlan(tuple((one, experiment(one)) for one in combinations), is_matrix)
+
+
+def check_reachable(arm: ArmRequest, transport: Transport) -> None:
+    """Raises `PlanError` for a URL that is malformed or does not offer the transport."""
+    if arm.embedded:
+        return
+    option = option_of(arm.label)
+    try:
+        address = Address.parse(arm.target)
+        if arm.grpc is not None:
+            parse_grpc_address(arm.grpc)
+    except AddressError as exc:
+        raise PlanError(f"{option}: {exc}") from None
+    if transport == "grpc" and arm.grpc is None:
+        raise PlanError(f"{option} {arm.target} has no gRPC address; add {option_of(arm.label, 'grpc')} HOST:PORT")
+    if transport == "shm" and not address.is_local:
+        raise PlanError(f"{option} {arm.target} is on another machine, which shares no memory; use --transport http")
 
 
 def check_servers(experiments: Sequence[Experiment]) -> None:

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -19,9 +20,6 @@ from loadgen.experiment.settings import DEFAULT_SCENARIOS, DEFAULT_WEIGHTS, ArmS
 from loadgen.records.payloads import PAYLOADS, implied_payload
 from loadgen.records.run import EMBEDDED, ArmRequest, Cell, Label, Scenario, Transport, option_of
 from loadgen.statistics.early_stopping import queries_needed
-from loadgen.transport.grpc import parse_grpc_address
-from loadgen.transport.requests import Address, AddressError
-from loadgen.transport.transports import TRANSPORTS
 
 GPU_WINDOW_S = 11.0
 GPU_REQUESTS = 110
@@ -127,30 +125,12 @@ class Combination:
 def plan_combinations(arms: Sequence[ArmRequest], settings: ExperimentSettings) -> tuple[Combination, ...]:
     """Every transport with every payload, in the order given; all of them in a matrix. Raises `PlanError` for what an
     arm cannot be asked."""
-    transports = settings.transport or (TRANSPORTS if settings.matrix else ("http",))
+    transports: tuple[Transport, ...] = settings.transport or (get_args(Transport) if settings.matrix else ("http",))
     payloads = settings.payload or (PAYLOADS if settings.matrix else (implied_payload(settings.model),))
     for arm in arms:
         if arm.payload is not None and len(payloads) > 1:
             raise PlanError(f"{option_of(arm.label, 'payload')} contradicts several payloads; give one --payload")
-        for transport in transports:
-            _check_reachable(arm, transport)
     return tuple(Combination(transport, payload) for transport, payload in product(transports, payloads))
-
-
-def _check_reachable(arm: ArmRequest, transport: Transport) -> None:
-    if arm.embedded:
-        return
-    option = option_of(arm.label)
-    try:
-        address = Address.parse(arm.target)
-        if arm.grpc is not None:
-            parse_grpc_address(arm.grpc)
-    except AddressError as exc:
-        raise PlanError(f"{option}: {exc}") from None
-    if transport == "grpc" and arm.grpc is None:
-        raise PlanError(f"{option} {arm.target} has no gRPC address; add {option_of(arm.label, 'grpc')} HOST:PORT")
-    if transport == "shm" and not address.is_local:
-        raise PlanError(f"{option} {arm.target} is on another machine, which shares no memory; use --transport http")
 
 
 def measurable_scenarios(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> tuple[Scenario, ...]:

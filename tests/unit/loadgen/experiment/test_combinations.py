@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
+from loadgen.cli.assembly import check_reachable
 from loadgen.experiment.plan import PlanError, plan_combinations
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.payloads import base_name, implied_payload, variant_name
@@ -20,6 +23,8 @@ def plan(transports=None, payloads=None, *, a=None, b=None, others=(), model=MOD
     arms = [a or arm(), b or arm("b", "triton"), *others]
     asked = {"model": model, "transport": transports, "payload": payloads, "matrix": matrix}
     found = plan_combinations(arms, ExperimentSettings.model_validate(asked))
+    for one, combination in product(arms, found):
+        check_reachable(one, combination.transport)
     return [combination.folder for combination in found]
 
 
