@@ -89,6 +89,8 @@ def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
             raise PlanError(
                 f"{option_of(label, 'option')} has no effect on {target}, because abserve does not start that server"
             )
+    elif port := next((name for name in options if name.endswith("-port")), None):
+        raise PlanError(f"{option_of(label, 'option')} {port} has no effect, because abserve chooses free ports")
     elif arm.grpc is not None:
         raise PlanError(f"{option_of(label, 'grpc')} has no effect on {target}, because abserve chooses its address")
     return ArmRequest(label=label, target=target, settings=options, payload=arm.payload, grpc=arm.grpc)

@@ -109,14 +109,14 @@ Value = str | int | float | bool | None | Cell | Strip
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A `name` stays on one line, a `number` is aligned right, a `text` may wrap.
+    """A `name` stays on one line, a `number` is aligned right, a `text` may wrap, a `drawn` one holds strips.
 
     `short` is the heading on a terminal. A page hides a `roomy` column on a narrow screen and shows a `below` column
     under its row.
     """
 
     title: str
-    kind: Literal["name", "number", "text"] = "name"
+    kind: Literal["name", "number", "text", "drawn"] = "name"
     short: str = ""
     roomy: bool = False
     below: bool = False
@@ -232,7 +232,7 @@ class Chapter:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """`about` and `started_at` are shown at the top of a page; JUnit stores `started_at`, too."""
+    """`about` is shown at the top of a page; JUnit stores `started_at`."""
 
     title: str
     chapters: tuple[Chapter, ...]

@@ -114,6 +114,7 @@ MISTAKES = [
     ("compare --payload unit8", "--payload: unknown value unit8; did you mean uint8?"),
     ("compare --a natve", "--a: unknown server natve; did you mean native, or give a URL"),
     ("compare --a-option max-queue-delay-us", "write it as KEY=VALUE"),
+    ("compare --a-option http-port=8000", "abserve chooses free ports"),
     ("compare --rounds many", "'--rounds': Input should be a valid integer"),
     ("compare --minutes 3 --rounds 3", "give one of them"),
     ("compare --scenarios open", "--rates 20,50"),

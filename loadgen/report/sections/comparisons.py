@@ -70,17 +70,17 @@ def better_of(pairing: Pairing, value: float | None, ci95: Interval | None, high
 
 
 def comparison_columns(result: Result, *, roomy: bool = False) -> tuple[doc.Column, ...]:
-    """With two arms a column for each, with more a row for each but the baseline. `roomy`: a narrow screen leaves out
-    the columns that the verdict does not need."""
+    """With two arms a column for each, with more a row for each but the baseline. A narrow screen leaves out what the
+    verdict does not need; `roomy`: the metric, too."""
     base, *others = map(shown, result.experiment.labels)
-    values = [doc.Column(others[0], "number", roomy=roomy)]
+    values = [doc.Column(others[0], "number", roomy=True)]
     if several(result):
-        values = [doc.Column("arm"), doc.Column("its value", "number", "value", roomy=roomy)]
+        values = [doc.Column("arm"), doc.Column("its value", "number", "value", roomy=True)]
     return (
         *doc.names("scenario"),
         doc.Column("metric", roomy=roomy),
-        doc.Column("unit", roomy=roomy, on=doc.PAGES),
-        doc.Column(base, "number", roomy=roomy),
+        doc.Column("unit", roomy=True, on=doc.PAGES),
+        doc.Column(base, "number", roomy=True),
         *values,
         *BETTER,
         *doc.names("verdict"),
@@ -125,7 +125,7 @@ def comparisons(result: Result) -> doc.Section | None:
         (*comparison_cells(result, one), str(one.pairs), share(one.minimal_detectable_effect))
         for one in against_baseline(result)
     ]
-    counted = (doc.Column("pairs", "number", on=doc.PAGES), doc.Column("detectable", "number", on=doc.PAGES))
+    counted = [doc.Column(name, "number", roomy=True, on=doc.PAGES) for name in ("pairs", "detectable")]
     if made:
         notes = [
             doc.Text(

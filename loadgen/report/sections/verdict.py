@@ -116,7 +116,7 @@ def overview(result: Result) -> doc.Section | None:
     *columns, verdict_column = comparison_columns(result, roomy=True)
     base, arm = base_and_arm(result)
     edge = f"{math.exp(span):.2f}×"
-    drawn = doc.Column(f"{base} {edge} ← 1 → {arm.removeprefix('the ')} {edge}")
+    drawn = doc.Column(f"{base} {edge} ← 1 → {arm.removeprefix('the ')} {edge}", "drawn")
     note = (
         f"The leading metric of each scenario. Left of the line {base} is better, right of it {arm}; an interval "
         f"inside the shaded band (±{share(margin)}) is no meaningful difference."
