@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -10,55 +11,31 @@ import typer
 
 from loadgen.cli.json_output import fail, write_json
 from loadgen.experiment.plan import unknown
+from loadgen.experiment.settings import LOAD, MEASUREMENT, OUTPUT
 from loadgen.records.payloads import PAYLOADS
 from loadgen.transport.transports import TRANSPORTS
 
 EXIT_FAILED = 1
-_LOAD = "Load"
+_LOAD, _MEASUREMENT, _OUTPUT = (partial(typer.Option, rich_help_panel=one) for one in (LOAD, MEASUREMENT, OUTPUT))
 T = TypeVar("T", bound=str)
 
 
 def calibrate(
-    transports: Annotated[
-        str, typer.Option(metavar="LIST", help="Transports to measure.", rich_help_panel=_LOAD)
-    ] = ",".join(TRANSPORTS),
-    payloads: Annotated[
-        str, typer.Option(metavar="LIST", help="Payloads to measure.", rich_help_panel=_LOAD)
-    ] = ",".join(PAYLOADS),
+    transports: Annotated[str, _LOAD(metavar="LIST", help="Transports to measure.")] = ",".join(TRANSPORTS),
+    payloads: Annotated[str, _LOAD(metavar="LIST", help="Payloads to measure.")] = ",".join(PAYLOADS),
     batch_sizes: Annotated[
-        str,
-        typer.Option(metavar="LIST", help="Batch sizes to measure; others are interpolated.", rich_help_panel=_LOAD),
+        str, _LOAD(metavar="LIST", help="Batch sizes to measure; others are interpolated.")
     ] = "1,32",
-    concurrency: Annotated[
-        int, typer.Option(min=1, max=1000, metavar="N", help="Users at batch size 1.", rich_help_panel=_LOAD)
-    ] = 16,
+    concurrency: Annotated[int, _LOAD(min=1, max=1000, metavar="N", help="Users at batch size 1.")] = 16,
     seconds: Annotated[
-        float,
-        typer.Option(
-            min=0.05,
-            max=600.0,
-            metavar="NUMBER",
-            help="Seconds per measurement of the ceiling.",
-            rich_help_panel="Measurement",
-        ),
+        float, _MEASUREMENT(min=0.05, max=600.0, metavar="NUMBER", help="Seconds per measurement of the ceiling.")
     ] = 2.0,
     quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help="Take a tenth of the time and the smallest batch size only, for rough figures.",
-            rich_help_panel="Measurement",
-        ),
+        bool, _MEASUREMENT("--quick", help="Take a tenth of the time and the smallest batch size, for rough figures.")
     ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Store the calibration here, not in the cache.", rich_help_panel="Output"),
-    ] = None,
+    out: Annotated[Path | None, _OUTPUT(metavar="FILE", help="Store the calibration here, not in the cache.")] = None,
     json_file: Annotated[
-        str | None,
-        typer.Option(
-            "--json", metavar="FILE", help="Also write it as JSON; - is standard output.", rich_help_panel="Output"
-        ),
+        str | None, _OUTPUT("--json", metavar="FILE", help="Also write it as JSON; - is standard output.")
     ] = None,
 ) -> None:
     """Measure the load generator against a server that does nothing: its ceiling, timing error and CPU per request.

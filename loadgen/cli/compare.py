@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
     from loadgen.result.result_file import Result
 
 EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_THRESHOLD, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+_OUTPUT = partial(typer.Option, rich_help_panel=OUTPUT)
+OUT: dict[str, Any] = {"metavar": "DIR", "help": "Folder for the results (default: results/TIME-MODEL)."}
 _SEVERITY = (EXIT_VALID, EXIT_THRESHOLD, EXIT_INVALID, EXIT_USAGE, EXIT_INTERRUPTED)
 
 
-@takes_settings
+@takes_settings()
 def compare(
     context: typer.Context,
     file: Annotated[
@@ -37,33 +40,16 @@ def compare(
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="ABSERVE_COMPARE_OUT",
-            show_envvar=False,
-            metavar="DIR",
-            help="Folder for the results (default: results/TIME-MODEL).",
-            rich_help_panel=MAIN,
-        ),
+        Path | None, typer.Option(envvar="ABSERVE_COMPARE_OUT", show_envvar=False, rich_help_panel=MAIN, **OUT)
     ] = None,
-    junit: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write JUnit XML for CI.", rich_help_panel=OUTPUT)
-    ] = None,
+    junit: Annotated[Path | None, _OUTPUT(metavar="FILE", help="Also write JUnit XML for CI.")] = None,
     csv: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Also write the comparisons as CSV, and the blocks to FILE-blocks.csv.",
-            rich_help_panel=OUTPUT,
-        ),
+        _OUTPUT(metavar="FILE", help="Also write the comparisons as CSV, and the blocks to FILE-blocks.csv."),
     ] = None,
     print_experiment: Annotated[
         bool,
-        typer.Option(
-            "--print-experiment",
-            help="Print all settings in effect as an experiment file, and run nothing.",
-            rich_help_panel=OUTPUT,
-        ),
+        _OUTPUT("--print-experiment", help="Print all settings in effect as an experiment file, and run nothing."),
     ] = False,
     **options: object,
 ) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loadgen.cli.assembly import default_out, plan_experiment
-from loadgen.cli.compare import EXIT_INVALID, EXIT_VALID, check_run, run_and_report
+from loadgen.cli.compare import EXIT_INVALID, EXIT_VALID, OUT, check_run, run_and_report
 from loadgen.cli.json_output import fail
 from loadgen.experiment.file import effective_settings
 from loadgen.experiment.options import given_options, takes_settings
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
     from loadgen.records.machine import NoiseFloor
     from loadgen.result.result_file import Result
 
+_MAIN = partial(typer.Option, rich_help_panel=MAIN)
 RESTARTS, PAIRS, PAIRS_OF_ONE_START = 6, 24, 12
 SCENARIOS = ("single", "batched", "concurrent")
 
 
-@takes_settings
+@takes_settings("a", scenarios=SCENARIOS, restarts=RESTARTS, rounds=PAIRS)
 def noise_floor(
     context: typer.Context,
     file: Annotated[
@@ -38,17 +40,9 @@ def noise_floor(
     ] = None,
     from_run: Annotated[
         Path | None,
-        typer.Option(
-            "--from",
-            metavar="DIR",
-            help="Run nothing, and use a finished comparison of an arm with itself.",
-            rich_help_panel=MAIN,
-        ),
+        _MAIN("--from", metavar="DIR", help="Run nothing, and use a finished comparison of an arm with itself."),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for the results (default: results/TIME-MODEL).", rich_help_panel=MAIN),
-    ] = None,
+    out: Annotated[Path | None, _MAIN(**OUT)] = None,
     **options: object,
 ) -> None:
     """Compare arm A with itself and store how much it differs: no comparison on this machine will claim less.

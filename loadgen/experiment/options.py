@@ -54,15 +54,15 @@ class SettingOption:
         """Whether its values are KEY=VALUE."""
         return get_origin(self.field.annotation) is dict
 
-    def as_parameter(self) -> inspect.Parameter:
-        """For the signature of the command."""
+    def as_parameter(self, arms: str = LETTERS, default: object = None) -> inspect.Parameter:
+        """For the signature of a command that has these arms; `default` is shown for the setting's own."""
         limits = {
             name: getattr(limit, attribute)
             for limit in self.field.metadata
             for kind, attribute, name in ((annotated_types.Ge, "ge", "min"), (annotated_types.Le, "le", "max"))
             if isinstance(limit, kind)
         }
-        kind, default, placeholder = self._command_line_type()
+        kind, default, placeholder = self._command_line_type(default)
         switch = kind in (bool, bool | None)
         arm = self.path[1] if self.path[0] == "arms" else ""
         text = (self.field.description or "").replace("{arm}", arm.upper())
@@ -77,7 +77,7 @@ class SettingOption:
             envvar=self.variable,
             show_envvar=False,
             help=text,
-            hidden=arm > _LAST_SHOWN or (arm == _LAST_SHOWN and self.flag != f"--{arm}"),
+            hidden=arm not in arms or arm > _LAST_SHOWN or (arm == _LAST_SHOWN and self.flag != f"--{arm}"),
             metavar=None if switch else placeholder,
             rich_help_panel=panel,
             **limits,
@@ -86,10 +86,10 @@ class SettingOption:
             self.parameter, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default
         )
 
-    def _command_line_type(self) -> tuple[Any, Any, str]:
-        """The type that click parses, the default that its help shows, and what stands for the value in the help."""
+    def _command_line_type(self, default: Any) -> tuple[Any, Any, str]:
+        """The type that click parses, the default and the placeholder of the value in the help."""
         kind: Any = self.field.annotation
-        default = self.field.get_default()
+        default = self.field.get_default() if default is None else default
         if self.path[0] == "arms" and self.path[-1] == "target":
             default = DEFAULT_TARGETS.get(self.path[1])
         if self.repeated or self.is_mapping:
@@ -127,15 +127,22 @@ def _arm_option(letter: str, name: str, field: FieldInfo) -> SettingOption:
     return SettingOption(("arms", letter, name), flag, variable, field)
 
 
-def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the command's `**options` by an option for every setting, sorted by the panels of the help."""
-    signature = inspect.signature(command, eval_str=True)
-    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    parameters = sorted([*(option.as_parameter() for option in setting_options()), *own], key=_place_in_help)
-    ordered = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
-    command.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]  # typer reads it
-    command.__annotations__ = {one.name: one.annotation for one in ordered}
-    return command
+def takes_settings(arms: str = LETTERS, **defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a command's `**options` by an option for every setting, sorted by the panels of the help, which shows
+    only these arms, and the command's own `defaults`."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        options = [option.as_parameter(arms, defaults.get(option.path[-1])) for option in setting_options()]
+        parameters = [
+            one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in sorted([*options, *own], key=_place_in_help)
+        ]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads it
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return decorate
 
 
 def _place_in_help(parameter: inspect.Parameter) -> int:
