@@ -1,8 +1,8 @@
 """The order of blocks: a pure function of the workloads, the arms and a seed.
 
 Blocks come in rounds, one block per arm, so that slow drift (temperature, clocks, neighbours) affects all arms alike.
-The order inside a round is random but balanced: in n successive rounds of a workload with n arms, each arm comes once in
-each place (a Latin square; with two arms ABBA or BAAB), so an advantage of coming first or last cancels.
+The order inside a round is random but balanced: in n successive rounds of a workload with n arms, each arm comes once
+in each place (a Latin square; with two arms ABBA or BAAB), so an advantage of coming first or last cancels.
 
 The workloads are interleaved: each pass holds one round of every workload that has any left, in random order. So the
 rounds of a workload spread over the whole run, their scatter includes the machine's drift, and an interrupted run has

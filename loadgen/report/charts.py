@@ -216,13 +216,3 @@ def log_axis(values: Iterable[float]) -> doc.Figure:
     if len(ticks) > 1:
         found |= {"tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:,.10g}" for tick in ticks]}
     return found
-
-
-def mirrored_axis(most: float) -> doc.Figure:
-    """A logarithmic axis around 1 that reads "2×" at 2 and at 1/2, where the other arm is that many times better."""
-    most *= max(most**0.08, 1.02)
-    right = [tick for tick in round_ticks(1.0 / most, most) if tick > 1.0]
-    ticks = [*(1.0 / tick for tick in reversed(right)), 1.0, *right]
-    words = [f"{max(tick, 1.0 / tick):.4g}×" if tick != 1.0 else "1" for tick in ticks]
-    reach = math.log10(most)
-    return {"type": "log", "range": [-reach, reach], "tickmode": "array", "tickvals": ticks, "ticktext": words}

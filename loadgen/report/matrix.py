@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import loadgen.report.document as doc
-from loadgen.comparison.comparisons import leading_comparisons
+from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.experiment.plan import Combination
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
-from loadgen.report.sections.comparisons import against_baseline, comparison_cells, comparison_columns
+from loadgen.report.sections.comparisons import against_baseline, comparison_table
 from loadgen.result.result_file import Result, write_atomically
 
 NOTE = (
@@ -52,9 +52,9 @@ def _section(entry: MatrixEntry) -> doc.Section:
 
 
 def _table(result: Result) -> doc.Table:
-    rows = []
-    for one in leading_comparisons(against_baseline(result)):
+    def bytes_sent(one: Comparison) -> str:
         sizes = {s.payload_bytes for s in result.summaries if s.cell == one.scenario and s.payload_bytes is not None}
-        bytes_sent = " / ".join(f"{size:,.0f}" for size in sorted(sizes)) or "–"
-        rows.append((*comparison_cells(result, one), bytes_sent))
-    return doc.Table((*comparison_columns(result), *doc.numbers("tensor bytes per request")), rows, grouped=True)
+        return " / ".join(f"{size:,.0f}" for size in sorted(sizes)) or "–"
+
+    leading = leading_comparisons(against_baseline(result))
+    return comparison_table(result, leading, {"tensor bytes per request": bytes_sent})

@@ -16,7 +16,7 @@ import loadgen.report.document as doc
 from loadgen.documents import printable
 
 HERE = Path(__file__).parent / "templates"
-STRIP_WIDTH = 240.0
+STRIP_WIDTH = 160.0
 
 
 def render_html(document: doc.Document) -> str:

@@ -1,9 +1,9 @@
-"""Who is faster, by how much: every comparison with its interval, the ranking, the forest plot and the thresholds."""
+"""Who is faster, by how much: every comparison with its interval, the ranking and the thresholds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import loadgen.report.document as doc
 from loadgen.comparison.claims import claim, figure, verdict_words
@@ -12,19 +12,7 @@ from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.ranking import neighbours
 from loadgen.quantities import Interval, inverse, ratio, ratio_interval, share
 from loadgen.records.run import Pairing, shown
-from loadgen.report.charts import (
-    LEGEND_ABOVE,
-    add_view,
-    arm_style,
-    axis,
-    base_and_arm,
-    colour,
-    errors,
-    label_text,
-    marker_of,
-    mirrored_axis,
-    several,
-)
+from loadgen.report.charts import arm_style, several
 from loadgen.result.result_file import Result
 
 WITHOUT_WINNER: dict[Outcome, doc.Style] = {"no_difference": "ok", "inconclusive": "note", "invalid": "failed"}
@@ -33,6 +21,7 @@ CSV_FIELDS = (
     "ci95_low", "ci95_high", "verdict", "pairs", "restarts", "method", "p_value", "p_adjusted", "p_equivalence",
     "minimal_detectable_effect", "reason",
 )  # fmt: skip
+LEAST_SPAN = math.log(1.1)
 BETTER = (*doc.numbers("better arm", "95 % interval"),)
 _THRESHOLDS: dict[str, doc.Cell] = {
     "kept": doc.Cell("kept", "ok"),
@@ -41,21 +30,10 @@ _THRESHOLDS: dict[str, doc.Cell] = {
 }
 
 
-def verdict_style(result: Result, one: Comparison) -> doc.Style:
-    """The winner's colour, or that of the outcome without a winner."""
-    return WITHOUT_WINNER[one.verdict] if one.winner is None else arm_style(result, one.winner)
-
-
 def against_baseline(result: Result) -> list[Comparison]:
     """The comparisons with the baseline that have a ratio."""
     base = result.experiment.baseline.label
     return [one for one in result.comparisons if one.baseline == base and one.ratio is not None]
-
-
-def short_metric(name: str, unit: str) -> str:
-    """A metric with its unit, where there is little room."""
-    title = METRICS[name].title.removesuffix(" latency").removeprefix("time to ")
-    return unit if unit.endswith("/s") else f"{title}, {unit}"
 
 
 def better_of(pairing: Pairing, value: float | None, ci95: Interval | None, higher_is_better: bool) -> tuple[str, str]:
@@ -69,47 +47,62 @@ def better_of(pairing: Pairing, value: float | None, ci95: Interval | None, high
     return (factor if value == 1.0 else f"{shown(label)} {factor}"), ratio_interval(ci95)
 
 
-def comparison_columns(result: Result, *, roomy: bool = False) -> tuple[doc.Column, ...]:
-    """With two arms a column for each, with more a row for each but the baseline. A narrow screen leaves out what the
-    verdict does not need; `roomy`: the metric, too."""
+def comparison_table(
+    result: Result, made: Sequence[Comparison], more: Mapping[str, Callable[[Comparison], str]] | None = None
+) -> doc.Table:
+    """With two arms a column for each, with more a row for each but the baseline; `more` adds columns on pages. HTML
+    draws the intervals on one axis. A narrow screen leaves out what the verdict does not need."""
+    more = more or {}
     base, *others = map(shown, result.experiment.labels)
     values = [doc.Column(others[0], "number", roomy=True)]
     if several(result):
         values = [doc.Column("arm"), doc.Column("its value", "number", "value", roomy=True)]
-    return (
-        *doc.names("scenario"),
-        doc.Column("metric", roomy=roomy),
-        doc.Column("unit", roomy=True, on=doc.PAGES),
+    span = max((_reach(one) for one in made), default=LEAST_SPAN)
+    edge = f"{math.exp(span):.3g}×"
+    arm = "arm" if several(result) else others[0]
+    columns = (
+        *doc.names("scenario", "metric"),
         doc.Column(base, "number", roomy=True),
         *values,
         *BETTER,
+        doc.Column(f"{base} {edge} ← 1 → {arm} {edge}", "drawn", on=doc.HTML),
         *doc.names("verdict"),
+        *(doc.Column(title, "number", roomy=True, on=doc.PAGES) for title in more),
     )
-
-
-def comparison_cells(result: Result, one: Comparison) -> tuple[str | doc.Cell, ...]:
-    """The cells of `comparison_columns`."""
-    arm = (doc.Cell(shown(one.arm), arm_style(result, one.arm)),) if several(result) else ()
-    return (
-        one.scenario,
-        _metric(one),
-        one.unit,
-        figure(one, result.summaries, one.baseline),
-        *arm,
-        figure(one, result.summaries, one.arm),
-        *_outcome(result, one),
-    )
+    rows = []
+    for one in made:
+        which = (doc.Cell(shown(one.arm), arm_style(result, one.arm)),) if several(result) else ()
+        better, interval, verdict = _outcome(result, one)
+        hint = f"{better.text}, 95 % interval {interval.text}"
+        rows.append(
+            (
+                one.scenario,
+                _metric(one),
+                figure(one, result.summaries, one.baseline),
+                *which,
+                figure(one, result.summaries, one.arm),
+                better,
+                interval,
+                _strip(one, result.experiment.equivalence_margin, span, verdict.style or "note", hint),
+                verdict,
+                *(describe(one) for describe in more.values()),
+            )
+        )
+    return doc.Table(columns, rows, grouped=True, on=doc.READ)
 
 
 def _metric(one: Comparison) -> doc.Cell:
-    return doc.Cell(METRICS[one.metric].title, short=short_metric(one.metric, one.unit))
+    """With its unit; shorter on a terminal."""
+    title, unit = METRICS[one.metric].title, one.unit
+    short = unit if unit.endswith("/s") else f"{title.removesuffix(' latency').removeprefix('time to ')}, {unit}"
+    return doc.Cell(f"{title}, {unit}", short=short)
 
 
-def _outcome(result: Result, one: Comparison) -> tuple[doc.Cell, ...]:
+def _outcome(result: Result, one: Comparison) -> tuple[doc.Cell, doc.Cell, doc.Cell]:
     """The better arm, its interval and the verdict; dimmed where the verdict names no winner."""
-    dim: doc.Style | None = None if one.winner else "note"
     found, interval = better_of(one.pairing, one.ratio, one.ci95, one.higher_is_better)
-    style = verdict_style(result, one)
+    style = WITHOUT_WINNER[one.verdict] if one.winner is None else arm_style(result, one.winner)
+    dim: doc.Style | None = None if one.winner else "note"
     return (
         doc.Cell(found, style if one.winner else dim),
         doc.Cell(interval, dim),
@@ -117,15 +110,39 @@ def _outcome(result: Result, one: Comparison) -> tuple[doc.Cell, ...]:
     )
 
 
+def _arm_factor(one: Comparison) -> tuple[float, Interval | None]:
+    """How many times better the arm is than the baseline, below 1 where it is worse, whichever way the metric goes."""
+    value = one.ratio or 1.0
+    return (value, one.ci95) if one.higher_is_better else (1.0 / value, inverse(one.ci95))
+
+
+def _reach(one: Comparison) -> float:
+    """How far from 1 the axis must go, as a logarithm; a very wide interval is cut rather than squeezing the others."""
+    value, interval = _arm_factor(one)
+    centre = abs(math.log(value))
+    widest = max((abs(math.log(bound)) for bound in interval or ()), default=0.0)
+    return max(LEAST_SPAN, centre * 1.15, min(widest * 1.05, 3.0 * max(centre, LEAST_SPAN)))
+
+
+def _strip(one: Comparison, margin: float, span: float, style: doc.Style, hint: str) -> doc.Strip:
+    """The interval on an axis that reaches `span` to both sides; right of its middle the arm is better."""
+
+    def place(factor: float) -> float:
+        return min(max(math.log(factor) / span, -1.0), 1.0)
+
+    value, interval = _arm_factor(one)
+    low, high = (None, None) if interval is None else map(place, interval)
+    return doc.Strip(place(value), low, high, (place(1.0 / (1.0 + margin)), place(1.0 + margin)), style, hint)
+
+
 def comparisons(result: Result) -> doc.Section | None:
     """Every arm beside the baseline; comparisons that could not be made are listed with their reasons."""
     made = [one for one in result.comparisons if one.ratio is not None]
     missing = [one for one in result.comparisons if one.ratio is None]
-    rows = [
-        (*comparison_cells(result, one), str(one.pairs), share(one.minimal_detectable_effect))
-        for one in against_baseline(result)
-    ]
-    counted = [doc.Column(name, "number", roomy=True, on=doc.PAGES) for name in ("pairs", "detectable")]
+    counted = {
+        "pairs": lambda one: str(one.pairs),
+        "detectable": lambda one: share(one.minimal_detectable_effect),
+    }
     if made:
         notes = [
             doc.Text(
@@ -148,14 +165,13 @@ def comparisons(result: Result) -> doc.Section | None:
     reasons = [(one.scenario, METRICS[one.metric].title, _arms(result, one), one.reason) for one in missing]
     return doc.section(
         "Comparisons",
-        doc.Table((*comparison_columns(result), *counted), rows, grouped=True, on=doc.READ),
+        comparison_table(result, against_baseline(result), counted),
         *notes,
         doc.Fold(
             f"{len(missing)} comparisons could not be made",
             (doc.Table((*doc.names("scenario", "metric", "arms"), *doc.texts("reason")), reasons),),
             on=doc.HTML,
         ),
-        forest(result),
         doc.Table(doc.names(*CSV_FIELDS), [_values(one) for one in result.comparisons], name="comparisons", on=doc.CSV),
         _cases(result),
     )
@@ -235,110 +251,6 @@ def _cases(result: Result) -> doc.Table:
         outcomes.append(outcome)
     seconds = sum(block.duration_s for block in result.blocks)
     return doc.Table(doc.names("name", "text"), rows, "comparisons", outcomes=outcomes, seconds=seconds, on=doc.JUNIT)
-
-
-def arm_factor(one: Comparison) -> tuple[float, Interval | None]:
-    """How many times better the arm is than the baseline, below 1 where it is worse, whichever way the metric goes."""
-    value = one.ratio or 1.0
-    return (value, one.ci95) if one.higher_is_better else (1.0 / value, inverse(one.ci95))
-
-
-def reach(one: Comparison, least: float) -> float:
-    """How far from 1 an axis must go, as a logarithm; a very wide interval is cut rather than squeezing the others."""
-    value, interval = arm_factor(one)
-    centre = abs(math.log(value))
-    widest = max((abs(math.log(bound)) for bound in interval or ()), default=0.0)
-    return max(least, centre * 1.15, min(widest * 1.05, 3.0 * max(centre, least)))
-
-
-def forest(result: Result) -> doc.Chart | None:
-    """Every comparison with its interval and the band of no meaningful difference; a view per arm if there are many."""
-    made = against_baseline(result)
-    if not made:
-        return None
-    rows = list(dict.fromkeys(map(_row, made)))
-    margin = result.experiment.equivalence_margin
-    data: list[doc.Figure] = []
-    views = [
-        add_view(
-            data,
-            f"{shown(pairing.arm)} against {shown(pairing.baseline)}",
-            _forest_traces(result, [one for one in made if one.pairing == pairing]),
-            xaxis=_forest_axis(made, margin, pairing),
-        )
-        for pairing in dict.fromkeys(one.pairing for one in made)
-    ]
-    base, arm = base_and_arm(result)
-    upright = {"xref": "x", "yref": "paper", "y0": 0, "y1": 1}
-    band = {"type": "rect", "x0": 1 / (1 + margin), "x1": 1 + margin, "fillcolor": "--band", "layer": "below"}
-    return doc.Chart(
-        "forest",
-        "How much better an arm is",
-        f"Left of 1 {base} is better, right of it {arm}, for throughputs and times alike; log scale, with 95 % "
-        f"intervals. An interval inside the shaded band (±{share(margin)}) is no meaningful difference.",
-        data,
-        {
-            "height": 120 + 26 * len(rows),
-            "xaxis": _forest_axis(made, margin, made[0].pairing),
-            "yaxis": {
-                "automargin": True,
-                "categoryorder": "array",
-                "categoryarray": rows[::-1],
-                "range": [-0.7, len(rows) - 0.3],
-            },
-            "shapes": [
-                {**upright, **band, "line": {"width": 0}},
-                {**upright, "type": "line", "x0": 1, "x1": 1, "line": {"color": "--ink", "width": 1, "dash": "dot"}},
-            ],
-            "showlegend": True,
-            "legend": {**LEGEND_ABOVE, "y": 1},
-        },
-        views if several(result) else [],
-    )
-
-
-def _forest_axis(made: Sequence[Comparison], margin: float, pairing: Pairing) -> doc.Figure:
-    reached = [1 + margin]
-    for value, bounds in map(arm_factor, made):
-        reached += [max(one, 1.0 / one) for one in (value, *(bounds or ()))]
-    base, arm = (label_text(shown(label)) for label in pairing)
-    return axis(f"← {base} is better · {arm} is better →", **mirrored_axis(max(reached)))
-
-
-def _row(one: Comparison) -> str:
-    return f"{one.scenario} · {METRICS[one.metric].title}"
-
-
-def _forest_traces(result: Result, made: Sequence[Comparison]) -> list[doc.Figure]:
-    """The comparisons of two arms, one trace per verdict."""
-    traces: list[doc.Figure] = []
-    for outcome in ("baseline_better", "arm_better", *WITHOUT_WINNER):
-        chosen = [one for one in made if one.verdict == outcome]
-        if not chosen:
-            continue
-        values, bounds = zip(*map(arm_factor, chosen), strict=True)
-        better, words = chosen[0].winner, label_text(verdict_words(chosen[0].verdict, chosen[0].pairing))
-        own = colour(result, better) if better else "--bad" if outcome == "invalid" else "--muted"
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": words,
-                "x": list(values),
-                "y": list(map(_row, chosen)),
-                "error_x": errors(values, bounds, color=own, thickness=2, width=0),
-                "marker": {"color": own, "size": 9, "symbol": marker_of(result, better) if better else "square-open"},
-                "customdata": [label_text(f"{in_words(one)}, {one.pairs} pairs") for one in chosen],
-                "hovertemplate": "%{y}<br>%{customdata}<extra>" + words + "</extra>",
-            }
-        )
-    return traces
-
-
-def in_words(one: Comparison) -> str:
-    """ "A 2.02×, 95 % interval 1.91–2.15" """
-    found, interval = better_of(one.pairing, one.ratio, one.ci95, one.higher_is_better)
-    return f"{found}, 95 % interval {interval}"
 
 
 def thresholds(result: Result) -> doc.Section | None:

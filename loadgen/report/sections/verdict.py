@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import loadgen.report.document as doc
-from loadgen.comparison.comparisons import Comparison, leading_comparisons
+from loadgen.comparison.comparisons import leading_comparisons
 from loadgen.quantities import sentence, share
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import ArmRecord, shown
 from loadgen.report.charts import arm_style, base_and_arm, several, titles
 from loadgen.report.sections.checks import CheckRow, check_rows, counts
-from loadgen.report.sections.comparisons import (
-    against_baseline,
-    arm_factor,
-    comparison_cells,
-    comparison_columns,
-    in_words,
-    reach,
-    threshold_sentence,
-    verdict_style,
-)
+from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
 from loadgen.result.checks.gpu import gpu_present
 from loadgen.result.checks.run import parity_figures
 from loadgen.result.result_file import Result
 from loadgen.studies.gpu_proof.sections import ALL_SCENARIOS, findings
 
-LEAST_SPAN = math.log(1.1)
 MOST_FAILED = 4
 """Failed checks beside the verdict on a terminal; all of them are in their own section."""
 MOST_TITLES = 3
@@ -105,39 +94,22 @@ def _hardware(result: Result, arm: ArmRecord) -> str:
 
 
 def overview(result: Result) -> doc.Section | None:
-    """The leading comparison of each scenario and arm with the baseline, its interval drawn."""
+    """The leading comparison of each scenario and arm with the baseline."""
     leading = leading_comparisons(against_baseline(result))
-    span = max((reach(one, LEAST_SPAN) for one in leading), default=LEAST_SPAN)
-    margin = result.experiment.equivalence_margin
-    rows = []
-    for one in leading:
-        *figures, words = comparison_cells(result, one)
-        rows.append((*figures, _strip(result, one, span, math.log1p(margin)), words))
-    *columns, verdict_column = comparison_columns(result, roomy=True)
     base, arm = base_and_arm(result)
-    edge = f"{math.exp(span):.2f}×"
-    drawn = doc.Column(f"{base} {edge} ← 1 → {arm.removeprefix('the ')} {edge}", "drawn")
-    note = (
-        f"The leading metric of each scenario. Left of the line {base} is better, right of it {arm}; an interval "
-        f"inside the shaded band (±{share(margin)}) is no meaningful difference."
-    )
     return doc.section(
         "Overview",
-        doc.Table((*columns, drawn, verdict_column), rows, grouped=True),
-        doc.Text(note if rows else "", "note"),
-        doc.Link("Every comparison", "#comparisons") if rows else None,
+        comparison_table(result, leading),
+        doc.Text(
+            f"The leading metric of each scenario. Left of the line {base} is better, right of it {arm}; an interval "
+            f"inside the shaded band (±{share(result.experiment.equivalence_margin)}) is no meaningful difference."
+            if leading
+            else "",
+            "note",
+        ),
+        doc.Link("Every comparison", "#comparisons") if leading else None,
         on=doc.HTML,
     )
-
-
-def _strip(result: Result, one: Comparison, span: float, margin: float) -> doc.Strip:
-    def place(log_factor: float) -> float:
-        return min(max(log_factor / span, -1.0), 1.0)
-
-    value, interval = arm_factor(one)
-    low, high = (None, None) if interval is None else (place(math.log(bound)) for bound in interval)
-    band = place(-margin), place(margin)
-    return doc.Strip(place(math.log(value)), low, high, band, verdict_style(result, one), in_words(one))
 
 
 def brief_why(result: Result) -> doc.Section | None:

@@ -109,7 +109,7 @@ def test_the_index_of_a_matrix_has_a_section_a_run_with_links_to_its_reports(res
     write_index(tmp_path, entries)
     page, summary = ((tmp_path / name).read_text() for name in ("index.html", "summary.md"))
     assert summary.startswith("# Transports and payloads\n")
-    assert summary.count("| single | throughput | images/s |") == 1
+    assert summary.count("| single | throughput, images/s |") == 1
     assert "## jpeg over grpc: INVALID\n\nThis run stored nothing." in summary
     assert "[report](http-fp32/report.html)" in summary
     assert 'href="http-fp32/report.html"' in page

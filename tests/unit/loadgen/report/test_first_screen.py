@@ -50,7 +50,7 @@ def test_a_row_a_scenario_with_its_interval_on_the_better_arms_side(result: Resu
         if style == "arm-1":
             assert strip.low > 0
         if style == "arm-0":  # a cold start: less is better, and A's side is left
-            assert text_of(row[5]).startswith("A 1.8")
+            assert text_of(row[4]).startswith("A 1.8")
             assert strip.high < 0
         styles.add(style)
     assert styles == {"arm-0", "arm-1"}

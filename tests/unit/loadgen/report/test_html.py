@@ -83,7 +83,7 @@ def test_the_verdict_needs_no_javascript(page: Page) -> None:
 
 def test_every_figure_is_valid_plotly_with_known_colours(page: Page, text: str) -> None:
     assert set(page.figures) == {
-        f"{name}-figure" for name in ("forest", "stages", "latency", "batch-sizes", "batches", "cold-starts", "blocks")
+        f"{name}-figure" for name in ("stages", "latency", "batch-sizes", "batches", "cold-starts", "blocks")
     }
     style = text.split("<style>")[1].split("</style>")[0]
     light, dark = style.split("@media (prefers-color-scheme: dark)")[:2]
