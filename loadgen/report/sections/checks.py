@@ -1,4 +1,4 @@
-"""What the figures rest on: the checks, the worst first, those before the load, and the equal answers of the arms."""
+"""What the figures rest on: the checks, the worst first, those before the load, and the comparison of the answers."""
 
 from __future__ import annotations
 
