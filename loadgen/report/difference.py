@@ -44,7 +44,10 @@ def difference(found: RunDifference) -> doc.Document:
             doc.TERMINAL,
         ),
         _list("Not compared", [f"{', '.join(parts)}: {reason}" for reason, parts in missing.items()]),
-        _list("Differences between the runs", [f"{one.name}: {_short(one.old)} → {_short(one.new)}" for one in found.differences]),
+        _list(
+            "Differences between the runs",
+            [f"{one.name}: {_short(one.old)} → {_short(one.new)}" for one in found.differences],
+        ),
     )
     return doc.Document("Old run against new", (doc.Chapter("", tuple(one for one in sections if one is not None)),))
 

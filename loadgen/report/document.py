@@ -7,9 +7,11 @@ names the formats it appears in, so a section is written once for all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from enum import Flag, auto
 from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 Style = Literal[
     "ok", "failed", "warning", "unknown", "note",
@@ -38,8 +40,11 @@ READ = TERMINAL | PAGES
 ALL = READ | CSV | JUNIT
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Part(msgspec.Struct, frozen=True):
+    """Base of everything in a document."""
+
+
+class Text(Part, frozen=True):
     """A paragraph; the style "warning" highlights it, "note" dims it."""
 
     text: str
@@ -47,8 +52,7 @@ class Text:
     on: Format = READ
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(Part, frozen=True):
     """To a chapter ("#why") or to another file."""
 
     text: str
@@ -56,16 +60,14 @@ class Link:
     on: Format = PAGES
 
 
-@dataclass(frozen=True, slots=True)
-class Code:
+class Code(Part, frozen=True):
     """A command, or other text to copy."""
 
     text: str
     on: Format = PAGES
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(Part, frozen=True):
     """`lead` stands in bold before the text, `below` are paragraphs of their own."""
 
     text: str
@@ -74,16 +76,14 @@ class Item:
     below: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Items:
+class Items(Part, frozen=True):
     """A list."""
 
     items: Sequence[Item]
     on: Format = READ
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(Part, frozen=True):
     """Styled text in a table; `short` replaces it on a terminal, `hint` is a tooltip."""
 
     text: str
@@ -92,8 +92,7 @@ class Cell:
     hint: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Strip:
+class Strip(Part, frozen=True):
     """An interval to draw, as places on an axis from -1 to 1, with the band of no meaningful difference."""
 
     centre: float
@@ -107,8 +106,7 @@ class Strip:
 Value = str | int | float | bool | None | Cell | Strip
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(Part, frozen=True):
     """A `name` stays on one line, a `number` is aligned right, a `text` may wrap, a `drawn` one holds strips.
 
     `short` is the heading on a terminal. A page hides a `roomy` column on a narrow screen and shows a `below` column
@@ -138,16 +136,14 @@ def texts(*titles: str) -> tuple[Column, ...]:
     return tuple(Column(title, "text") for title in titles)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Part, frozen=True):
     """The outcome of a row for a CI system; `kind` is the type of a failure."""
 
     state: Literal["passed", "failure", "skipped"]
     kind: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(Part, frozen=True):
     """Rows of text, or of unrounded values for CSV.
 
     `name`: its name in CSV and JUnit. `grouped`: rows with the same first cell belong together. `total`: the last row
@@ -167,17 +163,15 @@ class Table:
     on: Format = ALL
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Part, frozen=True):
     """A button of a chart: the traces it shows and its changes of the layout."""
 
     label: str
     traces: list[int]
-    layout: Figure = field(default_factory=dict)
+    layout: Figure = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
+class Chart(Part, frozen=True):
     """`caption` says how to read it. `data` and `layout` are Plotly's; colours are names of CSS variables ("--arm-0"),
     which the page resolves. A table holds the same figures."""
 
@@ -186,12 +180,11 @@ class Chart:
     caption: str
     data: list[Figure]
     layout: Figure
-    views: list[View] = field(default_factory=list)
+    views: list[View] = []
     on: Format = HTML
 
 
-@dataclass(frozen=True, slots=True)
-class Fold:
+class Fold(Part, frozen=True):
     """Blocks that a page shows on demand."""
 
     summary: str
@@ -199,8 +192,7 @@ class Fold:
     on: Format = PAGES
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
+class Panel(Part, frozen=True):
     """The outcome of the whole document, in a word and a sentence."""
 
     badge: str
@@ -213,8 +205,7 @@ class Panel:
 Block = Text | Link | Code | Items | Table | Chart | Fold | Panel
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(Part, frozen=True):
     """`half`: a page shows two of them side by side."""
 
     title: str
@@ -222,16 +213,14 @@ class Section:
     half: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Chapter:
+class Chapter(Part, frozen=True):
     """Sections that a page shows under one heading."""
 
     title: str
     sections: tuple[Section, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(Part, frozen=True):
     """`about` is shown at the top of a page; JUnit stores `started_at`."""
 
     title: str
