@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 import typer
 from pydantic.fields import FieldInfo
 
@@ -26,7 +25,7 @@ from loadgen.experiment.settings import (
 _LAST_SHOWN = "c"
 """The last arm in the help; it has no options of its own there, and says that there are more arms."""
 _GIVEN = {"COMMANDLINE", "ENVIRONMENT"}
-_PLACEHOLDERS = {int: "N", float: "NUMBER", str: "TEXT"}
+_PLACEHOLDERS: dict[object, str] = {int: "N", float: "NUMBER", str: "TEXT"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,57 +53,54 @@ class SettingOption:
         """Whether its values are KEY=VALUE."""
         return get_origin(self.field.annotation) is dict
 
-    def as_parameter(self, arms: str = LETTERS, default: object = None) -> inspect.Parameter:
-        """For the signature of a command that has these arms; `default` is shown for the setting's own."""
-        limits = {
-            name: getattr(limit, attribute)
-            for limit in self.field.metadata
-            for kind, attribute, name in ((annotated_types.Ge, "ge", "min"), (annotated_types.Le, "le", "max"))
-            if isinstance(limit, kind)
-        }
-        kind, default, placeholder = self._command_line_type(default)
-        switch = kind in (bool, bool | None)
+    def as_parameter(self, arms: str, default: Any) -> inspect.Parameter:
+        """For the signature of a command that shows these arms; `default` replaces the setting's unless it is None.
+        The settings check every value, so that the command line takes text."""
         arm = self.path[1] if self.path[0] == "arms" else ""
-        text = (self.field.description or "").replace("{arm}", arm.upper())
-        if self.flag == f"--{_LAST_SHOWN}":
-            text += f" --d to --{LETTERS[-1]} add more arms; each has -option, -payload and -grpc."
+        default = self.field.get_default() if default is None else default
+        if arm and self.path[-1] == "target":
+            default = DEFAULT_TARGETS.get(arm)
+        if isinstance(default, tuple):
+            default = ",".join(map(str, default)) or None
+        placeholder = self._placeholder()
+        kind: Any = bool if placeholder is None else str
+        if self.repeated or self.is_mapping:
+            kind, default = list[str], None
+        elif kind is str and default is not None:
+            default = str(default)
         extra = self.field.json_schema_extra
         panel = str(extra["panel"]) if isinstance(extra, dict) else TARGET
         if arm in DEFAULT_TARGETS and self.path[-1] in ("target", "options"):
             panel = MAIN
+        text = (self.field.description or "").replace("{arm}", arm.upper())
+        if self.flag == f"--{_LAST_SHOWN}":
+            text += f" --d to --{LETTERS[-1]} add more arms; each has -option, -payload and -grpc."
         option = typer.Option(
-            f"{self.flag}/--no-{self.flag[2:]}" if switch else self.flag,
+            f"{self.flag}/--no-{self.flag[2:]}" if kind is bool else self.flag,
             envvar=self.variable,
             show_envvar=False,
             help=text,
             hidden=arm not in arms or arm > _LAST_SHOWN or (arm == _LAST_SHOWN and self.flag != f"--{arm}"),
-            metavar=None if switch else placeholder,
+            metavar=placeholder,
             rich_help_panel=panel,
-            **limits,
         )
+        kind = kind | None if default is None else kind
         return inspect.Parameter(
             self.parameter, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default
         )
 
-    def _command_line_type(self, default: Any) -> tuple[Any, Any, str]:
-        """The type that click parses, the default and the placeholder of the value in the help."""
-        kind: Any = self.field.annotation
-        default = self.field.get_default() if default is None else default
-        if self.path[0] == "arms" and self.path[-1] == "target":
-            default = DEFAULT_TARGETS.get(self.path[1])
+    def _placeholder(self) -> str | None:
+        """What stands for the value in the help; None for a switch."""
         if self.repeated or self.is_mapping:
-            return list[str] | None, None, "KEY=VALUE" if self.is_mapping else "CONDITION"
+            return "KEY=VALUE" if self.is_mapping else "CONDITION"
+        kind = self.field.annotation
         if get_origin(kind) in {Union, UnionType}:
             kind = next(one for one in get_args(kind) if one is not type(None))
         if get_origin(kind) is Annotated:
             kind = get_args(kind)[0]
-        placeholder = _PLACEHOLDERS.get(kind, "")
-        if get_origin(kind) is tuple:
-            kind, placeholder = str, "LIST"
-            default = ",".join(map(str, default)) if default else None
-        elif get_origin(kind) is Literal:
-            kind, placeholder = str, "|".join(get_args(kind))
-        return (kind | None if default is None else kind), default, placeholder
+        if get_origin(kind) is Literal:
+            return "|".join(get_args(kind))
+        return "LIST" if get_origin(kind) is tuple else _PLACEHOLDERS.get(kind)
 
 
 def setting_options() -> tuple[SettingOption, ...]:

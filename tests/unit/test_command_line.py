@@ -115,7 +115,7 @@ MISTAKES = [
     ("compare --a natve", "--a: unknown server natve; did you mean native, or give a URL"),
     ("compare --a-option max-queue-delay-us", "write it as KEY=VALUE"),
     ("compare --a-option http-port=8000", "abserve chooses free ports"),
-    ("compare --rounds many", "'--rounds': Input should be a valid integer"),
+    ("compare --rounds many", "--rounds: many, must be a valid integer"),
     ("compare --minutes 3 --rounds 3", "give one of them"),
     ("compare --scenarios open", "--rates 20,50"),
     ("compare --transport shm --b http://192.0.2.1:8000", "use --transport http"),
