@@ -1,4 +1,5 @@
-"""Numbers as a person reads them: always with their unit, with no more digits than their interval supports."""
+"""Numbers as a person reads them: with their unit, with no more digits than their interval supports, never as 0 unless
+they are 0."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ MAX_DECIMALS = 4
 
 
 def number(value: float, digits: int = 3) -> str:
-    """`value` to so many significant digits, thousands separated, never in exponent form."""
+    """`value` with this many significant digits, thousands separated, never in exponent form."""
     if value == 0.0 or not math.isfinite(value):
         return f"{abs(value):.0f}"
     decimals = digits - 1 - math.floor(math.log10(abs(value)))
@@ -37,23 +38,28 @@ def measured(value: float | None, interval: Interval | None, unit: str = "") -> 
     if interval is None:
         return number(value) + suffix
     decimals = min(supported_decimals(*interval), 3 - math.floor(math.log10(abs(value))) if value else MAX_DECIMALS)
-    return f"{round(value, decimals):,.{min(max(decimals, 0), MAX_DECIMALS)}f}{suffix}"
+    text = f"{round(value, decimals):,.{min(max(decimals, 0), MAX_DECIMALS)}f}"
+    return (text if float(text.replace(",", "")) or not value else number(value, 1)) + suffix
 
 
 def _ratio_decimals(low: float, high: float) -> int:
-    """As supported, and enough that a bound which is not 1 does not read as 1."""
+    """The decimals that an interval supports, and enough that a bound other than 1 does not read as 1."""
     decimals = min(max(supported_decimals(low, high), 1), MAX_DECIMALS)
     while decimals < MAX_DECIMALS and any(bound != 1.0 and round(bound, decimals) == 1.0 for bound in (low, high)):
         decimals += 1
     return decimals
 
 
+def _factor(value: float, decimals: int) -> str:
+    text = f"{value:,.{decimals}f}"
+    return text if float(text.replace(",", "")) else number(value, 1)
+
+
 def ratio(value: float | None, interval: Interval | None) -> str:
     """ "1.90×" """
     if value is None:
         return "–"
-    decimals = 2 if interval is None else _ratio_decimals(*interval)
-    return f"{value:.{decimals}f}×"
+    return _factor(value, 2 if interval is None else _ratio_decimals(*interval)) + "×"
 
 
 def ratio_interval(interval: Interval | None) -> str:
@@ -61,12 +67,14 @@ def ratio_interval(interval: Interval | None) -> str:
     if interval is None:
         return "–"
     decimals = _ratio_decimals(*interval)
-    return f"{interval[0]:.{decimals}f}–{interval[1]:.{decimals}f}"
+    return "–".join(_factor(bound, decimals) for bound in interval)
 
 
 def share(value: float | None, digits: int = 2) -> str:
-    """A share of 1 as per cent: 0.053 → "5.3 %"."""
-    return "–" if value is None else f"{number(value * 100.0, digits)} %"
+    """A share of 1 in per cent, from ten times on as a factor: 0.053 is "5.3 %", 12.5 is "12×"."""
+    if value is None:
+        return "–"
+    return f"{number(value * 100.0, digits)} %" if abs(value) < 10.0 else f"{number(value, digits)}×"
 
 
 def signed_ms(value: float) -> str:

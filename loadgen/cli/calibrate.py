@@ -3,85 +3,88 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, TypeVar
 
 import typer
 
-from loadgen.cli.json_output import write_json
+from loadgen.cli.json_output import fail, write_json
+from loadgen.experiment.plan import unknown
+from loadgen.experiment.settings import LOAD, MEASUREMENT, OUTPUT
 from loadgen.records.payloads import PAYLOADS
-from loadgen.records.run import Transport
+from loadgen.transport.transports import TRANSPORTS
 
-EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-_TRANSPORTS = ("http", "grpc", "shm")
+EXIT_FAILED = 1
+_LOAD, _MEASUREMENT, _OUTPUT = (partial(typer.Option, rich_help_panel=one) for one in (LOAD, MEASUREMENT, OUTPUT))
+T = TypeVar("T", bound=str)
 
 
 def calibrate(
-    transports: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(_TRANSPORTS),
-    payloads: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(PAYLOADS),
-    batch_sizes: Annotated[str, typer.Option(help="Separated by commas; others are interpolated.")] = "1,32",
-    concurrency: Annotated[int, typer.Option(min=1, max=1000, help="Users at batch size 1.")] = 16,
-    seconds: Annotated[float, typer.Option(min=0.05, max=600.0, help="Of each measurement of the ceiling.")] = 2.0,
-    quick: Annotated[bool, typer.Option("--quick", help="A tenth of the time and no larger batches: a look.")] = False,
-    out: Annotated[Path | None, typer.Option(help="File to store it in, in place of the cache.")] = None,
+    transports: Annotated[str, _LOAD(metavar="LIST", help="Transports to measure.")] = ",".join(TRANSPORTS),
+    payloads: Annotated[str, _LOAD(metavar="LIST", help="Payloads to measure.")] = ",".join(PAYLOADS),
+    batch_sizes: Annotated[
+        str, _LOAD(metavar="LIST", help="Batch sizes to measure; others are interpolated.")
+    ] = "1,32",
+    concurrency: Annotated[int, _LOAD(min=1, max=1000, metavar="N", help="Users at batch size 1.")] = 16,
+    seconds: Annotated[
+        float, _MEASUREMENT(min=0.05, max=600.0, metavar="NUMBER", help="Seconds per measurement of the ceiling.")
+    ] = 2.0,
+    quick: Annotated[
+        bool, _MEASUREMENT("--quick", help="Take a tenth of the time and the smallest batch size, for rough figures.")
+    ] = False,
+    out: Annotated[Path | None, _OUTPUT(metavar="FILE", help="Store the calibration here, not in the cache.")] = None,
     json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write it as JSON there too; - is standard output.")
+        str | None, _OUTPUT("--json", metavar="FILE", help="Also write it as JSON; - is standard output.")
     ] = None,
 ) -> None:
-    """Measure the load generator itself against a server that does nothing: ceiling, timing error, CPU a request.
+    """Measure the load generator against a server that does nothing: its ceiling, timing error and CPU per request.
 
     Stored in $XDG_CACHE_HOME/abserve for this machine and these versions, where `abserve compare` finds it.
     """
-    from loadgen.report.console import make_console
-
-    errors = make_console(sys.stderr)
-    try:
-        chosen = _known(transports, _TRANSPORTS, "transports")
-        kinds = _known(payloads, PAYLOADS, "payloads")
-        sizes = _sizes(batch_sizes)
-    except ValueError as exc:
-        errors.print(f"error: {exc}", style="bold red", soft_wrap=True)
-        raise typer.Exit(EXIT_USAGE) from exc
+    chosen = _known(transports, TRANSPORTS, "--transports")
+    kinds = _known(payloads, PAYLOADS, "--payloads")
+    sizes = _sizes(batch_sizes)
     # Behind the argument checks: grpc takes half a second to import.
     from loadgen.bench.interruption import interruptible
     from loadgen.calibration.measurement import CalibrationRequest
     from loadgen.calibration.measurement import calibrate as measure
     from loadgen.machine.calibration import CalibrationError, default_path, write_calibration
     from loadgen.report.calibration import calibration_document
+    from loadgen.report.console import make_console
     from loadgen.report.renderers.terminal import print_document
 
     request = CalibrationRequest(
-        transports=tuple(cast("Transport", name) for name in chosen),
+        transports=chosen,
         payloads=kinds,
         batch_sizes=sizes[:1] if quick else sizes,
         concurrency=concurrency,
         seconds=seconds / 10 if quick else seconds,
     )
+    errors = make_console(sys.stderr)
     try:
         with interruptible():
             calibration = measure(request, lambda text: errors.print(text, style="dim", soft_wrap=True))
         stored = out or default_path(calibration.fingerprint)
         write_calibration(calibration, stored)
     except CalibrationError as exc:
-        errors.print(f"error: {exc}", style="bold red", soft_wrap=True)
-        raise typer.Exit(EXIT_FAILED) from exc
+        fail(str(exc), EXIT_FAILED)
     except OSError as exc:
-        remedy = "set TMPDIR to a folder with some hundred MB of room"
-        errors.print(f"error: no temporary files: {exc.strerror or exc}; {remedy}", style="bold red", soft_wrap=True)
-        raise typer.Exit(EXIT_FAILED) from exc
+        fail(f"no temporary files: {exc.strerror or exc}; set TMPDIR to a folder with 500 MB free", EXIT_FAILED)
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     print_document(calibration_document(calibration), console)
     if stored is not None:
-        console.print(f"stored in {stored}", soft_wrap=True, markup=False)
+        console.print(f"stored in {stored}", soft_wrap=True)
     write_json(calibration, json_file)
 
 
-def _known(given: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
+def _known(given: str, known: tuple[T, ...], option: str) -> tuple[T, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in given.split(",") if part.strip()))
-    wrong = [name for name in names if name not in known]
-    if wrong or not names:
-        raise ValueError(f"--{option} {','.join(wrong) or '(empty)'}: there are {', '.join(known)}")
-    return names
+    if wrong := [name for name in names if name not in known]:
+        fail(unknown(option, wrong[0], known))
+    if not names:
+        fail(f"{option}: give at least one of {', '.join(known)}")
+    return tuple(one for name in names for one in known if one == name)
 
 
 def _sizes(given: str) -> tuple[int, ...]:
@@ -90,5 +93,5 @@ def _sizes(given: str) -> tuple[int, ...]:
     except ValueError:
         sizes = ()
     if not sizes or sizes[0] < 1:
-        raise ValueError(f"--batch-sizes {given}: give whole numbers from 1 separated by commas, as in 1,32")
+        fail(f"--batch-sizes {given}: give whole numbers from 1 separated by commas, as in 1,32")
     return sizes

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loadgen.cli.assembly import default_out, plan_experiment
-from loadgen.experiment.combinations import Combination
+from loadgen.cli.assembly import ExperimentPlan, check_out, check_servers, default_out, plan_experiment
+from loadgen.cli.json_output import complain, fail
 from loadgen.experiment.file import effective_settings, write_settings
 from loadgen.experiment.options import given_options, takes_settings
-from loadgen.experiment.plan import PlanError
+from loadgen.experiment.plan import Combination, PlanError
+from loadgen.experiment.settings import MAIN, OUTPUT
 from loadgen.records.run import Experiment
 
 if TYPE_CHECKING:
     from loadgen.result.result_file import Result
 
 EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_THRESHOLD, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+_OUTPUT = partial(typer.Option, rich_help_panel=OUTPUT)
+OUT: dict[str, Any] = {"metavar": "DIR", "help": "Folder for the results (default: results/TIME-MODEL)."}
 _SEVERITY = (EXIT_VALID, EXIT_THRESHOLD, EXIT_INVALID, EXIT_USAGE, EXIT_INTERRUPTED)
 
 
-@takes_settings
+@takes_settings()
 def compare(
     context: typer.Context,
     file: Annotated[
@@ -31,42 +35,36 @@ def compare(
         typer.Argument(
             metavar="EXPERIMENT.YAML",
             show_default=False,
-            help="An experiment file: its keys are the options' names. An option overrides it, and so does a "
-            "variable ABSERVE_COMPARE_OPTION.",
+            help="Read the options from this file; its keys are their names. An option, or a variable "
+            "ABSERVE_COMPARE_OPTION, overrides the file.",
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="ABSERVE_COMPARE_OUT", show_envvar=False, help="Folder for the results; default results/TIME-MODEL."
-        ),
+        Path | None, typer.Option(envvar="ABSERVE_COMPARE_OUT", show_envvar=False, rich_help_panel=MAIN, **OUT)
     ] = None,
-    junit: Annotated[
-        Path | None, typer.Option("--junit", metavar="PATH", help="Write JUnit XML for CI there, too.")
-    ] = None,
+    junit: Annotated[Path | None, _OUTPUT(metavar="FILE", help="Also write JUnit XML for CI.")] = None,
     csv: Annotated[
         Path | None,
-        typer.Option("--csv", metavar="PATH", help="Write the comparisons as CSV there; blocks go to PATH-blocks.csv."),
+        _OUTPUT(metavar="FILE", help="Also write the comparisons as CSV, and the blocks to FILE-blocks.csv."),
     ] = None,
     print_experiment: Annotated[
-        bool, typer.Option("--print-experiment", help="Write the experiment file that is in effect, and run nothing.")
+        bool,
+        _OUTPUT("--print-experiment", help="Print all settings in effect as an experiment file, and run nothing."),
     ] = False,
     **options: object,
 ) -> None:
-    """Start the servers, measure them with the same requests, say which is faster, by how much, and whether it holds.
+    """Start the servers, send them the same requests, and report which is faster, by how much, and whether that holds.
 
-    Exit status: 0 the comparison is valid, 1 it is not, 2 what was asked for cannot be run, 3 it is valid and a
-    --fail-if condition holds or could not be measured, 130 interrupted (finished blocks are kept).
+    Exit status: 0 the comparison is valid, 1 it is not, 2 an option or a file is wrong, 3 it is valid but a --fail-if
+    condition holds or could not be measured, 130 interrupted (finished blocks are kept).
     """
-    from loadgen.report.console import make_console
-
     try:
         settings = effective_settings(file, given_options(context, options))
         plan = plan_experiment(settings)
-        _check_places({"--junit": junit, "--csv": csv})
+        if not print_experiment:
+            check_run(plan, out, {"--junit": junit, "--csv": csv})
     except PlanError as exc:
-        make_console(sys.stderr).print(f"error: {exc}", style="bold red", soft_wrap=True)
-        raise typer.Exit(EXIT_USAGE) from exc
+        fail(str(exc))
     if print_experiment:
         typer.echo(write_settings(settings), nl=False)
         return
@@ -79,8 +77,17 @@ def compare(
     raise typer.Exit(_write_formats(results, junit, csv, status))
 
 
+def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path | None]) -> None:
+    """Check the places to write to (`files` by their options) and the servers to start. Raises `PlanError`."""
+    check_out(out)
+    for option, path in files.items():
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise PlanError(f"{option} {path}: give the path of a file in a folder that exists")
+    check_servers([experiment for _, experiment in plan.runs])
+
+
 def _run_matrix(runs: Sequence[tuple[Combination, Experiment]], out: Path) -> tuple[int, dict[str, Result | None]]:
-    """Each combination in a folder of its own, then the index. The worst exit status; Ctrl-C ends it all."""
+    """Each combination in its own folder, then the index; the worst exit status. Ctrl-C ends the whole matrix."""
     from loadgen.report.console import make_console
     from loadgen.report.matrix import MatrixEntry, write_index
 
@@ -99,16 +106,8 @@ def _run_matrix(runs: Sequence[tuple[Combination, Experiment]], out: Path) -> tu
     return worst, {entry.combination.folder: entry.result for entry in entries}
 
 
-def _check_places(paths: Mapping[str, Path | None]) -> None:
-    """Said before the run and not after it. Raises `PlanError`."""
-    for option, path in paths.items():
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise PlanError(f"{option} {path}: give the path of a file in a folder that exists")
-
-
 def _write_formats(results: Mapping[str, Result | None], junit: Path | None, csv: Path | None, status: int) -> int:
-    """The files asked for, also of a run that failed; what cannot be written spoils the exit status."""
-    from loadgen.report.console import make_console
+    """Write the files asked for, also after a failed run. The exit status is worse if one cannot be written."""
     from loadgen.report.files import write_csv, write_junit
 
     try:
@@ -117,13 +116,13 @@ def _write_formats(results: Mapping[str, Result | None], junit: Path | None, csv
         if csv is not None:
             write_csv(csv, results)
     except OSError as exc:
-        make_console(sys.stderr).print(f"error: cannot write {exc.filename}: {exc.strerror or exc}", soft_wrap=True)
+        complain(f"cannot write {exc.filename}: {exc.strerror or exc}")
         return max(status, EXIT_INVALID, key=_SEVERITY.index)
     return status
 
 
 def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | None]:
-    """One comparison with its reports; its exit status, and its result where there is one."""
+    """One comparison with its reports: its exit status, and its result unless nothing could be stored."""
     from loadgen.bench.live_ratios import LiveRatios
     from loadgen.report import write_reports
     from loadgen.report.console import make_console
@@ -134,33 +133,33 @@ def run_and_report(experiment: Experiment, out: Path) -> tuple[int, Result | Non
     from loadgen.run.runner import run_experiment
     from loadgen.storage.store import StorageError
 
-    console, errors = make_console(sys.stdout), make_console(sys.stderr)
+    console = make_console(sys.stdout)
     try:
         with RichProgress(console, LiveRatios(experiment)) as progress:
             state = run_experiment(experiment, out, progress)
     except StorageError as exc:
-        errors.print(f"error: {exc}", style="bold red", soft_wrap=True)
+        complain(str(exc))
         return EXIT_INVALID, None
     if state.error is not None:
-        errors.print(f"error: {state.error}", style="bold red", soft_wrap=True)
+        complain(state.error)
     result = analyse(out)
+    report = None
     try:
         report, *_ = write_reports(out, result)
-    except OSError as exc:  # a full disk: what was measured is still shown
-        remedy = f"free some space, then: abserve report {out}"
-        errors.print(f"error: no reports: {exc.strerror or exc}; {remedy}", style="bold red", soft_wrap=True)
-        print_document(result_document(result), console)
-        return EXIT_INVALID, result
+    except OSError as exc:  # a full disk: show what was measured all the same
+        complain(f"no reports: {exc.strerror or exc}; free some space, then: abserve report {out}")
     print_document(result_document(result), console)
+    if report is None:
+        return EXIT_INVALID, result
     console.print(f"report: {report}", soft_wrap=True)
     if state.state == "interrupted":
-        errors.print(f"interrupted; finished blocks are in {out}", style="bold yellow", soft_wrap=True)
+        complain(f"interrupted; finished blocks are in {out}", style="bold yellow")
         return EXIT_INTERRUPTED, result
     return exit_status(result), result
 
 
 def exit_status(result: Result) -> int:
-    """Of a run that ended by itself."""
+    """The status of a run that was not interrupted."""
     if not result.valid or result.state is None or result.state.state != "finished":
         return EXIT_INVALID
     return EXIT_VALID if all(one.state == "kept" for one in result.thresholds) else EXIT_THRESHOLD

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loadgen.cli.json_output import fail
+
 if TYPE_CHECKING:
     from loadgen.result.result_file import Result
 
-EXIT_UNCHANGED, EXIT_NOT_COMPARABLE, EXIT_USAGE, EXIT_CHANGED = 0, 1, 2, 3
+EXIT_UNCHANGED, EXIT_NOT_COMPARABLE, EXIT_CHANGED = 0, 1, 3
 _RUN = "A folder that `abserve compare` wrote to, or a result.json."
 
 
@@ -21,14 +23,13 @@ def diff(
     allow: Annotated[
         bool,
         typer.Option(
-            "--allow-different-environments",
-            help="Compare what both runs have, although machine, software or load differ.",
+            "--allow-different-environments", help="Compare the runs although machine, software or load differ."
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, schema abserve.diff/2.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
-    """Compare two finished runs: old ratio, new ratio, the change with its interval, and whether verdicts changed.
+    """Compare two finished runs: old ratio, new ratio, the change with its interval, and which verdicts changed.
 
     Exit status: 0 no change is shown, 1 the runs cannot be compared (each difference is named), 2 a run cannot be read,
     3 at least one comparison changed, for better or worse.
@@ -45,8 +46,7 @@ def diff(
     from loadgen.storage.stored_run import StoredRunError
 
     if as_json and as_markdown:
-        typer.echo("abserve diff: give --json or --markdown, not both", err=True)
-        raise typer.Exit(EXIT_USAGE)
+        fail("give --json or --markdown, not both")
     try:
         runs = [_read(path) for path in (old, new)]
         with readable(old if old == new else Path(f"{old} or {new}")):
@@ -58,8 +58,7 @@ def diff(
             else:
                 print_document(difference(found), make_console(sys.stdout))
     except (StoredRunError, ResultError) as exc:
-        typer.echo(f"abserve diff: {exc}", err=True)
-        raise typer.Exit(EXIT_USAGE) from exc
+        fail(str(exc))
     if not found.comparable:
         raise typer.Exit(EXIT_NOT_COMPARABLE)
     changed = any(one.outcome == "changed" for one in found.comparisons)
@@ -67,12 +66,11 @@ def diff(
 
 
 def _read(path: Path) -> Result:
-    """Of a folder what its records say today, so that both runs are analysed alike; else its result.json."""
+    """A folder's records are analysed anew, so that both runs are analysed alike; a result.json is read."""
     from loadgen.result.analysis import readable, stored_result
     from loadgen.result.result_file import read_result
 
     if not path.exists():
-        typer.echo(f"abserve diff: there is no {path}; give {_RUN[0].lower()}{_RUN[1:-1]}", err=True)
-        raise typer.Exit(EXIT_USAGE)
+        fail(f"there is no {path}; give {_RUN[0].lower()}{_RUN[1:-1]}")
     with readable(path):
         return stored_result(path) if path.is_dir() else read_result(path)

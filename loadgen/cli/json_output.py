@@ -1,18 +1,32 @@
-"""A record as JSON, where `--json` says."""
+"""How every command ends with an error, and writes a record as JSON where `--json` says."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 
 EXIT_USAGE = 2
 
 
+def fail(message: str, status: int = EXIT_USAGE) -> NoReturn:
+    """End the command with one sentence on standard error."""
+    complain(message)
+    raise typer.Exit(status)
+
+
+def complain(message: str, style: str = "bold red") -> None:
+    """Print one sentence on standard error."""
+    from loadgen.report.console import make_console
+
+    make_console(sys.stderr).print(f"error: {message}", style=style, soft_wrap=True)
+
+
 def write_json(document: object, target: str | None) -> None:
-    """To the file `target`; `-` is standard output, None is nowhere. Ends the command, with one sentence, where the
-    file cannot be written."""
+    """Write to the file `target`; `-` is standard output, None is nowhere. A file that cannot be written ends the
+    command."""
     import msgspec
 
     if target is None:
@@ -25,5 +39,4 @@ def write_json(document: object, target: str | None) -> None:
     try:
         Path(target).write_bytes(text)
     except OSError as exc:
-        typer.echo(f"error: --json {target} cannot be written: {exc.strerror or exc}", err=True)
-        raise typer.Exit(EXIT_USAGE) from exc
+        fail(f"--json {target} cannot be written: {exc.strerror or exc}")

@@ -1,32 +1,33 @@
-"""`abserve noise-floor`: one arm against itself, and what it shows is kept for later comparisons on this machine."""
+"""`abserve noise-floor`: compares one arm with itself and keeps the differences for later runs on this machine."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loadgen.cli.assembly import default_out, plan_experiment
-from loadgen.cli.compare import EXIT_INVALID, EXIT_USAGE, EXIT_VALID, run_and_report
+from loadgen.cli.compare import EXIT_INVALID, EXIT_VALID, OUT, check_run, run_and_report
+from loadgen.cli.json_output import fail
 from loadgen.experiment.file import effective_settings
 from loadgen.experiment.options import given_options, takes_settings
 from loadgen.experiment.plan import PlanError
-from loadgen.experiment.settings import ExperimentSettings
+from loadgen.experiment.settings import MAIN, ExperimentSettings
 from loadgen.records.run import EMBEDDED
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from loadgen.records.machine import NoiseFloor
     from loadgen.result.result_file import Result
 
+_MAIN = partial(typer.Option, rich_help_panel=MAIN)
 RESTARTS, PAIRS, PAIRS_OF_ONE_START = 6, 24, 12
 SCENARIOS = ("single", "batched", "concurrent")
 
 
-@takes_settings
+@takes_settings("a", scenarios=SCENARIOS, restarts=RESTARTS, rounds=PAIRS)
 def noise_floor(
     context: typer.Context,
     file: Annotated[
@@ -34,26 +35,25 @@ def noise_floor(
         typer.Argument(
             metavar="EXPERIMENT.YAML",
             show_default=False,
-            help="As for `abserve compare`; only its baseline runs.",
+            help="An experiment file as for `abserve compare`; only its baseline runs.",
         ),
     ] = None,
     from_run: Annotated[
         Path | None,
-        typer.Option("--from", metavar="DIR", help="Run nothing: take a finished comparison of an arm with itself."),
+        _MAIN("--from", metavar="DIR", help="Run nothing, and use a finished comparison of an arm with itself."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results; default results/TIME-MODEL.")] = None,
+    out: Annotated[Path | None, _MAIN(**OUT)] = None,
     **options: object,
 ) -> None:
     """Compare arm A with itself and store how much it differs: no comparison on this machine will claim less.
 
-    Takes the options of `abserve compare`, with other defaults: 24 pairs over 6 restarts, no cold starts. Kept in
-    $XDG_CACHE_HOME/abserve for this machine, where `abserve compare` finds it. Exit status: 0 stored, 1 not, 2 what
-    was asked for cannot be run, 130 interrupted.
+    Takes the options of `abserve compare`, but runs 24 pairs over 6 restarts by default, and no cold starts. Stored in
+    $XDG_CACHE_HOME/abserve for this machine, where `abserve compare` finds it.
+
+    Exit status: 0 stored, 1 not stored, 2 an option or a file is wrong, 130 interrupted.
     """
     from loadgen.machine.noise_floor import NoiseFloorError, make_floor, store_floor
-    from loadgen.report.console import make_console
 
-    errors = make_console(sys.stderr)
     try:
         result, status = (_stored(from_run), EXIT_VALID) if from_run else _measured(context, file, out, options)
         if result is None or status not in (EXIT_VALID, EXIT_INVALID):
@@ -61,18 +61,16 @@ def noise_floor(
         floor = make_floor(result)
         path = store_floor(floor)
     except PlanError as exc:
-        errors.print(f"error: {exc}", style="bold red", soft_wrap=True)
-        raise typer.Exit(EXIT_USAGE) from exc
+        fail(str(exc))
     except NoiseFloorError as exc:
-        errors.print(f"error: {exc}", style="bold red", soft_wrap=True)
-        raise typer.Exit(EXIT_INVALID) from exc
-    _print(floor, make_console(sys.stdout))
+        fail(str(exc), EXIT_INVALID)
+    _print(floor)
     typer.echo(f"stored in {path}")
 
 
 def self_comparison(settings: ExperimentSettings) -> ExperimentSettings:
-    """The settings with the baseline as A and as B, without thresholds, which are about other arms; and this command's
-    defaults where nothing was given."""
+    """The settings with the baseline as A and as B, this command's defaults where nothing was given, and without
+    thresholds, which are about other arms."""
     given, arm = settings.model_fields_set, next(iter(settings.arms.values()))
     launched = arm.target in EMBEDDED
     defaults: dict[str, object] = {
@@ -93,7 +91,8 @@ def _measured(
     settings = self_comparison(effective_settings(file, given))
     plan = plan_experiment(settings)
     if plan.is_matrix:
-        raise PlanError("the noise floor is measured for one transport and one payload at a time; name one of each")
+        raise PlanError("the noise floor needs one transport and one payload; give one of each")
+    check_run(plan, out, {})
     status, result = run_and_report(plan.runs[0][1], out or default_out(settings.model))
     return result, status
 
@@ -109,15 +108,14 @@ def _stored(directory: Path) -> Result:
         raise PlanError(str(exc)) from exc
 
 
-def _print(floor: NoiseFloor, console: Console) -> None:
-    from rich.table import Table
-
+def _print(floor: NoiseFloor) -> None:
+    import loadgen.report.document as doc
     from loadgen.comparison.pairs import METRICS
     from loadgen.quantities import share
+    from loadgen.report.console import make_console
+    from loadgen.report.renderers.terminal import print_document
 
-    table = Table(title=f"Noise floor of this machine: {floor.title}", title_justify="left", title_style="bold")
-    for heading in ("scenario", "metric", "identical arms differ by up to", "pairs"):
-        table.add_column(heading, justify="right" if heading in ("pairs",) else "left")
-    for entry in floor.entries:
-        table.add_row(entry.scenario, METRICS[entry.metric].title, share(entry.difference), str(entry.pairs))
-    console.print(table)
+    rows = [(one.scenario, METRICS[one.metric].title, share(one.difference), str(one.pairs)) for one in floor.entries]
+    table = doc.Table((*doc.names("scenario", "metric"), *doc.numbers("identical arms differ by up to", "pairs")), rows)
+    section = doc.Section(f"Noise floor of this machine: {floor.title}", (table,))
+    print_document(doc.Document("Noise floor", (doc.Chapter("", (section,)),)), make_console(sys.stdout))

@@ -8,26 +8,31 @@ from typing import Annotated
 
 import typer
 
+from loadgen.cli.json_output import fail
+
 
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory that `abserve compare` wrote to.")],
-    open_report: Annotated[bool, typer.Option("--open", help="Show report.html in the web browser.")] = False,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that `abserve compare` wrote to.")],
+    open_report: Annotated[bool, typer.Option("--open", help="Open report.html in the web browser.")] = False,
     output: Annotated[
         str | None,
         typer.Option(
-            "--format", help="Print csv, csv-blocks, json, junit or markdown instead; then no file is written."
+            "--format",
+            metavar="FORMAT",
+            help="Print csv, csv-blocks, json, junit or markdown, and write no file.",
         ),
     ] = None,
 ) -> None:
-    """Make result.json, report.html and summary.md again from the records in DIR, also of an interrupted run.
+    """Make result.json, report.html and summary.md again from the records in DIR, also after an interrupted run.
 
-    Where the raw samples are not kept, as in a published folder, the reports are made from its result.json.
+    A published folder without raw samples is reported from its result.json.
 
-    Exit status 0 when they were made, whatever the verdict; 1 when they cannot be written, 2 when DIR holds no readable
-    run, and for another format.
+    Exit status: 0 the reports were made, whatever the verdict; 1 they cannot be written; 2 DIR holds no readable run,
+    or the format is unknown.
     """
     import webbrowser
 
+    from loadgen.experiment.plan import unknown
     from loadgen.report import write_reports
     from loadgen.report.console import make_console
     from loadgen.report.contents import result_document
@@ -44,20 +49,20 @@ def report(
             if output is not None:
                 known = formats(result)
                 if output not in known:
-                    typer.echo(f"abserve report: --format {output}: there are {', '.join(known)}", err=True)
-                    raise typer.Exit(2)
+                    fail(unknown("--format", output, list(known)))
                 typer.echo(known[output](), nl=False)
                 return
             paths = write_reports(directory, result)
             print_document(result_document(result), console)
     except (StoredRunError, ResultError) as exc:
-        typer.echo(f"abserve report: {exc}", err=True)
-        raise typer.Exit(2) from exc
+        fail(str(exc))
     except OSError as exc:
-        remedy = "make room or leave to write there, or print it with --format markdown"
-        typer.echo(f"abserve report: cannot write to {directory}: {exc.strerror or exc}; {remedy}", err=True)
-        raise typer.Exit(1) from exc
+        fail(
+            f"cannot write to {directory}: {exc.strerror or exc}; make it writable, or add --format markdown to print "
+            "the report",
+            1,
+        )
     for path in paths:
-        console.print(f"{path}", highlight=False, soft_wrap=True)
+        console.print(f"{path}", soft_wrap=True)
     if open_report:
         webbrowser.open(paths[0].resolve().as_uri())

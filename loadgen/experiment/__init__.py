@@ -1,1 +1,1 @@
-"""From what is asked for (options, an experiment file) to the cells, rounds and order of a run."""
+"""From options or an experiment file to the workloads, rounds and order of a run."""

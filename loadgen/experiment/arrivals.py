@@ -1,8 +1,7 @@
 """When the requests of an open loop are due: a pure function of kind, rate, number and seed, drawn before the load.
 
-Both arms of a pair get the same schedule, and every worker of a distributed generator takes every n-th arrival of it,
-so that together they send that schedule and no other. Poisson arrivals have independent exponential gaps; constant
-ones are 1/rate apart. The first request of either is due at 0.
+Both arms of a pair get the same schedule, and each of n workers takes every n-th arrival of it. Poisson arrivals have
+independent exponential gaps; constant ones are 1/rate apart. The first request is due at 0.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from loadgen.records.run import Arrivals
 
 RATE_LIMIT_PER_S = 100_000.0
-"""Beyond it a schedule is no longer one of single requests for this generator."""
+"""Beyond it this generator cannot send the requests one by one."""
 _DRAIN_SHARE = 0.25
 _LEAST_DRAIN_SECONDS = 1.0
 _CHUNK = 4096
@@ -27,17 +26,15 @@ Offsets = npt.NDArray[np.int64]
 
 
 def arrival_count(rate_per_s: float, requests: int, seconds: float, max_seconds: float) -> int:
-    """How many requests fall due in a block: `requests`, or as many as `seconds` take at this rate, whichever is more,
-    and never more than `max_seconds` take; at least 2, so that there is a span."""
+    """Requests due in a block: at least `requests` and those of `seconds` at this rate, at most those of `max_seconds`,
+    and never fewer than 2, so that there is a span."""
     least = max(requests, math.ceil(rate_per_s * seconds))
     return max(2, min(least, math.ceil(rate_per_s * max_seconds)))
 
 
 def due_offsets_ns(arrivals: Arrivals, rate_per_s: float, count: int, seed: int) -> Offsets:
-    """When each of `count` requests is due, in ns from the start of the block, ascending.
-
-    The same arguments give the same schedule. Raises `ValueError` for a closed loop, which has none.
-    """
+    """When each of `count` requests is due, in ns from the start of the block, ascending. The same arguments give the
+    same schedule. Raises `ValueError` for a closed loop."""
     if arrivals == "closed" or rate_per_s <= 0.0 or count < 1:
         raise ValueError(f"no schedule for {count} {arrivals} arrivals at {rate_per_s:g} a second")
     gap_ns = 1e9 / rate_per_s
@@ -49,7 +46,7 @@ def due_offsets_ns(arrivals: Arrivals, rate_per_s: float, count: int, seed: int)
 
 
 def endless_offsets_ns(arrivals: Arrivals, rate_per_s: float, seed: int) -> Iterator[int]:
-    """The same without an end, for a test that somebody stops; not the numbers that `due_offsets_ns` draws."""
+    """An endless schedule, for a test that a person stops; it draws other numbers than `due_offsets_ns`."""
     random = np.random.default_rng(seed)
     gap_ns, last = 1e9 / rate_per_s, 0.0
     for first in count(0, _CHUNK):
@@ -62,11 +59,11 @@ def endless_offsets_ns(arrivals: Arrivals, rate_per_s: float, seed: int) -> Iter
 
 
 def drain_ns(span_ns: int) -> int:
-    """How long after the last request was due those that could not be sent in time are still sent: a quarter of the
-    schedule's span, at least a second. What is unsent then stays unsent: the rate was not sustained."""
+    """How long overdue requests are still sent after the last one was due: a quarter of the schedule's span, at least a
+    second. Requests unsent by then stay unsent: the rate was not sustained."""
     return max(int(_LEAST_DRAIN_SECONDS * 1e9), int(_DRAIN_SHARE * span_ns))
 
 
 def schedule_seed(seed: int, cell: str, pair: int) -> int:
-    """The seed of one round's schedule: the same for all arms, another for every round and cell of the run."""
+    """The seed of one round's schedule: the same for all arms, different for every round and workload."""
     return int(np.random.SeedSequence([seed & (2**64 - 1), zlib.crc32(cell.encode()), pair]).generate_state(1)[0])

@@ -1,14 +1,14 @@
-"""Experiment files: YAML read safely, options over it, validated; and written again as what is in effect.
+"""Experiment files: read safely from YAML, overridden by options, validated, and written again as what is in effect.
 
 What sets a value, strongest first: the option on the command line, the variable ABSERVE_COMPARE_…, the file, the
-default. `--a-option` sets single keys of the file's options, `--fail-if` adds to the file's thresholds;
-every other option takes the place of the file's value.
+default. `--a-option` sets single keys of the file's options and `--fail-if` adds to the file's conditions; every other
+option replaces the file's value.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,25 @@ from pydantic_core import ErrorDetails
 
 from loadgen.documents import one_line
 from loadgen.experiment.options import SettingOption
-from loadgen.experiment.plan import PlanError
+from loadgen.experiment.plan import PlanError, unknown
 from loadgen.experiment.settings import DEFAULT_TARGETS, ArmSettings, ExperimentSettings, gather_arms
 
-MAX_BYTES = 1 << 16
+_MOST_BYTES = 1 << 16
 _MOST_NODES = 2000
 _MOST_DEPTH = 20
 _MOST_DIGITS = 20
 _MOST_LINES = 20
-"""Of errors that are shown; a file with more has one cause."""
-OPTION_FORM = "write it as KEY=VALUE, as in max-queue-delay-us=0"
+"""Errors shown; a file with more has one cause."""
+TARGET_REMEDY = "give native, triton or the URL of a server"
 
 
 class ExperimentFileError(PlanError):
-    """A file or an option says something that cannot be; one line for each, with the place and what would do."""
+    """A file or an option holds a value that cannot be used; one line per error, with the place and the remedy."""
 
 
 class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no types
-    """YAML takes the last of two equal keys without a word; here it is an error. So are an alias, a key that is no
-    text, a number with colons, which YAML 1.1 reads to the base 60, and a file of more values than anybody writes."""
+    """Refuses what YAML accepts silently: equal keys, of which it takes the last; aliases; keys that are not text;
+    numbers with colons, which YAML 1.1 reads to the base 60; and more values than anybody writes."""
 
     nodes = depth = 0
 
@@ -44,14 +44,11 @@ class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no t
         self.nodes += 1
         self.depth += 1
         if self.check_event(yaml.AliasEvent):
-            raise self._error("aliases are not taken", self.peek_event())
-        if self.nodes > _MOST_NODES or self.depth > _MOST_DEPTH:
-            what = (
-                f"more than {_MOST_NODES} values"
-                if self.nodes > _MOST_NODES
-                else f"nested more than {_MOST_DEPTH} deep"
-            )
-            raise self._error(f"an experiment file is not so large: {what}", self.peek_event())
+            raise self._error("aliases are not supported", self.peek_event())
+        if self.nodes > _MOST_NODES:
+            raise self._error(f"an experiment file has at most {_MOST_NODES} values", self.peek_event())
+        if self.depth > _MOST_DEPTH:
+            raise self._error(f"an experiment file is nested at most {_MOST_DEPTH} deep", self.peek_event())
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -67,9 +64,9 @@ class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no t
         return dict(super().construct_mapping(node, deep))
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """Raises `ConstructorError` for a number that is not written as one."""
+        """Raises `ConstructorError` for a number with a colon or with too many digits."""
         if ":" in node.value or len(node.value) > _MOST_DIGITS + 4:
-            raise self._error(f"{one_line(node.value, 40)} is no number; put quotes around a text", node)
+            raise self._error(f"{one_line(node.value, 40)} is not a number; put text in quotes", node)
         is_float = node.tag.endswith(":float")
         return self.construct_yaml_float(node) if is_float else self.construct_yaml_int(node)  # type: ignore[no-any-return]
 
@@ -82,14 +79,14 @@ for _kind in ("int", "float"):
     _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_kind}", _StrictLoader.construct_number)
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path) -> dict[str, Any]:
     """The mapping in a file, not validated. Raises `ExperimentFileError`."""
     try:
         content = path.read_bytes()
     except OSError as exc:
         raise ExperimentFileError(f"{path}: {exc.strerror or exc}; give the path of an experiment file") from exc
-    if len(content) > MAX_BYTES:
-        raise ExperimentFileError(f"{path} has {len(content)} bytes; an experiment file has at most {MAX_BYTES}")
+    if len(content) > _MOST_BYTES:
+        raise ExperimentFileError(f"{path} has {len(content)} bytes; an experiment file has at most {_MOST_BYTES}")
     try:
         parsed = yaml.load(content, Loader=_StrictLoader)
     except yaml.YAMLError as exc:
@@ -97,8 +94,8 @@ def read_file(path: Path) -> dict[str, Any]:
         where = f":{mark.line + 1}" if mark is not None else ""
         raise ExperimentFileError(f"{path}{where}: {one_line(str(problem or exc))}") from exc
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
-        # PyYAML's own, over a value that does not fit the tag before it, or over bytes that are no text.
-        raise ExperimentFileError(f"{path}: a value in it cannot be read: {one_line(str(exc))}") from exc
+        # PyYAML's own, over a value that does not fit the tag before it, or over bytes that are not text.
+        raise ExperimentFileError(f"{path}: a value cannot be read: {one_line(str(exc))}") from exc
     if parsed is None:
         return {}
     if not isinstance(parsed, dict) or not all(isinstance(key, str) for key in parsed):
@@ -107,8 +104,8 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def effective_settings(path: Path | None, given: Mapping[SettingOption, object]) -> ExperimentSettings:
-    """The file with what was given over it. Raises `ExperimentFileError`."""
-    content = gather_arms({} if path is None else read_file(path))
+    """The file, overridden by the options given. Raises `ExperimentFileError`."""
+    content = gather_arms({} if path is None else _read_file(path))
     for option, value in given.items():
         _set(content, option, value)
     try:
@@ -127,7 +124,7 @@ def write_settings(settings: ExperimentSettings) -> str:
 
 
 def write_content(content: Mapping[str, object], sha256: str) -> str:
-    """The same from the stored content. What is not set is named in a comment."""
+    """The experiment file of stored content; a comment names the settings that are not set."""
     body = yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
     unset = [name for name in ExperimentSettings.model_fields if name not in content]
     note = f"# not set: {', '.join(unset)}\n" if unset else ""
@@ -141,7 +138,7 @@ def parse_options(flag: str, options: list[str]) -> dict[str, str]:
         name, separator, value = option.partition("=")
         name = name.strip().lstrip("-")
         if not separator or not name:
-            raise ExperimentFileError(f"{flag} {option}: {OPTION_FORM}")
+            raise ExperimentFileError(f"{flag} {option}: write it as KEY=VALUE, as in max-queue-delay-us=0")
         parsed[name] = value.strip()
     return parsed
 
@@ -162,24 +159,21 @@ def _set(content: dict[str, Any], option: SettingOption, value: object) -> None:
 
 
 def _line(error: ErrorDetails, path: Path | None, flags: Mapping[tuple[str, ...], str]) -> str:
-    location = tuple(str(part) for part in error["loc"])
-    if error["type"] == "missing":  # nothing but an arm's target has no default
+    """One error with its place, the value given and the remedy."""
+    location, kind = tuple(str(part) for part in error["loc"]), error["type"]
+    if kind == "missing":  # only an arm's target has no default
         place = f"--{location[1]}" if path is None else f"{path}: {'.'.join(location)}"
-        return f"{place}: give native, triton or the URL of a server"
-    flag = next((name for place, name in flags.items() if location[: len(place)] == place), None)
-    where = flag or f"{path}: {'.'.join(location)}"
-    if error["type"] == "extra_forbidden":
-        known = _keys_at(location[:-1])
-        close = get_close_matches(location[-1].replace("-", "_"), known, n=1)
-        return f"{where}: no such key; " + (f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}")
+        return f"{place}: {TARGET_REMEDY}"
+    if kind == "extra_forbidden":
+        arm = location[0] == "arms"
+        known = [*ArmSettings.model_fields] if arm else [*ExperimentSettings.model_fields, *DEFAULT_TARGETS]
+        place = ": ".join([str(path), *([".".join(location[:-1])] if arm else [])])
+        return unknown(place, location[-1], known, "key")
+    place = next((name for at, name in flags.items() if location[: len(at)] == at), f"{path}: {'.'.join(location)}")
     given = error["input"]
-    shown = f" {given}" if isinstance(given, str | int | float) and len(str(given)) <= 80 else ""
-    what = error["msg"].replace("Input should be", "must be").removeprefix("Value error, ")
-    return f"{where}{shown}: {what}" if flag else f"{where}:{shown}{',' if shown else ''} {what}"
-
-
-def _keys_at(location: tuple[str, ...]) -> list[str]:
-    """Of the settings, or of an arm."""
-    if location:
-        return list(ArmSettings.model_fields) if location[0] == "arms" else []
-    return [*ExperimentSettings.model_fields, *DEFAULT_TARGETS]
+    if kind == "literal_error":
+        return unknown(place, str(given), re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected"))))
+    what = "give at least one value" if kind == "too_short" else error["msg"]
+    what = what.replace("Input should be", "must be").removeprefix("Value error, ")
+    shown = f" {given}," if isinstance(given, str | int | float) and len(str(given)) <= 80 else ""
+    return f"{place}:{shown} {what}"

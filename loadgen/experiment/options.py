@@ -6,16 +6,26 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 import typer
 from pydantic.fields import FieldInfo
 
-from loadgen.experiment.settings import DEFAULT_TARGETS, LETTERS, ArmSettings, ExperimentSettings, Flag
+from loadgen.experiment.settings import (
+    DEFAULT_TARGETS,
+    LETTERS,
+    MAIN,
+    PANELS,
+    REPEATED,
+    TARGET,
+    ArmSettings,
+    ExperimentSettings,
+)
 
-SHOWN_ARMS = "abc"
-GIVEN = {"COMMANDLINE", "ENVIRONMENT"}
+_LAST_SHOWN = "c"
+"""The last arm in the help; it has no options of its own there, and says that there are more arms."""
+_GIVEN = {"COMMANDLINE", "ENVIRONMENT"}
+_PLACEHOLDERS: dict[object, str] = {int: "N", float: "NUMBER", str: "TEXT"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,108 +34,124 @@ class SettingOption:
 
     path: tuple[str, ...]
     """("rounds",) or ("arms", "a", "payload")."""
-    parameter: str
     flag: str
     variable: str | None
     field: FieldInfo
-    repeated: bool
-    default: Any = None
-    hidden: bool = False
-    """From the help, which shows three arms and says that there are more."""
 
     @property
-    def help(self) -> str | None:
-        """The last arm that is shown tells of those that are not."""
-        more = " More arms likewise: --d to --h." if self.path == ("arms", SHOWN_ARMS[-1], "target") else ""
-        return f"{self.field.description}{more}"
+    def parameter(self) -> str:
+        """The name of the command's argument."""
+        return self.flag[2:].replace("-", "_")
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the option is given once per value."""
+        return REPEATED in self.field.metadata
 
     @property
     def is_mapping(self) -> bool:
         """Whether its values are KEY=VALUE."""
         return get_origin(self.field.annotation) is dict
 
-    def as_parameter(self) -> inspect.Parameter:
-        """For the signature of the command."""
-        limits = {
-            name: getattr(limit, attribute)
-            for limit in self.field.metadata
-            for kind, attribute, name in ((annotated_types.Ge, "ge", "min"), (annotated_types.Le, "le", "max"))
-            if isinstance(limit, kind)
-        }
-        kind, default = _command_line_type(self)
-        names = [f"{self.flag}/--no-{self.flag[2:]}" if kind in (bool, bool | None) else self.flag]
+    def as_parameter(self, arms: str, default: Any) -> inspect.Parameter:
+        """For the signature of a command that shows these arms; `default` replaces the setting's unless it is None.
+        The settings check every value, so that the command line takes text."""
+        arm = self.path[1] if self.path[0] == "arms" else ""
+        default = self.field.get_default() if default is None else default
+        if arm and self.path[-1] == "target":
+            default = DEFAULT_TARGETS.get(arm)
+        if isinstance(default, tuple):
+            default = ",".join(map(str, default)) or None
+        placeholder = self._placeholder()
+        kind: Any = bool if placeholder is None else str
+        if self.repeated or self.is_mapping:
+            kind, default = list[str], None
+        elif kind is str and default is not None:
+            default = str(default)
+        extra = self.field.json_schema_extra
+        panel = str(extra["panel"]) if isinstance(extra, dict) else TARGET
+        if arm in DEFAULT_TARGETS and self.path[-1] in ("target", "options"):
+            panel = MAIN
+        text = (self.field.description or "").replace("{arm}", arm.upper())
+        if self.flag == f"--{_LAST_SHOWN}":
+            text += f" --d to --{LETTERS[-1]} add more arms; each has -option, -payload and -grpc."
         option = typer.Option(
-            *names, envvar=self.variable, show_envvar=False, help=self.help, hidden=self.hidden, **limits
+            f"{self.flag}/--no-{self.flag[2:]}" if kind is bool else self.flag,
+            envvar=self.variable,
+            show_envvar=False,
+            help=text,
+            hidden=arm not in arms or arm > _LAST_SHOWN or (arm == _LAST_SHOWN and self.flag != f"--{arm}"),
+            metavar=placeholder,
+            rich_help_panel=panel,
         )
+        kind = kind | None if default is None else kind
         return inspect.Parameter(
             self.parameter, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default
         )
 
+    def _placeholder(self) -> str | None:
+        """What stands for the value in the help; None for a switch."""
+        if self.repeated or self.is_mapping:
+            return "KEY=VALUE" if self.is_mapping else "CONDITION"
+        kind = self.field.annotation
+        if get_origin(kind) in {Union, UnionType}:
+            kind = next(one for one in get_args(kind) if one is not type(None))
+        if get_origin(kind) is Annotated:
+            kind = get_args(kind)[0]
+        if get_origin(kind) is Literal:
+            return "|".join(get_args(kind))
+        return "LIST" if get_origin(kind) is tuple else _PLACEHOLDERS.get(kind)
+
 
 def setting_options() -> tuple[SettingOption, ...]:
-    """Of every field, in order."""
+    """One option for every field, in order."""
     options: list[SettingOption] = []
     for name, field in ExperimentSettings.model_fields.items():
         if name == "arms":
             fields = ArmSettings.model_fields.items()
-            options += [_option(("arms", letter, inner), one, letter) for letter in LETTERS for inner, one in fields]
+            options += [_arm_option(letter, inner, one) for letter in LETTERS for inner, one in fields]
         else:
-            options.append(_option((name,), field, None))
+            variable = None if REPEATED in field.metadata else f"ABSERVE_COMPARE_{name.upper()}"
+            options.append(SettingOption((name,), f"--{name.replace('_', '-')}", variable, field))
     return tuple(options)
 
 
-def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Put an option for every setting in the place of the command's `**options`."""
-    signature = inspect.signature(command, eval_str=True)
-    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    parameters = [*own, *(option.as_parameter() for option in setting_options())]
-    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads it
-    command.__annotations__ = {one.name: one.annotation for one in parameters}
-    return command
+def _arm_option(letter: str, name: str, field: FieldInfo) -> SettingOption:
+    """--a for the target, --a-option for the options, else --a-NAME."""
+    flag = {"target": f"--{letter}", "options": f"--{letter}-option"}.get(name, f"--{letter}-{name}")
+    variable = "ABSERVE_COMPARE_" + (letter if name == "target" else f"{letter}_{name}").upper()
+    return SettingOption(("arms", letter, name), flag, variable, field)
+
+
+def takes_settings(arms: str = LETTERS, **defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a command's `**options` by an option for every setting, sorted by the panels of the help, which shows
+    only these arms, and the command's own `defaults`."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        options = [option.as_parameter(arms, defaults.get(option.path[-1])) for option in setting_options()]
+        parameters = [
+            one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in sorted([*options, *own], key=_place_in_help)
+        ]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads it
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return decorate
+
+
+def _place_in_help(parameter: inspect.Parameter) -> int:
+    declared = next(iter(getattr(parameter.annotation, "__metadata__", ())), None)
+    panel = getattr(declared, "rich_help_panel", None)
+    return PANELS.index(panel) if panel in PANELS else -1
 
 
 def given_options(context: typer.Context, values: Mapping[str, object]) -> dict[SettingOption, object]:
-    """Those that the command line or a variable sets; the others leave the word to the file and the defaults."""
+    """The options that the command line or a variable sets; the file and the defaults decide about the others."""
     sources = {name: context.get_parameter_source(name) for name in values}
     return {
         option: values[option.parameter]
         for option in setting_options()
-        if (source := sources.get(option.parameter)) is not None and source.name in GIVEN
+        if (source := sources.get(option.parameter)) is not None and source.name in _GIVEN
     }
-
-
-def _option(path: tuple[str, ...], field: FieldInfo, arm: str | None) -> SettingOption:
-    flag = next((item for item in field.metadata if isinstance(item, Flag)), Flag(""))
-    own = flag.name if arm else (flag.name or path[-1])
-    if arm and not flag.name and path[-1] != "target":
-        own = path[-1]
-    parameter = "_".join(part for part in (arm, own) if part)
-    variable = flag.variable if flag.variable is not None else own.upper()
-    full = "_".join(part for part in ((arm or "").upper(), variable) if part)
-    return SettingOption(
-        path=path,
-        parameter=parameter,
-        flag="--" + parameter.replace("_", "-"),
-        variable=None if flag.repeated else f"ABSERVE_COMPARE_{full}",
-        field=field,
-        repeated=flag.repeated,
-        default=field.get_default() if arm is None or path[-1] != "target" else DEFAULT_TARGETS.get(arm),
-        hidden=arm is not None and arm > SHOWN_ARMS[-1],
-    )
-
-
-def _command_line_type(option: SettingOption) -> tuple[Any, Any]:
-    """What click parses a field's value as, and the default that its help shows."""
-    field, default = option.field, option.default
-    if option.repeated or option.is_mapping:
-        return list[str] | None, None
-    kind: Any = field.annotation
-    optional = default is None
-    if get_origin(kind) in {Union, UnionType}:
-        kind = next(one for one in get_args(kind) if one is not type(None))
-    if get_origin(kind) is Annotated:
-        kind = get_args(kind)[0]
-    if get_origin(kind) is tuple:
-        kind = str
-        default = None if default is None else ",".join(str(one) for one in default)
-    return (kind | None if optional else kind), default

@@ -1,153 +1,329 @@
-"""From options to cells: what a preset runs, and about how long that takes."""
+"""From settings to what runs: the arms, the workloads with their sizes, and the combinations of transport and payload.
+
+Whatever cannot run is refused here, before anything starts or is written.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
-from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
-from loadgen.records.run import ArmRequest, Arrivals, Cell, Scenario
+from loadgen.experiment.settings import DEFAULT_SCENARIOS, DEFAULT_WEIGHTS, ArmSettings, ExperimentSettings
+from loadgen.records.payloads import PAYLOADS, implied_payload
+from loadgen.records.run import EMBEDDED, ArmRequest, Cell, Label, Scenario, Transport, option_of
+from loadgen.statistics.early_stopping import queries_needed
 
-BATCH_SIZES = (8, 32)
-"""A batch of one is the scenario single."""
-CONCURRENCY = (16,)
 GPU_WINDOW_S = 11.0
 GPU_REQUESTS = 110
-"""Of one arm in one cell, where its GPU evidence is to carry a verdict: a little over the thresholds of 10 s and 100
-requests in `loadgen.studies.gpu_proof.records`."""
+"""Per arm and workload, so that the GPU verification can decide: a little over its thresholds of 10 s and 100 requests
+in `loadgen.studies.gpu_proof.records`."""
 GPU_BLOCK_S = 0.8
-"""At least, of a block whose GPU is watched: the energy counter of an H200 goes on every 0.1 s."""
+"""Shortest block whose GPU is watched: the energy counter of an H200 advances every 0.1 s."""
 LEAST_ROUNDS = 4
-"""Two balanced rounds, where time or the decision and not `--rounds` says how many there are."""
+"""Two balanced rounds of two arms, where `--rounds` does not set the number."""
 SPAN = 3.0
-"""A block lasts at least so many times a request: one goes while the load builds up, two are measured."""
-
+"""A block lasts at least this many requests: one while the load builds up, two that are measured."""
+BOUNDS_PER_TRIAL = 20.0
+"""A trial lasts at least this many times its bound; a shorter one ends before the queue of a rate that is 5 % too high
+has grown to the bound."""
+AS_SERVED = "as in the stack's .env"
+"""Recorded as the weights of a compose run, which does not choose them."""
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second one is WSL's
-SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "concurrent")
-"""Those that run unless others are asked for; `open` needs a rate, `slo` a bound. `loadgen.experiment.search_plan`
-makes the cells of `slo` and `ramp`."""
-CONNECTIONS = 64
-OPEN_SECONDS = 5.0
+_IN_ENV = "in .env, then run docker compose up --detach --wait"
 
 
 class PlanError(Exception):
-    """The options contradict each other or name nothing that exists; the message says what would do."""
+    """The options contradict each other or name something that does not exist; the message says what would do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """How much time. `seconds` are of one block at least, `minutes` of the comparison without explaining causes."""
+    """How much time to spend. `seconds` is the least per block, `minutes` the load of two arms without ablations. A
+    trial of a search and a rung of a ramp last `…_seconds` at least and `longest_…` at most."""
 
+    minutes: float
     cold_starts: int
     seconds: float
     max_seconds: float
-    minutes: float
+    search_rounds: int
+    queries: int
+    trial_seconds: float
+    longest_trial_seconds: float
+    rung_requests: int
+    rung_seconds: float
+    longest_rung_seconds: float
 
 
 PRESETS = {
-    "quick": Preset(cold_starts=3, seconds=0.6, max_seconds=12.0, minutes=5.0),
-    "full": Preset(cold_starts=5, seconds=1.0, max_seconds=20.0, minutes=25.0),
+    "quick": Preset(5.0, 3, 0.6, 12.0, 3, queries_needed(2), 4.0, 90.0, 20, 1.2, 12.0),
+    "full": Preset(25.0, 5, 1.0, 20.0, 6, queries_needed(10), 10.0, 300.0, 60, 3.0, 20.0),
 }
 
 
-def make_cells(
-    preset: str,
-    scenarios: Sequence[str],
-    *,
-    batch_sizes: Sequence[int] = BATCH_SIZES,
-    concurrency: Sequence[int] = CONCURRENCY,
-    requests: int = 1,
-    rounds: int | None = None,
-    least_rounds: int = LEAST_ROUNDS,
-    gpu: bool = False,
-    rates: Sequence[float] = (),
-    arrivals: str = "poisson",
-    connections: int = CONNECTIONS,
-    open_seconds: float = OPEN_SECONDS,
-) -> tuple[Cell, ...]:
-    """The cells of an experiment, in the order of the report. `requests` are the least of a concurrent block, `rounds`
-    those of each cell; without it time decides, and there are `least_rounds` in any case. How long a block must last
-    is known when a request has been seen (`sized`); with `gpu` all blocks of an arm together last long enough to carry
-    GPU evidence. `rates` adds an open cell each, of blocks in which requests fall due for `open_seconds`. Raises
-    `PlanError`."""
-    if preset not in PRESETS:
-        raise PlanError(f"--preset {preset}: there are {', '.join(PRESETS)}")
-    known = (*SCENARIOS, "open", "slo", "ramp")
-    unknown = [name for name in scenarios if name not in known]
-    if unknown or not scenarios:
-        raise PlanError(f"--scenarios {','.join(unknown) or '(empty)'}: there are {', '.join(known)}")
-    if "open" in scenarios and not rates:
-        raise PlanError("--scenarios open: say at which rates, in requests a second, as in --rates 20,50")
-    kind = check_open_loop(rates, arrivals, connections, open_seconds)
-    if min((*batch_sizes, *concurrency, requests), default=1) < 1 or (rounds is not None and rounds < 1):
-        raise PlanError("batch sizes, concurrency, requests and rounds are whole numbers from 1")
-    for scenario, option, values in (
-        ("batched", "--batch-sizes", batch_sizes),
-        ("concurrent", "--concurrency", concurrency),
-    ):
-        if scenario in scenarios and not values:
-            raise PlanError(f"{option} (empty): give one size at least, or leave {scenario} out of --scenarios")
-    amount = PRESETS[preset]
-    load_rounds, seconds, least_requests = rounds or least_rounds, amount.seconds, 1
-    if gpu:
-        seconds = max(seconds, GPU_BLOCK_S)
-        if rounds is None:
-            load_rounds = max(least_rounds, math.ceil(GPU_WINDOW_S / seconds))
-        else:
-            seconds = max(seconds, GPU_WINDOW_S / rounds)
-        least_requests = math.ceil(GPU_REQUESTS / load_rounds)
+def unknown(place: str, value: str, known: Sequence[str], kind: str = "value") -> str:
+    """The sentence for a value that does not exist, with the closest one that does, or all of them."""
+    close = get_close_matches(value, known, n=1)
+    remedy = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
+    return f"{place}: unknown {kind} {value}; {remedy}"
 
-    def cell(scenario: Scenario, batch_size: int, users: int, number: int = 1) -> Cell:
-        return Cell(
-            scenario=scenario,
-            batch_size=batch_size,
-            concurrency=users,
-            requests=max(number, least_requests),
-            seconds=seconds,
-            max_seconds=max(amount.max_seconds, 2.0 * seconds),
-            rounds=load_rounds,
+
+# The arms
+
+
+def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
+    """One arm. Raises `PlanError` for an unknown target and for settings without effect on it."""
+    target, options = arm.target, {name.strip().lstrip("-"): value for name, value in arm.options.items()}
+    if target not in EMBEDDED:
+        if ":" not in target:
+            place = f"{unknown(option_of(label), target, EMBEDDED, 'server').rstrip('?')}"
+            raise PlanError(f"{place}, or give a URL such as http://127.0.0.1:8000")
+        if options:
+            raise PlanError(
+                f"{option_of(label, 'option')} has no effect on {target}, because abserve does not start that server"
+            )
+    elif port := next((name for name in options if name.endswith("-port")), None):
+        raise PlanError(f"{option_of(label, 'option')} {port} has no effect, because abserve chooses free ports")
+    elif arm.grpc is not None:
+        raise PlanError(f"{option_of(label, 'grpc')} has no effect on {target}, because abserve chooses its address")
+    return ArmRequest(label=label, target=target, settings=options, payload=arm.payload, grpc=arm.grpc)
+
+
+def expects_gpu(*arms: ArmRequest) -> bool:
+    """Whether an arm may run on a GPU: there is a device file, and the arm is not told to use the CPU."""
+    return any(Path(path).exists() for path in _GPU_DEVICES) and any(
+        arm.settings.get("device") != "cpu" for arm in arms
+    )
+
+
+# Transports and payloads
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """One transport with one payload, for every arm."""
+
+    transport: Transport
+    payload: str
+
+    @property
+    def folder(self) -> str:
+        """Below the folder of the matrix."""
+        return f"{self.transport}-{self.payload}"
+
+    @property
+    def title(self) -> str:
+        """For people: "jpeg over grpc"."""
+        return f"{self.payload} over {self.transport}"
+
+
+def plan_combinations(arms: Sequence[ArmRequest], settings: ExperimentSettings) -> tuple[Combination, ...]:
+    """Every transport with every payload, in the order given; all of them in a matrix. Raises `PlanError` for what an
+    arm cannot be asked."""
+    transports: tuple[Transport, ...] = settings.transport or (get_args(Transport) if settings.matrix else ("http",))
+    payloads = settings.payload or (PAYLOADS if settings.matrix else (implied_payload(settings.model),))
+    for arm in arms:
+        if arm.payload is not None and len(payloads) > 1:
+            raise PlanError(f"{option_of(arm.label, 'payload')} contradicts several payloads; give one --payload")
+    return tuple(Combination(transport, payload) for transport, payload in product(transports, payloads))
+
+
+def measurable_scenarios(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> tuple[Scenario, ...]:
+    """The scenarios, without the default's cold starts where an arm is a URL, whose server abserve cannot start.
+    Raises `PlanError` where the cold starts were asked for."""
+    if "cold-start" not in settings.scenarios or all(arm.embedded for arm in arms):
+        return settings.scenarios
+    if settings.scenarios != DEFAULT_SCENARIOS:
+        raise PlanError("cold starts need servers that abserve starts; leave cold-start out of --scenarios with a URL")
+    return tuple(name for name in settings.scenarios if name != "cold-start")
+
+
+def check_stack(settings: ExperimentSettings, arms: Sequence[ArmRequest], combinations: Sequence[Combination]) -> None:
+    """Raises `PlanError` for what a running compose stack cannot honour, and for a stack's option without a stack."""
+    if settings.deployment == "embedded":
+        if settings.compose_project is not None:
+            raise PlanError("--compose-project has no effect without --deployment compose")
+        return
+    if sorted(arm.target for arm in arms) != ["native", "triton"]:
+        raise PlanError("--deployment compose compares native with triton; for a URL leave --deployment out")
+    for arm in arms:
+        if arm.settings:
+            raise PlanError(
+                f"{option_of(arm.label, 'option')} has no effect with --deployment compose: set it {_IN_ENV}"
+            )
+    for option, name, changed in (
+        ("--weights", "WEIGHTS", settings.weights != DEFAULT_WEIGHTS),
+        ("--threads", "THREADS", settings.threads != 0),
+    ):
+        if changed:
+            raise PlanError(f"{option} has no effect with --deployment compose: set {name} {_IN_ENV}")
+    transports = {one.transport for one in combinations}
+    if "shm" in transports:
+        raise PlanError("containers share no memory with this process; use --transport http or grpc")
+    if "cold-start" in settings.scenarios and transports != {"http"}:
+        raise PlanError(
+            "cold starts of containers are measured over HTTP; leave cold-start out of --scenarios or use "
+            "--transport http"
         )
 
+
+# Repetition
+
+
+def least_rounds(settings: ExperimentSettings) -> int:
+    """Rounds per workload without `--rounds`: two per restart at least, and each arm equally often in each place."""
+    arms = len(settings.arms)
+    return math.ceil(max(LEAST_ROUNDS, 2 * settings.restarts) / arms) * arms
+
+
+def minutes_of(settings: ExperimentSettings) -> float | None:
+    """Minutes of load, where the number of rounds follows from the time; more arms get more. Raises `PlanError`."""
+    if settings.rounds is None and settings.until == "planned":
+        return settings.minutes or PRESETS[settings.preset].minutes * len(settings.arms) / 2
+    if settings.minutes is not None:
+        other = "--rounds" if settings.rounds is not None else "--until decided"
+        raise PlanError(f"--minutes and {other} both say how long the load lasts; give one of them")
+    return None
+
+
+def check_restarts(settings: ExperimentSettings, cells: Sequence[Cell]) -> None:
+    """Raises `PlanError` for restarts that cannot be had, with what to ask for instead."""
+    restarts = settings.restarts
+    if restarts == 1:
+        return
+    if settings.until == "decided":
+        raise PlanError(
+            "--until decided stops after any pair, and --restarts needs all of them; give one of the two options"
+        )
+    for label, arm in settings.arms.items():
+        if arm.target not in EMBEDDED:
+            raise PlanError(
+                f"--restarts {restarts}: abserve did not start {option_of(label)} {arm.target} and cannot restart it; "
+                "leave --restarts out"
+            )
+    fewest = min((cell.rounds for cell in cells if cell.has_blocks), default=restarts)
+    if fewest < restarts:
+        raise PlanError(
+            f"--restarts {restarts} needs a round per restart and there are {fewest}; give --rounds {restarts} or more"
+        )
+
+
+# Workloads
+
+
+def make_cells(
+    settings: ExperimentSettings, scenarios: Sequence[Scenario] = (), *, gpu: bool = False
+) -> tuple[Cell, ...]:
+    """The workloads of an experiment in the order of the report, for these scenarios instead of the settings'.
+
+    How long a block must last is known after a first request (`sized`). With `gpu`, the blocks of an arm together last
+    long enough for the GPU verification. Raises `PlanError`.
+    """
+    scenarios, preset = scenarios or settings.scenarios, PRESETS[settings.preset]
+    for scenario, option, values, example in (
+        ("batched", "--batch-sizes", settings.batch_sizes, "8,32"),
+        ("concurrent", "--concurrency", settings.concurrency, "16"),
+        ("open", "--rates", settings.rates, "20,50"),
+        ("slo", "--slo-p99-ms", settings.slo_p99_ms, "50"),
+    ):
+        if scenario in scenarios and not values:
+            raise PlanError(f"the scenario {scenario} needs {option}, as in {option} {example}")
+    seconds, rounds, requests = preset.seconds, settings.rounds or least_rounds(settings), 1
+    if gpu:
+        seconds = max(seconds, GPU_BLOCK_S)
+        if settings.rounds is None:
+            rounds = max(rounds, math.ceil(GPU_WINDOW_S / seconds))
+        else:
+            seconds = max(seconds, GPU_WINDOW_S / rounds)
+        requests = math.ceil(GPU_REQUESTS / rounds)
+    single = Cell(
+        scenario="single",
+        batch_size=1,
+        concurrency=1,
+        requests=requests,
+        seconds=seconds,
+        max_seconds=max(preset.max_seconds, 2.0 * seconds),
+        rounds=rounds,
+    )
+    like_single = partial(msgspec.structs.replace, single)
     cells: list[Cell] = []
     if "cold-start" in scenarios:
         cells.append(
-            Cell(
-                scenario="cold-start",
-                batch_size=1,
-                concurrency=1,
-                requests=1,
-                seconds=0.0,
-                max_seconds=300.0,
-                rounds=amount.cold_starts,
-            )
+            like_single(scenario="cold-start", requests=1, seconds=0.0, max_seconds=300.0, rounds=preset.cold_starts)
         )
     if "single" in scenarios:
-        cells.append(cell("single", 1, 1))
+        cells.append(single)
     if "batched" in scenarios:
-        for batch_size in sorted(set(batch_sizes)):
-            cells.append(cell("batched", batch_size, 1))
+        cells += [like_single(scenario="batched", batch_size=size) for size in sorted(set(settings.batch_sizes))]
     if "concurrent" in scenarios:
-        cells += [cell("concurrent", 1, users, requests) for users in sorted(set(concurrency))]
+        most = max(settings.requests, requests)
+        cells += [
+            like_single(scenario="concurrent", concurrency=users, requests=most)
+            for users in sorted(set(settings.concurrency))
+        ]
+    due = max(settings.open_seconds, seconds)
     cells += [
-        msgspec.structs.replace(
-            cell("open", 1, connections, 1),
-            seconds=max(open_seconds, seconds),
-            max_seconds=max(open_seconds, seconds, amount.max_seconds),
-            arrivals=kind,
+        like_single(
+            scenario="open",
+            concurrency=settings.connections,
+            seconds=due,
+            max_seconds=max(due, preset.max_seconds),
+            arrivals=settings.arrivals,
             rate_per_s=float(rate),
         )
-        for rate in sorted(set(rates))
+        for rate in sorted(set(settings.rates))
     ]
+    cells += _search_cells(settings, preset)
+    if "ramp" in scenarios:
+        cells.append(
+            Cell(
+                scenario="ramp",
+                batch_size=1,
+                concurrency=settings.ramp_users,
+                requests=preset.rung_requests,
+                seconds=preset.rung_seconds,
+                max_seconds=preset.longest_rung_seconds,
+                rounds=settings.rounds or preset.search_rounds,
+            )
+        )
+    names = [cell.name for cell in cells]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise PlanError(f"two workloads would both be called {twice}; give values that differ in six digits")
     return tuple(cells)
 
 
+def _search_cells(settings: ExperimentSettings, preset: Preset) -> list[Cell]:
+    """A search per latency bound."""
+    queries = settings.slo_queries or preset.queries
+    cells = []
+    for bound in sorted(set(settings.slo_p99_ms)):
+        least = BOUNDS_PER_TRIAL * bound / 1000.0
+        cells.append(
+            Cell(
+                scenario="slo",
+                batch_size=1,
+                concurrency=settings.connections,
+                requests=queries,
+                seconds=max(preset.trial_seconds, least),
+                max_seconds=max(preset.longest_trial_seconds * max(1.0, queries / preset.queries), 2.0 * least),
+                rounds=settings.rounds or preset.search_rounds,
+                arrivals="poisson",
+                latency_bound_ms=float(bound),
+            )
+        )
+    return cells
+
+
 def sized(cells: Sequence[Cell], request_seconds: Mapping[str, float]) -> tuple[Cell, ...]:
-    """The cells with blocks of closed loops that last long enough for a request of the slowest arm, which is known by
-    the cell's name: the same time for all arms."""
+    """The workloads with closed-loop blocks long enough for the slowest arm, whose seconds per request are given by
+    the workload's name. All arms get the same time."""
     return tuple(
         cell
         if cell.is_open or cell.name not in request_seconds
@@ -155,26 +331,4 @@ def sized(cells: Sequence[Cell], request_seconds: Mapping[str, float]) -> tuple[
             cell, seconds=min(max(cell.seconds, SPAN * request_seconds[cell.name]), cell.max_seconds)
         )
         for cell in cells
-    )
-
-
-def check_open_loop(rates: Sequence[float], arrivals: str, connections: int, seconds: float) -> Arrivals:
-    """The kind of arrivals. Raises `PlanError` for what no open loop can be."""
-    kinds: dict[str, Arrivals] = {"constant": "constant", "poisson": "poisson"}
-    if arrivals not in kinds:
-        raise PlanError(f"--arrivals {arrivals}: there are constant, poisson; without --rates every loop is closed")
-    wrong = [rate for rate in rates if not 0.0 < rate <= RATE_LIMIT_PER_S]
-    if wrong:
-        raise PlanError(
-            f"--rates {wrong[0]:g}: give requests a second above 0 and up to {RATE_LIMIT_PER_S:,.0f}, as in 20,50"
-        )
-    if connections < 1 or seconds <= 0.0:
-        raise PlanError("--connections is a whole number from 1, and --open-seconds a number above 0")
-    return kinds[arrivals]
-
-
-def expects_gpu(*arms: ArmRequest) -> bool:
-    """Whether there may be a GPU for an arm that is not told to stay on the CPU: a cheap sign, and no proof."""
-    return any(Path(path).exists() for path in _GPU_DEVICES) and any(
-        arm.settings.get("device") != "cpu" for arm in arms
     )

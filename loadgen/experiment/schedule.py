@@ -1,15 +1,12 @@
-"""In which order blocks run: a pure function of the cells, the arms and a seed.
+"""The order of blocks: a pure function of the workloads, the arms and a seed.
 
-Blocks come in rounds: one of each arm, one after the other, so that what drifts slowly (temperature, clocks,
-neighbours) touches all alike. Inside a round the order is drawn at random, balanced: in as many successive rounds of a
-cell as there are arms each arm comes once in each place (a Latin square; of two arms ABBA or BAAB), so an advantage of
-coming first or last cancels.
+Blocks come in rounds, one block per arm, so that slow drift (temperature, clocks, neighbours) affects all arms alike.
+The order inside a round is random but balanced: in n successive rounds of a workload with n arms, each arm comes once
+in each place (a Latin square; with two arms ABBA or BAAB), so an advantage of coming first or last cancels.
 
-The cells are interleaved: each pass holds one round of every cell that has any left, in a random order. A cell's rounds
-are thus spread over the whole run, their scatter includes the machine's drift and the interval is not narrower than the
-truth; and a run that is interrupted has some rounds of every cell.
-
-With several restarts of the servers each gets its share of every cell's rounds, as even as can be, in the same passes.
+The workloads are interleaved: each pass holds one round of every workload that has any left, in random order. So the
+rounds of a workload spread over the whole run, their scatter includes the machine's drift, and an interrupted run has
+some rounds of every workload. Several restarts of the servers share the rounds of each workload evenly.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from loadgen.records.run import Cell, Experiment, Label
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBlock:
-    """One block to come. `position` is 0 where its arm is first in the round."""
+    """One planned block; `position` counts the arms of its round from 0."""
 
     index: int
     cell: Cell
@@ -34,17 +31,17 @@ class ScheduledBlock:
 
 
 def load_cells(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells that blocks are made of; cold starts, searches and ramps have their own order."""
+    """The workloads with blocks; cold starts, searches and ramps have their own order."""
     return [cell for cell in cells if cell.has_blocks]
 
 
 def has_load(experiment: Experiment) -> bool:
-    """Whether there is any such cell."""
+    """Whether any workload has blocks."""
     return bool(load_cells(experiment.cells))
 
 
 def arm_orders(labels: Sequence[Label], rounds: int, random: Random) -> list[tuple[Label, ...]]:
-    """The order of the arms in each of so many successive rounds, balanced over every `len(labels)` of them."""
+    """The order of the arms in each of `rounds` successive rounds, balanced over every `len(labels)` of them."""
     orders: list[tuple[Label, ...]] = []
     while len(orders) < rounds:
         first = list(labels)
@@ -56,13 +53,13 @@ def arm_orders(labels: Sequence[Label], rounds: int, random: Random) -> list[tup
 
 
 def schedule(experiment: Experiment) -> tuple[ScheduledBlock, ...]:
-    """All load blocks, in order. The same cells, arms, seed and number of restarts give the same schedule."""
+    """All load blocks, in order."""
     load = load_cells(experiment.cells)
     return interleave(load, experiment.labels, experiment.seed, experiment.restarts)
 
 
 def search_schedule(experiment: Experiment) -> tuple[ScheduledBlock, ...]:
-    """The same for searches and ramps: each entry is one of them on one arm, with as many trials as it takes."""
+    """All searches and ramps, in order: each entry is one of them on one arm, with as many trials as it takes."""
     searches = [cell for cell in experiment.cells if cell.scenario in ("slo", "ramp")]
     return interleave(searches, experiment.labels, experiment.seed, experiment.restarts)
 
@@ -70,7 +67,7 @@ def search_schedule(experiment: Experiment) -> tuple[ScheduledBlock, ...]:
 def interleave(
     cells: Sequence[Cell], labels: Sequence[Label], seed: int, restarts: int = 1
 ) -> tuple[ScheduledBlock, ...]:
-    """Every round of the cells, as the module's text says."""
+    """Every round of the workloads, in the order that the module describes."""
     random = Random(seed)
     orders = {cell.name: arm_orders(labels, cell.rounds, random) for cell in cells}
     blocks: list[ScheduledBlock] = []
@@ -101,16 +98,15 @@ class OpenRound:
     order: tuple[Label, ...]
 
     def blocks(self, index: int, restart: int) -> list[ScheduledBlock]:
-        """Its blocks, numbered from `index`."""
+        """The blocks of the round, numbered from `index`."""
         return round_of(self.cell, self.round, self.order, index, restart)
 
 
 def endless_passes(
     cells: Sequence[Cell], labels: Sequence[Label], seed: int, first: int = 0
 ) -> Iterator[list[OpenRound]]:
-    """Passes without end, their rounds numbered from `first`: one round of every load cell in a random order, balanced
-    as in `schedule`. Which rounds of a pass are run is the caller's to decide; leaving a cell out from some pass on
-    leaves it balanced."""
+    """Endless passes with one round of every workload with blocks, numbered from `first` and balanced as in `schedule`.
+    The caller decides which rounds of a pass run; leaving out a workload from some pass on keeps it balanced."""
     random = Random(seed)
     load = load_cells(cells)
     number = first
@@ -124,5 +120,5 @@ def endless_passes(
 
 
 def _share(rounds: int, restart: int, restarts: int) -> tuple[int, int]:
-    """First and past-the-last round of one restart."""
+    """The first round of one restart, and the first of the next."""
     return rounds * restart // restarts, rounds * (restart + 1) // restarts

@@ -1,9 +1,9 @@
-"""Everything that can be asked of a comparison: the keys of an experiment file, which are the command's options too.
+"""Everything a comparison can be asked for: the keys of an experiment file, which are the options of the command too.
 
-To add a setting, add one field to `ExperimentSettings`. From it come the key of the file, the option
-`--the-name` with its help and default, the variable ABSERVE_COMPARE_THE_NAME and the line in the effective file; what
-is left is to read it in `loadgen.cli.assembly`. The limits (`ge`, `le`) hold wherever the value comes from. A
-field that is a tuple is written with commas on the command line, or once for each value where it is `REPEATED`.
+To add a setting, add one field to `ExperimentSettings`. The key of the file, the option `--the-name` with its help and
+default, the variable ABSERVE_COMPARE_THE_NAME and the line in the effective file follow from it; `loadgen.cli.assembly`
+reads it. Limits (`ge`, `le`) and `Literal` values hold wherever the value comes from. A tuple is written with commas on
+the command line, or given once per value where it is `REPEATED`.
 """
 
 from __future__ import annotations
@@ -11,35 +11,39 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from keyword import iskeyword
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from loadgen.experiment.plan import BATCH_SIZES, CONCURRENCY, CONNECTIONS, OPEN_SECONDS, SCENARIOS
-from loadgen.experiment.search_plan import RAMP_USERS
-from loadgen.experiment.stack_request import DEFAULT_PROJECT, DEFAULT_WEIGHTS
+from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
+from loadgen.records.run import DeploymentKind, Scenario, Transport
+from loadgen.statistics.early_stopping import queries_needed
+
+MAIN, TARGET, LOAD, MEASUREMENT, OUTPUT = PANELS = ("Main options", "Target", "Load", "Measurement", "Output")
+"""The groups of the help, in their order."""
+REPEATED = "repeated"
+"""Marks a tuple whose values hold commas or spaces: the option is given once per value and has no variable."""
+DEFAULT_SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "concurrent")
+DEFAULT_WEIGHTS = "random:0"
+DEFAULT_PROJECT = "abserve"
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """Where an option is not called as its field is. Of an arm's fields it is what follows `--a`."""
-
-    name: str
-    variable: str | None = None
-    """What follows ABSERVE_COMPARE_, where that differs too; empty for none."""
-    repeated: bool = False
+def _in_panel(panel: str) -> Callable[..., Any]:
+    return partial(Field, json_schema_extra={"panel": panel})
 
 
-REPEATED = Flag("", variable="", repeated=True)
-"""A tuple whose values hold commas or spaces: the option is given once for each, and there is no variable."""
+_main, _target, _load, _measurement = map(_in_panel, PANELS[:-1])
 
 
 def _separated(value: object) -> object:
     if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return [value] if isinstance(value, int | float) else value
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, int | float):
+        return [value]
+    return list(dict.fromkeys(value)) if isinstance(value, list | tuple) else value
 
 
 def _text_of(value: object) -> object:
@@ -53,28 +57,32 @@ def _one_or_more(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_separated)]
-Numbers = Annotated[tuple[int, ...], BeforeValidator(_separated)]
-Rates = Annotated[tuple[float, ...], BeforeValidator(_separated)]
+_SEPARATED = BeforeValidator(_separated)
+Scenarios = Annotated[tuple[Scenario, ...], _SEPARATED, Field(min_length=1)]
+Transports = Annotated[tuple[Transport, ...], _SEPARATED, Field(min_length=1)]
+Payload = Literal["fp32", "uint8", "jpeg"]
+Payloads = Annotated[tuple[Payload, ...], _SEPARATED, Field(min_length=1)]
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], _SEPARATED]
+Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, le=RATE_LIMIT_PER_S)], ...], _SEPARATED]
+Bounds = Annotated[tuple[Annotated[float, Field(gt=0.0, le=60_000.0)], ...], _SEPARATED]
 Lines = Annotated[tuple[str, ...], BeforeValidator(_one_or_more), REPEATED]
-"""For a setting whose option is repeatable."""
 
 
 class Settings(BaseModel):
-    """Immutable, and unknown keys are refused, and numbers that are none."""
+    """Immutable; unknown keys, infinity and NaN are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ArmSettings(Settings):
-    """One arm; in a file also just its target. `--a`, `--a-option`, `--a-payload`, `--a-grpc`, and likewise b to h."""
+    """One arm; in a file its target alone will do. On the command line --a, --a-option, --a-payload and --a-grpc."""
 
-    target: Annotated[str, Flag("")] = Field(description="native, triton or the URL of a server.")
-    options: Annotated[dict[str, Annotated[str, BeforeValidator(_text_of)]], Flag("option", "OPTIONS")] = Field(
-        default={}, description="KEY=VALUE for `abserve serve` of this arm; repeatable."
+    target: str = Field(description="Server of arm {arm}: native, triton or the URL of a running server.")
+    options: dict[str, Annotated[str, BeforeValidator(_text_of)]] = Field(
+        default={}, description="Set an option of `abserve serve` for arm {arm}; repeatable."
     )
-    payload: str | None = Field(None, description="For this arm alone; then no server is called the faster one.")
-    grpc: str | None = Field(None, description="HOST:PORT of the gRPC door where the target is a URL.")
+    payload: Payload | None = Field(None, description="Send arm {arm} another payload; then no winner is named.")
+    grpc: str | None = Field(None, description="gRPC address HOST:PORT of arm {arm}, if its target is a URL.")
 
     @model_validator(mode="before")
     @classmethod
@@ -83,14 +91,13 @@ class ArmSettings(Settings):
 
 
 LETTERS = "abcdefgh"
-"""What the command line calls arms, and an experiment file where it gives them no names. There are no more."""
+"""The arms on the command line, and in an experiment file without names. There are no more than eight."""
 DEFAULT_TARGETS = {"a": "native", "b": "triton"}
 ARM_NAME = re.compile(r"[a-h]|[a-z][a-z0-9_-]{1,23}")
 
 
 def gather_arms(content: dict[str, Any]) -> dict[str, Any]:
-    """The same with every arm below `arms`, also those that stand beside it by their letters; and the two that are
-    compared where nothing else is said."""
+    """Move the arms that stand under their letters below `arms`, and add the default arms if there are none."""
     own = content.get("arms")
     if own is not None and not isinstance(own, dict):
         return content
@@ -107,73 +114,80 @@ def _as_mapping(arm: object) -> Any:
 
 
 class ExperimentSettings(Settings):
-    """One experiment as asked for, with everything that a default has filled in."""
+    """One experiment as asked for, with every default filled in."""
 
     arms: dict[str, ArmSettings] = Field(description="The arms by their names, the baseline first.")
-    model: str = Field("openclip_vit_b32", description="A registered model, or one that all URLs serve.")
-    weights: str = Field(DEFAULT_WEIGHTS, description="random:SEED, a pretrained tag or a checkpoint file.")
-    scenarios: Names = Field(SCENARIOS, description="Which, separated by commas.")
-    preset: str = Field(
-        "quick",
-        description="quick (5 minutes with two arms) or full (about 25, narrower intervals; then up to 10 for causes).",
+    model: str = _main("openclip_vit_b32", description="Model to serve: a registered name, or the name on the URLs.")
+    transport: Transports | None = _main(
+        None, description="http, grpc or shm (default: http); several run one comparison each."
     )
-    batch_sizes: Numbers = Field(BATCH_SIZES, description="Of the batched scenario, separated by commas.")
-    concurrency: Numbers = Field(CONCURRENCY, description="Users of the concurrent scenario, separated by commas.")
-    requests: int = Field(1, ge=1, description="Requests of one block of the concurrent scenario, at least.")
-    rates: Rates = Field(
-        (), description="Open loop: requests a second that fall due, separated by commas, each a cell."
+    payload: Payloads | None = _main(
+        None, description="fp32, uint8 or jpeg (default: fp32); several run one comparison each."
     )
-    arrivals: str = Field("poisson", description="At these rates: poisson (independent clients) or constant.")
-    processes: int = Field(1, ge=1, le=64, description="Of the load generator, which share users or rate.")
-    connections: int = Field(CONNECTIONS, ge=1, description="Of an open loop, at most; a request without one waits.")
-    open_seconds: float = Field(OPEN_SECONDS, ge=0.1, description="Of a block of an open loop.")
-    slo_p99_ms: Rates = Field(
-        (), description="Search the highest Poisson rate with p99 within so many ms; several, separated by commas."
+    scenarios: Scenarios = _main(
+        DEFAULT_SCENARIOS,
+        description="Choose from cold-start, single, batched, concurrent, ramp, open (see --rates) and slo "
+        "(see --slo-p99-ms).",
     )
-    slo_queries: int | None = Field(
-        None, ge=1, description="Requests of a trial of that search, at least; default: the preset's (838 or 2,010)."
+    preset: Literal["quick", "full"] = _main(
+        "quick", description="quick: 5 minutes for two arms; full: 25, and up to 10 more for --explain."
     )
-    ramp_users: int = Field(RAMP_USERS, ge=1, description="Of the scenario ramp, which adds users until saturation.")
-    minutes: float | None = Field(
+    explain: bool | None = _main(
+        None, description="Find out why the arms differ by ablations (default: with --preset full)."
+    )
+    weights: str = _target(DEFAULT_WEIGHTS, description="random:SEED, a pretrained tag or a checkpoint file.")
+    threads: int = _target(0, ge=0, description="Engine threads of each server; 0 uses all cores.")
+    matrix: bool = _target(False, description="Run every transport with every payload.")
+    deployment: DeploymentKind = _target(
+        "embedded", description="embedded starts the servers; compose uses the running Docker Compose stack."
+    )
+    compose_project: str | None = _target(None, description=f"Name of that stack (default: {DEFAULT_PROJECT}).")
+    batch_sizes: Sizes = _load((8, 32), description="Batch sizes of the scenario batched.")
+    concurrency: Sizes = _load((16,), description="Numbers of users of the scenario concurrent.")
+    requests: int = _load(1, ge=1, description="Fewest requests per block of the scenario concurrent.")
+    rates: Rates = _load(
+        (), description="Open loop: send this many requests/s whatever the server does; one workload per rate."
+    )
+    arrivals: Literal["poisson", "constant"] = _load(
+        "poisson", description="Gaps between open-loop requests: poisson (independent clients) or constant."
+    )
+    connections: int = _load(64, ge=1, description="Most connections of an open loop; a request without one waits.")
+    open_seconds: float = _load(5.0, ge=0.1, description="Seconds per block of an open loop.")
+    slo_p99_ms: Bounds = _load((), description="Search the highest Poisson rate whose p99 stays within this many ms.")
+    slo_queries: int | None = _load(
         None,
-        gt=0.0,
-        le=1440.0,
-        description="For the comparison, which runs as many rounds as fit; default: the preset's.",
+        ge=queries_needed(0),
+        description="Fewest requests per trial of that search (default: 838 with quick, 2010 with full).",
     )
-    rounds: int | None = Field(
-        None, ge=1, description="Rounds of blocks per cell instead of a time; the least with --until decided."
+    ramp_users: int = _load(256, ge=1, description="Most users of the scenario ramp.")
+    processes: int = _load(1, ge=1, le=64, description="Processes of the load generator, which share users or rate.")
+    minutes: float | None = _measurement(
+        None, gt=0.0, le=1440.0, description="Minutes of load, for as many rounds as fit (default: the preset's)."
     )
-    restarts: int = Field(
-        1, ge=1, description="Fresh starts of the servers over which the rounds are spread; 5 or more cover them."
+    rounds: int | None = _measurement(
+        None, ge=1, description="Rounds per workload, in place of --minutes; with --until decided the fewest."
     )
-    until: str = Field(
-        "planned",
-        description="planned (as many rounds as asked for) or decided (until every scenario is, see --rounds).",
+    restarts: int = _measurement(
+        1, ge=1, description="Spread the rounds over this many server starts; from 5 on the intervals cover restarts."
     )
-    time_limit: float = Field(30.0, gt=0.0, description="Minutes of load after which --until decided ends undecided.")
-    threads: int = Field(0, ge=0, description="Engine threads, the same for every arm; 0: all cores.")
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="Decides the order of the blocks.")
-    margin: float = Field(0.05, ge=0.001, le=1.0, description="Differences within it are equivalence.")
-    gpu_control: bool = Field(
-        True, description="With a GPU: run an arm on the CPU too, which must not pass for a GPU server."
+    until: Literal["planned", "decided"] = _measurement(
+        "planned", description="decided adds rounds until every scenario has a verdict."
     )
-    transport: Names | None = Field(None, description="http (default), grpc, shm; several make a matrix.")
-    payload: Names | None = Field(None, description="fp32 (default), uint8, jpeg; several make a matrix.")
-    matrix: bool = Field(False, description="Every transport with every payload, each a run.")
-    deployment: str = Field("embedded", description="embedded (we start the servers) or compose (the running stack's).")
-    compose_project: str | None = Field(None, description=f"Name of the stack; default {DEFAULT_PROJECT}.")
-    explain: bool | None = Field(
-        None,
-        description="Take causes away one at a time to see what each makes of the difference; default: full yes, "
-        "quick no.",
+    time_limit: float = _measurement(30.0, gt=0.0, description="Most minutes of load with --until decided.")
+    seed: int = _measurement(0, ge=0, le=2**63 - 1, description="Seed for the order of the blocks.")
+    margin: float = _measurement(
+        0.05, ge=0.001, le=1.0, description="A difference within this share counts as no meaningful difference."
     )
-    explain_minutes: float = Field(10.0, gt=0.0, description="The longest time for that.")
-    ceiling: bool | None = Field(
-        None,
-        description="Measure each engine alone after the load, which is what its server is divided by; default: full "
-        "yes, quick no.",
+    gpu_control: bool = _measurement(
+        True, description="With a GPU, also run one arm on the CPU to prove that the GPU verification notices it."
     )
-    fail_if: Lines = Field((), description="A condition that fails the run, as in b.p99 > 1.05 * a.p99; repeatable.")
+    explain_minutes: float = _measurement(10.0, gt=0.0, description="Most minutes for the ablations of --explain.")
+    ceiling: bool | None = _measurement(
+        None, description="Measure each engine alone, without its server (default: with --preset full)."
+    )
+    fail_if: Lines = _measurement(
+        (), description="Exit with status 3 if this holds, such as 'b.p99 > 1.05 * a.p99'; repeatable."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -183,33 +197,30 @@ class ExperimentSettings(Settings):
     @field_validator("arms", mode="before")
     @classmethod
     def _check_names(cls, arms: Any) -> Any:
-        """Before the arms themselves: an option for --b beside named arms is told as that, and not as half an arm."""
+        """Runs before the arms are validated, so that --b beside named arms is not reported as half an arm."""
         if not isinstance(arms, dict):
             return arms
         names = [str(name) for name in arms]
         for name in names:
             if not ARM_NAME.fullmatch(name):
                 raise ValueError(
-                    f"{name} cannot be the name of an arm: use 2 to 24 of a to z, 0 to 9, - and _, or one letter from "
-                    f"{LETTERS[0]} to {LETTERS[-1]}"
+                    f"{name} cannot name an arm; use one letter from a to h, or 2 to 24 of a to z, 0 to 9, - and _"
                 )
             if name == "ratio" or iskeyword(name):
-                raise ValueError(f"an arm cannot be called {name}, which means something else in --fail-if")
+                raise ValueError(f"{name} cannot name an arm, because --fail-if gives it another meaning")
         if len({len(name) == 1 for name in names}) > 1:
             raise ValueError(
-                f"letters and names do not mix, and there are {', '.join(names)}; --a and --a-option are for arms "
-                "without names"
+                f"the arms {', '.join(names)} mix letters and names; --a and --a-option are for arms without names"
             )
         if not 2 <= len(names) <= len(LETTERS):
             raise ValueError(f"a comparison has 2 to {len(LETTERS)} arms, not {len(names)}")
         return arms
 
     def content(self) -> dict[str, Any]:
-        """What a file would hold, with the defaults and without what is not set; plain values, in the fields' order."""
+        """The settings as plain values, as a file would hold them: with the defaults, without the settings not set."""
         return self.model_dump(mode="json", exclude_none=True)
 
     def sha256(self) -> str:
-        """Of the canonical content: JSON with sorted keys and no spaces. Comments, order and notation of a file do
-        not change it, a setting does, wherever it comes from."""
+        """The hash of the content as JSON with sorted keys and no spaces; a file's comments and order do not matter."""
         canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Renders a result as JSON, HTML and Markdown, and on the terminal. Not in scope: computing anything of it."""
+"""Renders a result as JSON, HTML and Markdown, and on the terminal. It computes nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ EXPERIMENT_FILE = "experiment.yaml"
 
 def write_reports(out_dir: Path, result: Result) -> list[Path]:
     """Write report.html, summary.md, result.json and the effective experiment.yaml into `out_dir`, each whole or not at
-    all; return their paths, the one to look at first. A result.json of an earlier version that says the same is left
-    alone. Raises `OSError`."""
+    all; returns their paths, report.html first. An equal result.json of an older version is kept. Raises `OSError`."""
     from loadgen.experiment.file import write_content
     from loadgen.report.contents import result_document
     from loadgen.report.renderers.html import render_html
@@ -29,10 +28,10 @@ def write_reports(out_dir: Path, result: Result) -> list[Path]:
     }
     if settings is not None and sha256 is not None:
         contents[EXPERIMENT_FILE] = write_content(settings, sha256).encode()
-    said = None
+    stored = None
     with suppress(ResultError):
-        said = read_result(out_dir / FILE_NAME)
+        stored = read_result(out_dir / FILE_NAME)
     for name, content in contents.items():
-        if name != FILE_NAME or said != result:
+        if name != FILE_NAME or stored != result:
             write_atomically(out_dir / name, content)
     return [out_dir / name for name in contents]

@@ -7,19 +7,21 @@ from loadgen.quantities import number, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, CalibrationCell, TimingError
 
 HEADINGS = ("images\n/s", "users", "CPU\nµs", "core", "idle\np50", "\np99", "load\np50", "\np99", "\nat")
-"""In two lines each: then a row fits in 80 columns."""
+"""In two lines, so that a row fits in 80 columns."""
 
 
 def calibration_document(calibration: Calibration) -> doc.Document:
-    """One row for each transport, payload and batch size, then what the columns mean."""
+    """A row per transport, payload and batch size, then the meaning of the columns."""
     host = calibration.host
-    found = doc.section(
+    section = doc.Section(
         f"The load generator on {host.get('cpu_model')}, {host.get('cpu_count')} cores, kernel {host.get('kernel')}, "
         f"Python {host.get('python')}; {calibration.made_at}",
-        doc.Table((*doc.names("cell"), *doc.numbers(*HEADINGS)), [_row(cell) for cell in calibration.cells]),
-        *(doc.Text(note) for note in notes(calibration)),
+        (
+            doc.Table((*doc.names("workload"), *doc.numbers(*HEADINGS)), [_row(cell) for cell in calibration.cells]),
+            *map(doc.Text, notes(calibration)),
+        ),
     )
-    return doc.Document("Calibration", (doc.Chapter("", (found,) if found else ()),))
+    return doc.Document("Calibration", (doc.Chapter("", (section,)),))
 
 
 def _row(cell: CalibrationCell) -> tuple[str, ...]:
@@ -36,28 +38,25 @@ def _row(cell: CalibrationCell) -> tuple[str, ...]:
     )
 
 
-def _errors(timing: TimingError | None) -> tuple[str, str]:
-    if timing is None:
-        return "–", "–"
-    p50, p99 = ("–" if value is None else _signed(value / 1000.0) for value in (timing.p50_us, timing.p99_us))
-    return p50, p99
-
-
-def _signed(value: float) -> str:
-    return ("+" if value >= 0.0 else "−") + number(abs(value), 2)
+def _errors(timing: TimingError | None) -> tuple[str, ...]:
+    return tuple(
+        "–" if value is None else ("+" if value >= 0.0 else "−") + number(abs(value) / 1000.0, 2)
+        for value in ((None, None) if timing is None else (timing.p50_us, timing.p99_us))
+    )
 
 
 def notes(calibration: Calibration) -> list[str]:
-    """What a reader must know to use the figures."""
+    """How to read the figures."""
     lines = [
-        "Images/s: the ceiling of one generator process with so many users; abserve compare flags a cell above "
-        f"{share(CEILING_SHARE_LIMIT)} of it. CPU: the generator's, a request; core: of one, at the ceiling.",
-        "Idle, loaded: timing error in ms, which is reported latency less the time for which the server kept the "
-        "request, carrying both ways included; with one user, and under load at that share of the ceiling.",
+        "Images/s: the most that one generator process sends with this many users; abserve compare warns above "
+        f"{share(CEILING_SHARE_LIMIT)} of it. CPU: the generator's CPU time per request. Core: its share of one core "
+        "at that ceiling.",
+        "Idle, load: the timing error in ms, which is the reported latency minus the time that the server held the "
+        "request, so it includes the way there and back. Idle is with one user, load at that share of the ceiling.",
     ]
     if any(cell.limited_by != "generator" for cell in calibration.cells):
         lines.append(
-            "* The generator used less than 90 % of a core: the sink or other programs gave the limit, so the true "
-            "ceiling is higher. Close other programs and calibrate again for a sharper figure."
+            "* The generator used less than 90 % of a core, so the sink or other programs set the limit and the true "
+            "ceiling is higher. Close other programs and calibrate again."
         )
     return lines + [f"Not measured: {problem}" for problem in calibration.problems]

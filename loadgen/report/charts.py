@@ -1,6 +1,6 @@
-"""What the charts share: lines, bars and axes as Plotly takes them.
+"""What charts share: lines, bars and axes as Plotly takes them, and how an arm is named and marked.
 
-Arms also differ by marker, by line and by hatching, for eyes and printers that see no colour.
+Arms also differ by marker, line and hatching, for readers and printers without colour.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from loadgen.result.result_file import Result
 MARKERS = ("circle", "diamond", "square", "triangle-up", "cross", "x", "pentagon", "triangle-down")
 DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot", "8px,2px", "2px,6px", "12px,3px,2px,3px,2px,3px")
 PATTERNS = ("", "/", "\\", "x", "-", "|", "+", ".")
-"""How bars are hatched."""
+"""Hatchings of bars."""
 LEGEND_ABOVE: doc.Figure = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
 LEAST_GAP = 1 / 8
-"""Between two ticks, as a share of the axis: a label of five characters at the width of a small window."""
+"""Between two ticks, as a share of the axis: room for a label of five characters in a small window."""
 _TIERS = (
     (1.0,), (2.0, 5.0), (1.5, 3.0, 7.0), (1.25, 4.0, 6.0, 8.0), (1.1, 9.0), (1.05, 9.5), (1.02, 9.8), (1.01, 9.9),
     (1.005, 9.95),
 )  # fmt: skip
-"""Mantissas, the roundest first."""
+"""Mantissas of ticks, the roundest first."""
 
 
 def titles(result: Result) -> dict[Label, str]:
-    """The arms by label, for people."""
+    """The arms' names for people."""
     names = {arm.label: arm.target for arm in result.experiment.arms}
     return names | {arm.label: arm.title for arm in result.arms}
 
 
 def arm_name(result: Result, label: Label) -> str:
-    """An arm in a legend."""
+    """An arm in a legend: its label and its name."""
     return label_text(f"{shown(label)} {titles(result)[label]}")
 
 
@@ -44,13 +44,13 @@ def several(result: Result) -> bool:
 
 
 def base_and_arm(result: Result) -> tuple[str, str]:
-    """The two that a ratio is of, in a sentence: "A" and "B", or "the arm" where there are several."""
+    """The two sides of a comparison in a sentence: "A" and "B", or "A" and "the arm" where there are several."""
     base, *others = map(shown, result.experiment.labels)
     return base, "the arm" if several(result) else others[0]
 
 
 def place_of(result: Result, label: Label) -> int:
-    """By which an arm is told apart from the others: 0 is the baseline."""
+    """The place of an arm's colour, marker and line; 0 is the baseline."""
     return result.experiment.labels.index(label) % len(doc.ARM_STYLES)
 
 
@@ -70,12 +70,12 @@ def marker_of(result: Result, label: Label) -> str:
 
 
 def label_text(text: str) -> str:
-    """Text for a chart, whose library takes some HTML in it."""
+    """Text for a chart; Plotly interprets some HTML in it."""
     return printable(text).replace("&", "&amp;").replace("<", "&lt;")
 
 
 def rounded(value: float) -> float:
-    """Six significant digits: a picture needs no more, and the file is a third smaller."""
+    """Six significant digits; a picture needs no more, and the file is a third smaller."""
     return float(f"{value:.6g}")
 
 
@@ -90,7 +90,7 @@ def line(
     style: doc.Figure | None = None,
     **more: object,
 ) -> doc.Figure:
-    """Points of one arm, joined and marked; `hover` says what stands at one of them, `name` is added to the arm's."""
+    """Points of one arm, joined and marked. `hover` is the text at a point, `name` is added to the arm's name."""
     found = list(points)
     own = colour(result, label)
     return {
@@ -108,25 +108,25 @@ def line(
 
 
 def tall(result: Result, height: int) -> int:
-    """The height of a chart whose legend names the arms, from what two of them need."""
+    """The height of a chart whose legend names the arms, from the height for two."""
     return height + 22 * (len(result.experiment.arms) - 2)
 
 
 def hollow(result: Result, label: Label, filled: Iterable[bool]) -> doc.Figure:
-    """Markers of which some are not filled."""
+    """An arm's markers, some of them not filled."""
     return {"symbol": [marker_of(result, label) + ("" if one else "-open") for one in filled]}
 
 
 def bars_across(
     name: str, rows: Sequence[str], values: Iterable[float], marker: doc.Figure, **more: object
 ) -> doc.Figure:
-    """Horizontal bars, one for each row."""
+    """Horizontal bars, one per row."""
     lengths = [rounded(value) for value in values]
     return {"type": "bar", "orientation": "h", "name": name, "y": list(rows), "x": lengths, "marker": marker, **more}
 
 
 def errors(values: Sequence[float], bounds: Sequence[tuple[float, float] | None], **more: object) -> doc.Figure:
-    """The bars of the intervals around these values."""
+    """Error bars from the intervals around these values."""
     pairs = [(value, limits or (value, value)) for value, limits in zip(values, bounds, strict=True)]
     return {
         "type": "data",
@@ -139,12 +139,12 @@ def errors(values: Sequence[float], bounds: Sequence[tuple[float, float] | None]
 
 
 def axis(title: str, **more: object) -> doc.Figure:
-    """A linear axis, as wide as its labels need."""
+    """A linear axis with room for its labels."""
     return {"title": {"text": title}, "automargin": True, "zeroline": False, **more}
 
 
 ROWS: doc.Figure = {"automargin": True, "autorange": "reversed"}
-"""The y axis of horizontal bars, the first on top."""
+"""The y axis of horizontal bars, the first row on top."""
 
 
 def doubling(values: Iterable[int]) -> doc.Figure:
@@ -154,7 +154,7 @@ def doubling(values: Iterable[int]) -> doc.Figure:
 
 
 def two_panels(height: int, across: str, left: doc.Figure, right: doc.Figure, ticks: doc.Figure) -> doc.Figure:
-    """The layout of two plots side by side over the same quantity, with their y axes."""
+    """The layout of two plots side by side over the same x axis."""
     return {
         "height": height,
         "xaxis": axis(across, domain=[0, 0.45], anchor="y", **ticks),
@@ -166,7 +166,7 @@ def two_panels(height: int, across: str, left: doc.Figure, right: doc.Figure, ti
 
 
 def add_view(data: list[doc.Figure], label: str, traces: list[doc.Figure], **layout: object) -> doc.View:
-    """A button of a chart that shows these traces, which are added to its data."""
+    """Add traces to a chart's data and return the button that shows them."""
     view = doc.View(label, list(range(len(data), len(data) + len(traces))), layout)
     data += traces
     return view
@@ -175,7 +175,7 @@ def add_view(data: list[doc.Figure], label: str, traces: list[doc.Figure], **lay
 def chart_by_scenario(
     result: Result, make: Callable[[str], list[doc.Figure]], name: str, title: str, caption: str, **layout: object
 ) -> doc.Chart | None:
-    """One view for each scenario with traces, opening with the most loaded; None without any."""
+    """A chart with a view per scenario, the most loaded first; None where no scenario has traces."""
     data: list[doc.Figure] = []
     found = [(cell.name, traces) for cell in result.experiment.cells if (traces := make(cell.name))]
     found.sort(key=lambda one: one[0] != result.verdict.main_scenario)
@@ -184,10 +184,10 @@ def chart_by_scenario(
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Round numbers of `low` to `high`, both above 0, ascending, no two nearer than `LEAST_GAP`.
+    """Round numbers from `low` to `high`, both above 0, ascending, no two nearer than `LEAST_GAP`.
 
-    Plotly's own stand too close in narrow ranges and in wide ones. The roundest numbers take their places first; a less
-    round one gets a tick only where no other is near.
+    Plotly's own ticks stand too close in narrow and in wide ranges. The roundest numbers take their places first; a
+    less round one gets a tick only where no other is near.
     """
     start, end = math.log10(low), math.log10(high)
     gap = (end - start) * LEAST_GAP
@@ -203,11 +203,12 @@ def round_ticks(low: float, high: float) -> list[float]:
 
 
 def log_axis(values: Iterable[float]) -> doc.Figure:
-    """A Plotly axis over all `values` above 0 with a little room beyond them; Plotly's own where no number is round."""
-    shown = [value for value in values if value > 0.0]
-    if not shown:
+    """A logarithmic axis over all `values` above 0 with a little room beyond them; Plotly's ticks where no number is
+    round."""
+    positive = [value for value in values if value > 0.0]
+    if not positive:
         return {"type": "log"}
-    low, high = min(shown), max(shown)
+    low, high = min(positive), max(positive)
     room = max((high / low) ** 0.04, 1.02)
     low, high = low / room, high * room
     found: doc.Figure = {"type": "log", "range": [math.log10(low), math.log10(high)]}

@@ -1,6 +1,6 @@
-"""The report of a result: its chapters and sections, in their order, for all formats.
+"""The report of a result: its chapters and sections in their order, for all formats.
 
-A new table is one function that returns a section, and its place here or, of a study, in its `SECTIONS`.
+A new table is one function that returns a section, listed here or in the `SECTIONS` of its study.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MakeSection = Callable[[Result], doc.Section | None]
 STUDIES = None
 """The place of the studies' sections in a chapter."""
 CONTENTS: Sequence[tuple[str, Sequence[MakeSection | None]]] = (
-    ("", (verdict.caveats, verdict.verdict, verdict.overview, verdict.brief_why, verdict.brief_proof)),
+    ("", (verdict.verdict, verdict.overview, verdict.brief_why, verdict.brief_proof)),
     ("Comparisons", (comparisons.comparisons, comparisons.ranking, comparisons.thresholds)),
     ("Why", (STUDIES,)),
     ("Detail", (STUDIES,)),

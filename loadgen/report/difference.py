@@ -5,36 +5,37 @@ from __future__ import annotations
 import loadgen.report.document as doc
 from loadgen.comparison.claims import verdict_words
 from loadgen.comparison.pairs import METRICS
-from loadgen.quantities import ratio, ratio_interval
 from loadgen.records.run import Label, Pairing, shown
-from loadgen.report.sections.comparisons import SHORT
+from loadgen.report.sections.comparisons import better_of
 from loadgen.result.run_difference import ComparisonChange, RunDifference
 
 
 def difference(found: RunDifference) -> doc.Document:
-    """The outcome, every comparison that both runs have, what was not compared, and what differs."""
+    """The outcome, every comparison that both runs have, what was not compared, and what differs between the runs."""
     both = [one for one in found.comparisons if one.old_ratio is not None and one.new_ratio is not None]
-    several = _several(found)
-    ratios = "ratio" if several else next(map(_arms, both), "")
+    several = len({(one.baseline, one.arm) for one in found.comparisons}) > 1
     missing: dict[str, list[str]] = {}
     for one in found.comparisons:
         if one.reason is not None:
             missing.setdefault(one.reason, []).append(_name(one, several))
+    columns = (
+        *doc.names("scenario", "metric", *(["arms"] if several else [])),
+        *doc.numbers("old", "new", "change", "95 % interval"),
+        *doc.names("outcome"),
+        doc.Column("verdict", on=doc.PAGES),
+    )
     sections = (
         doc.section(
             "",
             doc.Text(headline(found)),
             doc.Items([doc.Item(found.old, lead="old"), doc.Item(found.new, lead="new")], on=doc.PAGES),
             *(doc.Text(caveat, "warning") for caveat in found.caveats),
-            doc.Table(
-                (
-                    *doc.names("scenario", "metric", *(["arms"] if several else [])),
-                    *doc.numbers(f"old {ratios}", f"new {ratios}", "change", "95 % interval"),
-                    *doc.names("outcome"),
-                    doc.Column("verdict", on=doc.PAGES),
-                ),
-                [_row(one, found) for one in both],
-                grouped=True,
+            doc.Table(columns, [_row(one, found, several) for one in both], grouped=True),
+            doc.Text(
+                "Old and new: the better arm in each run. Change: by how much one arm has gained on the other."
+                if both
+                else "",
+                "note",
             ),
         ),
         _list(
@@ -43,7 +44,10 @@ def difference(found: RunDifference) -> doc.Document:
             doc.TERMINAL,
         ),
         _list("Not compared", [f"{', '.join(parts)}: {reason}" for reason, parts in missing.items()]),
-        _list("What differs", [f"{one.name}: {_short(one.old)} → {_short(one.new)}" for one in found.differences]),
+        _list(
+            "Differences between the runs",
+            [f"{one.name}: {_short(one.old)} → {_short(one.new)}" for one in found.differences],
+        ),
     )
     return doc.Document("Old run against new", (doc.Chapter("", tuple(one for one in sections if one is not None)),))
 
@@ -67,33 +71,36 @@ def headline(found: RunDifference) -> str:
 
 
 def _labels(found: RunDifference) -> list[Label]:
-    """Of the arms of either run, the baseline's first."""
+    """The arms of either run, the baseline first."""
     return list(dict.fromkeys(label for one in found.comparisons for label in (one.baseline, one.arm)))
 
 
-def _several(found: RunDifference) -> bool:
-    return len({(one.baseline, one.arm) for one in found.comparisons}) > 1
+def _row(one: ComparisonChange, found: RunDifference, several: bool) -> tuple[str | doc.Cell, ...]:
+    arm, metric, pairing = one.better_for, METRICS[one.metric], Pairing(one.baseline, one.arm)
+    short = f"{shown(arm)} gained" if arm else "?" if one.change_ci95 is None else " "
+    style = doc.ARM_STYLES[_labels(found).index(arm) % len(doc.ARM_STYLES)] if arm else None
+    old, new, change = (
+        better_of(pairing, value, ci95, metric.higher_is_better)
+        for value, ci95 in (
+            (one.old_ratio, one.old_ci95),
+            (one.new_ratio, one.new_ci95),
+            (one.change, one.change_ci95),
+        )
+    )
+    return (
+        one.scenario,
+        doc.Cell(metric.title, short=metric.title.removesuffix(" latency")),
+        *([_arms(one)] if several else []),
+        old[0],
+        new[0],
+        *change,
+        doc.Cell(one.outcome + (f", better for {shown(arm)}" if arm else ""), style, short),
+        _verdict(one),
+    )
 
 
 def _arms(one: ComparisonChange) -> str:
     return f"{shown(one.arm)}/{shown(one.baseline)}"
-
-
-def _row(one: ComparisonChange, found: RunDifference) -> tuple[str | doc.Cell, ...]:
-    arm = one.better_for
-    short = f"{shown(arm)} gained" if arm else "?" if one.change_ci95 is None else " "
-    style = doc.ARM_STYLES[_labels(found).index(arm) % len(doc.ARM_STYLES)] if arm else None
-    return (
-        one.scenario,
-        doc.Cell(METRICS[one.metric].title, short=SHORT.get(one.metric, "")),
-        *([_arms(one)] if _several(found) else []),
-        ratio(one.old_ratio, one.old_ci95),
-        ratio(one.new_ratio, one.new_ci95),
-        ratio(one.change, one.change_ci95),
-        ratio_interval(one.change_ci95),
-        doc.Cell(one.outcome + (f", better for {shown(arm)}" if arm else ""), style, short),
-        _verdict(one),
-    )
 
 
 def _name(one: ComparisonChange, several: bool) -> str:
@@ -111,7 +118,7 @@ def _list(title: str, lines: list[str], on: doc.Format = doc.READ) -> doc.Sectio
 
 
 def _short(value: str | None) -> str:
-    """A digest is known by its beginning."""
+    """A digest is shown by its beginning."""
     if value is None:
         return "unknown"
     return f"{value[:12]}…" if len(value) >= 40 and " " not in value else value

@@ -1,21 +1,23 @@
 """A report as data: chapters of sections, made of texts, lists, tables and charts. It knows no study and no markup.
 
-All text is plain; each renderer escapes it for its format. Text between backticks is set as code where a format has
-code. Every block says in which formats it appears, so a section is written once for all of them.
+All text is plain, and each renderer escapes it for its format; HTML sets text between backticks as code. Every block
+names the formats it appears in, so a section is written once for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from enum import Flag, auto
 from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 Style = Literal[
     "ok", "failed", "warning", "unknown", "note",
     "arm-0", "arm-1", "arm-2", "arm-3", "arm-4", "arm-5", "arm-6", "arm-7",
 ]  # fmt: skip
-"""What a text means, for its colour and its mark; each arm has a colour of its own, by its place in the experiment."""
+"""The meaning of a text, for its colour and its mark; an arm's colour follows its place in the experiment."""
 ARM_STYLES: tuple[Style, ...] = ("arm-0", "arm-1", "arm-2", "arm-3", "arm-4", "arm-5", "arm-6", "arm-7")
 MARKS: dict[str, str] = {"failed": "✗", "warning": "!", "unknown": "?", "note": "·", "ok": "✓"}
 Figure = dict[str, Any]
@@ -23,7 +25,7 @@ Figure = dict[str, Any]
 
 
 class Format(Flag):
-    """The formats of a report. CSV takes every table with a name, JUnit every named table whose rows have outcomes."""
+    """The formats of a report. CSV takes every named table, JUnit every named table whose rows have outcomes."""
 
     TERMINAL = auto()
     HTML = auto()
@@ -38,17 +40,19 @@ READ = TERMINAL | PAGES
 ALL = READ | CSV | JUNIT
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A paragraph; with the style "warning" it stands out, with "note" it stands back."""
+class Part(msgspec.Struct, frozen=True):
+    """Base of everything in a document."""
+
+
+class Text(Part, frozen=True):
+    """A paragraph; the style "warning" highlights it, "note" dims it."""
 
     text: str
     style: Style | None = None
     on: Format = READ
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(Part, frozen=True):
     """To a chapter ("#why") or to another file."""
 
     text: str
@@ -56,16 +60,14 @@ class Link:
     on: Format = PAGES
 
 
-@dataclass(frozen=True, slots=True)
-class Code:
-    """A command or another text to copy."""
+class Code(Part, frozen=True):
+    """A command, or other text to copy."""
 
     text: str
     on: Format = PAGES
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(Part, frozen=True):
     """`lead` stands in bold before the text, `below` are paragraphs of their own."""
 
     text: str
@@ -74,17 +76,15 @@ class Item:
     below: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Items:
+class Items(Part, frozen=True):
     """A list."""
 
     items: Sequence[Item]
     on: Format = READ
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A text of a table with its meaning; `short` replaces it on a terminal, `hint` is shown on demand."""
+class Cell(Part, frozen=True):
+    """Styled text in a table; `short` replaces it on a terminal, `hint` is a tooltip."""
 
     text: str
     style: Style | None = None
@@ -92,9 +92,8 @@ class Cell:
     hint: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Strip:
-    """An interval to draw, as places on an axis from -1 to 1; the band is what counts as no difference."""
+class Strip(Part, frozen=True):
+    """An interval to draw, as places on an axis from -1 to 1, with the band of no meaningful difference."""
 
     centre: float
     low: float | None
@@ -107,16 +106,15 @@ class Strip:
 Value = str | int | float | bool | None | Cell | Strip
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A `name` stays on one line, a `number` is aligned right, a `text` may wrap.
+class Column(Part, frozen=True):
+    """A `name` stays on one line, a `number` is aligned right, a `text` may wrap, a `drawn` one holds strips.
 
-    `short` is the heading on a terminal. A page leaves a `roomy` column out on a narrow screen, and shows one that is
-    `below` under its row.
+    `short` is the heading on a terminal. A page hides a `roomy` column on a narrow screen and shows a `below` column
+    under its row.
     """
 
     title: str
-    kind: Literal["name", "number", "text"] = "name"
+    kind: Literal["name", "number", "text", "drawn"] = "name"
     short: str = ""
     roomy: bool = False
     below: bool = False
@@ -138,21 +136,19 @@ def texts(*titles: str) -> tuple[Column, ...]:
     return tuple(Column(title, "text") for title in titles)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a row means to a CI system; `kind` names the type of a failure."""
+class Outcome(Part, frozen=True):
+    """The outcome of a row for a CI system; `kind` is the type of a failure."""
 
     state: Literal["passed", "failure", "skipped"]
     kind: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of text, or of values for CSV, which takes them unrounded.
+class Table(Part, frozen=True):
+    """Rows of text, or of unrounded values for CSV.
 
-    `name`: under which CSV and JUnit have it. `grouped`: rows that begin alike belong together. `total`: the last row
-    sums up. `outcomes`: one for each row, for JUnit, which takes the first cell as the name and the rest as the text;
-    `seconds` is how long it took to measure them.
+    `name`: its name in CSV and JUnit. `grouped`: rows with the same first cell belong together. `total`: the last row
+    is a sum. `outcomes`: one per row, for JUnit, where the first cell is the name and the rest the text; `seconds` is
+    how long measuring them took.
     """
 
     columns: Sequence[Column]
@@ -167,36 +163,28 @@ class Table:
     on: Format = ALL
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """One choice of a chart's buttons: which traces it shows, and what it changes in the layout."""
+class View(Part, frozen=True):
+    """A button of a chart: the traces it shows and its changes of the layout."""
 
     label: str
     traces: list[int]
-    layout: Figure = field(default_factory=dict)
+    layout: Figure = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """`caption` says how to read it; `data` and `layout` are Plotly's, colours are names of the page's CSS variables
-    ("--arm-0"), resolved in the browser. Its figures also stand in a table."""
+class Chart(Part, frozen=True):
+    """`caption` says how to read it. `data` and `layout` are Plotly's; colours are names of CSS variables ("--arm-0"),
+    which the page resolves. A table holds the same figures."""
 
     name: str
     title: str
     caption: str
     data: list[Figure]
     layout: Figure
-    views: list[View] = field(default_factory=list)
+    views: list[View] = []
     on: Format = HTML
 
-    def figure(self) -> Figure:
-        """For the page's script."""
-        views = [{"label": view.label, "traces": view.traces, "layout": view.layout} for view in self.views]
-        return {"data": self.data, "layout": self.layout, "views": views}
 
-
-@dataclass(frozen=True, slots=True)
-class Fold:
+class Fold(Part, frozen=True):
     """Blocks that a page shows on demand."""
 
     summary: str
@@ -204,9 +192,8 @@ class Fold:
     on: Format = PAGES
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """What the whole document says, in a word and a sentence."""
+class Panel(Part, frozen=True):
+    """The outcome of the whole document, in a word and a sentence."""
 
     badge: str
     style: Style
@@ -218,26 +205,23 @@ class Panel:
 Block = Text | Link | Code | Items | Table | Chart | Fold | Panel
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """`half`: a page has room for two of them side by side."""
+class Section(Part, frozen=True):
+    """`half`: a page shows two of them side by side."""
 
     title: str
     blocks: tuple[Block, ...]
     half: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Chapter:
+class Chapter(Part, frozen=True):
     """Sections that a page shows under one heading."""
 
     title: str
     sections: tuple[Section, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """`about` and `started_at` stand at the top of a page; JUnit stores when it started, too."""
+class Document(Part, frozen=True):
+    """`about` is shown at the top of a page; JUnit stores `started_at`."""
 
     title: str
     chapters: tuple[Chapter, ...]
@@ -251,18 +235,18 @@ class Document:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """All that stand in a section itself."""
+        """The tables directly in a section."""
         return tuple(block for section in self.sections for block in section.blocks if isinstance(block, Table))
 
 
 def section(title: str, *blocks: Block | None, on: Format = ALL, half: bool = False) -> Section | None:
-    """A section of the blocks that say something, in the formats `on` only; None where there is none."""
-    found = [block for block in blocks if block is not None and block.on & on and _says(block)]
+    """A section of the blocks with content, in the formats `on` only; None if there are none."""
+    found = [block for block in blocks if block is not None and block.on & on and _has_content(block)]
     return Section(title, tuple(replace(block, on=block.on & on) for block in found), half) if found else None
 
 
 def only(document: Document, on: Format) -> Document:
-    """What one format shows of a document, its columns included."""
+    """The part of a document that one format shows, columns included."""
     chapters = []
     for chapter in document.chapters:
         kept = [replace(one, blocks=blocks) for one in chapter.sections if (blocks := _shown(one.blocks, on))]
@@ -271,15 +255,15 @@ def only(document: Document, on: Format) -> Document:
     return replace(document, chapters=tuple(chapters))
 
 
-def _says(block: Block) -> bool:
-    """Whether there is anything to show; a table for programs has its headings also without rows."""
+def _has_content(block: Block) -> bool:
+    """A table for programs has its headings also without rows."""
     match block:
         case Table():
             return bool(block.rows) or not block.on & READ
         case Items(items=content) | Text(text=content) | Code(text=content):
             return bool(content)
         case Fold():
-            return any(_says(inner) for inner in block.blocks)
+            return any(map(_has_content, block.blocks))
         case _:
             return True
 
@@ -287,19 +271,19 @@ def _says(block: Block) -> bool:
 def _shown(blocks: tuple[Block, ...], on: Format) -> tuple[Block, ...]:
     found: list[Block] = []
     for block in blocks:
-        if block.on & on and _says(block):
-            match block:
-                case Fold() | Panel():
-                    found.append(replace(block, blocks=_shown(block.blocks, on)))
-                case Table():
-                    found.append(_columns(block, on))
-                case _:
-                    found.append(block)
-    return tuple(block for block in found if not isinstance(block, Fold) or block.blocks)
+        if not block.on & on or not _has_content(block):
+            continue
+        if isinstance(block, Table):
+            found.append(_columns(block, on))
+        elif not isinstance(block, Fold | Panel):
+            found.append(block)
+        elif (inner := _shown(block.blocks, on)) or isinstance(block, Panel):
+            found.append(replace(block, blocks=inner))
+    return tuple(found)
 
 
 def _columns(table: Table, on: Format) -> Table:
-    """Without those of other formats, nor, for a reader, those that are empty in every row."""
+    """The table without the columns of other formats and, for a reader, without columns that are empty in every row."""
     kept = [
         place
         for place, column in enumerate(table.columns)
@@ -310,7 +294,7 @@ def _columns(table: Table, on: Format) -> Table:
 
 
 def text_of(value: Value, *, short: bool = False) -> str:
-    """What a reader sees of a value in a table."""
+    """A value of a table as text."""
     match value:
         case Cell():
             return value.short if short and value.short else value.text
@@ -323,10 +307,10 @@ def text_of(value: Value, *, short: bool = False) -> str:
 
 
 def style_of(value: Value) -> Style | None:
-    """The meaning of a value in a table, if it has any."""
+    """The style of a value of a table, if it has one."""
     return value.style if isinstance(value, Cell | Strip) else None
 
 
 def repeats(table: Table, place: int) -> bool:
-    """Whether this row begins as the one before and belongs to it."""
+    """Whether a row begins like the one before and belongs to it."""
     return table.grouped and place > 0 and text_of(table.rows[place][0]) == text_of(table.rows[place - 1][0])

@@ -1,11 +1,12 @@
-"""The progress of a run on a terminal: what happens now, how long it still takes, what each block has shown so far.
+"""The progress of a run: what happens now, how long it still takes, and the ratios so far with narrowing intervals.
 
-On a terminal one line is always moving, below the cells with their ratios so far; elsewhere (a log, CI) only finished
-things are printed, a line each.
+On a terminal one line is always moving, below a table of the workloads with their ratios so far; elsewhere (a log, CI)
+only finished things are printed, a line each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from time import monotonic
 from types import TracebackType
@@ -14,21 +15,30 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.spinner import Spinner
+from rich.table import Table
 from rich.text import Text
 
-from loadgen.bench.live_ratios import LiveRatios
+from loadgen.bench.live_ratios import LiveRatio, LiveRatios
 from loadgen.bench.progress import Progress
+from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import BlockSummary
-from loadgen.records.run import ArmRecord, BlockRecord, ParityRecord, shown
-from loadgen.report.live import FIXED, OPEN, ratio_line, ratio_table
+from loadgen.quantities import number
+from loadgen.records.run import ArmRecord, BlockRecord, Pairing, ParityRecord, shown
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
+from loadgen.report.sections.comparisons import better_of
 from loadgen.result.checks.registry import Check
 from loadgen.result.checks.run import parity_figures
 from loadgen.studies.cold_start.records import ColdStart
 
+FIXED = "These intervals do not stop the run; the verdict follows after the checks."
+OPEN = "Pairs are added until every scenario is decided; these intervals allow for a look after every pair."
+MIN_TRACK, MAX_TRACK = 10, 40
+_MIN_SPAN = math.log(1.05)
+_HIGHER_IS_BETTER = {metric.title: metric.higher_is_better for metric in METRICS.values()}
+
 
 class RichProgress(Progress):
-    """A context manager, so that the terminal is always given back."""
+    """A context manager that always gives the terminal back."""
 
     def __init__(self, console: Console, ratios: LiveRatios | None = None) -> None:
         self._console = console
@@ -54,27 +64,27 @@ class RichProgress(Progress):
         self._leave_ratios()
 
     def plan(self, seconds: float) -> None:
-        """The estimate of what is left."""
+        """Update the estimate of the time left."""
         self._ends_at = monotonic() + seconds
 
     def phase(self, title: str) -> None:
-        """A new phase, printed once."""
+        """Print a new phase."""
         self._leave_ratios()
         self._phase, self._now, self._last_block = title, "", ""
         self._console.print(Text(f"{_clock(self._elapsed())}  {title}", style="bold"))
 
     def now(self, text: str) -> None:
-        """The moving line."""
+        """Change the moving line."""
         self._now = text
         if not self._console.is_terminal:
             self._say(text)
 
     def arm_ready(self, record: ArmRecord) -> None:
-        """Which server answers as which arm."""
+        """Name the server behind an arm."""
         self._say(f"{shown(record.label)} is {record.title} at {record.url}")
 
     def cold_start_done(self, record: ColdStart) -> None:
-        """One start."""
+        """Print one cold start."""
         if record.error is not None or record.ready_ns is None or record.first_answer_ns is None:
             self._say(f"{shown(record.label)}  did not start: {record.error}", style="red")
             return
@@ -84,35 +94,37 @@ class RichProgress(Progress):
         )
 
     def parity_done(self, record: ParityRecord) -> None:
-        """The outcome in a line."""
+        """Print whether the arms give the same answers."""
         if record.ok:
             self._say(f"same answers: {len(record.cases)} cases, {parity_figures(record)}", style="green")
         else:
             self._say(f"different answers: {record.error or 'see parity.json'}", style="red")
 
     def fairness_checked(self, checks: Sequence[Check]) -> None:
-        """How many passed, and what each of the others says."""
+        """Print how many checks passed, and each of the others."""
         lines = fairness_lines(checks)
-        self._say(fairness_summary(checks) or "", style="yellow" if lines else "green")
+        self._say(f"before the load: {fairness_summary(checks)}", style="yellow" if lines else "green")
         for line in lines:
             self._say(f"! {line}")
 
     def block_done(self, record: BlockRecord, summary: BlockSummary, p50_ns: int | None) -> None:
-        """Throughput and median of one block; after the second of a pair its ratio."""
+        """Print throughput and median of one block, and after the second block of a pair the ratio."""
         seconds = (record.window_end_ns - record.window_start_ns) / 1e9
-        rate = f"{record.items / seconds:9.1f} items/s" if seconds > 0 else "  no items  "
-        p50 = "p50 –" if p50_ns is None else f"p50 {p50_ns / 1e6:8.2f} ms"
+        rate = f"{number(record.items / seconds) if seconds > 0 else '–':>9} items/s"
+        p50 = "p50 –" if p50_ns is None else f"p50 {number(p50_ns / 1e6):>8} ms"
         problem = "" if record.complete and not record.errors else f"  {record.errors} errors {record.note or ''}"
-        line = f"{shown(record.label)}  {record.cell:<14} pair {record.round + 1:<3}{rate}  {p50}{problem}"
+        who = shown(record.label)
         if problem or not self._console.is_terminal or self._ratios is None:
+            line = f"{who}  {record.cell:<14} pair {record.round + 1:<3}{rate}  {p50}{problem}"
             self._say(line, style="red" if problem else "")
-        self._last_block = " ".join(f"{shown(record.label)} {record.cell}: {rate}, {p50}".split())
+        self._last_block = " ".join(f"{who} {record.cell}: {rate}, {p50}".split())
         found = self._ratios.add(summary) if self._ratios is not None else []
-        if found:
-            self._unprinted = True
-        if found and self._console.is_terminal:
+        if not found:
+            return
+        self._unprinted = True
+        if self._console.is_terminal:
             self._live.refresh()
-        elif found:
+        else:
             for one in found:
                 self._say(ratio_line(one))
 
@@ -123,18 +135,18 @@ class RichProgress(Progress):
         left = ""
         if self._ends_at is not None:
             remaining = self._ends_at - monotonic()
-            left = f", about {_clock(remaining)} left" if remaining > 0 else ", almost there"
+            left = f", about {_clock(remaining)} left" if remaining > 0 else ", almost done"
         self._spinner.update(text=Text(f"{self._phase}: {self._now}  ({_clock(self._elapsed())}{left})"))
         if not self._unprinted or self._ratios is None:
             return self._spinner
         room = max(1, self._console.height - 5)
-        latest = self._ratios.latest[-room:]  # what is higher than the terminal would hide the moving line
+        latest = self._ratios.latest[-room:]  # a table higher than the terminal would hide the moving line
         note = OPEN if self._ratios.until_decided else FIXED
         table = ratio_table(latest, self._console.width)
         return Group(table, Text(f"last: {self._last_block}", style="dim"), Text(note, style="dim"), self._spinner)
 
     def _leave_ratios(self) -> None:
-        """The table as it stands stays on the screen when its phase is over."""
+        """Leave the table on the screen when its phase is over."""
         if self._unprinted and self._ratios is not None and self._console.is_terminal:
             self._console.print(ratio_table(self._ratios.latest, self._console.width))
         self._unprinted = False
@@ -150,3 +162,75 @@ def _clock(seconds: float) -> str:
     """m:ss."""
     whole = max(0, round(seconds))
     return f"{whole // 60:2d}:{whole % 60:02d}"
+
+
+def _better(one: LiveRatio) -> tuple[str, str]:
+    return better_of(Pairing(one.baseline, one.arm), one.ratio, one.ci95, _HIGHER_IS_BETTER[one.metric])
+
+
+def ratio_line(one: LiveRatio) -> str:
+    """For a log: "concurrent(16)  throughput, B against A: B 1.31× (1.22–1.40) after 3 of 8 pairs"."""
+    of = "" if one.planned is None else f" of {one.planned}"
+    better, interval = _better(one)
+    bounds = f" ({interval})" if one.ci95 is not None else ""
+    why = "" if one.ci95 is not None else f"; no interval: {one.reason}"
+    arms = f"{shown(one.arm)} against {shown(one.baseline)}"
+    return f"{one.cell}  {one.metric}, {arms}: {better}{bounds} after {one.pairs}{of} pairs{why}"
+
+
+def ratio_table(ratios: Sequence[LiveRatio], width: int) -> Table:
+    """A row per workload and arm, for a terminal of `width` columns; all intervals on one axis with 1 in its middle."""
+    arms = {shown(one.arm) for one in ratios}
+    labels = max((len(shown(label)) for one in ratios for label in (one.arm, one.baseline)), default=1)
+    several = len(arms) > 1
+    used = 66 + labels + (2 + max(map(len, arms)) if several else 0)
+    track = min(MAX_TRACK, max(MIN_TRACK, width - used))
+    span = max((_reach(one) for one in ratios), default=_MIN_SPAN)
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("workload", no_wrap=True)
+    table.add_column("pairs", justify="right", no_wrap=True)
+    table.add_column("metric", no_wrap=True)
+    if several:
+        table.add_column("arm", overflow="fold")
+    table.add_column("better arm", justify="right", overflow="fold")
+    table.add_column("95 % interval", justify="right", no_wrap=True)
+    low, high = f"{math.exp(-span):.2f}", f"{math.exp(span):.2f}"
+    room = track - len(low) - len(high)
+    axis = low + "1".center(room) + high if room > 2 else "1".center(track)
+    table.add_column(Text(axis, style="dim"), no_wrap=True, width=track)
+    for one in ratios:
+        table.add_row(
+            one.cell,
+            f"{one.pairs}" if one.planned is None else f"{one.pairs}/{one.planned}",
+            one.metric.removesuffix(" latency"),
+            *([shown(one.arm)] if several else []),
+            *_better(one),
+            track_of(one, track, span),
+        )
+    return table
+
+
+def track_of(one: LiveRatio, track: int, span: float) -> Text:
+    """The interval of the ratio to the baseline as a line on a logarithmic axis from exp(-span) to exp(span), the ratio
+    as a dot, 1 as a bar."""
+
+    def column(value: float) -> int:
+        return min(max(track // 2 + round(math.log(value) / span * (track // 2)), 0), track - 1)
+
+    marks = [" "] * track
+    marks[track // 2] = "│"
+    if one.ci95 is not None:
+        low, high = map(column, one.ci95)
+        for place in range(low, high + 1):
+            marks[place] = "┼" if place == track // 2 else "─"
+    if one.ratio is not None:
+        marks[column(one.ratio)] = "●"
+    style = "" if one.ci95 is None or one.ci95[0] <= 1.0 <= one.ci95[1] else "bold"
+    return Text("".join(marks), style=style)
+
+
+def _reach(one: LiveRatio) -> float:
+    """How far from 1 a row goes; the wide interval of few pairs does not squeeze the others."""
+    bounds = [abs(math.log(bound)) for bound in one.ci95 or ()]
+    centre = abs(math.log(one.ratio)) if one.ratio else 0.0
+    return max(_MIN_SPAN, centre * 1.1, min(max(bounds, default=0.0), 3.0 * max(centre, _MIN_SPAN)))

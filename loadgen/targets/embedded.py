@@ -60,6 +60,13 @@ class EmbeddedDeployment(Deployment):
             raise DeploymentError(str(exc)) from exc
         self.started_ns = self._process.started_ns
 
+    def check(self) -> None:
+        """Plan a launch and start nothing. Raises `DeploymentError` for options that the server refuses."""
+        try:
+            self._make_plan()
+        finally:
+            self.stop()
+
     def failure(self) -> str | None:
         return None if self._process is None else self._process.failure()
 

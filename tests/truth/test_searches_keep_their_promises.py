@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from loadgen.experiment.search_plan import make_search_cells
+from loadgen.experiment.plan import make_cells
+from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.run import Cell
 from loadgen.statistics.early_stopping import late_allowed
 from loadgen.statistics.ratios import estimate_ratio
@@ -75,7 +76,8 @@ def ratios_of(first: list[float | None], second: list[float | None]) -> list[flo
 @pytest.mark.parametrize("stalls", [False, True], ids=["plain", "stalls"])
 @pytest.mark.parametrize("preset", ["quick", "full"])
 def test_intervals_cover_and_identical_arms_get_no_winner(preset: str, stalls: bool) -> None:
-    (cell,) = make_search_cells(preset, (), bounds_ms=(BOUND_S * 1000.0,))
+    asked = {"preset": preset, "scenarios": "slo", "slo_p99_ms": BOUND_S * 1000.0}
+    (cell,) = make_cells(ExperimentSettings.model_validate(asked))
     services = (0.010, 0.008)
     truths = [true_rate(service_s) for service_s in services]
     random = np.random.default_rng(20)

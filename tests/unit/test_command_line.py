@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -58,7 +59,7 @@ def test_help_names_every_command_that_is_not_hidden() -> None:
     [
         (("comparee",), 2, "No such command 'comparee'. Did you mean 'compare'"),
         (("compare", "--concurency", "4"), 2, "No such option: --concurency (Possible options: --concurrency)"),
-        (("diff", "no-such-run", "other"), 2, "abserve diff: there is no no-such-run; give a folder that"),
+        (("diff", "no-such-run", "other"), 2, "there is no no-such-run; give a folder that"),
         (("engine", "--seconds", "-1"), 2, "Input should be greater than or equal to 0.01"),
         (("engine", "--json", "/proc/none/x.json"), 2, "--json /proc/none/x.json: give the path of a file in a folder"),
         (("export", "--precision", "int8"), 2, "no file has the precision 'int8'; use one of: fp32, fp16"),
@@ -103,6 +104,52 @@ def test_so_is_one_of_a_server(arguments: str, sentence: str) -> None:
     assert done.returncode == 2
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+MISTAKES = [
+    ("compare --concurency 4", "--concurrency"),
+    ("compare --preset fulll", "--preset: unknown value fulll; did you mean full?"),
+    ("compare --scenarios single,batchd", "--scenarios: unknown value batchd; did you mean batched?"),
+    ("compare --transport gprc", "--transport: unknown value gprc; did you mean grpc?"),
+    ("compare --payload unit8", "--payload: unknown value unit8; did you mean uint8?"),
+    ("compare --a natve", "--a: unknown server natve; did you mean native, or give a URL"),
+    ("compare --a-option max-queue-delay-us", "write it as KEY=VALUE"),
+    ("compare --a-option http-port=8000", "abserve chooses free ports"),
+    ("compare --rounds many", "--rounds: many, must be a valid integer"),
+    ("compare --minutes 3 --rounds 3", "give one of them"),
+    ("compare --scenarios open", "--rates 20,50"),
+    ("compare --transport shm --b http://192.0.2.1:8000", "use --transport http"),
+    ("compare --junit no-such-folder/j.xml", "in a folder that exists"),
+    ("compare --out file.yaml", "--out file.yaml is a file; give a folder"),
+    ("compare --out run", "--out run already holds a run; give another folder"),
+    ("compare no-such.yaml", "no-such.yaml: No such file or directory; give the path of an experiment file"),
+    ("compare file.yaml", "file.yaml: unknown key concurency; did you mean concurrency?"),
+    ("compare --a native --b native --model openclip_vit_b23", "unknown model 'openclip_vit_b23'"),
+    ("compare --a native --b native --weights missing.pt", "missing.pt: no such file"),
+    ("compare --a native --b native --a-option engne=null", "--a native: No such option: --engne"),
+    ("noise-floor --b triton", "leave the other arms out"),
+    ("report run --format htm", "no run|unreadable|cannot be read|is not"),
+    ("diff old new", "there is no old"),
+    ("calibrate --transports htp", "--transports: unknown value htp; did you mean http?"),
+    ("calibrate --batch-sizes 0", "give whole numbers from 1"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), MISTAKES, ids=[line for line, _ in MISTAKES])
+def test_a_mistake_is_one_sentence_with_status_2_and_nothing_is_written(
+    line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.yaml").write_text("concurency: 3\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "experiment.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    done = called(*line.split(), columns=300)
+    assert done.exit_code == 2, done.output
+    sentences = [text for text in done.output.splitlines() if text and not text.startswith(("Usage: ", "Try "))]
+    assert len(sentences) == 1, done.output
+    assert any(one in sentences[0] for one in words.split("|")), done.output
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_null_engine_claims_no_floating_point_operations(capsys: pytest.CaptureFixture[str]) -> None:

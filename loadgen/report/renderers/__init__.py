@@ -1,1 +1,1 @@
-"""One renderer for each format; each knows the document model and nothing else."""
+"""One renderer per format; each knows the document model and nothing else."""

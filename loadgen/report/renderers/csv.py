@@ -1,6 +1,7 @@
-"""One table of a document as CSV for spreadsheets and scripts: full precision, nothing rounded.
+"""A table of a document as CSV for spreadsheets and scripts, with full precision.
 
-What was not measured is an empty field. `run` names the combination of a matrix and is empty elsewhere.
+A value that was not measured is an empty field. The column `run` names the combination of a matrix, and is empty for a
+single run.
 """
 
 from __future__ import annotations
@@ -16,28 +17,25 @@ _FORMULA = ("=", "+", "-", "@", "\N{FULLWIDTH EQUALS SIGN}", "\N{FULLWIDTH PLUS 
 
 
 def csv_names(document: doc.Document) -> list[str]:
-    """The tables that `render_csv` can write."""
+    """The names of the tables."""
     return list(dict.fromkeys(table.name for table in doc.only(document, doc.CSV).tables if table.name))
 
 
 def render_csv(documents: Mapping[str, doc.Document], name: str) -> str:
-    """The table of this name in every document, by the name of the run; the name is empty where there is one run."""
+    """The table of this name in every document, by the name of the run."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    headed = False
     for run, document in documents.items():
         for table in doc.only(document, doc.CSV).tables:
-            if table.name != name:
-                continue
-            if not headed:
-                writer.writerow(["run", *(column.title for column in table.columns)])
-                headed = True
-            writer.writerows([_field(run), *map(_field, row)] for row in table.rows)
+            if table.name == name:
+                if not out.tell():
+                    writer.writerow(["run", *(column.title for column in table.columns)])
+                writer.writerows([_field(run), *map(_field, row)] for row in table.rows)
     return out.getvalue()
 
 
 def _field(value: doc.Value) -> object:
-    """Printable text, and no text that a spreadsheet would take for a formula."""
+    """Printable text that a spreadsheet does not take for a formula."""
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, str | doc.Cell | doc.Strip):

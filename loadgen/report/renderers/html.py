@@ -1,4 +1,4 @@
-"""A document as one HTML file that needs no network; all but its charts is there without JavaScript too."""
+"""A document as one HTML file that needs no network; all but its charts is readable without JavaScript."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import markupsafe
@@ -17,41 +16,40 @@ import loadgen.report.document as doc
 from loadgen.documents import printable
 
 HERE = Path(__file__).parent / "templates"
-STRIP_WIDTH = 240.0
+STRIP_WIDTH = 160.0
 
 
 def render_html(document: doc.Document) -> str:
-    """The whole page; Plotly is in it only where a chart is."""
+    """The whole page; Plotly is included only where there is a chart."""
     shown = doc.only(document, doc.HTML)
     charts = any(isinstance(block, doc.Chart) for section in shown.sections for block in section.blocks)
-    return (
-        _templates()
-        .get_template("document.html.j2")
-        .render(
-            document=shown,
-            style=(HERE / "document.css").read_text(),
-            script=(HERE / "document.js").read_text(),
-            plotly=get_plotlyjs() if charts else "",
-        )
-    )
+    plotly = get_plotlyjs() if charts else ""
+    return _template().render(document=shown, plotly=plotly)
 
 
 @lru_cache(maxsize=1)
-def _templates() -> jinja2.Environment:
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_shown,
+        # Before escaping, which spares only markup that the template itself wrote.
+        finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    environment.filters["script_json"] = script_json
-    environment.filters["code"] = code
-    environment.filters["slug"] = lambda text: re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    environment.tests["drawn"] = lambda value: isinstance(value, doc.Strip)
-    environment.tests["chart"] = lambda block: isinstance(block, doc.Chart)
+    environment.filters |= {
+        "script_json": _script_json,
+        "code": code,
+        "slug": lambda text: re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-"),
+    }
+    environment.tests |= {
+        "drawn": lambda value: isinstance(value, doc.Strip),
+        "chart": lambda block: isinstance(block, doc.Chart),
+    }
     environment.globals |= {
+        "style": (HERE / "document.css").read_text(),
+        "script": (HERE / "document.js").read_text(),
         "kind": lambda block: type(block).__name__,
         "marks": doc.MARKS,
         "text_of": doc.text_of,
@@ -61,31 +59,27 @@ def _templates() -> jinja2.Environment:
         "strip_x": strip_x,
         "strip_width": STRIP_WIDTH,
     }
-    return environment
-
-
-def _shown(value: Any) -> Any:
-    """What a template puts into the page; its markup is escaped after this, unless the template itself wrote it."""
-    return printable(value) if type(value) is str else value
+    return environment.get_template("document.html.j2")
 
 
 def _parts(table: doc.Table, row: Sequence[doc.Value]) -> tuple[list[tuple[doc.Column, doc.Value]], ...]:
-    """The cells of a row with their columns, and what stands below it."""
+    """The cells of a row with their columns, and the cells to show below it."""
     pairs = list(zip(table.columns, row, strict=True))
     cells = [(column, value) for column, value in pairs if not column.below]
     return cells, [(column, value) for column, value in pairs if column.below and doc.text_of(value)]
 
 
 def strip_x(place: float) -> float:
-    """Where a place from -1 to 1 is drawn, with room for a mark at both ends."""
+    """Where to draw a place from -1 to 1, with room for a mark at both ends."""
     return round(STRIP_WIDTH / 2.0 + place * (STRIP_WIDTH / 2.0 - 6.0), 1)
 
 
 def code(text: str) -> markupsafe.Markup:
-    """Text in which `what stands in backticks` is set as code."""
+    """Text in which `words in backticks` are set as code."""
     return markupsafe.Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(markupsafe.escape(printable(text)))))
 
 
-def script_json(value: Any) -> str:
-    """JSON that cannot end the script element it stands in, whatever a server's name holds."""
-    return msgspec.json.encode(value).decode().replace("<", "\\u003c").replace("&", "\\u0026")
+def _script_json(chart: doc.Chart) -> str:
+    """A chart as JSON that cannot end the script element around it, whatever a server's name holds."""
+    figure = {"data": chart.data, "layout": chart.layout, "views": chart.views}
+    return msgspec.json.encode(figure).decode().replace("<", "\\u003c").replace("&", "\\u0026")

@@ -1,6 +1,6 @@
-"""JUnit XML, as CI systems read it: a suite for each table whose rows have outcomes, a test case for each row.
+"""JUnit XML, as CI systems read it: a suite per table whose rows have outcomes, a test case per row.
 
-The shape is that of the Apache Ant task's junitreport, which Jenkins, GitLab and GitHub's reporters take.
+The shape is that of the Apache Ant task junitreport, which Jenkins, GitLab and GitHub's reporters read.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ _NOTHING = doc.Table(
 
 
 def render_junit(documents: Mapping[str, doc.Document | None]) -> str:
-    """By the name of the run, empty where there is one. A run without a document stored nothing, which is a failure."""
+    """The documents by the names of their runs; the only run of a command has an empty name. A run without a document
+    stored nothing, which is a failure."""
     root = ET.Element("testsuites", name="abserve")
     for run, document in documents.items():
-        tables = [_NOTHING] if document is None else doc.only(document, doc.JUNIT).tables
+        tables = (_NOTHING,) if document is None else doc.only(document, doc.JUNIT).tables
         for table in tables:
             if table.outcomes:
-                prefix = f"abserve.{run}" if run else "abserve"
-                _suite(root, f"{prefix}.{table.name}", table, None if document is None else document.started_at)
+                suite = _suite(root, f"abserve.{run}.{table.name}" if run else f"abserve.{table.name}", table)
+                if document is not None and document.started_at is not None:
+                    suite.set("timestamp", printable(document.started_at.removesuffix("Z")))
     for attribute in ("tests", "failures", "errors", "skipped"):
         root.set(attribute, str(sum(int(suite.get(attribute, "0")) for suite in root)))
     root.set("time", f"{sum(float(suite.get('time', '0')) for suite in root):.3f}")
@@ -36,26 +38,25 @@ def render_junit(documents: Mapping[str, doc.Document | None]) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
-def _suite(root: ET.Element, name: str, table: doc.Table, started_at: str | None) -> None:
+def _suite(root: ET.Element, name: str, table: doc.Table) -> ET.Element:
+    """Texts are made printable, which is less than XML can hold: a server's message may hold anything."""
     states = [outcome.state for outcome in table.outcomes]
     suite = ET.SubElement(
         root,
         "testsuite",
-        name=clean(name),
+        name=printable(name),
         tests=str(len(states)),
         failures=str(states.count("failure")),
         errors="0",
         skipped=str(states.count("skipped")),
         time=f"{table.seconds:.3f}",
     )
-    if started_at is not None:
-        suite.set("timestamp", clean(started_at.removesuffix("Z")))
     seen: Counter[str] = Counter()
     for row, outcome in zip(table.rows, table.outcomes, strict=True):
-        case, *rest = (clean(doc.text_of(cell)) for cell in row)
-        seen[case] += 1  # a check may be made of each arm; readers take equal names for one case
+        case, *rest = (printable(doc.text_of(cell)) for cell in row)
+        seen[case] += 1  # a check may be made per arm, and readers take equal names for one case
         number = f" ({seen[case]})" if seen[case] > 1 else ""
-        element = ET.SubElement(suite, "testcase", classname=clean(name), name=case + number, time="0.000")
+        element = ET.SubElement(suite, "testcase", classname=printable(name), name=case + number, time="0.000")
         text = "; ".join(rest)
         if outcome.state == "failure":
             ET.SubElement(element, "failure", message=text, type=outcome.kind).text = text
@@ -63,8 +64,4 @@ def _suite(root: ET.Element, name: str, table: doc.Table, started_at: str | None
             ET.SubElement(element, "skipped", message=text)
         else:
             ET.SubElement(element, "system-out").text = text
-
-
-def clean(text: str) -> str:
-    """Printable, which is less than XML can hold: a server's message may hold anything."""
-    return printable(text)
+    return suite

@@ -30,7 +30,7 @@ STYLES = {
 
 
 def print_document(document: doc.Document, console: Console) -> None:
-    """Print what a document shows on a terminal, its titles in bold and an empty line after each section."""
+    """Print a document, with bold titles and an empty line after each section."""
     console.print()
     for section in doc.only(document, doc.TERMINAL).sections:
         if section.title:
@@ -66,7 +66,7 @@ def _parts(block: doc.Block) -> Iterator[RenderableType]:
 
 
 def _item(item: doc.Item) -> RenderableType:
-    """The mark alone in the first two columns, also where the text is wrapped."""
+    """The mark stays alone in the first two columns where the text wraps."""
     style = STYLES.get(item.style or "", "")
     mark = doc.MARKS.get(item.style or "", "")
     lead = (f"{item.lead}{':' if item.text and len(item.lead) > 1 else ''} ", style if not mark else "bold")

@@ -1,1 +1,1 @@
-"""What a report says: each function makes one section of a result, or None where the result has nothing of it."""
+"""The sections of a report: each function makes one of them from a result, or None if there is nothing to show."""

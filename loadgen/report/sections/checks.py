@@ -1,4 +1,4 @@
-"""What stands behind the figures: the checks, the worst first, those before the load, and the same answers."""
+"""What the figures rest on: the checks, the worst first, those before the load, and the comparison of the answers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from loadgen.result.checks.registry import CHECKS, Check
 from loadgen.result.result_file import Result
 
 WORDS: dict[doc.Style, str] = {
-    "ok": "ok", "failed": "failed", "warning": "warn", "unknown": "unknown", "note": "only noted",
+    "failed": "failed", "warning": "warning", "unknown": "not available", "note": "noted", "ok": "ok",
 }  # fmt: skip
-ORDER: tuple[doc.Style, ...] = ("failed", "warning", "unknown", "note", "ok")
+"""The states of checks, the worst first."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """All checks of one name that came out alike, or one of them."""
+    """All checks of one name and state, or one of them."""
 
     title: str
     style: doc.Style
@@ -31,7 +31,7 @@ class CheckRow:
 
 
 def style_of_check(check: Check) -> doc.Style:
-    """How a check is shown: failed where it takes a verdict away, also by being unknown."""
+    """The state of a check: failed where it takes a verdict away, also by not being available."""
     if check.ok:
         return "ok"
     if check.severity == "invalidates":
@@ -42,35 +42,41 @@ def style_of_check(check: Check) -> doc.Style:
 
 
 def check_rows(result: Result) -> list[CheckRow]:
-    """Checks of one name and state become one row, so that eight cells do not fill a page; the worst come first."""
+    """One row per name and state, so that eight workloads do not fill a page; the worst come first."""
     groups: dict[tuple[str, doc.Style], list[Check]] = {}
     for check in result.checks:
         groups.setdefault((check.name, style_of_check(check)), []).append(check)
-    arms = len(result.experiment.arms)
-    rows = [_check_row(style, checks, arms) for (_, style), checks in groups.items()]
-    return sorted(rows, key=lambda row: ORDER.index(row.style))
+    rows = [_check_row(style, found, len(result.experiment.arms)) for (_, style), found in groups.items()]
+    order = list(WORDS)
+    return sorted(rows, key=lambda row: order.index(row.style))
 
 
 def counts(rows: Sequence[CheckRow]) -> str:
-    """ "45 ok, 3 unknown, 6 only noted" """
-    found = {style: sum(1 for row in rows if row.style == style) for style in WORDS}
-    return ", ".join(f"{number} {WORDS[style]}" for style, number in found.items() if number)
+    """ "1 failed, 3 not available, 45 ok" """
+    found = {words: sum(row.style == style for row in rows) for style, words in WORDS.items()}
+    return ", ".join(f"{number} {words}" for words, number in found.items() if number)
 
 
 def _check_row(style: doc.Style, checks: Sequence[Check], arms: int) -> CheckRow:
     first = max(checks, key=_badness) if style == "ok" else checks[0]
     scopes = [check.scope.removeprefix("cell ") for check in checks]
-    alike = len(set(scopes)) == 1 or (style == "ok" and len({check.detail for check in checks}) == 1)
-    several = "" if alike else f"{first.scope.removeprefix('cell ')}: "
-    by_arm = len(set(scopes)) == 1 and len(checks) <= arms
-    detail = "; ".join(dict.fromkeys(check.detail for check in checks)) if by_arm else first.detail
-    cells = {"run": "whole run", "plan": "whole run"}.get(scopes[0], scopes[0]) if len(set(scopes)) == 1 else None
+    one_scope, details = len(set(scopes)) == 1, dict.fromkeys(check.detail for check in checks)
+    if one_scope and len(checks) <= arms:  # one check per arm
+        detail = "; ".join(details)
+    elif one_scope or (style == "ok" and len(details) == 1):
+        detail = first.detail
+    else:
+        detail = f"{first.scope.removeprefix('cell ')}: {first.detail}"
+    if one_scope:
+        scope = "whole run" if scopes[0] in ("run", "plan") else scopes[0]
+    else:
+        scope = ", ".join(scopes) if len(scopes) <= 3 else f"{len(scopes)} scenarios"
     threshold = first.threshold
     return CheckRow(
         title=first.title,
         style=style,
-        detail=several + detail,
-        scope=cells or (", ".join(scopes) if len(scopes) <= 3 else f"{len(scopes)} scenarios"),
+        detail=detail,
+        scope=scope,
         threshold="" if threshold is None else f"{threshold:.4g}" if isinstance(threshold, float) else str(threshold),
         remedy=first.remedy,
         severity=first.severity,
@@ -78,7 +84,7 @@ def _check_row(style: doc.Style, checks: Sequence[Check], arms: int) -> CheckRow
 
 
 def _badness(check: Check) -> float:
-    """For checks that are ok: the one closest to its threshold says most."""
+    """Of checks that are ok, the one closest to its threshold says most."""
     if not isinstance(check.value, int | float):
         return 0.0
     at_least = isinstance(check.threshold, int | float) and check.value > check.threshold
@@ -86,7 +92,7 @@ def _badness(check: Check) -> float:
 
 
 def checks(result: Result) -> doc.Section | None:
-    """A terminal shows those that someone must look at, a page all of them."""
+    """A terminal shows the checks that need attention, a page all of them."""
     rows = check_rows(result)
     good = [row for row in rows if row.style == "ok"]
     urgent = [
@@ -94,10 +100,10 @@ def checks(result: Result) -> doc.Section | None:
         for row in rows
         if row.style in ("failed", "warning") or (row.style == "unknown" and row.severity != "informs")
     ]
-    fairness = fairness_summary(result.checks)
+    before = fairness_summary(result.checks)
     return doc.section(
         "Checks",
-        doc.Text(f"{counts(rows)}." + (f" Before the load: {fairness}." if fairness else "")),
+        doc.Text(f"{counts(rows)}." + (f" Before the load: {before}." if before else "")),
         doc.Items(
             [doc.Item(row.detail, row.style, f"{row.title}, {row.scope}", (f"→ {row.remedy}",)) for row in urgent],
             on=doc.TERMINAL,
@@ -115,27 +121,25 @@ def checks(result: Result) -> doc.Section | None:
 
 
 def _table(rows: Sequence[CheckRow]) -> doc.Table:
-    return doc.Table(
-        (
-            *doc.texts("check"),
-            *doc.names("state"),
-            *doc.texts("value"),
-            *doc.names("covers", "threshold"),
-            doc.Column("remedy", "text", below=True),
-        ),
-        [
-            (
-                row.title,
-                doc.Cell(row.style, row.style),
-                row.detail,
-                row.scope,
-                row.threshold,
-                "" if row.style == "ok" else row.remedy,
-            )
-            for row in rows
-        ],
-        on=doc.PAGES,
+    columns = (
+        *doc.texts("check"),
+        *doc.names("state"),
+        *doc.texts("value"),
+        *doc.names("covers", "threshold"),
+        doc.Column("remedy", "text", below=True),
     )
+    cells = [
+        (
+            row.title,
+            doc.Cell(WORDS[row.style], row.style),
+            row.detail,
+            row.scope,
+            row.threshold,
+            "" if row.style == "ok" else row.remedy,
+        )
+        for row in rows
+    ]
+    return doc.Table(columns, cells, on=doc.PAGES)
 
 
 def _case(check: Check) -> tuple[str, str]:
@@ -147,49 +151,41 @@ def _case(check: Check) -> tuple[str, str]:
 
 
 def _outcome(check: Check) -> doc.Outcome:
-    """A failure where it takes the verdict away; skipped where it is unknown and only warns; else passed."""
+    """A failure where it takes the verdict away; skipped where it is not available and only warns; else passed."""
     if not check.ok and check.severity == "invalidates":
         return doc.Outcome("failure", "unknown" if check.ok is None else "failed")
     return doc.Outcome("skipped" if check.ok is None else "passed")
 
 
-def _before_load(check: Check) -> bool:
-    """Whether it was made before the load; a stored result may name a check that is declared no more."""
-    definition = CHECKS.get(check.name)
-    return definition is not None and definition.before_load
+def _before_load(found: Sequence[Check]) -> list[Check]:
+    """The checks made before the load; a stored result may name a check that no longer exists."""
+    return [check for check in found if check.name in CHECKS and CHECKS[check.name].before_load]
 
 
 def fairness_summary(found: Sequence[Check]) -> str | None:
-    """ "14 fairness checks passed, 2 need a look": counted by name, an arm that needs a look outweighing one that does
-    not; None where nothing was checked before the load."""
+    """ "14 checks passed, 2 warnings, 4 not available": counted by name, the worst arm decides; None without checks."""
     states: dict[str, list[bool | None]] = {}
-    for check in found:
-        if _before_load(check):
-            states.setdefault(check.name, []).append(check.ok)
+    for check in _before_load(found):
+        states.setdefault(check.name, []).append(check.ok)
     if not states:
         return None
-    look = sum(1 for oks in states.values() if False in oks)
-    unknown = sum(1 for oks in states.values() if False not in oks and None in oks)
-    passed = len(states) - look - unknown
-    words = f"{passed} fairness check{'' if passed == 1 else 's'} passed, {look} need{'s' if look == 1 else ''} a look"
-    return words + (f", {unknown} could not be made" if unknown else "")
+    warned = sum(False in oks for oks in states.values())
+    unknown = sum(False not in oks and None in oks for oks in states.values())
+    words = [f"{len(states) - warned - unknown} checks passed", f"{warned} warning{'s' * (warned != 1)}"]
+    return ", ".join([*words, *([f"{unknown} not available"] if unknown else [])])
 
 
 def fairness_lines(found: Sequence[Check]) -> list[str]:
-    """Each check before the load that needs a look, with its remedy."""
-    return [
-        f"{check.title}? {check.detail} → {check.remedy}"
-        for check in found
-        if _before_load(check) and check.ok is False
-    ]
+    """Each check before the load that did not pass, with its remedy."""
+    return [f"{check.title}: {check.detail} → {check.remedy}" for check in _before_load(found) if check.ok is False]
 
 
 def same_answers(result: Result) -> doc.Section | None:
-    """What the arms answered to the same images."""
+    """How far the arms' answers to the same inputs agree."""
     parity = result.parity
     if parity is None or not parity.cases:
         error = f": {parity.error}" if parity is not None and parity.error else ""
-        return doc.section("Same answers", doc.Text(f"Parity was not measured{error}."), on=doc.PAGES)
+        return doc.section("Same answers", doc.Text(f"The answers were not compared{error}."), on=doc.PAGES)
     if parity.tolerance_relative is None:
         limit = f"Least cosine: {parity.threshold_cosine}."
     else:
@@ -198,27 +194,22 @@ def same_answers(result: Result) -> doc.Section | None:
             f"{parity.tolerance_element:.1e}."
         )
     base = shown(result.experiment.baseline.label)
+    rows = [
+        (
+            case.name,
+            f"{shown(case.label)} against {base}" if case.kind == "reference" else "mixed batch against single",
+            str(case.images),
+            "–" if case.relative_max is None else f"{case.relative_max:.1e}",
+            f"{case.max_abs:.2g}",
+            f"{case.cosine_min:.6f}",
+            doc.Cell("ok", "ok") if case.ok else doc.Cell("failed", "failed"),
+        )
+        for case in parity.cases
+    ]
+    figures = doc.numbers("items", "largest relative error", "largest difference", "lowest cosine")
     return doc.section(
         "Same answers",
-        doc.Table(
-            (
-                *doc.names("case", "kind"),
-                *doc.numbers("images", "largest relative error", "largest difference", "lowest cosine"),
-                *doc.names(""),
-            ),
-            [
-                (
-                    case.name,
-                    f"{shown(case.label)} against {base}" if case.kind == "reference" else "mixed batch against single",
-                    str(case.images),
-                    "–" if case.relative_max is None else f"{case.relative_max:.1e}",
-                    f"{case.max_abs:.2g}",
-                    f"{case.cosine_min:.6f}",
-                    doc.Cell("ok", "ok") if case.ok else doc.Cell("failed", "failed"),
-                )
-                for case in parity.cases
-            ],
-        ),
-        doc.Text(f"Answers of {'all' if several(result) else 'both'} arms to the same images. {limit}", "note"),
+        doc.Table((*doc.names("case", "kind"), *figures, *doc.names("")), rows),
+        doc.Text(f"Answers of {'all' if several(result) else 'both'} arms to the same inputs. {limit}", "note"),
         on=doc.PAGES,
     )

@@ -22,48 +22,40 @@ def arms(result: Result) -> doc.Section | None:
         arm = by_label.get(request.label)
         wanted = dict(request.settings) | (arm.settings if arm else {})
         columns.append({setting_key(name): value for name, value in wanted.items()})
-        columns.append(_in_effect(arm) | _sent(result, arm) if arm else {})
+        columns.append(_in_effect(result, arm) if arm else {})
     keys = dict.fromkeys(key for column in (*columns[1::2], *columns[::2]) for key in column)
     headings = [
         column
         for label in map(shown, result.experiment.labels)
         for column in (*doc.names(f"{label} asked for"), *doc.texts(f"{label} in effect"))
     ]
-    return doc.section(
-        "Arms, as asked for and in effect",
-        doc.Table(
-            (*doc.names(""), *headings),
-            [(key.replace("_", " "), *(column.get(key, "–") for column in columns)) for key in keys],
-        ),
-        on=doc.HTML,
-    )
+    rows = [(key.replace("_", " "), *(column.get(key, "–") for column in columns)) for key in keys]
+    return doc.section("Arms, as asked for and in effect", doc.Table((*doc.names(""), *headings), rows), on=doc.HTML)
 
 
-def _in_effect(arm: ArmRecord) -> dict[str, str]:
+def _in_effect(result: Result, arm: ArmRecord) -> dict[str, str]:
+    """The server's settings, and the payload with the bytes of the smallest request's tensors."""
     server = " ".join(part for part in (arm.server_name, arm.server_version) if part)
     found = {"target": arm.target, "url": arm.url, "server": server or "–"}
     found |= {name: str(value) for name, value in arm.in_effect.items()}
     if arm.artefact and "sha256" in arm.artefact:
         found["artefact_sha256"] = str(arm.artefact["sha256"])[:16] + "…"
-    return found
-
-
-def _sent(result: Result, arm: ArmRecord) -> dict[str, str]:
-    """What an arm was sent, with the bytes of the smallest request's tensors."""
     experiment = result.experiment
-    found = {"payload": experiment.payload_of(experiment.arm(arm.label)), "transport": experiment.transport}
+    found |= {"payload": experiment.payload_of(experiment.arm(arm.label)), "transport": experiment.transport}
     sizes = [s.payload_bytes for s in result.summaries if s.label == arm.label and s.payload_bytes is not None]
     if sizes:
         way = "through shared memory" if experiment.transport == "shm" else "over the wire"
-        found["payload_bytes"] = f"{min(sizes):,.0f} a request {way}"
+        found["payload_bytes"] = f"{min(sizes):,.0f} per request {way}"
     return found
 
 
 def experiment(result: Result) -> doc.Section | None:
-    """What was asked for, beside the arms."""
-    return doc.section(
-        "Experiment", doc.Table((*doc.names(""), *doc.texts("")), experiment_rows(result)), on=doc.PAGES, half=True
-    )
+    """The settings that all arms share."""
+    return _rows("Experiment", experiment_rows(result))
+
+
+def _rows(title: str, rows: list[tuple[str, str]]) -> doc.Section | None:
+    return doc.section(title, doc.Table((*doc.names(""), *doc.texts("")), rows), on=doc.PAGES, half=True)
 
 
 def experiment_rows(result: Result) -> list[tuple[str, str]]:
@@ -77,7 +69,7 @@ def experiment_rows(result: Result) -> list[tuple[str, str]]:
         ("payload", ", ".join(e.payloads)),
         ("transport", e.transport),
         ("preset", e.preset),
-        ("equivalence margin δ", f"± {share(e.equivalence_margin)}"),
+        ("no meaningful difference", f"within ±{share(e.equivalence_margin)}"),
         ("order of the blocks", f"interleaved {'rounds' if several(result) else 'pairs'}, seed {e.seed}"),
         ("threads", _given(e, str(e.threads) if e.threads else "all cores")),
         *([("load generator", f"{e.processes} processes")] if e.processes > 1 else []),
@@ -86,13 +78,13 @@ def experiment_rows(result: Result) -> list[tuple[str, str]]:
 
 
 def _given(asked: Experiment, value: str) -> str:
-    """What was asked for is in effect only on servers that this tool has started."""
+    """A setting that takes effect only on servers that abserve starts."""
     if asked.deployment != "embedded":
         return asked.weights
     started = [shown(arm.label) for arm in asked.arms if arm.embedded]
+    others = len(asked.arms) - len(started)
     if not started:
         return "as chosen by the servers given by URL"
-    others = len(asked.arms) - len(started)
     if not others:
         return value
     whose = "other server" if others == 1 else "other servers"
@@ -106,18 +98,16 @@ def environment(result: Result) -> doc.Section | None:
         return doc.section("Environment", doc.Text("Not recorded."), on=doc.HTML, half=True)
     rows = [("started", found.started_at), ("commit", found.git_commit or "–")]
     for name, value in found.host.items():
-        if value is None:
-            continue
+        title = name.removesuffix("_bytes").replace("_", " ")
         if name.endswith("_bytes") and isinstance(value, int | float):
-            rows.append((name.removesuffix("_bytes").replace("_", " "), f"{value / 2**30:.1f} GiB"))
-        else:
+            rows.append((title, f"{value / 2**30:.1f} GiB"))
+        elif value is not None:
             rows.append((name.replace("_", " "), str(value)))
-    rows += [("GPU", gpu_text(found.gpu)), *sorted(found.packages.items())]
-    return doc.section("Environment", doc.Table((*doc.names(""), *doc.texts("")), rows), on=doc.PAGES, half=True)
+    return _rows("Environment", [*rows, ("GPU", gpu_text(found.gpu)), *sorted(found.packages.items())])
 
 
 def gpu_text(document: Mapping[str, Any]) -> str:
-    """The GPU that the servers use, and of how many; the driver's status where none is told."""
+    """The GPU that the servers use, and of how many; the driver's status if no server reports a GPU."""
     used = used_gpu(document)
     own = own_devices(document, () if used is None else (used,))
     if used is None or [device.get("uuid") for device in own] != [used]:

@@ -1,126 +1,115 @@
-"""The first screen: whether the run is valid, who wins, why, and what stands behind it."""
+"""The first screen: whether the run is valid, under which conditions, who wins, why, and what the figures rest on."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import loadgen.report.document as doc
-from loadgen.comparison.comparisons import Comparison, leading_comparisons
-from loadgen.quantities import ratio, ratio_interval, sentence, share
-from loadgen.records.run import shown
+from loadgen.comparison.comparisons import leading_comparisons
+from loadgen.quantities import sentence, share
+from loadgen.records.machine import own_devices, used_gpu
+from loadgen.records.run import ArmRecord, shown
 from loadgen.report.charts import arm_style, base_and_arm, several, titles
 from loadgen.report.sections.checks import CheckRow, check_rows, counts
-from loadgen.report.sections.comparisons import (
-    advantage,
-    against_baseline,
-    comparison_cells,
-    comparison_columns,
-    reach,
-    threshold_sentence,
-    verdict_style,
-)
+from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
 from loadgen.result.checks.gpu import gpu_present
 from loadgen.result.checks.run import parity_figures
 from loadgen.result.result_file import Result
 from loadgen.studies.gpu_proof.sections import ALL_SCENARIOS, findings
 
-LEAST_SPAN = math.log(1.1)
 MOST_FAILED = 4
 """Failed checks beside the verdict on a terminal; all of them are in their own section."""
 MOST_TITLES = 3
-
-
-def caveats(result: Result) -> doc.Section | None:
-    """What a reader must know before the verdict; a page has all but the missing GPU below it."""
-    about_gpu = _about_gpu(result)
-    elsewhere = doc.TERMINAL | doc.MARKDOWN
-    return doc.section(
-        "", *(doc.Text(one, "warning", doc.READ if one in about_gpu else elsewhere) for one in result.verdict.caveats)
-    )
+TRANSPORTS = {"http": "HTTP", "grpc": "gRPC", "shm": "shared memory"}
 
 
 def verdict(result: Result) -> doc.Section | None:
-    """Valid or not, what was found, the arms, and every check that takes the verdict away."""
+    """Valid or not, the finding, the conditions and arms, and every check that takes the verdict away."""
     found = result.verdict
-    about_gpu = _about_gpu(result)
+    warned = sum(row.style == "warning" for row in check_rows(result))
+    warnings = f", {warned} warning{'s' if warned > 1 else ''}" if warned and found.valid else ""
     failed = [doc.Item(text, "failed") for text in found.failed]
     few = failed[:MOST_FAILED]
     if more := len(failed) - len(few):
         few.append(doc.Item(f"and {more} more failed checks, below", "failed"))
-    broken = None if all(one.state == "kept" for one in result.thresholds) else threshold_sentence(result)
+    broken = not all(one.state == "kept" for one in result.thresholds)
+    no_gpu = {sentence(check.detail) for check in result.checks if check.name == gpu_present.name}
+    caveats = [doc.Item(one, "note" if one in no_gpu else "warning") for one in found.caveats]
+    arms = [doc.Item(name, arm_style(result, label), shown(label)) for label, name in titles(result).items()]
     return doc.section(
         "",
         doc.Panel(
-            "VALID" if found.valid else "INVALID",
+            f"{'VALID' if found.valid else 'INVALID'}{warnings}",
             "ok" if found.valid else "failed",
             found.sentence,
             (
-                doc.Items(
-                    [doc.Item(name, arm_style(result, label), shown(label)) for label, name in titles(result).items()]
-                ),
+                *(doc.Text(line, "note") for line in conditions_in_brief(result)),
+                doc.Items(arms),
                 doc.Text("Why there is no verdict:" if failed else "", on=doc.MARKDOWN),
                 doc.Items(few, on=doc.TERMINAL),
                 doc.Items(failed, on=doc.PAGES),
-                doc.Text(broken or "", "failed", on=doc.HTML),
-                doc.Items([doc.Item(one, "note") for one in found.caveats if one not in about_gpu], on=doc.HTML),
+                doc.Text((broken and threshold_sentence(result)) or "", "failed", on=doc.HTML),
+                doc.Items(caveats),
             ),
         ),
     )
 
 
-def _about_gpu(result: Result) -> list[str]:
-    """The caveats that the check of the GPU makes."""
-    return [sentence(check.detail) for check in result.checks if check.name == gpu_present.name]
+def conditions_in_brief(result: Result) -> tuple[str, str]:
+    """Two lines: model, precision and hardware; payload, transport, batch sizes and date."""
+    experiment = result.experiment
+    precision = _per_arm(result, lambda arm: str(arm.in_effect.get("precision") or "precision not reported"))
+    sizes = sorted({cell.batch_size for cell in experiment.cells if cell.has_blocks})
+    started = result.environment.started_at if result.environment else ""
+    second = [f"{' and '.join(experiment.payloads)} over {TRANSPORTS[experiment.transport]}"]
+    if sizes:
+        second.append(f"batch size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}")
+    if started:
+        second.append(f"{started[:16].replace('T', ' ')} UTC")
+    first = (experiment.model, precision, _per_arm(result, lambda arm: _hardware(result, arm)))
+    return " · ".join(filter(None, first)), " · ".join(second)
+
+
+def _per_arm(result: Result, describe: Callable[[ArmRecord], str]) -> str:
+    """The description that all arms share, or one per arm."""
+    found = {arm.label: describe(arm) for arm in result.arms}
+    if len(set(found.values())) <= 1:
+        return next(iter(found.values()), "")
+    return ", ".join(f"{shown(label)} {words}" for label, words in found.items())
+
+
+def _hardware(result: Result, arm: ArmRecord) -> str:
+    """The processor that an arm's server reports, or that of this machine where abserve started the server."""
+    environment = result.environment
+    on_cpu = arm.in_effect.get("device") == "cpu"
+    for document in (arm.gpu_info, environment.gpu if environment and arm.launched else None):
+        used = used_gpu(document)
+        if used is not None and not on_cpu:
+            return next((str(one.get("name") or "GPU") for one in own_devices(document, (used,))), "GPU")
+    without_gpu = environment is not None and environment.gpu.get("status") not in (None, "ok", "unknown")
+    if arm.launched and environment is not None and (on_cpu or without_gpu):
+        name = str(environment.host.get("cpu_model") or "of unknown model")
+        return name if "CPU" in name else f"CPU {name}"
+    return "CPU" if on_cpu else "device not reported"
 
 
 def overview(result: Result) -> doc.Section | None:
-    """The leading comparison of each scenario and arm with the baseline, its interval drawn."""
-    leading = [one for one in leading_comparisons(against_baseline(result)) if one.ratio is not None]
-    span = max((reach(one, LEAST_SPAN) for one in leading), default=LEAST_SPAN)
-    margin = result.experiment.equivalence_margin
-    rows = []
-    for one in leading:
-        *figures, words = comparison_cells(result, one)
-        rows.append((*figures, _strip(result, one, span, math.log1p(margin)), words))
-    edge = f"{math.exp(span):.2f}×"
-    *columns, verdict_column = comparison_columns(result, roomy=True)
+    """The leading comparison of each scenario and arm with the baseline."""
+    leading = leading_comparisons(against_baseline(result))
     base, arm = base_and_arm(result)
     return doc.section(
         "Overview",
-        doc.Table(
-            (*columns, *doc.names(f"{base} {edge} ← 1 → {arm.removeprefix('the ')} {edge}"), verdict_column),
-            rows,
-            grouped=True,
-        ),
+        comparison_table(result, leading),
         doc.Text(
-            f"The leading metric of each scenario; right of the line {arm} is better, left of it {base}, by the "
-            f"factors above; inside the shaded band (±{share(margin)}) they are equivalent.",
+            f"The leading metric of each scenario. Left of the line {base} is better, right of it {arm}; an interval "
+            f"inside the shaded band (±{share(result.experiment.equivalence_margin)}) is no meaningful difference."
+            if leading
+            else "",
             "note",
-        )
-        if rows
-        else None,
-        doc.Link("Every comparison", "#comparisons") if rows else None,
+        ),
+        doc.Link("Every comparison", "#comparisons") if leading else None,
         on=doc.HTML,
     )
-
-
-def _strip(result: Result, one: Comparison, span: float, margin: float) -> doc.Strip:
-    value, interval = advantage(one)
-    low, high = (None, None) if interval is None else (_place(math.log(bound), span) for bound in interval)
-    return doc.Strip(
-        _place(math.log(value), span),
-        low,
-        high,
-        (_place(-margin, span), _place(margin, span)),
-        verdict_style(result, one.verdict, one.pairing),
-        f"{shown(one.arm)}/{shown(one.baseline)} {ratio(one.ratio, one.ci95)}, "
-        f"95 % interval {ratio_interval(one.ci95)}",
-    )
-
-
-def _place(log_ratio: float, span: float) -> float:
-    return min(max(log_ratio / span, -1.0), 1.0)
 
 
 def brief_why(result: Result) -> doc.Section | None:
@@ -142,14 +131,14 @@ def brief_why(result: Result) -> doc.Section | None:
 
 
 def brief_proof(result: Result) -> doc.Section | None:
-    """What stands behind the figures, or does not, in a line each."""
+    """What the figures rest on, in a line each."""
     return doc.section(
         "Proof", doc.Items(proof(result)), doc.Link("Every check and finding", "#proof"), on=doc.HTML, half=True
     )
 
 
 def proof(result: Result) -> list[doc.Item]:
-    """Same answers, where the arms ran, the requests, the checks, the thresholds."""
+    """Equal answers, the GPU verification, failed requests, the checks and the thresholds."""
     items = [_parity(result), *_devices(result)]
     requests = sum(summary.requests for summary in result.summaries)
     errors = sum(summary.errors for summary in result.summaries)
@@ -167,23 +156,19 @@ def _item(style: doc.Style, text: str) -> doc.Item:
 
 
 def _parity(result: Result) -> doc.Item:
-    parity = result.parity
+    parity, arms = result.parity, "all" if several(result) else "both"
     if parity is None or not parity.cases:
-        return _item("unknown", f"whether {_all(result)} arms give the same answers was not measured")
+        return _item("unknown", f"whether {arms} arms give the same answers was not measured")
     text = f"{parity_figures(parity)} in {len(parity.cases)} cases"
     if parity.ok:
-        return _item("ok", f"{_all(result)} arms give the same answers: {text}")
-    return _item("failed", f"different answers: {text}")
-
-
-def _all(result: Result) -> str:
-    return "all" if several(result) else "both"
+        return _item("ok", f"{arms} arms give the same answers: {text}")
+    return _item("failed", f"the arms give different answers: {text}")
 
 
 def _devices(result: Result) -> list[doc.Item]:
     whole = [one for one in findings(result) if one.scenario == ALL_SCENARIOS]
     if whole:
-        return [_item(one.style, f"where {one.arm} ran, all scenarios together: {one.words}") for one in whole]
+        return [_item(one.style, f"GPU verification of {one.arm}, all scenarios: {one.words}") for one in whole]
     present = next((check for check in result.checks if check.name == gpu_present.name), None)
     if present is None or present.ok:
         return []
@@ -196,9 +181,9 @@ def _checks(result: Result) -> list[doc.Item]:
     warned = [row for row in rows if row.style == "warning"]
     items = []
     if failed:
-        items.append(_item("failed", f"no verdict, or not on all, because of: {_titles(failed)}"))
+        items.append(_item("failed", f"failed checks take verdicts away: {_titles(failed)}"))
     if warned:
-        items.append(_item("warning", f"to be read with care because of: {_titles(warned)}"))
+        items.append(_item("warning", f"read the figures with care: {_titles(warned)}"))
     return [*items, _item("note" if failed else "ok", f"{len(rows)} checks: {counts(rows)}")]
 
 

@@ -72,8 +72,8 @@ def test_the_sink_keeps_requests_as_long_as_it_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--transports", "carrier-pigeon"], "--transports carrier-pigeon: there are http, grpc, shm"),
-        (["--payloads", "png"], "--payloads png: there are fp32, uint8, jpeg"),
+        (["--transports", "carrier-pigeon"], "--transports: unknown value carrier-pigeon; choose from http, grpc, shm"),
+        (["--payloads", "png"], "--payloads: unknown value png; choose from fp32, uint8, jpeg"),
         (["--batch-sizes", "0"], "--batch-sizes 0: give whole numbers from 1"),
     ],
 )

@@ -94,8 +94,8 @@ def test_ctrl_c_in_a_block_leaves_neither_memory_nor_processes(tmp_path: Path, t
     ("options", "words"),
     [
         (("--transport", "grpc", "--b", "http://127.0.0.1:1"), "--b-grpc HOST:PORT"),
-        (("--transport", "shm", "--b", "http://192.0.2.1:8000"), "not on this machine"),
-        (("--payload", "png"), "there are fp32, uint8, jpeg"),
+        (("--transport", "shm", "--b", "http://192.0.2.1:8000"), "on another machine"),
+        (("--payload", "png"), "choose from fp32, uint8, jpeg"),
         (("--a-grpc", "127.0.0.1:8001"), "--a-grpc has no effect on native"),
     ],
 )

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the figures that stand in the page as JSON; colours are names of CSS variables, so both schemes work.
+// Draws the figures, which the page holds as JSON; colours are names of CSS variables, so both schemes work.
 (function () {
   const scheme = window.matchMedia("(prefers-color-scheme: dark)");
 
@@ -46,7 +46,7 @@
     holder.textContent = "";
     Plotly.newPlot(holder, resolved(data, style), resolved(layout, style), {
       responsive: true, displaylogo: false, displayModeBar: "hover",
-      // Listed one by one: Plotly's own set has a button that uploads the chart to its makers' service.
+      // One by one, because the default set has a button that uploads the chart to Plotly.
       modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"]],
       plotlyServerURL: "",
       toImageButtonOptions: { format: "svg", filename: "abserve-" + holder.id },

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.experiment.arrivals import arrival_count, drain_ns, due_offsets_ns, schedule_seed
-from loadgen.experiment.plan import PlanError, make_cells
+from loadgen.experiment.plan import make_cells
+from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.run import Arrivals, Cell
 
 
@@ -61,13 +62,17 @@ def test_a_block_holds_what_was_asked_for_and_never_more_than_fits() -> None:
     assert drain_ns(0) == 1_000_000_000
 
 
+def cells_of(**settings: object) -> tuple[Cell, ...]:
+    return make_cells(ExperimentSettings.model_validate(settings))
+
+
 def test_rates_make_open_cells_beside_the_others() -> None:
-    cells = make_cells("quick", ["single"], rates=[50, 20.5], connections=8, open_seconds=2.0)
+    cells = cells_of(scenarios="single", rates="50,20.5", connections=8, open_seconds=2.0)
     assert [cell.name for cell in cells] == ["single", "poisson(20.5/s)", "poisson(50/s)"]
     assert cells[1].is_open
     assert not cells[0].is_open
     assert (cells[2].concurrency, cells[2].seconds, cells[2].rate_per_s) == (8, 2.0, 50.0)
-    (constant,) = make_cells("quick", ["open"], rates=[5], arrivals="constant")
+    (constant,) = cells_of(scenarios="open", rates=5, arrivals="constant")
     assert constant.name == "open(5/s)"
     batched = Cell(
         scenario="open", batch_size=8, concurrency=4, requests=1, seconds=1, max_seconds=1, rounds=1,
@@ -79,12 +84,12 @@ def test_rates_make_open_cells_beside_the_others() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"scenarios": ["open"]}, "--rates 20,50"),
-        ({"scenarios": ["single"], "rates": [0]}, "above 0"),
-        ({"scenarios": ["single"], "rates": [5], "arrivals": "closed"}, "there are constant, poisson"),
-        ({"scenarios": ["single"], "rates": [5], "connections": 0}, "--connections"),
+        ({"scenarios": "open"}, "--rates 20,50"),
+        ({"scenarios": "single", "rates": 0}, "greater than 0"),
+        ({"scenarios": "single", "rates": 5, "arrivals": "closed"}, "'poisson' or 'constant'"),
+        ({"scenarios": "single", "rates": 5, "connections": 0}, "connections"),
     ],
 )
 def test_open_loops_that_cannot_be_are_refused(options: dict, words: str) -> None:
-    with pytest.raises(PlanError, match=words):
-        make_cells("quick", **options)
+    with pytest.raises(Exception, match=words):
+        cells_of(**options)

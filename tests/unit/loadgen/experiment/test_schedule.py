@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from loadgen.experiment.plan import make_cells
 from loadgen.experiment.schedule import ScheduledBlock, endless_passes, interleave
+from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.run import Cell, Label
 from loadgen.studies.cold_start.measure import cold_start_order
 
@@ -88,7 +89,7 @@ def test_a_seed_decides_everything(cells: tuple[Cell, ...], labels: tuple[Label,
 
 @pytest.mark.parametrize("labels", ["ab", "abc", "abcd"])
 def test_seeds_differ_and_every_arm_comes_first(labels: str) -> None:
-    cells = make_cells("quick", ["single", "batched"])
+    cells = make_cells(ExperimentSettings.model_validate({"scenarios": "single,batched"}))
     orders = {tuple((b.cell.name, b.label) for b in interleave(cells, labels, seed)) for seed in range(10)}
     assert len(orders) == 10
     assert {interleave(cells, labels, seed)[0].label for seed in range(40)} == set(labels)

@@ -13,7 +13,7 @@ from loadgen.entry import build
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--a-option", "max-batch-size=1"], "set it in .env, then docker compose up --detach --wait"),
+        (["--a-option", "max-batch-size=1"], "set it in .env, then run docker compose up"),
         (["--b-option", "instances=2"], "--b-option has no effect with --deployment compose"),
         (["--weights", "random:7"], "set WEIGHTS in .env"),
         (["--threads", "2"], "set THREADS in .env"),
@@ -35,7 +35,7 @@ def test_compose_refuses(tmp_path: Path, options: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--deployment", "swarm"], "there are embedded and compose"),
+        (["--deployment", "swarm"], "choose from embedded, compose"),
         (["--compose-project", "mine"], "no effect without --deployment compose"),
     ],
 )

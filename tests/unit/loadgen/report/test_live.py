@@ -11,8 +11,7 @@ from rich.console import Console
 
 from loadgen.bench.live_ratios import LiveRatio, LiveRatios
 from loadgen.comparison.summaries import BlockSummary, summarise_blocks
-from loadgen.report.live import ratio_line, ratio_table, track_of
-from loadgen.report.progress import RichProgress
+from loadgen.report.progress import FIXED, RichProgress, ratio_line, ratio_table, track_of
 from loadgen.result.analysis import analyse
 from loadgen.storage.stored_run import StoredRun, read_run
 from loadgen.studies.cold_start.records import ColdStart
@@ -87,7 +86,7 @@ def test_a_terminal_keeps_the_table_and_a_log_has_a_line_a_pair(run: StoredRun, 
             for block, summary in zip(run.blocks, summaries(run), strict=True):
                 progress.block_done(block.record, summary, 1_000_000)
             progress.phase("stopping the servers")
-    assert "Nothing is stopped" in shown.getvalue()
+    assert FIXED in shown.getvalue()
     assert "95 % interval" in shown.getvalue()
     table = io.StringIO()
     live = LiveRatios(run.experiment)

@@ -20,11 +20,10 @@ from loadgen.bench.live_ratios import LiveRatios
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.report.contents import result_document
 from loadgen.report.files import formats
-from loadgen.report.live import ratio_line, ratio_table
-from loadgen.report.progress import RichProgress
+from loadgen.report.progress import RichProgress, ratio_line, ratio_table
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
-from loadgen.report.sections.comparisons import comparisons, forest, ranking
+from loadgen.report.sections.comparisons import comparisons, ranking
 from loadgen.report.sections.verdict import overview
 from loadgen.result.analysis import analyse
 from loadgen.result.result_file import Result
@@ -72,25 +71,27 @@ def cells(table: doc.Table, scenario: str, metric: str) -> list[dict[str, str]]:
 
 def test_each_arm_has_a_row_beside_the_baseline(result: Result) -> None:
     for table in (tables(comparisons(result))[0], tables(overview(result))[0]):
-        rows = cells(table, "concurrent(16)", "throughput")
+        rows = cells(table, "concurrent(16)", "throughput, images/s")
         assert [row["arm"] for row in rows] == ["B", "C", "D"]
         assert [row["verdict"] for row in rows[:2]] == ["B faster", "C faster"]
         assert len({row["A"] for row in rows}) == 1
         for row in rows:
+            better, factor = row["better arm"].removesuffix("×").split()
             measured = float(row["its value"]) / float(row["A"])
-            assert float(row["arm/A"].removesuffix("×")) == pytest.approx(measured, abs=0.02)
+            assert better == (row["arm"] if measured > 1 else "A")
+            assert float(factor) == pytest.approx(max(measured, 1 / measured), abs=0.02)
         assert "B" not in [column.title for column in table.columns]
-    styles = [doc.style_of(row[4]) for row in tables(overview(result))[0].rows]
+    styles = [doc.style_of(row[3]) for row in tables(overview(result))[0].rows]
     assert styles == ["arm-1", "arm-2", "arm-3"] * len(result.experiment.cells)
 
 
 def test_the_ranking_has_the_order_and_the_neighbours_and_no_comparison_is_hidden(result: Result) -> None:
     section = ranking(result)
     (table,) = tables(section)
-    first, *others = cells(table, "single", "throughput")
+    first, *others = cells(table, "single", "throughput, images/s")
     assert first["best to worst"] == next(one.words() for one in result.verdict.rankings if one.scenario == "single")
     assert first["best to worst"].startswith("C, then B, then ")
-    assert (first["pair"], first["verdict"]) == ("C/B", "C faster")
+    assert (first["arms"], first["verdict"]) == ("C/B", "C faster")
     assert others == [], "the scenario is said in each row, the metric once"
     assert sum(row[0] == "single" for row in table.rows) == 3
     assert section is not None
@@ -105,16 +106,12 @@ def test_two_arms_have_no_ranking(tmp_path: Path) -> None:
     assert ranking(analyse(write_run(tmp_path, Plan(pairs=2, requests=40)))) is None
 
 
-def test_every_arm_has_a_view_of_the_forest_with_its_own_advantage(result: Result) -> None:
-    chart = forest(result)
-    assert chart is not None
-    assert [view.label for view in chart.views] == ["B against A", "C against A", "D against A"]
-    for view, (label, colour) in zip(chart.views, (("B", "--arm-1"), ("C", "--arm-2")), strict=False):
-        assert view.layout["xaxis"]["title"]["text"] == f"{label}'s advantage, ×"
-        traces = {chart.data[index]["name"]: chart.data[index] for index in view.traces}
-        won = traces[f"{label} faster"]
-        assert won["marker"]["color"] == colour
-        assert all(x > 1.0 for x in won["x"])
+def test_every_interval_is_drawn_on_the_side_of_the_better_arm(result: Result) -> None:
+    for row in tables(comparisons(result))[0].rows:
+        (strip,) = [value for value in row if isinstance(value, doc.Strip)]
+        if strip.style in doc.ARM_STYLES:
+            assert (strip.centre < 0) == (strip.style == "arm-0")
+        assert strip.low is None or strip.low <= strip.centre
 
 
 def test_other_programs_are_told_which_arms_a_comparison_is_of(result: Result) -> None:
@@ -185,7 +182,7 @@ def test_names_are_written_as_they_are_and_coloured_by_their_place(named: Result
         assert name.upper() not in text + page.partition("<script")[0]
     assert "torch-compiled faster" in text
     assert "torch-compiled/triton" in text
-    assert [doc.style_of(row[4]) for row in tables(overview(named))[0].rows[:3]] == ["arm-1", "arm-2", "arm-3"]
+    assert [doc.style_of(row[3]) for row in tables(overview(named))[0].rows[:3]] == ["arm-1", "arm-2", "arm-3"]
     assert '<li class="is-arm-2"><b>torch-compiled</b>' in page
     style = page.split("<style>")[1].split("</style>")[0]
     for chart in (block for section in document.sections for block in section.blocks if isinstance(block, doc.Chart)):
@@ -201,13 +198,13 @@ def test_a_run_shows_a_row_for_each_arm_while_it_goes_on(tmp_path: Path, width: 
     run = read_run(write_run(tmp_path, PLAN))
     live = LiveRatios(run.experiment)
     said = [ratio_line(one) for summary in summarise_blocks(run.blocks) for one in live.add(summary)]
-    assert sum("C/A" in line and "after 4 of 4 pairs" in line for line in said) == len(run.experiment.cells) - 1
+    assert sum("C against A" in line and "after 4 of 4 pairs" in line for line in said) == len(run.experiment.cells) - 1
     table = io.StringIO()
     Console(file=table, width=width).print(ratio_table(live.latest, width))
     lines = table.getvalue().splitlines()
     assert max(len(line.rstrip()) for line in lines) <= width
     assert "…" not in table.getvalue()
-    assert lines[0].split()[:5] == ["cell", "pairs", "metric", "arm", "arm/A"]
+    assert lines[0].split()[:5] == ["workload", "pairs", "metric", "arm", "better"]
     assert [line.split()[3] for line in lines[1:4]] == ["B", "C", "D"]
 
 

@@ -176,7 +176,7 @@ def test_of_three_arms_the_one_that_changed_is_named_with_those_that_gained_on_i
         ("b", "c"): ("changed", "b"),
     }
     _, markdown = diff(three["old"], three["slower"], "--markdown")
-    assert "| scenario | metric | arms | old ratio | new ratio |" in markdown
+    assert "| scenario | metric | arms | old | new |" in markdown
     assert "| single | throughput | C/A |" in markdown
     assert "better for B" in markdown
     _, text = diff(three["old"], three["slower"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loadgen.experiment.stack_request import AS_SERVED
+from loadgen.experiment.plan import AS_SERVED
 from loadgen.report.sections.conditions import experiment_rows
 from loadgen.result.analysis import analyse
 from loadgen.result.checks.registry import Check

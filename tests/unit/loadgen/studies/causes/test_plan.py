@@ -10,6 +10,7 @@ import pytest
 
 from loadgen.comparison.summaries import BlockSummary, summarise_latency
 from loadgen.experiment.plan import make_cells
+from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
 from loadgen.studies.causes.measure import varied_experiment, varied_request
 from loadgen.studies.causes.plan import (
@@ -21,7 +22,7 @@ from loadgen.studies.causes.plan import (
 )
 from loadgen.studies.causes.records import Ablation, Untested, Variant
 
-CELLS = make_cells("quick", ("single", "batched", "concurrent"), batch_sizes=(4, 32))
+CELLS = make_cells(ExperimentSettings.model_validate({"scenarios": "single,batched,concurrent", "batch_sizes": "4,32"}))
 BYTES: dict[Label, float] = dict.fromkeys("abc", 602_112.0)
 
 
