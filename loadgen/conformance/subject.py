@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import monotonic, perf_counter_ns, sleep
+from time import monotonic, sleep
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +19,7 @@ from loadgen.conformance.model import HEADER, Body, Model
 from loadgen.conformance.records import Answer, NotApplicableError
 from loadgen.conformance.wire import GrpcClient, RawConnection, request_head
 from loadgen.documents import DocumentError, read_json
-from loadgen.targets.interface import DeploymentError, poll_ready
+from loadgen.targets.interface import DeploymentError, RemoteDeployment
 from loadgen.transport.endpoint import Endpoint, EndpointError
 from loadgen.transport.outputs import read_body
 
@@ -200,7 +200,7 @@ class Subject:
                 continue
             if name or model.takes_an_image:
                 try:  # a server may be ready for one model while it still loads the next
-                    poll_ready(self, perf_counter_ns(), candidate, READY_SECONDS)
+                    RemoteDeployment(self.url).wait_ready(candidate, READY_SECONDS)
                 except DeploymentError as exc:
                     raise SubjectError(f"{exc}; name another model with --image-model") from exc
                 return model

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-
-from loadgen.report.contents import result_document
-from loadgen.report.renderers.terminal import print_document
-from loadgen.result.result_file import read_result
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = sorted((ROOT / "docs/results").glob("*/manifest.json"))
@@ -39,16 +33,6 @@ def test_both_arms_of_a_ranked_run_are_verified_and_the_control_is_not() -> None
     assert result["valid"]
     assert {findings[label, False, None] for label in "ab"} == {"GPU_VERIFIED"}
     assert {finding for (_, control, _), finding in findings.items() if control} == {"CPU_FALLBACK"}
-
-
-def test_the_readme_quotes_the_published_result(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whole, as the terminal shows it, caveats included; the frame around the headline is left out."""
-    quoted = re.findall(r"^```text\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    result = read_result(ROOT / "docs/results/2026-11-22-h200/http-uint8/result.json")
-    print_document(result_document(result), Console(width=100))
-    shown = re.sub(r"[╭╮╰╯│─]", " ", capsys.readouterr().out)
-    assert [block.replace("─", " ").split() for block in quoted] == [shown.split()]
-    assert sum("images/s" in line for line in quoted[0].splitlines()) > 5
 
 
 def test_there_is_something_to_check() -> None:

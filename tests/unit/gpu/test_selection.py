@@ -83,6 +83,7 @@ def test_the_sampler_reads_what_is_named_and_tells_how_many_there_are(
     assert [device.uuid for device in readings.edges[-1].devices] == uuids
     assert readings.gpu_count == header.device_count == 4
     if not uuids:
+        assert header.error is not None
         assert "4 GPUs" in header.error
         assert "GPU-elsewhere" in header.error
 

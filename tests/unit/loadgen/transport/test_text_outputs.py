@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from loadgen.bench.parity import ParityTarget, check_parity
+from loadgen.bench.answers import ParityTarget, check_parity
 from loadgen.statistics.agreement import tolerance_of
 from loadgen.transport.endpoint import Signature, TensorSignature
 from loadgen.transport.inputs import SampleInputs

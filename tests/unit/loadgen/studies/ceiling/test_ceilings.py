@@ -135,7 +135,7 @@ def test_a_share_above_its_ceiling_is_a_warning(tmp_path: Path) -> None:
     highest = max(result.of(CeilingsFound).shares, key=lambda one: one.share)
     assert highest.share > 1.05
     assert check.value == pytest.approx(highest.share, abs=1e-4)
-    assert f"by {highest.label.upper()} in {highest.cell}" in check.detail
+    assert f"of {highest.label.upper()} in {highest.cell}" in check.detail
     assert "take the rest" not in highest.sentence
     assert result.valid == analyse(write_run(tmp_path / "plain", SHORT)).valid
 
