@@ -95,7 +95,8 @@ def checked(kind: type[S], options: Mapping[str, Any]) -> S:
 def validation_sentence(error: ValidationError) -> str:
     """The first error: the option, the problem and the value."""
     first = error.errors()[0]
-    return f"{flag_of(str(first['loc'][0]))}: {first['msg']}, got {first['input']!r}"
+    problem = first["msg"].removeprefix("Value error, ")
+    return f"{flag_of(str(first['loc'][0]))}: {problem}, got {first['input']!r}"
 
 
 def flag_of(name: str) -> str:
@@ -103,15 +104,15 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def choose_from(value: str, choices: Iterable[str]) -> str:
-    """The end of a message about an unknown value: the closest choice, and all of them."""
-    known = list(choices)
-    close = get_close_matches(value, known, n=1)
-    return (f"did you mean {close[0]}? " if close else "") + f"choose from: {', '.join(known) or 'none'}"
+def choose_from(value: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown value: the closest known one, or all of them if none is close."""
+    names = list(known)
+    close = get_close_matches(value.lower(), names, n=1)
+    return f"did you mean {close[0]}?" if close else f"use one of: {', '.join(names)}"
 
 
 def fail(message: str, cause: Exception | None = None, status: int = 1) -> NoReturn:
-    """End the command with one sentence on standard error; `status` 2 is for a mistake on the command line."""
+    """End the command with one sentence on standard error; exit status 2 is a mistake on the command line."""
     import typer
     from rich.console import Console
 

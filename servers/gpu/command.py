@@ -110,7 +110,7 @@ def _remote_info(url: str, model: str | None, log: Path | None, exporter: str | 
     name = model or (served[0] if len(served) == 1 else DEFAULT_MODEL)
     config = _get(f"{url}/v2/models/{name}/config", optional=True)
     if config is None:
-        fail(f"{url} serves no model {name!r}; give --model: {choose_from(name, served or _models(url))}", status=2)
+        fail(f"{url} serves no model {name!r}; {choose_from(name, served or _models(url))}", status=2)
     machine: Mapping[str, Any] = local_info(None)
     if exporter is not None:
         source = f"{_url(exporter).removesuffix('/metrics')}/gpu-info"

@@ -22,8 +22,8 @@ class TritonSettings(EngineOptions):
 
     model_config = settings_of("ABSERVE_TRITON_")
 
-    engine: str = Field("onnxruntime", title="Engine", description="Engine inside Triton's python backend.")
-    payloads: str = Field("", title="Model", description="Any of fp32,uint8,jpeg; default: that of the model.")
+    engine: str = Field("onnxruntime", title="Engine", description="torch, onnxruntime, tensorrt or null (no model).")
+    payloads: str = Field("", title="Model", description="Any of fp32,uint8,jpeg; default: the model's.")
     host: str = Field(defaults.HOST, title="Target", description="Address to listen on; for trusted clients only.")
     http_port: int = Field(8000, ge=1, le=65535, title="Target", description="HTTP port.")
     grpc_port: int = Field(8001, ge=1, le=65535, title="Target", description="gRPC port.")

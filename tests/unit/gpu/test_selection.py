@@ -83,9 +83,8 @@ def test_the_sampler_reads_what_is_named_and_tells_how_many_there_are(
     assert [device.uuid for device in readings.edges[-1].devices] == uuids
     assert readings.gpu_count == header.device_count == 4
     if not uuids:
-        assert header.error is not None
-        assert "4 GPUs" in header.error
-        assert "GPU-elsewhere" in header.error
+        assert "4 GPUs" in str(header.error)
+        assert "GPU-elsewhere" in str(header.error)
 
 
 def test_the_named_gpu_is_lost(start_sampler: Start, stub_library: Path) -> None:

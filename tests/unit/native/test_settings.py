@@ -61,5 +61,5 @@ def test_times_that_no_request_and_no_timer_takes_are_refused_at_the_start(name,
 def test_http_and_grpc_need_different_ports():
     with pytest.raises(ValidationError) as caught:
         NativeSettings(http_port=1234, grpc_port=1234)
-    sentence = "--grpc-port: Value error, HTTP and gRPC need different ports, and this is --http-port, got 1234"
+    sentence = "--grpc-port: HTTP and gRPC need different ports, and this is --http-port, got 1234"
     assert validation_sentence(caught.value) == sentence
