@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,12 +12,9 @@ from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 from loadgen.documents import DocumentError, one_line, read_json
 from loadgen.transport.endpoint import Signature
 from loadgen.transport.exchange import Exchange
-from loadgen.transport.inputs import Array, InputError, SampleInputs
-from loadgen.transport.outputs import read_body
+from loadgen.transport.inputs import InputError, SampleInputs
 from loadgen.transport.requests import Address, Pieces, Request, cut, request_head
 from loadgen.transport.variation import Variation
-
-_HEADER_LENGTH = "inference-header-content-length"
 
 
 class AnswerError(Exception):
@@ -112,16 +109,6 @@ def choose_items(
         tuple(int(item) for item in order[start : start + batch_size])
         for start in range(0, count * batch_size, batch_size)
     )
-
-
-def parse_answer(exchange: Exchange) -> Mapping[str, Array]:
-    """Copies of the outputs of an HTTP response. Raises `AnswerError`."""
-    if exchange.status != 200:
-        raise AnswerError(failure_message(exchange))
-    try:
-        return read_body(exchange.body, exchange.header(_HEADER_LENGTH))
-    except DocumentError as exc:
-        raise AnswerError(f"the response cannot be read: {exc}") from exc
 
 
 def failure_message(exchange: Exchange) -> str:

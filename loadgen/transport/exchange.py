@@ -60,11 +60,17 @@ class Exchange:
 
     def header(self, name: str) -> str | None:
         """The value of a response header, by its name in lower case; None if there is none."""
-        start = self.head.find(b"\r\n" + name.encode("latin-1") + b":")
-        if start < 0:
-            return None
-        start = self.head.index(b":", start) + 1
-        return self.head[start : self.head.index(b"\r\n", start)].strip().decode("latin-1")
+        value = find_header(self.head, b"\r\n" + name.encode("latin-1") + b":")
+        return None if value is None else value.decode("latin-1")
+
+
+def find_header(head: bytes, key: bytes) -> bytes | None:
+    """The value of the header line that begins with `key`, its line break included; None if there is none."""
+    start = head.find(key)
+    if start < 0:
+        return None
+    start += len(key)
+    return head[start : head.index(b"\r\n", start)].strip()
 
 
 def open_socket(host: str, port: int, shown: str, timeout_s: float) -> socket.socket:

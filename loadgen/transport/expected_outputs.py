@@ -13,9 +13,8 @@ from loadgen.documents import one_line
 from loadgen.records.run import Transport
 from loadgen.transport.endpoint import Signature
 from loadgen.transport.exchange import Exchange
-from loadgen.transport.outputs import byte_size, read_document
+from loadgen.transport.outputs import HEADER_LENGTH, byte_size, read_document
 
-_HEADER_LENGTH = "inference-header-content-length"
 _MOST_KNOWN = 1_000
 
 
@@ -51,7 +50,7 @@ class ExpectedOutputs:
         return None if wrong is None else f"the response does not match the model's metadata: {wrong}"
 
     def _http_fault(self, exchange: Exchange) -> str | None:
-        length, body = exchange.header(_HEADER_LENGTH), exchange.body
+        length, body = exchange.header(HEADER_LENGTH), exchange.body
         json_bytes = int(length) if length is not None and length.isdigit() and len(length) < 12 else len(body)
         key = bytes(body[:json_bytes]), len(body) - json_bytes
         if key in self._known:

@@ -125,11 +125,11 @@ class GrpcConnection:
             exchange.first_byte_ns = exchange.first_byte_ns or exchange.end_ns
             self._finish(exchange, connection)
         except TimeoutError:
-            self._break(exchange, DEADLINE_EXCEEDED, f"no complete response within {self.timeout_s:g} s")
+            self._fail(exchange, DEADLINE_EXCEEDED, f"no complete response within {self.timeout_s:g} s", midway=True)
         except Http2Error as exc:
-            self._break(exchange, UNAVAILABLE, str(exc))
+            self._fail(exchange, UNAVAILABLE, str(exc), midway=True)
         except OSError as exc:
-            self._break(exchange, UNAVAILABLE, exc.strerror or str(exc))
+            self._fail(exchange, UNAVAILABLE, exc.strerror or str(exc), midway=True)
         return exchange
 
     def _finish(self, exchange: Exchange, connection: Http2Connection) -> None:
@@ -154,14 +154,10 @@ class GrpcConnection:
             exchange.response_bytes = len(body)
             exchange.body = memoryview(body)[FRAME_BYTES:]
 
-    def _break(self, exchange: Exchange, code: int, words: str) -> None:
-        """The call failed midway. The server may still send parts of it, so the connection cannot be used again."""
-        exchange.end_ns = perf_counter_ns()
-        self.close()
-        self._fail(exchange, code, words)
-
-    @staticmethod
-    def _fail(exchange: Exchange, code: int, words: str) -> None:
+    def _fail(self, exchange: Exchange, code: int, words: str, *, midway: bool = False) -> None:
+        if midway:  # the server may still send parts of the response, so the connection cannot be used again
+            exchange.end_ns = perf_counter_ns()
+            self.close()
         name = STATUS_NAMES[code] if code < len(STATUS_NAMES) else f"status {code}"
         exchange.status = GRPC_STATUS + code
         exchange.first_byte_ns = exchange.response_bytes = 0

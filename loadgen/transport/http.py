@@ -14,7 +14,7 @@ import socket
 from collections.abc import Sequence
 from time import perf_counter_ns
 
-from loadgen.transport.exchange import MOST_ANSWER_BYTES, Deadline, Exchange, open_socket
+from loadgen.transport.exchange import MOST_ANSWER_BYTES, Deadline, Exchange, find_header, open_socket
 from loadgen.transport.requests import Address, Request, assemble, send_parts
 
 _BUFFER_BYTES = 64 * 1024
@@ -139,11 +139,11 @@ class HttpConnection:
         if status in (204, 304):
             exchange.body = self._view[:0]
             exchange.response_bytes = head_end
-        elif (coding := _header(head, b"\r\ntransfer-encoding:")) is not None:
+        elif (coding := find_header(head, b"\r\ntransfer-encoding:")) is not None:
             if coding != b"chunked":
                 raise _ResponseError("malformed response: unknown transfer encoding")
             self._receive_chunked(connection, exchange, head_end, filled)
-        elif (length := _header(head, b"\r\ncontent-length:")) is not None:
+        elif (length := find_header(head, b"\r\ncontent-length:")) is not None:
             if not length.isdigit() or len(length) > _MOST_DIGITS:
                 raise _ResponseError("malformed response: impossible Content-Length")
             end = head_end + int(length)
@@ -247,14 +247,6 @@ class HttpConnection:
         self._view = memoryview(grown)
 
 
-def _header(head: bytes, key: bytes) -> bytes | None:
-    start = head.find(key)
-    if start < 0:
-        return None
-    start += len(key)
-    return head[start : head.index(b"\r\n", start)].strip()
-
-
 def _closes(head: bytes) -> bool:
-    connection = _header(head, b"\r\nconnection:")
+    connection = find_header(head, b"\r\nconnection:")
     return connection == b"close" or (head.startswith(b"http/1.0") and connection != b"keep-alive")

@@ -12,6 +12,7 @@ import numpy as np
 from loadgen.documents import MOST_CHARACTERS, DocumentError, decode_json, one_line
 from loadgen.transport.inputs import NUMPY_TYPES, Array
 
+HEADER_LENGTH = "inference-header-content-length"
 _MOST_JSON_BYTES = 2**26
 _MOST_ELEMENTS = 2**20
 """Of an output of the datatype BYTES."""

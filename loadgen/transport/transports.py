@@ -16,7 +16,6 @@ from loadgen.transport.bodies import (
     PreparedBody,
     RawTensor,
     failure_message,
-    parse_answer,
     prepare_body,
     raw_tensors,
 )
@@ -25,7 +24,7 @@ from loadgen.transport.exchange import MOST_ANSWER_BYTES, Connection, Exchange
 from loadgen.transport.grpc import GrpcConnection, GrpcRequest
 from loadgen.transport.http import HttpConnection
 from loadgen.transport.inputs import Array, InputError, SampleInputs
-from loadgen.transport.outputs import byte_size, read_message
+from loadgen.transport.outputs import HEADER_LENGTH, byte_size, read_body, read_message
 from loadgen.transport.requests import Address, Request, cut
 from loadgen.transport.shared_memory import KeptOutputs, SharedMemoryConnection, SharedMemoryRequest
 from loadgen.transport.variation import FreshItems, FreshNumbers, Variation
@@ -151,6 +150,6 @@ def read_answer(connection: Connection, exchange: Exchange, kept: KeptOutputs | 
             return connection.read_outputs(exchange, kept)
         if isinstance(connection, GrpcConnection):
             return read_message(service_pb2.ModelInferResponse.FromString(bytes(exchange.body)))
+        return read_body(exchange.body, exchange.header(HEADER_LENGTH))
     except (DecodeError, DocumentError) as exc:
         raise AnswerError(f"the response cannot be read: {exc}") from exc
-    return parse_answer(exchange)

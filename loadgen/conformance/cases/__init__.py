@@ -28,8 +28,6 @@ def select(numbers: str | None) -> tuple[Case, ...]:
     known = {case.number for case in CASES} | {str(case.order[0]) for case in CASES}
     if unknown := sorted(wanted - known):
         last = CASES[-1].order[0]
-        raise ValueError(
-            f"there is no case {', '.join(unknown)}; cases are numbered 1 to {last}, case 16 is --fuzz N, and case "
-            f"{last + 1} is --growth"
-        )
+        known_elsewhere = f"16 is --fuzz N, and {last + 1} is --growth"
+        raise ValueError(f"there is no case {', '.join(unknown)}; cases go from 1 to {last}, {known_elsewhere}")
     return tuple(case for case in CASES if {case.number, str(case.order[0])} & wanted)

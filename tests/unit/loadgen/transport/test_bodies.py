@@ -8,11 +8,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from loadgen.transport.bodies import AnswerError, body_count, choose_items, failure_message, parse_answer, prepare_body
+from loadgen.transport.bodies import AnswerError, body_count, choose_items, failure_message, prepare_body
 from loadgen.transport.endpoint import Signature, TensorSignature
 from loadgen.transport.exchange import Exchange
+from loadgen.transport.http import HttpConnection
 from loadgen.transport.inputs import InputError, SampleInputs
 from loadgen.transport.requests import Address
+from loadgen.transport.transports import read_answer
 
 SIGNATURE = Signature(
     "m",
@@ -21,6 +23,7 @@ SIGNATURE = Signature(
 )
 PIXELS = np.random.default_rng(0).standard_normal((18, 3, 4, 4), dtype=np.float32)
 INPUTS = SampleInputs({"pixel_values": PIXELS}, "photographs")
+CONNECTION = HttpConnection(Address("127.0.0.1", 1))
 
 
 def test_a_body_is_json_and_then_the_images_bytes() -> None:
@@ -91,14 +94,14 @@ def test_a_binary_answer_is_parsed_into_arrays_of_its_own() -> None:
     buffer = bytearray(text + embedding.tobytes())
     exchange = answer(200, b"", b"inference-header-content-length: %d" % len(text))
     exchange.body = memoryview(buffer)
-    outputs = parse_answer(exchange)
+    outputs = read_answer(CONNECTION, exchange)
     buffer[:] = bytes(len(buffer))
     np.testing.assert_array_equal(outputs["embedding"], embedding)
 
 
 def test_a_failed_response_shows_the_servers_error() -> None:
     with pytest.raises(AnswerError, match=r"^HTTP 503: the queue is full$"):
-        parse_answer(answer(503, b'{"error": "the  queue\\nis full"}'))
+        read_answer(CONNECTION, answer(503, b'{"error": "the  queue\\nis full"}'))
     assert failure_message(answer(502, b"<html>bad gateway")) == "HTTP 502: <html>bad gateway"
     assert (
         failure_message(answer(400, b'{"error": "\\u001b]0;title\\u0007\\u0000"}'))
@@ -106,4 +109,4 @@ def test_a_failed_response_shows_the_servers_error() -> None:
     )
     assert failure_message(answer(400, b'{"error": "\xe4"}')) == 'HTTP 400: {"error": "\ufffd"}'
     with pytest.raises(AnswerError, match="cannot be read"):
-        parse_answer(answer(200, b"not json"))
+        read_answer(CONNECTION, answer(200, b"not json"))

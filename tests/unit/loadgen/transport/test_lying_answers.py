@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from loadgen.documents import DocumentError, read_json
-from loadgen.transport.bodies import AnswerError, RawTensor, failure_message, parse_answer
+from loadgen.transport.bodies import AnswerError, RawTensor, failure_message
 from loadgen.transport.exchange import GRPC_STATUS, Exchange
 from loadgen.transport.grpc import GrpcConnection
+from loadgen.transport.http import HttpConnection
 from loadgen.transport.inputs import NUMPY_TYPES
 from loadgen.transport.requests import Address
 from loadgen.transport.shared_memory import Region, SharedMemoryConnection, SharedMemoryRequest
@@ -24,6 +25,7 @@ from loadgen.transport.transports import read_answer
 
 DATATYPES = (*NUMPY_TYPES, "BYTES", "BF16")
 DEEP = b"[" * 100_000
+HTTP = HttpConnection(Address("127.0.0.1", 1))
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 anything = st.recursive(
@@ -53,12 +55,12 @@ def http(body: bytes, header_length: str | None = None, status: int = 200) -> Ex
     return exchange
 
 
-def outcome(exchange: Exchange, connection: Any = None) -> Mapping[str, Any] | str:
+def outcome(exchange: Exchange, connection: Any = HTTP) -> Mapping[str, Any] | str:
     """The arrays, or the sentence."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            found = parse_answer(exchange) if connection is None else read_answer(connection, exchange)
+            found = read_answer(connection, exchange)
         except AnswerError as exc:
             said = str(exc)
         else:
