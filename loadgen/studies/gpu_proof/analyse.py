@@ -307,7 +307,7 @@ class GpuSeries(Record, frozen=True, kw_only=True):
 
 
 class GpuFound(Found, frozen=True, kw_only=True):
-    """Where the arms ran."""
+    """GPU verification: where the arms ran, with the readings."""
 
     STUDY = "gpu_proof"
     evidence: EvidenceFile | None = None

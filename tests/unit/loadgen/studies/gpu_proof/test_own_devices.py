@@ -14,7 +14,7 @@ from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import ArmRecord, Label
 from loadgen.report.sections.conditions import gpu_text
 from loadgen.result.noise_floor import gpu_of
-from loadgen.studies.fairness.measure import IDLE_SECONDS, read_busy_share, read_conditions
+from loadgen.studies.fairness.measure import IDLE_SECONDS, as_condition, read_busy_share, read_conditions
 
 HOST = {"cpu_model": "x", "cpu_count": 16}
 
@@ -87,3 +87,9 @@ def test_other_cores_load_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {2, 7})
     assert read_busy_share() == pytest.approx(0.515)
     assert IDLE_SECONDS < 1
+
+
+def test_processes_without_a_number_are_left_out() -> None:
+    processes = [{"pid": "x"}, {"pid": 7}, {"pid": True}, {}, 3]
+    assert as_condition({"processes": processes}).pids == (7,)
+    assert as_condition({"processes": "x"}).pids is None
