@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from loadgen.comparison.comparisons import Comparison, Outcome, advantage, winner_of
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import CellSummary
-from loadgen.quantities import measured, ratio, ratio_interval, share
+from loadgen.quantities import measured, ratio, ratio_interval
 from loadgen.records.run import Cell, Label, Pairing, shown
 
 ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", "inconclusive", "invalid")
@@ -57,7 +57,7 @@ def verdict_words(outcome: Outcome, pairing: Pairing, margin: float | None = Non
         return f"{shown(better)} faster"
     if outcome != "no_difference":
         return outcome
-    return "no meaningful difference" + ("" if margin is None else f" (within ±{share(margin)})")
+    return "no meaningful difference" + ("" if margin is None else f" (within ±{100.0 * margin:g} %)")
 
 
 def claim(
@@ -83,10 +83,12 @@ def _as_measured(comparison: Comparison) -> str:
     found = advantage(comparison)
     if found is None:
         return comparison.reason or "not measured"
-    who = f"{shown(found.better)} {ratio(found.factor, found.ci95)} better" if found.better else "both equal"
+    factor = ratio(found.factor, found.ci95)
+    if found.better is not None and float(factor.removesuffix("×")) > 1.0:
+        factor += f" in favour of {shown(found.better)}"
     if found.ci95 is None:
-        return f"{who}, no interval: {comparison.reason}"
-    return f"{who}, 95 % interval {ratio_interval(found.ci95)}"
+        return f"{factor}, no interval: {comparison.reason}"
+    return f"{factor}, 95 % interval {ratio_interval(found.ci95)}"
 
 
 def groups(comparisons: Sequence[Comparison], cells: dict[str, Cell], margin: float) -> list[str]:

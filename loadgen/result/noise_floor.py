@@ -96,7 +96,7 @@ def _applied(comparison: Comparison, floor: float | None, margin: float) -> Comp
     if comparison.winner and abs(math.log(ratio)) <= math.log1p(floor):
         reason = f"within this machine's noise floor: identical arms differ by up to {share(floor)}"
     elif comparison.verdict == "no_difference" and floor > margin:
-        reason = f"the margin of {share(margin)} is below this machine's noise floor of {share(floor)}"
+        reason = f"the margin of ±{100.0 * margin:g} % is below this machine's noise floor of {share(floor)}"
     if reason is None:
         return comparison
     return msgspec.structs.replace(comparison, verdict="inconclusive", reason=reason)

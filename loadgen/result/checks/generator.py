@@ -88,15 +88,14 @@ def _busy(cell: Cell, shares: Sequence[float], limited: bool, where: str) -> Out
 )
 def generator_ceiling(facts: Facts) -> Iterator[Outcome]:
     """Against the calibration of this machine; above half of the maximum the generator adds to the latencies."""
+    found = facts.of(RatesFound)
     for load in facts.loads:
         yield _ceiling(facts, load.cell, [(one.label, one.throughput_per_s) for one in load.summaries])
-    found = facts.of(RatesFound)
     for cell in facts.run.experiment.cells:
-        if cell.scenario == "slo":
-            yield _ceiling(facts, cell, [(one.label, one.rate_per_s) for one in found.rates if one.cell == cell.name])
-        elif cell.scenario == "ramp":
+        if cell.scenario in ("slo", "ramp"):
+            rates = [(one.label, one.rate_per_s) for one in found.rates if one.cell == cell.name]
             best = [(one.label, one.saturation_per_s) for one in found.ramps if one.cell == cell.name]
-            yield _ceiling(facts, cell, best)
+            yield _ceiling(facts, cell, rates + best)
 
 
 def _ceiling(facts: Facts, cell: Cell, speeds: Sequence[tuple[Label, float | None]]) -> Outcome:

@@ -123,7 +123,7 @@ def sensitivity(leading: Sequence[Comparison], facts: Facts) -> Outcome:
     if len(known) < len(effects):
         return Outcome(None, "the smallest difference that the run can detect is unknown", None, margin)
     effect = max(known)
-    detail = f"80 % of such runs detect a difference of {share(effect)} or more (the margin is ±{share(margin)})"
+    detail = f"80 % of such runs detect a difference of {share(effect)} or more (the margin is ±{100.0 * margin:g} %)"
     return Outcome(effect <= margin, detail, effect, margin)
 
 

@@ -214,7 +214,7 @@ def slower(directory: Path, factor: Callable[[float], float]) -> None:
         (lambda place: 1.0 + 0.0 * place, True),
         (lambda place: 1.0 + 0.4 * place, False),
         (lambda place: 1.3 if 0.4 < place < 0.6 else 1.0, False),
-        (lambda place: 1.4 if int(place * 1e6) % 7 in (0, 3) else 1.0, False),
+        (lambda place: 1.5 if round(place * 56) % 3 == 0 else 1.0, False),
     ],
     ids=["steady", "slower and slower", "slow in the middle", "slow now and then"],
 )
