@@ -1,1 +1,1 @@
-"""Tensors and Open Inference Protocol V2 bodies as data. Pure: no I/O, no web framework, nothing else of ours."""
+"""Tensors and Open Inference Protocol V2 bodies as data. No I/O, no web framework, no import of another room."""

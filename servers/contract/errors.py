@@ -1,20 +1,11 @@
-"""What can go wrong with a request, in the protocol's terms.
+"""What can go wrong with a request, in the protocol's terms. HTTP and gRPC map these errors to their own statuses.
 
-    ContractError
-    ├── InvalidRequestError      the request contradicts the protocol or the model     (INVALID_ARG)
-    ├── NotFoundError            no such model, version, route or region               (NOT_FOUND)
-    ├── TooLargeError            a limit of the server is exceeded                      (INVALID_ARG, own HTTP status)
-    ├── UnavailableError         queue full, deadline passed, not ready, shutting down  (UNAVAILABLE)
-    ├── UnsupportedError         known to the protocol, not offered here                (UNSUPPORTED)
-    └── InternalError            the server's own fault                                 (INTERNAL)
-
-They know nothing of HTTP or gRPC: each door holds one table from these types to its own status.
 A message is one sentence for the client: never a path, a traceback or a shared-memory key.
 """
 
 
 class ContractError(Exception):
-    """Root of every error that a client may be told about; `str(error)` is what it is told."""
+    """Root of every error that a client may see; `str(error)` is the message."""
 
 
 class InvalidRequestError(ContractError):
@@ -34,7 +25,7 @@ class UnavailableError(ContractError):
 
 
 class UnsupportedError(ContractError):
-    """The protocol knows this, the server does not offer it."""
+    """A feature of the protocol that the server does not offer."""
 
 
 class InternalError(ContractError):

@@ -25,10 +25,10 @@ MAX_DIMENSIONS = 32
 MAX_ELEMENTS = 2**60 - 1
 """Their bytes must be countable in 64 bits."""
 MAX_BYTES_ELEMENTS = 16_384
-"""BYTES elements per request, over all inputs: each becomes an object, and no other Python code runs meanwhile."""
+"""BYTES elements per request, over all inputs: each becomes an object, which holds the interpreter."""
 _LENGTH = struct.Struct("<I")
 MAX_SPECIAL_BYTES = 4 * 2**20
-"""Longest JSON with NaN or with BYTES: it is parsed in one go, and nothing else runs meanwhile."""
+"""Longest JSON with NaN or with BYTES: it is parsed in one go, which holds the interpreter."""
 LONG_BYTES = 256 * 1024
 """Shorter JSON is parsed in one go, in two milliseconds."""
 PIECE_BYTES = 128 * 1024

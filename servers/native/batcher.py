@@ -75,15 +75,6 @@ class QueuedRequest:
         self.inputs = _NOTHING
         self.windows = ()
 
-    def fetch(self) -> ContractError | None:
-        """Copy the inputs out of shared memory; returns the error if that fails."""
-        try:
-            for window in self.windows:
-                window.fetch()
-        except ContractError as error:
-            return error
-        return None
-
 
 class Staging:
     """The host memory in which merged batches are assembled: `rows` rows for each input and item shape seen.
@@ -300,11 +291,16 @@ class Batcher:
         """The requests whose inputs can be read; the others are refused."""
         if not any([request.windows for request in claimed]):  # noqa: C419  faster, and runs for every batch
             return claimed
-        errors = [request.fetch() for request in claimed]
-        for request, error in zip(claimed, errors, strict=True):
-            if error is not None:
+        readable = []
+        for request in claimed:
+            try:
+                for window in request.windows:
+                    window.fetch()
+            except ContractError as error:
                 self._refuse([request], error)
-        return [request for request, error in zip(claimed, errors, strict=True) if error is None]
+            else:
+                readable.append(request)
+        return readable
 
     def _refuse(self, requests: Sequence[QueuedRequest], error: ContractError) -> None:
         for request in requests:

@@ -65,7 +65,7 @@ class _Device:
     context: c_void_p
     reading: c_void_p
     writing: c_void_p
-    """Streams of its own: a copy does not wait for an engine's kernels, nor reading for writing."""
+    """Separate streams: a copy does not wait for an engine's kernels, nor reading for writing."""
 
 
 class CudaDriver:
@@ -202,7 +202,7 @@ class CudaRegion:
         self._address = address
         self._lock = threading.Lock()
         self._users = 0
-        self._closing = False
+        self.is_closing = False
         self._closed = threading.Event()
 
     def check(self) -> None:
@@ -236,8 +236,8 @@ class CudaRegion:
     def close(self) -> None:
         """Refuse new copies; returns when the last copy has ended and the handle is closed. Idempotent."""
         with self._lock:
-            idle = self._users == 0 and not self._closing
-            self._closing = True
+            idle = self._users == 0 and not self.is_closing
+            self.is_closing = True
         if idle:
             self._unmap()
         self._closed.wait()
@@ -245,22 +245,20 @@ class CudaRegion:
     @contextmanager
     def _used(self, purpose: str) -> Iterator[None]:
         with self._lock:
-            if self._closing:
+            if self.is_closing:
                 raise InvalidRequestError(f"region {shown(self.name)} was unregistered before {purpose}")
             self._users += 1
         try:
             yield
         finally:
-            with self._lock:
-                self._users -= 1
-                last = self._users == 0 and self.is_closing
-            if last:
-                self._unmap()
+            self._leave()
 
-    @property
-    def is_closing(self) -> bool:
-        """Whether `close` has been called."""
-        return self._closing
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0 and self.is_closing
+        if last:
+            self._unmap()
 
     def _unmap(self) -> None:
         try:

@@ -1,16 +1,4 @@
-"""Why the server refuses a request, beyond the contract's errors, and how each is counted and answered.
-
-    ContractError
-    └── UnavailableError
-        ├── NotReadyError            the model is loading, or failed
-        ├── QueueFullError           as many requests wait as the settings allow
-        ├── RequestExpiredError      its timeout, or the server's, passed before the engine took it
-        │   └── CallDeadlineError    the deadline of its gRPC call passed
-        ├── SlowClientError          its gRPC message did not arrive in time
-        └── ShuttingDownError        the server finishes accepted work and takes no new work
-
-HTTP may also refuse a request before it is one of the protocol: `HttpError`.
-"""
+"""Why the server refuses a request, beyond the contract's errors, and how each refusal is counted and answered."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ class Connection(asyncio.BufferedProtocol):
             self._front_end.run(self._ask(request))
 
     async def _ask(self, request: Request) -> None:
-        """Goes on when the client leaves: what it asked for may be half done."""
+        """Goes on when the client leaves: the work may be half done."""
         client, server = map(self._transport.get_extra_info, ("peername", "sockname"))
         self.answer(await ask(self._front_end.application, request.head.scope(client, server), bytes(request.body)))
 

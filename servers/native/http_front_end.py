@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 from uvicorn.server import ServerState
@@ -37,9 +37,6 @@ from servers.native.request_templates import KEPT_HEADER_BYTES, RequestTemplate,
 from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
 from servers.native.statistics import RequestTimes
-
-if TYPE_CHECKING:
-    from servers.native.http_connection import Connection
 
 log = structlog.get_logger("abserve.http")
 
@@ -170,8 +167,8 @@ class HttpFrontEnd:
         """The open connections, in uvicorn's set: it shuts them down and waits for them when the server stops."""
         return self._state.connections
 
-    def add(self, connection: Connection) -> None:
-        """A client has connected."""
+    def add(self, connection: Any) -> None:
+        """A client has connected; `connection` is a `Connection`, whose module imports this one."""
         self.connections.add(connection)
         if self._timer is None:
             self._tick()
@@ -245,7 +242,7 @@ class PendingRequest:
 
     __slots__ = ("_connection", "_front_end", "_head", "_queued", "_service", "_task", "_template", "_times")
 
-    def __init__(self, front_end: HttpFrontEnd, connection: Connection, request: Request) -> None:
+    def __init__(self, front_end: HttpFrontEnd, connection: Any, request: Request) -> None:
         self._front_end = front_end
         self._connection = connection
         self._head = request.head

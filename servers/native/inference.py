@@ -104,8 +104,8 @@ class RequestDecoder:
     def __init__(self, specification: ModelSpecification, settings: DecodingSettings, queue_size: int) -> None:
         self.settings = settings
         self.pending = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()  # no request is being decoded
+        self.idle.set()
         self._queue_size = queue_size
         self._pixels = specification.executed.inputs[0].name
         self._decoder = ImageDecoder(specification.preprocessing, settings)
@@ -118,7 +118,7 @@ class RequestDecoder:
         if self.pending >= self._queue_size:
             raise QueueFullError(f"Exceeds maximum queue size of {self._queue_size} requests")
         self.pending += 1
-        self._idle.clear()
+        self.idle.clear()
         decoding: Decoding | None = None
         timeout_s = float("inf") if deadline_ns is None else max(0.0, (deadline_ns - time.perf_counter_ns()) / 1e9)
         try:
@@ -134,18 +134,10 @@ class RequestDecoder:
         finally:
             self.pending -= 1
             if not self.pending:
-                self._idle.set()
+                self.idle.set()
             if decoding is not None:
                 decoding.cancel()  # only a failure leaves images to cancel
         return {self._pixels: decoding.pixels}
-
-    async def idle(self, seconds: float) -> bool:
-        """Wait until no request is being decoded; False if that took longer."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
 
     def close(self) -> None:
         """End the threads."""
@@ -236,13 +228,16 @@ class InferenceService:
 
     async def _finish(self) -> None:
         ends = time.perf_counter() + UNLOAD_SECONDS
-        decoded = self._decoder is None or await self._decoder.idle(UNLOAD_SECONDS)  # those go to the queue
+        if self._decoder is not None:  # its requests go to the queue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._decoder.idle.wait(), UNLOAD_SECONDS)
+        decoded = self._decoder is None or self._decoder.idle.is_set()
         if not decoded or not await asyncio.to_thread(self._batcher.stop, max(0.0, ends - time.perf_counter())):
             raise UnavailableError(f"model '{self.signature.name}' still finishes accepted requests, try again later")
         self.description = None  # nothing is in effect any more
 
     def stop(self, timeout: float) -> bool:
-        """Execute what is queued, then free the engine; blocks. False if that took longer than `timeout` seconds."""
+        """Execute the queue, then free the engine; blocks. False if that took longer than `timeout` seconds."""
         loading = self.state is State.LOADING
         self.state = State.STOPPING
         if self._delays is not None:

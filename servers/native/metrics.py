@@ -46,7 +46,7 @@ def _add_service(families: dict[str, list[str]], service: InferenceService) -> N
         lines.append(f"{_start(f'{name}_count', labels)}{values.count}\n")
         lines.append(f"{_start(f'{name}_sum', labels)}{values.total / unit}\n")
 
-    add("counter", "requests_success_total", "Requests answered.", counters.success["count"])
+    add("counter", "requests_success_total", "Requests answered.", counters.request_duration.count)
     add("counter", "client_disconnects_total", "Requests whose client left before the answer.", counters.disconnects)
     add("counter", "items_total", "Items executed; a request of batch n counts n times.", counters.inference_count)
     add("counter", "executions_total", "Batches executed.", counters.compute_duration.count)

@@ -86,7 +86,7 @@ class ServedModels:
             raise InvalidRequestError(f"a model's name has 1 to {MAX_NAME_CHARACTERS} characters, none of '/' and '..'")
 
     def stop(self, timeout: float) -> bool:
-        """Execute what is queued and free the engines; blocks. False if that took longer than `timeout` in all."""
+        """Execute the queues and free the engines; blocks. False if that took longer than `timeout` in all."""
         ends = time.perf_counter() + timeout
         finished = [service.stop(max(0.0, ends - time.perf_counter())) for service in self]
         return all(finished)

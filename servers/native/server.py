@@ -1,4 +1,4 @@
-"""From settings to a running server: listen, load, serve, and finish accepted work when told to stop."""
+"""From settings to a running server: listen, load, serve, and finish accepted work at the end."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class NativeServer(uvicorn.Server):
         front_ends_open = threading.Event()
         self._models.start(self._stop, front_ends_open)
         if self._settings.grpc_port:
-            # Imported in a thread: the loop answers HTTP meanwhile, and a cold start does not wait for the import.
+            # Imported in a thread: the loop goes on answering HTTP, and a cold start does not wait for the import.
             module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc_server")
             self._grpc = module.GrpcFrontEnd(self._models, self._regions, self._settings, self._budget)
             try:
@@ -101,7 +101,7 @@ class NativeServer(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close both front ends to new work and finish what was accepted."""
+        """Close both front ends to new work and finish accepted work."""
         timeout_s = self._settings.shutdown_timeout_s
         self.stop_by = time.monotonic() + timeout_s - self._reserve_s / 4
         _end_at_the_latest_in(timeout_s)
@@ -146,7 +146,7 @@ def run(
     weights: WeightsSource,
     listener: socket.socket,
 ) -> int:
-    """Serve the models until told to stop; the process's exit status."""
+    """Make the models from the settings and serve them; see `serve`."""
     services = [_service(settings, specification, weights) for specification in specifications]
     if settings.added_delay_ms:
         log.warning("every answer is delayed, as asked for a test", added_delay_ms=settings.added_delay_ms)

@@ -100,14 +100,6 @@ class Counters:
     compute_duration: Histogram = field(default_factory=Histogram)
 
     @property
-    def success(self) -> dict[str, int]:
-        return _duration(self.request_duration.count, self.request_duration.total)
-
-    @property
-    def fail(self) -> dict[str, int]:
-        return _duration(sum(self.failures.values()), self.failed_ns)
-
-    @property
     def batch_size(self) -> Histogram:
         sizes = Histogram(tuple(range(1, self.max_batch_size + 1)))
         for rows, times in self.batches.items():
@@ -136,8 +128,8 @@ class Counters:
             "inference_count": self.inference_count,
             "execution_count": sum(times.count for times in self.batches.values()),
             "inference_stats": {
-                "success": self.success,
-                "fail": self.fail,
+                "success": _duration(self.request_duration.count, self.request_duration.total),
+                "fail": _duration(sum(self.failures.values()), self.failed_ns),
                 "queue": stages["queue"],
                 **self.compute.as_json(),
                 "cache_hit": _duration(0, 0),

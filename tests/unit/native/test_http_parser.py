@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from servers.contract.errors import ContractError, NotFoundError, UnavailableError
 from servers.native.errors import HttpError
-from servers.native.http_body import BodyPool
+from servers.native.http_body import BodyPool, FixedBody
 from servers.native.http_parser import HeadReader, Request, RequestHead, RequestParser
 from servers.native.limits import ByteBudget
 from servers.native.settings import NativeSettings
@@ -158,3 +158,14 @@ def test_a_body_without_room_takes_no_more_bytes_and_can_be_dropped() -> None:
     assert used == len(rest)
     assert isinstance(request, Request)
     assert str(request.refusal) == "full"
+
+
+def test_a_body_that_is_given_up_no_longer_counts_as_lent_by_the_pool() -> None:
+    pool = BodyPool(10_000)
+    pool.give(FixedBody(100, 0))
+    one = RequestParser(HeadReader(SETTINGS), pool, ByteBudget(10_000), lambda _head: None)
+    data = bytearray(post(b"x" * 100)[:-70])
+    one.parse(data, 0, len(data))
+    assert pool._lent_bytes == 100
+    one.give_up()
+    assert pool._lent_bytes == 0

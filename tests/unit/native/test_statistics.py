@@ -40,8 +40,10 @@ def test_success_failure_and_disconnect_are_kept_apart():
     statistics.record_failure(failure_reason(QueueFullError("full")), start_ns)
     statistics.record_disconnect()
     snapshot = statistics.snapshot()
-    assert snapshot.success["count"] == snapshot.fail["count"] == snapshot.disconnects == 1
-    assert snapshot.success["ns"] >= 1_000_000
+    model: Any = snapshot.as_model_stats("m", "1")
+    success, fail = model["inference_stats"]["success"], model["inference_stats"]["fail"]
+    assert success["count"] == fail["count"] == snapshot.disconnects == 1
+    assert success["ns"] >= 1_000_000
     assert snapshot.failures["queue_full"] == sum(snapshot.failures.values()) == 1
     assert set(snapshot.failures) == set(FAILURE_REASONS)
     assert [snapshot.stages[stage]["ns"] for stage in ("receive", "decode", "encode")] == [1, 2, 3]
