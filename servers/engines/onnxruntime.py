@@ -134,7 +134,6 @@ class OnnxRuntimeEngine(Engine):
         )
 
     def close(self) -> None:
-        """Drop the session, which ends its threads, and on CUDA its buffers."""
         if self._graphs is not None:
             self._graphs.close()
             self._graphs = None
@@ -152,7 +151,6 @@ class OnnxRuntimeEngine(Engine):
         return times
 
     def run_only(self, rows: int) -> bool:
-        """Replay a graph on the contents of its buffers; False without graphs."""
         if self._graphs is not None:
             self._graphs.run_only(rows)
         return self._graphs is not None

@@ -73,7 +73,6 @@ class TensorRTEngine(RunnerEngine):
         )
 
     def close(self) -> None:
-        """Drop graphs, contexts and the plan."""
         super().close()
         self._engine, self._contexts = None, []
 

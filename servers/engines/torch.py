@@ -143,7 +143,6 @@ class TorchEngine(RunnerEngine):
         )
 
     def close(self) -> None:
-        """Drop the module and its graphs; on CUDA also return the memory to the driver."""
         self._tower = None
         super().close()
 

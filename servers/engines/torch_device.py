@@ -166,7 +166,6 @@ class GraphRunner:
         self._stream.synchronize()
 
     def close(self) -> None:
-        """Drop graphs and buffers."""
         torch.cuda.synchronize(self._device)
         self._graphs.clear()
         self._eager = None
@@ -230,7 +229,6 @@ class RunnerEngine(Engine):
 
     @property
     def staging(self) -> Mapping[str, Array]:
-        """See `servers.engines.interface.staging_of`."""
         return {} if self._runner is None else {self._specification.inputs[0].name: self._runner.staging}
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -244,11 +242,9 @@ class RunnerEngine(Engine):
         return {self._specification.outputs[0].name: answer}
 
     def execution_ns(self, rows: int, repeats: int) -> list[int] | None:
-        """Device times by CUDA events."""
         return None if self._runner is None else self._runner.execution_ns(rows, repeats)
 
     def run_only(self, rows: int) -> bool:
-        """Execute the current device input."""
         if self._runner is not None:
             self._runner.run_only(rows)
         return self._runner is not None
@@ -261,7 +257,6 @@ class RunnerEngine(Engine):
         return runner is not None
 
     def close(self) -> None:
-        """Drop graphs and buffers and return their memory to the driver."""
         if self._runner is not None:
             self._runner.close()
             self._runner = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from servers.models.atomic_folder import file_sha256
@@ -106,7 +107,8 @@ def parse_weights(text: str) -> WeightsSource:
     path = Path(name).expanduser()
     if path.suffix in CHECKPOINT_SUFFIXES or "/" in name:
         if not path.is_file():
-            raise WeightsError(f"--weights {name}: no such file")
+            close = get_close_matches(path.name, [file.name for file in path.parent.glob("*")], n=1)
+            raise WeightsError(f"--weights {name}: no such file{f'; did you mean {close[0]}?' if close else ''}")
         if revision is not None:
             raise WeightsError(f"--weights {text}: a file has no revision; pin it with @sha256: and its hash")
         return CheckpointWeights(path.resolve(), sha256)

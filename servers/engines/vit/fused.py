@@ -76,26 +76,6 @@ class FusedWeights:
         return (*rows, *(t for p in products for t in (p.weight, p.bias) if t is not None))
 
 
-def carried_biases(weights: FusedWeights, plan: Plan) -> list[Tensor | None]:
-    """The bias carried after each residual product, two per block, [width] FP32; None after a Triton product."""
-    carried: Tensor | None = None
-    after: list[Tensor | None] = []
-    last = len(weights.blocks) - 1
-    for index, (_, attention_out, _, mlp_out) in enumerate(weights.blocks):
-        own = (plan.class_attention_out, plan.class_mlp_in, plan.class_mlp_out)
-        tiles = own if index == last else (plan.attention_out, plan.mlp_in, plan.mlp_out)
-        readers = (plan.qkv, tiles[1])
-        for product, reader, tile in ((attention_out, readers[0], tiles[0]), (mlp_out, readers[1], tiles[2])):
-            if reader is not None:  # a Triton product reads true rows: they were written out before it
-                carried = None
-            if tile is None and product.bias is not None:
-                carried = product.bias.float() + (0.0 if carried is None else carried)
-                after.append(carried)
-            else:
-                after.append(None)
-    return after
-
-
 class Workspace:
     """Activations for up to `images` images; every batch size may use it, one at a time."""
 
@@ -118,7 +98,8 @@ class Workspace:
 class FusedVisionTower:
     """One batch size of the fused tower. `run` only enqueues kernels: it can be captured in a CUDA graph.
 
-    Capture needs one call before, which compiles. Not thread-safe; two of these must not run at once on one workspace.
+    Capture needs one call before, which compiles kernels and sums biases. Not thread-safe; two of these must not run at
+    once on one workspace.
     """
 
     def __init__(self, weights: FusedWeights, workspace: Workspace, images: int, plan: Plan) -> None:
@@ -133,7 +114,7 @@ class FusedVisionTower:
         # A cuBLAS product adds itself to the residual but not its bias. The bias is one row for all tokens, so it is
         # carried: the next kernel that reads the tokens adds it, and the tokens need not be written again.
         self._carried: Tensor | None = None
-        self._carried_after = carried_biases(weights, plan)
+        self._carried_after: dict[ProductWeights, Tensor] = {}  # by residual product, [width] FP32
         self.partial = torch.zeros(self._partial_elements(), device=weights.device)
 
     def run(self, pixels: Tensor, out: Tensor) -> None:
@@ -148,23 +129,19 @@ class FusedVisionTower:
             self._product(x, qkv, packed, plan.qkv, norm=True, normalised=normalised if index == 0 else None)
             if index < last:
                 mixed, stride = space.mixed[:tokens], shape.width
-                names = (plan.attention_out, plan.mlp_in, plan.mlp_out)
+                tiles = (plan.attention_out, plan.mlp_in, plan.mlp_out)
                 self._attention(kernels.attention_kernel, packed, mixed)
                 residual = x
             else:
                 # Only the class token is read from the last block.
                 mixed, stride = space.mixed[: self.images], shape.width * shape.tokens
-                names = (plan.class_attention_out, plan.class_mlp_in, plan.class_mlp_out)
+                tiles = (plan.class_attention_out, plan.class_mlp_in, plan.class_mlp_out)
                 self._attention(kernels.class_attention_kernel, packed, mixed)
                 residual, x = x, space.class_x[: self.images]
             hidden = space.hidden.view(-1)[: x.shape[0] * shape.mlp_width].view(-1, shape.mlp_width)
-            self._product(mixed, attention_out, x, names[0], residual=residual, residual_stride=stride)
-            if names[0] is None:
-                self._carried = self._carried_after[2 * index]
-            self._product(x, mlp_in, hidden, names[1], norm=True, activation=2 if shape.quick_gelu else 1)
-            self._product(hidden, mlp_out, x, names[2], residual=x, residual_stride=shape.width)
-            if names[2] is None:
-                self._carried = self._carried_after[2 * index + 1]
+            self._product(mixed, attention_out, x, tiles[0], residual=residual, residual_stride=stride)
+            self._product(x, mlp_in, hidden, tiles[1], norm=True, activation=2 if shape.quick_gelu else 1)
+            self._product(hidden, mlp_out, x, tiles[2], residual=x, residual_stride=shape.width)
         self._product(x, self.weights.head, out, plan.head, norm=True)
 
     def _first_tokens(self, pixels: Tensor, x: Tensor) -> Tensor | None:
@@ -290,6 +267,11 @@ class FusedVisionTower:
                 out.copy_(residual[:: self.weights.shape.tokens])
             out.addmm_(a, weight)
             self._chunks = 0
+            if weights not in self._carried_after:
+                assert weights.bias is not None
+                carried = 0.0 if self._carried is None else self._carried
+                self._carried_after[weights] = weights.bias.float() + carried
+            self._carried = self._carried_after[weights]
         elif weights.bias is None:
             torch.mm(a, weight, out=out)
         elif out.dtype != a.dtype:

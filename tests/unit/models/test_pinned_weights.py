@@ -134,6 +134,12 @@ def test_a_pin_that_pins_nothing_is_refused(text: str, message: str) -> None:
         parse_weights(text)
 
 
+def test_a_missing_checkpoint_names_the_closest_file(tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").touch()
+    with pytest.raises(WeightsError, match=r"no such file; did you mean weights\.pt\?"):
+        parse_weights(str(tmp_path / "weigths.pt"))
+
+
 def test_random_weights_need_no_pin() -> None:
     assert pin(RandomWeights(3), find_pretrained) == parse_weights(RandomWeights(3).text) == RandomWeights(3)
 
