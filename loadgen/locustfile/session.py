@@ -96,9 +96,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
         if self.batch_size < 1:
             return f"--batch-size {self.batch_size} is not possible; give a whole number from 1"
         if not 0.0 < self.request_timeout <= _MOST_TIMEOUT_S:
-            return (
-                f"--request-timeout {self.request_timeout:g} is not possible; give up to {_MOST_TIMEOUT_S:g} seconds"
-            )
+            return f"--request-timeout {self.request_timeout:g} is not possible; give up to {_MOST_TIMEOUT_S:g} seconds"
         if not 0.0 <= self.rate <= RATE_LIMIT_PER_S:
             return f"--rate {self.rate:g} is not possible; give 0 to {RATE_LIMIT_PER_S:g} requests per second"
         return None
