@@ -152,14 +152,7 @@ class ColdStart(InferenceUser):
         self._report(name)
 
     def _report(self, name: str) -> None:
-        self.environment.events.request.fire(
-            request_type="START",
-            name=name,
-            response_time=(perf_counter_ns() - self.started_ns) / 1e6,
-            response_length=0,
-            exception=None,
-            context={},
-        )
+        self.fire("START", name, (perf_counter_ns() - self.started_ns) / 1e6)
 
 
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]  # locust ships no usable types
@@ -222,10 +215,8 @@ def _test_start(environment: Any, **_: object) -> None:
         _give_up(environment, str(exc))
         return
     except MemoryError:
-        _give_up(
-            environment,
-            f"requests of batch size {session.options.batch_size} do not fit into memory; lower --batch-size",
-        )
+        size = session.options.batch_size
+        _give_up(environment, f"requests of batch size {size} do not fit into memory; lower --batch-size")
         return
     if OpenLoop in environment.user_classes:
         _start_open_loop(environment, session.options)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import TimeoutExpired
 from time import perf_counter_ns
 from typing import Any
 
@@ -107,9 +106,8 @@ class SinkProcesses:
 def _read(process: ChildProcess) -> Any:
     line = process.read_line(_TIMEOUT_S)
     if not line:
-        with suppress(TimeoutExpired):
-            process.popen.wait(5.0)
-        raise CalibrationError(f"the sink {process.failure() or f'did not answer within {_TIMEOUT_S:g} s'}")
+        reason = f"did not answer within {_TIMEOUT_S:g} s" if line is None else process.ended()
+        raise CalibrationError(f"the sink {reason}")
     return msgspec.json.decode(line)
 
 

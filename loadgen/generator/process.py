@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from subprocess import TimeoutExpired
 from time import monotonic, perf_counter_ns
 
 import msgspec
@@ -49,12 +47,12 @@ class _Worker:
 
     def send(self, command: Command) -> None:
         if self.lost is None and not self.child.send(msgspec.json.encode(command)):
-            self._ended()
+            self.lost = self.child.ended()
 
     def receive(self) -> None:
         while self.reply is None and self.lost is None and (line := self.child.read_line(0.0)) is not None:
             if not line:
-                self._ended()
+                self.lost = self.child.ended()
                 return
             self.heard_s = monotonic()
             message = _DECODER.decode(line)
@@ -76,11 +74,6 @@ class _Worker:
         if isinstance(self.reply, Refusal):
             return GeneratorError(self.reply.reason)
         return GeneratorError(f"{self.name} {self.lost or f'answered {type(self.reply).__name__}'}")
-
-    def _ended(self) -> None:
-        with suppress(TimeoutExpired):
-            self.child.popen.wait(5.0)
-        self.lost = self.child.failure() or "closed its output"
 
 
 class GeneratorProcess:

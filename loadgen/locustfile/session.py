@@ -134,18 +134,23 @@ class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
     def infer(self, intended_ns: int | None = None) -> bool:
         """Send the next body and report it to Locust's statistics; returns whether it was good. Raises
         `ConnectionRefused`."""
+        name = f"infer, batch {self.traffic.batch_size}"
         try:
             exchange, fault = self.traffic.infer(self.connection, self.number, intended_ns)
         except ConnectionRefused as refused:
-            self._fire(0.0, 0, str(refused))
+            self.fire("POST", name, 0.0, failure=str(refused))
             raise
-        self._fire((exchange.end_ns - (intended_ns or exchange.send_ns)) / 1e6, exchange.response_bytes, fault)
+        latency_ms = (exchange.end_ns - (intended_ns or exchange.send_ns)) / 1e6
+        self.fire("POST", name, latency_ms, exchange.response_bytes, fault)
         return fault is None
 
-    def _fire(self, latency_ms: float, response_bytes: int, failure: str | None) -> None:
+    def fire(
+        self, kind: str, name: str, latency_ms: float, response_bytes: int = 0, failure: str | None = None
+    ) -> None:
+        """Report to Locust's statistics."""
         self.environment.events.request.fire(
-            request_type="POST",
-            name=f"infer, batch {self.traffic.batch_size}",
+            request_type=kind,
+            name=name,
             response_time=latency_ms,
             response_length=response_bytes,
             exception=None if failure is None else FailedRequestError(failure),

@@ -91,9 +91,11 @@ def _signatures(bench: Bench) -> dict[Label, Signature]:
     inputs_alike = len(bench.experiment.payloads) == 1
     signatures = {label: arm.endpoint.signature(arm.model) for label, arm in bench.arms.items()}
     interfaces = {
-        label: (
-            sorted((tensor.name, tensor.datatype) for tensor in signature.inputs if inputs_alike),
-            sorted(tensor.name for tensor in signature.outputs),
+        label: " → ".join(
+            (
+                ", ".join(sorted(f"{one.name} ({one.datatype})" for one in signature.inputs)) if inputs_alike else "…",
+                ", ".join(sorted(one.name for one in signature.outputs)),
+            )
         )
         for label, signature in signatures.items()
     }
@@ -101,8 +103,8 @@ def _signatures(bench: Bench) -> dict[Label, Signature]:
     different = [f"{label} has {interface}" for label, interface in others if interface != expected]
     if different:
         message = (
-            "the arms do not serve the same model: inputs and outputs differ "
-            f"({first} has {expected}, {', '.join(different)}); name the same model on all arms"
+            f"the arms do not serve the same model: {first} has {expected}, {', '.join(different)}; "
+            "name the same model on all arms"
         )
         bench.store.write(ParityRecord(cases=(), ok=False, error=message))
         raise ParityFailedError(message)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
-from time import monotonic, perf_counter_ns, sleep
+from time import monotonic, perf_counter_ns
 from typing import Any
 
 import psutil
@@ -29,7 +29,6 @@ PORTS = {"native": (8100, 8101), "triton": (8000, 8001)}
 STOP_SECONDS = 40
 _ASK_ENGINE_EVERY_NS = 250_000_000
 _REACH_SECONDS = 1.0
-_POLL_SECONDS = 0.05
 
 
 class ComposeDeployment(Deployment):
@@ -100,18 +99,12 @@ class ComposeDeployment(Deployment):
 
     def await_model(self, asked_for: str, timeout_s: float) -> str:
         """Wait until the server has loaded all its models, then return `model_name`. Raises `DeploymentError`."""
-        endpoint = Endpoint(self.url)
-        deadline_s = monotonic() + timeout_s
-        while endpoint.status("/v2/health/ready") != 200:
-            failure = self.failure()
-            if failure is not None:
-                raise DeploymentError(f"the server {failure}")
-            if monotonic() > deadline_s:
-                raise DeploymentError(
-                    f"{self.container.service} is not ready after {timeout_s:g} s; "
-                    f"see: docker compose logs {self.container.service}"
-                )
-            sleep(_POLL_SECONDS)
+        endpoint, service = Endpoint(self.url), self.container.service
+        self.wait_until(
+            lambda: endpoint.status("/v2/health/ready") == 200,
+            monotonic() + timeout_s,
+            lambda: f"{service} is not ready after {timeout_s:g} s; see: docker compose logs {service}",
+        )
         return self.model_name(asked_for)
 
     def log(self) -> list[LogLine]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter_ns, sleep
+from time import monotonic, perf_counter_ns, sleep
 
 from loadgen.transport.endpoint import Endpoint
 from loadgen.transport.requests import Address
@@ -51,24 +52,28 @@ class Deployment:
         or the time is up."""
         started_ns = perf_counter_ns() if self.started_ns is None else self.started_ns
         endpoint = Endpoint(self.url, timeout_s=timeout_s)
-        deadline_ns = perf_counter_ns() + int(timeout_s * 1e9)
-        live_ns: int | None = None
-        while True:
-            if live_ns is None and endpoint.live():
-                live_ns = perf_counter_ns()
-            if live_ns is not None and endpoint.ready(model):
-                return StartTimes(started_ns, live_ns, perf_counter_ns())
+        deadline_s = monotonic() + timeout_s
+        late = f"after {timeout_s:g} s"
+        self.wait_until(
+            endpoint.live, deadline_s, lambda: f"the server at {self.url} is not live {late} ({endpoint.silence()})"
+        )
+        live_ns = perf_counter_ns()
+        self.wait_until(
+            lambda: endpoint.ready(model),
+            deadline_s,
+            lambda: f"the server at {self.url} is live, but model {model} is not ready {late}",
+        )
+        return StartTimes(started_ns, live_ns, perf_counter_ns())
+
+    def wait_until(self, condition: Callable[[], bool], deadline_s: float, problem: Callable[[], str]) -> None:
+        """Poll a condition of the running server. Raises `DeploymentError` when the server ends, and with `problem` at
+        the deadline (`time.monotonic`)."""
+        while not condition():
             failure = self.failure()
             if failure is not None:
                 raise DeploymentError(f"the server {failure}")
-            if perf_counter_ns() > deadline_ns:
-                if live_ns is None:
-                    raise DeploymentError(
-                        f"the server at {self.url} is not live after {timeout_s:g} s ({endpoint.silence()})"
-                    )
-                raise DeploymentError(
-                    f"the server at {self.url} is live, but model {model} is not ready after {timeout_s:g} s"
-                )
+            if monotonic() > deadline_s:
+                raise DeploymentError(problem())
             sleep(_POLL_SECONDS)
 
     def failure(self) -> str | None:

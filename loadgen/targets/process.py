@@ -99,13 +99,21 @@ class ChildProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         return f"{how}; {self.last_words()}"
 
+    def ended(self) -> str:
+        """How the process ended, once its output is closed."""
+        with suppress(subprocess.TimeoutExpired):
+            self.popen.wait(5.0)
+        return self.failure() or "closed its output"
+
     def last_words(self) -> str:
-        """The end of the log in one line, and where the log is."""
+        """Where the log is, and its end in one line."""
         tail: list[str] = []
         with suppress(OSError), self.log_path.open("rb") as log:
             log.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
             tail = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
-        return f"last lines of {self.log_path}: {' | '.join(tail[-_LOG_TAIL_LINES:]) or '(empty)'}"
+        if not tail:
+            return f"its log {self.log_path} is empty"
+        return f"see {self.log_path}, which ends with: {' | '.join(tail[-_LOG_TAIL_LINES:])}"
 
     def tree(self) -> tuple[psutil.Process, ...]:
         """This process and all its descendants that are alive now."""

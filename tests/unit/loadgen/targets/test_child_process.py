@@ -56,8 +56,8 @@ def test_a_killed_process_names_the_signal(tmp_path: Path) -> None:
     assert process.failure() is None
     process.popen.kill()
     await_true(process.failure)
-    assert "was killed by SIGKILL; last lines of" in (process.failure() or "")
-    assert "(empty)" in (process.failure() or "")
+    assert "was killed by SIGKILL; its log" in (process.failure() or "")
+    assert "is empty" in (process.failure() or "")
     process.stop()
 
 
