@@ -22,8 +22,8 @@ from loadgen.generator.window import Claim, LoadWindow
 from loadgen.records.samples import SampleWriter, median_latency_ns, read_samples
 from loadgen.transport.bodies import choose_items, failure_message
 from loadgen.transport.exchange import Connection, ConnectionRefused
+from loadgen.transport.expected_outputs import ExpectedOutputs
 from loadgen.transport.inputs import InputError, read_inputs
-from loadgen.transport.promise import Promise
 from loadgen.transport.transports import Bodies, Target, prepare_bodies
 from loadgen.transport.variation import FreshNumbers, find_variation
 
@@ -54,7 +54,7 @@ class Block:
         self._traffic = Traffic(
             target, tuple(target.sendable(body) for body in chosen.requests), command.batch_size, self._writer,
             timeout_s=command.timeout_s, others=(self._settling,), fresh=chosen.fresh,
-            promise=Promise(prepared.transport, prepared.signature, command.batch_size),
+            promise=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
             kept=KeptAnswers(command.keep_answers, command.keep_seed),
         )  # fmt: skip
         offsets = command.due_offsets_ns()

@@ -12,7 +12,7 @@ from loadgen.generator.kept_answers import KeptAnswers
 from loadgen.records.samples import SampleWriter
 from loadgen.transport.bodies import failure_message
 from loadgen.transport.exchange import Connection, ConnectionRefused, Exchange
-from loadgen.transport.promise import Promise
+from loadgen.transport.expected_outputs import ExpectedOutputs
 from loadgen.transport.transports import Sendable, Target, keep_answer
 from loadgen.transport.variation import FreshItems
 
@@ -26,7 +26,7 @@ class Traffic:
     def __init__(
         self, target: Target, requests: tuple[Sendable, ...], batch_size: int, writer: SampleWriter,
         *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (), fresh: FreshItems | None = None,
-        promise: Promise | None = None, kept: KeptAnswers | None = None,
+        promise: ExpectedOutputs | None = None, kept: KeptAnswers | None = None,
     ) -> None:  # fmt: skip
         """`others` are further requests that a user may send. Without `fresh` the same bodies are sent again and again;
         without `promise` every answer with a good status is good."""

@@ -24,9 +24,9 @@ from loadgen.records.samples import SampleWriter
 from loadgen.transport.bodies import choose_items
 from loadgen.transport.endpoint import Endpoint, Signature
 from loadgen.transport.exchange import ConnectionRefused
+from loadgen.transport.expected_outputs import ExpectedOutputs
 from loadgen.transport.grpc import parse_grpc_address
 from loadgen.transport.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
-from loadgen.transport.promise import Promise
 from loadgen.transport.requests import Address, AddressError
 from loadgen.transport.transports import TRANSPORTS, Target, prepare_bodies
 from loadgen.transport.variation import FreshNumbers, find_variation
@@ -210,7 +210,7 @@ class Session:
             writer,
             timeout_s=self.options.request_timeout,
             fresh=prepared.fresh,
-            promise=Promise(transport, signature, batch_size),
+            promise=ExpectedOutputs(transport, signature, batch_size),
         )
         self._open.append((name, path, traffic))
         return traffic
