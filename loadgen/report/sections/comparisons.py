@@ -22,7 +22,7 @@ CSV_FIELDS = (
     "minimal_detectable_effect", "reason",
 )  # fmt: skip
 LEAST_SPAN = math.log(1.1)
-BETTER = (*doc.numbers("better arm", "95 % interval"),)
+BETTER = (doc.Column("better arm", "number", "better\narm"), doc.Column("95 % interval", "number"))
 _THRESHOLDS: dict[str, doc.Cell] = {
     "kept": doc.Cell("kept", "ok"),
     "broken": doc.Cell("broken", "failed"),

@@ -9,10 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loadgen.records.run import Pairing
 from loadgen.report.contents import result_document
-from loadgen.report.document import Strip, Style, Table, Value, style_of, text_of
+from loadgen.report.document import Panel, Strip, Style, Table, Value, style_of, text_of
 from loadgen.report.renderers.html import STRIP_WIDTH, render_html, strip_x
-from loadgen.report.sections.verdict import overview, proof
+from loadgen.report.sections.comparisons import better_of
+from loadgen.report.sections.verdict import conditions_in_brief, overview, proof, verdict
 from loadgen.result.analysis import analyse
 from loadgen.result.result_file import Result
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
@@ -80,6 +82,52 @@ def test_proof_says_what_stands_behind_it_and_what_does_not(tmp_path: Path, resu
     states = [line.style for line in proof(bad)]
     assert states.count("failed") == 3
     assert any("“the arms give the same answers”" in line.text for line in proof(bad))
+
+
+def test_the_first_lines_name_what_was_measured_and_on_what(result: Result) -> None:
+    first, second = conditions_in_brief(result)
+    assert first == "openclip_vit_b32 · fp32 · Simulated CPU 2.0 GHz"
+    assert second == "fp32 over HTTP · batch sizes 1, 4, 8, 16, 32 · 2026-03-02 10:00 UTC"
+    page = render_html(result_document(result)).split("<body>")[1]
+    assert page.index(first) < page.index("<h3>Overview</h3>")
+
+
+def test_what_a_server_does_not_report_is_not_claimed(result: Result) -> None:
+    remote = [msgspec.structs.replace(arm, launched=False, in_effect={}) for arm in result.arms]
+    first, _ = conditions_in_brief(msgspec.structs.replace(result, arms=tuple(remote)))
+    assert first == "openclip_vit_b32 · precision not reported · device not reported"
+    mixed = (result.arms[0], msgspec.structs.replace(result.arms[1], in_effect={"precision": "fp16", "device": "cpu"}))
+    first, _ = conditions_in_brief(msgspec.structs.replace(result, arms=mixed))
+    assert "A fp32, B fp16" in first
+
+
+def test_warnings_stand_beside_valid(result: Result) -> None:
+    checks = tuple(
+        msgspec.structs.replace(check, state="failed", severity="warns") if check.name == "noise_floor" else check
+        for check in result.checks
+    )
+    section = verdict(msgspec.structs.replace(result, checks=checks))
+    assert section is not None
+    (panel,) = section.blocks
+    assert isinstance(panel, Panel)
+    assert panel.badge == "VALID, 1 warning"
+
+
+@pytest.mark.parametrize(
+    ("value", "ci95", "higher", "shown"),
+    [
+        (2.0, (1.6, 2.5), True, ("B 2.0×", "1.6–2.5")),
+        (0.5, (0.4, 0.625), True, ("A 2.0×", "1.6–2.5")),
+        (2.0, (1.6, 2.5), False, ("A 2.0×", "1.6–2.5")),
+        (0.5, None, False, ("B 2.00×", "–")),
+        (1.0, None, True, ("1.00×", "–")),
+        (None, None, True, ("–", "–")),
+    ],
+)
+def test_a_ratio_is_read_from_the_better_arm(
+    value: float | None, ci95: tuple[float, float] | None, higher: bool, shown: tuple[str, str]
+) -> None:
+    assert better_of(Pairing("a", "b"), value, ci95, higher) == shown
 
 
 def test_the_order_is_verdict_ratios_why_proof_then_detail(result: Result) -> None:

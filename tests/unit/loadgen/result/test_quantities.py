@@ -41,6 +41,13 @@ def test_ratios() -> None:
     assert sentence("no GPU.") == "No GPU."
 
 
+def test_nothing_measured_reads_as_zero_and_no_percentage_is_absurd() -> None:
+    assert measured(0.00001, (0.00001, 0.00001), "images/s") == "0.00001 images/s"
+    assert ratio(0.001, None) == "0.001×"
+    assert ratio_interval((0.001, 0.002)).startswith("0.001")
+    assert (share(9.99), share(11.0), share(11_000.0)) == ("1,000 %", "11×", "11,000×")
+
+
 @given(st.floats(0.9, 0.99999), st.floats(0.0001, 0.05))
 def test_a_bound_that_excludes_one_never_reads_as_one(low: float, width: float) -> None:
     high = min(low + width, 0.9999)
