@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -102,13 +101,6 @@ def validation_sentence(error: ValidationError) -> str:
 def flag_of(name: str) -> str:
     """The option of a field."""
     return f"--{name.replace('_', '-')}"
-
-
-def choose_from(value: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown value: the closest known one, or all of them if none is close."""
-    names = list(known)
-    close = get_close_matches(value.lower(), names, n=1)
-    return f"did you mean {close[0]}?" if close else f"use one of: {', '.join(names)}"
 
 
 def fail(message: str, cause: Exception | None = None, status: int = 1) -> NoReturn:

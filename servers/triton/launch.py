@@ -18,8 +18,8 @@ from servers.engines.factory import KINDS
 from servers.engines.processors import cuda_index, nvidia_device_present
 from servers.export.triton_config import BatchingSettings
 from servers.launch_plan import LaunchPlan, host_in_url
+from servers.models.specification import choose_from
 from servers.models.weights import WeightsSource
-from servers.options import choose_from
 from servers.triton.errors import TritonOptionError
 from servers.triton.leftovers import (
     assert_space,
