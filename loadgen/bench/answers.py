@@ -23,7 +23,7 @@ from loadgen.bench.arms import Arm
 from loadgen.bench.preparation import Inputs
 from loadgen.generator.kept_answers import unpacked
 from loadgen.generator.messages import KeptAnswer, Open, Outcome
-from loadgen.records.run import Cell, Label, ParityCase, ParityRecord
+from loadgen.records.run import Label, ParityCase, ParityRecord, Workload
 from loadgen.statistics.agreement import Tolerance, difference, root_mean_square
 from loadgen.storage.store import RunStore
 from loadgen.studies.answers.records import AnswersCompared
@@ -183,7 +183,7 @@ def _ask_all(arm: ParityTarget, batches: Sequence[tuple[int, ...]], *, at_once: 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    cell: Cell
+    workload: Workload
     label: Label
     block: str
     answer: KeptAnswer
@@ -204,17 +204,17 @@ class AnswersUnderLoad:
         `StorageError`."""
         self.store.write_all(AnswersCompared, self.compared)
 
-    def keeping(self, command: Open, cell: Cell, number: int) -> Open:
+    def keeping(self, command: Open, workload: Workload, number: int) -> Open:
         """The command with a number of answers to keep; `number` is the block's. Rounds beyond the plan keep one per
         block."""
-        count = -(-LEAST_ANSWERS // max(1, cell.rounds)) if cell.has_blocks else ANSWERS_OF_A_TRIAL
-        if sum(kept.cell.name == cell.name for kept in self.kept) >= 2 * LEAST_ANSWERS:
+        count = -(-LEAST_ANSWERS // max(1, workload.rounds)) if workload.has_blocks else ANSWERS_OF_A_TRIAL
+        if sum(kept.workload.name == workload.name for kept in self.kept) >= 2 * LEAST_ANSWERS:
             count = 1
         return msgspec.structs.replace(command, keep_answers=count, keep_seed=self.seed * 1_000_003 + number)
 
-    def take(self, cell: Cell, label: Label, block: str, outcome: Outcome) -> None:
+    def take(self, workload: Workload, label: Label, block: str, outcome: Outcome) -> None:
         """Take over what a block has kept; `block` is its name for messages."""
-        self.kept += [_Kept(cell, label, block, answer) for answer in outcome.answers]
+        self.kept += [_Kept(workload, label, block, answer) for answer in outcome.answers]
 
     def compare(
         self, arms: Mapping[Label, Arm], signatures: Mapping[Label, Signature], inputs: Inputs, restart: int
@@ -233,13 +233,13 @@ class AnswersUnderLoad:
             except (AnswerError, ConnectionRefused, InputError) as exc:
                 error = f"arm {reference} does not answer the inputs of the load again: {exc}"
             typical = _typical(expected)
-            for cell in dict.fromkeys(kept.cell.name for kept in own):
+            for workload in dict.fromkeys(kept.workload.name for kept in own):
                 record = AnswersCompared(
-                    cell=cell, label=label, restart=restart, answers=0, items=0, wrong=0, relative_max=None,
+                    workload=workload, label=label, restart=restart, answers=0, items=0, wrong=0, relative_max=None,
                     tolerance_relative=self.tolerance.relative, error=error,
                 )  # fmt: skip
                 if error is None:
-                    pairs = [pair for pair in zip(own, expected, strict=True) if pair[0].cell.name == cell]
+                    pairs = [pair for pair in zip(own, expected, strict=True) if pair[0].workload.name == workload]
                     record = self._compared(record, pairs, typical)
                 self.compared.append(record)
         self.kept = []
@@ -301,7 +301,7 @@ def _fault(
 
 def _ask_alone(reference: ParityTarget, variation: Variation | None, seed: int, kept: _Kept) -> list[Answer]:
     inputs, answer = reference.inputs, kept.answer
-    items = choose_items(inputs.count, kept.cell.batch_size, seed)[answer.body]
+    items = choose_items(inputs.count, kept.workload.batch_size, seed)[answer.body]
     alone = []
     for row in answer.rows:
         if variation is None:

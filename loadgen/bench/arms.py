@@ -12,7 +12,7 @@ from typing import Any
 from loadgen.documents import one_line
 from loadgen.generator.messages import Open, Prepare
 from loadgen.records.model_config import groups, whole
-from loadgen.records.run import ArmRecord, ArmRequest, Cell, StageTotals, Transport
+from loadgen.records.run import ArmRecord, ArmRequest, StageTotals, Transport, Workload
 from loadgen.records.samples import NS_PER_MS
 from loadgen.targets.interface import Deployment
 from loadgen.transport.endpoint import Endpoint, EndpointError, Signature
@@ -68,23 +68,23 @@ class Arm:
             key=self.body_key,
         )
 
-    def load(self, cell: Cell, samples: Path | None, *, arrivals_seed: int = 0, late_allowed: int = 0) -> Open:
+    def load(self, workload: Workload, samples: Path | None, *, arrivals_seed: int = 0, late_allowed: int = 0) -> Open:
         """The command that opens a block on this arm with the prepared bodies."""
         return Open(
             url=self.deployment.url,
             grpc_address=self.deployment.grpc_address,
             key=self.body_key,
-            batch_size=cell.batch_size,
-            concurrency=cell.concurrency,
-            requests=cell.requests,
-            seconds=cell.seconds,
-            max_seconds=cell.max_seconds,
+            batch_size=workload.batch_size,
+            concurrency=workload.concurrency,
+            requests=workload.requests,
+            seconds=workload.seconds,
+            max_seconds=workload.max_seconds,
             timeout_s=REQUEST_TIMEOUT_S,
             samples_path=None if samples is None else str(samples),
-            arrivals=cell.arrivals,
-            rate_per_s=cell.rate_per_s,
+            arrivals=workload.arrivals,
+            rate_per_s=workload.rate_per_s,
             arrivals_seed=arrivals_seed,
-            latency_bound_ns=None if cell.latency_bound_ms is None else int(cell.latency_bound_ms * NS_PER_MS),
+            latency_bound_ns=None if workload.latency_bound_ms is None else int(workload.latency_bound_ms * NS_PER_MS),
             late_allowed=late_allowed,
         )
 

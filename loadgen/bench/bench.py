@@ -16,7 +16,7 @@ from loadgen.bench.progress import Progress
 from loadgen.experiment.forecast import Forecast
 from loadgen.experiment.schedule import schedule
 from loadgen.generator.process import GeneratorProcess
-from loadgen.records.run import ArmRecord, Cell, Experiment, Label, RunState
+from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload
 from loadgen.storage.store import RunStore
 from loadgen.storage.stored_run import StoredBlock
 from loadgen.transport.endpoint import Signature
@@ -96,7 +96,7 @@ class Bench:
             arm, signature = self.arms[label], self.signatures[label]
             self.generator.prepare(arm.bodies(self.samples_folder, signature, batch_sizes, self.experiment.seed))
 
-    def warm_up(self, cells: Sequence[Cell]) -> dict[str, float]:
+    def warm_up(self, workloads: Sequence[Workload]) -> dict[str, float]:
         """Run every load shape of these workloads on every arm. Returns by name how many seconds a request takes on the
         slowest arm. Raises `LoadError`."""
-        return self.load_runner().warm_up(cells)
+        return self.load_runner().warm_up(workloads)

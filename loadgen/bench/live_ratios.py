@@ -13,15 +13,15 @@ import msgspec
 from loadgen.comparison.comparisons import estimate_pairs
 from loadgen.comparison.pairs import PairedMetric, leading_metric, pair_metrics
 from loadgen.comparison.summaries import BlockSummary
-from loadgen.experiment.schedule import load_cells
-from loadgen.records.run import Cell, Experiment, Label
+from loadgen.experiment.schedule import load_workloads
+from loadgen.records.run import Experiment, Label, Workload
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRatio:
     """An arm against the baseline in one workload, by its leading metric."""
 
-    cell: str
+    workload: str
     baseline: Label
     arm: Label
     metric: str
@@ -40,8 +40,10 @@ class LiveRatios:
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
-        self._cells: dict[str, Cell] = {cell.name: cell for cell in load_cells(experiment.cells)}
-        self._blocks: dict[str, list[BlockSummary]] = {name: [] for name in self._cells}
+        self._workloads: dict[str, Workload] = {
+            workload.name: workload for workload in load_workloads(experiment.workloads)
+        }
+        self._blocks: dict[str, list[BlockSummary]] = {name: [] for name in self._workloads}
         self._latest: dict[tuple[str, Label], LiveRatio] = {}
 
     @property
@@ -52,38 +54,40 @@ class LiveRatios:
     @property
     def latest(self) -> tuple[LiveRatio, ...]:
         """Every workload and arm with a complete pair, in the order of the experiment."""
-        every = ((name, arm) for name in self._cells for _, arm in self._experiment.pairings)
+        every = ((name, arm) for name in self._workloads for _, arm in self._experiment.pairings)
         return tuple(self._latest[key] for key in every if key in self._latest)
 
     def add(self, summary: BlockSummary) -> list[LiveRatio]:
         """Add a stored block; returns the ratios of the pairs that it completes."""
-        cell = self._cells.get(summary.cell)
-        if cell is None or not summary.complete:
+        workload = self._workloads.get(summary.workload)
+        if workload is None or not summary.complete:
             return []
-        blocks = self._blocks[cell.name]
+        blocks = self._blocks[workload.name]
         blocks.append(summary)
         ran = {block.label for block in blocks if block.round == summary.round}
         completed = {two for two in self._experiment.pairings if ran.issuperset(two) and summary.label in two}
-        metric = leading_metric(cell)
-        own = msgspec.structs.replace(self._experiment, cells=(cell,))
+        metric = leading_metric(workload)
+        own = msgspec.structs.replace(self._experiment, workloads=(workload,))
         found = [
             self._estimate(paired)
             for paired in pair_metrics(own, blocks, ())
             if paired.metric == metric and paired.pairing in completed
         ]
-        self._latest |= {(one.cell, one.arm): one for one in found}
+        self._latest |= {(one.workload, one.arm): one for one in found}
         return found
 
     def _estimate(self, paired: PairedMetric) -> LiveRatio:
-        cell, metric = paired.cell, paired.metric
+        workload, metric = paired.workload, paired.metric
         _, estimate, _ = estimate_pairs(paired, self._experiment)
         return LiveRatio(
-            cell=cell.name,
+            workload=workload.name,
             baseline=paired.pairing.baseline,
             arm=paired.pairing.arm,
             metric=metric.title,
             pairs=estimate.pairs,
-            planned=cell.rounds if self._experiment.minutes is None and not self._experiment.until_decided else None,
+            planned=workload.rounds
+            if self._experiment.minutes is None and not self._experiment.until_decided
+            else None,
             ratio=estimate.ratio,
             ci95=estimate.ci95,
             reason=paired.reason or estimate.reason,

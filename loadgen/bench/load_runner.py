@@ -20,7 +20,7 @@ from loadgen.experiment.schedule import ScheduledBlock
 from loadgen.generator.messages import Open, Outcome
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.machine.environment import utc_now
-from loadgen.records.run import BlockRecord, Cell, Label, MachineLoad, StageTotals, shown
+from loadgen.records.run import BlockRecord, Label, MachineLoad, StageTotals, Workload, shown
 from loadgen.storage.store import RunStore, StorageError, storage_sentence
 from loadgen.storage.stored_run import StoredBlock, read_block
 
@@ -56,12 +56,12 @@ class LoadRunner:
     def __post_init__(self) -> None:
         self._watch = MachineWatch(tuple(self.arms.values()))
 
-    def warm_up(self, cells: Sequence[Cell]) -> dict[str, float]:
+    def warm_up(self, workloads: Sequence[Workload]) -> dict[str, float]:
         """Run every load shape on every arm without storing samples. Returns by workload how many seconds a request
         takes on the slowest arm. Raises `LoadError`."""
         slowest: dict[tuple[int, int], float] = {}
         for label, arm in self.arms.items():
-            for batch_size, concurrency in sorted({_warm_up_shape(cell) for cell in cells}):
+            for batch_size, concurrency in sorted({_warm_up_shape(workload) for workload in workloads}):
                 self.progress.now(f"{shown(label)}: batch {batch_size}, concurrency {concurrency}")
                 requests = 2 * concurrency if batch_size > 1 or concurrency > 1 else 5
                 shape = closed_loop(concurrency, requests, batch_size=batch_size, max_seconds=60.0)
@@ -76,7 +76,7 @@ class LoadRunner:
                 seconds = (outcome.window_end_ns - outcome.window_start_ns) / _NS_PER_S
                 took = concurrency * seconds / max(outcome.requests + outcome.cool_down, 1)
                 slowest[batch_size, concurrency] = max(took, slowest.get((batch_size, concurrency), 0.0))
-        return {cell.name: slowest[_warm_up_shape(cell)] for cell in cells}
+        return {workload.name: slowest[_warm_up_shape(workload)] for workload in workloads}
 
     def run(
         self, blocks: Sequence[ScheduledBlock], forecast: Forecast, *, planned: int | None = None, last: bool = True
@@ -91,11 +91,11 @@ class LoadRunner:
             if block.round != current_round and self._gap_due():
                 self.idle()
             current_round = block.round
-            self.progress.now(f"block {block.index + 1}{of}: {shown(block.label)} {block.cell.name}")
+            self.progress.now(f"block {block.index + 1}{of}: {shown(block.label)} {block.workload.name}")
             started = monotonic()
             record, outcome = self._block(block)
             forecast.block_took(block, monotonic() - started)
-            stored = read_block(self.store.directory, record, {block.cell.name: block.cell})
+            stored = read_block(self.store.directory, record, {block.workload.name: block.workload})
             done.append(stored)
             self.progress.block_done(record, summarise_blocks([stored])[0], outcome.latency_p50_ns)
             self.progress.plan(forecast.remaining_s())
@@ -125,10 +125,10 @@ class LoadRunner:
         `LoadError`; a load that was cut short is returned."""
         arm = self.arms[entry.label]
         if self.answers is not None:
-            command = self.answers.keeping(command, entry.cell, number)
+            command = self.answers.keeping(command, entry.workload, number)
         outcome = self._generate(_title(entry), arm, command, readings)
         if self.answers is not None:
-            self.answers.take(entry.cell, entry.label, f"{name} {number}", outcome)
+            self.answers.take(entry.workload, entry.label, f"{name} {number}", outcome)
         return outcome
 
     def require_whole(self, entry: ScheduledBlock, outcome: Outcome, samples: Path, cut_reason: str | None) -> None:
@@ -156,9 +156,9 @@ class LoadRunner:
 
     def _block(self, block: ScheduledBlock) -> tuple[BlockRecord, Outcome]:
         """Run and store one block, with readings of the server, the machine and the GPU."""
-        arm, cell = self.arms[block.label], block.cell
+        arm, workload = self.arms[block.label], block.workload
         path = self.store.samples_path(block.index)
-        command = arm.load(cell, path, arrivals_seed=schedule_seed(self.seed, cell.name, block.round))
+        command = arm.load(workload, path, arrivals_seed=schedule_seed(self.seed, workload.name, block.round))
         readings = _Readings(block, arm, self._watch, self.gpu)
         outcome = self.load(block, command, block.index, "block", readings)
         readings.end(outcome)
@@ -233,7 +233,7 @@ class _Readings:
             **common_fields(block, self._started_at, outcome),
             index=block.index,
             samples=f"samples/{block.index:04d}.npy",
-            items=(outcome.requests - outcome.errors) * block.cell.batch_size,
+            items=(outcome.requests - outcome.errors) * block.workload.batch_size,
             server_cpu_ns=self._server_cpu_ns,
             stages=self._stages,
             complete=outcome.cut_reason is None and outcome.storage_error is None,
@@ -252,9 +252,9 @@ class _Readings:
 
 def closed_loop(
     concurrency: int, requests: int, *, batch_size: int = 1, seconds: float = 0.0, max_seconds: float
-) -> Cell:
+) -> Workload:
     """A load that is not one of the experiment's workloads."""
-    return Cell(
+    return Workload(
         scenario="concurrent", batch_size=batch_size, concurrency=concurrency, requests=requests, seconds=seconds,
         max_seconds=max_seconds, rounds=1,
     )  # fmt: skip
@@ -263,7 +263,7 @@ def closed_loop(
 def common_fields(entry: ScheduledBlock, started_at: str, outcome: Outcome) -> dict[str, Any]:
     """The fields that the records of a block and of a trial have in common."""
     return {
-        "cell": entry.cell.name,
+        "workload": entry.workload.name,
         "round": entry.round,
         "restart": entry.restart,
         "label": entry.label,
@@ -279,7 +279,7 @@ def common_fields(entry: ScheduledBlock, started_at: str, outcome: Outcome) -> d
 
 
 def _title(entry: ScheduledBlock) -> str:
-    return f"{entry.cell.name} on arm {entry.label}"
+    return f"{entry.workload.name} on arm {entry.label}"
 
 
 def _cut_short(title: str, reason: str, arm: Arm) -> LoadError:
@@ -291,6 +291,8 @@ def _wall_clock_ahead_ns() -> int:
     return time_ns() - perf_counter_ns()
 
 
-def _warm_up_shape(cell: Cell) -> tuple[int, int]:
+def _warm_up_shape(workload: Workload) -> tuple[int, int]:
     """Batch size and concurrency; few users for an open loop, whose connections are only a limit."""
-    return cell.batch_size, min(cell.concurrency, OPEN_WARM_UP_USERS) if cell.is_open else cell.concurrency
+    return workload.batch_size, min(
+        workload.concurrency, OPEN_WARM_UP_USERS
+    ) if workload.is_open else workload.concurrency

@@ -26,7 +26,7 @@ from loadgen.invocation import OWN_MODULE
 from loadgen.machine.calibration import CalibrationError, read_machine
 from loadgen.machine.environment import command_line, utc_now
 from loadgen.machine.fingerprint import fingerprint
-from loadgen.records.machine import Calibration, CalibrationCell, TimingError
+from loadgen.records.machine import Calibration, CalibrationWorkload, TimingError
 from loadgen.records.payloads import PAYLOADS
 from loadgen.records.run import Transport
 from loadgen.records.samples import good, latencies_ms, read_samples
@@ -113,7 +113,7 @@ def _read(process: ChildProcess) -> Any:
 
 def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibration:
     """Measure every combination. Raises `CalibrationError` when none could be measured."""
-    cells: list[CalibrationCell] = []
+    workloads: list[CalibrationWorkload] = []
     problems: list[str] = []
     host, packages = read_machine()
     count = max(1, min(4, len(os.sched_getaffinity(0)) - 1))
@@ -132,10 +132,10 @@ def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibr
                     measurement.prepare(samples, request.batch_sizes)
                     for batch_size in request.batch_sizes:
                         say(f"{transport}, {payload}, batch {batch_size}")
-                        cells.append(measurement.measure(request, batch_size))
+                        workloads.append(measurement.measure(request, batch_size))
                 except GeneratorError as exc:
                     problems.append(f"{transport}, {payload}: {exc}")
-    if not cells:
+    if not workloads:
         raise CalibrationError(
             f"nothing could be measured: {'; '.join(problems) or 'no transport or payload was given'}"
         )
@@ -147,7 +147,7 @@ def calibrate(request: CalibrationRequest, say: Callable[[str], None]) -> Calibr
         packages=packages,
         sink_processes=count,
         seconds=request.seconds,
-        cells=tuple(cells),
+        workloads=tuple(workloads),
         problems=tuple(problems),
     )
 
@@ -177,7 +177,7 @@ class _Measurement:
             )
         )
 
-    def measure(self, request: CalibrationRequest, batch_size: int) -> CalibrationCell:
+    def measure(self, request: CalibrationRequest, batch_size: int) -> CalibrationWorkload:
         """The ceiling at one batch size, and at batch size 1 the timing error. Raises `GeneratorError`."""
         users = request.concurrency if batch_size == 1 else min(request.concurrency, _BATCHED_USERS)
         self._sinks.delay(0.0)
@@ -196,7 +196,7 @@ class _Measurement:
                 self._time(1, _IDLE_DELAY_MS, rate, request.seconds),
                 self._time(users, _LOADED_DELAY * 1000.0 * users / rate, rate, request.seconds),
             )
-        return CalibrationCell(
+        return CalibrationWorkload(
             transport=self._transport,
             payload=self._payload,
             batch_size=batch_size,

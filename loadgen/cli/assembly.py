@@ -17,7 +17,7 @@ from loadgen.experiment.plan import (
     check_stack,
     expects_gpu,
     make_arm,
-    make_cells,
+    make_workloads,
     measurable_scenarios,
     minutes_of,
     plan_combinations,
@@ -45,8 +45,8 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     for arm, combination in product(arms, combinations):
         check_reachable(arm, combination.transport)
     check_stack(settings, arms, combinations)
-    cells = make_cells(settings, measurable_scenarios(settings, arms), gpu=expects_gpu(*arms))
-    has_load = any(cell.has_blocks for cell in cells)
+    workloads = make_workloads(settings, measurable_scenarios(settings, arms), gpu=expects_gpu(*arms))
+    has_load = any(workload.has_blocks for workload in workloads)
     if expects_gpu(*arms) and not has_load:
         raise PlanError("the GPU verification needs a scenario with load; add one, as in --scenarios single,ramp")
     own_engines = has_own_engines(arms, settings.deployment)
@@ -54,9 +54,9 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         raise PlanError("--ceiling measures engines of servers that abserve starts, and it starts none; leave it out")
     if settings.ceiling and not has_load:
         raise PlanError("--ceiling is compared with the load; add a scenario of load, as in --scenarios batched")
-    check_restarts(settings, cells)
+    check_restarts(settings, workloads)
     minutes = minutes_of(settings)
-    plan_conditions(settings.fail_if, cells, tuple(settings.arms))
+    plan_conditions(settings.fail_if, workloads, tuple(settings.arms))
     is_matrix, full = settings.matrix or len(combinations) > 1, settings.preset == "full"
 
     def experiment(combination: Combination) -> Experiment:
@@ -69,7 +69,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
             weights=AS_SERVED if compose else own.weights,
             payload=combination.payload,
             transport=combination.transport,
-            cells=cells,
+            workloads=workloads,
             preset=own.preset,
             seed=own.seed,
             equivalence_margin=own.margin,

@@ -6,34 +6,34 @@ from collections.abc import Mapping, Sequence
 
 from loadgen.comparison.comparisons import Comparison, Outcome, advantage, winner_of
 from loadgen.comparison.pairs import METRICS
-from loadgen.comparison.summaries import CellSummary
+from loadgen.comparison.summaries import WorkloadSummary
 from loadgen.quantities import measured, ratio, ratio_interval
-from loadgen.records.run import Cell, Label, Pairing, shown
+from loadgen.records.run import Label, Pairing, Workload, shown
 
 ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", "inconclusive", "invalid")
 """In which outcomes are listed."""
 
 
-def place(cell: Cell) -> str:
+def place(workload: Workload) -> str:
     """A workload inside a sentence: "at concurrency 16", "at 50 requests/s"."""
-    if cell.latency_bound_ms is not None:
-        return f"within p99 ≤ {cell.latency_bound_ms:g} ms"
-    if cell.scenario == "ramp":
+    if workload.latency_bound_ms is not None:
+        return f"within p99 ≤ {workload.latency_bound_ms:g} ms"
+    if workload.scenario == "ramp":
         return "at saturation"
-    if cell.is_open:
-        return f"at {cell.rate_per_s or 0.0:g} requests/s"
-    if cell.scenario == "batched":
-        return f"at batch {cell.batch_size}"
-    if cell.scenario == "concurrent":
-        size = f", batch {cell.batch_size}" if cell.batch_size > 1 else ""
-        return f"at concurrency {cell.concurrency}{size}"
-    return "one request at a time" if cell.scenario == "single" else "from a cold start"
+    if workload.is_open:
+        return f"at {workload.rate_per_s or 0.0:g} requests/s"
+    if workload.scenario == "batched":
+        return f"at batch {workload.batch_size}"
+    if workload.scenario == "concurrent":
+        size = f", batch {workload.batch_size}" if workload.batch_size > 1 else ""
+        return f"at concurrency {workload.concurrency}{size}"
+    return "one request at a time" if workload.scenario == "single" else "from a cold start"
 
 
-def places(cells: Sequence[Cell]) -> str:
+def places(workloads: Sequence[Workload]) -> str:
     """Several workloads: "one request at a time and at batch 4, 8"."""
-    batches = [str(cell.batch_size) for cell in cells if cell.scenario == "batched"]
-    names = [place(cell) for cell in cells if cell.scenario != "batched"]
+    batches = [str(workload.batch_size) for workload in workloads if workload.scenario == "batched"]
+    names = [place(workload) for workload in workloads if workload.scenario != "batched"]
     names += [f"at batch {', '.join(batches)}"] if batches else []
     return join(names)
 
@@ -43,12 +43,16 @@ def join(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def weight(cell: Cell) -> tuple[int, int]:
+def weight(workload: Workload) -> tuple[int, int]:
     """Sorts workloads by load: closed loops by concurrency, before open loops by rate. Searches, ramps and cold starts
     come last, because they say nothing about the cause of a difference."""
-    if cell.scenario in ("slo", "ramp", "cold-start"):
+    if workload.scenario in ("slo", "ramp", "cold-start"):
         return (0, 0)
-    return (0, round(cell.rate_per_s)) if cell.rate_per_s is not None else (cell.concurrency, cell.batch_size)
+    return (
+        (0, round(workload.rate_per_s))
+        if workload.rate_per_s is not None
+        else (workload.concurrency, workload.batch_size)
+    )
 
 
 def verdict_words(outcome: Outcome, pairing: Pairing, margin: float | None = None) -> str:
@@ -91,23 +95,23 @@ def _as_measured(comparison: Comparison) -> str:
     return f"{factor}, 95 % interval {ratio_interval(found.ci95)}"
 
 
-def groups(comparisons: Sequence[Comparison], cells: dict[str, Cell], margin: float) -> list[str]:
+def groups(comparisons: Sequence[Comparison], workloads: dict[str, Workload], margin: float) -> list[str]:
     """Two arms' workloads by outcome: "B is faster one request at a time and at batch 1, 4 (1.12–1.38×)"."""
     outcomes: dict[tuple[str, bool], list[Comparison]] = {}
     for one in sorted(
-        comparisons, key=lambda one: (ORDER.index(one.verdict), cells[one.scenario].scenario == "cold-start")
+        comparisons, key=lambda one: (ORDER.index(one.verdict), workloads[one.scenario].scenario == "cold-start")
     ):
         words = verdict_words(one.verdict, one.pairing, margin)
         text = f"{shown(one.winner)} is faster" if one.winner else words
         if one.verdict != "invalid":
-            outcomes.setdefault((text, cells[one.scenario].scenario == "cold-start"), []).append(one)
+            outcomes.setdefault((text, workloads[one.scenario].scenario == "cold-start"), []).append(one)
     return [
-        f"{text} {places([cells[one.scenario] for one in chosen])}{_leads(chosen)}"
+        f"{text} {places([workloads[one.scenario] for one in chosen])}{_leads(chosen)}"
         for (text, _), chosen in outcomes.items()
     ]
 
 
-def decided_besides(comparisons: Sequence[Comparison], cells: dict[str, Cell]) -> list[str]:
+def decided_besides(comparisons: Sequence[Comparison], workloads: dict[str, Workload]) -> list[str]:
     """Every decided metric that does not lead its workload. Metrics that favour the same arm as the leading one share
     a clause; each of the others gets its own: "but A has the lower p99 latency at batch 4 (1.90×)"."""
     leading = {(c.scenario, c.pairing): c.winner for c in comparisons if c.leading}
@@ -127,7 +131,7 @@ def decided_besides(comparisons: Sequence[Comparison], cells: dict[str, Cell]) -
         parts.append(f"{join(list(agreeing))} {verb} the same arm wherever decided")
     for (winner, loser, name), chosen in against.items():
         best = "higher" if METRICS[name].higher_is_better else "lower"
-        where = places([cells[c.scenario] for c in chosen])
+        where = places([workloads[c.scenario] for c in chosen])
         than = f" than {shown(loser)}" if several else ""
         article = "a" if several else "the"
         parts.append(f"but {shown(winner)} has {article} {best} {METRICS[name].title}{than} {where}{_leads(chosen)}")
@@ -144,12 +148,12 @@ def _leads(comparisons: Sequence[Comparison]) -> str:
     return f" ({largest})" if least == largest else f" ({least.removesuffix('×')}–{largest})"
 
 
-def figure(comparison: Comparison, cells: Sequence[CellSummary], label: Label) -> str:
+def figure(comparison: Comparison, workloads: Sequence[WorkloadSummary], label: Label) -> str:
     """One arm's value of a comparison, without its unit, with the digits that its interval supports."""
     value = comparison.arm_value if label == comparison.arm else comparison.baseline_value
     interval = None
-    for summary in cells:
-        if summary.cell == comparison.scenario and summary.label == label:
+    for summary in workloads:
+        if summary.workload == comparison.scenario and summary.label == label:
             interval = {"throughput": summary.throughput_ci95, "latency_p50": summary.p50_ci95_ms}.get(
                 comparison.metric
             )

@@ -169,7 +169,7 @@ def compare_all(
         baseline, arm = values or (None, None)
         comparisons.append(
             Comparison(
-                scenario=one.cell.name,
+                scenario=one.workload.name,
                 metric=metric.name,
                 unit=metric.unit,
                 higher_is_better=metric.higher_is_better,
@@ -213,7 +213,7 @@ def shared_correlation(paired: Sequence[PairedMetric]) -> tuple[float, float]:
     for one in paired:
         if one.leads and one.correlation is not None:
             known.append(one.correlation)
-            rounds[one.cell.name] = max(len(one.pairs), rounds.get(one.cell.name, 0))
+            rounds[one.workload.name] = max(len(one.pairs), rounds.get(one.workload.name, 0))
     if not known:
         return 0.0, 0.0
     allowance = CORRELATION_ALLOWANCE / math.sqrt(sum(rounds.values()))
@@ -231,7 +231,7 @@ def estimate_pairs(
     """
     margin, groups = experiment.equivalence_margin, paired.by_restart()
     ratios = [pair.ratio for pair in paired.pairs]
-    open_ended = experiment.until_decided and paired.cell.has_blocks
+    open_ended = experiment.until_decided and paired.workload.has_blocks
     own = paired.correlation
     alone = own if own is not None and len(ratios) >= LEAST_ALONE else 0.0
     correlation = 0.0 if own is None and not paired.rounds else max(shared, alone, 0.0)
@@ -242,7 +242,7 @@ def estimate_pairs(
         )
         return ("anytime-valid order statistics" if open_ended else "order statistics"), tail, tails
     values = _values(paired)
-    if paired.cell.scenario == "cold-start":
+    if paired.workload.scenario == "cold-start":
         return "t over pairs", estimate_ratio(ratios, margin), values
     if open_ended:
         return "anytime-valid over pairs", estimate_anytime(ratios, margin, correlation), values
@@ -271,7 +271,7 @@ def _adjust(
     p_values = [estimate.p_value for estimate in estimates]
     if not experiment.until_decided:
         return adjust_holm(p_values)
-    leading = [one.metric == leading_metric(one.cell) for one in paired]
+    leading = [one.metric == leading_metric(one.workload) for one in paired]
     others = len(leading) - sum(leading)
     weights = [LEADING_SHARE / sum(leading) if leads else (1.0 - LEADING_SHARE) / others for leads in leading]
     adjusted = adjust_holm([1.0 if p is None else p for p in p_values], weights)

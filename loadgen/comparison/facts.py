@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from loadgen.comparison.comparisons import Comparison
 from loadgen.comparison.stages import ArmStages, StageAccount
-from loadgen.comparison.summaries import BlockSummary, CellSummary
-from loadgen.records.run import Cell, Found
+from loadgen.comparison.summaries import BlockSummary, WorkloadSummary
+from loadgen.records.run import Found, Workload
 from loadgen.storage.stored_run import StoredBlock, StoredRun
 
 F = TypeVar("F", bound=Found)
@@ -21,19 +21,19 @@ PLAN = "plan"
 """Scope of a check of the planned run: it takes the verdict from the run, not from workloads that are complete."""
 
 
-def cell_scope(cell: str) -> str:
+def workload_scope(workload: str) -> str:
     """Scope of a check that covers the comparisons of one workload."""
-    return f"cell {cell}"
+    return f"workload {workload}"
 
 
 @dataclass(frozen=True, slots=True)
-class CellFacts:
+class WorkloadFacts:
     """One workload whose blocks were planned, with those that ran."""
 
-    cell: Cell
+    workload: Workload
     stored: Sequence[StoredBlock]
     blocks: Sequence[BlockSummary]
-    summaries: Sequence[CellSummary]
+    summaries: Sequence[WorkloadSummary]
     """One per arm."""
     accounts: Sequence[StageAccount]
     """One per arm beside the baseline."""
@@ -45,7 +45,7 @@ class CellFacts:
 
     @property
     def scope(self) -> str:
-        return cell_scope(self.cell.name)
+        return workload_scope(self.workload.name)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Facts:
 
     run: StoredRun
     blocks: Sequence[BlockSummary] = ()
-    summaries: Sequence[CellSummary] = ()
+    summaries: Sequence[WorkloadSummary] = ()
     accounts: Sequence[StageAccount] = ()
     findings: Mapping[str, Found] = field(default_factory=dict)
     """The studies' findings by study name."""
@@ -65,22 +65,22 @@ class Facts:
         return kind.among(self.findings)
 
     @cached_property
-    def planned(self) -> list[CellFacts]:
+    def planned(self) -> list[WorkloadFacts]:
         """Every workload that was planned to have blocks."""
         return [
-            CellFacts(
-                cell,
-                [block for block in self.run.blocks if block.record.cell == cell.name],
-                [block for block in self.blocks if block.cell == cell.name],
-                [summary for summary in self.summaries if summary.cell == cell.name],
-                [account for account in self.accounts if account.cell == cell.name],
+            WorkloadFacts(
+                workload,
+                [block for block in self.run.blocks if block.record.workload == workload.name],
+                [block for block in self.blocks if block.workload == workload.name],
+                [summary for summary in self.summaries if summary.workload == workload.name],
+                [account for account in self.accounts if account.workload == workload.name],
             )
-            for cell in self.run.experiment.cells
-            if cell.has_blocks
+            for workload in self.run.experiment.workloads
+            if workload.has_blocks
         ]
 
     @property
-    def loads(self) -> list[CellFacts]:
+    def loads(self) -> list[WorkloadFacts]:
         """Every workload that has blocks."""
         return [load for load in self.planned if load.blocks]
 

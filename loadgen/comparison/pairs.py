@@ -11,7 +11,7 @@ import numpy as np
 
 from loadgen.comparison.summaries import BlockSummary, measured_samples
 from loadgen.experiment.arrivals import arrival_count
-from loadgen.records.run import Cell, Experiment, Label, Pairing, shown
+from loadgen.records.run import Experiment, Label, Pairing, Workload, shown
 from loadgen.records.samples import NS_PER_S, latencies_ms
 from loadgen.statistics.percentiles import samples_needed
 from loadgen.statistics.ratios import lag_one
@@ -56,24 +56,26 @@ METRICS = {
 }
 
 
-def metrics_of(cell: Cell) -> tuple[Metric, ...]:
+def metrics_of(workload: Workload) -> tuple[Metric, ...]:
     """What is compared in a workload, in the order of the report. An open loop requests the same throughput from every
     arm, so latencies are compared, and the achieved rate if an arm cannot keep up."""
-    if cell.scenario == "cold-start":
+    if workload.scenario == "cold-start":
         return (TIME_TO_READY, TIME_TO_FIRST_ANSWER)
-    if cell.scenario in ("slo", "ramp"):
-        return (SLO_RATE if cell.scenario == "slo" else SATURATION,)
-    return (ACHIEVED_RATE, *LATENCIES) if cell.is_open else (THROUGHPUT, *LATENCIES)
+    if workload.scenario in ("slo", "ramp"):
+        return (SLO_RATE if workload.scenario == "slo" else SATURATION,)
+    return (ACHIEVED_RATE, *LATENCIES) if workload.is_open else (THROUGHPUT, *LATENCIES)
 
 
-def leading_metric(cell: Cell) -> Metric:
+def leading_metric(workload: Workload) -> Metric:
     """The one that stands for the workload in the verdict, and that decides when to stop. In an open loop it is the
     highest percentile that the planned pairs have enough requests for."""
-    if cell.scenario == "cold-start":
+    if workload.scenario == "cold-start":
         return TIME_TO_FIRST_ANSWER
-    if not cell.is_open or cell.rate_per_s is None:
-        return metrics_of(cell)[0]
-    requests = cell.rounds * arrival_count(cell.rate_per_s, cell.requests, cell.seconds, cell.max_seconds)
+    if not workload.is_open or workload.rate_per_s is None:
+        return metrics_of(workload)[0]
+    requests = workload.rounds * arrival_count(
+        workload.rate_per_s, workload.requests, workload.seconds, workload.max_seconds
+    )
     supported = [m for m in LATENCIES if m.quantile is not None and samples_needed(m.quantile) <= requests]
     return supported[-1] if supported else LATENCIES[0]
 
@@ -106,7 +108,7 @@ class Pair:
 class PairedMetric:
     """One comparison's data; without pairs `reason` may say why."""
 
-    cell: Cell
+    workload: Workload
     metric: Metric
     pairing: Pairing
     pairs: tuple[Pair, ...]
@@ -119,12 +121,12 @@ class PairedMetric:
     @property
     def leads(self) -> bool:
         """Whether it stands for its workload."""
-        return self.metric == (ACHIEVED_RATE if self.saturated else leading_metric(self.cell))
+        return self.metric == (ACHIEVED_RATE if self.saturated else leading_metric(self.workload))
 
     @cached_property
     def correlation(self) -> float | None:
         """Of successive pairs; None for cold starts, searches and restarts, each of which begins anew."""
-        if not self.cell.has_blocks or len(self.by_restart()) > 1:
+        if not self.workload.has_blocks or len(self.by_restart()) > 1:
             return None
         return lag_one([pair.ratio for pair in self.pairs])
 
@@ -153,36 +155,45 @@ def pair_metrics(
     """Every metric of every workload of each arm beside the baseline, in the order of the report; then, for ranking,
     the leading one of the other arms among themselves. Without `latencies` high percentiles have no data."""
 
-    def pairs(cell: Cell, metric: Metric, pairing: Pairing) -> PairedMetric:
-        if cell.scenario == "cold-start":
-            return _start_pairs(cell, metric, pairing, cold_starts)
-        if cell.has_blocks:
-            return _block_pairs(cell, metric, pairing, blocks, latencies or {})
-        return _search_pairs(cell, metric, pairing, found)
+    def pairs(workload: Workload, metric: Metric, pairing: Pairing) -> PairedMetric:
+        if workload.scenario == "cold-start":
+            return _start_pairs(workload, metric, pairing, cold_starts)
+        if workload.has_blocks:
+            return _block_pairs(workload, metric, pairing, blocks, latencies or {})
+        return _search_pairs(workload, metric, pairing, found)
 
     paired = []
-    for cell in experiment.cells:
-        paired += [pairs(cell, metric, two) for metric in metrics_of(cell) for two in experiment.pairings]
-        others = (pairs(cell, metric, two) for metric in metrics_of(cell) for two in experiment.pairings_of_others)
+    for workload in experiment.workloads:
+        paired += [pairs(workload, metric, two) for metric in metrics_of(workload) for two in experiment.pairings]
+        others = (
+            pairs(workload, metric, two) for metric in metrics_of(workload) for two in experiment.pairings_of_others
+        )
         paired += [one for one in others if one.leads]
     return paired
 
 
-def _search_pairs(cell: Cell, metric: Metric, pairing: Pairing, found: Sequence[RateFound | RampFound]) -> PairedMetric:
+def _search_pairs(
+    workload: Workload, metric: Metric, pairing: Pairing, found: Sequence[RateFound | RampFound]
+) -> PairedMetric:
     """One pair per round in which both searches or ramps found a value."""
     values = {
         (one.round, one.label): (value, one.restart)
         for one in found
-        if one.cell == cell.name and (value := one.rate_per_s if isinstance(one, RateFound) else one.saturation_per_s)
+        if one.workload == workload.name
+        and (value := one.rate_per_s if isinstance(one, RateFound) else one.saturation_per_s)
     }
     both = side_by_side(values, pairing)
-    return PairedMetric(cell, metric, pairing, tuple(Pair(base, arm, restart) for _, (base, restart), (arm, _) in both))
+    return PairedMetric(
+        workload, metric, pairing, tuple(Pair(base, arm, restart) for _, (base, restart), (arm, _) in both)
+    )
 
 
 def _block_pairs(
-    cell: Cell, metric: Metric, pairing: Pairing, blocks: Sequence[BlockSummary], latencies: Latencies
+    workload: Workload, metric: Metric, pairing: Pairing, blocks: Sequence[BlockSummary], latencies: Latencies
 ) -> PairedMetric:
-    usable = {(block.round, block.label): block for block in blocks if block.cell == cell.name and block.complete}
+    usable = {
+        (block.round, block.label): block for block in blocks if block.workload == workload.name and block.complete
+    }
     couples = [(base, arm) for _, base, arm in side_by_side(usable, pairing)]
     saturated = next(
         (block for couple in couples for block in couple if block.open_loop and block.open_loop.saturation), None
@@ -190,15 +201,15 @@ def _block_pairs(
     if metric.quantile is not None and saturated is not None and saturated.open_loop is not None:
         # The latency of a growing backlog depends on the length of the block.
         reason = f"{shown(saturated.label)} was {saturated.open_loop.saturation}"
-        return PairedMetric(cell, metric, pairing, (), reason, saturated=True)
+        return PairedMetric(workload, metric, pairing, (), reason, saturated=True)
     if metric.quantile is not None:
         needed = samples_needed(metric.quantile)
         if metric.is_tail or any(block.latency.samples < needed for couple in couples for block in couple):
-            return _tail(cell, metric, pairing, metric.quantile, couples, latencies)
+            return _tail(workload, metric, pairing, metric.quantile, couples, latencies)
     pairs = _pairs(couples, metric)
     if len(pairs) < len(couples):
-        return PairedMetric(cell, metric, pairing, (), "a block has no good response")
-    return PairedMetric(cell, metric, pairing, pairs, saturated=saturated is not None)
+        return PairedMetric(workload, metric, pairing, (), "a block has no good response")
+    return PairedMetric(workload, metric, pairing, pairs, saturated=saturated is not None)
 
 
 def _pairs(couples: Sequence[tuple[BlockSummary, BlockSummary]], metric: Metric) -> tuple[Pair, ...]:
@@ -207,7 +218,7 @@ def _pairs(couples: Sequence[tuple[BlockSummary, BlockSummary]], metric: Metric)
 
 
 def _tail(
-    cell: Cell,
+    workload: Workload,
     metric: Metric,
     pairing: Pairing,
     quantile: float,
@@ -225,9 +236,9 @@ def _tail(
     fewest = min(sum(len(one.a) for one in rounds), sum(len(one.b) for one in rounds))
     if rounds and fewest < needed:
         reason = f"{metric.title} needs {needed} samples per arm; one arm has {fewest}"
-        return PairedMetric(cell, metric, pairing, (), reason)
+        return PairedMetric(workload, metric, pairing, (), reason)
     pairs = _pairs(couples, metric)
-    return PairedMetric(cell, metric, pairing, pairs if len(pairs) == len(couples) else (), rounds=rounds)
+    return PairedMetric(workload, metric, pairing, pairs if len(pairs) == len(couples) else (), rounds=rounds)
 
 
 def _value(block: BlockSummary, metric: Metric) -> float | None:
@@ -237,7 +248,7 @@ def _value(block: BlockSummary, metric: Metric) -> float | None:
     return value
 
 
-def _start_pairs(cell: Cell, metric: Metric, pairing: Pairing, starts: Sequence[ColdStart]) -> PairedMetric:
+def _start_pairs(workload: Workload, metric: Metric, pairing: Pairing, starts: Sequence[ColdStart]) -> PairedMetric:
     """Seconds from process start in each repetition in which both arms succeeded."""
     reached: dict[tuple[int, Label], float] = {}
     for start in starts:
@@ -245,4 +256,4 @@ def _start_pairs(cell: Cell, metric: Metric, pairing: Pairing, starts: Sequence[
         if start.error is None and elapsed_ns:
             reached[start.repetition, start.label] = elapsed_ns / NS_PER_S
     pairs = tuple(Pair(base, arm, repetition) for repetition, base, arm in side_by_side(reached, pairing))
-    return PairedMetric(cell, metric, pairing, pairs)
+    return PairedMetric(workload, metric, pairing, pairs)

@@ -87,7 +87,7 @@ class StageDifference(Record, frozen=True, kw_only=True):
 class StageAccount(Record, frozen=True, kw_only=True):
     """Two arms in one workload. `differences` is empty unless both breakdowns add up; the largest comes first."""
 
-    cell: str
+    workload: str
     baseline: Label
     arm: Label
     baseline_stages: ArmStages | None
@@ -152,7 +152,11 @@ def contradictions_in(block: StoredBlock) -> dict[str, str]:
         return {"counters": "its counters ran backwards"}
     answers = good(block.samples)
     found = {}
-    sent_items, good_items, size = int(block.samples["batch"].sum()), int(answers["batch"].sum()), block.cell.batch_size
+    sent_items, good_items, size = (
+        int(block.samples["batch"].sum()),
+        int(answers["batch"].sum()),
+        block.workload.batch_size,
+    )
     for name, counted, seen, sent, single in (
         ("requests", stages.requests, len(answers), len(block.samples), 1),
         ("items", stages.items, good_items, sent_items, size),
@@ -181,14 +185,14 @@ def _mean_ms(totals: Sequence[StageTotals], stage: str) -> float | None:
     return float(sum(values)) / requests / NS_PER_MS if requests > 0 else None
 
 
-def account_cell(cell: str, blocks: Sequence[StoredBlock], pairings: Sequence[Pairing]) -> list[StageAccount]:
+def account_workload(workload: str, blocks: Sequence[StoredBlock], pairings: Sequence[Pairing]) -> list[StageAccount]:
     """The breakdown of each arm over the given blocks of one workload, and the differences of each pairing."""
     labels = dict.fromkeys(label for pairing in pairings for label in pairing)
     arms = {label: account_arm(label, [block for block in blocks if block.record.label == label]) for label in labels}
-    return [_account(cell, pairing, arms[pairing.baseline], arms[pairing.arm]) for pairing in pairings]
+    return [_account(workload, pairing, arms[pairing.baseline], arms[pairing.arm]) for pairing in pairings]
 
 
-def _account(cell: str, pairing: Pairing, baseline: ArmStages | None, arm: ArmStages | None) -> StageAccount:
+def _account(workload: str, pairing: Pairing, baseline: ArmStages | None, arm: ArmStages | None) -> StageAccount:
     total, apart = None, {}
     if baseline is not None and arm is not None:
         total = arm.client_total_ms - baseline.client_total_ms
@@ -196,7 +200,7 @@ def _account(cell: str, pairing: Pairing, baseline: ArmStages | None, arm: ArmSt
             before, after = folded(baseline, arm), folded(arm, baseline)
             apart = {stage: after[stage] - before[stage] for stage in before}
     return StageAccount(
-        cell=cell,
+        workload=workload,
         baseline=pairing.baseline,
         arm=pairing.arm,
         baseline_stages=baseline,

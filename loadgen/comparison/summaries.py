@@ -45,7 +45,7 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     """One block, reduced to numbers; the unit of replication."""
 
     index: int
-    cell: str
+    workload: str
     round: int
     label: Label
     position: int
@@ -87,10 +87,10 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     """Requests that had to reconnect because the server had closed the connection, as part of their latency."""
 
 
-class CellSummary(Record, frozen=True, kw_only=True):
+class WorkloadSummary(Record, frozen=True, kw_only=True):
     """One arm in one workload: all complete blocks together."""
 
-    cell: str
+    workload: str
     label: Label
     blocks: int
     requests: int
@@ -150,13 +150,15 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         lags_ms, answered = (samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS, good(samples)
         if record.offered is not None and record.due_span_ns is not None:
             # Requests of an open loop queue behind each other: a busy start does not mean that warm-up is missing.
-            open_loop = summarise_open_loop(samples, record.offered, record.due_span_ns, block.cell.concurrency)
-            throughput = None if open_loop.achieved_per_s is None else open_loop.achieved_per_s * block.cell.batch_size
+            open_loop = summarise_open_loop(samples, record.offered, record.due_span_ns, block.workload.concurrency)
+            throughput = (
+                None if open_loop.achieved_per_s is None else open_loop.achieved_per_s * block.workload.batch_size
+            )
         else:
             share, throughput, warm = full_load_share(samples), throughput_per_s(samples), slow_start(samples)
     return BlockSummary(
         index=record.index,
-        cell=record.cell,
+        workload=record.workload,
         round=record.round,
         label=record.label,
         position=record.position,
@@ -194,7 +196,7 @@ def measured_samples(block: StoredBlock) -> Samples:
     """`measured_answers` of a block; empty if its samples are missing."""
     if block.samples is None:
         return np.empty(0, dtype=SAMPLE_DTYPE)
-    return measured_answers(block.samples, is_open=block.cell.is_open)
+    return measured_answers(block.samples, is_open=block.workload.is_open)
 
 
 def _generator_cpu_share(record: BlockRecord) -> float | None:
@@ -210,12 +212,12 @@ def _generator_cpu_share(record: BlockRecord) -> float | None:
     return record.generator_cpu_ns / window_ns if window_ns > 0 else None
 
 
-def summarise_cell(
-    cell: str, label: Label, blocks: Sequence[StoredBlock], summaries: Sequence[BlockSummary]
-) -> CellSummary:
+def summarise_workload(
+    workload: str, label: Label, blocks: Sequence[StoredBlock], summaries: Sequence[BlockSummary]
+) -> WorkloadSummary:
     """Pool the complete blocks of one arm in one workload; `blocks` and `summaries` are in the same order."""
     pairs = zip(blocks, summaries, strict=True)
-    chosen = [(b, s) for b, s in pairs if s.cell == cell and s.label == label and s.complete]
+    chosen = [(b, s) for b, s in pairs if s.workload == workload and s.label == label and s.complete]
     stored, own = [block for block, _ in chosen], [summary for _, summary in chosen]
     pooled = np.concatenate([np.empty(0, dtype=SAMPLE_DTYPE), *map(measured_samples, stored)])
     latency = latencies_ms(pooled)
@@ -230,8 +232,8 @@ def summarise_cell(
     kept = [(summary.reconnects, summary.requests) for summary in own if summary.reconnects is not None]
     cores = [summary.server_cpu_cores for summary in own if summary.server_cpu_cores is not None]
     payloads = [size for block in stored for size in block.record.body_payload_bytes]
-    return CellSummary(
-        cell=cell,
+    return WorkloadSummary(
+        workload=workload,
         label=label,
         blocks=len(chosen),
         requests=sum(summary.requests for summary in own),

@@ -64,6 +64,6 @@ def drain_ns(span_ns: int) -> int:
     return max(int(_LEAST_DRAIN_SECONDS * 1e9), int(_DRAIN_SHARE * span_ns))
 
 
-def schedule_seed(seed: int, cell: str, pair: int) -> int:
+def schedule_seed(seed: int, workload: str, pair: int) -> int:
     """The seed of one round's schedule: the same for all arms, different for every round and workload."""
-    return int(np.random.SeedSequence([seed & (2**64 - 1), zlib.crc32(cell.encode()), pair]).generate_state(1)[0])
+    return int(np.random.SeedSequence([seed & (2**64 - 1), zlib.crc32(workload.encode()), pair]).generate_state(1)[0])

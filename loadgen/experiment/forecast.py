@@ -8,7 +8,7 @@ from time import monotonic
 
 from loadgen.experiment.plan import PRESETS
 from loadgen.experiment.schedule import ScheduledBlock
-from loadgen.records.run import Cell, Experiment, Label
+from loadgen.records.run import Experiment, Label, Workload
 
 _START_SECONDS = 10.0
 _BEFORE_LOAD_SECONDS = 45.0
@@ -31,13 +31,15 @@ class Forecast:
         self._before_load = _BEFORE_LOAD_SECONDS
         self._preset_seconds = 60.0 * (experiment.minutes or preset.minutes)
         self._checks = 0.0
-        self._starts = sum(arms * cell.rounds for cell in experiment.cells if cell.scenario == "cold-start")
+        self._starts = sum(
+            arms * workload.rounds for workload in experiment.workloads if workload.scenario == "cold-start"
+        )
         self._starts_took: list[float] = []
         self._start_guess = _START_SECONDS
         self._searches = sum(
-            arms * cell.rounds * _TRIALS * 2 * cell.seconds
-            for cell in experiment.cells
-            if cell.scenario in ("slo", "ramp")
+            arms * workload.rounds * _TRIALS * 2 * workload.seconds
+            for workload in experiment.workloads
+            if workload.scenario in ("slo", "ramp")
         )
 
     def start_takes(self, seconds: float) -> None:
@@ -59,7 +61,7 @@ class Forecast:
 
     def block_took(self, block: ScheduledBlock, seconds: float) -> None:
         """One block is done."""
-        self._took.setdefault((block.cell.name, block.label), []).append(seconds)
+        self._took.setdefault((block.workload.name, block.label), []).append(seconds)
         if block in self._blocks:
             self._blocks.remove(block)
 
@@ -79,9 +81,9 @@ class Forecast:
         """Expect the remaining searches and ramps to take this long, from those that have run."""
         self._searches = seconds
 
-    def round_s(self, cell: Cell) -> float:
+    def round_s(self, workload: Workload) -> float:
         """Seconds of one round of a workload."""
-        return sum(self._block_s(cell, label) for label in self._labels)
+        return sum(self._block_s(workload, label) for label in self._labels)
 
     def after_load_s(self) -> float:
         """Seconds of the checks, cold starts and searches still to come."""
@@ -92,13 +94,13 @@ class Forecast:
         """Seconds still to come."""
         if not self._took and self._before_load:
             return max(self._preset_seconds, self._before_load)
-        blocks = sum(self._block_s(block.cell, block.label) for block in self._blocks)
+        blocks = sum(self._block_s(block.workload, block.label) for block in self._blocks)
         if self._load_ends_at is not None:
             blocks = max(0.0, self._load_ends_at - monotonic())
         return self._before_load + blocks + self.after_load_s()
 
-    def _block_s(self, cell: Cell, label: Label) -> float:
-        took = self._took.get((cell.name, label)) or [
-            seconds for (name, _), many in self._took.items() if name == cell.name for seconds in many
+    def _block_s(self, workload: Workload, label: Label) -> float:
+        took = self._took.get((workload.name, label)) or [
+            seconds for (name, _), many in self._took.items() if name == workload.name for seconds in many
         ]
-        return fmean(took) if took else _WHOLE_BLOCK * cell.seconds + _BETWEEN_BLOCKS_SECONDS
+        return fmean(took) if took else _WHOLE_BLOCK * workload.seconds + _BETWEEN_BLOCKS_SECONDS

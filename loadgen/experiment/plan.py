@@ -18,7 +18,7 @@ import msgspec
 
 from loadgen.experiment.settings import DEFAULT_SCENARIOS, DEFAULT_WEIGHTS, ArmSettings, ExperimentSettings
 from loadgen.records.payloads import PAYLOADS, implied_payload
-from loadgen.records.run import EMBEDDED, ArmRequest, Cell, Label, Scenario, Transport, option_of
+from loadgen.records.run import EMBEDDED, ArmRequest, Label, Scenario, Transport, Workload, option_of
 from loadgen.statistics.early_stopping import queries_needed
 
 GPU_WINDOW_S = 11.0
@@ -193,7 +193,7 @@ def minutes_of(settings: ExperimentSettings) -> float | None:
     return None
 
 
-def check_restarts(settings: ExperimentSettings, cells: Sequence[Cell]) -> None:
+def check_restarts(settings: ExperimentSettings, workloads: Sequence[Workload]) -> None:
     """Raises `PlanError` for restarts that cannot be had, with what to ask for instead."""
     restarts = settings.restarts
     if restarts == 1:
@@ -208,7 +208,7 @@ def check_restarts(settings: ExperimentSettings, cells: Sequence[Cell]) -> None:
                 f"--restarts {restarts}: abserve did not start {option_of(label)} {arm.target} and cannot restart it; "
                 "leave --restarts out"
             )
-    fewest = min((cell.rounds for cell in cells if cell.has_blocks), default=restarts)
+    fewest = min((workload.rounds for workload in workloads if workload.has_blocks), default=restarts)
     if fewest < restarts:
         raise PlanError(
             f"--restarts {restarts} needs a round per restart and there are {fewest}; give --rounds {restarts} or more"
@@ -218,9 +218,9 @@ def check_restarts(settings: ExperimentSettings, cells: Sequence[Cell]) -> None:
 # Workloads
 
 
-def make_cells(
+def make_workloads(
     settings: ExperimentSettings, scenarios: Sequence[Scenario] = (), *, gpu: bool = False
-) -> tuple[Cell, ...]:
+) -> tuple[Workload, ...]:
     """The workloads of an experiment in the order of the report, for these scenarios instead of the settings'.
 
     How long a block must last is known after a first request (`sized`). With `gpu`, the blocks of an arm together last
@@ -243,7 +243,7 @@ def make_cells(
         else:
             seconds = max(seconds, GPU_WINDOW_S / rounds)
         requests = math.ceil(GPU_REQUESTS / rounds)
-    single = Cell(
+    single = Workload(
         scenario="single",
         batch_size=1,
         concurrency=1,
@@ -253,23 +253,23 @@ def make_cells(
         rounds=rounds,
     )
     like_single = partial(msgspec.structs.replace, single)
-    cells: list[Cell] = []
+    workloads: list[Workload] = []
     if "cold-start" in scenarios:
-        cells.append(
+        workloads.append(
             like_single(scenario="cold-start", requests=1, seconds=0.0, max_seconds=300.0, rounds=preset.cold_starts)
         )
     if "single" in scenarios:
-        cells.append(single)
+        workloads.append(single)
     if "batched" in scenarios:
-        cells += [like_single(scenario="batched", batch_size=size) for size in sorted(set(settings.batch_sizes))]
+        workloads += [like_single(scenario="batched", batch_size=size) for size in sorted(set(settings.batch_sizes))]
     if "concurrent" in scenarios:
         most = max(settings.requests, requests)
-        cells += [
+        workloads += [
             like_single(scenario="concurrent", concurrency=users, requests=most)
             for users in sorted(set(settings.concurrency))
         ]
     due = max(settings.open_seconds, seconds)
-    cells += [
+    workloads += [
         like_single(
             scenario="open",
             concurrency=settings.connections,
@@ -280,10 +280,10 @@ def make_cells(
         )
         for rate in sorted(set(settings.rates))
     ]
-    cells += _search_cells(settings, preset)
+    workloads += _search_workloads(settings, preset)
     if "ramp" in scenarios:
-        cells.append(
-            Cell(
+        workloads.append(
+            Workload(
                 scenario="ramp",
                 batch_size=1,
                 concurrency=settings.ramp_users,
@@ -293,20 +293,20 @@ def make_cells(
                 rounds=settings.rounds or preset.search_rounds,
             )
         )
-    names = [cell.name for cell in cells]
+    names = [workload.name for workload in workloads]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise PlanError(f"two workloads would both be called {twice}; give values that differ in six digits")
-    return tuple(cells)
+    return tuple(workloads)
 
 
-def _search_cells(settings: ExperimentSettings, preset: Preset) -> list[Cell]:
+def _search_workloads(settings: ExperimentSettings, preset: Preset) -> list[Workload]:
     """A search per latency bound."""
     queries = settings.slo_queries or preset.queries
-    cells = []
+    workloads = []
     for bound in sorted(set(settings.slo_p99_ms)):
         least = BOUNDS_PER_TRIAL * bound / 1000.0
-        cells.append(
-            Cell(
+        workloads.append(
+            Workload(
                 scenario="slo",
                 batch_size=1,
                 concurrency=settings.connections,
@@ -318,17 +318,17 @@ def _search_cells(settings: ExperimentSettings, preset: Preset) -> list[Cell]:
                 latency_bound_ms=float(bound),
             )
         )
-    return cells
+    return workloads
 
 
-def sized(cells: Sequence[Cell], request_seconds: Mapping[str, float]) -> tuple[Cell, ...]:
+def sized(workloads: Sequence[Workload], request_seconds: Mapping[str, float]) -> tuple[Workload, ...]:
     """The workloads with closed-loop blocks long enough for the slowest arm, whose seconds per request are given by
     the workload's name. All arms get the same time."""
     return tuple(
-        cell
-        if cell.is_open or cell.name not in request_seconds
+        workload
+        if workload.is_open or workload.name not in request_seconds
         else msgspec.structs.replace(
-            cell, seconds=min(max(cell.seconds, SPAN * request_seconds[cell.name]), cell.max_seconds)
+            workload, seconds=min(max(workload.seconds, SPAN * request_seconds[workload.name]), workload.max_seconds)
         )
-        for cell in cells
+        for workload in workloads
     )

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from loadgen.records.run import Cell, Experiment, Label
+from loadgen.records.run import Experiment, Label, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +23,21 @@ class ScheduledBlock:
     """One planned block; `position` counts the arms of its round from 0."""
 
     index: int
-    cell: Cell
+    workload: Workload
     round: int
     label: Label
     position: int
     restart: int = 0
 
 
-def load_cells(cells: Sequence[Cell]) -> list[Cell]:
+def load_workloads(workloads: Sequence[Workload]) -> list[Workload]:
     """The workloads with blocks; cold starts, searches and ramps have their own order."""
-    return [cell for cell in cells if cell.has_blocks]
+    return [workload for workload in workloads if workload.has_blocks]
 
 
 def has_load(experiment: Experiment) -> bool:
     """Whether any workload has blocks."""
-    return bool(load_cells(experiment.cells))
+    return bool(load_workloads(experiment.workloads))
 
 
 def arm_orders(labels: Sequence[Label], rounds: int, random: Random) -> list[tuple[Label, ...]]:
@@ -54,38 +54,39 @@ def arm_orders(labels: Sequence[Label], rounds: int, random: Random) -> list[tup
 
 def schedule(experiment: Experiment) -> tuple[ScheduledBlock, ...]:
     """All load blocks, in order."""
-    load = load_cells(experiment.cells)
+    load = load_workloads(experiment.workloads)
     return interleave(load, experiment.labels, experiment.seed, experiment.restarts)
 
 
 def search_schedule(experiment: Experiment) -> tuple[ScheduledBlock, ...]:
     """All searches and ramps, in order: each entry is one of them on one arm, with as many trials as it takes."""
-    searches = [cell for cell in experiment.cells if cell.scenario in ("slo", "ramp")]
+    searches = [workload for workload in experiment.workloads if workload.scenario in ("slo", "ramp")]
     return interleave(searches, experiment.labels, experiment.seed, experiment.restarts)
 
 
 def interleave(
-    cells: Sequence[Cell], labels: Sequence[Label], seed: int, restarts: int = 1
+    workloads: Sequence[Workload], labels: Sequence[Label], seed: int, restarts: int = 1
 ) -> tuple[ScheduledBlock, ...]:
     """Every round of the workloads, in the order that the module describes."""
     random = Random(seed)
-    orders = {cell.name: arm_orders(labels, cell.rounds, random) for cell in cells}
+    orders = {workload.name: arm_orders(labels, workload.rounds, random) for workload in workloads}
     blocks: list[ScheduledBlock] = []
     for restart in range(restarts):
-        shares = {cell.name: range(*_share(cell.rounds, restart, restarts)) for cell in cells}
+        shares = {workload.name: range(*_share(workload.rounds, restart, restarts)) for workload in workloads}
         for place in range(max((len(share) for share in shares.values()), default=0)):
-            in_pass = [cell for cell in cells if place < len(shares[cell.name])]
+            in_pass = [workload for workload in workloads if place < len(shares[workload.name])]
             random.shuffle(in_pass)
-            for cell in in_pass:
-                number = shares[cell.name][place]
-                blocks += round_of(cell, number, orders[cell.name][number], len(blocks), restart)
+            for workload in in_pass:
+                number = shares[workload.name][place]
+                blocks += round_of(workload, number, orders[workload.name][number], len(blocks), restart)
     return tuple(blocks)
 
 
-def round_of(cell: Cell, number: int, order: Sequence[Label], index: int, restart: int) -> list[ScheduledBlock]:
+def round_of(workload: Workload, number: int, order: Sequence[Label], index: int, restart: int) -> list[ScheduledBlock]:
     """The blocks of one round, numbered from `index`."""
     return [
-        ScheduledBlock(index + position, cell, number, label, position, restart) for position, label in enumerate(order)
+        ScheduledBlock(index + position, workload, number, label, position, restart)
+        for position, label in enumerate(order)
     ]
 
 
@@ -93,27 +94,27 @@ def round_of(cell: Cell, number: int, order: Sequence[Label], index: int, restar
 class OpenRound:
     """One round of an open-ended schedule, its arms in their order."""
 
-    cell: Cell
+    workload: Workload
     round: int
     order: tuple[Label, ...]
 
     def blocks(self, index: int, restart: int) -> list[ScheduledBlock]:
         """The blocks of the round, numbered from `index`."""
-        return round_of(self.cell, self.round, self.order, index, restart)
+        return round_of(self.workload, self.round, self.order, index, restart)
 
 
 def endless_passes(
-    cells: Sequence[Cell], labels: Sequence[Label], seed: int, first: int = 0
+    workloads: Sequence[Workload], labels: Sequence[Label], seed: int, first: int = 0
 ) -> Iterator[list[OpenRound]]:
     """Endless passes with one round of every workload with blocks, numbered from `first` and balanced as in `schedule`.
     The caller decides which rounds of a pass run; leaving out a workload from some pass on keeps it balanced."""
     random = Random(seed)
-    load = load_cells(cells)
+    load = load_workloads(workloads)
     number = first
     while True:
-        orders = {cell.name: arm_orders(labels, len(labels), random) for cell in load}
+        orders = {workload.name: arm_orders(labels, len(labels), random) for workload in load}
         for place in range(len(labels)):
-            in_pass = [OpenRound(cell, number + place, orders[cell.name][place]) for cell in load]
+            in_pass = [OpenRound(workload, number + place, orders[workload.name][place]) for workload in load]
             random.shuffle(in_pass)
             yield in_pass
         number += len(labels)

@@ -77,7 +77,7 @@ class _Result(msgspec.Struct):
 
 class _Finding(msgspec.Struct):
     label: str = ""
-    cell: str | None = None
+    workload: str | None = None
     finding: str = ""
     code: str | None = None
     control: bool = False
@@ -124,7 +124,7 @@ class RunsCollector(Collector):
             if (evidence := self._read(folder / "evidence.json", _Evidence)) is not None:
                 for found in evidence.records:
                     if not found.control:
-                        what = (found.label, found.cell or "all", found.finding, found.code or "")
+                        what = (found.label, found.workload or "all", found.finding, found.code or "")
                         show(1.0, "abserve_run_gpu_evidence", run, *what)
         for name, (text, label_names) in GAUGES.items():
             family = GaugeMetricFamily(name, text, labels=label_names)

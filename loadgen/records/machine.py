@@ -32,13 +32,13 @@ class TimingError(Record, frozen=True, kw_only=True):
     """Planted in the sink."""
     requests_per_s: float
     ceiling_share: float
-    """Of the maximum of the same cell."""
+    """Of the maximum of the same workload."""
     samples: int
     p50_us: float | None
     p99_us: float | None
 
 
-class CalibrationCell(Record, frozen=True, kw_only=True):
+class CalibrationWorkload(Record, frozen=True, kw_only=True):
     """One transport, payload and batch size."""
 
     transport: Transport
@@ -75,7 +75,7 @@ class Calibration(Record, frozen=True, kw_only=True):
     sink_processes: int
     seconds: float
     """Length of each measurement."""
-    cells: tuple[CalibrationCell, ...]
+    workloads: tuple[CalibrationWorkload, ...]
     problems: tuple[str, ...] = ()
     """What could not be measured, and why."""
 
@@ -89,9 +89,9 @@ def ceiling_images_per_s(
     items per second are those of the nearest one. Generator processes add up.
     """
     own = sorted(
-        (cell.batch_size, 1.0 / cell.requests_per_s)
-        for cell in calibration.cells
-        if (cell.transport, cell.payload) == (transport, payload)
+        (workload.batch_size, 1.0 / workload.requests_per_s)
+        for workload in calibration.workloads
+        if (workload.transport, workload.payload) == (transport, payload)
     )
     if not own:
         return None

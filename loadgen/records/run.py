@@ -102,7 +102,7 @@ class ArmRequest(Record, frozen=True, kw_only=True):
         return self.target in EMBEDDED
 
 
-class Cell(Record, frozen=True, kw_only=True):
+class Workload(Record, frozen=True, kw_only=True):
     """A workload: one scenario at one load. A block of it ends after `requests` requests or `seconds`, whichever is
     later, and never after more than `max_seconds` (requests in flight are finished and counted). In an open loop that
     is the time during which requests fall due; see `loadgen.experiment.arrivals` for overdue ones."""
@@ -160,7 +160,7 @@ class Experiment(Record, frozen=True, kw_only=True):
     weights: str
     payload: str
     transport: Transport
-    cells: tuple[Cell, ...]
+    workloads: tuple[Workload, ...]
     preset: str
     seed: int
     equivalence_margin: float
@@ -180,9 +180,9 @@ class Experiment(Record, frozen=True, kw_only=True):
     restarts: int = 1
     """Fresh starts of the servers; each gets its share of the rounds."""
     until_decided: bool = False
-    """Whether rounds are added until every leading comparison is decided; `Cell.rounds` is the minimum."""
+    """Whether rounds are added until every leading comparison is decided; `Workload.rounds` is the minimum."""
     minutes: float | None = None
-    """Time of the whole comparison, if it decides the number of rounds; `Cell.rounds` is the minimum."""
+    """Time of the whole comparison, if it decides the number of rounds; `Workload.rounds` is the minimum."""
     time_limit_minutes: float | None = None
     """Limit of the load with `until_decided`: no round begins that would end later."""
     explain: bool = False
@@ -284,7 +284,7 @@ class BlockRecord(Record, frozen=True, kw_only=True):
     """One stretch of load on one arm."""
 
     index: int
-    cell: str
+    workload: str
     round: int
     label: Label
     position: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import loadgen.report.document as doc
 from loadgen.quantities import number, share
-from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, CalibrationCell, TimingError
+from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, CalibrationWorkload, TimingError
 
 HEADINGS = ("images\n/s", "users", "CPU\nµs", "core", "idle\np50", "\np99", "load\np50", "\np99", "\nat")
 """In two lines, so that a row fits in 80 columns."""
@@ -17,21 +17,24 @@ def calibration_document(calibration: Calibration) -> doc.Document:
         f"The load generator on {host.get('cpu_model')}, {host.get('cpu_count')} cores, kernel {host.get('kernel')}, "
         f"Python {host.get('python')}; {calibration.made_at}",
         (
-            doc.Table((*doc.names("workload"), *doc.numbers(*HEADINGS)), [_row(cell) for cell in calibration.cells]),
+            doc.Table(
+                (*doc.names("workload"), *doc.numbers(*HEADINGS)),
+                [_row(workload) for workload in calibration.workloads],
+            ),
             *map(doc.Text, notes(calibration)),
         ),
     )
     return doc.Document("Calibration", (doc.Chapter("", (section,)),))
 
 
-def _row(cell: CalibrationCell) -> tuple[str, ...]:
-    idle, loaded = (*cell.timing, None, None)[:2]
+def _row(workload: CalibrationWorkload) -> tuple[str, ...]:
+    idle, loaded = (*workload.timing, None, None)[:2]
     return (
-        f"{cell.transport} {cell.payload} ×{cell.batch_size}",
-        number(cell.images_per_s) + ("" if cell.limited_by == "generator" else "*"),
-        str(cell.concurrency),
-        number(cell.cpu_us_per_request),
-        share(cell.generator_cpu_share),
+        f"{workload.transport} {workload.payload} ×{workload.batch_size}",
+        number(workload.images_per_s) + ("" if workload.limited_by == "generator" else "*"),
+        str(workload.concurrency),
+        number(workload.cpu_us_per_request),
+        share(workload.generator_cpu_share),
         *_errors(idle),
         *_errors(loaded),
         "–" if loaded is None else share(loaded.ceiling_share),
@@ -54,7 +57,7 @@ def notes(calibration: Calibration) -> list[str]:
         "Idle, load: the timing error in ms, which is the reported latency minus the time that the server held the "
         "request, so it includes the way there and back. Idle is with one user, load at that share of the ceiling.",
     ]
-    if any(cell.limited_by != "generator" for cell in calibration.cells):
+    if any(workload.limited_by != "generator" for workload in calibration.workloads):
         lines.append(
             "* The generator used less than 90 % of a core, so the sink or other programs set the limit and the true "
             "ceiling is higher. Close other programs and calibrate again."

@@ -177,9 +177,9 @@ def chart_by_scenario(
 ) -> doc.Chart | None:
     """A chart with a view per scenario, the most loaded first; None where no scenario has traces."""
     data: list[doc.Figure] = []
-    found = [(cell.name, traces) for cell in result.experiment.cells if (traces := make(cell.name))]
+    found = [(workload.name, traces) for workload in result.experiment.workloads if (traces := make(workload.name))]
     found.sort(key=lambda one: one[0] != result.verdict.main_scenario)
-    views = [add_view(data, cell, traces) for cell, traces in found]
+    views = [add_view(data, workload, traces) for workload, traces in found]
     return doc.Chart(name, title, caption, data, layout, views) if data else None
 
 

@@ -53,7 +53,9 @@ def _section(entry: MatrixEntry) -> doc.Section:
 
 def _table(result: Result) -> doc.Table:
     def bytes_sent(one: Comparison) -> str:
-        sizes = {s.payload_bytes for s in result.summaries if s.cell == one.scenario and s.payload_bytes is not None}
+        sizes = {
+            s.payload_bytes for s in result.summaries if s.workload == one.scenario and s.payload_bytes is not None
+        }
         return " / ".join(f"{size:,.0f}" for size in sorted(sizes)) or "–"
 
     leading = leading_comparisons(against_baseline(result))

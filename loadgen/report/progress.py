@@ -115,9 +115,9 @@ class RichProgress(Progress):
         problem = "" if record.complete and not record.errors else f"  {record.errors} errors {record.note or ''}"
         who = shown(record.label)
         if problem or not self._console.is_terminal or self._ratios is None:
-            line = f"{who}  {record.cell:<14} pair {record.round + 1:<3}{rate}  {p50}{problem}"
+            line = f"{who}  {record.workload:<14} pair {record.round + 1:<3}{rate}  {p50}{problem}"
             self._say(line, style="red" if problem else "")
-        self._last_block = " ".join(f"{who} {record.cell}: {rate}, {p50}".split())
+        self._last_block = " ".join(f"{who} {record.workload}: {rate}, {p50}".split())
         found = self._ratios.add(summary) if self._ratios is not None else []
         if not found:
             return
@@ -175,7 +175,7 @@ def ratio_line(one: LiveRatio) -> str:
     bounds = f" ({interval})" if one.ci95 is not None else ""
     why = "" if one.ci95 is not None else f"; no interval: {one.reason}"
     arms = f"{shown(one.arm)} against {shown(one.baseline)}"
-    return f"{one.cell}  {one.metric}, {arms}: {better}{bounds} after {one.pairs}{of} pairs{why}"
+    return f"{one.workload}  {one.metric}, {arms}: {better}{bounds} after {one.pairs}{of} pairs{why}"
 
 
 def ratio_table(ratios: Sequence[LiveRatio], width: int) -> Table:
@@ -200,7 +200,7 @@ def ratio_table(ratios: Sequence[LiveRatio], width: int) -> Table:
     table.add_column(Text(axis, style="dim"), no_wrap=True, width=track)
     for one in ratios:
         table.add_row(
-            one.cell,
+            one.workload,
             f"{one.pairs}" if one.planned is None else f"{one.pairs}/{one.planned}",
             one.metric.removesuffix(" latency"),
             *([shown(one.arm)] if several else []),

@@ -12,8 +12,8 @@ import msgspec
 from loadgen.comparison.comparisons import compare_all, invalidate
 from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import latencies_of
-from loadgen.comparison.stages import account_cell
-from loadgen.comparison.summaries import summarise_blocks, summarise_cell
+from loadgen.comparison.stages import account_workload
+from loadgen.comparison.summaries import summarise_blocks, summarise_workload
 from loadgen.documents import one_line
 from loadgen.records.run import Found
 from loadgen.result.checks.registry import make_checks, reason_against
@@ -38,14 +38,18 @@ def analyse(out_dir: Path) -> Result:
 def analyse_run(run: StoredRun) -> Result:
     """The result of records that were already read."""
     labels, pairings = run.experiment.labels, run.experiment.pairings
-    loads = [cell for cell in run.experiment.cells if cell.has_blocks]
+    loads = [workload for workload in run.experiment.workloads if workload.has_blocks]
     blocks = summarise_blocks(run.blocks)
-    summaries = tuple(summarise_cell(cell.name, label, run.blocks, blocks) for cell in loads for label in labels)
+    summaries = tuple(
+        summarise_workload(workload.name, label, run.blocks, blocks) for workload in loads for label in labels
+    )
     complete = [block for block, summary in zip(run.blocks, blocks, strict=True) if summary.complete]
     accounts = tuple(
         account
-        for cell in loads
-        for account in account_cell(cell.name, [one for one in complete if one.record.cell == cell.name], pairings)
+        for workload in loads
+        for account in account_workload(
+            workload.name, [one for one in complete if one.record.workload == workload.name], pairings
+        )
     )
     facts = Facts(run, blocks, summaries, accounts)
     every: list[Found] = [analyse(facts) for analyse in parts("analyse", "analyse")]

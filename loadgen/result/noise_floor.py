@@ -41,7 +41,9 @@ def servers_of(experiment: Experiment) -> str:
 def floor_entries(paired: Sequence[PairedMetric]) -> tuple[FloorEntry, ...]:
     """The floor of every metric that an A/A run measured."""
     return tuple(
-        FloorEntry(scenario=one.cell.name, metric=one.metric.name, difference=math.expm1(floor), pairs=len(one.pairs))
+        FloorEntry(
+            scenario=one.workload.name, metric=one.metric.name, difference=math.expm1(floor), pairs=len(one.pairs)
+        )
         for one in paired
         if (floor := floor_of(one.by_restart())) is not None
     )

@@ -15,7 +15,7 @@ import msgspec
 
 from loadgen.comparison.comparisons import Comparison
 from loadgen.comparison.stages import StageAccount
-from loadgen.comparison.summaries import BlockSummary, CellSummary
+from loadgen.comparison.summaries import BlockSummary, WorkloadSummary
 from loadgen.documents import DocumentError, read_record
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import ArmRecord, Environment, Experiment, Found, ParityRecord, Record, RunState
@@ -42,7 +42,7 @@ class Result(Record, frozen=True, kw_only=True):
     parity: ParityRecord | None
     checks: tuple[Check, ...]
     comparisons: tuple[Comparison, ...]
-    summaries: tuple[CellSummary, ...]
+    summaries: tuple[WorkloadSummary, ...]
     stages: tuple[StageAccount, ...]
     blocks: tuple[BlockSummary, ...]
     studies: dict[str, Any] = msgspec.field(default_factory=dict)

@@ -90,7 +90,7 @@ def _described(result: Result, other: Experiment) -> dict[Kind, dict[str, object
         "load": {
             **{name: getattr(experiment, name) for name in ("model", "weights", "transport", "threads", "deployment")},
             **{f"payload of {a.label}": experiment.payload_of(a) for a in experiment.arms if a.label in other.labels},
-            **{f"workload {c.name}": f"{c.requests} requests, {c.seconds:g} s per block" for c in experiment.cells},
+            **{f"workload {c.name}": f"{c.requests} requests, {c.seconds:g} s per block" for c in experiment.workloads},
             **inputs,
         },
         "arm": arms,

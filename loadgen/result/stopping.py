@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from loadgen.comparison.comparisons import Comparison
-from loadgen.experiment.schedule import load_cells
+from loadgen.experiment.schedule import load_workloads
 from loadgen.quantities import number
 from loadgen.records.run import Experiment, Record, RunState
 
@@ -37,7 +37,7 @@ class Stopping(Record, frozen=True, kw_only=True):
 
 def describe_stopping(experiment: Experiment, state: RunState | None, comparisons: Sequence[Comparison]) -> Stopping:
     """By the comparisons before the checks, which have no part in the decision when to stop."""
-    names = [cell.name for cell in load_cells(experiment.cells)]
+    names = [workload.name for workload in load_workloads(experiment.workloads)]
     baseline = experiment.baseline.label
     leading = [c for c in comparisons if c.leading and c.scenario in names and c.baseline == baseline]
     undecided = tuple(dict.fromkeys(c.scenario for c in leading if c.verdict == "inconclusive"))
@@ -75,7 +75,7 @@ def _sentence(experiment: Experiment, ended: str | None, pairs: dict[str, int], 
     starts = f" over {experiment.restarts} starts of the servers" if experiment.restarts > 1 else ""
     if ended is None:
         return f"Ended early, after {count} of each workload{starts}."
-    cold = sum(cell.rounds for cell in experiment.cells if cell.scenario == "cold-start")
+    cold = sum(workload.rounds for workload in experiment.workloads if workload.scenario == "cold-start")
     apart = f", {cold} of cold starts" if cold and cold != fewest else ""
     if ended == "time":
         return f"As many rounds as {experiment.minutes:g} minutes allowed: {count} of each workload{starts}{apart}."

@@ -32,7 +32,7 @@ from loadgen.comparison.pairs import METRICS, TIME_TO_FIRST_ANSWER, TIME_TO_READ
 from loadgen.comparison.summaries import LatencySummary
 from loadgen.experiment.plan import PlanError
 from loadgen.quantities import number
-from loadgen.records.run import Cell, Label, Record, shown
+from loadgen.records.run import Label, Record, Workload, shown
 from loadgen.records.samples import NS_PER_S
 from loadgen.statistics.ratios import geometric_mean, interval_of_mean
 
@@ -230,15 +230,15 @@ class ThresholdOutcome(Record, frozen=True, kw_only=True):
 
 
 def plan_conditions(
-    texts: Sequence[str], cells: Sequence[Cell], labels: Sequence[Label]
-) -> list[tuple[Condition, tuple[Cell, ...]]]:
+    texts: Sequence[str], workloads: Sequence[Workload], labels: Sequence[Label]
+) -> list[tuple[Condition, tuple[Workload, ...]]]:
     """Each condition with its planned workloads; `labels` are those of the arms, the baseline's first. Raises
     `PlanError` for what can never be measured."""
     planned = []
     for text in texts:
         try:
             condition = parse_condition(text, labels)
-            planned.append((condition, _cells_of(condition, cells)))
+            planned.append((condition, _workloads_of(condition, workloads)))
         except ThresholdError as exc:
             raise PlanError(f"--fail-if '{text}': {exc}") from exc
     return planned
@@ -251,49 +251,52 @@ def judge_thresholds(facts: Facts) -> tuple[ThresholdOutcome, ...]:
     if not isinstance(texts, list | tuple):
         return ()
     return tuple(
-        _judge(condition, cell, facts)
-        for condition, chosen in plan_conditions([str(text) for text in texts], experiment.cells, experiment.labels)
-        for cell in chosen
+        _judge(condition, workload, facts)
+        for condition, chosen in plan_conditions([str(text) for text in texts], experiment.workloads, experiment.labels)
+        for workload in chosen
     )
 
 
-def measured_in(cell: Cell) -> tuple[str, ...]:
+def measured_in(workload: Workload) -> tuple[str, ...]:
     """Names of the metrics that a workload can have."""
-    compared = tuple(metric.name.removeprefix("latency_") for metric in metrics_of(cell))
-    return compared if not cell.has_blocks else tuple(dict.fromkeys((*compared, "throughput", *OF_ONE_ARM)))
+    compared = tuple(metric.name.removeprefix("latency_") for metric in metrics_of(workload))
+    return compared if not workload.has_blocks else tuple(dict.fromkeys((*compared, "throughput", *OF_ONE_ARM)))
 
 
-def _cells_of(condition: Condition, cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    lacking = {cell: [str(q) for q in condition.quantities if q.metric not in measured_in(cell)] for cell in cells}
+def _workloads_of(condition: Condition, workloads: Sequence[Workload]) -> tuple[Workload, ...]:
+    lacking = {
+        workload: [str(q) for q in condition.quantities if q.metric not in measured_in(workload)]
+        for workload in workloads
+    }
     wanted = (condition.scenario or "").replace(" ", "")
     if wanted in ("", ALL):
-        able = [cell for cell in cells if not lacking[cell]]
+        able = [workload for workload in workloads if not lacking[workload]]
         if not able:
-            names = "; ".join(f"{cell.name} has {', '.join(measured_in(cell))}" for cell in cells)
+            names = "; ".join(f"{workload.name} has {', '.join(measured_in(workload))}" for workload in workloads)
             raise ThresholdError(f"no workload of the experiment measures all its quantities: {names}")
         return tuple(able) if wanted == ALL else (max(able, key=weight),)
-    chosen = [cell for cell in cells if wanted in (cell.name.replace(" ", ""), cell.scenario)]
+    chosen = [workload for workload in workloads if wanted in (workload.name.replace(" ", ""), workload.scenario)]
     if not chosen:
-        names = ", ".join(cell.name for cell in cells)
+        names = ", ".join(workload.name for workload in workloads)
         raise ThresholdError(f"the experiment has no workload {condition.scenario}; use one of {names}, or all")
-    for cell in chosen:
-        if lacking[cell]:
+    for workload in chosen:
+        if lacking[workload]:
             raise ThresholdError(
-                f"{cell.name} has no {', '.join(lacking[cell])}; it has {', '.join(measured_in(cell))}"
+                f"{workload.name} has no {', '.join(lacking[workload])}; it has {', '.join(measured_in(workload))}"
             )
     return tuple(chosen)
 
 
-def _judge(condition: Condition, cell: Cell, facts: Facts) -> ThresholdOutcome:
-    measured = {quantity: _measure(quantity, cell.name, facts) for quantity in condition.quantities}
+def _judge(condition: Condition, workload: Workload, facts: Facts) -> ThresholdOutcome:
+    measured = {quantity: _measure(quantity, workload.name, facts) for quantity in condition.quantities}
     values = {quantity: value for quantity, value in measured.items() if not isinstance(value, str)}
     reasons = {str(quantity): value for quantity, value in measured.items() if isinstance(value, str)}
-    invalid = [c.reason for c in facts.comparisons if c.scenario == cell.name and c.verdict == "invalid"]
+    invalid = [c.reason for c in facts.comparisons if c.scenario == workload.name and c.verdict == "invalid"]
     state: Literal["kept", "broken", "not_measurable"] = "not_measurable"
     if reasons:
         detail = f"{', '.join(reasons)} could not be measured: {'; '.join(dict.fromkeys(reasons.values()))}"
     elif invalid:
-        detail = f"{cell.name} is invalid: {invalid[0]}"
+        detail = f"{workload.name} is invalid: {invalid[0]}"
     else:
         detail = ", ".join(f"{quantity} = {_shown(quantity, value)}" for quantity, value in values.items())
         try:
@@ -302,7 +305,7 @@ def _judge(condition: Condition, cell: Cell, facts: Facts) -> ThresholdOutcome:
             detail += f": {exc}"
     return ThresholdOutcome(
         condition=condition.text,
-        scenario=cell.name,
+        scenario=workload.name,
         state=state,
         detail=detail,
         values={str(quantity): values.get(quantity) for quantity in condition.quantities},
@@ -317,14 +320,14 @@ def _shown(quantity: Quantity, value: float) -> str:
     return f"{number(value, 4)} {unit}".rstrip()
 
 
-def _measure(quantity: Quantity, cell: str, facts: Facts) -> float | str:
+def _measure(quantity: Quantity, workload: str, facts: Facts) -> float | str:
     """The value, or why there is none."""
     metric, arm = quantity.metric, quantity.arm
-    of_metric = [c for c in facts.comparisons if c.scenario == cell and c.metric in (metric, f"latency_{metric}")]
+    of_metric = [c for c in facts.comparisons if c.scenario == workload and c.metric in (metric, f"latency_{metric}")]
     found = [c for c in of_metric if c.baseline == facts.run.experiment.baseline.label and arm in c.pairing]
     compared = next((c for c in found if c.ratio is not None), found[0] if found else None)
-    summary = next((s for s in facts.summaries if s.cell == cell and s.label == arm), None)
-    singles = _singles(metric, arm, cell, facts)
+    summary = next((s for s in facts.summaries if s.workload == workload and s.label == arm), None)
+    singles = _singles(metric, arm, workload, facts)
     interval = interval_of_mean(singles) if singles else None
     value = geometric_mean(singles) if singles else None if summary is None else _latency(summary.latency, metric)
     if compared is not None:
@@ -350,7 +353,7 @@ def _measure(quantity: Quantity, cell: str, facts: Facts) -> float | str:
     return "too few samples, or the run did not get that far"
 
 
-def _singles(metric: str, label: Label, cell: str, facts: Facts) -> list[float]:
+def _singles(metric: str, label: Label, workload: str, facts: Facts) -> list[float]:
     """The metric in each block or start of an arm; empty if one of them lacks it."""
     values: list[float | None]
     if metric in (TIME_TO_READY.name, TIME_TO_FIRST_ANSWER.name):
@@ -358,7 +361,7 @@ def _singles(metric: str, label: Label, cell: str, facts: Facts) -> list[float]:
         moments = [start.ready_ns if metric == TIME_TO_READY.name else start.first_answer_ns for start in starts]
         values = [None if moment is None else moment / NS_PER_S for moment in moments]
     else:
-        blocks = [b for b in facts.blocks if b.cell == cell and b.label == label and b.complete]
+        blocks = [b for b in facts.blocks if b.workload == workload and b.label == label and b.complete]
         rates = ("throughput", "achieved_rate")
         values = [b.throughput_per_s if metric in rates else _latency(b.latency, metric) for b in blocks]
     usable = [value for value in values if value]

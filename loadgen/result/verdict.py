@@ -13,9 +13,9 @@ from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.ranking import Ranking, neighbours, rank
 from loadgen.comparison.stages import TITLES, StageAccount
-from loadgen.comparison.summaries import CellSummary
+from loadgen.comparison.summaries import WorkloadSummary
 from loadgen.quantities import number, sentence, share, signed_ms
-from loadgen.records.run import Cell, Experiment, Label, Record, shown
+from loadgen.records.run import Experiment, Label, Record, Workload, shown
 from loadgen.result.checks.generator import RECONNECT_LIMIT
 from loadgen.result.checks.registry import CHECKS, Check, complaints, invalidating
 from loadgen.result.checks.run import same_payload
@@ -63,7 +63,7 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
     apart = next((check for check in invalidating(checks) if check.name == same_payload.name), None)
     said = _sentence(experiment, titles, facts.comparisons, rankings, failed)
     usable = {s.scenario for s in scenarios if s.outcome != "invalid"} or {s.scenario for s in scenarios}
-    main = max((cell for cell in experiment.cells if cell.name in usable), key=weight, default=None)
+    main = max((workload for workload in experiment.workloads if workload.name in usable), key=weight, default=None)
     return Verdict(
         valid=not failed,
         sentence=said if apart is None else f"No winner: {apart.detail}, so this does not compare servers.",
@@ -90,7 +90,7 @@ def _sentence(
     rankings: Sequence[Ranking],
     failed: Sequence[str],
 ) -> str:
-    cells = {cell.name: cell for cell in experiment.cells}
+    workloads = {workload.name: workload for workload in experiment.workloads}
     leading = leading_comparisons(comparisons)
     usable = [c for c in leading if c.verdict != "invalid"]
     if not leading:
@@ -105,9 +105,9 @@ def _sentence(
         before = "The run is not valid (see the failed checks); the workloads that are complete show: "
     names = {label: f"{shown(label)} ({title})" for label, title in titles.items()}
     if len(experiment.arms) == 2:
-        found = _two_arms(comparisons, usable, cells, names, experiment.equivalence_margin)
+        found = _two_arms(comparisons, usable, workloads, names, experiment.equivalence_margin)
     else:
-        found = _many_arms(comparisons, rankings, cells, names)
+        found = _many_arms(comparisons, rankings, workloads, names)
     begins_with_name = found.startswith(tuple(names.values()))
     return before + found if before or begins_with_name else sentence(found)
 
@@ -115,42 +115,42 @@ def _sentence(
 def _two_arms(
     comparisons: Sequence[Comparison],
     usable: Sequence[Comparison],
-    cells: dict[str, Cell],
+    workloads: dict[str, Workload],
     names: dict[Label, str],
     margin: float,
 ) -> str:
     """The decided comparison with the most load, then the other workloads by outcome, then the other metrics."""
     loads = [c for c in usable if c.metric == "throughput"] or usable
     decided = [c for c in loads if c.winner] or [c for c in usable if c.winner]
-    besides = decided_besides(comparisons, cells)
+    besides = decided_besides(comparisons, workloads)
     if not decided:
         metrics = dict.fromkeys(METRICS[c.metric].title for c in usable) if besides else ()
         what = f" in {join(list(metrics))}" if metrics else ""
-        parts = [*groups(usable, cells, margin), *besides]
+        parts = [*groups(usable, workloads, margin), *besides]
         return f"no winner{what} between {' and '.join(names.values())}: {'; '.join(parts)}."
-    main = max(decided, key=lambda c: weight(cells[c.scenario]))
-    first = claim(main, names, f" {place(cells[main.scenario])}")
-    rest = groups([c for c in usable if c is not main], cells, margin)
+    main = max(decided, key=lambda c: weight(workloads[c.scenario]))
+    first = claim(main, names, f" {place(workloads[main.scenario])}")
+    rest = groups([c for c in usable if c is not main], workloads, margin)
     return "; ".join([first, *rest, *besides]) + "."
 
 
 def _many_arms(
     comparisons: Sequence[Comparison],
     rankings: Sequence[Ranking],
-    cells: dict[str, Cell],
+    workloads: dict[str, Workload],
     names: dict[Label, str],
 ) -> str:
     """The order in the most loaded workload with the lead of each arm over the next, then the order in the others."""
     loads = [one for one in rankings if one.metric == "throughput"] or rankings
-    main = max(loads, key=lambda one: weight(cells[one.scenario]))
+    main = max(loads, key=lambda one: weight(workloads[one.scenario]))
     apart = [claim(one) for one in neighbours(comparisons, main) if one.winner]
-    first = f"by {METRICS[main.metric].title} {place(cells[main.scenario])}: {main.words(names)}."
-    same: dict[str, list[Cell]] = {}
+    first = f"by {METRICS[main.metric].title} {place(workloads[main.scenario])}: {main.words(names)}."
+    same: dict[str, list[Workload]] = {}
     for one in rankings:
         if one is not main:
-            same.setdefault(one.words(), []).append(cells[one.scenario])
+            same.setdefault(one.words(), []).append(workloads[one.scenario])
     rest = [f"{places(where)}: {words}" for words, where in same.items()]
-    besides = decided_besides(comparisons, cells)
+    besides = decided_besides(comparisons, workloads)
     return " ".join([first, *(sentence("; ".join(part)) for part in (apart, rest, besides) if part)])
 
 
@@ -160,18 +160,18 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
     decided = [c for c in own if c is not leading and c.verdict in ("arm_better", "baseline_better", "no_difference")]
     reasons = [
         text
-        for found in facts.of(CausesFound).cells
-        if (found.cell, found.pairing) == key
+        for found in facts.of(CausesFound).workloads
+        if (found.workload, found.pairing) == key
         for text in (found.sentence, *found.notes)
     ]  # also without a verdict, since an ablation shows a cause of its own
     if leading.verdict != "invalid" or reasons:
         for account in facts.accounts:
-            if (account.cell, account.baseline, account.arm) == (leading.scenario, *leading.pairing):
+            if (account.workload, account.baseline, account.arm) == (leading.scenario, *leading.pairing):
                 reasons += explain_stages(account)
-        cell = next(cell for cell in facts.run.experiment.cells if cell.name == leading.scenario)
-        summaries = [s for s in facts.summaries if s.cell == leading.scenario and s.label in leading.pairing]
+        workload = next(workload for workload in facts.run.experiment.workloads if workload.name == leading.scenario)
+        summaries = [s for s in facts.summaries if s.workload == leading.scenario and s.label in leading.pairing]
         reasons += [text for summary in summaries for text in _explain_arm(summary)]
-        reasons += _explain_batching(cell, summaries)
+        reasons += _explain_batching(workload, summaries)
     return ScenarioVerdict(
         scenario=leading.scenario,
         baseline=leading.baseline,
@@ -213,7 +213,7 @@ def _percent(value: float) -> str:
     return size if value >= 0 else f"−{size}"
 
 
-def _explain_arm(summary: CellSummary) -> list[str]:
+def _explain_arm(summary: WorkloadSummary) -> list[str]:
     """An open loop's rate that the arm did not sustain, and connections that it closed."""
     found = []
     if summary.open_loop is not None and summary.open_loop.saturation:
@@ -226,10 +226,10 @@ def _explain_arm(summary: CellSummary) -> list[str]:
     return found
 
 
-def _explain_batching(cell: Cell, summaries: Sequence[CellSummary]) -> list[str]:
+def _explain_batching(workload: Workload, summaries: Sequence[WorkloadSummary]) -> list[str]:
     means = {shown(s.label): s.executed_batch_mean for s in summaries if s.executed_batch_mean is not None}
-    if cell.concurrency <= 1 or not means:
+    if workload.concurrency <= 1 or not means:
         return []
     text = ", ".join(f"{number(mean)} on {label}" for label, mean in sorted(means.items()))
-    idle = [label for label, mean in sorted(means.items()) if mean < FORMED_FACTOR * cell.batch_size]
+    idle = [label for label, mean in sorted(means.items()) if mean < FORMED_FACTOR * workload.batch_size]
     return [f"Mean executed batch: {text}" + (f"; {join(idle)} did not merge requests." if idle else ".")]

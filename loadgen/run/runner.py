@@ -30,7 +30,7 @@ from loadgen.bench.preparation import (
 )
 from loadgen.bench.progress import Progress
 from loadgen.experiment.plan import sized
-from loadgen.experiment.schedule import load_cells, schedule
+from loadgen.experiment.schedule import load_workloads, schedule
 from loadgen.generator.process import GeneratorError, GeneratorProcess
 from loadgen.invocation import ABSERVE
 from loadgen.machine.calibration import own_calibration
@@ -186,14 +186,17 @@ class _Run(Bench):
             calibration = own_calibration()
             if calibration is not None:
                 self.store.write(calibration)
-        cells = load_cells(self.experiment.cells)
-        if first and cells:
-            self.prepare_bodies([cell.batch_size for cell in cells])
-        took = self.warm_up(cells)
-        alone_s = min((took[cell.name] / max(cell.batch_size, cell.concurrency) for cell in cells), default=0.0)
-        self.forecast.checks_take(len(self.experiment.arms) * LEAST_ANSWERS * len(cells) * alone_s)
+        workloads = load_workloads(self.experiment.workloads)
+        if first and workloads:
+            self.prepare_bodies([workload.batch_size for workload in workloads])
+        took = self.warm_up(workloads)
+        alone_s = min(
+            (took[workload.name] / max(workload.batch_size, workload.concurrency) for workload in workloads),
+            default=0.0,
+        )
+        self.forecast.checks_take(len(self.experiment.arms) * LEAST_ANSWERS * len(workloads) * alone_s)
         if first:
-            self.experiment = msgspec.structs.replace(self.experiment, cells=sized(self.experiment.cells, took))
+            self.experiment = msgspec.structs.replace(self.experiment, workloads=sized(self.experiment.workloads, took))
             self.store.write(self.experiment)
             self.forecast.blocks_are(schedule(self.experiment))
         self.gpu.start(self.arms, self.records)

@@ -68,7 +68,7 @@ def _await(bench: Bench, label: Label) -> ArmRecord:
 
 def _require_batch_sizes(bench: Bench) -> None:
     """Raises `DeploymentError` when a server would refuse a batch size of the load."""
-    largest = max((cell.batch_size for cell in bench.experiment.cells), default=1)
+    largest = max((workload.batch_size for workload in bench.experiment.workloads), default=1)
     limits = {record.label: (record, record.in_effect.get("max_batch_size")) for record in bench.records}
     small = {label: (record, n) for label, (record, n) in limits.items() if isinstance(n, int) and 0 < n < largest}
     if not small:
@@ -117,7 +117,7 @@ def require_parity(bench: Bench, tolerance: Tolerance) -> None:
     count = next(iter(bench.inputs.values())).count
     bench.progress.now(f"sending {count} inputs to every server, alone and in mixed batches")
     limits = [size for record in bench.records if isinstance(size := record.in_effect.get("max_batch_size"), int)]
-    used = {cell.batch_size for cell in bench.experiment.cells}
+    used = {workload.batch_size for workload in bench.experiment.workloads}
     largest = max(1, min([*limits, max({8, *used})]))
     arms = {
         label: ParityTarget(arm.target, bench.signatures[label], bench.inputs[arm.payload])

@@ -13,7 +13,16 @@ from typing import TypeVar, cast
 
 from loadgen.documents import DocumentError, read_record
 from loadgen.records.machine import Calibration, NoiseFloor
-from loadgen.records.run import ArmRecord, BlockRecord, Cell, Environment, Experiment, ParityRecord, Record, RunState
+from loadgen.records.run import (
+    ArmRecord,
+    BlockRecord,
+    Environment,
+    Experiment,
+    ParityRecord,
+    Record,
+    RunState,
+    Workload,
+)
 from loadgen.records.samples import Samples, read_samples
 from loadgen.storage.run_lock import is_running
 from loadgen.studies.answers.records import AnswersCompared
@@ -37,7 +46,7 @@ class StoredBlock:
     """A block's record with its samples; `samples` is None if the file is missing or broken, see `problem`."""
 
     record: BlockRecord
-    cell: Cell
+    workload: Workload
     samples: Samples | None
     problem: str | None = None
 
@@ -99,7 +108,7 @@ def read_run(directory: Path) -> StoredRun:
         raise StoredRunError(
             f"{directory} holds no run: experiment.json is missing; give the directory that `abserve compare` wrote to"
         )
-    blocks = _read_blocks(directory, experiment.cells)
+    blocks = _read_blocks(directory, experiment.workloads)
     evidence = _one(directory, EvidenceFile)
     explanation = _one(directory, Explanation)
     return StoredRun(
@@ -124,15 +133,15 @@ def read_run(directory: Path) -> StoredRun:
         conditions=_one(directory, Conditions),
         explanation=explanation,
         counterfactual_blocks=tuple(
-            _read_blocks(directory / one.folder, one.cells) for one in (explanation.done if explanation else ())
+            _read_blocks(directory / one.folder, one.workloads) for one in (explanation.done if explanation else ())
         ),
         ceilings=_one(directory, Ceilings),
     )
 
 
-def _read_blocks(directory: Path, cells: Sequence[Cell]) -> tuple[StoredBlock, ...]:
+def _read_blocks(directory: Path, workloads: Sequence[Workload]) -> tuple[StoredBlock, ...]:
     """In the order in which they ran."""
-    named = {cell.name: cell for cell in cells}
+    named = {workload.name: workload for workload in workloads}
     records = sorted(_numbered(directory / "blocks", BlockRecord), key=lambda record: record.index)
     return tuple(read_block(directory, record, named) for record in records)
 
@@ -169,20 +178,20 @@ def _read(path: Path, kind: object) -> object | None:
         raise StoredRunError(f"{path} cannot be read: {exc}") from exc
 
 
-def read_block(directory: Path, record: BlockRecord, cells: Mapping[str, Cell]) -> StoredBlock:
+def read_block(directory: Path, record: BlockRecord, workloads: Mapping[str, Workload]) -> StoredBlock:
     """A block with its samples. Raises `StoredRunError` for an unknown workload."""
-    if record.cell not in cells:
+    if record.workload not in workloads:
         raise StoredRunError(
-            f"block {record.index} belongs to the workload {record.cell}, which the experiment does not have"
+            f"block {record.index} belongs to the workload {record.workload}, which the experiment does not have"
         )
     try:
         samples = read_samples(directory / record.samples)
     except (OSError, ValueError) as exc:
-        return StoredBlock(record, cells[record.cell], None, f"samples of block {record.index}: {exc}")
+        return StoredBlock(record, workloads[record.workload], None, f"samples of block {record.index}: {exc}")
     if len(samples) != record.requests:
         problem = f"block {record.index} counted {record.requests} requests, its file holds {len(samples)}"
-        return StoredBlock(record, cells[record.cell], samples, problem)
-    return StoredBlock(record, cells[record.cell], samples)
+        return StoredBlock(record, workloads[record.workload], samples, problem)
+    return StoredBlock(record, workloads[record.workload], samples)
 
 
 def _read_partial(directory: Path, known: set[str]) -> tuple[PartialBlock, ...]:

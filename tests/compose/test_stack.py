@@ -271,7 +271,7 @@ def test_every_dashboard_query_has_data(stack: Any) -> None:
 
 
 def store_evidence(run: Path) -> None:
-    records = [{"label": "a", "cell": None, "finding": "INCONCLUSIVE", "code": "no_nvml"}]
+    records = [{"label": "a", "workload": None, "finding": "INCONCLUSIVE", "code": "no_nvml"}]
     (run / "evidence.json").write_text(json.dumps({"records": records}))
 
 

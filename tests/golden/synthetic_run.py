@@ -18,13 +18,13 @@ import numpy as np
 from loadgen.records.run import (
     ArmRequest,
     BlockRecord,
-    Cell,
     Experiment,
     MachineLoad,
     ParityCase,
     ParityRecord,
     RunState,
     StageTotals,
+    Workload,
 )
 from loadgen.records.samples import SAMPLE_DTYPE
 from loadgen.statistics.agreement import tolerance_of
@@ -72,7 +72,7 @@ class Plan:
     b_in_effect: dict[str, object] = field(default_factory=dict)
     weights: str = "random:0"
     margin: float = 0.03
-    cells: tuple[Cell, ...] | None = None
+    workloads: tuple[Workload, ...] | None = None
 
     @property
     def arms(self) -> dict[str, SimulatedArm]:
@@ -80,14 +80,16 @@ class Plan:
         return dict(zip("abcdefgh", (self.a, self.b, *self.others), strict=False))
 
 
-def cells(pairs: int, requests: int) -> tuple[Cell, ...]:
+def workloads(pairs: int, requests: int) -> tuple[Workload, ...]:
     """All four scenarios."""
     common: dict[str, Any] = {"seconds": 1.0, "max_seconds": 30.0}
     return (
-        Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, rounds=min(pairs, 4), **common),
-        Cell(scenario="single", batch_size=1, concurrency=1, requests=max(requests // 3, 20), rounds=pairs, **common),
+        Workload(scenario="cold-start", batch_size=1, concurrency=1, requests=1, rounds=min(pairs, 4), **common),
+        Workload(
+            scenario="single", batch_size=1, concurrency=1, requests=max(requests // 3, 20), rounds=pairs, **common
+        ),
         *(
-            Cell(
+            Workload(
                 scenario="batched",
                 batch_size=n,
                 concurrency=1,
@@ -97,7 +99,7 @@ def cells(pairs: int, requests: int) -> tuple[Cell, ...]:
             )
             for n in (1, 4, 8, 16, 32)
         ),
-        Cell(scenario="concurrent", batch_size=1, concurrency=16, requests=requests, rounds=pairs, **common),
+        Workload(scenario="concurrent", batch_size=1, concurrency=16, requests=requests, rounds=pairs, **common),
     )
 
 
@@ -115,7 +117,7 @@ def write_run(directory: Path, plan: Plan | None = None) -> Path:
         weights=plan.weights,
         payload="fp32",
         transport="http",
-        cells=plan.cells if plan.cells is not None else cells(plan.pairs, plan.requests),
+        workloads=plan.workloads if plan.workloads is not None else workloads(plan.pairs, plan.requests),
         preset="quick",
         seed=plan.seed,
         equivalence_margin=plan.margin,
@@ -156,12 +158,12 @@ def write_run(directory: Path, plan: Plan | None = None) -> Path:
     _write(directory / "parity.json", parity)
     compared = [
         AnswersCompared(
-            cell=cell.name, label=label, restart=0, answers=64, items=64, wrong=0, relative_max=2e-5,
+            workload=workload.name, label=label, restart=0, answers=64, items=64, wrong=0, relative_max=2e-5,
             tolerance_relative=tolerance.relative,
         )
-        for cell in experiment.cells
+        for workload in experiment.workloads
         for label in plan.arms
-        if cell.has_blocks
+        if workload.has_blocks
     ]  # fmt: skip
     _write(directory / "answers.json", compared)
     _write_loads(directory, plan, experiment, rng)
@@ -174,26 +176,26 @@ def write_run(directory: Path, plan: Plan | None = None) -> Path:
 def _write_loads(directory: Path, plan: Plan, experiment: Experiment, rng: np.random.Generator) -> None:
     clock_ns = ORIGIN_NS
     index = 0
-    for cell in experiment.cells:
-        if cell.scenario == "cold-start":
-            _write(directory / "cold_starts.json", _cold_starts(plan, cell, rng))
+    for workload in experiment.workloads:
+        if workload.scenario == "cold-start":
+            _write(directory / "cold_starts.json", _cold_starts(plan, workload, rng))
             continue
-        for pair in range(cell.rounds):
+        for pair in range(workload.rounds):
             for position, label in enumerate(order_of(list(plan.arms), pair)):
                 if plan.cut_after is not None and index >= plan.cut_after:
                     if plan.state == "running":
-                        _leave_partial(directory, index, cell, rng)
+                        _leave_partial(directory, index, workload, rng)
                     return
                 arm = plan.arms[label]
                 speed = float(np.exp(rng.normal(0, plan.block_noise) + plan.drift * index / 80))
                 samples, stages, errors, cool_down = simulate(
-                    arm, cell, rng, clock_ns, speed, index == plan.failing_block
+                    arm, workload, rng, clock_ns, speed, index == plan.failing_block
                 )
                 name = f"samples/{index:04d}.npy"
                 np.save(directory / name, samples)
                 end_ns = int(samples["end_ns"].max())
                 record = BlockRecord(
-                    index=index, cell=cell.name, round=pair, label=label, position=position,
+                    index=index, workload=workload.name, round=pair, label=label, position=position,
                     started_at=wall_clock(clock_ns),
                     window_start_ns=clock_ns, window_end_ns=end_ns, samples=name, requests=len(samples),
                     items=int(samples["batch"].sum()), errors=errors,
@@ -229,13 +231,13 @@ def wall_clock(at_ns: int) -> str:
 
 
 def simulate(
-    arm: SimulatedArm, cell: Cell, rng: np.random.Generator, start_ns: int, speed: float, failing: bool = False
+    arm: SimulatedArm, workload: Workload, rng: np.random.Generator, start_ns: int, speed: float, failing: bool = False
 ) -> tuple[np.ndarray, StageTotals, int, int]:
-    """One block: `cell.concurrency` users, one server that executes whatever waits, up to its largest batch."""
-    arrivals = [(0.0, user, True) for user in range(cell.concurrency)]
+    """One block: `workload.concurrency` users, one server that executes whatever waits, up to its largest batch."""
+    arrivals = [(0.0, user, True) for user in range(workload.concurrency)]
     heapq.heapify(arrivals)
     rows: list[tuple[float, float, int]] = []
-    claimed, free, cool_down = cell.concurrency, 0.0, 0
+    claimed, free, cool_down = workload.concurrency, 0.0, 0
     queue_ms = infer_ms = 0.0
     batches: dict[int, int] = {}
     half = arm.transport_ms / 2
@@ -245,10 +247,10 @@ def simulate(
         while (
             arrivals
             and arrivals[0][0] + half <= start
-            and (len(waiting) + 1) * cell.batch_size <= max(arm.max_batch, cell.batch_size)
+            and (len(waiting) + 1) * workload.batch_size <= max(arm.max_batch, workload.batch_size)
         ):
             waiting.append(heapq.heappop(arrivals))
-        size = len(waiting) * cell.batch_size
+        size = len(waiting) * workload.batch_size
         work = (arm.overhead_ms + arm.item_ms * size) * speed * float(np.exp(rng.normal(0, arm.noise)))
         if len(rows) < arm.slow_requests:
             work += arm.slow_request_extra_ms
@@ -262,24 +264,24 @@ def simulate(
                 rows.append((sent, end, user))
             else:
                 cool_down += 1
-            if claimed < cell.requests:
+            if claimed < workload.requests:
                 claimed += 1
                 heapq.heappush(arrivals, (end, user, True))
-            elif len(rows) < cell.requests:
+            elif len(rows) < workload.requests:
                 heapq.heappush(arrivals, (end, user, False))
     samples = np.zeros(len(rows), dtype=SAMPLE_DTYPE)
     for row, (sent, end, user) in zip(samples, rows, strict=True):
         row["intended_ns"] = row["send_ns"] = start_ns + int(sent * 1e6)
         row["first_byte_ns"] = row["end_ns"] = start_ns + int(end * 1e6)
-        row["user"], row["batch"], row["status"], row["error"] = user, cell.batch_size, 200, -1
-        row["request_bytes"], row["response_bytes"] = 602_412 * cell.batch_size, 2_048 * cell.batch_size + 300
+        row["user"], row["batch"], row["status"], row["error"] = user, workload.batch_size, 200, -1
+        row["request_bytes"], row["response_bytes"] = 602_412 * workload.batch_size, 2_048 * workload.batch_size + 300
     errors = 0
     if failing:
         samples["error"][::10], samples["status"][::10] = 0, 503
         errors = int((samples["error"] >= 0).sum())
     count = len(rows) + cool_down
     stages = StageTotals(
-        requests=count, items=count * cell.batch_size, executions=sum(batches.values()),
+        requests=count, items=count * workload.batch_size, executions=sum(batches.values()),
         queue_ns=int(queue_ms * 1e6), compute_input_ns=int(0.04 * infer_ms * 1e6),
         compute_infer_ns=int(0.94 * infer_ms * 1e6), compute_output_ns=int(0.02 * infer_ms * 1e6),
         receive_ns=int(0.3e6 * count) if arm.reports_http else None,
@@ -289,9 +291,9 @@ def simulate(
     return samples, stages, errors, cool_down
 
 
-def _leave_partial(directory: Path, index: int, cell: Cell, rng: np.random.Generator) -> None:
+def _leave_partial(directory: Path, index: int, workload: Workload, rng: np.random.Generator) -> None:
     """What SIGKILL leaves: a header that counts nothing and a last record that is cut."""
-    samples, _, _, _ = simulate(SimulatedArm(), cell, rng, ORIGIN_NS, 1.0)
+    samples, _, _, _ = simulate(SimulatedArm(), workload, rng, ORIGIN_NS, 1.0)
     path = directory / "samples" / f"{index:04d}.npy"
     np.save(path, samples[:0])
     with path.open("ab") as file:
@@ -299,9 +301,9 @@ def _leave_partial(directory: Path, index: int, cell: Cell, rng: np.random.Gener
     path.rename(path.with_name(path.name + ".part"))
 
 
-def _cold_starts(plan: Plan, cell: Cell, rng: np.random.Generator) -> list[ColdStart]:
+def _cold_starts(plan: Plan, workload: Workload, rng: np.random.Generator) -> list[ColdStart]:
     starts = []
-    for repetition in range(cell.rounds):
+    for repetition in range(workload.rounds):
         for label, arm in plan.arms.items():
             factor = float(np.exp(rng.normal(0, 0.02)))
             ready_ns = int(arm.ready_s * factor * 1e9)

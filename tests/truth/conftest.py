@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.bench.progress import Progress
-from loadgen.records.run import ArmRequest, Cell, Experiment
+from loadgen.records.run import ArmRequest, Experiment, Workload
 from loadgen.result.analysis import analyse
 from loadgen.result.result_file import Result
 from loadgen.run.runner import run_experiment
@@ -35,12 +35,12 @@ def compare(tmp_path: Path) -> Iterator[Compare]:
         return ArmRequest(label=label, target=f"http://127.0.0.1:{http}", grpc=f"127.0.0.1:{grpc}")
 
     def run(
-        a: str, b: str, *cells: Cell, others: Sequence[str] = (), margin: float = 0.05, **changes: object
+        a: str, b: str, *workloads: Workload, others: Sequence[str] = (), margin: float = 0.05, **changes: object
     ) -> Result:
         arms = tuple(start(label, options) for label, options in zip("abcdefgh", (a, b, *others), strict=False))
         fields: dict[str, object] = {
             "arms": arms, "model": "planted", "weights": "none", "payload": "fp32",
-            "transport": "http", "cells": cells, "preset": "quick", "seed": 3, "equivalence_margin": margin,
+            "transport": "http", "workloads": workloads, "preset": "quick", "seed": 3, "equivalence_margin": margin,
             "threads": 0,
         }  # fmt: skip
         out = tmp_path / "run"

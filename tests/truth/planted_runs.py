@@ -15,7 +15,7 @@ import numpy as np
 from loadgen.comparison.comparisons import compare_all
 from loadgen.comparison.pairs import latencies_of
 from loadgen.comparison.summaries import summarise_blocks
-from loadgen.records.run import ArmRequest, BlockRecord, Cell, Experiment
+from loadgen.records.run import ArmRequest, BlockRecord, Experiment, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.storage.stored_run import StoredBlock
 
@@ -94,14 +94,14 @@ class Truth:
     def experiment(self) -> Experiment:
         """As the comparison would be asked for."""
         shape: dict[str, object] = {"arrivals": "poisson", "rate_per_s": self.rate_per_s} if self.rate_per_s else {}
-        cell = Cell(
+        workload = Workload(
             scenario="open" if self.rate_per_s else "single", batch_size=1, concurrency=64 if self.rate_per_s else 1,
             requests=self.requests, seconds=0.0, max_seconds=60.0, rounds=self.pairs, **shape,  # type: ignore[arg-type]
         )  # fmt: skip
         return Experiment(
             arms=(ArmRequest(label="a", target="native"), ArmRequest(label="b", target="triton")), model="m",
             weights="random:0", payload="fp32", transport="http", preset="quick", seed=0,
-            equivalence_margin=self.margin, threads=1, cells=(cell,),
+            equivalence_margin=self.margin, threads=1, workloads=(workload,),
         )  # fmt: skip
 
 
@@ -169,19 +169,19 @@ def try_truth(truth: Truth, trials: int) -> Found:
 
 def simulate(truth: Truth, plan: Experiment, rng: np.random.Generator) -> list[StoredBlock]:
     """All blocks of one run, one after the other, in ABBA order."""
-    (cell,) = plan.cells
+    (workload,) = plan.workloads
     now, blocks = float(rng.uniform(0.0, 10.0)), []
-    for slot in range(2 * cell.rounds):
+    for slot in range(2 * workload.rounds):
         pair, position = divmod(slot, 2)
         label = "ab"[(position + (pair % 4 in (1, 2))) % 2]
         arm = truth.a if label == "a" else truth.b
         factor = math.exp(rng.normal(0.0, BLOCK_NOISE))
-        if cell.rate_per_s is None:
-            due, end = arm.closed_loop(rng, now, factor, cell.requests)
+        if workload.rate_per_s is None:
+            due, end = arm.closed_loop(rng, now, factor, workload.requests)
         else:
-            due, end = arm.open_loop(rng, now, factor, cell.rate_per_s, cell.requests)
-        record = _record(cell, slot, pair, label, position, due, end)
-        blocks.append(StoredBlock(record, cell, _samples(due, end)))
+            due, end = arm.open_loop(rng, now, factor, workload.rate_per_s, workload.requests)
+        record = _record(workload, slot, pair, label, position, due, end)
+        blocks.append(StoredBlock(record, workload, _samples(due, end)))
         now = float(end.max()) + 0.3
     return blocks
 
@@ -202,11 +202,11 @@ def _samples(due: np.ndarray, end: np.ndarray) -> Samples:
 
 
 def _record(
-    cell: Cell, index: int, pair: int, label: str, position: int, due: np.ndarray, end: np.ndarray
+    workload: Workload, index: int, pair: int, label: str, position: int, due: np.ndarray, end: np.ndarray
 ) -> BlockRecord:
-    is_open = cell.rate_per_s is not None
+    is_open = workload.rate_per_s is not None
     return BlockRecord(
-        index=index, cell=cell.name, round=pair, label=label, position=position,
+        index=index, workload=workload.name, round=pair, label=label, position=position,
         started_at="", window_start_ns=int(due[0] * NS), window_end_ns=int(end.max() * NS), samples="", complete=True,
         requests=len(due), items=len(due), errors=0, error_messages=(), generator_cpu_ns=0, server_cpu_ns=None,
         stages=None, offered=len(due) if is_open else None,

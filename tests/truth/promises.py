@@ -52,10 +52,10 @@ MANY = 1000
 
 def false_winners(
     trials: int, noise: Noise, pairs: int, *, restarts: int = 1, restart_spread: float = 0.0,
-    resemblance: float = 0.0, cells: int = 7, margin: float = 0.05, arms: int = 2,
+    resemblance: float = 0.0, workloads: int = 7, margin: float = 0.05, arms: int = 2,
 ) -> Share:  # fmt: skip
     """Runs of identical arms, seven scenarios with four metrics each, that name any winner."""
-    plan, rng = experiment(cells, pairs, margin, restarts=restarts, arms=arms), np.random.default_rng(2024)
+    plan, rng = experiment(workloads, pairs, margin, restarts=restarts, arms=arms), np.random.default_rng(2024)
     runs = (
         simulate(plan, rng, noise, 1.0, "", restart_spread, resemblance, tails=trials >= MANY) for _ in range(trials)
     )
@@ -124,7 +124,7 @@ def two_stages(trials: int, effect: float) -> tuple[Share, Share]:
                     values += rng.normal(math.log(effect), spread, 2).tolist()
         paired = [
             PairedMetric(one, THROUGHPUT, Pairing("a", "b"), tuple(Pair(1.0, math.exp(value)) for value in values))
-            for one, values in zip(plan.cells, logs, strict=True)
+            for one, values in zip(plan.workloads, logs, strict=True)
         ]
         shared, _ = shared_correlation(paired)
         found = [estimate_pairs(one, plan, shared)[1] for one in paired]
@@ -201,7 +201,7 @@ def coverage_when_stopped(trials: int, effect: float, noise: Noise, pairs: int) 
     for _ in range(trials):
         blocks = simulate_blocks(plan, rng, noise, effect)
         logs = [math.log(ratio) for ratio in compare_all(plan, blocks, [])[0].ratios]
-        stop = _stop(logs, len(plan.cells)) or len(logs)
+        stop = _stop(logs, len(plan.workloads)) or len(logs)
         half = half_width(logs[:stop])
         covered += abs(math.fsum(logs[:stop]) / stop - math.log(effect)) <= half
     return Share(covered, trials)
@@ -264,7 +264,7 @@ def _first_equivalent(logs: list[float], bound: float) -> int | None:
 def power_at_the_stated_effect(trials: int, noise: Noise, pairs: int, restarts: int = 1) -> Share:
     """The effect that a run of identical arms states is planted into an independent run of the same plan."""
     plan, rng = experiment(5, pairs, 0.0001, restarts=restarts), np.random.default_rng(11)
-    target, found = plan.cells[2].name, 0
+    target, found = plan.workloads[2].name, 0
     for _ in range(trials):
         stated = next(c for c in simulate(plan, rng, noise) if c.scenario == target).minimal_detectable_effect
         assert stated is not None

@@ -14,7 +14,7 @@ import numpy as np
 from loadgen.comparison.comparisons import Comparison, compare_all
 from loadgen.comparison.pairs import Latencies
 from loadgen.comparison.summaries import BlockSummary, LatencySummary
-from loadgen.records.run import ArmRequest, Cell, Experiment
+from loadgen.records.run import ArmRequest, Experiment, Workload
 
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -50,20 +50,20 @@ def latencies(blocks: Sequence[BlockSummary], rng: np.random.Generator) -> Laten
 
 
 def experiment(
-    cells: int, pairs: int, margin: float, *, restarts: int = 1, until_decided: bool = False, arms: int = 2
+    workloads: int, pairs: int, margin: float, *, restarts: int = 1, until_decided: bool = False, arms: int = 2
 ) -> Experiment:
     """So many batched scenarios."""
     return Experiment(
         arms=tuple(ArmRequest(label=label, target="native", settings={"x": label}) for label in "abcdefgh"[:arms]),
         model="m", weights="random:0", payload="fp32", transport="http", preset="full", seed=0,
-        equivalence_margin=margin, threads=1, cells=tuple(cell(n + 1, pairs) for n in range(cells)),
+        equivalence_margin=margin, threads=1, workloads=tuple(workload(n + 1, pairs) for n in range(workloads)),
         restarts=restarts, until_decided=until_decided,
     )  # fmt: skip
 
 
-def cell(batch_size: int, pairs: int) -> Cell:
+def workload(batch_size: int, pairs: int) -> Workload:
     """One scenario."""
-    return Cell(
+    return Workload(
         scenario="batched", batch_size=batch_size, concurrency=1, requests=100, seconds=0, max_seconds=1, rounds=pairs
     )
 
@@ -77,16 +77,16 @@ def simulate_blocks(
     restart_spread: float = 0.0,
     resemblance: float = 0.0,
 ) -> list[BlockSummary]:
-    """One run of `plan`; B's blocks (or those of the arms in it) of the cell `on` (all where empty) are `effect` times
-    as fast. Each
+    """One run of `plan`; B's blocks (or those of the arms in it) of the workload `on` (all where empty) are `effect`
+    times as fast. Each
     restart shifts each arm by a normal factor of `restart_spread`/√2, so that the ratio has that spread. With
-    `resemblance` φ the noise of each arm's blocks, in each cell, is a first-order autoregression of its own."""
-    pairs, labels = plan.cells[0].rounds, plan.labels
+    `resemblance` φ the noise of each arm's blocks, in each workload, is a first-order autoregression of its own."""
+    pairs, labels = plan.workloads[0].rounds, plan.labels
     arms, effects = len(labels), {"b": effect} if isinstance(effect, float) else effect
-    logs = noise(rng, arms * pairs * len(plan.cells))
-    own = autoregression(rng, resemblance, (len(plan.cells), arms, pairs)) if resemblance else None
+    logs = noise(rng, arms * pairs * len(plan.workloads))
+    own = autoregression(rng, resemblance, (len(plan.workloads), arms, pairs)) if resemblance else None
     blocks: list[BlockSummary] = []
-    for place, one in enumerate(plan.cells):
+    for place, one in enumerate(plan.workloads):
         swapped = rng.random() < 0.5
         shifts = rng.normal(0.0, restart_spread / math.sqrt(2.0), size=(plan.restarts, arms))
         for slot in range(arms * pairs):
@@ -101,7 +101,7 @@ def simulate_blocks(
             p50, p90, p99 = (seconds * math.exp(rng.normal(0.0, spread)) for spread in (0.004, 0.012, 0.05))
             blocks.append(
                 BlockSummary(
-                    index=len(blocks), cell=one.name, round=pair, label=label, position=position, start_s=0.0,
+                    index=len(blocks), workload=one.name, round=pair, label=label, position=position, start_s=0.0,
                     duration_s=1.0, complete=True, requests=700, errors=0, items=700,
                     throughput_per_s=100.0 / seconds, full_load_share=1.0,
                     latency=LatencySummary(samples=700, mean_ms=p50, p50_ms=p50, p90_ms=p90, p95_ms=p90, p99_ms=p99,

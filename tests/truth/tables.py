@@ -95,11 +95,11 @@ def durations() -> Iterator[str]:
     """Pairs until decided."""
     for spread in (0.02, 0.05):
         for effect in (1.0, 1.01, 1.02, 1.03, 1.05, 1.1, 1.3):
-            cells = [f"{100 * spread:.0f} %", f"{100 * (effect - 1):.0f} %"]
+            workloads = [f"{100 * spread:.0f} %", f"{100 * (effect - 1):.0f} %"]
             for scenarios in (1, 7):
                 found = promises.pairs_until_decided(2000, effect, scenarios, 60, spread)
-                cells += [str(found.median or "> 60"), str(found.late or "> 60"), percent(found.decided)]
-            yield " | ".join(cells)
+                workloads += [str(found.median or "> 60"), str(found.late or "> 60"), percent(found.decided)]
+            yield " | ".join(workloads)
 
 
 def closed_loops() -> Iterator[str]:
@@ -115,18 +115,18 @@ def closed_loops() -> Iterator[str]:
 def tails() -> Iterator[str]:
     """Coverage of the p99."""
     for slow in (0.005, 0.009, 0.012, 0.02):
-        cells = []
+        workloads = []
         for pairs in (12, 24, 48):
-            cells += [percent(share) for share in promises.tail_coverage(300, slow, pairs, 100)]
-        yield f"{100 * slow:.1f} % | {' | '.join(cells)}"
+            workloads += [percent(share) for share in promises.tail_coverage(300, slow, pairs, 100)]
+        yield f"{100 * slow:.1f} % | {' | '.join(workloads)}"
 
 
 def resemblance() -> Iterator[str]:
     """False winners where rounds are not independent."""
     for phi in (0.0, 0.3, 0.5, 0.8):
         shares = [
-            promises.false_winners(200, plain, pairs, resemblance=phi, margin=0.001, cells=cells)
-            for cells in (1, 7)
+            promises.false_winners(200, plain, pairs, resemblance=phi, margin=0.001, workloads=workloads)
+            for workloads in (1, 7)
             for pairs in (6, 12, 24, 48)
         ]
         yield f"{phi:g} | {' | '.join(map(percent, shares))}"

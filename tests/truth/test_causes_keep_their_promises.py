@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from loadgen.records.run import Cell, Label, Pairing
+from loadgen.records.run import Label, Pairing, Workload
 from loadgen.studies.causes.analyse import CauseEffect, MeasuredEffect, combine, difference, rank_causes
 from loadgen.studies.causes.records import CauseName
 
@@ -20,7 +20,7 @@ WEATHER, NOISE = 0.03, 0.01
 AS_IS_MS: dict[Label, float] = {"a": 10.0, "b": 20.0}
 SAVED_MS: dict[Label, float] = {"a": 2.0, "b": 3.0}
 NAMES: tuple[CauseName, CauseName, CauseName] = ("transfer", "queue_delay", "compute")
-CELL = Cell(scenario="single", batch_size=1, concurrency=1, requests=9, seconds=1.0, max_seconds=9.0, rounds=6)
+WORKLOAD = Workload(scenario="single", batch_size=1, concurrency=1, requests=9, seconds=1.0, max_seconds=9.0, rounds=6)
 
 
 def pairs(rng: np.random.Generator, count: int, first: float, second: float) -> list[tuple[float, float]]:
@@ -50,7 +50,7 @@ def test_intervals_cover_and_what_is_no_cause_stays_unnamed(count: int) -> None:
         low, high = total.ci95_ms or (0.0, 0.0)
         covered += low <= SAVED_MS["b"] - SAVED_MS["a"] <= high
         causes = rank_causes(
-            CELL, Pairing("a", "b"), pairs(rng, 12, 10.0, 20.0), [*real, *none], [], None, comparable=True
+            WORKLOAD, Pairing("a", "b"), pairs(rng, 12, 10.0, 20.0), [*real, *none], [], None, comparable=True
         )
         assert causes is not None
         found = {cause.name for cause in causes.causes if cause.found}

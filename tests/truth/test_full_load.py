@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from loadgen.records.run import Cell
+from loadgen.records.run import Workload
 from tests.truth.conftest import Compare
 
 
-def users(number: int, requests: int, pairs: int) -> Cell:
-    return Cell(
+def users(number: int, requests: int, pairs: int) -> Workload:
+    return Workload(
         scenario="concurrent", batch_size=1, concurrency=number, requests=requests, seconds=0.0, max_seconds=30.0,
         rounds=pairs,
     )  # fmt: skip

@@ -13,20 +13,20 @@ import pytest
 
 from loadgen.comparison.comparisons import Comparison
 from loadgen.quantities import ratio, ratio_interval
-from loadgen.records.run import Cell
+from loadgen.records.run import Workload
 from loadgen.result.result_file import Result
 from tests.truth.conftest import Compare, state
 
 
-def closed(requests: int, pairs: int, *, batch_size: int = 1) -> Cell:
-    return Cell(
+def closed(requests: int, pairs: int, *, batch_size: int = 1) -> Workload:
+    return Workload(
         scenario="batched", batch_size=batch_size, concurrency=1, requests=requests, seconds=0.0, max_seconds=30.0,
         rounds=pairs,
     )  # fmt: skip
 
 
-def open_loop(rate: float, seconds: float, pairs: int) -> Cell:
-    return Cell(
+def open_loop(rate: float, seconds: float, pairs: int) -> Workload:
+    return Workload(
         scenario="open", batch_size=1, concurrency=256, requests=1, seconds=seconds, max_seconds=seconds, rounds=pairs,
         arrivals="constant", rate_per_s=rate,
     )  # fmt: skip
@@ -163,14 +163,14 @@ def test_a_closed_loop_omits_it(compare: Compare) -> None:
 @pytest.mark.benchmark
 def test_saturation_is_found_where_it_was_planted(compare: Compare) -> None:
     """B serves 150 requests a second at most and is asked for 200."""
-    cell = open_loop(200.0, 3.0, 3)
-    result = compare("--delay-ms 20 --no-spin", "--delay-ms 20 --no-spin --rate 150", cell)
-    achieved = metric(result, "achieved_rate", cell.name)
+    workload = open_loop(200.0, 3.0, 3)
+    result = compare("--delay-ms 20 --no-spin", "--delay-ms 20 --no-spin --rate 150", workload)
+    achieved = metric(result, "achieved_rate", workload.name)
     tell("saturated at 150/s, asked for 200/s", achieved)
     require_quiet(result, achieved, 0.25)
     assert achieved.verdict == "baseline_better"
     assert achieved.ratio == pytest.approx(0.75, rel=0.08)
-    assert metric(result, "latency_p99", cell.name).ratio is None
+    assert metric(result, "latency_p99", workload.name).ratio is None
     assert state(result, "rate_sustained") is False
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from loadgen.experiment.plan import make_cells
+from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.records.run import Cell
+from loadgen.records.run import Workload
 from loadgen.statistics.early_stopping import late_allowed
 from loadgen.statistics.ratios import estimate_ratio
 from loadgen.studies.rate_search.analyse import search_from
@@ -45,11 +45,11 @@ def latencies(rate: float, service_s: float, queries: int, random: Random, stall
     return np.asarray(waits + work)
 
 
-def search(cell: Cell, service_s: float, random: Random, stalls: bool) -> float | None:
+def search(workload: Workload, service_s: float, random: Random, stalls: bool) -> float | None:
     """One search from about one user's rate; None where no rate held."""
-    found = search_from(cell, 0.8 / service_s * 2.0 ** (random.random() - 0.5))
+    found = search_from(workload, 0.8 / service_s * 2.0 ** (random.random() - 0.5))
     while (rate := found.next_rate) is not None:
-        planned = max(cell.requests, int(np.ceil(rate * cell.seconds)))
+        planned = max(workload.requests, int(np.ceil(rate * workload.seconds)))
         late = int(np.sum(latencies(rate, service_s, planned, random, stalls) > BOUND_S))
         allowed = late_allowed(planned)
         assert allowed is not None
@@ -77,14 +77,14 @@ def ratios_of(first: list[float | None], second: list[float | None]) -> list[flo
 @pytest.mark.parametrize("preset", ["quick", "full"])
 def test_intervals_cover_and_identical_arms_get_no_winner(preset: str, stalls: bool) -> None:
     asked = {"preset": preset, "scenarios": "slo", "slo_p99_ms": BOUND_S * 1000.0}
-    (cell,) = make_cells(ExperimentSettings.model_validate(asked))
+    (workload,) = make_workloads(ExperimentSettings.model_validate(asked))
     services = (0.010, 0.008)
     truths = [true_rate(service_s) for service_s in services]
     random = np.random.default_rng(20)
     covered, excluded = [], []
     shares: list[float] = []
     for _ in range(RUNS):
-        a, same, b = ([search(cell, s, random, stalls) for _ in range(PAIRS)] for s in (services[0], *services))
+        a, same, b = ([search(workload, s, random, stalls) for _ in range(PAIRS)] for s in (services[0], *services))
         estimate, identical = estimate_ratio(ratios_of(a, b), 0.05), estimate_ratio(ratios_of(a, same), 0.05)
         assert estimate.ci95 is not None
         covered.append(estimate.ci95[0] <= truths[1] / truths[0] <= estimate.ci95[1])

@@ -45,7 +45,7 @@ def assert_covers(share: promises.Share, *, may_exceed: bool = False) -> None:
 @trials(250, 1000)
 @pytest.mark.parametrize("pairs", [4, 12])
 def test_identical_arms_name_a_winner_in_at_most_one_run_in_twenty(noise: Noise, pairs: int, trials: int) -> None:
-    """Seven cells with four metrics each: one false name among 28 spoils the run."""
+    """Seven workloads with four metrics each: one false name among 28 spoils the run."""
     assert_at_most(promises.false_winners(trials, noise, pairs))
 
 

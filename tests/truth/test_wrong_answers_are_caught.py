@@ -10,22 +10,22 @@ import sys
 
 import pytest
 
-from loadgen.records.run import Cell
+from loadgen.records.run import Workload
 from loadgen.result.result_file import Result
 from tests.truth.conftest import Compare, state
 
 USERS = 16
 
 
-def users(requests: int = 160, *, pairs: int = 2, concurrency: int = USERS) -> Cell:
-    return Cell(
+def users(requests: int = 160, *, pairs: int = 2, concurrency: int = USERS) -> Workload:
+    return Workload(
         scenario="concurrent", batch_size=1, concurrency=concurrency, requests=requests, seconds=0.0, max_seconds=30.0,
         rounds=pairs,
     )  # fmt: skip
 
 
-def batches(batch_size: int, requests: int = 20, *, pairs: int = 2) -> Cell:
-    return Cell(
+def batches(batch_size: int, requests: int = 20, *, pairs: int = 2) -> Workload:
+    return Workload(
         scenario="batched", batch_size=batch_size, concurrency=1, requests=requests, seconds=0.0, max_seconds=30.0,
         rounds=pairs,
     )  # fmt: skip
@@ -39,7 +39,7 @@ def require_invalid(result: Result, check: str, *words: str) -> None:
     assert failed
     assert not result.valid
     scopes = {found.scope for found in failed}
-    covered = [c for c in result.comparisons if scopes & {"run", f"cell {c.scenario}"}]
+    covered = [c for c in result.comparisons if scopes & {"run", f"workload {c.scenario}"}]
     assert {comparison.verdict for comparison in covered} <= {"invalid"}
     for word in words:
         assert word in told
@@ -55,7 +55,7 @@ def test_answers_that_are_wrong_only_under_load(compare: Compare) -> None:
     require_invalid(result, "request_errors", "output y is FP32 [1, 6] instead of FP32 [1, 8]")
     assert state(result, "parity") is True
     scopes = {check.scope for check in result.checks if check.name == "answers_under_load" and check.ok is False}
-    assert scopes == {f"cell {users().name}"}, "the single user's answers were right"
+    assert scopes == {f"workload {users().name}"}, "the single user's answers were right"
 
 
 @pytest.mark.slow
@@ -69,12 +69,12 @@ def test_answers_that_are_zeros_or_nan_only_under_load(compare: Compare, fault: 
 
 @pytest.mark.slow
 def test_answers_that_are_wrong_in_an_open_loop_of_two_processes(compare: Compare) -> None:
-    cell = Cell(
+    workload = Workload(
         scenario="open", batch_size=1, concurrency=64, requests=1, seconds=1.0, max_seconds=1.0, rounds=2,
         arrivals="poisson", rate_per_s=400.0,
     )  # fmt: skip
     server = "--delay-ms 40 --no-spin"
-    result = compare(server, f"{server} --fault zeros --fault-from 12", cell, processes=2)
+    result = compare(server, f"{server} --fault zeros --fault-from 12", workload, processes=2)
     require_invalid(result, "answers_under_load", "answers of B are wrong")
 
 

@@ -27,7 +27,7 @@ def test_every_file_is_listed_with_its_hash(manifest: Path) -> None:
 def test_both_arms_of_a_ranked_run_are_verified_and_the_control_is_not() -> None:
     result = json.loads((ROOT / "docs/results/2026-11-22-h200/http-uint8/result.json").read_text())
     findings = {
-        (e["label"], e["control"], e["cell"]): e["finding"]
+        (e["label"], e["control"], e["workload"]): e["finding"]
         for e in result["studies"]["gpu_proof"]["evidence"]["records"]
     }
     assert result["valid"]

@@ -59,14 +59,14 @@ def counts(rows: Sequence[CheckRow]) -> str:
 
 def _check_row(style: doc.Style, checks: Sequence[Check], arms: int) -> CheckRow:
     first = max(checks, key=_badness) if style == "ok" else checks[0]
-    scopes = [check.scope.removeprefix("cell ") for check in checks]
+    scopes = [check.scope.removeprefix("workload ") for check in checks]
     one_scope, details = len(set(scopes)) == 1, dict.fromkeys(check.detail for check in checks)
     if one_scope and len(checks) <= arms:  # one check per arm
         detail = "; ".join(details)
     elif one_scope or (style == "ok" and len(details) == 1):
         detail = first.detail
     else:
-        detail = f"{first.scope.removeprefix('cell ')}: {first.detail}"
+        detail = f"{first.scope.removeprefix('workload ')}: {first.detail}"
     if one_scope:
         scope = "whole run" if scopes[0] in ("run", "plan") else scopes[0]
     else:
@@ -128,7 +128,7 @@ def _table(rows: Sequence[CheckRow]) -> doc.Table:
         *doc.names("covers", "threshold"),
         doc.Column("remedy", "text", below=True),
     )
-    cells = [
+    workloads = [
         (
             row.title,
             doc.Cell(WORDS[row.style], row.style),
@@ -139,7 +139,7 @@ def _table(rows: Sequence[CheckRow]) -> doc.Table:
         )
         for row in rows
     ]
-    return doc.Table(columns, cells, on=doc.PAGES)
+    return doc.Table(columns, workloads, on=doc.PAGES)
 
 
 def _case(check: Check) -> tuple[str, str]:

@@ -59,7 +59,7 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
     """Two lines: model, precision and hardware; payload, transport, batch sizes and date."""
     experiment = result.experiment
     precision = _per_arm(result, lambda arm: str(arm.in_effect.get("precision") or "precision not reported"))
-    sizes = sorted({cell.batch_size for cell in experiment.cells if cell.has_blocks})
+    sizes = sorted({workload.batch_size for workload in experiment.workloads if workload.has_blocks})
     started = result.environment.started_at if result.environment else ""
     second = [f"{' and '.join(experiment.payloads)} over {TRANSPORTS[experiment.transport]}"]
     if sizes:

@@ -12,10 +12,10 @@ from typing import Any
 
 from loadgen.comparison.claims import join
 from loadgen.comparison.facts import Facts
-from loadgen.experiment.schedule import load_cells
+from loadgen.experiment.schedule import load_workloads
 from loadgen.records.model_config import accelerators, backend_of, groups, kind_of, listed, mapping, whole
 from loadgen.records.payloads import base_name, without_backend
-from loadgen.records.run import ArmRecord, Cell, Experiment, asked_for, setting_key, shown
+from loadgen.records.run import ArmRecord, Experiment, Workload, asked_for, setting_key, shown
 from loadgen.result.checks.registry import Outcome, Severity, fairness, per_arm
 
 NATIVE = "abserve-native"
@@ -136,7 +136,7 @@ def settings_in_effect(arm: ArmRecord, _: Facts) -> Outcome:
 @per_arm
 def batch_limit(arm: ArmRecord, facts: Facts) -> Outcome:
     limit = whole(arm.in_effect.get("max_batch_size"))
-    asked = max((cell.batch_size for cell in _cells(facts)), default=1)
+    asked = max((workload.batch_size for workload in _workloads(facts)), default=1)
     if limit is None:
         return Outcome(None, "does not report its maximum batch size", asked)
     detail = f"accepts batches up to {limit}; the largest requested batch is {asked}"
@@ -153,9 +153,11 @@ def batch_limit(arm: ArmRecord, facts: Facts) -> Outcome:
 def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Outcome:
     delay, limit = _number(arm.in_effect.get("max_queue_delay_us")), whole(arm.in_effect.get("max_batch_size"))
     serial = [
-        cell.name
-        for cell in _cells(facts)
-        if cell.concurrency == 1 and not cell.is_open and not (limit is not None and cell.batch_size >= limit)
+        workload.name
+        for workload in _workloads(facts)
+        if workload.concurrency == 1
+        and not workload.is_open
+        and not (limit is not None and workload.batch_size >= limit)
     ]
     if delay is None and arm.in_effect.get("dynamic_batching") is not False:
         return Outcome(None, "does not report its queue delay")
@@ -287,9 +289,9 @@ def graph_sizes(arm: ArmRecord, facts: Facts) -> Outcome:
         return UNREPORTED
     if not _graphs_asked(arm) or backend_of(arm) != "tensorrt":
         return Outcome(True, "requests no CUDA graphs by batch size")
-    cells, largest = _cells(facts), _largest(arm.model_config)
-    wanted = {cell.batch_size for cell in cells if cell.batch_size <= largest}
-    if any(cell.concurrency > 1 for cell in cells):
+    workloads, largest = _workloads(facts), _largest(arm.model_config)
+    wanted = {workload.batch_size for workload in workloads if workload.batch_size <= largest}
+    if any(workload.concurrency > 1 for workload in workloads):
         wanted |= set(range(1, largest + 1))
     missing = sorted(wanted - captured_sizes(arm.model_config))
     detail = f"has a graph for all {len(wanted)} possible batch sizes"
@@ -369,8 +371,8 @@ def cores(arm: ArmRecord, facts: Facts) -> Outcome:
     return Outcome(asked <= facts.cores, detail, asked, facts.cores)
 
 
-def _cells(facts: Facts) -> Sequence[Cell]:
-    return load_cells(facts.run.experiment.cells)
+def _workloads(facts: Facts) -> Sequence[Workload]:
+    return load_workloads(facts.run.experiment.workloads)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from loadgen.comparison.claims import join
-from loadgen.comparison.facts import CellFacts, Facts, cell_scope
+from loadgen.comparison.facts import Facts, WorkloadFacts, workload_scope
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.quantities import number, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s
-from loadgen.records.run import Cell, Label, shown
+from loadgen.records.run import Label, Workload, shown
 from loadgen.result.checks.registry import Outcome, check, per_load
 from loadgen.statistics.ratios import critical_t
 from loadgen.studies.rate_search.analyse import BUSY
@@ -44,17 +44,17 @@ def generator_cpu(facts: Facts) -> Iterator[Outcome]:
         shares = [block.generator_cpu_share for block in load.blocks if block.generator_cpu_share is not None]
         several = any(block.generator_processes > 1 for block in load.blocks)
         yield _busy(
-            load.cell, shares, max(shares, default=0.0) > BUSY, "at most, in one process" if several else "at most"
+            load.workload, shares, max(shares, default=0.0) > BUSY, "at most, in one process" if several else "at most"
         )
-    for cell in facts.run.experiment.cells:
-        if cell.scenario in ("slo", "ramp"):
-            yield _busy_in_search(facts, cell)
+    for workload in facts.run.experiment.workloads:
+        if workload.scenario in ("slo", "ramp"):
+            yield _busy_in_search(facts, workload)
 
 
-def _busy_in_search(facts: Facts, cell: Cell) -> Outcome:
+def _busy_in_search(facts: Facts, workload: Workload) -> Outcome:
     """At the lowest rate that failed, which the server might have held, or at the best rung of a ramp."""
-    rates = [rate for rate in facts.of(RatesFound).rates if rate.cell == cell.name]
-    ramps = [ramp for ramp in facts.of(RatesFound).ramps if ramp.cell == cell.name]
+    rates = [rate for rate in facts.of(RatesFound).rates if rate.workload == workload.name]
+    ramps = [ramp for ramp in facts.of(RatesFound).ramps if ramp.workload == workload.name]
     deciding: dict[tuple[int, Label], float | None] = {(one.round, one.label): one.failed_rate_per_s for one in rates}
     for ramp in ramps:
         if ramp.rungs:
@@ -63,21 +63,21 @@ def _busy_in_search(facts: Facts, cell: Cell) -> Outcome:
     shares = [
         trial.generator_cpu_share or 0.0
         for trial in facts.run.trials
-        if trial.cell == cell.name
+        if trial.workload == workload.name
         and (trial.concurrency if ramps else trial.rate_per_s) == deciding.get((trial.round, trial.label))
     ]
     where = "at the best rung" if ramps else "at the lowest rate that failed"
     limited = any(rate.client_limited for rate in rates) or any(ramp.client_limited for ramp in ramps)
-    return _busy(cell, shares, limited, where)
+    return _busy(workload, shares, limited, where)
 
 
-def _busy(cell: Cell, shares: Sequence[float], limited: bool, where: str) -> Outcome:
+def _busy(workload: Workload, shares: Sequence[float], limited: bool, where: str) -> Outcome:
     if not shares:
-        return Outcome(None, "the CPU time of the load generator is unknown", scope=cell_scope(cell.name))
+        return Outcome(None, "the CPU time of the load generator is unknown", scope=workload_scope(workload.name))
     detail = f"the load generator used {share(max(shares))} of a core {where}"
     if limited:
         detail += ", so it may have limited the arms"
-    return Outcome(not limited, detail, max(shares), scope=cell_scope(cell.name))
+    return Outcome(not limited, detail, max(shares), scope=workload_scope(workload.name))
 
 
 @check(
@@ -90,23 +90,23 @@ def generator_ceiling(facts: Facts) -> Iterator[Outcome]:
     """Against the calibration of this machine; above half of the maximum the generator adds to the latencies."""
     found = facts.of(RatesFound)
     for load in facts.loads:
-        yield _ceiling(facts, load.cell, [(one.label, one.throughput_per_s) for one in load.summaries])
-    for cell in facts.run.experiment.cells:
-        if cell.scenario in ("slo", "ramp"):
-            rates = [(one.label, one.rate_per_s) for one in found.rates if one.cell == cell.name]
-            best = [(one.label, one.saturation_per_s) for one in found.ramps if one.cell == cell.name]
-            yield _ceiling(facts, cell, rates + best)
+        yield _ceiling(facts, load.workload, [(one.label, one.throughput_per_s) for one in load.summaries])
+    for workload in facts.run.experiment.workloads:
+        if workload.scenario in ("slo", "ramp"):
+            rates = [(one.label, one.rate_per_s) for one in found.rates if one.workload == workload.name]
+            best = [(one.label, one.saturation_per_s) for one in found.ramps if one.workload == workload.name]
+            yield _ceiling(facts, workload, rates + best)
 
 
-def _ceiling(facts: Facts, cell: Cell, speeds: Sequence[tuple[Label, float | None]]) -> Outcome:
-    experiment, calibration, scope = facts.run.experiment, facts.run.calibration, cell_scope(cell.name)
+def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, float | None]]) -> Outcome:
+    experiment, calibration, scope = facts.run.experiment, facts.run.calibration, workload_scope(workload.name)
     if calibration is None:
         return Outcome(None, "this machine is not calibrated", scope=scope)
     measured = []
     for label, speed in speeds:
         payload = experiment.payload_of(experiment.arm(label))
         ceiling = ceiling_images_per_s(
-            calibration, experiment.transport, payload, cell.batch_size, experiment.processes
+            calibration, experiment.transport, payload, workload.batch_size, experiment.processes
         )
         if speed and ceiling:
             measured.append((speed / ceiling, label, speed, ceiling))
@@ -128,7 +128,7 @@ def _ceiling(facts: Facts, cell: Cell, speeds: Sequence[tuple[Label, float | Non
     threshold=SEND_LAG_LIMIT,
 )
 @per_load
-def send_lag(load: CellFacts, _: Facts) -> Outcome:
+def send_lag(load: WorkloadFacts, _: Facts) -> Outcome:
     """p99 of the generator's own lag over p99 of the latency. With too few samples for a p99, the largest lag over the
     mean latency, which is larger: it can clear the generator, but not fail it."""
     lags = [(*_own_lag(block), block.latency) for block in load.blocks]
@@ -167,14 +167,14 @@ def _own_lag(block: BlockSummary) -> tuple[float | None, float | None]:
 def connections_free(facts: Facts) -> Iterator[Outcome]:
     """A request that waits for a connection is missing from the server's queue."""
     for load in facts.loads:
-        if load.cell.is_open:
+        if load.workload.is_open:
             yield _waits_in_load(load)
-    for cell in facts.run.experiment.cells:
-        if cell.scenario == "slo":
-            yield _waits_in_search(facts, cell)
+    for workload in facts.run.experiment.workloads:
+        if workload.scenario == "slo":
+            yield _waits_in_search(facts, workload)
 
 
-def _waits_in_load(load: CellFacts) -> Outcome:
+def _waits_in_load(load: WorkloadFacts) -> Outcome:
     loops = [(block.open_loop, block.latency) for block in load.blocks if block.open_loop is not None]
     waits = [
         (loop.connection_wait_p99_ms, latency.p99_ms)
@@ -186,29 +186,29 @@ def _waits_in_load(load: CellFacts) -> Outcome:
     if not shares:
         return Outcome(None, "no samples", scope=load.scope)
     longest = max(loop.connection_wait_max_ms or 0.0 for loop, _ in loops)
-    detail = f"requests waited up to {number(longest)} ms for one of {load.cell.concurrency} connections"
+    detail = f"requests waited up to {number(longest)} ms for one of {load.workload.concurrency} connections"
     return Outcome(max(shares) <= CONNECTION_WAIT_LIMIT, detail, max(shares), scope=load.scope)
 
 
-def _waits_in_search(facts: Facts, cell: Cell) -> Outcome:
+def _waits_in_search(facts: Facts, workload: Workload) -> Outcome:
     """At the rates found; the wait is part of the latency in any case."""
     scope, found = (
-        cell_scope(cell.name),
-        {(r.round, r.label, r.rate_per_s) for r in facts.of(RatesFound).rates if r.cell == cell.name},
+        workload_scope(workload.name),
+        {(r.round, r.label, r.rate_per_s) for r in facts.of(RatesFound).rates if r.workload == workload.name},
     )
     lags = [
         trial.send_lag_p99_ms
         for trial in facts.run.trials
-        if trial.cell == cell.name
+        if trial.workload == workload.name
         and (trial.round, trial.label, trial.rate_per_s) in found
         and trial.held
         and trial.send_lag_p99_ms is not None
     ]
     if not lags:
         return Outcome(None, "no trial has enough requests for a p99", None, SEARCH_WAIT_LIMIT, scope)
-    longest, of_bound = max(lags), max(lags) / (cell.latency_bound_ms or 1.0)
+    longest, of_bound = max(lags), max(lags) / (workload.latency_bound_ms or 1.0)
     detail = (
-        f"at the rates found, the p99 of the wait for one of {cell.concurrency} connections was up to "
+        f"at the rates found, the p99 of the wait for one of {workload.concurrency} connections was up to "
         f"{number(longest)} ms, {share(of_bound)} of the bound"
     )
     return Outcome(of_bound <= SEARCH_WAIT_LIMIT, detail, of_bound, SEARCH_WAIT_LIMIT, scope)
@@ -221,7 +221,7 @@ def _waits_in_search(facts: Facts, cell: Cell) -> Outcome:
     threshold=RECONNECT_LIMIT,
 )
 @per_load
-def connections_kept(load: CellFacts, _: Facts) -> Outcome:
+def connections_kept(load: WorkloadFacts, _: Facts) -> Outcome:
     shares = {shown(s.label): s.reconnect_share for s in load.summaries if s.reconnect_share is not None}
     if not shares:
         return Outcome(None, "reconnects were not recorded")
@@ -239,8 +239,8 @@ def connections_kept(load: CellFacts, _: Facts) -> Outcome:
     threshold="no growing backlog",
 )
 @per_load
-def rate_sustained(load: CellFacts, _: Facts) -> Outcome | None:
-    if not load.cell.is_open:
+def rate_sustained(load: WorkloadFacts, _: Facts) -> Outcome | None:
+    if not load.workload.is_open:
         return None
     loops = [(s.label, s.open_loop) for s in load.summaries if s.open_loop is not None]
     if not loops:
@@ -253,7 +253,7 @@ def rate_sustained(load: CellFacts, _: Facts) -> Outcome | None:
 
 @check("the warm-up was long enough", "invalidates", "Warm up for longer at this batch size.", threshold=WARM_UP_LIMIT)
 @per_load
-def warm_up(load: CellFacts, facts: Facts) -> Outcome:
+def warm_up(load: WorkloadFacts, facts: Facts) -> Outcome:
     """One observation per block, since concurrent requests are slow together. It fails only beyond both the limit and
     the noise (a one-sided t test over an arm's blocks)."""
     costs: dict[str, tuple[float, float]] = {}
@@ -266,7 +266,7 @@ def warm_up(load: CellFacts, facts: Facts) -> Outcome:
         if len(lost) >= WARM_UP_BLOCKS:
             error = float(np.std(lost, ddof=1)) / float(np.sqrt(len(lost)))
             costs[label] = float(np.mean(lost)), critical_t(len(lost) - 1, 2.0 * WARM_UP_SIGNIFICANCE) * error
-    if not costs and load.cell.is_open:
+    if not costs and load.workload.is_open:
         return Outcome(None, "a queue that builds up in an open loop looks the same")
     if not costs:
         return Outcome(None, f"this needs {WARM_UP_BLOCKS} blocks per arm, each with 20 requests")
@@ -287,7 +287,7 @@ def warm_up(load: CellFacts, facts: Facts) -> Outcome:
     threshold="1 % or 512 bytes",
 )
 @per_load
-def same_payload_bytes(load: CellFacts, facts: Facts) -> Outcome:
+def same_payload_bytes(load: WorkloadFacts, facts: Facts) -> Outcome:
     labels = facts.run.experiment.labels
     sizes = {s.label: s.request_bytes for s in load.summaries if s.request_bytes is not None}
     if len(sizes) < len(labels):

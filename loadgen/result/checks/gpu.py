@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sized
 
 from loadgen.comparison.claims import join
-from loadgen.comparison.facts import Facts, cell_scope
+from loadgen.comparison.facts import Facts, workload_scope
 from loadgen.records.run import Label, shown
 from loadgen.result.checks.registry import Outcome, check
 from loadgen.storage.stored_run import StoredRun
@@ -64,11 +64,11 @@ def gpu_evidence(facts: Facts) -> Iterator[Outcome]:
     elif run.evidence is None:
         yield Outcome(None, "nothing was recorded, and a server's own report does not verify anything")
     else:
-        for cell in run.experiment.cells:
-            found = _evidence(run, cell.name if cell.has_blocks else None)
+        for workload in run.experiment.workloads:
+            found = _evidence(run, workload.name if workload.has_blocks else None)
             ok, sentence = may_rank(found)
             value = join([record.finding.value if record is not None else "nothing" for record in found.values()])
-            yield Outcome(ok, sentence.rstrip("."), value, scope=cell_scope(cell.name))
+            yield Outcome(ok, sentence.rstrip("."), value, scope=workload_scope(workload.name))
 
 
 @check(
@@ -110,10 +110,10 @@ def may_rank(found: Evidence) -> tuple[bool, str]:
     return True, f"{_all(found).capitalize()} arms are GPU_VERIFIED on {used.pop()}."
 
 
-def _evidence(run: StoredRun, cell: str | None) -> Evidence:
+def _evidence(run: StoredRun, workload: str | None) -> Evidence:
     """The findings of one workload, or of the whole run."""
     records = () if run.evidence is None else run.evidence.records
-    found = {record.label: record for record in records if (record.cell, record.control) == (cell, False)}
+    found = {record.label: record for record in records if (record.workload, record.control) == (workload, False)}
     return {label: found.get(label) for label in run.experiment.labels}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from loadgen.comparison.claims import join
 from loadgen.comparison.comparisons import Comparison, leading_comparisons
-from loadgen.comparison.facts import CellFacts, Facts
+from loadgen.comparison.facts import Facts, WorkloadFacts
 from loadgen.comparison.stages import OVERLAP_LIMIT
 from loadgen.quantities import number, share
 from loadgen.records.run import shown
@@ -26,11 +26,11 @@ COVERING_RESTARTS = 5
 
 @check("dynamic batching merged requests", "informs", "If you want batches, raise the concurrency or the queue delay.")
 @per_load
-def batching_formed(load: CellFacts, facts: Facts) -> Outcome | None:
-    if load.cell.concurrency <= 1:
+def batching_formed(load: WorkloadFacts, facts: Facts) -> Outcome | None:
+    if load.workload.concurrency <= 1:
         return None
     known = {shown(s.label): s.executed_batch_mean for s in load.summaries if s.executed_batch_mean is not None}
-    least, limit = min(known.values(), default=None), FORMED_FACTOR * load.cell.batch_size
+    least, limit = min(known.values(), default=None), FORMED_FACTOR * load.workload.batch_size
     if silent := [label for label in map(shown, facts.run.experiment.labels) if label not in known]:
         return Outcome(None, f"{_do(silent, 'not report')} executed batches", least, limit)
     idle = [label for label, mean in known.items() if mean < limit]
@@ -57,8 +57,8 @@ def engine_ceiling(facts: Facts) -> Iterator[Outcome]:
     highest = max(facts.of(CeilingsFound).shares, key=lambda one: one.share)
     ok = highest.share <= LARGEST_SHARE
     detail = (
-        f"the served throughput of {shown(highest.label)} in {highest.cell} is {share(highest.share)} of the engine "
-        f"ceiling at batch {highest.batch}"
+        f"the served throughput of {shown(highest.label)} in {highest.workload} is {share(highest.share)} of the "
+        f"engine ceiling at batch {highest.batch}"
     )
     if not ok:
         detail += ", so the ceiling is not reliable"
@@ -72,13 +72,13 @@ def engine_ceiling(facts: Facts) -> Iterator[Outcome]:
     threshold=QUEUE_SHARE_LIMIT,
 )
 @per_load
-def queue_delay(load: CellFacts, _: Facts) -> Outcome | None:
+def queue_delay(load: WorkloadFacts, _: Facts) -> Outcome | None:
     waits = [
         (wait_ms / arm.client_total_ms, wait_ms, arm.label)
         for arm in load.stages
         if not arm.contradictions and (wait_ms := arm.stages_ms["queue"]) is not None
     ]
-    if load.cell.concurrency > 1 or not waits:
+    if load.workload.concurrency > 1 or not waits:
         return None
     part, wait_ms, worst = max(waits)
     detail = f"requests waited {number(wait_ms)} ms in the queue of {shown(worst)}, {share(part)} of their latency"
@@ -92,7 +92,7 @@ def queue_delay(load: CellFacts, _: Facts) -> Outcome | None:
     threshold=f"−{share(OVERLAP_LIMIT)} to {share(UNATTRIBUTED_LIMIT)} unattributed, same requests",
 )
 @per_load
-def stage_account(load: CellFacts, _: Facts) -> Outcome:
+def stage_account(load: WorkloadFacts, _: Facts) -> Outcome:
     arms = load.stages
     if not arms:
         return Outcome(None, "no server reports stages")
@@ -128,7 +128,7 @@ def sensitivity(leading: Sequence[Comparison], facts: Facts) -> Outcome:
 
 
 def _leading_loads(facts: Facts) -> list[Comparison]:
-    names = {load.cell.name for load in facts.planned}
+    names = {load.workload.name for load in facts.planned}
     return [leading for leading in leading_comparisons(facts.comparisons) if leading.scenario in names]
 
 

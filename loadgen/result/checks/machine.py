@@ -17,8 +17,8 @@ import numpy as np
 from scipy import stats
 
 from loadgen.comparison.claims import join
-from loadgen.comparison.facts import CellFacts, Facts
-from loadgen.experiment.schedule import load_cells
+from loadgen.comparison.facts import Facts, WorkloadFacts
+from loadgen.experiment.schedule import load_workloads
 from loadgen.quantities import number, share
 from loadgen.records.model_config import kind_of
 from loadgen.records.run import Experiment, Label, shown
@@ -61,7 +61,7 @@ def from_readings(judge: Callable[[Conditions], Outcome], *, of_gpu: bool = Fals
             or any(str(arm.in_effect.get("device", "")).startswith("cuda") for arm in facts.run.arms)
             or any(kind_of(arm) == "KIND_GPU" for arm in facts.run.arms)
         )
-        if not load_cells(facts.run.experiment.cells) or (of_gpu and not on_gpu):
+        if not load_workloads(facts.run.experiment.workloads) or (of_gpu and not on_gpu):
             return []
         return [Outcome(None, "no readings were taken before the load") if conditions is None else judge(conditions)]
 
@@ -198,11 +198,11 @@ def machine_steady(facts: Facts) -> Iterator[Outcome]:
         return
     margin = facts.run.experiment.equivalence_margin
     blocks = sorted(
-        (block for load in facts.loads if not load.cell.is_open for block in load.blocks if block.complete),
+        (block for load in facts.loads if not load.workload.is_open for block in load.blocks if block.complete),
         key=lambda block: block.start_s,
     )
     speeds = np.log([block.throughput_per_s for block in blocks if block.throughput_per_s])
-    names = [(block.cell, block.label) for block in blocks if block.throughput_per_s]
+    names = [(block.workload, block.label) for block in blocks if block.throughput_per_s]
     groups = np.array([names.index(name) for name in names])
     count, stretches = len(speeds), min(max(len(speeds) // LEAST_BLOCKS, 2), max(STRETCHES))
     degrees = count - len(set(names)) - (stretches - 1)
@@ -241,7 +241,7 @@ Taken = dict[Label, list[tuple[int, int]]]
     threshold=TAKEN_LIMIT,
 )
 @per_load
-def cpu_steal(load: CellFacts, facts: Facts) -> Outcome | None:
+def cpu_steal(load: WorkloadFacts, facts: Facts) -> Outcome | None:
     taken: Taken = {label: [] for label in facts.run.experiment.labels}
     blocks = [block.record for block in load.stored if block.record.complete]
     for block in blocks:
@@ -257,7 +257,7 @@ def cpu_steal(load: CellFacts, facts: Facts) -> Outcome | None:
     threshold=TAKEN_LIMIT,
 )
 @per_load
-def other_processes(load: CellFacts, facts: Facts) -> Outcome | None:
+def other_processes(load: WorkloadFacts, facts: Facts) -> Outcome | None:
     taken: Taken = {label: [] for label in facts.run.experiment.labels}
     blocks = [block.record for block in load.stored if block.record.complete]
     worst: tuple[int, tuple[str, ...]] = (0, ())

@@ -13,7 +13,7 @@ from functools import partial, wraps
 from typing import Literal
 
 from loadgen.comparison.comparisons import Comparison, leading_comparisons
-from loadgen.comparison.facts import PLAN, RUN, CellFacts, Facts, cell_scope
+from loadgen.comparison.facts import PLAN, RUN, Facts, WorkloadFacts, workload_scope
 from loadgen.quantities import sentence
 from loadgen.records.run import ArmRecord, Record, shown
 
@@ -33,7 +33,7 @@ class Check(Record, frozen=True, kw_only=True):
     severity: Severity
     """The effect when it has not passed."""
     scope: str
-    """run, plan, or "cell NAME"."""
+    """run, plan, or "workload NAME"."""
     value: Value
     threshold: Value
     detail: str
@@ -136,7 +136,7 @@ def per_arm(judge: Callable[[ArmRecord, Facts], Outcome]) -> Find:
     return find
 
 
-def per_load(judge: Callable[[CellFacts, Facts], Outcome | None]) -> Find:
+def per_load(judge: Callable[[WorkloadFacts, Facts], Outcome | None]) -> Find:
     """For a check of each workload that has blocks; None where it does not apply."""
 
     @wraps(judge)
@@ -155,7 +155,7 @@ def per_comparison(judge: Callable[[Sequence[Comparison], Facts], Outcome]) -> F
         leading: dict[str, list[Comparison]] = {}
         for one in leading_comparisons(facts.comparisons):
             leading.setdefault(one.scenario, []).append(one)
-        return [replace(judge(found, facts), scope=cell_scope(name)) for name, found in leading.items()]
+        return [replace(judge(found, facts), scope=workload_scope(name)) for name, found in leading.items()]
 
     return find
 
@@ -176,7 +176,7 @@ def invalidating(checks: Sequence[Check]) -> tuple[Check, ...]:
 
 def reason_against(checks: Sequence[Check], scenario: str) -> str | None:
     """Why the comparisons of a scenario are invalid; None if they are valid."""
-    covering = [check for check in invalidating(checks) if check.scope in (RUN, cell_scope(scenario))]
+    covering = [check for check in invalidating(checks) if check.scope in (RUN, workload_scope(scenario))]
     return "; ".join(_said(check) for check in covering) or None
 
 
@@ -188,7 +188,7 @@ def complaints(checks: Sequence[Check]) -> tuple[str, ...]:
     found = []
     for first, *more in groups.values():
         others = f" and {len(more)} more workload{'s' if len(more) > 1 else ''}" if more else ""
-        covers = "" if first.scope in (RUN, PLAN) else f"In {first.scope.removeprefix('cell ')}{others}, "
+        covers = "" if first.scope in (RUN, PLAN) else f"In {first.scope.removeprefix('workload ')}{others}, "
         found.append(sentence(covers + _said(first)))
     return tuple(found)
 

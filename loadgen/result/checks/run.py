@@ -9,9 +9,9 @@ import numpy as np
 
 from loadgen.comparison.claims import join
 from loadgen.comparison.comparisons import MIN_PAIRS, Comparison
-from loadgen.comparison.facts import PLAN, CellFacts, Facts, cell_scope
+from loadgen.comparison.facts import PLAN, Facts, WorkloadFacts, workload_scope
 from loadgen.quantities import number, share
-from loadgen.records.run import Cell, Label, ParityRecord, shown
+from loadgen.records.run import Label, ParityRecord, Workload, shown
 from loadgen.result.checks.registry import Outcome, check, per_comparison, per_load
 from loadgen.studies.answers.records import AnswersCompared
 from loadgen.studies.fairness.records import CacheProbe
@@ -106,26 +106,26 @@ def request_errors(facts: Facts) -> Iterator[Outcome]:
         }
         errors, silent = sum(block.errors for block in load.blocks), [shown(arm) for arm, n in sent.items() if not n]
         messages = (message for block in load.stored for message in block.record.error_messages)
-        found = _errors(load.cell, sum(sent.values()), errors, messages)
+        found = _errors(load.workload, sum(sent.values()), errors, messages)
         if silent:
             found = Outcome(
                 False if errors else None, f"no request was sent to {join(silent)}", found.value, scope=load.scope
             )
         yield found
-    for cell in facts.run.experiment.cells:
-        if cell.scenario == "ramp":
-            trials = [trial for trial in facts.run.trials if trial.cell == cell.name]
+    for workload in facts.run.experiment.workloads:
+        if workload.scenario == "ramp":
+            trials = [trial for trial in facts.run.trials if trial.workload == workload.name]
             messages = (message for trial in trials for message in trial.error_messages)
-            yield _errors(cell, sum(t.requests for t in trials), sum(t.errors for t in trials), messages)
+            yield _errors(workload, sum(t.requests for t in trials), sum(t.errors for t in trials), messages)
 
 
-def _errors(cell: Cell, requests: int, errors: int, messages: Iterable[str]) -> Outcome:
+def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[str]) -> Outcome:
     if not requests:
-        return Outcome(None, "no request was sent", scope=cell_scope(cell.name))
+        return Outcome(None, "no request was sent", scope=workload_scope(workload.name))
     detail = f"{errors:,} of {requests:,} requests failed"
     if first := next(iter(messages), None):
         detail += f"; first message: {first}"
-    return Outcome(not errors, detail, errors / requests, scope=cell_scope(cell.name))
+    return Outcome(not errors, detail, errors / requests, scope=workload_scope(workload.name))
 
 
 @check(
@@ -138,15 +138,19 @@ def _errors(cell: Cell, requests: int, errors: int, messages: Iterable[str]) -> 
 def answers_under_load(facts: Facts) -> Iterator[Outcome]:
     """Not made for runs stored before answers under load were compared."""
     run = facts.run
-    for cell in run.experiment.cells if run.answers is not None else ():
-        loaded = {(block.record.label, block.record.restart) for block in run.blocks if block.record.cell == cell.name}
-        loaded |= {(trial.label, trial.restart) for trial in run.trials if trial.cell == cell.name}
+    for workload in run.experiment.workloads if run.answers is not None else ():
+        loaded = {
+            (block.record.label, block.record.restart) for block in run.blocks if block.record.workload == workload.name
+        }
+        loaded |= {(trial.label, trial.restart) for trial in run.trials if trial.workload == workload.name}
         if loaded:
-            yield _answers(cell, run.experiment.labels, [a for a in run.answers or () if a.cell == cell.name], loaded)
+            yield _answers(
+                workload, run.experiment.labels, [a for a in run.answers or () if a.workload == workload.name], loaded
+            )
 
 
 def _answers(
-    cell: Cell, labels: Sequence[Label], found: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]
+    workload: Workload, labels: Sequence[Label], found: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]
 ) -> Outcome:
     wrong = [one for one in found if one.wrong]
     errors = [one.error for one in found if one.error]
@@ -171,7 +175,9 @@ def _answers(
         )
     compared = not errors and not missing
     ok = False if wrong else True if compared else None
-    return Outcome(ok, detail, sum(one.wrong for one in found) if compared else None, scope=cell_scope(cell.name))
+    return Outcome(
+        ok, detail, sum(one.wrong for one in found) if compared else None, scope=workload_scope(workload.name)
+    )
 
 
 @check(
@@ -235,7 +241,7 @@ def _groups(probe: CacheProbe) -> list[tuple[int, tuple[int, ...]]]:
 )
 def blocks_complete(facts: Facts) -> Iterator[Outcome]:
     for load in facts.planned:
-        planned = len(facts.run.experiment.arms) * load.cell.rounds
+        planned = len(facts.run.experiment.arms) * load.workload.rounds
         complete = [block for block in load.blocks if block.complete]
         notes = [f"block {block.index}: {block.note}" for block in load.blocks if not block.complete and block.note]
         detail = f"{len(complete)} of {planned} blocks are complete"
@@ -258,9 +264,9 @@ def blocks_complete(facts: Facts) -> Iterator[Outcome]:
 def searches_ended(facts: Facts) -> Iterator[Outcome]:
     """One per round and arm. If no rate holds the bound, or every rate does, there is no rate to compare."""
     found = facts.of(RatesFound)
-    for cell in facts.run.experiment.cells:
-        if cell.scenario == "slo":
-            rates = [rate for rate in found.rates if rate.cell == cell.name]
+    for workload in facts.run.experiment.workloads:
+        if workload.scenario == "slo":
+            rates = [rate for rate in found.rates if rate.workload == workload.name]
             done, what = sum(rate.ended == "found" for rate in rates), "searches found a rate"
             notes = [
                 f"{shown(one.label)} misses the bound even at {number(one.failed_rate_per_s or 0.0)}/s, the lowest rate"
@@ -269,19 +275,19 @@ def searches_ended(facts: Facts) -> Iterator[Outcome]:
                 for one in rates
                 if one.ended in ("none", "highest")
             ]
-        elif cell.scenario == "ramp":
-            ramps = [ramp for ramp in found.ramps if ramp.cell == cell.name]
+        elif workload.scenario == "ramp":
+            ramps = [ramp for ramp in found.ramps if ramp.workload == workload.name]
             done, what = sum(ramp.saturated for ramp in ramps), "ramps reached saturation"
             notes = [
-                f"{shown(ramp.label)} was still gaining with {cell.concurrency} users"
+                f"{shown(ramp.label)} was still gaining with {workload.concurrency} users"
                 for ramp in ramps
                 if not ramp.saturated and ramp.saturation_per_s is not None
             ]
         else:
             continue
-        planned = len(facts.run.experiment.arms) * cell.rounds
+        planned = len(facts.run.experiment.arms) * workload.rounds
         detail = "; ".join([f"{done} of {planned} {what}", *notes[:1]])
-        yield Outcome(done >= planned, detail, done, planned, cell_scope(cell.name))
+        yield Outcome(done >= planned, detail, done, planned, workload_scope(workload.name))
 
 
 @check(
@@ -292,7 +298,7 @@ def searches_ended(facts: Facts) -> Iterator[Outcome]:
     threshold=0,
 )
 @per_load
-def samples_complete(load: CellFacts, _: Facts) -> Outcome:
+def samples_complete(load: WorkloadFacts, _: Facts) -> Outcome:
     problems = [block.problem for block in load.stored if block.problem]
     detail = problems[0] if problems else f"all {len(load.stored)} sample files match their records"
     return Outcome(not problems, detail, len(problems))
@@ -306,13 +312,13 @@ def samples_complete(load: CellFacts, _: Facts) -> Outcome:
 )
 def cold_starts_succeeded(facts: Facts) -> Iterator[Outcome]:
     starts = facts.run.cold_starts
-    for cell in facts.run.experiment.cells:
-        if cell.scenario == "cold-start":
-            planned = len(facts.run.experiment.arms) * cell.rounds
+    for workload in facts.run.experiment.workloads:
+        if workload.scenario == "cold-start":
+            planned = len(facts.run.experiment.arms) * workload.rounds
             good = sum(start.error is None and start.first_answer_ns is not None for start in starts)
             errors = [start.error for start in starts if start.error]
             detail = f"{good} of {planned} cold starts succeeded" + (f"; first error: {errors[0]}" if errors else "")
-            yield Outcome(good >= planned and not errors, detail, good, planned, cell_scope(cell.name))
+            yield Outcome(good >= planned and not errors, detail, good, planned, workload_scope(workload.name))
 
 
 @check(

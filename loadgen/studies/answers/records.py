@@ -10,7 +10,7 @@ class AnswersCompared(Record, frozen=True, kw_only=True):
     sent alone."""
 
     FILE = "answers.json"
-    cell: str
+    workload: str
     label: Label
     restart: int
     answers: int

@@ -25,7 +25,7 @@ from loadgen.comparison.pairs import side_by_side
 from loadgen.comparison.stages import StageAccount
 from loadgen.comparison.summaries import BlockSummary, summarise_blocks
 from loadgen.quantities import number, signed_ms
-from loadgen.records.run import Cell, Found, Label, Pairing, Record, shown
+from loadgen.records.run import Found, Label, Pairing, Record, Workload, shown
 from loadgen.statistics.ratios import SIGNIFICANCE, critical_t, estimate_ratio
 from loadgen.studies.causes.records import BESIDE, Ablation, CauseName, Untested
 
@@ -100,12 +100,12 @@ def combine(parts: Iterable[tuple[float, Difference]]) -> Difference:
     return Difference(mean, variance if known else None, degrees if math.isfinite(degrees) else 1e9, pairs)
 
 
-def mean_pairs(cell: str, blocks: Sequence[BlockSummary], pairing: Pairing) -> list[tuple[float, float]]:
+def mean_pairs(workload: str, blocks: Sequence[BlockSummary], pairing: Pairing) -> list[tuple[float, float]]:
     """Mean request times in ms of two arms in each round of a workload that both completed, the baseline's first."""
     means = {
         (block.round, block.label): block.latency.mean_ms
         for block in blocks
-        if block.cell == cell and block.complete and block.latency.mean_ms is not None
+        if block.workload == workload and block.complete and block.latency.mean_ms is not None
     }
     return [(base, arm) for _, base, arm in side_by_side(means, pairing)]
 
@@ -139,10 +139,10 @@ class MeasuredEffect:
     saved: Difference
 
 
-def measure_effect(ablation: Ablation, cell: str, blocks: Sequence[BlockSummary]) -> MeasuredEffect | Untested:
+def measure_effect(ablation: Ablation, workload: str, blocks: Sequence[BlockSummary]) -> MeasuredEffect | Untested:
     """Untested with a reason where a request failed or no pair of blocks is complete."""
-    own = [block for block in blocks if block.cell == cell]
-    pairs = mean_pairs(cell, own, BESIDE)
+    own = [block for block in blocks if block.workload == workload]
+    pairs = mean_pairs(workload, own, BESIDE)
     failed = sum(block.errors for block in own)
     saved = difference(pairs)
     if failed or saved is None:
@@ -187,10 +187,10 @@ class Cause(Record, frozen=True, kw_only=True):
     untested. An inference, which no ablation confirms."""
 
 
-class CellCauses(Record, frozen=True, kw_only=True):
+class WorkloadCauses(Record, frozen=True, kw_only=True):
     """Why two arms differ in one workload. Times are means per request; `causes` the largest first."""
 
-    cell: str
+    workload: str
     baseline: Label
     arm: Label
     baseline_ms: float
@@ -217,7 +217,7 @@ class CellCauses(Record, frozen=True, kw_only=True):
 
 
 def rank_causes(
-    cell: Cell,
+    workload: Workload,
     pairing: Pairing,
     pairs: Pairs,
     effects: Sequence[MeasuredEffect],
@@ -225,7 +225,7 @@ def rank_causes(
     breakdown: StageAccount | None,
     *,
     comparable: bool,
-) -> CellCauses | None:
+) -> WorkloadCauses | None:
     """`pairs`: mean request times of both arms in each round of the workload, the baseline's first; None without pairs.
 
     Arms that are not `comparable` are not called faster; their requests are.
@@ -249,9 +249,9 @@ def rank_causes(
     faster, slower = (base, arm) if gap.mean_ms > 0.0 else (arm, base)
     subjects = (f"{faster} is", slower) if comparable else (f"Requests to {faster} are", f"requests to {slower}")
     gain = f"{number(abs(gap.mean_ms))} ms less per request"
-    sentence = f"{subjects[0]} {ratio:.2f}× faster than {subjects[1]} {place(cell)} ({gain})"
-    return CellCauses(
-        cell=cell.name,
+    sentence = f"{subjects[0]} {ratio:.2f}× faster than {subjects[1]} {place(workload)} ({gain})"
+    return WorkloadCauses(
+        workload=workload.name,
         baseline=pairing.baseline,
         arm=pairing.arm,
         baseline_ms=baseline_ms,
@@ -375,7 +375,7 @@ class CausesFound(Found, frozen=True, kw_only=True):
     """Why arms differ from the baseline."""
 
     STUDY = "causes"
-    cells: tuple[CellCauses, ...] = ()
+    workloads: tuple[WorkloadCauses, ...] = ()
     """One entry per arm and workload that was explained."""
     explained: tuple[str, ...] | None = None
     """Workloads to explain; None where no ablation was asked for or the run ended before."""
@@ -389,18 +389,18 @@ def analyse(facts: Facts) -> CausesFound:
     if explanation is None:
         return CausesFound()
     done = list(zip(explanation.done, map(summarise_blocks, facts.run.counterfactual_blocks), strict=True))
-    breakdowns = {(one.cell, one.baseline, one.arm): one for one in facts.accounts}
-    found: list[CellCauses] = []
-    by_name = {cell.name: cell for cell in experiment.cells}
-    for cell in (by_name[name] for name in explanation.cells if name in by_name):
-        measured = [measure_effect(ablation, cell.name, blocks) for ablation, blocks in done]
+    breakdowns = {(one.workload, one.baseline, one.arm): one for one in facts.accounts}
+    found: list[WorkloadCauses] = []
+    by_name = {workload.name: workload for workload in experiment.workloads}
+    for workload in (by_name[name] for name in explanation.workloads if name in by_name):
+        measured = [measure_effect(ablation, workload.name, blocks) for ablation, blocks in done]
         effects = [one for one in measured if isinstance(one, MeasuredEffect)]
         untested = [*explanation.untested, *(one for one in measured if isinstance(one, Untested))]
         for pairing in experiment.pairings:
-            pairs = mean_pairs(cell.name, facts.blocks, pairing)
-            breakdown = breakdowns.get((cell.name, *pairing))
+            pairs = mean_pairs(workload.name, facts.blocks, pairing)
+            breakdown = breakdowns.get((workload.name, *pairing))
             comparable = len({experiment.payload_of(experiment.arm(label)) for label in pairing}) == 1
-            causes = rank_causes(cell, pairing, pairs, effects, untested, breakdown, comparable=comparable)
+            causes = rank_causes(workload, pairing, pairs, effects, untested, breakdown, comparable=comparable)
             if causes is not None:
                 found.append(causes)
-    return CausesFound(cells=tuple(found), explained=explanation.cells, left_out=explanation.left_out)
+    return CausesFound(workloads=tuple(found), explained=explanation.workloads, left_out=explanation.left_out)

@@ -27,11 +27,11 @@ from loadgen.records.run import ArmRequest, Experiment, Label, shown
 from loadgen.storage.store import RunStore
 from loadgen.storage.stored_run import read_run
 from loadgen.studies.causes.plan import (
-    cells_worth_explaining,
     changed_settings,
     fit_into,
     plan_ablations,
     seconds_needed,
+    workloads_worth_explaining,
 )
 from loadgen.studies.causes.records import AS_IS, BESIDE, WITHOUT, Ablation, Explanation, Untested, Variant
 from loadgen.targets.interface import DeploymentError
@@ -58,28 +58,28 @@ def measure(bench: Bench) -> None:
     bench.enter("explaining the differences")
     experiment = bench.experiment
     run = read_run(bench.store.directory)
-    worth = cells_worth_explaining(experiment, summarise_blocks(run.blocks))
+    worth = workloads_worth_explaining(experiment, summarise_blocks(run.blocks))
     arms = {record.label: record for record in bench.records}
     blocks = [block.record for block in run.blocks]
     payload_bytes = _means((block.label, size) for block in blocks for size in block.body_payload_bytes)
-    seconds = _means((block.cell, (block.window_end_ns - block.window_start_ns) / 1e9) for block in blocks)
+    seconds = _means((block.workload, (block.window_end_ns - block.window_start_ns) / 1e9) for block in blocks)
     plan, untested = plan_ablations(experiment, arms, payload_bytes)
-    cells, left_out = fit_into(experiment.explain_seconds, plan, worth, seconds)
+    workloads, left_out = fit_into(experiment.explain_seconds, plan, worth, seconds)
     explanation = Explanation(
-        cells=tuple(cell.name for cell in cells),
-        left_out=tuple(cell.name for cell in left_out),
+        workloads=tuple(workload.name for workload in workloads),
+        left_out=tuple(workload.name for workload in left_out),
         done=(),
         untested=tuple(untested),
     )
     bench.store.write(explanation)
-    if not cells:
+    if not workloads:
         bench.progress.now("the arms' request times do not differ, so there is nothing to explain")
         return
     deadline = monotonic() + experiment.explain_seconds
-    needed_s = seconds_needed(plan, cells, seconds)
+    needed_s = seconds_needed(plan, workloads, seconds)
     prepared = {arm.body_key for arm in bench.arms.values()}
     for number, planned in enumerate(plan):
-        ablation = msgspec.structs.replace(planned, cells=tuple(cells))
+        ablation = msgspec.structs.replace(planned, workloads=tuple(workloads))
         bench.progress.plan(bench.forecast.remaining_s() + needed_s * (1 - number / len(plan)))
         bench.progress.now(f"ablation {number + 1} of {len(plan)}: {shown(ablation.label)} with {ablation.changed}")
         try:
@@ -97,7 +97,7 @@ def measure(bench: Bench) -> None:
 
 def _run_ablation(bench: Bench, ablation: Ablation, prepared: set[str]) -> None:
     """`prepared`: keys of the bodies that the generator has; new ones are added."""
-    seed, cells = bench.experiment.seed, ablation.cells
+    seed, workloads = bench.experiment.seed, ablation.workloads
     store = RunStore(bench.store.directory / ablation.folder)
     with (
         _arm(bench, ablation.label, ablation.as_is, store, "as-is") as as_is,
@@ -106,16 +106,16 @@ def _run_ablation(bench: Bench, ablation: Ablation, prepared: set[str]) -> None:
         for arm in (as_is, without):
             if arm.body_key not in prepared:
                 signature = arm.endpoint.signature(arm.model)
-                sizes = [cell.batch_size for cell in cells]
+                sizes = [workload.batch_size for workload in workloads]
                 bench.generator.prepare(arm.bodies(bench.samples_folder, signature, sizes, seed))
                 prepared.add(arm.body_key)
         runner = LoadRunner({AS_IS: as_is, WITHOUT: without}, bench.generator, store, Progress(), seed=seed)
-        runner.warm_up(cells)
-        blocks = interleave(cells, BESIDE, seed + ablation.number + 1)
+        runner.warm_up(workloads)
+        blocks = interleave(workloads, BESIDE, seed + ablation.number + 1)
         for number, block in enumerate(blocks, start=1):
             bench.progress.now(
                 f"{shown(ablation.label)} with {ablation.changed}: block {number} of {len(blocks)}, "
-                f"{block.cell.name} {'before' if block.label == AS_IS else 'after'} the change"
+                f"{block.workload.name} {'before' if block.label == AS_IS else 'after'} the change"
             )
             runner.measure(block)
 

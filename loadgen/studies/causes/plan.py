@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from loadgen.comparison.summaries import BlockSummary
-from loadgen.experiment.schedule import load_cells
-from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, Label, asked_for, setting_key, shown
+from loadgen.experiment.schedule import load_workloads
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, Workload, asked_for, setting_key, shown
 from loadgen.studies.causes.analyse import Pairs, difference, mean_pairs
 from loadgen.studies.causes.records import Ablation, CauseName, Untested, Variant
 from loadgen.transport.requests import Address
@@ -52,18 +52,18 @@ def plan_ablations(
     return numbered, [one for one in found if isinstance(one, Untested)]
 
 
-def cells_worth_explaining(experiment: Experiment, blocks: Sequence[BlockSummary]) -> list[Cell]:
+def workloads_worth_explaining(experiment: Experiment, blocks: Sequence[BlockSummary]) -> list[Workload]:
     """Workloads in which an arm's mean request time differs from the baseline's beyond the noise and beyond δ.
 
     The most loaded comes first, then the lightest, whose latency breakdown is the simplest, then the others.
     """
     margin = experiment.equivalence_margin
     found = [
-        cell
-        for cell in load_cells(experiment.cells)
-        if any(_differs(mean_pairs(cell.name, blocks, two), margin) for two in experiment.pairings)
+        workload
+        for workload in load_workloads(experiment.workloads)
+        if any(_differs(mean_pairs(workload.name, blocks, two), margin) for two in experiment.pairings)
     ]
-    found.sort(key=lambda cell: (-cell.concurrency, -cell.batch_size))
+    found.sort(key=lambda workload: (-workload.concurrency, -workload.batch_size))
     return found if len(found) < 3 else [found[0], found[-1], *found[1:-1]]
 
 
@@ -76,38 +76,41 @@ def _differs(pairs: Pairs, margin: float) -> bool:
 
 
 def fit_into(
-    budget_s: float, plan: Sequence[Ablation], cells: Sequence[Cell], block_seconds: Mapping[str, float]
-) -> tuple[list[Cell], list[Cell]]:
+    budget_s: float, plan: Sequence[Ablation], workloads: Sequence[Workload], block_seconds: Mapping[str, float]
+) -> tuple[list[Workload], list[Workload]]:
     """The workloads for which the budget lasts, with the rounds of an ablation, and those that are left out.
 
     `block_seconds`: how long one block of a workload took. The first workload always fits: when a budget is too small,
     the run ends the phase and reports the rest as not tested.
     """
     left_s = budget_s - seconds_needed(plan, [], block_seconds)
-    chosen: list[Cell] = []
-    left_out: list[Cell] = []
-    for cell in cells:
-        shortened = msgspec.structs.replace(cell, rounds=rounds_of(cell))
+    chosen: list[Workload] = []
+    left_out: list[Workload] = []
+    for workload in workloads:
+        shortened = msgspec.structs.replace(workload, rounds=rounds_of(workload))
         needed_s = seconds_needed(plan, [shortened], block_seconds) - seconds_needed(plan, [], block_seconds)
         if chosen and needed_s > left_s:
-            left_out.append(cell)
+            left_out.append(workload)
         else:
             chosen.append(shortened)
             left_s -= needed_s
     return chosen, left_out
 
 
-def seconds_needed(plan: Sequence[Ablation], cells: Sequence[Cell], block_seconds: Mapping[str, float]) -> float:
+def seconds_needed(
+    plan: Sequence[Ablation], workloads: Sequence[Workload], block_seconds: Mapping[str, float]
+) -> float:
     """How long the plan takes in these workloads, by their rounds."""
     blocks_s = sum(
-        2 * cell.rounds * (block_seconds.get(cell.name, cell.seconds) + BETWEEN_BLOCKS_SECONDS) for cell in cells
+        2 * workload.rounds * (block_seconds.get(workload.name, workload.seconds) + BETWEEN_BLOCKS_SECONDS)
+        for workload in workloads
     )
     return len(plan) * (SERVER_SECONDS + blocks_s)
 
 
-def rounds_of(cell: Cell) -> int:
+def rounds_of(workload: Workload) -> int:
     """How many rounds an ablation gets in a workload."""
-    return max(MIN_PAIRS, min(MAX_PAIRS, cell.rounds))
+    return max(MIN_PAIRS, min(MAX_PAIRS, workload.rounds))
 
 
 def _ablation(
@@ -123,7 +126,9 @@ def _ablation(
     payload = from_payload or experiment.payload_of(request)
     as_is = Variant(payload=payload, transport=experiment.transport, settings={})
     without = msgspec.structs.replace(as_is, **removed)
-    return Ablation(number=0, cause=cause, label=request.label, changed=changed, as_is=as_is, without=without, cells=())
+    return Ablation(
+        number=0, cause=cause, label=request.label, changed=changed, as_is=as_is, without=without, workloads=()
+    )
 
 
 def _fixed_settings(experiment: Experiment, request: ArmRequest) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from loadgen.records.run import Cell, Label, Pairing, Record, Transport
+from loadgen.records.run import Label, Pairing, Record, Transport, Workload
 
 CauseName = Literal["payload", "transfer", "queue_delay", "compute"]
 """Another payload format than the other arm's; tensors sent over a socket; waiting for a batch; executing the model."""
@@ -37,7 +37,7 @@ class Ablation(Record, frozen=True, kw_only=True):
     as_is: Variant
     """With the cause. Where two causes depend on each other, the second starts from the arm without the first."""
     without: Variant
-    cells: tuple[Cell, ...]
+    workloads: tuple[Workload, ...]
 
     @property
     def folder(self) -> str:
@@ -60,7 +60,7 @@ class Explanation(Record, frozen=True, kw_only=True):
 
     FILE = "causes.json"
     schema: Literal["abserve.causes/2"] = "abserve.causes/2"
-    cells: tuple[str, ...]
+    workloads: tuple[str, ...]
     """Workloads whose difference is explained."""
     left_out: tuple[str, ...]
     """Workloads with a difference that the time did not allow to explain."""

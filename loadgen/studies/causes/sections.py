@@ -13,7 +13,7 @@ from loadgen.quantities import number, signed_ms
 from loadgen.records.run import Pairing, shown
 from loadgen.result.result_file import Result
 from loadgen.result.verdict import ScenarioVerdict
-from loadgen.studies.causes.analyse import Cause, CausesFound, CellCauses, percent
+from loadgen.studies.causes.analyse import Cause, CausesFound, WorkloadCauses, percent
 
 FOLDED = "folded"
 FOLDED_NOTE = (
@@ -29,9 +29,9 @@ def why(result: Result) -> doc.Section | None:
     blocks: list[doc.Items | doc.Text | doc.Table] = [
         doc.Items([_reasons(result, one) for one in reasons if one.scenario == main])
     ]
-    for causes in result.of(CausesFound).cells:
-        if causes.cell != main:
-            blocks.append(doc.Text(f"{causes.cell}: {causes.sentence}"))
+    for causes in result.of(CausesFound).workloads:
+        if causes.workload != main:
+            blocks.append(doc.Text(f"{causes.workload}: {causes.sentence}"))
         blocks.append(cause_table(result, causes))
     others: list[doc.Items | doc.Table] = []
     for one in reasons:
@@ -41,13 +41,13 @@ def why(result: Result) -> doc.Section | None:
             others += [
                 stage_table(result, breakdown, on=doc.HTML)
                 for breakdown in result.stages
-                if (breakdown.cell, breakdown.baseline, breakdown.arm) == own
+                if (breakdown.workload, breakdown.baseline, breakdown.arm) == own
             ]
     return doc.section(
         "Why",
         *blocks,
         doc.Text(causes_note(result), "note"),
-        *(stage_table(result, one) for one in result.stages if one.cell == main),
+        *(stage_table(result, one) for one in result.stages if one.workload == main),
         doc.Fold("The other scenarios", tuple(others)),
         causes_chart(result),
         stages_chart(result),
@@ -66,7 +66,7 @@ def _which(result: Result, pairing: Pairing) -> str:
     return f", {shown(pairing.arm)} against {shown(pairing.baseline)}" if charts.several(result) else ""
 
 
-def cause_table(result: Result, causes: CellCauses) -> doc.Table:
+def cause_table(result: Result, causes: WorkloadCauses) -> doc.Table:
     """One row per ablation, the causes in their order, then the unattributed rest and the whole difference."""
     base, arm = map(shown, causes.pairing)
     rows: list[tuple[str, ...]] = []
@@ -107,7 +107,7 @@ def cause_table(result: Result, causes: CellCauses) -> doc.Table:
             *doc.texts("measured in"),
         ),
         rows,
-        title=f"Causes of the difference in {causes.cell}{_which(result, causes.pairing)}",
+        title=f"Causes of the difference in {causes.workload}{_which(result, causes.pairing)}",
         total=True,
         on=doc.PAGES,
     )
@@ -120,7 +120,7 @@ def _title(cause: Cause) -> str:
 def causes_note(result: Result) -> str:
     """How the causes were found, or why there are none; empty where nothing is shown."""
     causes = result.of(CausesFound)
-    if causes.cells:
+    if causes.workloads:
         base, arm = charts.base_and_arm(result)
         note = (
             "Each ablation removes one cause from one arm, in blocks interleaved with blocks of the unchanged arm. "
@@ -142,7 +142,7 @@ def causes_note(result: Result) -> str:
 
 def causes_chart(result: Result) -> doc.Chart | None:
     """What each cause contributes to the difference, with its interval."""
-    found = result.of(CausesFound).cells
+    found = result.of(CausesFound).workloads
     if not found:
         return None
     base, arm = charts.base_and_arm(result)
@@ -150,11 +150,11 @@ def causes_chart(result: Result) -> doc.Chart | None:
     views = [
         charts.add_view(
             data,
-            one.cell + _which(result, one.pairing),
+            one.workload + _which(result, one.pairing),
             [_cause_bars(result, one)],
             xaxis=charts.axis(f"{shown(one.arm)} − {shown(one.baseline)}, ms per request", zeroline=True),
         )
-        for one in sorted(found, key=lambda one: one.cell != result.verdict.main_scenario)
+        for one in sorted(found, key=lambda one: one.workload != result.verdict.main_scenario)
     ]
     return doc.Chart(
         "causes",
@@ -173,7 +173,7 @@ def causes_chart(result: Result) -> doc.Chart | None:
     )
 
 
-def _cause_bars(result: Result, found: CellCauses) -> doc.Figure:
+def _cause_bars(result: Result, found: WorkloadCauses) -> doc.Figure:
     rows: list[tuple[str, float, tuple[float, float] | None, str]] = [
         ("the difference", found.difference_ms, found.ci95_ms, "--ink")
     ]
@@ -203,7 +203,7 @@ def stage_table(result: Result, breakdown: StageAccount, on: doc.Format = doc.PA
     return doc.Table(
         (*doc.names("stage"), *doc.numbers(base, arm, f"{arm} − {base}", "share")),
         rows,
-        title=f"Mean latency breakdown in {breakdown.cell}{_which(result, pairing)}",
+        title=f"Mean latency breakdown in {breakdown.workload}{_which(result, pairing)}",
         caption=FOLDED_NOTE if any(FOLDED in row for row in rows) else "",
         total=True,
         on=on,
@@ -242,8 +242,8 @@ def stage_rows(breakdown: StageAccount) -> list[tuple[str, ...]]:
 def stages_chart(result: Result) -> doc.Chart | None:
     """The arms side by side, one colour per stage."""
 
-    def traces(cell: str) -> list[doc.Figure]:
-        found = {arm.label: arm for one in result.stages if one.cell == cell for arm in one.sides if arm}
+    def traces(workload: str) -> list[doc.Figure]:
+        found = {arm.label: arm for one in result.stages if one.workload == workload for arm in one.sides if arm}
         arms = [arm for arm in found.values() if not arm.contradictions]
         return [
             charts.bars_across(

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from loadgen.comparison.facts import Facts
-from loadgen.comparison.summaries import CellSummary
+from loadgen.comparison.summaries import WorkloadSummary
 from loadgen.quantities import number, share
-from loadgen.records.run import Cell, Found, Label, Record, shown
+from loadgen.records.run import Found, Label, Record, Workload, shown
 from loadgen.records.samples import NS_PER_S
 from loadgen.studies.ceiling.plan import merges
 from loadgen.studies.ceiling.records import EngineDocument
@@ -24,7 +24,7 @@ BatchOrigin = Literal["request", "mean executed batch"]
 class EngineShare(Record, frozen=True, kw_only=True):
     """One arm in one workload."""
 
-    cell: str
+    workload: str
     label: Label
     batch: int
     """Batch size at which the engine is compared."""
@@ -46,7 +46,7 @@ class NoCeiling(Record, frozen=True, kw_only=True):
     """An arm, or one workload of it, without a ceiling."""
 
     label: Label
-    cell: str | None
+    workload: str | None
     """None: all workloads."""
     reason: str
 
@@ -65,7 +65,7 @@ def analyse(facts: Facts) -> CeilingsFound:
     """The share of every arm and workload whose engine was measured; empty where none was to be measured."""
     if facts.run.ceilings is None:
         return CeilingsFound()
-    loads = {cell.name: cell for cell in facts.run.experiment.cells if cell.has_blocks}
+    loads = {workload.name: workload for workload in facts.run.experiment.workloads if workload.has_blocks}
     documents: dict[Label, EngineDocument] = {}
     missing: list[NoCeiling] = []
     for one in facts.run.ceilings.measured:
@@ -73,11 +73,11 @@ def analyse(facts: Facts) -> CeilingsFound:
             if one.document is not None:
                 documents[label] = one.document
             else:
-                missing.append(NoCeiling(label=label, cell=None, reason=one.reason or "nothing was measured"))
+                missing.append(NoCeiling(label=label, workload=None, reason=one.reason or "nothing was measured"))
     shares: list[EngineShare] = []
     for summary in facts.summaries:
-        if summary.label in documents and summary.throughput_per_s and summary.cell in loads:
-            found = _divide(loads[summary.cell], summary, summary.throughput_per_s, documents[summary.label])
+        if summary.label in documents and summary.throughput_per_s and summary.workload in loads:
+            found = _divide(loads[summary.workload], summary, summary.throughput_per_s, documents[summary.label])
             if isinstance(found, EngineShare):
                 shares.append(found)
             else:
@@ -90,23 +90,25 @@ def nearest_size(measured: Sequence[int], mean: float) -> int:
     return min(measured, key=lambda size: (abs(size - mean), -size))
 
 
-def _divide(cell: Cell, summary: CellSummary, served: float, document: EngineDocument) -> EngineShare | NoCeiling:
+def _divide(
+    workload: Workload, summary: WorkloadSummary, served: float, document: EngineDocument
+) -> EngineShare | NoCeiling:
     rates = {one.batch: one.batch * NS_PER_S / one.call_ns for one in document.batches if one.call_ns > 0}
     mean = summary.executed_batch_mean
-    origin: BatchOrigin = "mean executed batch" if merges(cell) else "request"
-    if origin == "request" and cell.batch_size in rates:
-        batch = cell.batch_size
+    origin: BatchOrigin = "mean executed batch" if merges(workload) else "request"
+    if origin == "request" and workload.batch_size in rates:
+        batch = workload.batch_size
     elif origin == "mean executed batch" and mean is not None and rates:
         batch = nearest_size(list(rates), mean)
     else:
-        why = "its server does not report its executions" if merges(cell) else "that batch size was not measured"
-        return NoCeiling(label=summary.label, cell=cell.name, reason=why)
+        why = "its server does not report its executions" if merges(workload) else "that batch size was not measured"
+        return NoCeiling(label=summary.label, workload=workload.name, reason=why)
     part = served / rates[batch]
     at = f"batch {batch}"
-    if merges(cell) and mean is not None:
+    if merges(workload) and mean is not None:
         at += f" (its mean executed batch is {number(mean)})"
-    sentence = f"In {cell.name}, {shown(summary.label)} serves {share(part)} of its engine ceiling at {at}"
-    if cell.is_open:
+    sentence = f"In {workload.name}, {shown(summary.label)} serves {share(part)} of its engine ceiling at {at}"
+    if workload.is_open:
         sentence += "; the rate that was asked for decides that."
     elif part >= 1.0:
         sentence += "."
@@ -114,7 +116,7 @@ def _divide(cell: Cell, summary: CellSummary, served: float, document: EngineDoc
         on_cpu = document.engine.get("device") == "cpu"
         sentence += f"; server, transport and client take the rest{' and share its cores' if on_cpu else ''}."
     return EngineShare(
-        cell=cell.name,
+        workload=workload.name,
         label=summary.label,
         batch=batch,
         batch_origin=origin,
@@ -122,6 +124,6 @@ def _divide(cell: Cell, summary: CellSummary, served: float, document: EngineDoc
         engine_images_per_s=rates[batch],
         served_images_per_s=served,
         share=part,
-        offered=cell.is_open,
+        offered=workload.is_open,
         sentence=sentence,
     )

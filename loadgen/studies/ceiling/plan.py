@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from loadgen.records.payloads import base_name
-from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, Label, setting_key
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, Workload, setting_key
 from loadgen.studies.ceiling.records import Ceiling
 
 MAX_SIZES = 8
@@ -31,7 +31,7 @@ class EngineRun:
 
 def wants_ceilings(experiment: Experiment) -> bool:
     """Whether ceilings are asked for, and there is a load to compare with them."""
-    return experiment.ceiling and any(cell.has_blocks for cell in experiment.cells)
+    return experiment.ceiling and any(workload.has_blocks for workload in experiment.workloads)
 
 
 def has_own_engines(arms: Sequence[ArmRequest], deployment: str) -> bool:
@@ -53,16 +53,16 @@ def plan_ceilings(experiment: Experiment, records: Sequence[ArmRecord]) -> tuple
     return list(runs.values()), missing
 
 
-def merges(cell: Cell) -> bool:
+def merges(workload: Workload) -> bool:
     """Whether requests can be merged, so that a batch may be larger than a request."""
-    return cell.is_open or cell.concurrency > 1
+    return workload.is_open or workload.concurrency > 1
 
 
-def sizes_to_measure(cells: Sequence[Cell], max_batch_size: int) -> tuple[int, ...]:
+def sizes_to_measure(workloads: Sequence[Workload], max_batch_size: int) -> tuple[int, ...]:
     """The sizes of the requests; where they can be merged also the largest batch that they can make and the powers of
     two below it. Of too many, the smallest powers are left out."""
-    loads = [cell for cell in cells if cell.has_blocks and cell.batch_size <= max_batch_size]
-    own = {cell.batch_size for cell in loads}
+    loads = [workload for workload in workloads if workload.has_blocks and workload.batch_size <= max_batch_size]
+    own = {workload.batch_size for workload in loads}
     largest = max((min(max_batch_size, c.concurrency * c.batch_size) for c in loads if merges(c)), default=0)
     powers = [1 << exponent for exponent in range(largest.bit_length()) if 1 << exponent < largest]
     further = [size for size in sorted([*powers, largest], reverse=True) if size and size not in own]
@@ -79,7 +79,7 @@ def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord) -> Eng
         return "the null engine executes no model"
     if not isinstance(kind, str) or not isinstance(largest, int):
         return "its server does not report its engine and its largest batch"
-    sizes = sizes_to_measure(experiment.cells, largest)
+    sizes = sizes_to_measure(experiment.workloads, largest)
     if not sizes:
         return f"every request exceeds its largest batch, {largest}"
     asked = {setting_key(name): value for name, value in request.settings.items()}

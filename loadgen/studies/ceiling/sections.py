@@ -20,7 +20,7 @@ def ceilings(result: Result) -> doc.Section | None:
     found = result.of(CeilingsFound)
     rows = [
         (
-            one.cell,
+            one.workload,
             shown(one.label),
             f"{'~ ' if one.batch_origin == 'mean executed batch' else ''}{one.batch}",
             number(one.engine_images_per_s),
@@ -37,7 +37,7 @@ def ceilings(result: Result) -> doc.Section | None:
             closed = [one for one in own if not one.offered]
             said.append(max(closed or own, key=lambda one: one.served_images_per_s).sentence)
     for gap in found.missing:
-        where = "" if gap.cell is None else f" in {gap.cell}"
+        where = "" if gap.workload is None else f" in {gap.workload}"
         said.append(f"{shown(gap.label)}{where} has no ceiling: {gap.reason}.")
     columns = (
         *doc.names("scenario", "arm"),

@@ -36,7 +36,7 @@ CONTAINER_BATCH_SIZES = (1, 8)
 
 def repetitions_of(experiment: Experiment) -> int:
     """Rounds of starts that the experiment asks for."""
-    return sum(cell.rounds for cell in experiment.cells if cell.scenario == "cold-start")
+    return sum(workload.rounds for workload in experiment.workloads if workload.scenario == "cold-start")
 
 
 def cold_start_order(labels: Sequence[Label], repetitions: int, seed: int) -> list[tuple[int, Label]]:
@@ -61,7 +61,7 @@ def measure_cold_starts(
     stopped.
     """
     limits = [size for record in records if isinstance(size := record.in_effect.get("max_batch_size"), int)]
-    wanted = {*CONTAINER_BATCH_SIZES, *(cell.batch_size for cell in experiment.cells)}
+    wanted = {*CONTAINER_BATCH_SIZES, *(workload.batch_size for workload in experiment.workloads)}
     sizes = sorted(size for size in wanted if size <= max(1, min(limits, default=1)))  # all arms accept these
     starts: list[ColdStart] = []
     container_starts: list[ContainerColdStart] = []

@@ -44,7 +44,7 @@ def assess(
     readings: Readings,
     *,
     label: Label,
-    cell: str | None,
+    workload: str | None,
     blocks: Sequence[BlockRecord],
     gaps: Sequence[Window],
     completions_ns: Ns,
@@ -90,7 +90,7 @@ def assess(
     )
     return EvidenceRecord(
         label=label,
-        cell=cell,
+        workload=workload,
         control=is_control,
         inputs=inputs,
         thresholds=thresholds,
@@ -250,12 +250,12 @@ def assess_run(
     gpus = {arm.label: used_gpu(arm.gpu_info) for arm in arms}
 
     def judge(
-        arm: ArmRecord, cell: str | None, chosen: Sequence[BlockRecord], samples: Sequence[Samples], **more: Any
+        arm: ArmRecord, workload: str | None, chosen: Sequence[BlockRecord], samples: Sequence[Samples], **more: Any
     ) -> EvidenceRecord:
         return assess(
             readings,
             label=arm.label,
-            cell=cell,
+            workload=workload,
             blocks=chosen,
             gaps=gaps,
             completions_ns=completions(samples),
@@ -266,7 +266,7 @@ def assess_run(
 
     judged = {
         label: judge(
-            run.arm, run.block.cell, [run.block], [run.samples],
+            run.arm, run.block.workload, [run.block], [run.samples],
             gpu_uuid=gpus.get(label), server_pids=run.pids, own_pids=own | run.pids, is_control=True,
         )
         for label, run in controls.items()
@@ -278,10 +278,10 @@ def assess_run(
             for block in blocks
             if block.record.label == arm.label and block.record.complete and block.samples is not None
         ]
-        for cell in (*dict.fromkeys(block.cell for block, _ in stored), None):
-            chosen = [(block, samples) for block, samples in stored if cell in (None, block.cell)]
+        for workload in (*dict.fromkeys(block.workload for block, _ in stored), None):
+            chosen = [(block, samples) for block, samples in stored if workload in (None, block.workload)]
             more = {"server_pids": pids.get(arm.label, ()), "own_pids": own, "control": judged.get(arm.label)}
-            records.append(judge(arm, cell, [block for block, _ in chosen], [one for _, one in chosen], **more))
+            records.append(judge(arm, workload, [block for block, _ in chosen], [one for _, one in chosen], **more))
     return EvidenceFile(readings=tuple(files), gaps=tuple(gaps), records=(*records, *judged.values()))
 
 

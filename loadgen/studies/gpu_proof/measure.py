@@ -16,7 +16,7 @@ from loadgen.bench.load_runner import LoadError
 from loadgen.bench.preparation import READY_SECONDS, make_deployment
 from loadgen.experiment.schedule import ScheduledBlock, has_load
 from loadgen.generator.process import GeneratorError
-from loadgen.records.run import ArmRequest, Cell, Experiment, Label, setting_key, shown
+from loadgen.records.run import ArmRequest, Experiment, Label, Workload, setting_key, shown
 from loadgen.records.samples import read_samples
 from loadgen.storage.store import RunStore
 from loadgen.storage.stored_run import read_run
@@ -88,7 +88,7 @@ def _run_control(bench: Bench, recording: GpuRecording, request: ArmRequest) -> 
 
     The control's folder, DIR/gpu/control, looks like a run's.
     """
-    experiment, cell = bench.experiment, control_cell(bench.experiment)
+    experiment, workload = bench.experiment, control_workload(bench.experiment)
     store = RunStore(bench.store.directory / "gpu" / "control")
     work = bench.work / "control"
     deployment = make_deployment(control_request(request), experiment, store, work, bench.abserve)
@@ -98,9 +98,9 @@ def _run_control(bench: Bench, recording: GpuRecording, request: ArmRequest) -> 
         deployment.wait_ready(arm.model, READY_SECONDS)
         record = bench.gpu.describe(arm.record(), store)
         runner = bench.load_runner({request.label: arm}, store)
-        runner.warm_up([cell])
+        runner.warm_up([workload])
         recording.gap()  # a new gap: after the load a GPU cools down for a while, and its idle power falls
-        block = runner.measure(ScheduledBlock(0, cell, 0, request.label, 0))
+        block = runner.measure(ScheduledBlock(0, workload, 0, request.label, 0))
         recording.gap()
         pids = frozenset(deployment.pids())
     finally:
@@ -114,10 +114,10 @@ def control_request(request: ArmRequest) -> ArmRequest:
     return msgspec.structs.replace(request, settings={**kept, "device": "cpu"})
 
 
-def control_cell(experiment: Experiment) -> Cell:
+def control_workload(experiment: Experiment) -> Workload:
     """The smallest request of the run, one after the other."""
-    batch_size = min(cell.batch_size for cell in experiment.cells if cell.has_blocks)
-    return Cell(
+    batch_size = min(workload.batch_size for workload in experiment.workloads if workload.has_blocks)
+    return Workload(
         scenario="single" if batch_size == 1 else "batched",
         batch_size=batch_size,
         concurrency=1,

@@ -235,10 +235,10 @@ class Decision(Record, frozen=True, kw_only=True):
 
 
 class EvidenceRecord(Decision, frozen=True, kw_only=True):
-    """The finding for one arm in one workload, or in all of its workloads together (`cell` None)."""
+    """The finding for one arm in one workload, or in all of its workloads together (`workload` None)."""
 
     label: Label
-    cell: str | None
+    workload: str | None
     control: bool = False
     """This is the CPU control run: it must come out CPU_FALLBACK."""
     inputs: EvidenceInputs

@@ -45,17 +45,17 @@ class FindingRow:
 
 def findings(result: Result) -> list[FindingRow]:
     """The findings over all scenarios first, then those of each scenario, then the control run's."""
-    places = {cell.name: place for place, cell in enumerate(result.experiment.cells)}
+    places = {workload.name: place for place, workload in enumerate(result.experiment.workloads)}
     arms = result.experiment.labels
     records = sorted(
         _records(result),
         key=lambda record: (
             record.control,
-            places.get(record.cell, len(places)) if record.cell else -1,
+            places.get(record.workload, len(places)) if record.workload else -1,
             arms.index(record.label),
         ),
     )
-    whole = {record.label: record for record in records if record.cell is None and not record.control}
+    whole = {record.label: record for record in records if record.workload is None and not record.control}
     return [_row(record, whole.get(record.label)) for record in records]
 
 
@@ -72,7 +72,7 @@ def _row(record: EvidenceRecord, whole: EvidenceRecord | None) -> FindingRow:
     measured = f"; busy {utilisation}, {power}{energy}" if record.inputs.gpu is not None else ""
     return FindingRow(
         arm=shown(record.label),
-        scenario=(record.cell or ALL_SCENARIOS) + (", CPU control run" if record.control else ""),
+        scenario=(record.workload or ALL_SCENARIOS) + (", CPU control run" if record.control else ""),
         words=words,
         style="ok" if record.control and record.finding is Finding.CPU_FALLBACK else STYLES[record.finding],
         figures=figures,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from loadgen.comparison.claims import place
 from loadgen.comparison.facts import Facts
-from loadgen.comparison.summaries import CellSummary
+from loadgen.comparison.summaries import WorkloadSummary
 from loadgen.quantities import number
-from loadgen.records.run import Cell, Found, Label, Record
+from loadgen.records.run import Found, Label, Record, Workload
 
 FORMED_FACTOR = 1.1
 """Requests were merged if the mean execution holds at least this many times the items of one request."""
@@ -15,7 +15,7 @@ FORMED_FACTOR = 1.1
 class ExecutedBatches(Record, frozen=True, kw_only=True):
     """One arm in one workload."""
 
-    cell: str
+    workload: str
     label: Label
     request_items: int
     """Items per request."""
@@ -38,31 +38,31 @@ class LoadFound(Found, frozen=True, kw_only=True):
 
 def analyse(facts: Facts) -> LoadFound:
     """The executed batches of every arm and workload with requests."""
-    loads = {cell.name: cell for cell in facts.run.experiment.cells if cell.has_blocks}
+    loads = {workload.name: workload for workload in facts.run.experiment.workloads if workload.has_blocks}
     return LoadFound(
         executed_batches=tuple(
-            _judge(loads[summary.cell], summary)
+            _judge(loads[summary.workload], summary)
             for summary in facts.summaries
-            if summary.requests and summary.cell in loads
+            if summary.requests and summary.workload in loads
         )
     )
 
 
-def _judge(cell: Cell, summary: CellSummary) -> ExecutedBatches:
+def _judge(workload: Workload, summary: WorkloadSummary) -> ExecutedBatches:
     mean, executions = summary.executed_batch_mean, summary.executed_batches
-    formed = None if mean is None else mean >= FORMED_FACTOR * cell.batch_size
+    formed = None if mean is None else mean >= FORMED_FACTOR * workload.batch_size
     if mean is None:
         sentence = "unknown: the server does not report its executions"
     elif formed:
         sentence = f"requests were merged: mean {number(mean)}" + (f", largest {max(executions)}" if executions else "")
-    elif cell.concurrency == 1:
+    elif workload.concurrency == 1:
         sentence = "requests were not merged: one at a time"
     else:
-        sentence = f"requests were not merged {place(cell)}: mean {number(mean)}"
+        sentence = f"requests were not merged {place(workload)}: mean {number(mean)}"
     return ExecutedBatches(
-        cell=cell.name,
+        workload=workload.name,
         label=summary.label,
-        request_items=cell.batch_size,
+        request_items=workload.batch_size,
         executions=executions,
         mean=mean,
         formed=formed,

@@ -19,8 +19,8 @@ from loadgen.comparison.claims import claim
 from loadgen.comparison.comparisons import compare_all
 from loadgen.comparison.pairs import latencies_of
 from loadgen.comparison.summaries import summarise_blocks
-from loadgen.experiment.schedule import OpenRound, ScheduledBlock, endless_passes, has_load, load_cells, schedule
-from loadgen.records.run import Cell
+from loadgen.experiment.schedule import OpenRound, ScheduledBlock, endless_passes, has_load, load_workloads, schedule
+from loadgen.records.run import Workload
 from loadgen.storage.stored_run import StoredBlock
 
 DECIDED = ("arm_better", "baseline_better", "no_difference")
@@ -59,20 +59,22 @@ class Rounds:
 
     def __init__(self, bench: Bench, blocks: list[StoredBlock], deadline: float) -> None:
         self._bench = bench
-        self._cells = {cell.name: cell for cell in load_cells(bench.experiment.cells)}
+        self._workloads = {workload.name: workload for workload in load_workloads(bench.experiment.workloads)}
         self._blocks = blocks
         self._summaries = list(summarise_blocks(blocks))
-        self._open = dict(self._cells)
+        self._open = dict(self._workloads)
         self._beside = 0.0
         """Seconds of a round outside its blocks, mostly idle gaps."""
         self._began = monotonic()
         self._deadline = deadline
-        self._least = math.ceil(max(cell.rounds for cell in self._cells.values()) / bench.experiment.restarts)
+        self._least = math.ceil(
+            max(workload.rounds for workload in self._workloads.values()) / bench.experiment.restarts
+        )
 
     def forecast(self) -> str:
         """How many rounds in how much time, for the title of the phase."""
-        seconds = sum(self._bench.forecast.round_s(cell) for cell in self._cells.values())
-        scenarios = f"{len(self._cells)} scenario{'s' if len(self._cells) > 1 else ''}"
+        seconds = sum(self._bench.forecast.round_s(workload) for workload in self._workloads.values())
+        scenarios = f"{len(self._workloads)} scenario{'s' if len(self._workloads) > 1 else ''}"
         left = max(0.0, self._deadline - self._began)
         if self._bench.experiment.until_decided:
             return f"rounds of {scenarios} until all are decided, {left / 60.0:.1f} minutes at most"
@@ -85,9 +87,11 @@ class Rounds:
         experiment = bench.experiment
         bench.forecast.load_ends_within(self._deadline - monotonic())
         first = max((block.record.round for block in self._blocks), default=-1) + 1
-        rounds = endless_passes(tuple(self._cells.values()), experiment.labels, experiment.seed + bench.restart, first)
+        rounds = endless_passes(
+            tuple(self._workloads.values()), experiment.labels, experiment.seed + bench.restart, first
+        )
         for number, chosen in enumerate(rounds, start=1):
-            own = [one for one in chosen if one.cell.name in self._open]
+            own = [one for one in chosen if one.workload.name in self._open]
             if number > self._least:
                 own = self._that_fit(own)
             if not own:
@@ -99,7 +103,7 @@ class Rounds:
             done = runner.run(blocks, bench.forecast, last=False)
             self._blocks += done
             self._summaries += summarise_blocks(done)
-            self._beside = max(0.0, monotonic() - began - sum(bench.forecast.round_s(one.cell) for one in own))
+            self._beside = max(0.0, monotonic() - began - sum(bench.forecast.round_s(one.workload) for one in own))
             if experiment.until_decided:
                 self._close_decided()
                 continue
@@ -115,27 +119,27 @@ class Rounds:
         left = self._deadline - monotonic() - self._beside
         fitting: list[OpenRound] = []
         for one in own:
-            seconds = self._bench.forecast.round_s(one.cell)
+            seconds = self._bench.forecast.round_s(one.workload)
             if seconds <= left:
                 fitting.append(one)
                 left -= seconds
         return fitting if len(fitting) == len(own) or not self._bench.experiment.until_decided else []
 
-    def _neediest(self) -> dict[str, Cell]:
+    def _neediest(self) -> dict[str, Workload]:
         """By the largest relative standard error of a scenario's throughput and median."""
         errors: dict[str, float] = {}
         for one in compare_all(self._bench.experiment, self._summaries, ()):
             if one.metric in ("throughput", "achieved_rate", "latency_p50") and one.error_log is not None:
                 errors[one.scenario] = max(errors.get(one.scenario, 0.0), one.error_log)
         most = max(errors.values(), default=0.0)
-        return {name: cell for name, cell in self._cells.items() if errors.get(name, most) >= NEEDY * most}
+        return {name: workload for name, workload in self._workloads.items() if errors.get(name, most) >= NEEDY * most}
 
     def _close_decided(self) -> None:
         every = compare_all(self._bench.experiment, self._summaries, (), latencies=latencies_of(self._blocks))
         leading = [c for c in every if c.leading and c.baseline == self._bench.experiment.baseline.label]
-        for name, cell in list(self._open.items()):
+        for name, workload in list(self._open.items()):
             own = [c for c in leading if c.scenario == name]
-            if all(c.verdict in DECIDED and c.pairs >= cell.rounds for c in own):
+            if all(c.verdict in DECIDED and c.pairs >= workload.rounds for c in own):
                 del self._open[name]
-        standing = [f"{c.scenario}: {claim(c)} after {c.pairs} pairs" for c in leading if c.scenario in self._cells]
+        standing = [f"{c.scenario}: {claim(c)} after {c.pairs} pairs" for c in leading if c.scenario in self._workloads]
         self._bench.progress.now("; ".join(standing))

@@ -11,7 +11,7 @@ from loadgen.studies.load.analyse import LoadFound
 
 MAX_SIZES = 6
 BLOCK_FIELDS = (
-    "index", "cell", "round", "restart", "label", "position", "start_s", "duration_s", "complete", "requests",
+    "index", "workload", "round", "restart", "label", "position", "start_s", "duration_s", "complete", "requests",
     "errors", "items", "throughput_per_s", "mean_ms", "p50_ms", "p90_ms", "p95_ms", "p99_ms", "p99_9_ms",
     "send_lag_p99_ms", "full_load_share", "generator_cpu_share", "server_cpu_cores", "request_bytes", "response_bytes",
     "note",
@@ -21,7 +21,7 @@ BLOCK_FIELDS = (
 def latency(result: Result) -> doc.Section | None:
     """Share of requests answered within a time."""
 
-    def traces(cell: str) -> list[doc.Figure]:
+    def traces(workload: str) -> list[doc.Figure]:
         return [
             charts.line(
                 result,
@@ -33,7 +33,7 @@ def latency(result: Result) -> doc.Section | None:
                 mode="lines",
             )
             for s in result.summaries
-            if s.cell == cell and s.distribution_ms
+            if s.workload == workload and s.distribution_ms
         ]
 
     chart = charts.chart_by_scenario(
@@ -53,15 +53,17 @@ def latency(result: Result) -> doc.Section | None:
 
 def batch_sizes(result: Result) -> doc.Section | None:
     """Throughput and median latency against the batch size of a request."""
-    sizes = {cell.name: cell.batch_size for cell in result.experiment.cells if cell.scenario == "batched"}
+    sizes = {
+        workload.name: workload.batch_size for workload in result.experiment.workloads if workload.scenario == "batched"
+    }
     data: list[doc.Figure] = []
     for panel, unit in (("", "images/s"), ("2", "ms")):
         for label in result.experiment.labels:
-            own = [s for s in result.summaries if s.cell in sizes and s.label == label]
+            own = [s for s in result.summaries if s.workload in sizes and s.label == label]
             if unit == "ms":
-                speeds = [(sizes[s.cell], s.latency.p50_ms, s.p50_ci95_ms) for s in own]
+                speeds = [(sizes[s.workload], s.latency.p50_ms, s.p50_ci95_ms) for s in own]
             else:
-                speeds = [(sizes[s.cell], s.throughput_per_s, s.throughput_ci95) for s in own]
+                speeds = [(sizes[s.workload], s.throughput_per_s, s.throughput_ci95) for s in own]
             found = [(size, value, bounds) for size, value, bounds in speeds if value is not None]
             if found:
                 batches, values, intervals = zip(*found, strict=True)
@@ -100,7 +102,7 @@ def measurements(result: Result) -> doc.Section | None:
     """The figures of each arm and scenario."""
     rows = [
         (
-            s.cell,
+            s.workload,
             shown(s.label),
             f"{s.requests:,}",
             f"{s.errors:,}",
@@ -133,11 +135,11 @@ def executed_batches(result: Result) -> doc.Section | None:
         more = f", {len(found.executions) - len(frequent)} more sizes" if len(found.executions) > len(frequent) else ""
         mean = "–" if found.mean is None else number(found.mean)
         rows.append(
-            (found.cell, shown(found.label), str(found.request_items), mean, sizes + more or "–", found.sentence)
+            (found.workload, shown(found.label), str(found.request_items), mean, sizes + more or "–", found.sentence)
         )
-    merging = {cell.name for cell in result.experiment.cells if cell.concurrency > 1}
+    merging = {workload.name for workload in result.experiment.workloads if workload.concurrency > 1}
 
-    def traces(cell: str) -> list[doc.Figure]:
+    def traces(workload: str) -> list[doc.Figure]:
         return [
             {
                 "type": "bar",
@@ -152,7 +154,7 @@ def executed_batches(result: Result) -> doc.Section | None:
                 f"<extra>{charts.label_text(shown(s.label))}</extra>",
             }
             for s in result.summaries
-            if s.cell == cell and cell in merging and s.executed_batches
+            if s.workload == workload and workload in merging and s.executed_batches
         ]
 
     columns = (
@@ -194,30 +196,30 @@ def _block_chart(result: Result) -> doc.Chart | None:
     timed = [(block, block.throughput_per_s) for block in result.blocks if block.throughput_per_s is not None]
     if not timed:
         return None
-    means = {(s.cell, s.label): s.throughput_per_s for s in result.summaries}
+    means = {(s.workload, s.label): s.throughput_per_s for s in result.summaries}
 
-    def traces(cells: set[str], hover: str, mode: str, relative: bool) -> list[doc.Figure]:
+    def traces(workloads: set[str], hover: str, mode: str, relative: bool) -> list[doc.Figure]:
         found = []
         for label in result.experiment.labels:
-            own = [(block, speed) for block, speed in timed if block.label == label and block.cell in cells]
+            own = [(block, speed) for block, speed in timed if block.label == label and block.workload in workloads]
             if relative:
-                pairs = [(block, speed, means.get((block.cell, label))) for block, speed in own]
+                pairs = [(block, speed, means.get((block.workload, label))) for block, speed in own]
                 own = [(block, 100.0 * (speed / mean - 1.0)) for block, speed, mean in pairs if mean]
             points = [(block.start_s / 60.0, value) for block, value in own]
             marker = charts.hollow(result, label, [block.complete for block, _ in own])
-            texts = [f"block {block.index}, {block.cell}, pair {block.round + 1}" for block, _ in own]
+            texts = [f"block {block.index}, {block.workload}, pair {block.round + 1}" for block, _ in own]
             text = f"%{{text}}: {hover}"
             found.append(charts.line(result, label, points, text, mode=mode, marker=marker, text=texts))
         return found
 
-    cells = dict.fromkeys(block.cell for block, _ in timed)
+    workloads = dict.fromkeys(block.workload for block, _ in timed)
     data: list[doc.Figure] = []
-    whole = traces(set(cells), "%{y:+.2~f} %", "markers", relative=True)
+    whole = traces(set(workloads), "%{y:+.2~f} %", "markers", relative=True)
     beside = {"title": {"text": "difference from the arm's mean, %"}}
     views = [charts.add_view(data, "all, relative", whole, yaxis=beside)]
-    for cell in cells:
-        own = traces({cell}, "%{y:.4~g} images/s", "lines+markers", relative=False)
-        views.append(charts.add_view(data, cell, own, yaxis={"title": {"text": "images/s"}}))
+    for workload in workloads:
+        own = traces({workload}, "%{y:.4~g} images/s", "lines+markers", relative=False)
+        views.append(charts.add_view(data, workload, own, yaxis={"title": {"text": "images/s"}}))
     return doc.Chart(
         "blocks",
         "Block by block",
@@ -241,14 +243,16 @@ def open_loops(result: Result) -> doc.Section | None:
         loop = summary.open_loop
         if loop is None:
             continue
-        blocks = [b for b in result.blocks if (b.cell, b.label, b.complete) == (summary.cell, summary.label, True)]
+        blocks = [
+            b for b in result.blocks if (b.workload, b.label, b.complete) == (summary.workload, summary.label, True)
+        ]
         lags = [
             max((lag for block in blocks if (lag := getattr(block, name)) is not None), default=None)
             for name in ("send_lag_p50_ms", "send_lag_p99_ms", "send_lag_max_ms")
         ]
         rows.append(
             (
-                summary.cell,
+                summary.workload,
                 shown(summary.label),
                 f"{loop.offered:,}",
                 number(loop.offered_per_s),

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from loadgen.comparison.facts import Facts
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
-from loadgen.records.run import Cell
+from loadgen.records.run import Workload
 from loadgen.records.samples import NS_PER_S
 from loadgen.studies.rate_search.records import RampFound, RampRung, RateFound, RatesFound, Trial
 from loadgen.studies.rate_search.search import RateSearch, is_saturated, knee
@@ -16,48 +16,52 @@ BUSY = 0.9
 """Share of a core above which the generator may have been the limit."""
 
 
-def search_from(cell: Cell, start: float) -> RateSearch:
+def search_from(workload: Workload, start: float) -> RateSearch:
     """The search of a workload: at the lowest rate a trial takes the workload's `max_seconds`."""
-    return RateSearch(start, lowest=cell.requests / cell.max_seconds, highest=RATE_LIMIT_PER_S)
+    return RateSearch(start, lowest=workload.requests / workload.max_seconds, highest=RATE_LIMIT_PER_S)
 
 
 def analyse(facts: Facts) -> RatesFound:
     """The stored trials and their results."""
-    cells, trials = facts.run.experiment.cells, facts.run.trials
-    return RatesFound(trials=trials, rates=find_rates(cells, trials), ramps=find_ramps(cells, trials))
+    workloads, trials = facts.run.experiment.workloads, facts.run.trials
+    return RatesFound(trials=trials, rates=find_rates(workloads, trials), ramps=find_ramps(workloads, trials))
 
 
-def find_rates(cells: Sequence[Cell], trials: Sequence[Trial]) -> tuple[RateFound, ...]:
+def find_rates(workloads: Sequence[Workload], trials: Sequence[Trial]) -> tuple[RateFound, ...]:
     """One result per search, in the order in which they began, finished or not."""
-    return tuple(_rate(cell, own) for cell in cells if cell.scenario == "slo" for own in _runs(cell, trials))
+    return tuple(
+        _rate(workload, own) for workload in workloads if workload.scenario == "slo" for own in _runs(workload, trials)
+    )
 
 
-def find_ramps(cells: Sequence[Cell], trials: Sequence[Trial]) -> tuple[RampFound, ...]:
+def find_ramps(workloads: Sequence[Workload], trials: Sequence[Trial]) -> tuple[RampFound, ...]:
     """One result per ramp, in the order in which they began, finished or not."""
-    return tuple(_ramp(cell, own) for cell in cells if cell.scenario == "ramp" for own in _runs(cell, trials))
+    return tuple(
+        _ramp(workload, own) for workload in workloads if workload.scenario == "ramp" for own in _runs(workload, trials)
+    )
 
 
-def _runs(cell: Cell, trials: Sequence[Trial]) -> Iterator[list[Trial]]:
+def _runs(workload: Workload, trials: Sequence[Trial]) -> Iterator[list[Trial]]:
     """The trials of each round and arm, in their order."""
-    own = sorted((t for t in trials if t.cell == cell.name), key=lambda t: (t.round, t.position, t.step))
+    own = sorted((t for t in trials if t.workload == workload.name), key=lambda t: (t.round, t.position, t.step))
     for _, together in groupby(own, key=lambda t: (t.round, t.label)):
         yield list(together)
 
 
-def _rate(cell: Cell, trials: list[Trial]) -> RateFound:
+def _rate(workload: Workload, trials: list[Trial]) -> RateFound:
     """Replays the search: whether it ended, and how, follows from the trials that held."""
     first = trials[0]
-    search = search_from(cell, first.rate_per_s or 1.0)
+    search = search_from(workload, first.rate_per_s or 1.0)
     for trial in trials:
         if trial.held is None or search.next_rate is None:
             break
         search.record(trial.held)
     return RateFound(
-        cell=cell.name,
+        workload=workload.name,
         round=first.round,
         restart=first.restart,
         label=first.label,
-        bound_ms=cell.latency_bound_ms or 0.0,
+        bound_ms=workload.latency_bound_ms or 0.0,
         rate_per_s=search.held if search.ended is not None else None,
         failed_rate_per_s=search.failed,
         ended=search.ended,
@@ -67,15 +71,15 @@ def _rate(cell: Cell, trials: list[Trial]) -> RateFound:
     )
 
 
-def _ramp(cell: Cell, trials: list[Trial]) -> RampFound:
+def _ramp(workload: Workload, trials: list[Trial]) -> RampFound:
     first = trials[0]
     usable = [trial for trial in trials if trial.throughput_per_s is not None and trial.note is None]
     rungs = tuple(map(rung_of, usable))
     bend = knee(rungs)
     best = max(usable, key=lambda trial: trial.throughput_per_s or 0.0, default=None)
-    ended = is_saturated(rungs) or (bool(rungs) and rungs[-1].concurrency >= cell.concurrency)
+    ended = is_saturated(rungs) or (bool(rungs) and rungs[-1].concurrency >= workload.concurrency)
     return RampFound(
-        cell=cell.name,
+        workload=workload.name,
         round=first.round,
         restart=first.restart,
         label=first.label,

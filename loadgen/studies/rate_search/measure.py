@@ -18,11 +18,11 @@ from loadgen.bench.bench import Bench
 from loadgen.bench.load_runner import LoadError, closed_loop, common_fields
 from loadgen.comparison.loops import measured_answers, throughput_per_s
 from loadgen.experiment.arrivals import arrival_count, schedule_seed
-from loadgen.experiment.schedule import ScheduledBlock, load_cells, search_schedule
+from loadgen.experiment.schedule import ScheduledBlock, load_workloads, search_schedule
 from loadgen.generator.messages import Open, Outcome
 from loadgen.machine.environment import utc_now
 from loadgen.quantities import number
-from loadgen.records.run import Cell, Experiment, Label, shown
+from loadgen.records.run import Experiment, Label, Workload, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, latencies_ms, read_samples
 from loadgen.statistics.early_stopping import late_allowed
 from loadgen.statistics.percentiles import percentile
@@ -45,24 +45,24 @@ def measure(bench: Bench) -> None:
     experiment = bench.experiment
     whole = search_schedule(experiment)
     own = [entry for entry in whole if entry.restart == bench.restart]
-    if own and not load_cells(experiment.cells):
+    if own and not load_workloads(experiment.workloads):
         bench.prepare_bodies([1])
     bench.forecast.load_begins()
     searches = _Searches(bench)
-    to_come = [entry.cell for entry in whole if entry.restart >= bench.restart and entry.position == 0]
+    to_come = [entry.workload for entry in whole if entry.restart >= bench.restart and entry.position == 0]
     took: dict[str, list[float]] = {}
-    for (cell, _), pair in groupby(own, key=lambda entry: (entry.cell, entry.round)):
+    for (workload, _), pair in groupby(own, key=lambda entry: (entry.workload, entry.round)):
         entries, began = list(pair), monotonic()
-        if cell.scenario == "slo":
-            bench.enter(f"searching for the highest rate with p99 ≤ {cell.latency_bound_ms:g} ms")
-            bench.warm_up([closed_loop(min(cell.concurrency, WARM_UP_USERS), 1, max_seconds=cell.max_seconds)])
+        if workload.scenario == "slo":
+            bench.enter(f"searching for the highest rate with p99 ≤ {workload.latency_bound_ms:g} ms")
+            bench.warm_up([closed_loop(min(workload.concurrency, WARM_UP_USERS), 1, max_seconds=workload.max_seconds)])
             for entry in entries:
                 searches.search(entry)
         else:
             bench.enter("adding users until the servers are saturated")
             searches.climb(entries)
-        to_come.remove(cell)
-        took.setdefault(cell.name, []).append(monotonic() - began)
+        to_come.remove(workload)
+        took.setdefault(workload.name, []).append(monotonic() - began)
         seen = [seconds for many in took.values() for seconds in many]
         bench.forecast.searches_take(sum(fmean(took.get(left.name, seen)) for left in to_come))
         bench.progress.plan(bench.forecast.remaining_s())
@@ -79,18 +79,18 @@ class _Searches:
 
     def search(self, entry: ScheduledBlock) -> None:
         """One search on one arm."""
-        cell, label = entry.cell, entry.label
-        random = Random(f"{self._bench.experiment.seed} {cell.name} {entry.round} {label}")
-        known = self._found.get((cell.name, label))
+        workload, label = entry.workload, entry.label
+        random = Random(f"{self._bench.experiment.seed} {workload.name} {entry.round} {label}")
+        known = self._found.get((workload.name, label))
         # Start below a rate already found, so that it can fail again; else around the rate of one user.
         guess = self._pilot(entry) if known is None else known / 2.0**0.5
-        search = search_from(cell, guess * 2.0 ** (random.random() - 0.5))
+        search = search_from(workload, guess * 2.0 ** (random.random() - 0.5))
         step = 0
         while (rate := search.next_rate) is not None:
             search.record(self._rate_trial(entry, step, rate))
             step += 1
         if search.held is not None:
-            self._found[cell.name, label] = search.held
+            self._found[workload.name, label] = search.held
 
     def _pilot(self, entry: ScheduledBlock) -> float:
         """Requests per second of one user; not stored."""
@@ -100,7 +100,7 @@ class _Searches:
         seconds = (outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S
         if outcome.cut_reason is not None or outcome.errors or seconds <= 0.0:
             raise LoadError(
-                f"{entry.cell.name} on arm {entry.label}: a single user gets no answers "
+                f"{entry.workload.name} on arm {entry.label}: a single user gets no answers "
                 f"({outcome.cut_reason or outcome.error_messages[0]}){arm.failure_message()}"
             )
         return outcome.requests / seconds
@@ -108,17 +108,17 @@ class _Searches:
     def _rate_trial(self, entry: ScheduledBlock, step: int, rate: float) -> bool:
         """One trial of a search, stored: enough requests for the bound at this rate, ended when it cannot hold.
         Returns whether it held."""
-        cell = entry.cell
-        assert cell.latency_bound_ms is not None
-        longest_s = 2.0 * max(cell.seconds, cell.requests / rate)
-        planned = arrival_count(rate, cell.requests, cell.seconds, longest_s)
+        workload = entry.workload
+        assert workload.latency_bound_ms is not None
+        longest_s = 2.0 * max(workload.seconds, workload.requests / rate)
+        planned = arrival_count(rate, workload.requests, workload.seconds, longest_s)
         allowed = late_allowed(planned)
         if allowed is None:
-            raise LoadError(f"{cell.name}: {planned} requests are too few for p99; a trial needs at least 459")
+            raise LoadError(f"{workload.name}: {planned} requests are too few for p99; a trial needs at least 459")
         self._bench.progress.now(
             f"{shown(entry.label)} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late"
         )
-        asked = msgspec.structs.replace(cell, rate_per_s=rate, max_seconds=longest_s)
+        asked = msgspec.structs.replace(workload, rate_per_s=rate, max_seconds=longest_s)
         trial, outcome = self._trial(entry, step, asked, late_allowed=allowed)
         unsent = (outcome.offered or 0) - outcome.requests if outcome.cut_reason is None else 0
         late = outcome.late + max(unsent, 0)
@@ -137,12 +137,14 @@ class _Searches:
 
     def climb(self, entries: list[ScheduledBlock]) -> None:
         """One ramp on each arm of a pair, step by step; the order of the arms changes with every step."""
-        bench, cell = self._bench, entries[0].cell
+        bench, workload = self._bench, entries[0].workload
         rungs: dict[Label, list[RampRung]] = {entry.label: [] for entry in entries}
         step = 0
-        while turns := [e for e in entries if next_concurrency(rungs[e.label], cell.concurrency) is not None]:
-            users = next_concurrency(rungs[turns[0].label], cell.concurrency) or 1  # the same for all that go on
-            rung = closed_loop(users, max(cell.requests, 4 * users), seconds=cell.seconds, max_seconds=cell.max_seconds)
+        while turns := [e for e in entries if next_concurrency(rungs[e.label], workload.concurrency) is not None]:
+            users = next_concurrency(rungs[turns[0].label], workload.concurrency) or 1  # the same for all that go on
+            rung = closed_loop(
+                users, max(workload.requests, 4 * users), seconds=workload.seconds, max_seconds=workload.max_seconds
+            )
             bench.warm_up([rung])
             for entry in turns if step % 2 == 0 else turns[::-1]:
                 bench.progress.now(f"{shown(entry.label)} with {users} users")
@@ -155,11 +157,13 @@ class _Searches:
         self._loads += 1
         return self._runner.load(entry, command, self._loads, "trial")
 
-    def _trial(self, entry: ScheduledBlock, step: int, asked: Cell, *, late_allowed: int = 0) -> tuple[Trial, Outcome]:
+    def _trial(
+        self, entry: ScheduledBlock, step: int, asked: Workload, *, late_allowed: int = 0
+    ) -> tuple[Trial, Outcome]:
         """One stretch of load and its record, which is not stored yet. Raises `LoadError`."""
         bench = self._bench
         index, path = bench.store.next_trial()
-        seed = schedule_seed(bench.experiment.seed, entry.cell.name, 1000 * entry.round + step)
+        seed = schedule_seed(bench.experiment.seed, entry.workload.name, 1000 * entry.round + step)
         command = bench.arms[entry.label].load(asked, path, arrivals_seed=seed, late_allowed=late_allowed)
         started_at = utc_now()
         outcome = self._load(entry, command)

@@ -20,7 +20,7 @@ class Trial(Record, frozen=True, kw_only=True):
     """One trial of a search (`rate_per_s` is set) or one step of a ramp (it is None)."""
 
     index: int
-    cell: str
+    workload: str
     round: int
     restart: int
     label: Label
@@ -68,7 +68,7 @@ class Trial(Record, frozen=True, kw_only=True):
 class RateFound(Record, frozen=True, kw_only=True):
     """Result of one search on one arm."""
 
-    cell: str
+    workload: str
     round: int
     restart: int
     label: Label
@@ -98,7 +98,7 @@ class RampRung(Record, frozen=True, kw_only=True):
 class RampFound(Record, frozen=True, kw_only=True):
     """Result of one ramp on one arm."""
 
-    cell: str
+    workload: str
     round: int
     restart: int
     label: Label

@@ -25,7 +25,7 @@ def rate_search(result: Result) -> doc.Section | None:
     rates = result.of(RatesFound)
     found = [
         (
-            one.cell,
+            one.workload,
             str(one.round + 1),
             shown(one.label),
             measured(one.rate_per_s, None),
@@ -38,7 +38,7 @@ def rate_search(result: Result) -> doc.Section | None:
     ]
     trials = [
         (
-            trial.cell,
+            trial.workload,
             str(trial.round + 1),
             shown(trial.label),
             str(trial.step + 1),
@@ -69,8 +69,8 @@ def trial_chart(result: Result) -> doc.Chart | None:
     rates = result.of(RatesFound)
 
     def trace(found: RateFound) -> doc.Figure:
-        own = (found.cell, found.round, found.label)
-        trials = [trial for trial in rates.trials if (trial.cell, trial.round, trial.label) == own]
+        own = (found.workload, found.round, found.label)
+        trials = [trial for trial in rates.trials if (trial.workload, trial.round, trial.label) == own]
         return charts.line(
             result,
             found.label,
@@ -84,8 +84,8 @@ def trial_chart(result: Result) -> doc.Chart | None:
 
     data: list[doc.Figure] = []
     views = [
-        charts.add_view(data, cell, [trace(found) for found in rates.rates if found.cell == cell])
-        for cell in dict.fromkeys(found.cell for found in rates.rates)
+        charts.add_view(data, workload, [trace(found) for found in rates.rates if found.workload == workload])
+        for workload in dict.fromkeys(found.workload for found in rates.rates)
     ]
     if not data:
         return None
@@ -109,7 +109,7 @@ def ramp(result: Result) -> doc.Section | None:
     """The result of each ramp, and the curve of the first ramp of each arm."""
     found = [
         (
-            one.cell,
+            one.workload,
             str(one.round + 1),
             shown(one.label),
             measured(one.saturation_per_s, None),

@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from loadgen.records.run import ArmRequest, BlockRecord, Cell, Experiment
+from loadgen.records.run import ArmRequest, BlockRecord, Experiment, Workload
 
 FAKE = Path(__file__).parents[2] / "fake_server.py"
 FAKE_ABSERVE = (sys.executable, str(FAKE))
@@ -68,16 +68,18 @@ def await_true(condition: Callable[[], object], what: str, seconds: float = DEAD
 
 def make_experiment(
     *,
-    cells: tuple[Cell, ...] | None = None,
+    workloads: tuple[Workload, ...] | None = None,
     b_settings: dict[str, str] | None = None,
     a: ArmRequest | None = None,
     b: ArmRequest | None = None,
     others: Sequence[ArmRequest] = (),
     **changes: object,
 ) -> Experiment:
-    """Two fake servers, and `others`; a single and a concurrent cell, two pairs each."""
-    single = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, rounds=2)
-    concurrent = Cell(
+    """Two fake servers, and `others`; a single and a concurrent workload, two pairs each."""
+    single = Workload(
+        scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, rounds=2
+    )
+    concurrent = Workload(
         scenario="concurrent", batch_size=1, concurrency=4, requests=20, seconds=0.1, max_seconds=5.0, rounds=2
     )
     fields: dict[str, object] = {
@@ -90,7 +92,7 @@ def make_experiment(
         "weights": "random:0",
         "payload": "fp32",
         "transport": "http",
-        "cells": cells or (single, concurrent),
+        "workloads": workloads or (single, concurrent),
         "preset": "quick",
         "seed": 1,
         "equivalence_margin": 0.05,

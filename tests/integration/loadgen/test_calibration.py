@@ -28,15 +28,20 @@ def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert calibration is not None
     assert read_calibration(tmp_path / "copy.json") == calibration
     assert read_calibration(default_path(calibration.fingerprint)) == calibration
-    (cell,) = calibration.cells
-    assert (cell.transport, cell.payload, cell.batch_size, cell.payload_bytes) == ("http", "jpeg", 1, 30_004)
-    assert cell.requests_per_s > 0.0
-    assert cell.cpu_us_per_request > 0.0
-    idle, loaded = cell.timing
+    (workload,) = calibration.workloads
+    assert (workload.transport, workload.payload, workload.batch_size, workload.payload_bytes) == (
+        "http",
+        "jpeg",
+        1,
+        30_004,
+    )
+    assert workload.requests_per_s > 0.0
+    assert workload.cpu_us_per_request > 0.0
+    idle, loaded = workload.timing
     assert idle.p50_us is not None
     assert idle.p50_us > 0.0, "an answer cannot arrive before the server gave it"
     assert (idle.concurrency, loaded.concurrency) == (1, 16)
-    assert ceiling_images_per_s(calibration, "http", "jpeg", 1) == pytest.approx(cell.images_per_s)
+    assert ceiling_images_per_s(calibration, "http", "jpeg", 1) == pytest.approx(workload.images_per_s)
     assert ceiling_images_per_s(calibration, "grpc", "jpeg", 1) is None
 
 
@@ -44,8 +49,8 @@ def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_every_transport_and_payload() -> None:
     calibration = calibrate(CalibrationRequest(seconds=0.2), lambda _: None)
     assert not calibration.problems
-    assert len(calibration.cells) == 3 * 3 * 2
-    heavy = {(c.transport, c.batch_size): c.cpu_us_per_request for c in calibration.cells if c.payload == "fp32"}
+    assert len(calibration.workloads) == 3 * 3 * 2
+    heavy = {(c.transport, c.batch_size): c.cpu_us_per_request for c in calibration.workloads if c.payload == "fp32"}
     assert all(heavy[transport, 32] > 3.0 * heavy[transport, 1] for transport in ("http", "grpc", "shm"))
 
 
@@ -88,7 +93,7 @@ def test_other_batch_sizes_are_interpolated(tmp_path: Path) -> None:
     document = {
         "fingerprint": "0" * 12, "made_at": "", "command": "", "host": {}, "packages": {}, "sink_processes": 1,
         "seconds": 1.0,
-        "cells": [
+        "workloads": [
             {
                 "transport": "http", "payload": "fp32", "batch_size": size, "payload_bytes": 602_112 * size,
                 "concurrency": 4, "requests_per_s": 1000.0 / size, "images_per_s": 1000.0, "generator_cpu_share": 1.0,

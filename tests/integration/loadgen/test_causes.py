@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from loadgen.bench.progress import Progress
-from loadgen.records.run import ArmRequest, Cell
+from loadgen.records.run import ArmRequest, Workload
 from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from loadgen.studies.causes.analyse import CausesFound
@@ -25,14 +25,16 @@ pytestmark = pytest.mark.usefixtures("no_process_left")
 @pytest.mark.slow
 def test_a_cause_is_removed_and_the_rest_is_reported_as_untested(tmp_path: Path, fake_url: Callable[..., str]) -> None:
     """B waits 40 ms in its queue and A does not; abserve did not start A, and neither server offers shared memory."""
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=8, seconds=0.0, max_seconds=9.0, rounds=3)
+    workload = Workload(
+        scenario="single", batch_size=1, concurrency=1, requests=8, seconds=0.0, max_seconds=9.0, rounds=3
+    )
     a = ArmRequest(label="a", target=fake_url("--max-queue-delay-us", "0"))
     b = ArmRequest(label="b", target="triton", settings={"max-queue-delay-us": "40000"})
-    experiment = make_experiment(cells=(cell,), a=a, b=b, explain=True, equivalence_margin=0.001)
+    experiment = make_experiment(workloads=(workload,), a=a, b=b, explain=True, equivalence_margin=0.001)
     state = run_experiment(experiment, tmp_path / "run", Progress(), abserve=FAKE_ABSERVE)
     assert (state.state, state.error) == ("finished", None)
     stored = msgspec.json.decode((tmp_path / "run" / "causes.json").read_bytes(), type=Explanation)
-    assert stored.cells == ("single",)
+    assert stored.workloads == ("single",)
     assert [(one.cause, one.label) for one in stored.done] == [
         ("queue_delay", "b"),
         ("compute", "b"),
@@ -46,7 +48,7 @@ def test_a_cause_is_removed_and_the_rest_is_reported_as_untested(tmp_path: Path,
     for one in stored.done:
         assert len(list((tmp_path / "run" / one.folder / "blocks").glob("*.json"))) == 6
     result = analyse(tmp_path / "run")
-    (causes,) = result.of(CausesFound).cells
+    (causes,) = result.of(CausesFound).workloads
     queue = next(cause for cause in causes.causes if cause.name == "queue_delay")
     (effect,) = queue.effects
     assert (effect.label, effect.changed, effect.pairs) == ("b", "max-queue-delay-us 40000 → 0", 3)
@@ -78,7 +80,7 @@ def test_a_planted_queue_delay_and_a_planted_payload_are_found_on_their_arms(tmp
     said = compare(out, *PLANTED, "--scenarios", "batched", "--batch-sizes", "16", "--rounds", "6", "--explain")
     result = json.loads((out / "result.json").read_bytes())
     assert result["verdict"]["sentence"].startswith("No winner"), said
-    (causes,) = result["studies"]["causes"]["cells"]
+    (causes,) = result["studies"]["causes"]["workloads"]
     found = {cause["name"]: cause for cause in causes["causes"] if cause["found"]}
     (queue,) = found["queue_delay"]["effects"]
     assert queue["label"] == "b"

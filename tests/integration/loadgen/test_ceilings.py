@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from loadgen.bench.progress import Progress
-from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, RunState
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
 from loadgen.report import write_reports
 from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
@@ -24,8 +24,8 @@ from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_ex
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
-SINGLE = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.0, max_seconds=9.0, rounds=1)
-CONCURRENT = Cell(
+SINGLE = Workload(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.0, max_seconds=9.0, rounds=1)
+CONCURRENT = Workload(
     scenario="concurrent", batch_size=1, concurrency=4, requests=20, seconds=0.0, max_seconds=9.0, rounds=2
 )
 
@@ -55,7 +55,7 @@ def measured(directory: Path) -> tuple[Ceiling, ...]:
 def test_a_measurement_that_fails_is_a_note_with_its_reason(
     tmp_path: Path, kind: str, timeout_s: float, words: list[str]
 ) -> None:
-    store, experiment = RunStore(tmp_path / "run"), make_experiment(cells=(SINGLE,), ceiling=True)
+    store, experiment = RunStore(tmp_path / "run"), make_experiment(workloads=(SINGLE,), ceiling=True)
     measure_ceilings(experiment, [arm(kind)], store, Progress(), tmp_path, FAKE_ABSERVE, timeout_s=timeout_s)
     (ceiling,) = measured(tmp_path / "run")
     assert ceiling.document is None
@@ -66,7 +66,7 @@ def test_a_measurement_that_fails_is_a_note_with_its_reason(
 
 
 def test_a_program_that_is_not_there_is_a_note_too(tmp_path: Path) -> None:
-    store, experiment = RunStore(tmp_path / "run"), make_experiment(cells=(SINGLE,), ceiling=True)
+    store, experiment = RunStore(tmp_path / "run"), make_experiment(workloads=(SINGLE,), ceiling=True)
     measure_ceilings(experiment, [arm("torch")], store, Progress(), tmp_path, ["/no/such/program"])
     (ceiling,) = measured(tmp_path / "run")
     assert ceiling.reason is not None
@@ -75,7 +75,7 @@ def test_a_program_that_is_not_there_is_a_note_too(tmp_path: Path) -> None:
 
 def engines(a: str, b: str, *others: str) -> Experiment:
     return make_experiment(
-        cells=(SINGLE, CONCURRENT),
+        workloads=(SINGLE, CONCURRENT),
         a=ArmRequest(label="a", target="native", settings={"tell-engine": a}),
         b=ArmRequest(label="b", target="triton", settings={"tell-engine": b}),
         others=[
@@ -96,7 +96,7 @@ def test_a_run_divides_what_it_served_and_outlives_a_failed_measurement(tmp_path
     assert [one.batch for one in a.document.batches] == [1, 2, 4]
     assert b.document is None
     result = analyse(out)
-    single = [one for one in result.of(CeilingsFound).shares if one.cell == "single"]
+    single = [one for one in result.of(CeilingsFound).shares if one.workload == "single"]
     assert [one.label for one in single] == ["a", "c"]
     for one in single:
         assert one.engine_images_per_s == pytest.approx(1000.0)
@@ -149,9 +149,12 @@ def test_real_engines_on_a_cpu_are_the_ceilings_of_their_servers(tmp_path: Path)
     assert engine["max_batch_size"] == told["max_batch_size"]
     assert ceiling.document.model == "openclip_vit_b32_uint8"
     found = result["studies"]["ceiling"]
-    shares = {(one["cell"], one["label"]): one for one in found["shares"]}
-    assert sorted(shares) == [(cell, label) for cell in ("batched(4)", "single") for label in ("a", "b")]
-    assert {cell: shares[cell, "a"]["batch"] for cell in ("single", "batched(4)")} == {"single": 1, "batched(4)": 4}
+    shares = {(one["workload"], one["label"]): one for one in found["shares"]}
+    assert sorted(shares) == [(workload, label) for workload in ("batched(4)", "single") for label in ("a", "b")]
+    assert {workload: shares[workload, "a"]["batch"] for workload in ("single", "batched(4)")} == {
+        "single": 1,
+        "batched(4)": 4,
+    }
     assert all(one["share"] > 0.0 for one in found["shares"])
     assert found["missing"] == []
     assert "Engine ceilings" in done.stdout

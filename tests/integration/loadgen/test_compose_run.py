@@ -13,7 +13,7 @@ import pytest
 
 import loadgen.targets.compose as compose
 from loadgen.bench.progress import Progress
-from loadgen.records.run import Cell, RunState
+from loadgen.records.run import RunState, Workload
 from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from loadgen.studies.cold_start.analyse import ColdStartsFound
@@ -25,8 +25,8 @@ from tests.integration.loadgen.conftest import FAKE, FAKE_ABSERVE, make_experime
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 MODEL = "openclip_vit_b32"
-COLD = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=2)
-SINGLE = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, rounds=2)
+COLD = Workload(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=2)
+SINGLE = Workload(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, rounds=2)
 CACHED = ("stop", "start", "stop")
 UNCACHED = ("start", "empty caches", "stop", "start", "stop")
 
@@ -119,8 +119,8 @@ def stack(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
         container.stop(10)
 
 
-def run(out: Path, *cells: Cell, project: str = "mine") -> RunState:
-    experiment = make_experiment(cells=cells, deployment="compose", compose_project=project)
+def run(out: Path, *workloads: Workload, project: str = "mine") -> RunState:
+    experiment = make_experiment(workloads=workloads, deployment="compose", compose_project=project)
     return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE)
 
 

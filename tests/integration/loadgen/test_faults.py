@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from loadgen.bench.progress import Progress
-from loadgen.records.run import ArmRequest, Cell, Experiment, RunState
+from loadgen.records.run import ArmRequest, Experiment, RunState, Workload
 from loadgen.report import write_reports
 from loadgen.result.analysis import analyse
 from loadgen.result.checks.registry import invalidating
@@ -72,16 +72,16 @@ def reported(out: Path) -> Result:
     return result
 
 
-def single(rounds: int, seconds: float = 0.1) -> Cell:
-    return Cell(
+def single(rounds: int, seconds: float = 0.1) -> Workload:
+    return Workload(
         scenario="single", batch_size=1, concurrency=1, requests=5, seconds=seconds, max_seconds=60, rounds=rounds
     )
 
 
 def test_ctrl_c_in_a_cold_start_keeps_the_blocks_and_the_starts_and_leaves_nobody(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    cold = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=3)
-    process = start_runner(make_experiment(cells=(cold, single(2)), b_settings={"startup-ms": "4000"}), out)
+    cold = Workload(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=3)
+    process = start_runner(make_experiment(workloads=(cold, single(2)), b_settings={"startup-ms": "4000"}), out)
 
     def starts() -> list[dict[str, object]]:
         path = out / "cold_starts.json"
@@ -100,14 +100,14 @@ def test_ctrl_c_in_a_cold_start_keeps_the_blocks_and_the_starts_and_leaves_nobod
     assert kept <= len(result.of(ColdStartsFound).starts) < 6
     load = next(c for c in result.comparisons if c.scenario == "single" and c.metric == "throughput")
     assert load.pairs == 2
-    against = {check.name for check in invalidating(result.checks) if check.scope in ("run", "cell single")}
+    against = {check.name for check in invalidating(result.checks) if check.scope in ("run", "workload single")}
     assert against <= {"generator_cpu", "warm_up"}, "what was finished is compared, where the machine was not too busy"
     assert {c.verdict for c in result.comparisons if c.scenario == "cold-start"} == {"invalid"}
 
 
 def test_a_wall_clock_that_steps_by_hours_moves_no_latency_and_is_noted(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    assert start_runner(make_experiment(cells=(single(3),)), out, STEPPED_CLOCK).wait(60) == 0
+    assert start_runner(make_experiment(workloads=(single(3),)), out, STEPPED_CLOCK).wait(60) == 0
     result = reported(out)
     (noted,) = [check for check in result.checks if check.name == "wall_clock"]
     assert noted.ok is False
@@ -123,7 +123,7 @@ def gpu_run(out: Path, *options: str) -> RunState:
     experiment = make_experiment(
         a=ArmRequest(label="a", target="native", settings=device),
         b=ArmRequest(label="b", target="triton", settings=device),
-        cells=(single(2, 0.3),),
+        workloads=(single(2, 0.3),),
         gpu_control=False,
     )
     sampler = (*SAMPLER, "--blocks", "4", *options)
@@ -164,7 +164,7 @@ def test_a_sampler_that_is_killed_mid_run_does_the_same(tmp_path: Path) -> None:
     experiment = make_experiment(
         a=ArmRequest(label="a", target="native", settings={"device": "cuda:0"}),
         b=ArmRequest(label="b", target="triton", settings={"device": "cuda:0"}),
-        cells=(single(2, 0.3),),
+        workloads=(single(2, 0.3),),
         gpu_control=False,
     )
     sampler = (sys.executable, "-c", program, "--blocks", "4")

@@ -17,7 +17,7 @@ import loadgen.bench.load_runner
 from loadgen.bench.progress import Progress
 from loadgen.generator.messages import Open, Prepare
 from loadgen.generator.process import GeneratorProcess
-from loadgen.records.run import BlockRecord, Cell, Experiment, RunState
+from loadgen.records.run import BlockRecord, Experiment, RunState, Workload
 from loadgen.records.samples import read_samples
 from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
@@ -27,7 +27,7 @@ from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, blocks,
 
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]
 
-LONG = Cell(scenario="concurrent", batch_size=1, concurrency=4, requests=1, seconds=60, max_seconds=60, rounds=1)
+LONG = Workload(scenario="concurrent", batch_size=1, concurrency=4, requests=1, seconds=60, max_seconds=60, rounds=1)
 
 
 def children_of(process: subprocess.Popen[bytes], module: str) -> list[psutil.Process]:
@@ -44,7 +44,7 @@ def run_until_samples(experiment: Experiment, out: Path, name: str) -> subproces
 
 def test_a_killed_generator_fails_the_run_and_its_samples_are_counted(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = run_until_samples(make_experiment(cells=(LONG,)), out, "0000.npy.part")
+    process = run_until_samples(make_experiment(workloads=(LONG,)), out, "0000.npy.part")
     (generator,) = children_of(process, "loadgen.generator")
     generator.send_signal(signal.SIGKILL)
     assert process.wait(30) == 1
@@ -62,7 +62,7 @@ def test_a_killed_generator_fails_the_run_and_its_samples_are_counted(tmp_path: 
 
 def test_a_lost_worker_fails_the_run_and_everything_measured_is_in_one_file(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = run_until_samples(make_experiment(cells=(LONG,), processes=2), out, "0000.worker1.npy.part")
+    process = run_until_samples(make_experiment(workloads=(LONG,), processes=2), out, "0000.worker1.npy.part")
     worker = max(children_of(process, "loadgen.generator"), key=lambda child: child.create_time())
     worker.send_signal(signal.SIGKILL)
     assert process.wait(30) == 1
@@ -80,7 +80,7 @@ def test_a_lost_worker_fails_the_run_and_everything_measured_is_in_one_file(tmp_
 
 def test_a_worker_with_a_full_disk_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = start_runner(make_experiment(cells=(LONG,), processes=2), out)
+    process = start_runner(make_experiment(workloads=(LONG,), processes=2), out)
     await_true((out / "samples" / "0000.worker1.npy.part").exists, "the block begins")
     for worker in children_of(process, "loadgen.generator"):
         worker.rlimit(psutil.RLIMIT_FSIZE, (8192, 8192))
@@ -156,8 +156,8 @@ def test_a_step_of_the_wall_clock_is_noted_and_changes_nothing(tmp_path: Path, m
         return time_ns() + (0 if len(calls) == 1 else 3_600_000_000_000)
 
     monkeypatch.setattr(loadgen.bench.load_runner, "time_ns", stepping)
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0, max_seconds=5, rounds=1)
-    state = run_experiment(make_experiment(cells=(cell,)), out, Progress(), abserve=FAKE_ABSERVE)
+    workload = Workload(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0, max_seconds=5, rounds=1)
+    state = run_experiment(make_experiment(workloads=(workload,)), out, Progress(), abserve=FAKE_ABSERVE)
     assert state.state == "finished"
     first, second = (record for record in blocks(out) if isinstance(record, BlockRecord))
     assert first.complete

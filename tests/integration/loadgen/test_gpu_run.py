@@ -10,7 +10,7 @@ import pytest
 
 import loadgen.bench.load_runner
 from loadgen.bench.progress import Progress
-from loadgen.records.run import ArmRequest, Cell, RunState
+from loadgen.records.run import ArmRequest, RunState, Workload
 from loadgen.report import write_reports
 from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
@@ -24,20 +24,20 @@ pytestmark = pytest.mark.usefixtures("no_process_left")
 SAMPLER = (sys.executable, str(Path(__file__).parents[2] / "scripted_sampler.py"))
 
 
-def gpu_run(out: Path, *cells: Cell, busy_blocks: int, control: bool, others: int = 0) -> RunState:
+def gpu_run(out: Path, *workloads: Workload, busy_blocks: int, control: bool, others: int = 0) -> RunState:
     """Two servers that both say cuda:0; on the CPU, A would need far more of it."""
     experiment = make_experiment(
         a=ArmRequest(label="a", target="native", settings={"device": "cuda:0", "cpu-burn-ms": "40"}),
         b=ArmRequest(label="b", target="triton", settings={"device": "cuda:0"}),
-        cells=cells,
+        workloads=workloads,
         gpu_control=control,
     )
     sampler = (*SAMPLER, "--blocks", str(busy_blocks), "--others", str(others))
     return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE, sampler=sampler)
 
 
-def single(seconds: float, pairs: int) -> Cell:
-    return Cell(
+def single(seconds: float, pairs: int) -> Workload:
+    return Workload(
         scenario="single", batch_size=1, concurrency=1, requests=20, seconds=seconds, max_seconds=60, rounds=pairs
     )
 
@@ -99,7 +99,7 @@ def test_the_same_run_is_ranked_beside_a_busy_gpu_and_not_beside_an_idle_one(tmp
     result = analyse(out)
     evidence = result.of(GpuFound).evidence
     assert evidence is not None
-    found = {(r.label, r.cell, r.control): (r.finding.value, r.code) for r in evidence.records}
+    found = {(r.label, r.workload, r.control): (r.finding.value, r.code) for r in evidence.records}
     (control,) = [r for r in evidence.records if r.control]
     assert (control.finding, control.activity) == ("CPU_FALLBACK", "idle")
     (present,) = [c for c in result.checks if c.name == "gpu_present"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.bench.progress import Progress
-from loadgen.records.run import Cell, ParityRecord, RunState
+from loadgen.records.run import ParityRecord, RunState, Workload
 from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from tests.hostile_names import HOSTILE, check_reports
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.usefixtures("no_process_left")
 
 MODEL = "/v2/models/openclip_vit_b32"
 DEEP = "[" * 100_000
-SHORT = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, rounds=1)
+SHORT = Workload(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, rounds=1)
 
 
 def lying_run(tmp_path: Path, lies: dict[str, tuple[str, int, int]]) -> tuple[Path, RunState]:
     """A run whose arm B answers this: path → (body, status, after how many inferences)."""
     path = tmp_path / "lies.json"
     path.write_text(json.dumps(lies))
-    experiment = make_experiment(cells=(SHORT,), b_settings={"lies": str(path)})
+    experiment = make_experiment(workloads=(SHORT,), b_settings={"lies": str(path)})
     out = tmp_path / "run"
     return out, run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE)
 

@@ -10,7 +10,7 @@ import pytest
 
 from loadgen.bench.progress import Progress
 from loadgen.experiment.arrivals import due_offsets_ns, schedule_seed
-from loadgen.records.run import ArmRequest, Arrivals, BlockRecord, Cell
+from loadgen.records.run import ArmRequest, Arrivals, BlockRecord, Workload
 from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment
@@ -18,8 +18,10 @@ from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experi
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]
 
 
-def open_cell(rate: float, *, seconds: float, connections: int, pairs: int, arrivals: Arrivals = "poisson") -> Cell:
-    return Cell(
+def open_workload(
+    rate: float, *, seconds: float, connections: int, pairs: int, arrivals: Arrivals = "poisson"
+) -> Workload:
+    return Workload(
         scenario="open", batch_size=1, concurrency=connections, requests=1, seconds=seconds, max_seconds=seconds,
         rounds=pairs, arrivals=arrivals, rate_per_s=rate,
     )  # fmt: skip
@@ -33,13 +35,13 @@ def offsets(out: Path, record: BlockRecord) -> list[int]:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_all_arms_of_a_round_get_the_same_moments_and_every_round_others(tmp_path: Path, processes: int) -> None:
     out = tmp_path / "run"
-    cell = open_cell(40.0, seconds=1.0, connections=16, pairs=2)
+    workload = open_workload(40.0, seconds=1.0, connections=16, pairs=2)
     third = ArmRequest(label="c", target="native")
-    experiment = make_experiment(cells=(cell,), others=[third], seed=6, processes=processes)
+    experiment = make_experiment(workloads=(workload,), others=[third], seed=6, processes=processes)
     assert run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE).state == "finished"
     records = {(record.round, record.label): record for record in blocks(out)}
     for pair in (0, 1):
-        planned = due_offsets_ns("poisson", 40.0, 40, schedule_seed(6, cell.name, pair)).tolist()
+        planned = due_offsets_ns("poisson", 40.0, 40, schedule_seed(6, workload.name, pair)).tolist()
         assert [offsets(out, records[pair, label]) for label in "abc"] == [planned] * 3
         assert records[pair, "a"].offered == 40
         assert len(records[pair, "b"].workers) == (0 if processes == 1 else 2)
@@ -49,10 +51,10 @@ def test_all_arms_of_a_round_get_the_same_moments_and_every_round_others(tmp_pat
 def test_an_arm_that_cannot_keep_up_ends_in_time_with_its_capacity(tmp_path: Path) -> None:
     """Four connections and 200 ms give 20 a second where 80 are asked for, so most is never sent."""
     out = tmp_path / "run"
-    cell = open_cell(80.0, seconds=2.0, connections=4, pairs=1, arrivals="constant")
+    workload = open_workload(80.0, seconds=2.0, connections=4, pairs=1, arrivals="constant")
     started = time.monotonic()
     state = run_experiment(
-        make_experiment(cells=(cell,), b_settings={"delay-ms": "200"}), out, Progress(), abserve=FAKE_ABSERVE
+        make_experiment(workloads=(workload,), b_settings={"delay-ms": "200"}), out, Progress(), abserve=FAKE_ABSERVE
     )
     assert state.state == "finished"
     assert time.monotonic() - started < 60

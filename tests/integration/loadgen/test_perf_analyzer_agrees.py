@@ -1,6 +1,7 @@
-"""Our client and NVIDIA's perf_analyzer find the same throughput and p50 in the same cell, in one run, taking turns.
+"""Our client and NVIDIA's perf_analyzer find the same throughput and p50 in the same workload, in one run, taking
+turns.
 
-python -m pytest -s -m slow tests/integration/loadgen/test_perf_analyzer_agrees.py      prints both, by cell
+python -m pytest -s -m slow tests/integration/loadgen/test_perf_analyzer_agrees.py      prints both, by workload
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def serving(batch: int, log: Path) -> Iterator[EmbeddedDeployment]:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one client says of one cell: requests/s and ms."""
+    """What one client says of one workload: requests/s and ms."""
 
     throughput: float
     p50_ms: float

@@ -12,7 +12,7 @@ import pytest
 from loadgen.bench.preparation import PreparationError, export_artefacts
 from loadgen.bench.progress import Progress
 from loadgen.experiment.schedule import schedule
-from loadgen.records.run import ArmRecord, ArmRequest, Cell, Environment, Experiment, ParityRecord, RunState
+from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, ParityRecord, RunState, Workload
 from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from loadgen.storage.store import RunStore, StorageError
@@ -26,14 +26,14 @@ def run(experiment: Experiment, out: Path) -> RunState:
     return run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE)
 
 
-def seed_with_b_first(*cells: Cell) -> int:
-    return next(seed for seed in range(50) if schedule(make_experiment(cells=cells, seed=seed))[0].label == "b")
+def seed_with_b_first(*workloads: Workload) -> int:
+    return next(seed for seed in range(50) if schedule(make_experiment(workloads=workloads, seed=seed))[0].label == "b")
 
 
 def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    cold = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=2)
-    experiment = make_experiment(cells=(cold, *make_experiment().cells))
+    cold = Workload(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=2)
+    experiment = make_experiment(workloads=(cold, *make_experiment().workloads))
     state = run(experiment, out)
     assert (state.state, state.error) == ("finished", None)
     assert stored(out / "run.json", RunState) == state
@@ -63,20 +63,20 @@ def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
 
     planned = schedule(experiment)
     records = blocks(out)
-    assert [(r.index, r.cell, r.round, r.label, r.position) for r in records] == [
-        (b.index, b.cell.name, b.round, b.label, b.position) for b in planned
+    assert [(r.index, r.workload, r.round, r.label, r.position) for r in records] == [
+        (b.index, b.workload.name, b.round, b.label, b.position) for b in planned
     ]
     for record, block in zip(records, planned, strict=True):
         assert record.complete
         assert record.errors == 0
         samples = np.load(out / record.samples)
-        assert len(samples) == record.requests == record.items >= block.cell.requests
+        assert len(samples) == record.requests == record.items >= block.workload.requests
         assert samples["end_ns"].max() <= record.window_end_ns
         assert samples["status"].min() == 200
         assert samples["send_ns"].min() >= record.window_start_ns
         assert (samples["send_ns"] < samples["first_byte_ns"]).all()
         assert (samples["first_byte_ns"] <= samples["end_ns"]).all()
-        assert set(samples["user"]) == set(range(block.cell.concurrency))
+        assert set(samples["user"]) == set(range(block.workload.concurrency))
         assert len(set(samples["body"])) >= min(len(samples), 5)
         assert record.stages is not None
         executed = record.requests + record.cool_down
@@ -98,7 +98,7 @@ def test_a_slower_arm_is_measured_as_slower_by_what_was_added(tmp_path: Path) ->
     run(make_experiment(b_settings={"delay-ms": "30"}), tmp_path / "run")
     medians: dict[str, list[float]] = {"a": [], "b": []}
     for record in blocks(tmp_path / "run"):
-        if record.cell == "single":
+        if record.workload == "single":
             samples = np.load(tmp_path / "run" / record.samples)
             medians[record.label].append(float(np.median(samples["end_ns"] - samples["send_ns"])))
     added_ms = (min(medians["b"]) - min(medians["a"])) / 1e6
@@ -120,11 +120,13 @@ def test_arms_that_answer_differently_are_not_compared(tmp_path: Path, fault: st
 def test_a_server_that_dies_mid_block_cuts_the_block_and_fails_the_run(tmp_path: Path) -> None:
     out = tmp_path / "run"
     # parity, warm-up and the probe ask about 180 times; a block of one user asks thousands of times
-    long = Cell(scenario="single", batch_size=1, concurrency=1, requests=10, seconds=20.0, max_seconds=20.0, rounds=1)
+    long = Workload(
+        scenario="single", batch_size=1, concurrency=1, requests=10, seconds=20.0, max_seconds=20.0, rounds=1
+    )
     conditions = {"fail_if": ["b.p50 > 1e9"]}
     state = run(
         make_experiment(
-            cells=(long,), b_settings={"die-after": "330"}, seed=seed_with_b_first(long), settings=conditions
+            workloads=(long,), b_settings={"die-after": "330"}, seed=seed_with_b_first(long), settings=conditions
         ),
         out,
     )
@@ -150,8 +152,10 @@ def test_a_server_that_dies_mid_block_cuts_the_block_and_fails_the_run(tmp_path:
 def test_requests_that_fail_are_counted_with_their_messages_and_not_sent_again(tmp_path: Path) -> None:
     """The server answers 210 requests well, so that parity, warm-up and the probe pass, then fails every second one."""
     out = tmp_path / "run"
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=100, seconds=0, max_seconds=20, rounds=1)
-    state = run(make_experiment(cells=(cell,), b_settings={"good-first": "210", "error-every": "2"}), out)
+    workload = Workload(
+        scenario="single", batch_size=1, concurrency=1, requests=100, seconds=0, max_seconds=20, rounds=1
+    )
+    state = run(make_experiment(workloads=(workload,), b_settings={"good-first": "210", "error-every": "2"}), out)
     assert state.state == "finished"
     (record,) = [record for record in blocks(out) if record.label == "b"]
     assert record.complete
@@ -165,8 +169,10 @@ def test_requests_that_fail_are_counted_with_their_messages_and_not_sent_again(t
 
 def test_a_server_that_answers_without_outputs_under_load_does_not_win(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=60, seconds=0, max_seconds=20, rounds=1)
-    state = run(make_experiment(cells=(cell,), b_settings={"good-first": "210", "hollow-every": "2"}), out)
+    workload = Workload(
+        scenario="single", batch_size=1, concurrency=1, requests=60, seconds=0, max_seconds=20, rounds=1
+    )
+    state = run(make_experiment(workloads=(workload,), b_settings={"good-first": "210", "hollow-every": "2"}), out)
     assert state.state == "finished"
     result = analyse(out)
     (found,) = [check for check in result.checks if check.name == "request_errors"]
@@ -177,10 +183,12 @@ def test_a_server_that_answers_without_outputs_under_load_does_not_win(tmp_path:
 
 def test_a_server_that_only_fails_is_not_asked_for_ever(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=10, seconds=20, max_seconds=20, rounds=1)
+    workload = Workload(
+        scenario="single", batch_size=1, concurrency=1, requests=10, seconds=20, max_seconds=20, rounds=1
+    )
     state = run(
         make_experiment(
-            cells=(cell,), b_settings={"good-first": "186", "drop-every": "1"}, seed=seed_with_b_first(cell)
+            workloads=(workload,), b_settings={"good-first": "186", "drop-every": "1"}, seed=seed_with_b_first(workload)
         ),
         out,
     )
@@ -238,22 +246,24 @@ def test_a_folder_with_a_run_in_it_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_each_restart_is_a_fresh_start_with_its_share_of_the_pairs(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0, max_seconds=5, rounds=3)
+    workload = Workload(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0, max_seconds=5, rounds=3)
     ready: list[str] = []
 
     class Listener(Progress):
         def arm_ready(self, record: ArmRecord) -> None:
             ready.append(record.url)
 
-    state = run_experiment(make_experiment(cells=(cell,), restarts=2), out, Listener(), abserve=FAKE_ABSERVE)
+    state = run_experiment(make_experiment(workloads=(workload,), restarts=2), out, Listener(), abserve=FAKE_ABSERVE)
     assert (state.state, state.error) == ("finished", None)
     assert len(set(ready)) == 4  # fresh ports: other processes
     assert [(record.round, record.restart) for record in blocks(out)[::2]] == [(0, 0), (1, 1), (2, 1)]
 
 
 def test_a_batch_that_a_server_would_refuse_fails_with_the_option_before_any_load(tmp_path: Path) -> None:
-    large = Cell(scenario="batched", batch_size=64, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, rounds=2)
-    state = run(make_experiment(cells=(large,)), tmp_path / "run")
+    large = Workload(
+        scenario="batched", batch_size=64, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, rounds=2
+    )
+    state = run(make_experiment(workloads=(large,)), tmp_path / "run")
     assert state.state == "failed"
     assert state.error is not None
     assert "arm a (fake native) accepts at most 32 and arm b (fake triton) accepts at most 32" in state.error

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from loadgen.experiment.schedule import schedule
-from loadgen.records.run import Cell, Experiment, RunState
+from loadgen.records.run import Experiment, RunState, Workload
 from loadgen.records.samples import read_samples
 from loadgen.report import write_reports
 from loadgen.result.analysis import analyse
@@ -25,11 +25,13 @@ pytestmark = pytest.mark.usefixtures("no_process_left")
 
 
 def long_experiment() -> Experiment:
-    short = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5, rounds=1)
-    long = Cell(scenario="concurrent", batch_size=1, concurrency=4, requests=1, seconds=60, max_seconds=60, rounds=1)
-    for seed in range(20):  # one in which the short cell comes first
-        experiment = make_experiment(cells=(short, long), seed=seed)
-        if schedule(experiment)[0].cell == short:
+    short = Workload(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5, rounds=1)
+    long = Workload(
+        scenario="concurrent", batch_size=1, concurrency=4, requests=1, seconds=60, max_seconds=60, rounds=1
+    )
+    for seed in range(20):  # one in which the short workload comes first
+        experiment = make_experiment(workloads=(short, long), seed=seed)
+        if schedule(experiment)[0].workload == short:
             return experiment
     raise AssertionError
 
@@ -132,8 +134,8 @@ def test_a_killed_runner_leaves_no_process_and_loses_at_most_a_second(
 
 def test_a_full_disk_ends_the_run_with_a_sentence_and_no_half_file(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    long = Cell(scenario="single", batch_size=1, concurrency=1, requests=1, seconds=60, max_seconds=60, rounds=1)
-    process = start_runner(make_experiment(cells=(long,)), out)
+    long = Workload(scenario="single", batch_size=1, concurrency=1, requests=1, seconds=60, max_seconds=60, rounds=1)
+    process = start_runner(make_experiment(workloads=(long,)), out)
     await_true((out / "samples" / "0000.npy.part").exists, "the block begins")
     for child in psutil.Process(process.pid).children():
         if "loadgen.generator" in child.cmdline():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.bench.progress import Progress
-from loadgen.records.run import ArmRequest, Cell
+from loadgen.records.run import ArmRequest, Workload
 from loadgen.report import write_reports
 from loadgen.result.analysis import analyse
 from loadgen.result.result_file import Result
@@ -18,13 +18,13 @@ from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("no_process_left")]
 
 
-def run(folder: Path, cell: Cell, delay_ms: int, *slots: int) -> Result:
+def run(folder: Path, workload: Workload, delay_ms: int, *slots: int) -> Result:
     """Every arm is the fake server: as fast as the others, and so many requests at a time."""
     a, b, *others = (
         ArmRequest(label=label, target="native", settings={"delay-ms": str(delay_ms), "slots": str(number)})
         for label, number in zip("abc", slots, strict=False)
     )
-    experiment = make_experiment(cells=(cell,), a=a, b=b, others=others)
+    experiment = make_experiment(workloads=(workload,), a=a, b=b, others=others)
     state = run_experiment(experiment, folder, Progress(), abserve=FAKE_ABSERVE)
     assert state.state == "finished", state
     result = analyse(folder)
@@ -34,11 +34,11 @@ def run(folder: Path, cell: Cell, delay_ms: int, *slots: int) -> Result:
 
 def test_a_search_finds_half_the_rate_on_half_the_server(tmp_path: Path) -> None:
     """A answers up to 8 / 20 ms = 400 a second, B 200; timers make both a little slower, other programs more."""
-    cell = Cell(
+    workload = Workload(
         scenario="slo", batch_size=1, concurrency=96, requests=459, seconds=2.0, max_seconds=30.0, rounds=1,
         arrivals="poisson", latency_bound_ms=200.0,
     )  # fmt: skip
-    result = run(tmp_path / "run", cell, 20, 8, 4)
+    result = run(tmp_path / "run", workload, 20, 8, 4)
     assert [one.ended for one in result.of(RatesFound).rates] == ["found"] * 2
     rates = {one.label: one.rate_per_s or 0.0 for one in result.of(RatesFound).rates}
     assert rates["a"] <= 440.0
@@ -57,8 +57,10 @@ def test_a_search_finds_half_the_rate_on_half_the_server(tmp_path: Path) -> None
 def test_a_ramp_finds_where_more_users_bring_nothing(tmp_path: Path) -> None:
     """A has 4 slots, B 8 and C 2, of 50 ms each: 80, 160 and 40 images a second, reached with at least so many
     users."""
-    cell = Cell(scenario="ramp", batch_size=1, concurrency=64, requests=20, seconds=1.0, max_seconds=9.0, rounds=1)
-    result = run(tmp_path / "run", cell, 50, 4, 8, 2)
+    workload = Workload(
+        scenario="ramp", batch_size=1, concurrency=64, requests=20, seconds=1.0, max_seconds=9.0, rounds=1
+    )
+    result = run(tmp_path / "run", workload, 50, 4, 8, 2)
     found = {one.label: one for one in result.of(RatesFound).ramps}
     for label, capacity, slots in (("a", 80.0, 4), ("b", 160.0, 8), ("c", 40.0, 2)):
         assert found[label].saturated

@@ -13,7 +13,7 @@ import pytest
 
 from loadgen.bench.progress import Progress
 from loadgen.experiment.schedule import schedule
-from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, ParityRecord, RunState
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, ParityRecord, RunState, Workload
 from loadgen.report import write_reports
 from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
@@ -36,8 +36,8 @@ def native(label: str, **settings: str) -> ArmRequest:
     return ArmRequest(label=label, target="native", settings=own)
 
 
-def single(pairs: int, requests: int = 5) -> Cell:
-    return Cell(
+def single(pairs: int, requests: int = 5) -> Workload:
+    return Workload(
         scenario="single", batch_size=1, concurrency=1, requests=requests, seconds=0.1, max_seconds=9.0, rounds=pairs
     )
 
@@ -72,12 +72,12 @@ def test_20_ms_on_the_third_of_three_native_servers_are_found_and_the_other_two_
 
 def test_a_run_of_named_arms_stores_every_record_of_each(tmp_path: Path) -> None:
     out, names = tmp_path / "run", ("torch", "onnx-fp16", "trt")
-    cold = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=1)
-    concurrent = Cell(
+    cold = Workload(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=1)
+    concurrent = Workload(
         scenario="concurrent", batch_size=1, concurrency=4, requests=20, seconds=0.1, max_seconds=9.0, rounds=2
     )
     first, second, third = map(native, names)
-    experiment = make_experiment(a=first, b=second, others=[third], cells=(cold, single(3), concurrent), restarts=2)
+    experiment = make_experiment(a=first, b=second, others=[third], workloads=(cold, single(3), concurrent), restarts=2)
     state = run(experiment, out)
     assert (state.state, state.error) == ("finished", None)
     assert stored(out / "experiment.json", Experiment) == experiment
@@ -85,15 +85,15 @@ def test_a_run_of_named_arms_stores_every_record_of_each(tmp_path: Path) -> None
     starts = stored(out / "cold_starts.json", list[ColdStart])
     assert sorted(start.label for start in starts) == sorted(names)
     records = blocks(out)
-    assert [(r.index, r.cell, r.round, r.label, r.position, r.restart) for r in records] == [
-        (b.index, b.cell.name, b.round, b.label, b.position, b.restart) for b in schedule(experiment)
+    assert [(r.index, r.workload, r.round, r.label, r.position, r.restart) for r in records] == [
+        (b.index, b.workload.name, b.round, b.label, b.position, b.restart) for b in schedule(experiment)
     ]
     assert all(record.complete and record.errors == 0 for record in records)
     assert all(earlier.window_end_ns <= later.window_start_ns for earlier, later in pairwise(records))
     result = analyse(out)
     write_reports(out, result)
-    assert {(one.label, one.cell) for one in result.summaries} == {
-        (name, cell) for name in names for cell in ("single", "concurrent(4)")
+    assert {(one.label, one.workload) for one in result.summaries} == {
+        (name, workload) for name in names for workload in ("single", "concurrent(4)")
     }
     page = (out / "report.html").read_text()
     assert all(name in page for name in names)
@@ -139,7 +139,7 @@ def test_rounds_go_on_until_every_arm_is_decided(tmp_path: Path) -> None:
     """C is far slower, which is soon seen; that A and B are alike takes longer, and C runs along until then."""
     out = tmp_path / "run"
     experiment = make_experiment(
-        others=[native("c", delay_ms="15")], cells=(single(2, 20),), until_decided=True, time_limit_minutes=5.0,
+        others=[native("c", delay_ms="15")], workloads=(single(2, 20),), until_decided=True, time_limit_minutes=5.0,
         equivalence_margin=1.0,
     )  # fmt: skip
     assert run(experiment, out).error is None
@@ -157,7 +157,7 @@ def test_each_arm_has_its_own_causes_beside_the_baseline(tmp_path: Path, fake_ur
     out = tmp_path / "run"
     a, b = (ArmRequest(label=label, target=fake_url("--max-queue-delay-us", "0")) for label in "ab")
     experiment = make_experiment(
-        a=a, b=b, others=[native("c", max_queue_delay_us="40000")], cells=(single(3, 8),), explain=True,
+        a=a, b=b, others=[native("c", max_queue_delay_us="40000")], workloads=(single(3, 8),), explain=True,
         equivalence_margin=0.3,
     )  # fmt: skip
     state = run(experiment, out)
@@ -168,7 +168,7 @@ def test_each_arm_has_its_own_causes_beside_the_baseline(tmp_path: Path, fake_ur
         labels = sorted(block.label for block in blocks(out / one.folder))
         assert labels == ["as-is"] * 3 + ["without"] * 3
     result = analyse(out)
-    causes = {(one.baseline, one.arm): one for one in result.of(CausesFound).cells}
+    causes = {(one.baseline, one.arm): one for one in result.of(CausesFound).workloads}
     assert list(causes) == [("a", "b"), ("a", "c")]
     assert causes["a", "c"].slower == "c"
     queue = next(cause for cause in causes["a", "c"].causes if cause.name == "queue_delay")

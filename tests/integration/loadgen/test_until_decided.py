@@ -8,7 +8,7 @@ from time import monotonic
 import pytest
 
 from loadgen.bench.progress import Progress
-from loadgen.records.run import ArmRequest, Cell, Experiment
+from loadgen.records.run import ArmRequest, Experiment, Workload
 from loadgen.result.analysis import analyse
 from loadgen.result.result_file import Result
 from loadgen.result.stopping import Stopping
@@ -18,14 +18,14 @@ from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
 
-def cell(batch_size: int, pairs: int = 2) -> Cell:
-    return Cell(
+def workload(batch_size: int, pairs: int = 2) -> Workload:
+    return Workload(
         scenario="batched", batch_size=batch_size, concurrency=1, requests=6, seconds=0, max_seconds=9, rounds=pairs
     )
 
 
-def until_decided(*cells: Cell, minutes: float, b_settings: dict[str, str]) -> Experiment:
-    return make_experiment(cells=cells, until_decided=True, time_limit_minutes=minutes, b_settings=b_settings)
+def until_decided(*workloads: Workload, minutes: float, b_settings: dict[str, str]) -> Experiment:
+    return make_experiment(workloads=workloads, until_decided=True, time_limit_minutes=minutes, b_settings=b_settings)
 
 
 def analysed(out: Path) -> tuple[Result, Stopping]:
@@ -37,7 +37,7 @@ def analysed(out: Path) -> tuple[Result, Stopping]:
 @pytest.mark.slow
 def test_a_large_difference_ends_the_run_before_the_limit(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    experiment = until_decided(cell(1), cell(2), minutes=5.0, b_settings={"delay-ms": "15"})
+    experiment = until_decided(workload(1), workload(2), minutes=5.0, b_settings={"delay-ms": "15"})
     assert run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE).error is None
     result, stopping = analysed(out)
     leading = [c for c in result.comparisons if c.leading]
@@ -52,7 +52,7 @@ def test_a_large_difference_ends_the_run_before_the_limit(tmp_path: Path) -> Non
 
 def test_the_least_rounds_are_run_and_then_the_limit_ends_what_is_open(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    experiment = until_decided(cell(1, pairs=3), minutes=1e-6, b_settings={})
+    experiment = until_decided(workload(1, pairs=3), minutes=1e-6, b_settings={})
     assert run_experiment(experiment, out, Progress(), abserve=FAKE_ABSERVE).error is None
     result, stopping = analysed(out)
     (leading,) = [c for c in result.comparisons if c.leading]
@@ -68,7 +68,7 @@ def test_rounds_go_on_for_as_long_as_there_is_time(tmp_path: Path, minutes: floa
     """Every scenario in each of the first rounds, each arm as often in each place, and the end when it was promised."""
     out = tmp_path / "run"
     experiment = make_experiment(
-        cells=(cell(1), cell(2)),
+        workloads=(workload(1), workload(2)),
         minutes=minutes,
         b_settings={"delay-ms": "5"},
         others=[ArmRequest(label=label, target="native") for label in labels[2:]],
@@ -89,7 +89,7 @@ def test_rounds_go_on_for_as_long_as_there_is_time(tmp_path: Path, minutes: floa
     assert "minutes allowed" in stopping.sentence
     for scenario in pairs:
         for place in range(len(labels)):
-            here = [b.label for b in result.blocks if b.cell == scenario and b.position == place]
+            here = [b.label for b in result.blocks if b.workload == scenario and b.position == place]
             counts = [here.count(label) for label in labels]
             assert max(counts) - min(counts) <= 1
     assert [block.index for block in result.blocks] == list(range(len(result.blocks)))

@@ -17,7 +17,7 @@ from rich.console import Console
 from loadgen.bench.arms import Arm
 from loadgen.bench.machine_watch import MachineWatch
 from loadgen.bench.progress import Progress
-from loadgen.records.run import ArmRequest, Cell, Experiment, MachineLoad, RunState
+from loadgen.records.run import ArmRequest, Experiment, MachineLoad, RunState, Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
@@ -37,8 +37,10 @@ def run(experiment: Experiment, out: Path) -> RunState:
 def test_a_server_that_closes_every_connection_is_named_and_pays_for_it(tmp_path: Path) -> None:
     """The attacker's case: nothing said so, and the time to connect again was in no latency."""
     out = tmp_path / "run"
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=30, seconds=0.1, max_seconds=5.0, rounds=2)
-    state = run(make_experiment(b_settings={"close": "true"}, cells=(cell,)), out)
+    workload = Workload(
+        scenario="single", batch_size=1, concurrency=1, requests=30, seconds=0.1, max_seconds=5.0, rounds=2
+    )
+    state = run(make_experiment(b_settings={"close": "true"}, workloads=(workload,)), out)
     assert (state.state, state.error) == ("finished", None)
     for record in blocks(out):
         assert record.reconnects == (0 if record.label == "a" else record.requests)
@@ -74,8 +76,10 @@ def busy_cores(tmp_path: Path) -> Iterator[None]:
 def test_other_processes_that_keep_the_cores_busy_take_the_verdict(tmp_path: Path) -> None:
     """The attacker's case: the machine was looked at once, before the load, and 100 % busy passed as VALID."""
     out = tmp_path / "run"
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.5, max_seconds=5.0, rounds=2)
-    state = run(make_experiment(cells=(cell,)), out)
+    workload = Workload(
+        scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.5, max_seconds=5.0, rounds=2
+    )
+    state = run(make_experiment(workloads=(workload,)), out)
     assert (state.state, state.error) == ("finished", None)
     loads = [record.machine for record in blocks(out)]
     for load in loads:

@@ -53,8 +53,8 @@ def test_a_run_is_followed_from_its_start_to_its_verdict(tmp_path: Path) -> None
         run={"state": "finished", "phase": "finished"},
         result={"valid": True, "verdict": {"sentence": "B wins"}, "comparisons": [COMPARISON, OTHER], "arms": []},
         evidence={"records": [
-            {"label": "a", "cell": None, "finding": "GPU_VERIFIED", "code": None},
-            {"label": "a", "cell": None, "finding": "CPU_FALLBACK", "code": None, "control": True},
+            {"label": "a", "workload": None, "finding": "GPU_VERIFIED", "code": None},
+            {"label": "a", "workload": None, "finding": "CPU_FALLBACK", "code": None, "control": True},
         ]},
     )  # fmt: skip
     found = scraped(collector)
@@ -161,7 +161,7 @@ NONSENSE = [None, True, -1, 2**70, 1e308, "\x1b[31m\nx", "\ud800", [], [1], {}, 
 def test_a_malformed_run_takes_nothing_from_the_others(tmp_path: Path) -> None:
     """Any value of any record may be anything; a pipe is not waited for, a link may lead nowhere."""
     good = {"valid": True, "verdict": {"sentence": "B wins"}, "comparisons": [COMPARISON], "arms": [{"label": "a"}]}
-    evidence = {"records": [{"label": "a", "cell": None, "finding": "GPU_VERIFIED"}]}
+    evidence = {"records": [{"label": "a", "workload": None, "finding": "GPU_VERIFIED"}]}
     store(tmp_path / "good", run={"state": "finished", "phase": "finished"}, result=good, evidence=evidence)
     expected = scraped(RunsCollector(tmp_path))
     random.seed(3)

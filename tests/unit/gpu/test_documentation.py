@@ -19,14 +19,14 @@ RUNNING = (ROOT / "docs/running.md").read_text()
 
 
 def rows(heading: str, text: str = TEXT) -> list[list[str]]:
-    """Cells of the table under a heading of the first column."""
+    """Workloads of the table under a heading of the first column."""
     lines = text.splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith(f"| {heading} |"))
     found = []
     for line in lines[start + 2 :]:
         if not line.startswith("|"):
             break
-        found.append([cell.strip() for cell in line.strip("|").split("|")])
+        found.append([workload.strip() for workload in line.strip("|").split("|")])
     return found
 
 

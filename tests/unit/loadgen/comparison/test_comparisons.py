@@ -11,7 +11,7 @@ import pytest
 from loadgen.comparison.comparisons import judge
 from loadgen.comparison.pairs import METRICS
 from loadgen.quantities import ratio
-from loadgen.records.run import Cell
+from loadgen.records.run import Workload
 from loadgen.result.analysis import analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
@@ -95,8 +95,10 @@ def plant_a_tail(directory: Path, label: str) -> None:
 def test_the_headline_names_a_decided_tail_beside_an_equivalent_throughput(tmp_path: Path) -> None:
     """The attacker's case: "No winner: equivalent" stood over a p99 that was decided."""
     arm = SimulatedArm(noise=0.01)
-    cell = Cell(scenario="single", batch_size=1, concurrency=1, requests=700, seconds=1, max_seconds=60, rounds=8)
-    write_run(tmp_path, Plan(a=arm, b=arm, block_noise=0.002, margin=0.05, cells=(cell,)))
+    workload = Workload(
+        scenario="single", batch_size=1, concurrency=1, requests=700, seconds=1, max_seconds=60, rounds=8
+    )
+    write_run(tmp_path, Plan(a=arm, b=arm, block_noise=0.002, margin=0.05, workloads=(workload,)))
     plant_a_tail(tmp_path, "b")
     result = analyse(tmp_path)
     verdicts = {c.metric: c.verdict for c in result.comparisons}

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from loadgen.comparison.loops import OpenLoop, backlog_grew, split_lag_ms, summarise_open_loop
 from loadgen.experiment.arrivals import due_offsets_ns
-from loadgen.records.machine import Calibration, CalibrationCell
-from loadgen.records.run import BlockRecord, Cell
+from loadgen.records.machine import Calibration, CalibrationWorkload
+from loadgen.records.run import BlockRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
@@ -138,12 +138,12 @@ def test_a_generator_that_is_held_up_does_not_blame_the_connections() -> None:
 
 
 def open_run(directory: Path, play_arm: dict[str, Callable[[int], tuple[Samples, int]]], rate: float) -> Result:
-    """A stored run of one open cell, its samples replaced by those of `play_arm`, by the number of the pair."""
-    cell = Cell(
+    """A stored run of one open workload, its samples replaced by those of `play_arm`, by the number of the pair."""
+    workload = Workload(
         scenario="open", batch_size=1, concurrency=8, requests=1, seconds=14.0, max_seconds=20.0, rounds=8,
         arrivals="constant", rate_per_s=rate,
     )  # fmt: skip
-    write_run(directory, Plan(cells=(cell,), others=(SimulatedArm(),) * (len(play_arm) - 2)))
+    write_run(directory, Plan(workloads=(workload,), others=(SimulatedArm(),) * (len(play_arm) - 2)))
     for path in (directory / "blocks").glob("*.json"):
         record = msgspec.json.decode(path.read_bytes(), type=BlockRecord)
         samples, span_ns = play_arm[record.label](record.round)
@@ -221,17 +221,24 @@ def test_a_late_generator_takes_the_verdict(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("requests_per_s", "ok"), [(60.0, False), (101.0, True)])
-def test_beyond_half_of_the_calibrated_ceiling_a_cell_is_flagged(
+def test_beyond_half_of_the_calibrated_ceiling_a_workload_is_flagged(
     tmp_path: Path, requests_per_s: float, ok: bool
 ) -> None:
     open_run(tmp_path, {"a": noisy(20.0), "b": noisy(20.0)}, 50.0)
-    cell = CalibrationCell(
+    workload = CalibrationWorkload(
         transport="http", payload="fp32", batch_size=1, payload_bytes=602_112, concurrency=8,
         requests_per_s=requests_per_s, images_per_s=requests_per_s, generator_cpu_share=1.0, sink_cpu_cores=0.1,
         cpu_us_per_request=100.0, limited_by="generator",
     )  # fmt: skip
     calibration = Calibration(
-        fingerprint="x", made_at="", command="", host={}, packages={}, sink_processes=1, seconds=1.0, cells=(cell,)
+        fingerprint="x",
+        made_at="",
+        command="",
+        host={},
+        packages={},
+        sink_processes=1,
+        seconds=1.0,
+        workloads=(workload,),
     )
     (tmp_path / "calibration.json").write_bytes(msgspec.json.encode(calibration))
     result = analyse(tmp_path)

@@ -11,17 +11,17 @@ import pytest
 from loadgen.comparison.comparisons import Comparison, Outcome
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.ranking import Ranking, neighbours, rank
-from loadgen.records.run import Cell, Label, Pairing
+from loadgen.records.run import Label, Pairing, Workload
 from loadgen.result.analysis import analyse
 from loadgen.result.result_file import Result
 from loadgen.statistics.ratios import adjust_holm
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 COMMON: dict[str, Any] = {"seconds": 1.0, "max_seconds": 30.0, "rounds": 6}
-CELLS = (
-    Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, **{**COMMON, "rounds": 4}),
-    Cell(scenario="single", batch_size=1, concurrency=1, requests=60, **COMMON),
-    Cell(scenario="concurrent", batch_size=1, concurrency=16, requests=200, **COMMON),
+WORKLOADS = (
+    Workload(scenario="cold-start", batch_size=1, concurrency=1, requests=1, **{**COMMON, "rounds": 4}),
+    Workload(scenario="single", batch_size=1, concurrency=1, requests=60, **COMMON),
+    Workload(scenario="concurrent", batch_size=1, concurrency=16, requests=200, **COMMON),
 )
 FAST = SimulatedArm(3.0, 4.0, 1.5)
 """Serves a request at a time in 8.5 ms, where A takes 16 and B 13.5."""
@@ -30,14 +30,14 @@ FAST = SimulatedArm(3.0, 4.0, 1.5)
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """Three arms of different speed, C before B before A; from a cold start A and C are alike."""
-    return analyse(write_run(tmp_path_factory.mktemp("apart"), Plan(others=(FAST,), cells=CELLS)))
+    return analyse(write_run(tmp_path_factory.mktemp("apart"), Plan(others=(FAST,), workloads=WORKLOADS)))
 
 
 @pytest.fixture(scope="module")
 def alike(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """A, B and C are one arm."""
     arm = SimulatedArm()
-    plan = Plan(a=arm, b=arm, others=(arm,), cells=CELLS, seed=5)
+    plan = Plan(a=arm, b=arm, others=(arm,), workloads=WORKLOADS, seed=5)
     return analyse(write_run(tmp_path_factory.mktemp("alike"), plan))
 
 
@@ -103,7 +103,7 @@ def test_the_sentence_names_the_arms_in_their_order_and_what_separates_neighbour
 
 def test_each_arm_has_a_verdict_beside_the_baseline(apart: Result) -> None:
     verdicts = {(one.scenario, one.arm): one for one in apart.verdict.scenarios}
-    assert set(verdicts) == {(cell.name, arm) for cell in CELLS for arm in ("b", "c")}
+    assert set(verdicts) == {(workload.name, arm) for workload in WORKLOADS for arm in ("b", "c")}
     assert {one.baseline for one in apart.verdict.scenarios} == {"a"}
     assert verdicts["single", "c"].sentence.startswith("C serves 1.")
     assert "the images/s of A" in verdicts["single", "c"].sentence

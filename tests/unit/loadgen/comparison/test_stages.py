@@ -98,7 +98,7 @@ def test_statistics_that_contradict_the_latency_are_no_reason(tmp_path: Path, to
     lie(tmp_path, **told)
     result = analyse(tmp_path)
     account = result.stages[0]
-    assert account.cell == "single"
+    assert account.workload == "single"
     assert account.arm_stages is not None
     assert account.differences == ()
     reasons = explain_stages(account)
@@ -107,7 +107,7 @@ def test_statistics_that_contradict_the_latency_are_no_reason(tmp_path: Path, to
     assert words in reasons[0]
     verdict = next(one for one in result.verdict.scenarios if one.scenario == "single")
     assert not any("executing the model" in reason for reason in verdict.reasons)
-    check = next(c for c in result.checks if (c.name, c.scope) == ("stage_account", "cell single"))
+    check = next(c for c in result.checks if (c.name, c.scope) == ("stage_account", "workload single"))
     assert (check.ok, check.severity) == (False, "warns")
     assert f"B: {words}" in check.detail
     rows = stage_rows(account)
@@ -128,7 +128,7 @@ def test_batches_that_the_counts_contradict_are_not_told(tmp_path: Path) -> None
     write_run(tmp_path, Plan(pairs=3))
     lie(tmp_path, items=2)
     result = analyse(tmp_path)
-    means = {(s.cell, s.label): s.executed_batch_mean for s in result.summaries}
+    means = {(s.workload, s.label): s.executed_batch_mean for s in result.summaries}
     assert means["concurrent(16)", "b"] is None
     assert means["concurrent(16)", "a"] is not None
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.experiment.arrivals import arrival_count, drain_ns, due_offsets_ns, schedule_seed
-from loadgen.experiment.plan import make_cells
+from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.records.run import Arrivals, Cell
+from loadgen.records.run import Arrivals, Workload
 
 
 def test_constant_arrivals_are_equally_far_apart() -> None:
@@ -47,7 +47,12 @@ def test_a_closed_loop_has_no_schedule() -> None:
 
 
 def test_both_arms_of_a_pair_share_a_seed_that_no_other_pair_has() -> None:
-    seeds = {schedule_seed(run, cell, pair) for run in (0, 1) for cell in ("open(5/s)", "open(6/s)") for pair in (0, 1)}
+    seeds = {
+        schedule_seed(run, workload, pair)
+        for run in (0, 1)
+        for workload in ("open(5/s)", "open(6/s)")
+        for pair in (0, 1)
+    }
     assert len(seeds) == 8
     assert schedule_seed(3, "open(5/s)", 2) == schedule_seed(3, "open(5/s)", 2)
     assert schedule_seed(-1, "open(5/s)", 0) >= 0
@@ -62,19 +67,19 @@ def test_a_block_holds_what_was_asked_for_and_never_more_than_fits() -> None:
     assert drain_ns(0) == 1_000_000_000
 
 
-def cells_of(**settings: object) -> tuple[Cell, ...]:
-    return make_cells(ExperimentSettings.model_validate(settings))
+def workloads_of(**settings: object) -> tuple[Workload, ...]:
+    return make_workloads(ExperimentSettings.model_validate(settings))
 
 
-def test_rates_make_open_cells_beside_the_others() -> None:
-    cells = cells_of(scenarios="single", rates="50,20.5", connections=8, open_seconds=2.0)
-    assert [cell.name for cell in cells] == ["single", "poisson(20.5/s)", "poisson(50/s)"]
-    assert cells[1].is_open
-    assert not cells[0].is_open
-    assert (cells[2].concurrency, cells[2].seconds, cells[2].rate_per_s) == (8, 2.0, 50.0)
-    (constant,) = cells_of(scenarios="open", rates=5, arrivals="constant")
+def test_rates_make_open_workloads_beside_the_others() -> None:
+    workloads = workloads_of(scenarios="single", rates="50,20.5", connections=8, open_seconds=2.0)
+    assert [workload.name for workload in workloads] == ["single", "poisson(20.5/s)", "poisson(50/s)"]
+    assert workloads[1].is_open
+    assert not workloads[0].is_open
+    assert (workloads[2].concurrency, workloads[2].seconds, workloads[2].rate_per_s) == (8, 2.0, 50.0)
+    (constant,) = workloads_of(scenarios="open", rates=5, arrivals="constant")
     assert constant.name == "open(5/s)"
-    batched = Cell(
+    batched = Workload(
         scenario="open", batch_size=8, concurrency=4, requests=1, seconds=1, max_seconds=1, rounds=1,
         arrivals="constant", rate_per_s=2.5,
     )  # fmt: skip
@@ -92,4 +97,4 @@ def test_rates_make_open_cells_beside_the_others() -> None:
 )
 def test_open_loops_that_cannot_be_are_refused(options: dict, words: str) -> None:
     with pytest.raises(Exception, match=words):
-        cells_of(**options)
+        workloads_of(**options)

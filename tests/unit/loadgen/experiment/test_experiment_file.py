@@ -31,7 +31,7 @@ def test_the_example_can_be_run() -> None:
     settings = effective_settings(EXAMPLE, {})
     ((_, experiment),) = plan_experiment(settings).runs
     assert experiment.baseline.settings == {"max-queue-delay-us": "0"}
-    assert [cell.name for cell in experiment.cells][:2] == ["single", "batched(1)"]
+    assert [workload.name for workload in experiment.workloads][:2] == ["single", "batched(1)"]
     assert experiment.settings_sha256 == settings.sha256()
     assert experiment.settings == settings.content()
 

@@ -11,49 +11,49 @@ from typer.testing import CliRunner
 from loadgen.entry import build
 from loadgen.experiment.file import parse_options
 from loadgen.experiment.forecast import Forecast
-from loadgen.experiment.plan import PRESETS, PlanError, make_arm, make_cells, sized
+from loadgen.experiment.plan import PRESETS, PlanError, make_arm, make_workloads, sized
 from loadgen.experiment.schedule import schedule
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
-from loadgen.records.run import ArmRequest, Cell, Experiment
+from loadgen.records.run import ArmRequest, Experiment, Workload
 from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS
 
 
-def cells_of(*, gpu: bool = False, **settings: object) -> tuple[Cell, ...]:
-    return make_cells(ExperimentSettings.model_validate(settings), gpu=gpu)
+def workloads_of(*, gpu: bool = False, **settings: object) -> tuple[Workload, ...]:
+    return make_workloads(ExperimentSettings.model_validate(settings), gpu=gpu)
 
 
 def test_quick_has_every_scenario_once() -> None:
-    cells = cells_of()
-    names = [cell.name for cell in cells]
+    workloads = workloads_of()
+    names = [workload.name for workload in workloads]
     assert names == ["cold-start", "single", "batched(8)", "batched(32)", "concurrent(16)"]
-    assert all(cell.rounds >= (3 if cell.scenario == "cold-start" else 4) for cell in cells)
+    assert all(workload.rounds >= (3 if workload.scenario == "cold-start" else 4) for workload in workloads)
 
 
 def test_a_block_lasts_for_several_requests_of_the_slower_arm() -> None:
     """As measured on two cores, a batch of 32 takes 1.47 s: too long for a block of 0.6 s."""
-    cells = cells_of(scenarios="single,batched", batch_sizes=32, rates=5)
-    single, batched, open_loop = sized(cells, {"single": 0.067, "batched(32)": 1.47, "poisson(5/s)": 3.0})
-    assert single.seconds == cells[0].seconds
+    workloads = workloads_of(scenarios="single,batched", batch_sizes=32, rates=5)
+    single, batched, open_loop = sized(workloads, {"single": 0.067, "batched(32)": 1.47, "poisson(5/s)": 3.0})
+    assert single.seconds == workloads[0].seconds
     assert batched.seconds == pytest.approx(3 * 1.47)
-    assert open_loop == cells[2]
-    assert sized(cells, {"batched(32)": 60.0})[1].seconds == batched.max_seconds
+    assert open_loop == workloads[2]
+    assert sized(workloads, {"batched(32)": 60.0})[1].seconds == batched.max_seconds
 
 
-def test_every_number_of_users_is_a_cell() -> None:
-    cells = cells_of(scenarios="concurrent", concurrency="64,1,16,16")
-    assert [cell.name for cell in cells] == ["concurrent(1)", "concurrent(16)", "concurrent(64)"]
+def test_every_number_of_users_is_a_workload() -> None:
+    workloads = workloads_of(scenarios="concurrent", concurrency="64,1,16,16")
+    assert [workload.name for workload in workloads] == ["concurrent(1)", "concurrent(16)", "concurrent(64)"]
     assert ExperimentSettings.model_validate({"concurrency": 8}).concurrency == (8,)
     with pytest.raises(ValueError, match="concurrency"):
-        cells_of(scenarios="concurrent", concurrency=0)
+        workloads_of(scenarios="concurrent", concurrency=0)
 
 
 @pytest.mark.parametrize("preset", ["quick", "full"])
 @pytest.mark.parametrize("pairs", [None, 1, 3])
-def test_with_a_gpu_every_arm_and_cell_gets_enough_load_for_a_finding(preset: str, pairs: int | None) -> None:
-    for cell in cells_of(gpu=True, preset=preset, scenarios="single,batched,concurrent", rounds=pairs):
-        assert cell.rounds * cell.seconds > DEFAULT_THRESHOLDS.min_window_s
-        assert cell.rounds * cell.requests > DEFAULT_THRESHOLDS.min_requests
-        assert cell.max_seconds >= 2 * cell.seconds
+def test_with_a_gpu_every_arm_and_workload_gets_enough_load_for_a_finding(preset: str, pairs: int | None) -> None:
+    for workload in workloads_of(gpu=True, preset=preset, scenarios="single,batched,concurrent", rounds=pairs):
+        assert workload.rounds * workload.seconds > DEFAULT_THRESHOLDS.min_window_s
+        assert workload.rounds * workload.requests > DEFAULT_THRESHOLDS.min_requests
+        assert workload.max_seconds >= 2 * workload.seconds
 
 
 def test_full_has_more_of_everything() -> None:
@@ -106,14 +106,14 @@ def test_what_would_fail_in_the_middle_of_a_run_is_refused_before_it(
 
 @pytest.mark.parametrize("labels", ["ab", "abc"])
 def test_the_forecast_learns(labels: str) -> None:
-    cells = cells_of(scenarios="single,cold-start", rounds=2)
+    workloads = workloads_of(scenarios="single,cold-start", rounds=2)
     experiment = Experiment(
         arms=tuple(ArmRequest(label=label, target="native") for label in labels),
         model="m",
         weights="random:0",
         payload="fp32",
         transport="http",
-        cells=cells,
+        workloads=workloads,
         preset="quick",
         seed=0,
         equivalence_margin=0.05,
@@ -133,8 +133,8 @@ def test_the_forecast_learns(labels: str) -> None:
 
 
 @pytest.mark.parametrize(("option", "scenario"), [("batch_sizes", "batched"), ("concurrency", "concurrent")])
-def test_an_empty_list_is_no_scenario_without_cells(option: str, scenario: str) -> None:
+def test_an_empty_list_is_no_scenario_without_workloads(option: str, scenario: str) -> None:
     nothing: dict[str, Any] = {option: ()}
     with pytest.raises(PlanError, match=f"the scenario {scenario} needs --{option.replace('_', '-')}"):
-        cells_of(scenarios=f"single,{scenario}", **nothing)
-    assert cells_of(scenarios="single", **nothing)
+        workloads_of(scenarios=f"single,{scenario}", **nothing)
+    assert workloads_of(scenarios="single", **nothing)

@@ -13,9 +13,9 @@ from loadgen.cli.assembly import plan_experiment
 from loadgen.cli.noise_floor import self_comparison
 from loadgen.entry import build
 from loadgen.experiment.plan import PlanError
-from loadgen.experiment.schedule import interleave, load_cells
+from loadgen.experiment.schedule import interleave, load_workloads
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.records.run import Cell, Experiment, Label
+from loadgen.records.run import Experiment, Label, Workload
 
 
 def experiment(**settings: object) -> Experiment:
@@ -24,7 +24,7 @@ def experiment(**settings: object) -> Experiment:
 
 
 def rounds(planned: Experiment) -> set[int]:
-    return {cell.rounds for cell in load_cells(planned.cells)}
+    return {workload.rounds for workload in load_workloads(planned.workloads)}
 
 
 def test_as_many_rounds_of_one_start_as_fit_are_the_default() -> None:
@@ -74,7 +74,7 @@ def test_the_noise_floor_compares_an_arm_with_itself() -> None:
     ((_, planned),) = plan_experiment(settings).runs
     assert [(arm.target, arm.settings) for arm in planned.arms] == [("triton", {"x": "1"})] * 2
     assert (planned.restarts, rounds(planned)) == (6, {24})
-    assert "cold-start" not in {cell.scenario for cell in planned.cells}
+    assert "cold-start" not in {workload.scenario for workload in planned.workloads}
     chosen = self_comparison(ExperimentSettings.model_validate({"restarts": 3, "rounds": 6, "scenarios": "single"}))
     assert (chosen.restarts, chosen.rounds, chosen.scenarios) == (3, 6, ("single",))
     remote = self_comparison(ExperimentSettings.model_validate({"a": "http://127.0.0.1:8000"}))
@@ -94,8 +94,8 @@ def test_what_is_no_comparison_of_an_arm_with_itself_is_refused(tmp_path: Path, 
     assert "holds no run" in nothing.output
 
 
-def cell(batch_size: int, number: int) -> Cell:
-    return Cell(
+def workload(batch_size: int, number: int) -> Workload:
+    return Workload(
         scenario="batched", batch_size=batch_size, concurrency=1, requests=1, seconds=0, max_seconds=1, rounds=number
     )
 
@@ -109,12 +109,12 @@ def cell(batch_size: int, number: int) -> Cell:
 def test_restarts_share_the_rounds_in_order_and_as_evenly_as_can_be(
     numbers: list[int], labels: tuple[Label, ...], restarts: int, seed: int
 ) -> None:
-    cells = tuple(cell(place + 1, number) for place, number in enumerate(numbers))
-    blocks = interleave(cells, labels, seed, restarts)
+    workloads = tuple(workload(place + 1, number) for place, number in enumerate(numbers))
+    blocks = interleave(workloads, labels, seed, restarts)
     assert [block.index for block in blocks] == list(range(len(labels) * sum(numbers)))
     assert [block.restart for block in blocks] == sorted(block.restart for block in blocks)
-    for one in cells:
-        own = [block for block in blocks if block.cell == one and block.position == 0]
+    for one in workloads:
+        own = [block for block in blocks if block.workload == one and block.position == 0]
         assert [block.round for block in own] == list(range(one.rounds))
         shares = [sum(block.restart == restart for block in own) for restart in range(restarts)]
         assert max(shares) - min(shares) <= 1
@@ -125,8 +125,8 @@ def test_restarts_share_the_rounds_in_order_and_as_evenly_as_can_be(
 )
 def test_the_default_asks_no_cold_starts_of_a_server_that_others_started(arms: dict[str, str]) -> None:
     """They would all fail, and the comparison of the README's example with them."""
-    names = {cell.scenario for cell in experiment(**arms).cells}
+    names = {workload.scenario for workload in experiment(**arms).workloads}
     assert names == {"single", "batched", "concurrent"}
-    assert "cold-start" in {cell.scenario for cell in experiment().cells}
+    assert "cold-start" in {workload.scenario for workload in experiment().workloads}
     with pytest.raises(PlanError, match="leave cold-start out of --scenarios"):
         experiment(**arms, scenarios="single,cold-start")

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.experiment.plan import make_cells
+from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.schedule import ScheduledBlock, endless_passes, interleave
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.records.run import Cell, Label
+from loadgen.records.run import Label, Workload
 from loadgen.studies.cold_start.measure import cold_start_order
 
-CELLS = st.lists(st.integers(1, 12), min_size=0, max_size=8).map(
+WORKLOADS = st.lists(st.integers(1, 12), min_size=0, max_size=8).map(
     lambda pairs: tuple(
-        Cell(scenario="batched", batch_size=i + 1, concurrency=1, requests=1, seconds=0, max_seconds=1, rounds=n)
+        Workload(scenario="batched", batch_size=i + 1, concurrency=1, requests=1, seconds=0, max_seconds=1, rounds=n)
         for i, n in enumerate(pairs)
     )
 )
@@ -38,76 +38,78 @@ def assert_balanced(orders: Sequence[Sequence[Label]], labels: Sequence[Label]) 
             assert {order[place] for order in orders[first : first + len(labels)]} == set(labels)
 
 
-@given(CELLS, LABELS, SEEDS)
+@given(WORKLOADS, LABELS, SEEDS)
 def test_every_round_is_adjacent_blocks_one_of_each_arm(
-    cells: tuple[Cell, ...], labels: tuple[Label, ...], seed: int
+    workloads: tuple[Workload, ...], labels: tuple[Label, ...], seed: int
 ) -> None:
-    blocks = interleave(cells, labels, seed)
+    blocks = interleave(workloads, labels, seed)
     assert [block.index for block in blocks] == list(range(len(blocks)))
-    assert len(blocks) == len(labels) * sum(cell.rounds for cell in cells)
+    assert len(blocks) == len(labels) * sum(workload.rounds for workload in workloads)
     for one in rounds_of(blocks, len(labels)):
-        assert len({(block.cell, block.round) for block in one}) == 1
+        assert len({(block.workload, block.round) for block in one}) == 1
         assert sorted(block.label for block in one) == list(labels)
         assert [block.position for block in one] == list(range(len(labels)))
 
 
-@given(CELLS, LABELS, SEEDS)
-def test_each_cell_gets_its_rounds_in_order(cells: tuple[Cell, ...], labels: tuple[Label, ...], seed: int) -> None:
-    blocks = interleave(cells, labels, seed)
-    for cell in cells:
-        assert [block.round for block in blocks if block.cell == cell and block.position == 0] == list(
-            range(cell.rounds)
+@given(WORKLOADS, LABELS, SEEDS)
+def test_each_workload_gets_its_rounds_in_order(
+    workloads: tuple[Workload, ...], labels: tuple[Label, ...], seed: int
+) -> None:
+    blocks = interleave(workloads, labels, seed)
+    for workload in workloads:
+        assert [block.round for block in blocks if block.workload == workload and block.position == 0] == list(
+            range(workload.rounds)
         )
 
 
-@given(CELLS, LABELS, SEEDS)
+@given(WORKLOADS, LABELS, SEEDS)
 def test_the_order_inside_rounds_is_balanced_over_as_many_as_there_are_arms(
-    cells: tuple[Cell, ...], labels: tuple[Label, ...], seed: int
+    workloads: tuple[Workload, ...], labels: tuple[Label, ...], seed: int
 ) -> None:
-    blocks = interleave(cells, labels, seed)
-    for cell in cells:
-        own = [block for block in blocks if block.cell == cell]
+    blocks = interleave(workloads, labels, seed)
+    for workload in workloads:
+        own = [block for block in blocks if block.workload == workload]
         assert_balanced([[block.label for block in one] for one in rounds_of(own, len(labels))], labels)
 
 
-@given(CELLS, LABELS, SEEDS)
-def test_an_interrupted_run_has_rounds_of_every_cell(
-    cells: tuple[Cell, ...], labels: tuple[Label, ...], seed: int
+@given(WORKLOADS, LABELS, SEEDS)
+def test_an_interrupted_run_has_rounds_of_every_workload(
+    workloads: tuple[Workload, ...], labels: tuple[Label, ...], seed: int
 ) -> None:
-    """At any moment no cell is more than one round ahead of another that still has rounds left."""
+    """At any moment no workload is more than one round ahead of another that still has rounds left."""
     done: Counter[str] = Counter()
-    for one in rounds_of(interleave(cells, labels, seed), len(labels)):
-        done[one[0].cell.name] += 1
-        left = [done[cell.name] for cell in cells if done[cell.name] < cell.rounds]
+    for one in rounds_of(interleave(workloads, labels, seed), len(labels)):
+        done[one[0].workload.name] += 1
+        left = [done[workload.name] for workload in workloads if done[workload.name] < workload.rounds]
         assert max(done.values()) - min(left, default=max(done.values())) <= 1
 
 
-@given(CELLS, LABELS, SEEDS)
-def test_a_seed_decides_everything(cells: tuple[Cell, ...], labels: tuple[Label, ...], seed: int) -> None:
-    assert interleave(cells, labels, seed) == interleave(cells, labels, seed)
+@given(WORKLOADS, LABELS, SEEDS)
+def test_a_seed_decides_everything(workloads: tuple[Workload, ...], labels: tuple[Label, ...], seed: int) -> None:
+    assert interleave(workloads, labels, seed) == interleave(workloads, labels, seed)
 
 
 @pytest.mark.parametrize("labels", ["ab", "abc", "abcd"])
 def test_seeds_differ_and_every_arm_comes_first(labels: str) -> None:
-    cells = make_cells(ExperimentSettings.model_validate({"scenarios": "single,batched"}))
-    orders = {tuple((b.cell.name, b.label) for b in interleave(cells, labels, seed)) for seed in range(10)}
+    workloads = make_workloads(ExperimentSettings.model_validate({"scenarios": "single,batched"}))
+    orders = {tuple((b.workload.name, b.label) for b in interleave(workloads, labels, seed)) for seed in range(10)}
     assert len(orders) == 10
-    assert {interleave(cells, labels, seed)[0].label for seed in range(40)} == set(labels)
+    assert {interleave(workloads, labels, seed)[0].label for seed in range(40)} == set(labels)
 
 
 @given(st.integers(1, 4), LABELS, SEEDS)
-def test_endless_passes_hold_every_cell_once_and_are_balanced(
+def test_endless_passes_hold_every_workload_once_and_are_balanced(
     number: int, labels: tuple[Label, ...], seed: int
 ) -> None:
-    cells = tuple(
-        Cell(scenario="batched", batch_size=i + 1, concurrency=1, requests=1, seconds=0, max_seconds=1, rounds=1)
+    workloads = tuple(
+        Workload(scenario="batched", batch_size=i + 1, concurrency=1, requests=1, seconds=0, max_seconds=1, rounds=1)
         for i in range(number)
     )
-    passes = list(islice(endless_passes(cells, labels, seed, first=5), 2 * len(labels)))
+    passes = list(islice(endless_passes(workloads, labels, seed, first=5), 2 * len(labels)))
     for place, chosen in enumerate(passes, start=5):
-        assert {(one.cell, one.round) for one in chosen} == {(each, place) for each in cells}
-    for cell in cells:
-        assert_balanced([one.order for chosen in passes for one in chosen if one.cell == cell], labels)
+        assert {(one.workload, one.round) for one in chosen} == {(each, place) for each in workloads}
+    for workload in workloads:
+        assert_balanced([one.order for chosen in passes for one in chosen if one.workload == workload], labels)
     blocks = passes[0][0].blocks(8, 3)
     assert [(block.index, block.position, block.restart) for block in blocks] == [
         (8 + place, place, 3) for place in range(len(labels))

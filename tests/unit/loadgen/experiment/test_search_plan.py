@@ -4,39 +4,47 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.experiment.plan import make_cells
+from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.records.run import Cell
+from loadgen.records.run import Workload
 from loadgen.statistics.early_stopping import late_allowed
 
 
-def cells(**settings: object) -> tuple[Cell, ...]:
-    found = make_cells(ExperimentSettings.model_validate({"scenarios": "single", **settings}))
-    return tuple(cell for cell in found if cell.scenario in ("slo", "ramp"))
+def workloads(**settings: object) -> tuple[Workload, ...]:
+    found = make_workloads(ExperimentSettings.model_validate({"scenarios": "single", **settings}))
+    return tuple(workload for workload in found if workload.scenario in ("slo", "ramp"))
 
 
 def test_a_search_for_every_bound() -> None:
-    found = cells(slo_p99_ms=(100.0, 50.0, 100.0), connections=32)
-    assert [cell.name for cell in found] == ["slo(p99≤50ms)", "slo(p99≤100ms)"]
-    assert all(cell.arrivals == "poisson" and cell.concurrency == 32 and not cell.has_blocks for cell in found)
+    found = workloads(slo_p99_ms=(100.0, 50.0, 100.0), connections=32)
+    assert [workload.name for workload in found] == ["slo(p99≤50ms)", "slo(p99≤100ms)"]
+    assert all(
+        workload.arrivals == "poisson" and workload.concurrency == 32 and not workload.has_blocks for workload in found
+    )
     assert late_allowed(found[0].requests) == 2
 
 
 def test_a_trial_is_much_longer_than_its_bound() -> None:
-    (cell,) = cells(slo_p99_ms=4000.0)
-    assert (cell.seconds, cell.max_seconds) == (80.0, 160.0)
+    (workload,) = workloads(slo_p99_ms=4000.0)
+    assert (workload.seconds, workload.max_seconds) == (80.0, 160.0)
 
 
 def test_more_queries_take_longer() -> None:
-    (few,) = cells(slo_p99_ms=10.0)
-    (many,) = cells(slo_p99_ms=10.0, slo_queries=4590)
+    (few,) = workloads(slo_p99_ms=10.0)
+    (many,) = workloads(slo_p99_ms=10.0, slo_queries=4590)
     assert many.requests / many.max_seconds == pytest.approx(few.requests / few.max_seconds)
 
 
 def test_a_ramp_is_asked_for_by_its_name() -> None:
-    assert cells(preset="full") == ()
-    (cell,) = cells(preset="full", scenarios="single,ramp", ramp_users=64, rounds=2)
-    assert (cell.name, cell.concurrency, cell.rounds, cell.is_open, cell.has_blocks) == ("ramp", 64, 2, False, False)
+    assert workloads(preset="full") == ()
+    (workload,) = workloads(preset="full", scenarios="single,ramp", ramp_users=64, rounds=2)
+    assert (workload.name, workload.concurrency, workload.rounds, workload.is_open, workload.has_blocks) == (
+        "ramp",
+        64,
+        2,
+        False,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,4 +57,4 @@ def test_a_ramp_is_asked_for_by_its_name() -> None:
 )
 def test_what_cannot_be_searched_is_refused(settings: dict[str, object], words: str) -> None:
     with pytest.raises(Exception, match=words):
-        cells(**settings)
+        workloads(**settings)

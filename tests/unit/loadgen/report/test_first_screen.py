@@ -34,13 +34,13 @@ def table(result: Result) -> Table:
 
 
 def strip_of(row: Sequence[Value]) -> Strip:
-    (strip,) = [cell for cell in row if isinstance(cell, Strip)]
+    (strip,) = [workload for workload in row if isinstance(workload, Strip)]
     return strip
 
 
 def test_a_row_a_scenario_with_its_interval_on_the_better_arms_side(result: Result) -> None:
     rows = table(result).rows
-    assert [row[0] for row in rows] == [cell.name for cell in result.experiment.cells]
+    assert [row[0] for row in rows] == [workload.name for workload in result.experiment.workloads]
     styles: set[Style | None] = set()
     for row in rows:
         strip = strip_of(row)

@@ -94,7 +94,7 @@ def test_a_valid_run_fails_nowhere_but_in_its_thresholds(results: dict[str, Resu
 def test_what_takes_a_verdict_away_is_a_failure(results: dict[str, Result]) -> None:
     root = parsed(render_junit({"": result_document(results["errors"])}))
     (broken,) = failures(root, "checks")
-    assert broken.startswith("request_errors [cell ")
+    assert broken.startswith("request_errors [workload ")
     assert failures(root, "comparisons")
     killed = parsed(render_junit({"": result_document(results["killed"])}))
     assert "killed" in failures(killed, "checks")["run_finished [plan]"]

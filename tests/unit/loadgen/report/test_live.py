@@ -32,29 +32,29 @@ def test_after_the_last_pair_it_shows_what_the_result_says(run: StoredRun) -> No
     found = [live.add(summary) for summary in summaries(run)]
     assert [len(one) for one in found] == [0, 1] * (len(found) // 2)
     final = {c.scenario: c for c in analyse(run.directory).comparisons if c.leading}
-    assert [one.cell for one in live.latest] == [cell.name for cell in run.experiment.cells[1:]]
+    assert [one.workload for one in live.latest] == [workload.name for workload in run.experiment.workloads[1:]]
     for one in live.latest:
-        assert (one.ratio, one.ci95) == (final[one.cell].ratio, final[one.cell].ci95)
+        assert (one.ratio, one.ci95) == (final[one.workload].ratio, final[one.workload].ci95)
         assert (one.pairs, one.planned) == (3, 3)
 
 
 def test_one_pair_has_a_ratio_and_says_why_there_is_no_interval(run: StoredRun) -> None:
     live = LiveRatios(run.experiment)
-    single = [one for one in summaries(run) if one.cell == "single" and one.round == 0]
+    single = [one for one in summaries(run) if one.workload == "single" and one.round == 0]
     (first,) = [live.add(summary) for summary in single][-1]
     assert first.ratio is not None
     assert first.ci95 is None
     assert "one pair shows no spread" in ratio_line(first)
 
 
-def test_a_block_that_cannot_be_read_or_is_of_no_cell_is_left_out(run: StoredRun) -> None:
+def test_a_block_that_cannot_be_read_or_is_of_no_workload_is_left_out(run: StoredRun) -> None:
     import msgspec
 
     live = LiveRatios(run.experiment)
-    stored = [block for block in run.blocks if block.record.cell == "single" and block.record.round == 0]
+    stored = [block for block in run.blocks if block.record.workload == "single" and block.record.round == 0]
     one, other = summarise_blocks(stored)
     (unread,) = summarise_blocks([replace(stored[0], samples=None, problem="its samples are gone")])
-    assert live.add(msgspec.structs.replace(one, cell="ramp(1)")) == []
+    assert live.add(msgspec.structs.replace(one, workload="ramp(1)")) == []
     assert live.add(msgspec.structs.replace(one, complete=False)) == []
     assert live.add(unread) == []
     assert live.add(other) == [], "alone, it is no pair"
@@ -96,7 +96,7 @@ def test_a_terminal_keeps_the_table_and_a_log_has_a_line_a_pair(run: StoredRun, 
     assert max(len(line.rstrip()) for line in table.getvalue().splitlines()) <= width
     assert "…" not in table.getvalue()
     lines = logged.getvalue().splitlines()
-    assert sum("after 3 of 3 pairs" in line for line in lines) == len(run.experiment.cells) - 1
+    assert sum("after 3 of 3 pairs" in line for line in lines) == len(run.experiment.workloads) - 1
     assert sum("items/s" in line for line in lines) == len(run.blocks)
 
 

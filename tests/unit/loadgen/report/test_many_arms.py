@@ -28,7 +28,7 @@ from loadgen.report.sections.verdict import overview
 from loadgen.result.analysis import analyse
 from loadgen.result.result_file import Result
 from loadgen.storage.stored_run import read_run
-from loadgen.studies.causes.analyse import Cause, CauseEffect, CausesFound, CellCauses
+from loadgen.studies.causes.analyse import Cause, CauseEffect, CausesFound, WorkloadCauses
 from loadgen.studies.causes.sections import cause_table, causes_chart, why
 from loadgen.studies.rate_search.records import RampFound, RampRung, RatesFound
 from loadgen.studies.rate_search.sections import ramp
@@ -63,7 +63,7 @@ def tables(section: doc.Section | None) -> list[doc.Table]:
     return [block for block in section.blocks if isinstance(block, doc.Table)]
 
 
-def cells(table: doc.Table, scenario: str, metric: str) -> list[dict[str, str]]:
+def workloads(table: doc.Table, scenario: str, metric: str) -> list[dict[str, str]]:
     titles = [column.title for column in table.columns]
     rows = [dict(zip(titles, map(doc.text_of, row), strict=True)) for row in table.rows]
     return [row for row in rows if (row["scenario"], row["metric"]) == (scenario, metric)]
@@ -71,7 +71,7 @@ def cells(table: doc.Table, scenario: str, metric: str) -> list[dict[str, str]]:
 
 def test_each_arm_has_a_row_beside_the_baseline(result: Result) -> None:
     for table in (tables(comparisons(result))[0], tables(overview(result))[0]):
-        rows = cells(table, "concurrent(16)", "throughput, images/s")
+        rows = workloads(table, "concurrent(16)", "throughput, images/s")
         assert [row["arm"] for row in rows] == ["B", "C", "D"]
         assert [row["verdict"] for row in rows[:2]] == ["B faster", "C faster"]
         assert len({row["A"] for row in rows}) == 1
@@ -82,13 +82,13 @@ def test_each_arm_has_a_row_beside_the_baseline(result: Result) -> None:
             assert float(factor) == pytest.approx(max(measured, 1 / measured), abs=0.02)
         assert "B" not in [column.title for column in table.columns]
     styles = [doc.style_of(row[3]) for row in tables(overview(result))[0].rows]
-    assert styles == ["arm-1", "arm-2", "arm-3"] * len(result.experiment.cells)
+    assert styles == ["arm-1", "arm-2", "arm-3"] * len(result.experiment.workloads)
 
 
 def test_the_ranking_has_the_order_and_the_neighbours_and_no_comparison_is_hidden(result: Result) -> None:
     section = ranking(result)
     (table,) = tables(section)
-    first, *others = cells(table, "single", "throughput, images/s")
+    first, *others = workloads(table, "single", "throughput, images/s")
     assert first["best to worst"] == next(one.words() for one in result.verdict.rankings if one.scenario == "single")
     assert first["best to worst"].startswith("C, then B, then ")
     assert (first["arms"], first["verdict"]) == ("C/B", "C faster")
@@ -142,12 +142,13 @@ def test_causes_are_told_for_each_arm(result: Result) -> None:
         name="transfer", title="payload transfer", difference_ms=3.0, ci95_ms=(2.0, 4.0), share=-0.5, found=True,
         effects=(effect,), untested=(),
     )  # fmt: skip
-    found = CellCauses(
-        cell="single", baseline="a", arm="c", baseline_ms=15.0, arm_ms=9.0, difference_ms=-6.0, ci95_ms=(-7.0, -5.0),
+    found = WorkloadCauses(
+        workload="single", baseline="a", arm="c", baseline_ms=15.0, arm_ms=9.0, difference_ms=-6.0,
+        ci95_ms=(-7.0, -5.0),
         slower="a", ratio=1.67, causes=(cause,), unattributed_ms=-9.0, unattributed_ci95_ms=None,
         unattributed_share=1.5, sentence="A is slower.", notes=(),
     )  # fmt: skip
-    both = CausesFound(cells=(found, msgspec.structs.replace(found, arm="d")))
+    both = CausesFound(workloads=(found, msgspec.structs.replace(found, arm="d")))
     explained = msgspec.structs.replace(result, studies={**result.studies, CausesFound.STUDY: both})
     table = cause_table(explained, found)
     assert table.title == "Causes of the difference in single, C against A"
@@ -164,7 +165,8 @@ def test_causes_are_told_for_each_arm(result: Result) -> None:
 def test_the_first_ramps_stand_beside_the_baselines(result: Result) -> None:
     ramps = tuple(
         RampFound(
-            cell="ramp", round=0, restart=0, label=label, saturation_per_s=speed, knee_concurrency=4, saturated=True,
+            workload="ramp", round=0, restart=0, label=label, saturation_per_s=speed, knee_concurrency=4,
+            saturated=True,
             client_limited=False, rungs=(RampRung(concurrency=4, throughput_per_s=speed, p50_ms=8.0, p99_ms=None),),
         )
         for label, speed in (("a", 100.0), ("b", 200.0), ("c", 300.0), ("d", 400.0))
@@ -198,7 +200,10 @@ def test_a_run_shows_a_row_for_each_arm_while_it_goes_on(tmp_path: Path, width: 
     run = read_run(write_run(tmp_path, PLAN))
     live = LiveRatios(run.experiment)
     said = [ratio_line(one) for summary in summarise_blocks(run.blocks) for one in live.add(summary)]
-    assert sum("C against A" in line and "after 4 of 4 pairs" in line for line in said) == len(run.experiment.cells) - 1
+    assert (
+        sum("C against A" in line and "after 4 of 4 pairs" in line for line in said)
+        == len(run.experiment.workloads) - 1
+    )
     table = io.StringIO()
     Console(file=table, width=width).print(ratio_table(live.latest, width))
     lines = table.getvalue().splitlines()

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.records.run import ArmRecord, BlockRecord, Cell
+from loadgen.records.run import ArmRecord, BlockRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.storage.stored_run import read_run
 from loadgen.studies.gpu_proof.analyse import ControlRun, assess_run
@@ -17,7 +17,9 @@ from loadgen.studies.gpu_proof.records import EvidenceFile, Window
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 CAPTURE = json.loads((Path(__file__).parents[3] / "captures/h200.json").read_text())
-CELL = Cell(scenario="single", batch_size=1, concurrency=1, requests=100, seconds=30.0, max_seconds=60.0, rounds=1)
+WORKLOAD = Workload(
+    scenario="single", batch_size=1, concurrency=1, requests=100, seconds=30.0, max_seconds=60.0, rounds=1
+)
 
 IMAGES_OF_CPU_REQUEST = 10 * (8192 / 1024) ** 3
 """The recorder's CPU request is one product of 1024², its GPU request ten of 8192²: so many make one "image"."""
@@ -46,7 +48,7 @@ def block(index: int, label: Any, kind: str) -> BlockRecord:
     here = phase(kind)
     answered = len(here["completions_ns"])
     return BlockRecord(
-        index=index, cell="single", round=0, label=label, position=index, started_at="", requests=answered,
+        index=index, workload="single", round=0, label=label, position=index, started_at="", requests=answered,
         samples=f"samples/{index:04d}.npy", window_start_ns=here["start_ns"], window_end_ns=here["end_ns"],
         items=answered, errors=0, error_messages=(), generator_cpu_ns=0, server_cpu_ns=here["cpu_ns"],
         stages=None, complete=True,
@@ -72,7 +74,7 @@ def write_gpu_run(
 ) -> Path:
     """`a`, `b` and `others`: what the arm did under load, by the recording: gpu, or cpu (the GPU idled). All say cuda:0
     and show kernels, but for `b_says`."""
-    write_run(directory, Plan(cells=(CELL,), gpu_status="ok", others=(SimulatedArm(),) * len(others)))
+    write_run(directory, Plan(workloads=(WORKLOAD,), gpu_status="ok", others=(SimulatedArm(),) * len(others)))
     for folder in ("blocks", "samples"):
         for path in (directory / folder).iterdir():
             path.unlink()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.records.run import Cell
+from loadgen.records.run import Workload
 from loadgen.result.analysis import analyse
 from loadgen.storage.stored_run import StoredRunError, read_run
 from tests.golden.synthetic_run import Plan, write_run
@@ -23,7 +23,7 @@ def test_a_killed_run_keeps_its_finished_blocks(tmp_path: Path) -> None:
     verdicts = {c.scenario: c.verdict for c in result.comparisons if c.metric == "throughput"}
     assert verdicts["single"] == "arm_better"
     assert verdicts["concurrent(16)"] == "invalid"
-    unfinished = next(c for c in result.checks if c.name == "blocks_complete" and c.scope == "cell concurrent(16)")
+    unfinished = next(c for c in result.checks if c.name == "blocks_complete" and c.scope == "workload concurrent(16)")
     assert "2 of 8 blocks" in unfinished.detail
     assert "37 requests of an unfinished block" in unfinished.detail
 
@@ -40,7 +40,7 @@ def test_a_run_that_ended_before_its_first_block(tmp_path: Path) -> None:
     assert any("died" in text for text in result.verdict.failed)
 
 
-def test_an_interrupted_run_judges_the_cells_that_are_whole(tmp_path: Path) -> None:
+def test_an_interrupted_run_judges_the_workloads_that_are_whole(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(pairs=4, state="interrupted", cut_after=50)))
     assert not result.valid
     assert result.verdict.sentence.startswith("No verdict on 1 of 8 workloads")
@@ -48,19 +48,21 @@ def test_an_interrupted_run_judges_the_cells_that_are_whole(tmp_path: Path) -> N
 
 
 def test_only_a_cold_start(tmp_path: Path) -> None:
-    cell = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=3)
-    result = analyse(write_run(tmp_path, Plan(cells=(cell,))))
+    workload = Workload(
+        scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=3
+    )
+    result = analyse(write_run(tmp_path, Plan(workloads=(workload,))))
     assert result.valid
     assert result.verdict.sentence.startswith("The time to first answer of A (native torch 2.15.0 fp32) is 1.")
     assert result.verdict.main_scenario == "cold-start"
 
 
 def test_a_cold_start_does_not_stand_for_the_load_beside_it(tmp_path: Path) -> None:
-    cells = (
-        Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=3),
-        Cell(scenario="single", batch_size=1, concurrency=1, requests=40, seconds=1, max_seconds=60, rounds=3),
+    workloads = (
+        Workload(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=3),
+        Workload(scenario="single", batch_size=1, concurrency=1, requests=40, seconds=1, max_seconds=60, rounds=3),
     )
-    verdict = analyse(write_run(tmp_path, Plan(cells=cells))).verdict
+    verdict = analyse(write_run(tmp_path, Plan(workloads=workloads))).verdict
     assert verdict.main_scenario == "single"
     assert next(one for one in verdict.scenarios if one.scenario == "single").reasons
 

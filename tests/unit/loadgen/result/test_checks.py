@@ -24,8 +24,8 @@ SMALL: dict[str, Any] = {"pairs": 4, "requests": 80}
 Edit = Callable[[Path], None]
 
 
-def check(result: Result, name: str, cell: str | None = None) -> Check:
-    found = [c for c in result.checks if c.name == name and (cell is None or c.scope == f"cell {cell}")]
+def check(result: Result, name: str, workload: str | None = None) -> Check:
+    found = [c for c in result.checks if c.name == name and (workload is None or c.scope == f"workload {workload}")]
     return min(found, key=lambda c: (c.ok is not False, c.ok is not None))
 
 
@@ -40,16 +40,16 @@ def edit_arm(directory: Path, label: int, **in_effect: object) -> None:
     path.write_text(json.dumps(arms))
 
 
-def edit_blocks(directory: Path, cell: str, **changes: object) -> None:
+def edit_blocks(directory: Path, workload: str, **changes: object) -> None:
     for path in (directory / "blocks").glob("*.json"):
-        if json.loads(path.read_text())["cell"] == cell:
+        if json.loads(path.read_text())["workload"] == workload:
             edit_json(path, **changes)
 
 
-def edit_samples(directory: Path, cell: str, change: Callable[[np.ndarray], object], label: str = "ab") -> None:
+def edit_samples(directory: Path, workload: str, change: Callable[[np.ndarray], object], label: str = "ab") -> None:
     for path in (directory / "blocks").glob("*.json"):
         block = json.loads(path.read_text())
-        if block["cell"] == cell and block["label"] in label:
+        if block["workload"] == workload and block["label"] in label:
             samples = np.load(directory / block["samples"])
             change(samples)
             np.save(directory / block["samples"], samples)
@@ -59,11 +59,11 @@ def bigger(samples: np.ndarray) -> None:
     samples["request_bytes"] *= 2
 
 
-def answered(directory: Path, cell: str, **changes: object) -> None:
+def answered(directory: Path, workload: str, **changes: object) -> None:
     """Change what is stored of B's answers under load."""
     path = directory / "answers.json"
     records = json.loads(path.read_text())
-    next(one for one in records if (one["cell"], one["label"]) == (cell, "b")).update(changes)
+    next(one for one in records if (one["workload"], one["label"]) == (workload, "b")).update(changes)
     path.write_text(json.dumps(records))
 
 
@@ -248,7 +248,7 @@ def test_a_queue_delay_under_serial_load_is_seen(tmp_path: Path) -> None:
     write_run(tmp_path, Plan(**SMALL))
     for path in (tmp_path / "blocks").glob("*.json"):
         block = json.loads(path.read_text())
-        if block["cell"] == "single" and block["label"] == "b":
+        if block["workload"] == "single" and block["label"] == "b":
             block["stages"]["queue_ns"] = 5_000_000 * block["requests"]
             block["stages"]["compute_infer_ns"] -= 5_000_000 * block["requests"]
             path.write_text(json.dumps(block))
@@ -285,7 +285,7 @@ def test_a_difference_that_was_asked_for_warns_instead(tmp_path: Path) -> None:
     assert any("compares settings" in caveat for caveat in result.verdict.caveats)
 
 
-def test_a_failed_cell_leaves_the_other_cells_their_verdict(tmp_path: Path) -> None:
+def test_a_failed_workload_leaves_the_other_workloads_their_verdict(tmp_path: Path) -> None:
     write_run(tmp_path, Plan(**SMALL))
     edit_blocks(tmp_path, "single", generator_cpu_ns=10**12)
     result = analyse(tmp_path)
@@ -349,7 +349,9 @@ def test_a_new_check_is_one_function(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(pairs=2)))
     found = [one for one in result.checks if one.name == "toy_check"]
     assert result.checks[-len(found) :] == tuple(found)
-    assert [one.scope for one in found] == [f"cell {cell.name}" for cell in result.experiment.cells if cell.has_blocks]
+    assert [one.scope for one in found] == [
+        f"workload {workload.name}" for workload in result.experiment.workloads if workload.has_blocks
+    ]
     assert not result.valid
     assert any("In single and 6 more workloads, the shortest takes" in reason for reason in result.verdict.failed)
     page = render_markdown(result_document(result))

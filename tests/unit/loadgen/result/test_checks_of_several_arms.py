@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from loadgen.comparison.facts import Facts
-from loadgen.records.run import ArmRequest, Cell, Environment, Pairing
+from loadgen.records.run import ArmRequest, Environment, Pairing, Workload
 from loadgen.result.analysis import analyse
 from loadgen.result.checks.gpu import gpu_present
 from loadgen.result.checks.registry import Check, check_before_load
@@ -25,14 +25,16 @@ from tests.unit.loadgen.result.test_fairness import EXPERIMENT
 from tests.unit.loadgen.result.test_taken_processors import take
 
 FAST = SimulatedArm(3.0, 4.0, 1.5)
-CELLS = tuple(
-    Cell(scenario="single", batch_size=1, concurrency=1, requests=40, seconds=1.0, max_seconds=30.0, rounds=4)
+WORKLOADS = tuple(
+    Workload(scenario="single", batch_size=1, concurrency=1, requests=40, seconds=1.0, max_seconds=30.0, rounds=4)
     if users == 1
-    else Cell(scenario="concurrent", batch_size=1, concurrency=16, requests=80, seconds=1.0, max_seconds=30.0, rounds=4)
+    else Workload(
+        scenario="concurrent", batch_size=1, concurrency=16, requests=80, seconds=1.0, max_seconds=30.0, rounds=4
+    )
     for users in (1, 16)
 )
-STARTS = Cell(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=2)
-PLAN = Plan(others=(FAST,), cells=CELLS)
+STARTS = Workload(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=2)
+PLAN = Plan(others=(FAST,), workloads=WORKLOADS)
 
 
 def run_of(*, asked: dict[str, dict[str, str]] | None = None, **in_effect: dict[str, object]) -> StoredRun:
@@ -48,8 +50,10 @@ def run_of(*, asked: dict[str, dict[str, str]] | None = None, **in_effect: dict[
     return StoredRun(Path(), msgspec.structs.replace(EXPERIMENT, arms=requests), environment, records)
 
 
-def checks(result: Result, name: str, cell: str | None = None) -> list[Check]:
-    return [one for one in result.checks if one.name == name and (cell is None or one.scope == f"cell {cell}")]
+def checks(result: Result, name: str, workload: str | None = None) -> list[Check]:
+    return [
+        one for one in result.checks if one.name == name and (workload is None or one.scope == f"workload {workload}")
+    ]
 
 
 def before(run: StoredRun, name: str) -> list[tuple[bool | None, str, str]]:
@@ -150,7 +154,7 @@ def test_a_failure_on_one_arm_takes_the_verdict_of_its_whole_scenario_and_no_oth
     edit_blocks(tmp_path, "single", generator_cpu_ns=0)
     for path in (tmp_path / "blocks").glob("*.json"):
         block = json.loads(path.read_text())
-        if (block["cell"], block["label"]) == ("single", "c"):
+        if (block["workload"], block["label"]) == ("single", "c"):
             edit_json(path, generator_cpu_ns=10**12)
     result = analyse(tmp_path)
     assert not checks(result, "generator_cpu", "single")[0].ok
@@ -163,7 +167,7 @@ def test_a_failure_on_one_arm_takes_the_verdict_of_its_whole_scenario_and_no_oth
 
 
 def test_blocks_starts_and_pairs_are_counted_over_all_arms(tmp_path: Path) -> None:
-    write_run(tmp_path, Plan(others=(FAST,), cells=(STARTS, CELLS[0])))
+    write_run(tmp_path, Plan(others=(FAST,), workloads=(STARTS, WORKLOADS[0])))
     whole = analyse(tmp_path)
     assert checks(whole, "blocks_complete")[0].detail == "12 of 12 blocks are complete"
     assert checks(whole, "cold_starts_succeeded")[0].value == 6
@@ -197,7 +201,7 @@ def test_every_arm_has_its_stages_once(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, PLAN))
     facts = Facts(StoredRun(Path(), result.experiment, None, ()), blocks=result.blocks, accounts=result.stages)
     assert [(arm.label, load.scope) for load in facts.loads for arm in load.stages] == [
-        (label, f"cell {cell.name}") for cell in CELLS for label in ("a", "b", "c")
+        (label, f"workload {workload.name}") for workload in WORKLOADS for label in ("a", "b", "c")
     ]
 
 

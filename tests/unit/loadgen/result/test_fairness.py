@@ -11,7 +11,7 @@ import pytest
 
 from loadgen.bench.arms import effective_settings
 from loadgen.comparison.facts import Facts
-from loadgen.experiment.plan import make_cells
+from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, Label
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
@@ -27,7 +27,7 @@ from tests.golden.synthetic_run import Plan, write_run
 EXPERIMENT = Experiment(
     arms=(ArmRequest(label="a", target="native"), ArmRequest(label="b", target="triton")),
     model="m", weights="random:0", payload="fp32", transport="http",
-    cells=make_cells(
+    workloads=make_workloads(
         ExperimentSettings.model_validate({"scenarios": "single,batched,concurrent", "batch_sizes": "1,8,32"})
     ),
     preset="quick", seed=0, equivalence_margin=0.05, threads=2,

@@ -42,7 +42,7 @@ def checks(result: Result, name: str) -> list[Check]:
 def findings(result: Result) -> dict[tuple[str, str | None, bool], str]:
     evidence = result.of(GpuFound).evidence
     assert evidence is not None
-    return {(r.label, r.cell, r.control): r.finding.value for r in evidence.records}
+    return {(r.label, r.workload, r.control): r.finding.value for r in evidence.records}
 
 
 def test_on_a_machine_with_four_gpus_all_of_that_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_two_proven_arms_are_ranked_as_gpu_servers(tmp_path: Path, terminal: Sho
         ("a", "single", True): "CPU_FALLBACK",
     }
     (evidence,) = checks(result, "gpu_evidence")
-    assert (evidence.ok, evidence.scope) == (True, "cell single")
+    assert (evidence.ok, evidence.scope) == (True, "workload single")
     (present,) = checks(result, "gpu_present")
     assert present.ok
     (control,) = checks(result, "negative_control")

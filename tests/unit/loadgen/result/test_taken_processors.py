@@ -19,7 +19,7 @@ def take(directory: Path, field: str, blocks: int | None = None, **shares: float
     left: dict[str, int | None] = dict.fromkeys(shares, blocks)
     for path in sorted((directory / "blocks").glob("*.json")):
         block = json.loads(path.read_text())
-        if block["cell"] != "single":
+        if block["workload"] != "single":
             continue
         n = left[block["label"]]
         taken = shares[block["label"]] if n is None or n > 0 else 0.0

@@ -9,16 +9,16 @@ import pytest
 
 from loadgen.cli.compare import EXIT_INVALID, EXIT_THRESHOLD, EXIT_VALID, exit_status
 from loadgen.experiment.plan import PlanError
-from loadgen.records.run import Cell
+from loadgen.records.run import Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.result.analysis import analyse
 from loadgen.result.result_file import Result
 from loadgen.result.thresholds import ThresholdError, UndefinedValueError, parse_condition, plan_conditions
-from tests.golden.synthetic_run import Plan, SimulatedArm, cells, write_run
+from tests.golden.synthetic_run import Plan, SimulatedArm, workloads, write_run
 from tests.unit.loadgen.comparison.test_open_loop import noisy, open_run
 
-CELLS = cells(4, 200)
+WORKLOADS = workloads(4, 200)
 AB = ("a", "b")
 
 
@@ -83,7 +83,7 @@ def test_everything_else_is_refused(text: str, said: str) -> None:
 )
 def test_what_can_never_be_measured_is_refused_before_the_run(text: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        plan_conditions([text], CELLS, AB)
+        plan_conditions([text], WORKLOADS, AB)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_what_can_never_be_measured_is_refused_before_the_run(text: str, said: s
         ("b.time_to_ready > 5", ["cold-start"]),
     ],
 )
-def test_a_condition_is_about_named_cells(text: str, names: list[str]) -> None:
-    ((_, chosen),) = plan_conditions([text], CELLS, AB)
-    assert [cell.name for cell in chosen] == names
+def test_a_condition_is_about_named_workloads(text: str, names: list[str]) -> None:
+    ((_, chosen),) = plan_conditions([text], WORKLOADS, AB)
+    assert [workload.name for workload in chosen] == names
 
 
 def test_a_search_has_its_own_metric_and_no_latency() -> None:
-    search = Cell(
+    search = Workload(
         scenario="slo",
         batch_size=1,
         concurrency=64,
@@ -113,10 +113,10 @@ def test_a_search_has_its_own_metric_and_no_latency() -> None:
         rounds=2,
         latency_bound_ms=20.0,
     )
-    ((_, chosen),) = plan_conditions(["b.p50 > 1"], (*CELLS, search), AB)
-    assert [cell.name for cell in chosen] == ["concurrent(16)"]
+    ((_, chosen),) = plan_conditions(["b.p50 > 1"], (*WORKLOADS, search), AB)
+    assert [workload.name for workload in chosen] == ["concurrent(16)"]
     for text in ("ratio.slo_rate.low < 0.95", "slo: b.slo_rate < 50", "slo(p99≤20ms): b.slo_rate < a.slo_rate"):
-        ((_, chosen),) = plan_conditions([text], (*CELLS, search), AB)
+        ((_, chosen),) = plan_conditions([text], (*WORKLOADS, search), AB)
         assert chosen == (search,)
 
 
@@ -168,7 +168,7 @@ def test_an_arm_that_there_is_not_is_refused_with_those_that_there_are(
     text: str, labels: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(PlanError, match=said):
-        plan_conditions([text], CELLS, labels)
+        plan_conditions([text], WORKLOADS, labels)
 
 
 def run_with(tmp_path: Path, plan: Plan, *conditions: str) -> Result:
@@ -224,7 +224,7 @@ def test_a_run_that_keeps_its_thresholds_passes_and_one_that_is_invalid_does_not
 def test_a_percentile_is_that_of_all_blocks_together_with_its_interval(tmp_path: Path) -> None:
     result = run_with(tmp_path, Plan(pairs=8, requests=400), "b.p99 > 10000", "b.p99.high > 10000", "ratio.p99 > 100")
     assert [one.state for one in result.thresholds] == ["kept"] * 3
-    (summary,) = [s for s in result.summaries if (s.cell, s.label) == ("concurrent(16)", "b")]
+    (summary,) = [s for s in result.summaries if (s.workload, s.label) == ("concurrent(16)", "b")]
     assert result.thresholds[0].values["b.p99"] == pytest.approx(summary.latency.p99_ms, rel=0.05)
     high, p99 = result.thresholds[1].values["b.p99.high"], result.thresholds[0].values["b.p99"]
     assert high is not None
@@ -234,7 +234,7 @@ def test_a_percentile_is_that_of_all_blocks_together_with_its_interval(tmp_path:
 
 def test_each_arm_of_three_is_judged_by_its_own_values(tmp_path: Path) -> None:
     """C takes 8.5 ms for a single image, B 13.5 and A 16."""
-    plan = Plan(others=(SimulatedArm(3.0, 4.0, 1.5),), pairs=4, cells=(CELLS[1],))
+    plan = Plan(others=(SimulatedArm(3.0, 4.0, 1.5),), pairs=4, workloads=(WORKLOADS[1],))
     result = run_with(
         tmp_path,
         plan,

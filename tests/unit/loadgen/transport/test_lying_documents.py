@@ -16,7 +16,7 @@ from loadgen.bench.arms import Arm, requests_seen, stage_totals
 from loadgen.comparison.facts import Facts
 from loadgen.documents import read_record
 from loadgen.records.machine import own_devices, used_gpu
-from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, StageTotals
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, StageTotals, Workload
 from loadgen.result.checks.registry import check_before_load
 from loadgen.storage.stored_run import StoredRun
 from loadgen.studies.fairness.measure import as_condition
@@ -82,7 +82,9 @@ tensors = st.lists(some(name=scalars, datatype=scalars, shape=st.lists(scalars, 
 EXPERIMENT = Experiment(
     arms=tuple(ArmRequest(label=label, target=f"http://{label}:1") for label in "abc"), model="m", weights="random:0",
     payload="fp32", transport="http", preset="quick", seed=0, equivalence_margin=0.05, threads=0,
-    cells=(Cell(scenario="batched", batch_size=2, concurrency=4, requests=5, seconds=0.1, max_seconds=5.0, rounds=2),),
+    workloads=(
+        Workload(scenario="batched", batch_size=2, concurrency=4, requests=5, seconds=0.1, max_seconds=5.0, rounds=2),
+    ),
 )  # fmt: skip
 quickly = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from loadgen.records.run import Cell, Experiment, Label
+from loadgen.records.run import Experiment, Label, Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
@@ -31,9 +31,10 @@ def explain(directory: Path, cause: CauseName, label: Label, as_is: Label, witho
     """A ablation of `single` whose blocks are the run's own: those of one arm, and the other's in the place of
     the same arm without the cause."""
     experiment = msgspec.json.decode((directory / "experiment.json").read_bytes(), type=Experiment)
-    cell: Cell = next(cell for cell in experiment.cells if cell.name == "single")
+    workload: Workload = next(workload for workload in experiment.workloads if workload.name == "single")
     ablation = Ablation(
-        number=number, cause=cause, label=label, changed="removed", as_is=VARIANT, without=VARIANT, cells=(cell,)
+        number=number, cause=cause, label=label, changed="removed", as_is=VARIANT, without=VARIANT,
+        workloads=(workload,)
     )  # fmt: skip
     folder = directory / ablation.folder
     (folder / "blocks").mkdir(parents=True)
@@ -41,7 +42,7 @@ def explain(directory: Path, cause: CauseName, label: Label, as_is: Label, witho
     for path in sorted((directory / "blocks").glob("*.json")):
         block = json.loads(path.read_text())
         roles = [role for role, own in ((AS_IS, as_is), (WITHOUT, without)) if own == block["label"]]
-        for role in roles if block["cell"] == "single" else []:
+        for role in roles if block["workload"] == "single" else []:
             name = f"{block['index']:04d}{role}"
             (folder / "blocks" / f"{name}.json").write_text(
                 json.dumps({**block, "label": role, "samples": f"samples/{name}.npy"})
@@ -56,7 +57,7 @@ def write_explained(
     """B without its transfer is as fast as A."""
     write_run(directory, PLAN)
     done = explain(directory, "transfer", "b", as_is, without)
-    record = Explanation(cells=("single",), left_out=("batched(4)",), done=(done,), untested=untested)
+    record = Explanation(workloads=("single",), left_out=("batched(4)",), done=(done,), untested=untested)
     (directory / "causes.json").write_bytes(msgspec.json.encode(record))
     path = directory / "experiment.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"explain": True}))
@@ -71,7 +72,7 @@ def shown(result: Result) -> str:
 
 def test_the_whole_difference_is_the_cause_that_takes_it_away(tmp_path: Path) -> None:
     result = analyse(write_explained(tmp_path))
-    (causes,) = result.of(CausesFound).cells
+    (causes,) = result.of(CausesFound).workloads
     assert causes.slower == "b"
     assert causes.difference_ms == pytest.approx(10.0, abs=1.5)
     (cause,) = causes.causes
@@ -92,10 +93,10 @@ def test_of_three_arms_each_has_its_own_causes_beside_the_baseline(tmp_path: Pat
         for number, (label, without) in enumerate([("b", "a"), ("c", "b")])
     )
     barred = Untested(cause="compute", label="c", reason="not ours")
-    record = Explanation(cells=("single",), left_out=(), done=done, untested=(barred,))
+    record = Explanation(workloads=("single",), left_out=(), done=done, untested=(barred,))
     (tmp_path / "causes.json").write_bytes(msgspec.json.encode(record))
     result = analyse(tmp_path)
-    b, c = result.of(CausesFound).cells
+    b, c = result.of(CausesFound).workloads
     assert [one.pairing for one in (b, c)] == [("a", "b"), ("a", "c")]
     assert [one.difference_ms for one in (b, c)] == pytest.approx([10.5, 31.5], abs=1.0)
     assert "100 % payload transfer of B, 0 % unattributed." in b.sentence
@@ -122,7 +123,7 @@ def test_every_report_shows_it(tmp_path: Path) -> None:
 
 def test_a_run_without_ablations_says_so(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, PLAN))
-    assert result.of(CausesFound).cells == ()
+    assert result.of(CausesFound).workloads == ()
     for text in (shown(result), render_markdown(result_document(result))):
         assert "no ablation was run; add" in text
 
@@ -142,17 +143,17 @@ def test_a_run_that_was_interrupted_between_ablations_says_so(tmp_path: Path) ->
 
 def test_arms_that_take_the_same_time_have_nothing_to_explain(tmp_path: Path) -> None:
     write_explained(tmp_path)
-    nothing = Explanation(cells=(), left_out=(), done=(), untested=())
+    nothing = Explanation(workloads=(), left_out=(), done=(), untested=())
     (tmp_path / "causes.json").write_bytes(msgspec.json.encode(nothing))
     assert "so no ablation was run." in shown(analyse(tmp_path))
 
 
-def test_a_cell_with_failed_requests_shows_nothing(tmp_path: Path) -> None:
+def test_a_workload_with_failed_requests_shows_nothing(tmp_path: Path) -> None:
     write_explained(tmp_path)
     path = sorted((tmp_path / "causes" / "00-transfer-b" / "blocks").glob("*.json"))[0]
     block = json.loads(path.read_text())
     path.with_suffix(".json").write_text(json.dumps(block | {"errors": 2, "error_messages": ["HTTP 503: full"]}))
-    (causes,) = analyse(tmp_path).of(CausesFound).cells
+    (causes,) = analyse(tmp_path).of(CausesFound).workloads
     (cause,) = causes.causes
     assert (cause.effects, cause.found, cause.difference_ms) == ((), False, None)
     assert "2 of" in cause.untested[0].reason
@@ -162,10 +163,10 @@ def test_a_cell_with_failed_requests_shows_nothing(tmp_path: Path) -> None:
 def test_blocks_that_are_gone_are_untested_and_not_a_crash(tmp_path: Path) -> None:
     write_explained(tmp_path)
     shutil.rmtree(tmp_path / "causes")
-    (causes,) = analyse(tmp_path).of(CausesFound).cells
+    (causes,) = analyse(tmp_path).of(CausesFound).workloads
     assert causes.causes[0].untested[0].reason == "no pair of blocks is complete"
 
 
 def test_an_arm_that_is_no_faster_without_it_has_no_such_cause(tmp_path: Path) -> None:
     result = analyse(write_explained(tmp_path, as_is="b", without="b"))
-    assert [cause.found for cause in result.of(CausesFound).cells[0].causes] == [False]
+    assert [cause.found for cause in result.of(CausesFound).workloads[0].causes] == [False]

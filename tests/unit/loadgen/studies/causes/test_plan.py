@@ -9,20 +9,22 @@ import numpy as np
 import pytest
 
 from loadgen.comparison.summaries import BlockSummary, summarise_latency
-from loadgen.experiment.plan import make_cells
+from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
 from loadgen.studies.causes.measure import varied_experiment, varied_request
 from loadgen.studies.causes.plan import (
-    cells_worth_explaining,
     changed_settings,
     fit_into,
     plan_ablations,
     rounds_of,
+    workloads_worth_explaining,
 )
 from loadgen.studies.causes.records import Ablation, Untested, Variant
 
-CELLS = make_cells(ExperimentSettings.model_validate({"scenarios": "single,batched,concurrent", "batch_sizes": "4,32"}))
+WORKLOADS = make_workloads(
+    ExperimentSettings.model_validate({"scenarios": "single,batched,concurrent", "batch_sizes": "4,32"})
+)
 BYTES: dict[Label, float] = dict.fromkeys("abc", 602_112.0)
 
 
@@ -36,7 +38,7 @@ def experiment(
             *(ArmRequest(**{"label": "c", "target": "native", **other}) for other in others),
         ),
         **{
-            "model": "m", "weights": "random:0", "payload": "fp32", "transport": "http", "cells": CELLS,
+            "model": "m", "weights": "random:0", "payload": "fp32", "transport": "http", "workloads": WORKLOADS,
             "preset": "full", "seed": 0, "equivalence_margin": 0.05, "threads": 2, **changes,
         },
     )  # fmt: skip
@@ -80,7 +82,7 @@ def test_every_cause_of_both_arms() -> None:
         ({}, arms(engine="null"), "compute", "its engine, null"),
     ],
 )
-def test_what_is_not_there_needs_no_cell(
+def test_what_is_not_there_needs_no_workload(
     changes: dict[str, Any], records: dict[Label, ArmRecord], cause: str, words: str
 ) -> None:
     done, untested = planned(experiment(**changes), records)
@@ -175,26 +177,26 @@ def test_a_variant_changes_its_options_however_they_are_spelt() -> None:
     assert request.settings == {"engine": "torch", "max-queue-delay-us": "0"}
 
 
-def block(cell: str, label: Label, pair: int, mean_ms: float) -> BlockSummary:
+def block(workload: str, label: Label, pair: int, mean_ms: float) -> BlockSummary:
     empty: dict[str, Any] = dict.fromkeys(BlockSummary.__struct_fields__)
     return BlockSummary(
         **{
-            **empty, "index": 0, "cell": cell, "round": pair, "label": label, "position": 0, "start_s": 0.0,
+            **empty, "index": 0, "workload": workload, "round": pair, "label": label, "position": 0, "start_s": 0.0,
             "duration_s": 1.0, "complete": True, "requests": 10, "errors": 0, "items": 10, "restart": 0,
             "latency": summarise_latency(np.full(20, mean_ms)),
         }
     )  # fmt: skip
 
 
-def blocks(cell: str, *means_ms: float, noise: float = 0.01) -> list[BlockSummary]:
+def blocks(workload: str, *means_ms: float, noise: float = 0.01) -> list[BlockSummary]:
     return [
-        block(cell, label, pair, mean * (1 + noise * (-1) ** (pair + (label == "b"))))
+        block(workload, label, pair, mean * (1 + noise * (-1) ** (pair + (label == "b"))))
         for pair in range(6)
         for label, mean in zip("abc", means_ms, strict=False)
     ]  # fmt: skip
 
 
-def test_only_cells_that_differ_beyond_noise_and_margin_are_explained() -> None:
+def test_only_workloads_that_differ_beyond_noise_and_margin_are_explained() -> None:
     run = experiment()
     measured = [
         *blocks("single", 10.0, 20.0),
@@ -202,32 +204,32 @@ def test_only_cells_that_differ_beyond_noise_and_margin_are_explained() -> None:
         *blocks("batched(32)", 10.0, 12.0, noise=0.4),  # within the noise
         *blocks("concurrent(16)", 30.0, 20.0),
     ]
-    assert [cell.name for cell in cells_worth_explaining(run, measured)] == ["concurrent(16)", "single"]
-    assert cells_worth_explaining(run, []) == []
+    assert [workload.name for workload in workloads_worth_explaining(run, measured)] == ["concurrent(16)", "single"]
+    assert workloads_worth_explaining(run, []) == []
 
 
-def test_a_cell_is_worth_it_where_any_arm_differs_from_the_baseline() -> None:
-    """What the other arms differ by among themselves is explained by no cell: each is held to the baseline."""
+def test_a_workload_is_worth_it_where_any_arm_differs_from_the_baseline() -> None:
+    """What the other arms differ by among themselves is explained by no workload: each is held to the baseline."""
     measured = [
         *blocks("single", 10.0, 10.0, 20.0),
         *blocks("batched(4)", 10.0, 10.3, 9.7, noise=0.0001),  # B and C differ by 6 %, neither from A by more than 5 %
         *blocks("batched(32)", 10.0, 10.0, 10.0),
     ]
-    assert [cell.name for cell in cells_worth_explaining(experiment({}, {}, {}), measured)] == ["single"]
+    assert [workload.name for workload in workloads_worth_explaining(experiment({}, {}, {}), measured)] == ["single"]
 
 
-def test_the_budget_holds_the_most_loaded_cell_then_the_lightest() -> None:
+def test_the_budget_holds_the_most_loaded_workload_then_the_lightest() -> None:
     run = experiment()
-    measured = [one for cell in CELLS for one in blocks(cell.name, 10.0, 20.0)]
-    cells = cells_worth_explaining(run, measured)
-    assert [cell.name for cell in cells] == ["concurrent(16)", "single", "batched(32)", "batched(4)"]
+    measured = [one for workload in WORKLOADS for one in blocks(workload.name, 10.0, 20.0)]
+    workloads = workloads_worth_explaining(run, measured)
+    assert [workload.name for workload in workloads] == ["concurrent(16)", "single", "batched(32)", "batched(4)"]
     plan, _ = plan_ablations(run, arms(), BYTES)
-    seconds = {cell.name: 2.0 for cell in cells}
-    a_cell = 2 * rounds_of(cells[0]) * len(plan) * 2.5
-    chosen, left = fit_into(len(plan) * 15.0 + 2 * a_cell, plan, cells, seconds)
-    assert [cell.name for cell in chosen] == ["concurrent(16)", "single"]
-    assert [cell.name for cell in left] == ["batched(32)", "batched(4)"]
-    assert [cell.name for cell in fit_into(1.0, plan, cells, seconds)[0]] == ["concurrent(16)"]
+    seconds = {workload.name: 2.0 for workload in workloads}
+    a_workload = 2 * rounds_of(workloads[0]) * len(plan) * 2.5
+    chosen, left = fit_into(len(plan) * 15.0 + 2 * a_workload, plan, workloads, seconds)
+    assert [workload.name for workload in chosen] == ["concurrent(16)", "single"]
+    assert [workload.name for workload in left] == ["batched(32)", "batched(4)"]
+    assert [workload.name for workload in fit_into(1.0, plan, workloads, seconds)[0]] == ["concurrent(16)"]
 
 
 def test_a_record_keeps_its_folder() -> None:

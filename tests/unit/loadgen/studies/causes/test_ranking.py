@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from loadgen.comparison.stages import ArmStages, StageAccount, StageDifference
-from loadgen.records.run import Cell, Label, Pairing
+from loadgen.records.run import Label, Pairing, Workload
 from loadgen.studies.causes.analyse import (
     CauseEffect,
-    CellCauses,
     Difference,
     MeasuredEffect,
+    WorkloadCauses,
     combine,
     difference,
     rank_causes,
@@ -19,7 +19,9 @@ from loadgen.studies.causes.analyse import (
 from loadgen.studies.causes.records import CauseName, Untested
 
 AB = Pairing("a", "b")
-CELL = Cell(scenario="batched", batch_size=32, concurrency=1, requests=9, seconds=1.0, max_seconds=9.0, rounds=4)
+WORKLOAD = Workload(
+    scenario="batched", batch_size=32, concurrency=1, requests=9, seconds=1.0, max_seconds=9.0, rounds=4
+)
 
 
 def rounds_of(first: float, second: float, count: int = 4, noise: float = 0.02) -> list[tuple[float, float]]:
@@ -50,8 +52,8 @@ def ranked(
     account: StageAccount | None = None,
     comparable: bool = True,
     pairing: Pairing = AB,
-) -> CellCauses:
-    found = rank_causes(CELL, pairing, pairs, effects, untested, account, comparable=comparable)
+) -> WorkloadCauses:
+    found = rank_causes(WORKLOAD, pairing, pairs, effects, untested, account, comparable=comparable)
     assert found is not None
     return found
 
@@ -126,7 +128,7 @@ def test_an_arm_that_left_its_payload_is_not_held_to_its_own_blocks() -> None:
 
 
 ACCOUNT = StageAccount(
-    cell="batched(32)",
+    workload="batched(32)",
     baseline="a",
     arm="b",
     baseline_stages=ArmStages(label="a", requests=1, client_requests=1, client_total_ms=10.0, stages_ms={}),
@@ -187,7 +189,7 @@ def test_a_difference_of_which_nothing_was_tested_yet() -> None:
 
 
 def test_without_pairs_there_is_nothing_to_explain() -> None:
-    assert rank_causes(CELL, AB, [], [], [], None, comparable=True) is None
+    assert rank_causes(WORKLOAD, AB, [], [], [], None, comparable=True) is None
 
 
 def test_one_pair_has_no_interval_and_sees_nothing() -> None:

@@ -1,4 +1,5 @@
-"""Which engines are measured alone: the settings in effect, the sizes that the cells need, and who has no ceiling."""
+"""Which engines are measured alone: the settings in effect, the sizes that the workloads need, and who has no
+ceiling."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from loadgen.cli.assembly import plan_experiment
 from loadgen.entry import build
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.records.run import ArmRecord, ArmRequest, Cell, Experiment, Label
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, Workload
 from loadgen.studies.ceiling.measure import command_of, contradiction
 from loadgen.studies.ceiling.plan import (
     MAX_SIZES,
@@ -28,9 +29,9 @@ EFFECT: dict[str, object] = {
 }  # fmt: skip
 
 
-def cell(scenario: str, batch_size: int = 1, concurrency: int = 1, **more: Any) -> Cell:
+def workload(scenario: str, batch_size: int = 1, concurrency: int = 1, **more: Any) -> Workload:
     fields: dict[str, Any] = {"requests": 5, "seconds": 1.0, "max_seconds": 9.0, "rounds": 2}
-    return Cell(
+    return Workload(
         scenario=scenario,  # type: ignore[arg-type]
         batch_size=batch_size,
         concurrency=concurrency,
@@ -43,7 +44,7 @@ def make_experiment(**changes: Any) -> Experiment:
     settings = ExperimentSettings.model_validate({"scenarios": "single", "ceiling": True})
     ((_, experiment),) = plan_experiment(settings).runs
     arms = tuple(changes.pop(arm.label, arm) for arm in experiment.arms)
-    return msgspec.structs.replace(experiment, **{"arms": arms, "cells": (cell("single"),), **changes})
+    return msgspec.structs.replace(experiment, **{"arms": arms, "workloads": (workload("single"),), **changes})
 
 
 def arm(label: Label = "a", **effect: object) -> ArmRecord:
@@ -67,28 +68,34 @@ def without(record: ArmRecord, experiment: Experiment | None = None) -> str:
 
 
 def test_a_request_at_a_time_needs_its_own_size_alone() -> None:
-    cells = [cell("single"), cell("batched", 8), cell("batched", 32), cell("concurrent", 4, 1), cell("cold-start")]
-    assert sizes_to_measure(cells, 64) == (1, 4, 8, 32)
+    workloads = [
+        workload("single"),
+        workload("batched", 8),
+        workload("batched", 32),
+        workload("concurrent", 4, 1),
+        workload("cold-start"),
+    ]
+    assert sizes_to_measure(workloads, 64) == (1, 4, 8, 32)
 
 
 def test_merged_load_needs_powers_of_two_up_to_the_largest_batch_that_it_can_make() -> None:
-    assert sizes_to_measure([cell("single"), cell("concurrent", 1, 12)], 64) == (1, 2, 4, 8, 12)
-    assert sizes_to_measure([cell("concurrent", 1, 100)], 48) == (1, 2, 4, 8, 16, 32, 48)
-    rated = cell("open", 2, 256, arrivals="poisson", rate_per_s=50.0)
+    assert sizes_to_measure([workload("single"), workload("concurrent", 1, 12)], 64) == (1, 2, 4, 8, 12)
+    assert sizes_to_measure([workload("concurrent", 1, 100)], 48) == (1, 2, 4, 8, 16, 32, 48)
+    rated = workload("open", 2, 256, arrivals="poisson", rate_per_s=50.0)
     assert sizes_to_measure([rated], 16) == (1, 2, 4, 8, 16)
 
 
-def test_of_too_many_sizes_the_smallest_powers_are_left_out_and_no_cell_is() -> None:
-    sizes = sizes_to_measure([cell("batched", 3), cell("batched", 5), cell("concurrent", 1, 512)], 512)
+def test_of_too_many_sizes_the_smallest_powers_are_left_out_and_no_workload_is() -> None:
+    sizes = sizes_to_measure([workload("batched", 3), workload("batched", 5), workload("concurrent", 1, 512)], 512)
     assert len(sizes) == MAX_SIZES
     assert sizes == (1, 3, 5, 32, 64, 128, 256, 512)
-    many = [cell("batched", size) for size in range(1, 13)]
+    many = [workload("batched", size) for size in range(1, 13)]
     assert sizes_to_measure(many, 64) == tuple(range(1, 13))
 
 
 def test_requests_beyond_the_largest_batch_and_searches_need_none() -> None:
-    search = cell("slo", 1, 64, latency_bound_ms=50.0)
-    assert sizes_to_measure([cell("batched", 64), cell("single"), search, cell("ramp", 1, 64)], 32) == (1,)
+    search = workload("slo", 1, 64, latency_bound_ms=50.0)
+    assert sizes_to_measure([workload("batched", 64), workload("single"), search, workload("ramp", 1, 64)], 32) == (1,)
 
 
 def test_the_command_names_the_settings_in_effect() -> None:
@@ -130,7 +137,7 @@ def test_who_has_no_ceiling() -> None:
     assert "does not report" in without(arm(max_batch_size=None))
     remote = make_experiment(a=ArmRequest(label="a", target="http://127.0.0.1:8000"))
     assert "did not start its server" in without(arm(), remote)
-    beyond = make_experiment(cells=(cell("batched", 128),))
+    beyond = make_experiment(workloads=(workload("batched", 128),))
     assert without(arm(), beyond) == "every request exceeds its largest batch, 64"
 
 

@@ -58,8 +58,8 @@ def measured_run(directory: Path) -> Path:
     return write_measured(directory, a, Ceiling(labels=("b",), reason="its measurement ended with exit status 1"))
 
 
-def of(result: Result, cell: str, label: Label = "a") -> EngineShare:
-    (found,) = [one for one in result.of(CeilingsFound).shares if (one.cell, one.label) == (cell, label)]
+def of(result: Result, workload: str, label: Label = "a") -> EngineShare:
+    (found,) = [one for one in result.of(CeilingsFound).shares if (one.workload, one.label) == (workload, label)]
     return found
 
 
@@ -69,12 +69,12 @@ def shown(result: Result) -> str:
     return " ".join(stream.getvalue().split())
 
 
-def test_each_cell_is_divided_by_whole_calls_at_its_own_batch_size(tmp_path: Path) -> None:
+def test_each_workload_is_divided_by_whole_calls_at_its_own_batch_size(tmp_path: Path) -> None:
     result = analyse(measured_run(tmp_path))
     assert {one.label for one in result.of(CeilingsFound).shares} == {"a"}
-    for cell, size in (("single", 1), ("batched(4)", 4), ("batched(32)", 32)):
-        found = of(result, cell)
-        (served,) = [s.throughput_per_s for s in result.summaries if (s.cell, s.label) == (cell, "a")]
+    for workload, size in (("single", 1), ("batched(4)", 4), ("batched(32)", 32)):
+        found = of(result, workload)
+        (served,) = [s.throughput_per_s for s in result.summaries if (s.workload, s.label) == (workload, "a")]
         assert (found.batch, found.batch_origin) == (size, "request")
         assert found.engine_images_per_s == pytest.approx(size / (3.0 + 4.5 * size) * 1e3)
         assert found.served_images_per_s == served
@@ -106,7 +106,7 @@ def test_a_measurement_of_both_arms_counts_for_both(tmp_path: Path) -> None:
 def test_what_is_missing_is_said_and_fails_nothing(tmp_path: Path) -> None:
     result = analyse(measured_run(tmp_path))
     (missing,) = result.of(CeilingsFound).missing
-    assert (missing.label, missing.cell, missing.reason) == ("b", None, "its measurement ended with exit status 1")
+    assert (missing.label, missing.workload, missing.reason) == ("b", None, "its measurement ended with exit status 1")
     plain = analyse(write_run(tmp_path / "plain", SHORT))
     assert plain.of(CeilingsFound) == CeilingsFound()
     assert result.valid == plain.valid
@@ -119,11 +119,11 @@ def test_a_size_that_was_not_measured_and_a_server_that_tells_no_batches_have_no
     write_measured(tmp_path, Ceiling(labels=("a",), document=few))
     for path in sorted((tmp_path / "blocks").glob("*.json")):
         record = json.loads(path.read_text())
-        if record["cell"] == "concurrent(16)":
+        if record["workload"] == "concurrent(16)":
             path.write_text(json.dumps(record | {"stages": None}))
     result = analyse(tmp_path)
-    assert [one.cell for one in result.of(CeilingsFound).shares] == ["single", "batched(1)"]
-    reasons = {gap.cell: gap.reason for gap in result.of(CeilingsFound).missing}
+    assert [one.workload for one in result.of(CeilingsFound).shares] == ["single", "batched(1)"]
+    reasons = {gap.workload: gap.reason for gap in result.of(CeilingsFound).missing}
     assert reasons["batched(8)"] == "that batch size was not measured"
     assert reasons["concurrent(16)"] == "its server does not report its executions"
 
@@ -135,7 +135,7 @@ def test_a_share_above_its_ceiling_is_a_warning(tmp_path: Path) -> None:
     highest = max(result.of(CeilingsFound).shares, key=lambda one: one.share)
     assert highest.share > 1.05
     assert check.value == pytest.approx(highest.share, abs=1e-4)
-    assert f"of {highest.label.upper()} in {highest.cell}" in check.detail
+    assert f"of {highest.label.upper()} in {highest.workload}" in check.detail
     assert "take the rest" not in highest.sentence
     assert result.valid == analyse(write_run(tmp_path / "plain", SHORT)).valid
 

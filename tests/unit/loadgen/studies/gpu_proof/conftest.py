@@ -104,7 +104,7 @@ class Plan:
         cpu = self.server_cpu_s_per_request
         return [
             BlockRecord(
-                index=number, cell="single", round=number, label="a", position=0, started_at="", samples="",
+                index=number, workload="single", round=number, label="a", position=0, started_at="", samples="",
                 window_start_ns=window.start_ns, window_end_ns=window.end_ns, requests=requests, items=requests,
                 errors=self.errors, error_messages=(), generator_cpu_ns=0,
                 server_cpu_ns=None if cpu is None else int(cpu * requests * 1e9), stages=None, complete=True,
@@ -135,7 +135,7 @@ def assess_plan(directory: Path, plan: Plan, **changes: Any) -> EvidenceRecord:
     path = directory / "0000.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in plan.record()))
     arm: dict[str, Any] = {
-        "label": "a", "cell": "single", "blocks": plan.block_records(), "gaps": plan.gaps,
+        "label": "a", "workload": "single", "blocks": plan.block_records(), "gaps": plan.gaps,
         "completions_ns": plan.completions_ns(), "gpu_info": GPU_INFO, "model_config": None,
         "server_pids": {4711}, "own_pids": {4711, 4712},
     } | changes  # fmt: skip

@@ -103,7 +103,7 @@ def test_no_readings_at_all(run: Run, plan: Any) -> None:
 
     blocks = plan().block_records()
     record = assess(
-        read_readings([]), label="a", cell=None, blocks=blocks, gaps=[], completions_ns=np.empty(0, np.int64),
+        read_readings([]), label="a", workload=None, blocks=blocks, gaps=[], completions_ns=np.empty(0, np.int64),
         gpu_info=None, model_config=None,
     )  # fmt: skip
     assert (record.finding, record.code) == ("INCONCLUSIVE", "no_nvml")

@@ -28,7 +28,7 @@ def arm(capture: dict[str, Any], kind: str, placement: str) -> dict[str, Any]:
     (phase,) = [phase for phase in capture["phases"] if phase["kind"] == kind]
     device = {"gpu": "cuda:0", "cpu": "cpu"}[placement]
     block = BlockRecord(
-        index=0, cell="single", round=0, label="a", position=0, started_at="", samples="",
+        index=0, workload="single", round=0, label="a", position=0, started_at="", samples="",
         window_start_ns=phase["start_ns"], window_end_ns=phase["end_ns"], requests=phase["completed"],
         items=phase["completed"], errors=0, error_messages=(), generator_cpu_ns=0, server_cpu_ns=phase["cpu_ns"],
         stages=None, complete=True,
@@ -41,7 +41,7 @@ def arm(capture: dict[str, Any], kind: str, placement: str) -> dict[str, Any]:
     }
     return {
         "label": "a",
-        "cell": "single",
+        "workload": "single",
         "blocks": [block],
         "gaps": [Window(start_ns=p["start_ns"], end_ns=p["end_ns"]) for p in capture["phases"] if p["kind"] == "idle"],
         "completions_ns": np.array(phase["completions_ns"], dtype=np.int64),

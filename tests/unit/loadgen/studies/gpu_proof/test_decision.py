@@ -216,7 +216,7 @@ def test_lost_readings_never_make_an_idle_gpu_look_verified(run: Run, plan: Any,
 
 
 CPU_CONTROL = EvidenceRecord(
-    label="a", cell="single", control=True, finding=Finding.CPU_FALLBACK, code=None, sentence="", notes=(),
+    label="a", workload="single", control=True, finding=Finding.CPU_FALLBACK, code=None, sentence="", notes=(),
     activity="idle", attributed=None, cpu_witness=True, thresholds=DEFAULT_THRESHOLDS,
     inputs=change(inputs("cpu"), "witness", {"cpu_s_per_request": 0.002, "requests_per_s": 50.0}),
 )  # fmt: skip

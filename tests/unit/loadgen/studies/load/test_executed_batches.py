@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from loadgen.comparison.facts import Facts
-from loadgen.comparison.summaries import CellSummary
+from loadgen.comparison.summaries import WorkloadSummary
 from loadgen.result.analysis import analyse as analyse_run
 from loadgen.storage.stored_run import read_run
 from loadgen.studies.load.analyse import ExecutedBatches, LoadFound, analyse
@@ -23,12 +23,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judged(directory: Path, mean: float | None) -> ExecutedBatches:
     """The first arm's batched(4), with this mean executed batch."""
 
-    def changed(summary: CellSummary) -> CellSummary:
+    def changed(summary: WorkloadSummary) -> WorkloadSummary:
         return msgspec.structs.replace(summary, executed_batch_mean=mean, executed_batches={})
 
     summaries = [changed(summary) for summary in analyse_run(directory).summaries]
     found = analyse(Facts(read_run(directory), summaries=summaries))
-    return next(one for one in found.executed_batches if one.cell == "batched(4)")
+    return next(one for one in found.executed_batches if one.workload == "batched(4)")
 
 
 @pytest.mark.parametrize(("mean", "formed"), [(None, None), (4.0, False), (4.39, False), (4.4, True), (9.0, True)])
@@ -43,4 +43,4 @@ def test_requests_were_merged_from_a_mean_of_a_tenth_above_their_size(
 def test_every_arm_and_workload_is_there(directory: Path) -> None:
     result = analyse_run(directory)
     found = result.of(LoadFound).executed_batches
-    assert {(one.cell, one.label) for one in found} == {(one.cell, one.label) for one in result.summaries}
+    assert {(one.workload, one.label) for one in found} == {(one.workload, one.label) for one in result.summaries}

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 import msgspec
 
 from loadgen.comparison.pairs import SATURATION, SLO_RATE, PairedMetric, pair_metrics
-from loadgen.records.run import Cell, Label
+from loadgen.records.run import Label, Workload
 from loadgen.studies.rate_search.analyse import find_ramps, find_rates
 from loadgen.studies.rate_search.records import RampFound, RateFound, Trial
 from loadgen.studies.rate_search.search import RateSearch
 from tests.unit.loadgen.result.test_fairness import EXPERIMENT
 
-SLO = Cell(
+SLO = Workload(
     scenario="slo", batch_size=1, concurrency=8, requests=459, seconds=1.0, max_seconds=60.0, rounds=2,
     arrivals="poisson", latency_bound_ms=50.0,
 )  # fmt: skip
-RAMP = Cell(scenario="ramp", batch_size=1, concurrency=64, requests=20, seconds=1.0, max_seconds=9.0, rounds=1)
+RAMP = Workload(scenario="ramp", batch_size=1, concurrency=64, requests=20, seconds=1.0, max_seconds=9.0, rounds=1)
 
 
-def trial(cell: Cell, label: Label, step: int, *, round_: int = 0, cpu: float = 0.5, **more: object) -> Trial:
+def trial(workload: Workload, label: Label, step: int, *, round_: int = 0, cpu: float = 0.5, **more: object) -> Trial:
     fields: dict[str, object] = {
-        "index": step, "cell": cell.name, "round": round_, "restart": 0, "label": label,
+        "index": step, "workload": workload.name, "round": round_, "restart": 0, "label": label,
         "position": int(label == "b"), "step": step, "concurrency": 8, "started_at": "", "window_start_ns": 0,
         "window_end_ns": 2_000_000_000, "samples": "", "requests": 459, "errors": 0,
         "generator_cpu_ns": int(cpu * 2e9), "throughput_per_s": None, "p50_ms": None, "p99_ms": None,
@@ -54,8 +54,8 @@ def climb(label: Label, capacity: float, users: int, cpu: float = 0.5) -> list[T
     return rungs
 
 
-def paired_in(cell: Cell, found: Sequence[RateFound | RampFound]) -> list[PairedMetric]:
-    return pair_metrics(msgspec.structs.replace(EXPERIMENT, cells=(cell,)), (), (), found)
+def paired_in(workload: Workload, found: Sequence[RateFound | RampFound]) -> list[PairedMetric]:
+    return pair_metrics(msgspec.structs.replace(EXPERIMENT, workloads=(workload,)), (), (), found)
 
 
 def test_rates_and_their_pairs() -> None:
