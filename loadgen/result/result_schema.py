@@ -26,6 +26,8 @@ def result_schema() -> str:
     )
     types = {one.__name__: one for one in _records(Record)}
     for name, definition in definitions.items():
+        if "description" in definition:  # Python 3.13 dedents docstrings, older ones do not
+            definition["description"] = inspect.cleandoc(definition["description"])
         if name in types:
             for field, meaning in _meanings(types[name]).items():
                 definition["properties"][field]["description"] = meaning

@@ -103,10 +103,11 @@ def _outcome(result: Result, one: Comparison) -> tuple[doc.Cell, doc.Cell, doc.C
     found, interval = better_of(one.pairing, one.ratio, one.ci95, one.higher_is_better)
     style = WITHOUT_WINNER[one.verdict] if one.winner is None else arm_style(result, one.winner)
     dim: doc.Style | None = None if one.winner else "note"
+    words = verdict_words(one.verdict, one.pairing)
     return (
         doc.Cell(found, style if one.winner else dim),
         doc.Cell(interval, dim),
-        doc.Cell(verdict_words(one.verdict, one.pairing), style, hint=one.reason or ""),
+        doc.Cell(words, style, words.replace("meaningful ", ""), one.reason or ""),
     )
 
 

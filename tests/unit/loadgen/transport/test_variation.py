@@ -8,7 +8,6 @@ import threading
 
 import numpy as np
 import pytest
-from PIL import Image
 from tritonclient.grpc import service_pb2
 
 from loadgen.transport.bodies import choose_items
@@ -21,6 +20,7 @@ from loadgen.transport.transports import TRANSPORTS, prepare
 from loadgen.transport.variation import FreshItems, FreshNumbers, Variation, find_variation
 from servers.models.corpus import jpeg_paths
 
+Image = pytest.importorskip("PIL.Image")  # comes with the extra `servers`
 RNG = np.random.default_rng(0)
 ARRAYS: dict[str, tuple[str, np.ndarray]] = {
     "fp32": ("FP32", RNG.standard_normal((6, 3, 8, 8)).astype("<f4")),
