@@ -24,80 +24,128 @@ class NativeSettings(BaseSettings):
 
     model_config = settings_of("ABSERVE_NATIVE_")
 
-    model: str = Field(DEFAULT_MODEL, description="A registered model.")
-    payloads: str = Field("", description="Variants to serve: fp32, uint8, jpeg, comma-separated; empty: only --model.")
-    weights: str = Field(defaults.WEIGHTS, description="random:SEED, a pretrained tag or a checkpoint file.")
-    host: str = Field(defaults.HOST, description="Address to listen on.")
-    http_port: int = Field(8100, ge=1, le=65535, description="Port of HTTP.")
-    grpc_port: int = Field(8101, ge=0, le=65535, description="Port of gRPC; 0: no gRPC.")
+    model: str = Field(DEFAULT_MODEL, title="Model", description="A registered model.")
+    payloads: str = Field(
+        "", title="Model", description="Variants to serve: fp32, uint8, jpeg, comma-separated; empty: only --model."
+    )
+    weights: str = Field(
+        defaults.WEIGHTS, title="Model", description="random:SEED, a pretrained tag or a checkpoint file."
+    )
+    host: str = Field(defaults.HOST, title="Target", description="Address to listen on.")
+    http_port: int = Field(8100, ge=1, le=65535, title="Target", description="Port of HTTP.")
+    grpc_port: int = Field(8101, ge=0, le=65535, title="Target", description="Port of gRPC; 0: no gRPC.")
     engine: Literal["torch", "onnxruntime", "tensorrt", "null"] = Field(
-        "torch", description="The engine that executes the model; null executes nothing."
+        "torch", title="Engine", description="The engine that executes the model; null executes nothing."
     )
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = Field(
-        defaults.PRECISION, description="Precision of the computation."
+        defaults.PRECISION, title="Engine", description="Precision of the computation."
     )
     mode: str = Field(
-        defaults.MODE, description="How the engine executes: auto, or a mode it offers (eager, traced, graph)."
+        defaults.MODE,
+        title="Engine",
+        description="How the engine executes: auto, or a mode it offers (eager, traced, graph).",
     )
-    device: str = Field(defaults.DEVICE, description="auto, cpu or cuda:N.")
-    threads: int = Field(0, ge=0, description="Intra-op threads on the CPU; 0: all cores this process may use.")
+    device: str = Field(defaults.DEVICE, title="Engine", description="auto, cpu or cuda:N.")
+    threads: int = Field(
+        0, ge=0, title="Engine", description="Intra-op threads on the CPU; 0: all cores this process may use."
+    )
     artefact: Annotated[Path | None, Option(offered=False)] = Field(
-        None, description="The exported file of FP32 input, for engines that execute one."
+        None, title="Engine", description="The exported file of FP32 input, for engines that execute one."
     )
     artefact_uint8: Annotated[Path | None, Option(offered=False)] = Field(
-        None, description="The exported file of UINT8 input, for engines that execute one."
+        None, title="Engine", description="The exported file of UINT8 input, for engines that execute one."
     )
     max_batch_size: int = Field(
-        defaults.MAX_BATCH_SIZE, ge=1, le=4096, description="Largest batch that is executed or accepted."
+        defaults.MAX_BATCH_SIZE,
+        ge=1,
+        le=4096,
+        title="Batching",
+        description="Largest batch that is executed or accepted.",
     )
     max_queue_delay_us: int = Field(
         defaults.MAX_QUEUE_DELAY_US,
         ge=0,
         le=10_000_000,
+        title="Batching",
         description="Maximum time a batch waits for more requests (µs).",
     )
     queue_size: int = Field(
-        defaults.QUEUE_SIZE, ge=1, description="Requests that may wait; the next one is answered 503 at once."
+        defaults.QUEUE_SIZE,
+        ge=1,
+        title="Batching",
+        description="Requests that may wait; the next one is answered 503 at once.",
     )
     queue_timeout_us: int = Field(
         0,
         ge=0,
         le=MAX_TIMEOUT_US,
+        title="Batching",
         description="Queue timeout (µs) of requests without their own, then 503; 0: no limit.",
     )
     max_body_bytes: int = Field(
-        64 * 2**20, ge=1, description="Largest request body, also after decompression; a larger one gets 413."
+        64 * 2**20,
+        ge=1,
+        title="Limits",
+        description="Largest request body, also after decompression; a larger one gets 413.",
     )
     max_json_bytes: int = Field(
         32 * 2**20,
         ge=1024,
+        title="Limits",
         description="Longest JSON of one request, then 413; parsing it delays other requests by 1 ms per MiB.",
     )
     max_header_bytes: int = Field(
-        16 * 1024, ge=1024, le=64 * 1024, description="Longest HTTP head: the request line and all headers."
+        16 * 1024,
+        ge=1024,
+        le=64 * 1024,
+        title="Limits",
+        description="Longest HTTP head: the request line and all headers.",
     )
-    max_headers: int = Field(100, ge=10, le=10_000, description="Most HTTP headers of one request.")
-    max_chunks: int = Field(65_536, ge=1, description="Most chunks of one body with Transfer-Encoding: chunked.")
+    max_headers: int = Field(100, ge=10, le=10_000, title="Limits", description="Most HTTP headers of one request.")
+    max_chunks: int = Field(
+        65_536, ge=1, title="Limits", description="Most chunks of one body with Transfer-Encoding: chunked."
+    )
     max_held_bytes: int = Field(
-        2 * 2**30, ge=1, description="All bodies that arrive, wait or are executed, in bytes; more get 503 at once."
+        2 * 2**30,
+        ge=1,
+        title="Limits",
+        description="All bodies that arrive, wait or are executed, in bytes; more get 503 at once.",
     )
     read_timeout_s: float = Field(
-        30, gt=0, le=3600, description="Time for a head (s), and how far a body may fall behind its minimum rate."
+        30,
+        gt=0,
+        le=3600,
+        title="Limits",
+        description="Time for a head (s), and how far a body may fall behind its minimum rate.",
     )
-    min_body_bytes_per_s: int = Field(2**20, ge=1, description="Minimum rate of an arriving body.")
-    keep_alive_timeout_s: float = Field(75, gt=0, description="How long an idle connection stays open, HTTP or gRPC.")
+    min_body_bytes_per_s: int = Field(2**20, ge=1, title="Limits", description="Minimum rate of an arriving body.")
+    keep_alive_timeout_s: float = Field(
+        75, gt=0, title="Limits", description="How long an idle connection stays open, HTTP or gRPC."
+    )
     decode_threads: int = Field(
-        0, ge=0, le=256, description="Threads that decode JPEG files; 0: one per core, up to four."
+        0, ge=0, le=256, title="Limits", description="Threads that decode JPEG files; 0: one per core, up to four."
     )
     max_image_pixels: int = Field(
-        MAX_PIXELS, ge=1, description="Largest JPEG that is decoded, in pixels; read from its header."
+        MAX_PIXELS, ge=1, title="Limits", description="Largest JPEG that is decoded, in pixels; read from its header."
     )
-    allow_shared_memory: bool = Field(False, description="Let clients register shared memory of this machine.")
-    allow_model_control: bool = Field(False, description="Let clients unload and load models.")
-    shutdown_timeout_s: float = Field(30, gt=0, le=3600, description="Time to finish accepted work after SIGTERM (s).")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
+    allow_shared_memory: bool = Field(
+        False, title="Access and process", description="Let clients register shared memory of this machine."
+    )
+    allow_model_control: bool = Field(
+        False, title="Access and process", description="Let clients unload and load models."
+    )
+    shutdown_timeout_s: float = Field(
+        30, gt=0, le=3600, title="Access and process", description="Time to finish accepted work after SIGTERM (s)."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", title="Access and process", description="Lowest level that is logged."
+    )
     added_delay_ms: Annotated[float, Option(hidden=True)] = Field(
-        0, ge=0, le=60_000, description="Test option: added to every answer without blocking anything."
+        0,
+        ge=0,
+        le=60_000,
+        title="Access and process",
+        description="Test option: added to every answer without blocking anything.",
     )
 
     @field_validator("grpc_port")
