@@ -82,7 +82,7 @@ def gpu_info(device: str) -> dict | None:
             "kind": "torch",
             "used_device_uuid": "GPU-5c719ed0-0000-0000-0000-000000000000",
             "placement": {"result": "gpu", "params_by_device": {device: 1}},
-            "canary": {"kernel_count": 9},
+            "kernel_probe": {"kernel_count": 9},
         },
     }
 

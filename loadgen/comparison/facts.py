@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from loadgen.comparison.comparisons import Comparison
-from loadgen.comparison.stages import ArmStages, StageAccount
+from loadgen.comparison.stages import ArmStages, LatencyBreakdown
 from loadgen.comparison.summaries import BlockSummary, WorkloadSummary
 from loadgen.records.run import Found, Workload
 from loadgen.storage.stored_run import StoredBlock, StoredRun
@@ -35,13 +35,13 @@ class WorkloadFacts:
     blocks: Sequence[BlockSummary]
     summaries: Sequence[WorkloadSummary]
     """One per arm."""
-    accounts: Sequence[StageAccount]
+    breakdowns: Sequence[LatencyBreakdown]
     """One per arm beside the baseline."""
 
     @property
     def stages(self) -> list[ArmStages]:
         """Of each arm that reports them, the baseline's first."""
-        return list({side.label: side for account in self.accounts for side in account.sides if side}.values())
+        return list({side.label: side for breakdown in self.breakdowns for side in breakdown.sides if side}.values())
 
     @property
     def scope(self) -> str:
@@ -55,7 +55,7 @@ class Facts:
     run: StoredRun
     blocks: Sequence[BlockSummary] = ()
     summaries: Sequence[WorkloadSummary] = ()
-    accounts: Sequence[StageAccount] = ()
+    breakdowns: Sequence[LatencyBreakdown] = ()
     findings: Mapping[str, Found] = field(default_factory=dict)
     """The studies' findings by study name."""
     comparisons: Sequence[Comparison] = ()
@@ -73,7 +73,7 @@ class Facts:
                 [block for block in self.run.blocks if block.record.workload == workload.name],
                 [block for block in self.blocks if block.workload == workload.name],
                 [summary for summary in self.summaries if summary.workload == workload.name],
-                [account for account in self.accounts if account.workload == workload.name],
+                [breakdown for breakdown in self.breakdowns if breakdown.workload == workload.name],
             )
             for workload in self.run.experiment.workloads
             if workload.has_blocks

@@ -84,7 +84,7 @@ class StageDifference(Record, frozen=True, kw_only=True):
     share: float | None
 
 
-class StageAccount(Record, frozen=True, kw_only=True):
+class LatencyBreakdown(Record, frozen=True, kw_only=True):
     """Two arms in one workload. `differences` is empty unless both breakdowns add up; the largest comes first."""
 
     workload: str
@@ -101,7 +101,7 @@ class StageAccount(Record, frozen=True, kw_only=True):
         return self.baseline_stages, self.arm_stages
 
 
-def account_arm(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
+def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
     """The breakdown over blocks of one arm and workload; None if none of them has both samples and stages."""
     used = [
         (good(block.samples), stages, block.record.cool_down)
@@ -185,21 +185,21 @@ def _mean_ms(totals: Sequence[StageTotals], stage: str) -> float | None:
     return float(sum(values)) / requests / NS_PER_MS if requests > 0 else None
 
 
-def account_workload(workload: str, blocks: Sequence[StoredBlock], pairings: Sequence[Pairing]) -> list[StageAccount]:
+def break_down(workload: str, blocks: Sequence[StoredBlock], pairings: Sequence[Pairing]) -> list[LatencyBreakdown]:
     """The breakdown of each arm over the given blocks of one workload, and the differences of each pairing."""
     labels = dict.fromkeys(label for pairing in pairings for label in pairing)
-    arms = {label: account_arm(label, [block for block in blocks if block.record.label == label]) for label in labels}
-    return [_account(workload, pairing, arms[pairing.baseline], arms[pairing.arm]) for pairing in pairings]
+    arms = {label: stages_of(label, [block for block in blocks if block.record.label == label]) for label in labels}
+    return [_breakdown(workload, pairing, arms[pairing.baseline], arms[pairing.arm]) for pairing in pairings]
 
 
-def _account(workload: str, pairing: Pairing, baseline: ArmStages | None, arm: ArmStages | None) -> StageAccount:
+def _breakdown(workload: str, pairing: Pairing, baseline: ArmStages | None, arm: ArmStages | None) -> LatencyBreakdown:
     total, apart = None, {}
     if baseline is not None and arm is not None:
         total = arm.client_total_ms - baseline.client_total_ms
         if not (baseline.contradictions or arm.contradictions):
             before, after = folded(baseline, arm), folded(arm, baseline)
             apart = {stage: after[stage] - before[stage] for stage in before}
-    return StageAccount(
+    return LatencyBreakdown(
         workload=workload,
         baseline=pairing.baseline,
         arm=pairing.arm,

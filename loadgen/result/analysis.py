@@ -12,7 +12,7 @@ import msgspec
 from loadgen.comparison.comparisons import compare_all, invalidate
 from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import latencies_of
-from loadgen.comparison.stages import account_workload
+from loadgen.comparison.stages import break_down
 from loadgen.comparison.summaries import summarise_blocks, summarise_workload
 from loadgen.documents import one_line
 from loadgen.records.run import Found
@@ -44,14 +44,14 @@ def analyse_run(run: StoredRun) -> Result:
         summarise_workload(workload.name, label, run.blocks, blocks) for workload in loads for label in labels
     )
     complete = [block for block, summary in zip(run.blocks, blocks, strict=True) if summary.complete]
-    accounts = tuple(
-        account
+    breakdowns = tuple(
+        breakdown
         for workload in loads
-        for account in account_workload(
+        for breakdown in break_down(
             workload.name, [one for one in complete if one.record.workload == workload.name], pairings
         )
     )
-    facts = Facts(run, blocks, summaries, accounts)
+    facts = Facts(run, blocks, summaries, breakdowns)
     every: list[Found] = [analyse(facts) for analyse in parts("analyse", "analyse")]
     findings = {found.STUDY: found for found in every}
     facts = replace(facts, findings=findings)
@@ -85,7 +85,7 @@ def analyse_run(run: StoredRun) -> Result:
         checks=checks,
         comparisons=comparisons,
         summaries=summaries,
-        stages=accounts,
+        stages=breakdowns,
         blocks=blocks,
         studies={name: found for name, found in findings.items() if found != type(found)()},
         stopping=stopping,

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, cast
 import msgspec
 
 from loadgen.comparison.comparisons import Comparison
-from loadgen.comparison.stages import StageAccount
+from loadgen.comparison.stages import LatencyBreakdown
 from loadgen.comparison.summaries import BlockSummary, WorkloadSummary
 from loadgen.documents import DocumentError, read_record
 from loadgen.records.machine import NoiseFloor
@@ -43,7 +43,7 @@ class Result(Record, frozen=True, kw_only=True):
     checks: tuple[Check, ...]
     comparisons: tuple[Comparison, ...]
     summaries: tuple[WorkloadSummary, ...]
-    stages: tuple[StageAccount, ...]
+    stages: tuple[LatencyBreakdown, ...]
     blocks: tuple[BlockSummary, ...]
     studies: dict[str, Any] = msgspec.field(default_factory=dict)
     """Each study's findings by its name; a study that found nothing is left out."""

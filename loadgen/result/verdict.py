@@ -12,7 +12,7 @@ from loadgen.comparison.comparisons import Comparison, Outcome, leading_comparis
 from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.ranking import Ranking, neighbours, rank
-from loadgen.comparison.stages import TITLES, StageAccount
+from loadgen.comparison.stages import TITLES, LatencyBreakdown
 from loadgen.comparison.summaries import WorkloadSummary
 from loadgen.quantities import number, sentence, share, signed_ms
 from loadgen.records.run import Experiment, Label, Record, Workload, shown
@@ -165,9 +165,9 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
         for text in (found.sentence, *found.notes)
     ]  # also without a verdict, since an ablation shows a cause of its own
     if leading.verdict != "invalid" or reasons:
-        for account in facts.accounts:
-            if (account.workload, account.baseline, account.arm) == (leading.scenario, *leading.pairing):
-                reasons += explain_stages(account)
+        for breakdown in facts.breakdowns:
+            if (breakdown.workload, breakdown.baseline, breakdown.arm) == (leading.scenario, *leading.pairing):
+                reasons += explain_stages(breakdown)
         workload = next(workload for workload in facts.run.experiment.workloads if workload.name == leading.scenario)
         summaries = [s for s in facts.summaries if s.workload == leading.scenario and s.label in leading.pairing]
         reasons += [text for summary in summaries for text in _explain_arm(summary)]
@@ -183,17 +183,17 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
     )
 
 
-def explain_stages(account: StageAccount) -> list[str]:
+def explain_stages(breakdown: LatencyBreakdown) -> list[str]:
     """Which stages make up the difference of the mean latencies, the largest first; empty unless both arms report
     them. If a server contradicts the measurement, that instead of a breakdown."""
     if refused := [
         f"{shown(arm.label)}'s own statistics contradict the measured latency ({number(arm.client_total_ms)} ms on "
         f"average), so no latency breakdown is shown: {'; '.join(arm.contradictions[:MAX_STAGES])}."
-        for arm in account.sides
+        for arm in breakdown.sides
         if arm is not None and arm.contradictions
     ]:
         return refused
-    base, arm, total = account.baseline_stages, account.arm_stages, account.difference_ms
+    base, arm, total = breakdown.baseline_stages, breakdown.arm_stages, breakdown.difference_ms
     if base is None or arm is None or total is None:
         return []
     larger = max(base.client_total_ms, arm.client_total_ms)
@@ -202,7 +202,7 @@ def explain_stages(account: StageAccount) -> list[str]:
         return [f"Requests take the same time on both arms ({means})."]
     parts = [
         f"{TITLES[d.stage]} {signed_ms(d.difference_ms)}" + (f" ({_percent(d.share)})" if d.share is not None else "")
-        for d in account.differences[:MAX_STAGES]
+        for d in breakdown.differences[:MAX_STAGES]
         if abs(d.difference_ms) >= MIN_STAGE_SHARE * abs(total)
     ]
     return [f"Requests take {means} on average. {shown(arm.label)}'s {signed_ms(total)} come from {', '.join(parts)}."]

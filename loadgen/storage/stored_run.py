@@ -91,7 +91,7 @@ class StoredRun:
     conditions: Conditions | None = None
     """Of the machine, right before the load."""
     explanation: Explanation | None = None
-    counterfactual_blocks: tuple[tuple[StoredBlock, ...], ...] = ()
+    ablation_blocks: tuple[tuple[StoredBlock, ...], ...] = ()
     """Of each ablation in `explanation.done`, in that order."""
     ceilings: Ceilings | None = None
     """Of the engines alone, if they were measured."""
@@ -132,7 +132,7 @@ def read_run(directory: Path) -> StoredRun:
         noise_floors=_all(directory, NoiseFloor) or (),
         conditions=_one(directory, Conditions),
         explanation=explanation,
-        counterfactual_blocks=tuple(
+        ablation_blocks=tuple(
             _read_blocks(directory / one.folder, one.workloads) for one in (explanation.done if explanation else ())
         ),
         ceilings=_one(directory, Ceilings),

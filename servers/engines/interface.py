@@ -103,7 +103,7 @@ class Engine(ABC):
     ) -> EngineDescription:
         settings = self._settings
         label = "none" if self._weights is None else self._weights.label
-        probe = {} if self.kernel_probe is None else {"canary": self.kernel_probe}  # its name in stored documents
+        probe = {} if self.kernel_probe is None else {"kernel_probe": self.kernel_probe}
         return EngineDescription(
             settings.kind,
             version,
@@ -127,7 +127,7 @@ def staging_of(engine: Engine) -> Mapping[str, Array]:
 
 
 def profiled(engine: Engine) -> EngineDescription | None:
-    """The description of a warm engine after one profiled inference; its kernels are in `details["canary"]`.
+    """The description of a warm engine after one profiled inference; its kernels are in `details["kernel_probe"]`.
 
     None for an engine without a profiler, where `PROFILE_AT_START` is 0, and where the driver refuses to profile.
     Takes about a second on a GPU, so call it at the start and never in a measured window.

@@ -57,7 +57,7 @@ class Runtime:
 
     cuda_build, cuda_available, device_uuid, memory_allocated_bytes, parameters_by_device {device: count},
     nodes_by_provider {execution provider: count}, cpu_time_ratio (share of node time), cpu_non_shape_ops [operator],
-    canary {wall_seconds, cuda_event_seconds, kernel_count, top_kernels}, the kernel probe of one inference.
+    kernel_probe {wall_seconds, cuda_event_seconds, kernel_count, top_kernels}, the kernel probe of one inference.
     """
 
     kind: str
@@ -149,9 +149,9 @@ def _runtime(runtime: Runtime, machine: Mapping[str, Any]) -> Document:
         "cuda_build": told.get("cuda_build"),
         "cuda_available": told.get("cuda_available"),
         "used_device_uuid": _used_uuid(runtime.device, told.get("device_uuid"), machine),
-        "placement": {"result": _placement(runtime.device, placement, told.get("canary")), **placement},
+        "placement": {"result": _placement(runtime.device, placement, told.get("kernel_probe")), **placement},
         "memory_allocated_bytes": told.get("memory_allocated_bytes"),
-        "canary": told.get("canary"),
+        "kernel_probe": told.get("kernel_probe"),
     }
 
 

@@ -92,7 +92,7 @@ def queue_delay(load: WorkloadFacts, _: Facts) -> Outcome | None:
     threshold=f"−{share(OVERLAP_LIMIT)} to {share(UNATTRIBUTED_LIMIT)} unattributed, same requests",
 )
 @per_load
-def stage_account(load: WorkloadFacts, _: Facts) -> Outcome:
+def latency_breakdown(load: WorkloadFacts, _: Facts) -> Outcome:
     arms = load.stages
     if not arms:
         return Outcome(None, "no server reports stages")

@@ -22,7 +22,7 @@ import numpy as np
 from loadgen.comparison.claims import place
 from loadgen.comparison.facts import Facts
 from loadgen.comparison.pairs import side_by_side
-from loadgen.comparison.stages import StageAccount
+from loadgen.comparison.stages import LatencyBreakdown
 from loadgen.comparison.summaries import BlockSummary, summarise_blocks
 from loadgen.quantities import number, signed_ms
 from loadgen.records.run import Found, Label, Pairing, Record, Workload, shown
@@ -222,7 +222,7 @@ def rank_causes(
     pairs: Pairs,
     effects: Sequence[MeasuredEffect],
     untested: Sequence[Untested],
-    breakdown: StageAccount | None,
+    breakdown: LatencyBreakdown | None,
     *,
     comparable: bool,
 ) -> WorkloadCauses | None:
@@ -275,7 +275,7 @@ def _cause(
     gap: Difference,
     own: Mapping[Label, MeasuredEffect],
     missing: tuple[Untested, ...],
-    breakdown: StageAccount | None,
+    breakdown: LatencyBreakdown | None,
 ) -> tuple[Cause, Difference | None]:
     barred = any(not one.moot for one in missing)
     part: Difference | None = None
@@ -388,8 +388,8 @@ def analyse(facts: Facts) -> CausesFound:
     explanation, experiment = facts.run.explanation, facts.run.experiment
     if explanation is None:
         return CausesFound()
-    done = list(zip(explanation.done, map(summarise_blocks, facts.run.counterfactual_blocks), strict=True))
-    breakdowns = {(one.workload, one.baseline, one.arm): one for one in facts.accounts}
+    done = list(zip(explanation.done, map(summarise_blocks, facts.run.ablation_blocks), strict=True))
+    breakdowns = {(one.workload, one.baseline, one.arm): one for one in facts.breakdowns}
     found: list[WorkloadCauses] = []
     by_name = {workload.name: workload for workload in experiment.workloads}
     for workload in (by_name[name] for name in explanation.workloads if name in by_name):

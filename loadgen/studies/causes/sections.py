@@ -8,7 +8,7 @@ import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.comparison.claims import verdict_words
 from loadgen.comparison.comparisons import winner_of
-from loadgen.comparison.stages import STAGES, TITLES, StageAccount
+from loadgen.comparison.stages import STAGES, TITLES, LatencyBreakdown
 from loadgen.quantities import number, signed_ms
 from loadgen.records.run import Pairing, shown
 from loadgen.result.result_file import Result
@@ -195,7 +195,7 @@ def _cause_bars(result: Result, found: WorkloadCauses) -> doc.Figure:
     )
 
 
-def stage_table(result: Result, breakdown: StageAccount, on: doc.Format = doc.PAGES) -> doc.Table:
+def stage_table(result: Result, breakdown: LatencyBreakdown, on: doc.Format = doc.PAGES) -> doc.Table:
     """Each stage of a request with the total last; without rows where no arm reports stages that add up."""
     rows = stage_rows(breakdown)
     pairing = Pairing(breakdown.baseline, breakdown.arm)
@@ -210,7 +210,7 @@ def stage_table(result: Result, breakdown: StageAccount, on: doc.Format = doc.PA
     )
 
 
-def stage_rows(breakdown: StageAccount) -> list[tuple[str, ...]]:
+def stage_rows(breakdown: LatencyBreakdown) -> list[tuple[str, ...]]:
     """(stage, baseline, arm, arm − baseline, share of the difference) with the total last; empty where no arm reports
     stages that add up."""
     arms = [arm for arm in breakdown.sides if arm and not arm.contradictions]

@@ -55,7 +55,7 @@ def _judge(runtime: Mapping[str, Any], config: Mapping[str, Any], thresholds: Th
     if nodes:
         return _from_nodes(nodes, placement, thresholds)
     if params:
-        return _from_parameters(params, _number(mapping(runtime.get("canary")).get("kernel_count")))
+        return _from_parameters(params, _number(mapping(runtime.get("kernel_probe")).get("kernel_count")))
     if placement.get("result") == "cpu":
         return "cpu", 1.0, "the server says that it executes on the CPU"
     if runtime.get("kind") == "tensorrt":

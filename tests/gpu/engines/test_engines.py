@@ -123,7 +123,7 @@ def test_the_description_proves_the_gpu(loaded: tuple[Engine, ModelSpecification
         probe: Any = engine.kernel_probe
         assert probe["kernel_count"] >= 20
         assert probe["top_kernels"][0]["seconds"] > 0
-        assert engine.describe().details["canary"] == probe
+        assert engine.describe().details["kernel_probe"] == probe
     else:
         assert seen.details["nodes_by_provider"]["CUDAExecutionProvider"] > 0  # type: ignore[index]
         assert seen.details["cpu_non_shape_ops"] == []

@@ -25,14 +25,14 @@ class ProfilingEngine(NullEngine):
         return True
 
     def describe(self) -> EngineDescription:
-        return EngineDescription("null", "1", "fp32", "eager", "cpu", 1, 32, "none", {"canary": self.calls})
+        return EngineDescription("null", "1", "fp32", "eager", "cpu", 1, 32, "none", {"kernel_probe": self.calls})
 
 
 def test_the_description_afterwards_holds_the_profile() -> None:
     engine = ProfilingEngine()
     description = profiled(engine)
     assert description is not None
-    assert (engine.calls, description.details) == (1, {"canary": 1})
+    assert (engine.calls, description.details) == (1, {"kernel_probe": 1})
 
 
 def test_an_engine_without_a_profiler_and_a_timed_start_have_none(monkeypatch: pytest.MonkeyPatch) -> None:

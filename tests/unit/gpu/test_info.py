@@ -46,12 +46,12 @@ def machine(*uuids: str) -> dict[str, object]:
     [
         ("torch", "cpu", {"parameters_by_device": {"cpu": 3}}, "cpu"),
         ("torch", "cuda:0", {"parameters_by_device": {"cuda:0": 3}}, "unknown"),
-        ("torch", "cuda:0", {"parameters_by_device": {"cuda:0": 3}, "canary": {"kernel_count": 0}}, "unknown"),
-        ("torch", "cuda:0", {"parameters_by_device": {"cuda:0": 3}, "canary": {"kernel_count": 5}}, "gpu"),
+        ("torch", "cuda:0", {"parameters_by_device": {"cuda:0": 3}, "kernel_probe": {"kernel_count": 0}}, "unknown"),
+        ("torch", "cuda:0", {"parameters_by_device": {"cuda:0": 3}, "kernel_probe": {"kernel_count": 5}}, "gpu"),
         (
             "torch",
             "cuda:0",
-            {"parameters_by_device": {"cuda:0": 3, "cpu": 1}, "canary": {"kernel_count": 5}},
+            {"parameters_by_device": {"cuda:0": 3, "cpu": 1}, "kernel_probe": {"kernel_count": 5}},
             "partial",
         ),
         ("onnxruntime", "cuda:0", {"nodes_by_provider": {CUDA: 9}}, "gpu"),

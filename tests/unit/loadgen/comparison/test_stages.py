@@ -1,4 +1,4 @@
-"""The account of time adds up for both arms, whatever each of them reports."""
+"""The breakdown of time adds up for both arms, whatever each of them reports."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 def test_every_account_adds_up(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(pairs=2)))
     assert len(result.stages) == 7
-    for account in result.stages:
-        assert account.baseline_stages is not None
-        assert account.arm_stages is not None
-        for arm, other in permutations((account.baseline_stages, account.arm_stages)):
+    for breakdown in result.stages:
+        assert breakdown.baseline_stages is not None
+        assert breakdown.arm_stages is not None
+        for arm, other in permutations((breakdown.baseline_stages, breakdown.arm_stages)):
             assert set(arm.stages_ms) == set(STAGES)
             assert sum(v for v in arm.stages_ms.values() if v is not None) == pytest.approx(arm.client_total_ms)
             assert sum(folded(arm, other).values()) == pytest.approx(arm.client_total_ms)
-        assert sum(d.difference_ms for d in account.differences) == pytest.approx(account.difference_ms)
-        assert sum(d.share or 0.0 for d in account.differences) == pytest.approx(1.0)
+        assert sum(d.difference_ms for d in breakdown.differences) == pytest.approx(breakdown.difference_ms)
+        assert sum(d.share or 0.0 for d in breakdown.differences) == pytest.approx(1.0)
 
 
 def test_a_stage_that_one_arm_lacks_is_folded_into_where_the_other_keeps_it(tmp_path: Path) -> None:
-    account = analyse(write_run(tmp_path, Plan(pairs=2))).stages[0]
-    assert account.baseline_stages is not None
-    assert account.arm_stages is not None
-    assert account.arm_stages.stages_ms["decode"] is None
-    shared = folded(account.baseline_stages, account.arm_stages)
+    breakdown = analyse(write_run(tmp_path, Plan(pairs=2))).stages[0]
+    assert breakdown.baseline_stages is not None
+    assert breakdown.arm_stages is not None
+    assert breakdown.arm_stages.stages_ms["decode"] is None
+    shared = folded(breakdown.baseline_stages, breakdown.arm_stages)
     assert set(shared) == {"send_delay", "queue", "compute_input", "compute_infer", "compute_output", "unattributed"}
     assert shared["compute_input"] == pytest.approx(
-        (account.baseline_stages.stages_ms["compute_input"] or 0) + (account.baseline_stages.stages_ms["decode"] or 0)
+        (breakdown.baseline_stages.stages_ms["compute_input"] or 0)
+        + (breakdown.baseline_stages.stages_ms["decode"] or 0)
     )
 
 
@@ -55,8 +56,8 @@ def test_a_stage_that_one_arm_lacks_is_folded_into_where_the_other_keeps_it(tmp_
     ],
 )
 def test_the_planted_cause_leads_the_reasons(tmp_path: Path, b: SimulatedArm, stage: str) -> None:
-    account = analyse(write_run(tmp_path, Plan(b=b, pairs=3))).stages[0]
-    text = explain_stages(account)[0]
+    breakdown = analyse(write_run(tmp_path, Plan(b=b, pairs=3))).stages[0]
+    text = explain_stages(breakdown)[0]
     assert f"come from {stage}" in text
 
 
@@ -67,8 +68,8 @@ def test_an_arm_without_stages_gets_no_explanation(tmp_path: Path) -> None:
         if block["label"] == "b":
             path.write_text(json.dumps(block | {"stages": None}))
     result = analyse(tmp_path)
-    assert all(account.arm_stages is None and account.baseline_stages is not None for account in result.stages)
-    assert all(explain_stages(account) == [] for account in result.stages)
+    assert all(breakdown.arm_stages is None and breakdown.baseline_stages is not None for breakdown in result.stages)
+    assert all(explain_stages(breakdown) == [] for breakdown in result.stages)
 
 
 def lie(directory: Path, **told: int) -> None:
@@ -97,20 +98,20 @@ def test_statistics_that_contradict_the_latency_are_no_reason(tmp_path: Path, to
     write_run(tmp_path, Plan(pairs=3))
     lie(tmp_path, **told)
     result = analyse(tmp_path)
-    account = result.stages[0]
-    assert account.workload == "single"
-    assert account.arm_stages is not None
-    assert account.differences == ()
-    reasons = explain_stages(account)
+    breakdown = result.stages[0]
+    assert breakdown.workload == "single"
+    assert breakdown.arm_stages is not None
+    assert breakdown.differences == ()
+    reasons = explain_stages(breakdown)
     assert len(reasons) == 1
     assert reasons[0].startswith("B's own statistics contradict the measured latency (13.")
     assert words in reasons[0]
     verdict = next(one for one in result.verdict.scenarios if one.scenario == "single")
     assert not any("executing the model" in reason for reason in verdict.reasons)
-    check = next(c for c in result.checks if (c.name, c.scope) == ("stage_account", "workload single"))
+    check = next(c for c in result.checks if (c.name, c.scope) == ("latency_breakdown", "workload single"))
     assert (check.ok, check.severity) == (False, "warns")
     assert f"B: {words}" in check.detail
-    rows = stage_rows(account)
+    rows = stage_rows(breakdown)
     assert {row[2] for row in rows[:-1]} == {"–"}, "B's stages"
     assert all(row[1] != "–" and row[3] == "–" for row in rows), "A's are shown"
     stream = io.StringIO()
@@ -140,5 +141,5 @@ def test_one_request_more_or_less_is_no_contradiction(tmp_path: Path) -> None:
     block = json.loads(path.read_text())
     block["stages"]["requests"] += 1
     path.write_text(json.dumps(block))
-    arms = [arm for account in analyse(tmp_path).stages for arm in (account.baseline_stages, account.arm_stages)]
+    arms = [arm for breakdown in analyse(tmp_path).stages for arm in (breakdown.baseline_stages, breakdown.arm_stages)]
     assert not any(arm.contradictions for arm in arms if arm is not None)

@@ -63,7 +63,7 @@ def on_gpu(arm: ArmRecord, device: str, kernels: int | None) -> ArmRecord:
             "kind": "torch",
             "used_device_uuid": CAPTURE["uuid"] if device != "cpu" else None,
             "placement": {"params_by_device": {device: 152}},
-            "canary": None if kernels is None else {"kernel_count": kernels},
+            "kernel_probe": None if kernels is None else {"kernel_count": kernels},
         },
     }
     return msgspec.structs.replace(arm, gpu_info=info, in_effect={**arm.in_effect, "device": device})

@@ -167,12 +167,12 @@ def test_a_planted_fault_fails_its_check(
 
 
 def test_the_faults_above_are_the_whole_registry() -> None:
-    """send_lag, queue_delay and stage_account have their own tests below, evidence has test_gpu_evidence, the open loop
-    test_open_loop."""
+    """send_lag, queue_delay and latency_breakdown have their own tests below, evidence has test_gpu_evidence, the open
+    loop test_open_loop."""
     open_loop = {"generator_ceiling", "connections_free", "rate_sustained"}
     repetition = {"restarts", "noise_floor", "repeated_requests"}  # test_repetition
     elsewhere = (
-        repetition | {"send_lag", "queue_delay", "stage_account", "gpu_evidence", "negative_control"} | open_loop
+        repetition | {"send_lag", "queue_delay", "latency_breakdown", "gpu_evidence", "negative_control"} | open_loop
     )
     fairness = {name for name, definition in CHECKS.items() if definition.before_load}  # test_fairness
     searches = {"searches_ended"}  # tests/unit/loadgen/studies/rate_search/test_search_checks.py
@@ -258,7 +258,7 @@ def test_a_queue_delay_under_serial_load_is_seen(tmp_path: Path) -> None:
 
 def test_a_request_that_is_in_no_stage_is_seen(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(b=SimulatedArm(transport_ms=60.0, reports_http=False), **SMALL)))
-    failed = check(result, "stage_account", "single")
+    failed = check(result, "latency_breakdown", "single")
     assert failed.ok is False
     assert "of a request to B" in failed.detail
     assert "is unattributed" in failed.detail
@@ -271,7 +271,7 @@ def test_a_server_that_counts_other_requests_is_seen(tmp_path: Path) -> None:
     block = json.loads(path.read_text())
     block["stages"]["requests"] += 3
     path.write_text(json.dumps(block))
-    failed = check(analyse(tmp_path), "stage_account")
+    failed = check(analyse(tmp_path), "latency_breakdown")
     assert failed.ok is False
     assert "counted" in failed.detail
 

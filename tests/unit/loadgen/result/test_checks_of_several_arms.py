@@ -199,7 +199,7 @@ def test_an_arm_whose_processors_were_taken_is_not_on_the_same_machine(tmp_path:
 
 def test_every_arm_has_its_stages_once(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, PLAN))
-    facts = Facts(StoredRun(Path(), result.experiment, None, ()), blocks=result.blocks, accounts=result.stages)
+    facts = Facts(StoredRun(Path(), result.experiment, None, ()), blocks=result.blocks, breakdowns=result.stages)
     assert [(arm.label, load.scope) for load in facts.loads for arm in load.stages] == [
         (label, f"workload {workload.name}") for workload in WORKLOADS for label in ("a", "b", "c")
     ]

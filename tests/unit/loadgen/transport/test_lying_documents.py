@@ -65,7 +65,7 @@ configs = some(
 )  # fmt: skip
 gpu_infos = some(
     runtime=some(
-        used_device_uuid=scalars, kind=scalars, canary=some(kernel_count=scalars),
+        used_device_uuid=scalars, kind=scalars, kernel_probe=some(kernel_count=scalars),
         placement=some(result=scalars, ep_nodes=some(CUDAExecutionProvider=scalars), params_by_device=some(cpu=scalars),
                        cpu_time_ratio=scalars, cpu_non_shape_ops=st.lists(scalars, max_size=2)),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.comparison.stages import ArmStages, StageAccount, StageDifference
+from loadgen.comparison.stages import ArmStages, LatencyBreakdown, StageDifference
 from loadgen.records.run import Label, Pairing, Workload
 from loadgen.studies.causes.analyse import (
     CauseEffect,
@@ -49,7 +49,7 @@ def ranked(
     pairs: list[tuple[float, float]],
     effects: list[MeasuredEffect],
     untested: tuple[Untested, ...] = (),
-    account: StageAccount | None = None,
+    account: LatencyBreakdown | None = None,
     comparable: bool = True,
     pairing: Pairing = AB,
 ) -> WorkloadCauses:
@@ -127,7 +127,7 @@ def test_an_arm_that_left_its_payload_is_not_held_to_its_own_blocks() -> None:
     assert not any("drifted" in note for note in ranked(gap(10.0, 20.0), effects).notes)
 
 
-ACCOUNT = StageAccount(
+ACCOUNT = LatencyBreakdown(
     workload="batched(32)",
     baseline="a",
     arm="b",

@@ -122,11 +122,11 @@ GPU_INFO: dict[str, Any] = {
         "kind": "torch",
         "used_device_uuid": UUID,
         "placement": {"result": "gpu", "params_by_device": {"cuda:0": 152}},
-        "canary": {"kernel_count": 97},
+        "kernel_probe": {"kernel_count": 97},
     }
 }
 CPU_INFO: dict[str, Any] = {
-    "runtime": {"kind": "torch", "placement": {"result": "cpu", "params_by_device": {"cpu": 152}}, "canary": None}
+    "runtime": {"kind": "torch", "placement": {"result": "cpu", "params_by_device": {"cpu": 152}}, "kernel_probe": None}
 }
 
 

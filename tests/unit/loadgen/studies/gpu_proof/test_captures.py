@@ -37,7 +37,7 @@ def arm(capture: dict[str, Any], kind: str, placement: str) -> dict[str, Any]:
         "kind": "torch",
         "used_device_uuid": capture["uuid"],
         "placement": {"params_by_device": {device: 1}},
-        "canary": {"kernel_count": capture["kernel_count"]},
+        "kernel_probe": {"kernel_count": capture["kernel_count"]},
     }
     return {
         "label": "a",

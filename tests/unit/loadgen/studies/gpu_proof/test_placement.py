@@ -10,8 +10,8 @@ from loadgen.studies.gpu_proof.decision import judge_placement
 from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS
 
 
-def runtime(kind: str, canary: Any = None, **placement: Any) -> dict[str, Any]:
-    return {"runtime": {"kind": kind, "placement": {"result": "gpu"} | placement, "canary": canary}}
+def runtime(kind: str, kernel_probe: Any = None, **placement: Any) -> dict[str, Any]:
+    return {"runtime": {"kind": kind, "placement": {"result": "gpu"} | placement, "kernel_probe": kernel_probe}}
 
 
 CUDA = "CUDAExecutionProvider"
