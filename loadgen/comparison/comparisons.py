@@ -23,7 +23,7 @@ import msgspec
 
 from loadgen.comparison.pairs import Latencies, PairedMetric, leading_metric, pair_metrics
 from loadgen.comparison.summaries import BlockSummary
-from loadgen.quantities import inverse
+from loadgen.quantities import Interval, inverse
 from loadgen.records.run import Experiment, Label, Pairing, Record
 from loadgen.statistics.anytime import estimate_anytime
 from loadgen.statistics.ratios import (
@@ -135,15 +135,20 @@ class Advantage(NamedTuple):
 
 
 def advantage(comparison: Comparison) -> Advantage | None:
-    """The better arm and its factor, for display; None without a ratio. Stored ratios stay arm ÷ baseline."""
-    if comparison.ratio is None:
+    """The better arm and its factor, for display; None without a ratio."""
+    return better_arm(comparison.pairing, comparison.ratio, comparison.ci95, comparison.higher_is_better)
+
+
+def better_arm(
+    pairing: Pairing, ratio: float | None, ci95: Interval | None, higher_is_better: bool
+) -> Advantage | None:
+    """The better arm of a stored ratio, which is arm ÷ baseline; None without a ratio."""
+    if ratio is None:
         return None
-    if comparison.ratio == 1.0:
-        return Advantage(None, 1.0, comparison.ci95)
-    better = comparison.arm if (comparison.ratio > 1.0) == comparison.higher_is_better else comparison.baseline
-    if comparison.ratio > 1.0:
-        return Advantage(better, comparison.ratio, comparison.ci95)
-    return Advantage(better, 1.0 / comparison.ratio, inverse(comparison.ci95))
+    if ratio == 1.0:
+        return Advantage(None, 1.0, ci95)
+    better = pairing.arm if (ratio > 1.0) == higher_is_better else pairing.baseline
+    return Advantage(better, ratio, ci95) if ratio > 1.0 else Advantage(better, 1.0 / ratio, inverse(ci95))
 
 
 def compare_all(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import loadgen.report.document as doc
 from loadgen.comparison.claims import claim, figure, verdict_words
-from loadgen.comparison.comparisons import Comparison, Outcome
+from loadgen.comparison.comparisons import Comparison, Outcome, better_arm
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.ranking import neighbours
 from loadgen.quantities import Interval, inverse, ratio, ratio_interval, share
@@ -38,13 +38,11 @@ def against_baseline(result: Result) -> list[Comparison]:
 
 def better_of(pairing: Pairing, value: float | None, ci95: Interval | None, higher_is_better: bool) -> tuple[str, str]:
     """A ratio of arm to baseline from the better arm, with its interval: ("A 2.02×", "1.91–2.15")."""
-    if value is None:
+    found = better_arm(pairing, value, ci95, higher_is_better)
+    if found is None:
         return "–", "–"
-    label = pairing.arm if (value > 1.0) == higher_is_better else pairing.baseline
-    if value < 1.0:
-        value, ci95 = 1.0 / value, inverse(ci95)
-    factor = ratio(value, ci95)
-    return (factor if value == 1.0 else f"{shown(label)} {factor}"), ratio_interval(ci95)
+    factor = ratio(found.factor, found.ci95)
+    return (factor if found.better is None else f"{shown(found.better)} {factor}"), ratio_interval(found.ci95)
 
 
 def comparison_table(
