@@ -13,13 +13,13 @@ REPORT := docs/results/2026-11-22-h200/http-uint8/report.html
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(VENV)/.ready ## make the virtual environment (done by the others as needed)
+setup: $(VENV)/.ready ## make the virtual environment (other targets run this as needed)
 
 # The dependency on pyproject.toml and the constraints renews an old environment.
 $(VENV)/.ready: pyproject.toml docker/constraints.txt .ci/setup
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh .ci/setup
 
-compare: setup ## the main job: start both servers, measure, print the verdict, write the report
+compare: setup ## compare both servers: start them, measure, print the verdict, write the report
 	@$(BIN)/abserve compare $(ARGS)
 
 # Tests that start no servers run two at a time; those that do run alone, since some of them watch time pass.
@@ -39,26 +39,26 @@ endif
 test-slow: setup ## run the tests that take minutes
 	@$(BIN)/python -m pytest -m "slow and not gpu and not compose" $(ARGS)
 
-test-compose: setup ## build the images, bring the cpu profile up for real, use it, kill it, take it down (needs Docker)
+test-compose: setup ## test the compose stack: build the images, start the cpu profile, load it, kill its services (needs Docker)
 	@$(BIN)/python -m pytest -m compose -s tests/compose $(ARGS)
 
 # Whether these pass depends on how fast and how quiet the machine is; nothing in the other targets does.
 benchmark: setup ## measure overheads and planted differences (needs an idle machine)
 	@$(BIN)/python -m pytest -m benchmark -s tests/benchmarks tests/truth tests/integration/loadgen $(ARGS)
 
-lint: setup ## ruff, mypy --strict, and the files of docker compose (with docker and promtool where they are)
+lint: setup ## run ruff and mypy --strict, and check the compose files (with docker and promtool if installed)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/compose/test_files.py
 
-reference: setup ## write the JSON Schema of result.json and docs/commands.md again, from the code
+reference: setup ## regenerate the JSON Schema of result.json and docs/commands.md from the code
 	@$(BIN)/python -m loadgen.result.result_schema > docs/result.schema.json.new
 	@mv docs/result.schema.json.new docs/result.schema.json
 	@$(BIN)/python .ci/command_reference.py > docs/commands.md.new
 	@mv docs/commands.md.new docs/commands.md
 
-picture: ## take the picture of the README again, from the published report (needs Chromium)
+picture: ## regenerate the README's picture from the published report (needs Chromium)
 	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1400,1250 --screenshot=docs/images/report.png \
 		"file://$(CURDIR)/$(REPORT)" 2>/dev/null
 	@ls -l docs/images/report.png
@@ -68,23 +68,23 @@ docs: ## build the documentation site into site/html, with every link checked
 	@rm -rf site && mkdir site && cp -r docs .ci/zensical.toml site/
 	@$(VENV)-docs/bin/zensical build --strict --clean --config-file site/zensical.toml
 
-dist: ## build and check the packages, install them in a fresh environment of every Python that is there
+dist: ## build and check the packages, install them in a fresh environment of every installed Python
 	@PYTHON="$(PYTHON)" .ci/dist
 
-format: setup ## let ruff rewrite what it can
+format: setup ## format and fix the code with ruff
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-doctor: setup ## say what this machine lacks, with remedies
+doctor: setup ## check this machine and print a remedy for everything that is missing
 	@$(BIN)/abserve doctor $(ARGS)
 
-repo: setup ## generate triton_model_repo/ again
+repo: setup ## regenerate triton_model_repo/
 	@$(BIN)/abserve triton-repo $(ARGS)
 
-lock: ## write docker/locks/ again: the images' packages with their hashes, from pyproject.toml and the constraints
+lock: ## regenerate docker/locks/: the images' packages with hashes, from pyproject.toml and the constraints
 	@PYTHON="$(PYTHON)" sh docker/lock
 
-pin-images: ## write into .env the digest that each image's tag has today (needs Docker; ARGS names another file)
+pin-images: ## write the current digest of each image's tag into .env (needs Docker; ARGS names another file)
 	@$(PYTHON) docker/pin_images.py $(ARGS)
 
 clean: ## remove the environment, artefacts and results

@@ -1,5 +1,4 @@
-"""Numbers as a person reads them: with their unit, with no more digits than their interval supports, never as 0 unless
-they are 0."""
+"""Formats numbers for readers: with their unit, no more digits than their interval supports, and 0 only for 0."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The run context: what a study measures with. Servers that are up and warm, inputs, the load runner, kept answers."""
+"""The run context that studies measure with: warm servers, inputs, the load runner and kept answers."""

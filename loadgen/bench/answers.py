@@ -1,4 +1,4 @@
-"""Compares answers: before the load those of the arms with each other, after it those under load with those alone.
+"""Compares answers: those of the arms before the load, and after it those given under load with those given alone.
 
 **Parity**: all arms answer the same inputs, or their speed is not compared.
 
@@ -35,9 +35,9 @@ from loadgen.transport.transports import Target, prepare, read_answer
 from loadgen.transport.variation import Variation, find_variation
 
 LEAST_ANSWERS = 64
-"""Per workload and arm over the run, if there are so many."""
+"""Answers compared per workload and arm over the run, if there are that many."""
 ANSWERS_OF_A_TRIAL = 4
-"""A search has dozens of trials."""
+"""Few, because a search has dozens of trials."""
 _MIXED_SIZES = (2, 3, 1, 5, 1, 4, 7, 1, 8)
 _TIMEOUT_S = 120.0
 
@@ -50,7 +50,7 @@ class ParityError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ParityTarget:
-    """One arm as parity asks it: over the transport of the load, with the same inputs in its own payload."""
+    """One arm in the parity check: asked over the transport of the load, with the same inputs in its payload."""
 
     target: Target
     signature: Signature
@@ -62,7 +62,7 @@ def check_parity(
 ) -> ParityRecord:
     """Send every arm, the baseline first, the same inputs: alone, in mixed batches sent at once (so that dynamic
     batching merges them), and in one batch of each size. Each arm's answers must equal the baseline's but for rounding,
-    and an arm's answers in a batch its own answers alone."""
+    and an arm's answers in a batch must equal its answers alone."""
     record = ParityRecord(
         cases=(),
         ok=False,
@@ -213,13 +213,13 @@ class AnswersUnderLoad:
         return msgspec.structs.replace(command, keep_answers=count, keep_seed=self.seed * 1_000_003 + number)
 
     def take(self, workload: Workload, label: Label, block: str, outcome: Outcome) -> None:
-        """Take over what a block has kept; `block` is its name for messages."""
+        """Take over the answers that a block has kept; `block` is its name for messages."""
         self.kept += [_Kept(workload, label, block, answer) for answer in outcome.answers]
 
     def compare(
         self, arms: Mapping[Label, Arm], signatures: Mapping[Label, Signature], inputs: Inputs, restart: int
     ) -> None:
-        """Compare everything that is kept, while nothing is under load. Raises `StorageError`."""
+        """Compare all kept answers, while nothing is under load. Raises `StorageError`."""
         first = next(iter(arms))  # the baseline
         for label, arm in arms.items():
             reference = first if arms[first].payload == arm.payload else label

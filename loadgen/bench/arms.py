@@ -43,7 +43,7 @@ class Arm:
 
     @property
     def endpoint(self) -> Endpoint:
-        """For all requests but inference."""
+        """The endpoint for all requests except inference."""
         return Endpoint(self.deployment.url)
 
     @property
@@ -53,7 +53,7 @@ class Arm:
 
     @property
     def target(self) -> Target:
-        """For inference."""
+        """The target of inference requests."""
         return Target(self.transport, self.deployment.url, self.model, self.deployment.grpc_address)
 
     def bodies(self, samples: Path, signature: Signature, batch_sizes: Sequence[int], seed: int) -> Prepare:
@@ -95,7 +95,7 @@ class Arm:
         return "" if failure is None else f"; the server {failure}"
 
     def record(self) -> ArmRecord:
-        """What is in effect according to the server. Raises `EndpointError` when it does not answer."""
+        """The settings in effect according to the server. Raises `EndpointError` when it does not answer."""
         endpoint = self.endpoint
         server = endpoint.document("/v2") or {}
         config = endpoint.document(f"/v2/models/{self.model}/config")

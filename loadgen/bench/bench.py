@@ -1,4 +1,4 @@
-"""The run context: what the phases of a run and its studies share."""
+"""The run context, which the phases of a run and its studies share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Bench:
     """A temporary folder of the run."""
     samples_folder: Path
     records: Sequence[ArmRecord]
-    """Of the arms as they run now, like `signatures`."""
+    """The records of the running arms, as are the `signatures`."""
     signatures: Mapping[Label, Signature]
     inputs: Inputs
     generator: GeneratorProcess
@@ -43,7 +43,7 @@ class Bench:
         abserve: Sequence[str],
         sampler: Sequence[str],
     ) -> None:
-        """`abserve` is the command that starts servers, `sampler` that of the GPU sampler."""
+        """`abserve` is the command that starts servers, `sampler` the one that starts the GPU sampler."""
         self.experiment = experiment
         self.store = store
         self.progress = progress
@@ -90,7 +90,7 @@ class Bench:
         )
 
     def prepare_bodies(self, batch_sizes: Sequence[int]) -> None:
-        """Replace the generator's bodies by those of these batch sizes. Raises `GeneratorError`."""
+        """Replace the generator's bodies with bodies of these batch sizes. Raises `GeneratorError`."""
         self.progress.now("preparing request bodies")
         for label in {arm.body_key: label for label, arm in self.arms.items()}.values():
             arm, signature = self.arms[label], self.signatures[label]

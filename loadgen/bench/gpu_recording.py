@@ -1,6 +1,6 @@
-"""The GPU sampler of a run, a process that records GPU readings beside the load, and what servers say of their GPUs.
+"""The GPU sampler of a run, a process that records GPU readings during the load, and what servers report on GPUs.
 
-The run goes on when the sampler fails: what it did not record makes the GPU verification inconclusive, nothing else.
+The run goes on when the sampler fails: missing readings only make the GPU verification inconclusive.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from loadgen.studies.gpu_proof.records import DEFAULT_THRESHOLDS, Window
 from loadgen.targets.process import ChildProcess, ProcessError
 
 SAMPLER: tuple[str, ...] = (*OWN_MODULE, "servers.gpu.sampler")
-"""Run as a process, since the load generator imports nothing of the servers."""
+"""Runs as a separate process, because the load generator does not import the servers."""
 READY_SECONDS = 30.0
 ANSWER_SECONDS = 10.0
 GPU_INFO_SECONDS = 60.0
 GAP_SECONDS = DEFAULT_THRESHOLDS.min_gap_s + DEFAULT_THRESHOLDS.gap_settle_s + DEFAULT_THRESHOLDS.gap_margin_s + 0.5
-"""An idle gap, long enough after both its ends are cut off."""
+"""Length of an idle gap: long enough once both its ends are cut off."""
 
 
 class GpuRecording:
@@ -78,7 +78,7 @@ class GpuRecording:
             self._process.read_line(ANSWER_SECONDS)
 
     def _status(self) -> object:
-        """What the sampler's first line says of the driver: "ok" with a GPU."""
+        """The driver status in the sampler's first line: "ok" with a GPU."""
         assert self._process is not None
         try:
             document = msgspec.json.decode(self._process.read_line(READY_SECONDS) or b"null")
@@ -97,7 +97,7 @@ class GpuStage:
         self._sampler = tuple(sampler)
         self._arms: Mapping[Label, Arm] = {}
         self.records: tuple[ArmRecord, ...] = ()
-        """Of the arms, each with its `/gpu-info` document."""
+        """The arms' records, each with its `/gpu-info` document."""
         self.recording: GpuRecording | None = None
         """None without a GPU, or when all arms say that they run on the CPU."""
 
@@ -124,7 +124,7 @@ class GpuStage:
             self.recording = None
 
     def note_processes(self) -> None:
-        """Record which processes the arms' servers are now."""
+        """Record the current processes of the arms' servers."""
         assert self.recording is not None
         for label, arm in self._arms.items():
             self.recording.processes(label, arm.deployment.pids())

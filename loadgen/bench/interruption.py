@@ -11,7 +11,7 @@ from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ECHO_SECONDS = 1.0
-"""A second signal this soon is an impatient finger, or the terminal's to the whole process group."""
+"""A second signal this soon is a repeated key press, or the one that the terminal sends to the process group."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def uninterrupted() -> Iterator[None]:
 def _handled(
     numbers: tuple[signal.Signals, ...], handler: Callable[[int, FrameType | None], None] | signal.Handlers
 ) -> Iterator[None]:
-    """Does nothing outside of the main thread, where Python sets no handlers."""
+    """Set the handler of these signals; does nothing outside the main thread, where Python sets none."""
     main = threading.current_thread() is threading.main_thread()
     previous = {number: signal.signal(number, handler) for number in numbers} if main else {}
     try:

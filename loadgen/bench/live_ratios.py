@@ -1,4 +1,4 @@
-"""The ratio of every workload while the run goes on: the final formulas on the blocks stored so far.
+"""The ratio of every workload during the run: the final formulas applied to the blocks stored so far.
 
 It decides nothing. With a fixed number of pairs its intervals are not tests: stopping a run when one looks good finds
 differences that do not exist (`--until decided` has intervals that allow it).
@@ -25,7 +25,7 @@ class LiveRatio:
     baseline: Label
     arm: Label
     metric: str
-    """Its title."""
+    """The metric's title."""
     pairs: int
     planned: int | None
     """None when the number of pairs is not fixed."""
@@ -48,7 +48,7 @@ class LiveRatios:
 
     @property
     def until_decided(self) -> bool:
-        """Whether these intervals decide when the run ends."""
+        """Whether these intervals determine when the run ends."""
         return self._experiment.until_decided
 
     @property

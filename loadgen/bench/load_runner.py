@@ -26,9 +26,9 @@ from loadgen.storage.stored_run import StoredBlock, read_block
 
 OPEN_WARM_UP_USERS = 8
 GAP_EVERY_SECONDS = 90.0
-"""From one measurement of the idle GPU to the next; each takes six seconds."""
+"""Interval between measurements of the idle GPU; each takes six seconds."""
 CLOCK_STEP_SECONDS = 1.0
-"""NTP adjusts the clock by far less within a block."""
+"""A larger step means that the wall clock was set: NTP adjusts it by far less within a block."""
 _SETTLED_SECONDS = 0.5
 _NS_PER_S = 1e9
 
@@ -48,7 +48,7 @@ class LoadRunner:
     gpu: GpuRecording | None = None
     """Records the idle GPU before, between and after the rounds, and readings at both ends of every block."""
     seed: int = 0
-    """The experiment's, which decides the schedules of open loops."""
+    """The experiment's seed, which determines the schedules of open loops."""
     answers: AnswersUnderLoad | None = None
     """Keeps some answers of all load."""
     _watch: MachineWatch = field(init=False)
@@ -132,8 +132,8 @@ class LoadRunner:
         return outcome
 
     def require_whole(self, entry: ScheduledBlock, outcome: Outcome, samples: Path, cut_reason: str | None) -> None:
-        """After its record is stored. Raises `StorageError` when the samples are not stored, and `LoadError` when the
-        load was cut short."""
+        """Call it after the record is stored. Raises `StorageError` when the samples are not stored, and `LoadError`
+        when the load was cut short."""
         if outcome.storage_error is not None:
             raise StorageError(storage_sentence(samples, outcome.storage_error))
         if cut_reason is not None:
@@ -169,7 +169,7 @@ class LoadRunner:
 
 
 class _Readings:
-    """What is read right before and right after a block: the server's statistics and CPU time, the machine, the GPU."""
+    """The readings right before and right after a block: the server's statistics and CPU time, the machine, the GPU."""
 
     def __init__(self, block: ScheduledBlock, arm: Arm, watch: MachineWatch, gpu: GpuRecording | None) -> None:
         self._entry = block
@@ -184,7 +184,7 @@ class _Readings:
         self._stages: StageTotals | None = None
         self._machine: MachineLoad | None = None
         self._clock_step_s = 0.0
-        """By how much the wall clock was set during the block."""
+        """How far the wall clock was set during the block."""
 
     def begin(self) -> None:
         """Call it when the users are connected."""

@@ -1,7 +1,7 @@
 """Measures who used the processors during a block: the servers and this tool, other processes, the hypervisor.
 
 It reads /proc, whose counters move in ticks of 10 ms, so a reading describes stretches of a second or more. Linux only;
-what the kernel does not offer is None.
+values that the kernel does not offer are None.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ RELAYS = frozenset(
     {"docker-proxy", "rootlessport", "slirp4netns", "pasta", "gvproxy", "ssh", "sshd", "nginx", "haproxy", "envoy",
      "traefik", "caddy", "kubectl", "socat"}
 )  # fmt: skip
-"""Programs that only pass requests on: the process that listens is not the one that computes."""
+"""Programs that only forward requests: the process that listens is not the one that computes."""
 NAMED_SHARE = 0.01
-"""Of the cores: processes that use less are not named."""
+"""Share of all cores. Processes that use less are not named."""
 MOST_NAMED = 3
 
 
@@ -39,7 +39,7 @@ class Process:
     parent: int
     name: str
     core: int
-    """Where it ran last."""
+    """The core it last ran on."""
     own_ticks: int
     waited_ticks: int
 
@@ -51,9 +51,9 @@ class ProcessorReading:
     total_ticks: int
     """All time of these cores: idle, busy, interrupts, stolen."""
     busy_ticks: int
-    """In processes. Interrupts are left out: most of them are the network traffic of the load itself."""
+    """Time spent in processes. Interrupts are left out: most come from the network traffic of the load itself."""
     steal_ticks: int | None
-    """In which a core had work and the hypervisor gave it to another machine."""
+    """Time in which a core had work but the hypervisor gave it to another machine."""
     runnable: int | None
     """Threads that ran or waited for a core at this moment, without this one."""
     waited_us: int | None
@@ -82,7 +82,7 @@ class MachineWatch:
 
 
 def machine_load(before: ProcessorReading, after: ProcessorReading, servers: Sequence[int] | None) -> MachineLoad:
-    """The difference of two readings. `servers` are processes besides this one's descendants; None: not known."""
+    """The difference of two readings. `servers` are processes besides this one's descendants; None if unknown."""
     roots = (os.getpid(), *(servers or ()))
     own_before, own_after = descendants(before.processes, roots), descendants(after.processes, roots)
     known = _all_ticks(after, own_after) - _all_ticks(before, own_before)
@@ -103,7 +103,7 @@ def machine_load(before: ProcessorReading, after: ProcessorReading, servers: Seq
 
 
 def _all_ticks(reading: ProcessorReading, numbers: set[int]) -> int:
-    """Including ended children: the time of a process that ends between two readings moves to its parent."""
+    """CPU time with that of ended children: when a process ends between two readings, its parent inherits its time."""
     return sum(reading.processes[n].own_ticks + reading.processes[n].waited_ticks for n in numbers)
 
 
@@ -136,7 +136,7 @@ def descendants(processes: Mapping[int, Process], roots: Collection[int]) -> set
 
 
 def _server_processes(arms: Sequence[Arm]) -> tuple[int, ...] | None:
-    """The processes of all arms that run on this machine; None when those of one are not known."""
+    """The processes of all arms that run on this machine; None if they are unknown for one arm."""
     found: list[int] = []
     for arm in arms:
         address = Address.parse(arm.deployment.url)
@@ -150,7 +150,7 @@ def _server_processes(arms: Sequence[Arm]) -> tuple[int, ...] | None:
 
 
 def _is_here(host: str) -> bool:
-    """Whether an address is this machine's: only then can a socket be bound to it."""
+    """Whether an address belongs to this machine: a socket can only be bound to its addresses."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -161,7 +161,7 @@ def _is_here(host: str) -> bool:
 
 
 def _listeners(port: int) -> tuple[int, ...]:
-    """The processes that listen on a port; empty when they cannot be seen or one only passes requests on."""
+    """The processes that listen on a port; empty when they cannot be seen or one only forwards requests."""
     try:
         sockets = psutil.net_connections("tcp")
         numbers = {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr[1:2] == (port,)}
@@ -172,7 +172,7 @@ def _listeners(port: int) -> tuple[int, ...]:
 
 
 def read_processors(folder: Path = PROC, cores: Collection[int] | None = None) -> ProcessorReading | None:
-    """Read all counters; None when /proc/stat cannot be read. Without `cores` those of this process."""
+    """Read all counters; None when /proc/stat cannot be read. `cores` defaults to those of this process."""
     try:
         lines = (folder / "stat").read_text().splitlines()
     except OSError:

@@ -19,9 +19,9 @@ from loadgen.transport.endpoint import Signature
 from loadgen.transport.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
 
 READY_SECONDS = 300.0
-"""For a launched server to start."""
+"""Time limit for a launched server to start."""
 Inputs = Mapping[str, SampleInputs]
-"""By payload, all of the same pictures."""
+"""Sample inputs by payload, all made from the same pictures."""
 
 
 class PreparationError(Exception):
@@ -101,7 +101,7 @@ def _error_line(log_path: Path) -> str | None:
 
 
 def prepare_inputs(experiment: Experiment, folder: Path, abserve: Sequence[str] = ABSERVE) -> Inputs | None:
-    """The same sample inputs in every payload that an arm takes. None for a model that only the remote servers know.
+    """The sample inputs in every payload that an arm takes; None for a model that only the remote servers know.
     Raises `InputError`."""
     try:
         write_samples(base_name(experiment.model), folder, abserve)
@@ -123,6 +123,6 @@ def synthesise_inputs(experiment: Experiment, folder: Path, signatures: Mapping[
 
 
 def describe_inputs(inputs: Inputs) -> dict[str, str | int]:
-    """For the stored record: the first payload's description and the digests of the others."""
+    """A description for the stored record: the first payload's description and the digests of the others."""
     first, *rest = inputs.items()
     return first[1].describe() | {f"sha256_{name}": more.describe()["sha256"] for name, more in rest}

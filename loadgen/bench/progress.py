@@ -1,4 +1,4 @@
-"""What a run reports while it goes on; the display is in `loadgen.report.progress`."""
+"""The events that a run reports as it progresses; the display is in `loadgen.report.progress`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Progress:
     """Listens to a run and shows nothing. Calls come in order, from one thread."""
 
     def plan(self, seconds: float) -> None:
-        """The remaining time, as far as it is known."""
+        """The remaining time, if known."""
 
     def phase(self, title: str) -> None:
         """A phase begins."""

@@ -38,14 +38,14 @@ from loadgen.transport.transports import TRANSPORTS
 
 JPEG_BYTES = 30_000
 GENERATOR_IS_BUSY = 0.9
-"""Of a core: with less, something else limited the rate."""
+"""Share of a core. When the generator uses less, something else limited the rate."""
 _ITEMS = 32
 _BATCHED_USERS = 4
 _TIMEOUT_S = 30.0
 _IDLE_DELAY_MS = 2.0
 _TIMING_REQUESTS = 700
 _LOADED_DELAY = 1.2
-"""Times the latency at the ceiling; together with the transfer that gives about half the rate."""
+"""Factor on the latency at the ceiling; together with the transfer that gives about half the rate."""
 _DATATYPES = {"fp32": "FP32", "uint8": "UINT8", "jpeg": "BYTES"}
 
 
@@ -85,11 +85,11 @@ class SinkProcesses:
         self._ask(f"delay {milliseconds}")
 
     def held_ns(self) -> list[int]:
-        """How long each request was kept, since the last call."""
+        """How long the sinks kept each request since the last call."""
         return [ns for answer in self._ask("held") for ns in answer["held_ns"]]
 
     def cpu_ns(self) -> int | None:
-        """CPU time of all so far."""
+        """CPU time of all sinks so far."""
         times = [process.cpu_ns() for process in self._processes]
         return None if None in times else sum(time for time in times if time is not None)
 
@@ -230,7 +230,7 @@ class _Measurement:
         )
 
     def _run(self, batch_size: int, users: int, requests: int, seconds: float) -> Outcome:
-        """Run one block; then the sinks hold the times of its requests only. Raises `GeneratorError`."""
+        """Run one block; afterwards the sinks hold only the times of its requests. Raises `GeneratorError`."""
         self._samples.unlink(missing_ok=True)
         command = Open(
             url=self._sinks.url,

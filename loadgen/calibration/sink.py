@@ -1,8 +1,8 @@
 """The server of a calibration: `python -m loadgen.calibration.sink` reads requests whole and answers 2 KB.
 
-It speaks as much HTTP and gRPC as the load generator needs and does nothing with what it gets: no model, no decoding,
+It speaks as much HTTP and gRPC as the load generator needs and ignores the content: no model, no decoding,
 no queue, so it costs less than any server. Over gRPC it does without the gRPC library, which costs several times what
-our client does. Requests that refer to shared memory are answered without reading the memory. It can delay its answers,
+the client does. Requests that refer to shared memory are answered without reading the memory. It can delay its answers,
 and measures how long it kept each request, from its last byte read to just before its answer is written.
 
     --port P --grpc-port Q   0: free ports. Several processes may share them (SO_REUSEPORT)
@@ -61,7 +61,7 @@ class Sink:
         self.held_ns: list[int] = []
 
     def whole(self, send: Callable[[], None]) -> None:
-        """A request is whole: send its answer, after the delay if there is one."""
+        """Answer a complete request, after the delay if there is one."""
         since_ns = perf_counter_ns()
         if self.delay_s:
             asyncio.get_running_loop().call_later(self.delay_s, self._answer, since_ns, send)
@@ -124,7 +124,7 @@ class _Protocol(asyncio.BufferedProtocol):
 
 
 class HttpSink(_Protocol):
-    """HTTP: requests one after the other. Whatever is not inference gets an empty answer."""
+    """HTTP: requests one after the other. Requests other than inference get an empty answer."""
 
     _answer = _EMPTY
     _is_inference = False
@@ -164,7 +164,7 @@ class HttpSink(_Protocol):
 
 
 class GrpcSink(_Protocol):
-    """gRPC for our own client alone: requests one after the other, headers that nobody needs to read. It answers the
+    """gRPC for abserve's client only: requests one after the other, their headers are not read. It answers the
     end of each stream with the same message."""
 
     def __init__(self, sink: Sink, answer: bytes) -> None:

@@ -45,7 +45,7 @@ def calibrate(
     chosen = _known(transports, TRANSPORTS, "--transports")
     kinds = _known(payloads, PAYLOADS, "--payloads")
     sizes = _sizes(batch_sizes)
-    # Behind the argument checks: grpc takes half a second to import.
+    # After the argument checks: grpc takes half a second to import.
     from loadgen.bench.interruption import interruptible
     from loadgen.calibration.measurement import CalibrationRequest
     from loadgen.calibration.measurement import calibrate as measure

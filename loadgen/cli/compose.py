@@ -1,4 +1,4 @@
-"""`abserve compose init`: the containers for somebody who installed abserve and has no checkout of it."""
+"""`abserve compose init`: writes the compose files for an installed abserve without a checkout."""
 
 from __future__ import annotations
 

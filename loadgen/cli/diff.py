@@ -66,7 +66,7 @@ def diff(
 
 
 def _read(path: Path) -> Result:
-    """A folder's records are analysed anew, so that both runs are analysed alike; a result.json is read."""
+    """The result of a run: a folder's records are analysed again, so that both runs get the same analysis."""
     from loadgen.result.analysis import readable, stored_result
     from loadgen.result.result_file import read_result
 

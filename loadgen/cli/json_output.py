@@ -1,4 +1,4 @@
-"""How every command ends with an error, and writes a record as JSON where `--json` says."""
+"""Ends a command with an error message, and writes a record as JSON to the file of `--json`."""
 
 from __future__ import annotations
 

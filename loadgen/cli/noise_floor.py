@@ -69,7 +69,7 @@ def noise_floor(
 
 
 def self_comparison(settings: ExperimentSettings) -> ExperimentSettings:
-    """The settings with the baseline as A and as B, this command's defaults where nothing was given, and without
+    """The settings with the baseline as both A and B, this command's defaults where nothing was given, and without
     thresholds, which are about other arms."""
     given, arm = settings.model_fields_set, next(iter(settings.arms.values()))
     launched = arm.target in EMBEDDED

@@ -32,7 +32,7 @@ class Case:
     """The statuses that are right, with " or " between them: HTTP statuses, or gRPC codes for a case over gRPC."""
     _: KW_ONLY
     note: str = ""
-    """For people: what else is expected."""
+    """Shown to readers: further expectations."""
     naming: tuple[str, ...] = ()
     """The error must hold one of these words, in upper or lower case."""
     numbers: int = 0
@@ -92,7 +92,7 @@ class Case:
             for send in self.send if isinstance(self.send, tuple) else (self.send,):
                 found = send(subject, self.protocol)
                 seen += [found] if isinstance(found, Answer) else found
-        except OSError as exc:  # the connection of a case was cut; whether the server lives is checked next
+        except OSError as exc:  # the connection of a case was cut; whether the server is alive is checked next
             return [*seen, Fact("the case could be sent", False, str(exc))]
         return seen + [fact(subject, [one for one in seen if isinstance(one, Answer)]) for fact in self.facts]
 
@@ -160,7 +160,7 @@ def raw(data: bytes, deadline_s: float = 20.0) -> Send:
 
 
 def filled_in(data: bytes, subject: Subject) -> bytes:
-    """With the route of inference and the host."""
+    """The bytes with the inference route and the host filled in."""
     path, host = subject.model.path.encode(), subject.authority.encode()
     return data.replace(b"{path}", path).replace(b"{host}", host)
 
@@ -178,7 +178,7 @@ def changes(
 
 
 def both(number: str, title: str, send: Send | tuple[Send, ...], *naming: str) -> tuple[Case, Case]:
-    """The same refusal over HTTP and over gRPC, whose number ends in g."""
+    """Two cases with one refusal: over HTTP, and over gRPC with a number that ends in g."""
     return (
         Case(number, title, send, "400", naming=naming),
         Case(f"{number}g", title, send, "INVALID_ARGUMENT", naming=naming),

@@ -1,4 +1,4 @@
-"""What a server answered, the conditions that were observed, and the report, as data."""
+"""The records of a run: a server's answers, the observed conditions and the report."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
     abserve_version: str
     server: str
     server_title: str
-    """How it was launched; the URL of a server that was already running."""
+    """How the server was launched, or the URL of one that was already running."""
     model: str
     results: tuple[CaseResult, ...]
     stopped: str | None = None

@@ -77,7 +77,7 @@ class CaseRun:
         return _result(case, verdict, got=got, reason=reason, not_observed=not_observed, seconds=seconds)
 
     def _check_server(self, subject: Subject) -> tuple[str | None, list[Fact]]:
-        """Why the server is gone, or whether it is live and answers as before."""
+        """Why the server is gone, or whether it is live and still answers correctly."""
         live = subject.live(LIVE_SECONDS)
         failure = (subject.failure() or "").partition(";")[0] or None  # without the end of its log
         if failure is None and not live and subject.http("GET", "/v2/health/live").status == "refused":

@@ -59,7 +59,7 @@ OWN_SERVERS = Setting("separate servers", anywhere=False, own_servers=True)
 
 
 class RemoteSession:
-    """A server that was already running. Its options stay as they are."""
+    """A server that was already running. Its options cannot be changed."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class RemoteSession:
         return self._subject
 
     def restart(self) -> bool:
-        """After a crash: only its owner can start it."""
+        """Called after a crash. Only the server's owner can start it again."""
         return False
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class LaunchedSession:
         return self._current
 
     def restart(self) -> bool:
-        """After a crash: the next `subject` starts a new server."""
+        """Called after a crash. The next `subject` starts a new server."""
         self.close()
         return True
 

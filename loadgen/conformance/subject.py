@@ -30,7 +30,7 @@ _MOST_MODELS = 100
 """Models of a server that are checked for an image input."""
 MOST_METRICS_BYTES = 2**22
 MOST_METRICS_LINE = 2**13
-"""The parser's time grows with the square of a line's length."""
+"""A text with a longer line is not parsed: the parser's time grows with the square of a line's length."""
 
 Samples = dict[str, float]
 """Series, such as `requests_total{status="200"}` → value."""
@@ -69,7 +69,7 @@ class Subject:
         return urlsplit(self.url).netloc
 
     def connect(self, url: str | None = None) -> RawConnection:
-        """To the server, or to its metrics. Raises `OSError` when nothing listens."""
+        """Connect to the server, or to its metrics. Raises `OSError` when nothing listens."""
         parts = urlsplit(url or self.url)
         return RawConnection(parts.hostname or "127.0.0.1", parts.port or 80)
 
@@ -252,10 +252,10 @@ def increases(before: Samples, after: Samples) -> Samples:
 
 
 def counts_errors(series: str) -> bool:
-    """Whether it counts 4xx or 5xx answers, or failed requests."""
+    """Whether the series counts 4xx or 5xx answers, or failed requests."""
     return bool(_ERROR_SERIES.search(series))
 
 
 def counts_disconnects(series: str) -> bool:
-    """Whether it counts clients that disconnected."""
+    """Whether the series counts clients that disconnected."""
     return bool(_DISCONNECT_SERIES.search(series))

@@ -110,7 +110,7 @@ class RawConnection:
             return None
 
     def closed_within(self, seconds: float) -> bool:
-        """Whether the server closes the connection in that time; an answer before that is dropped."""
+        """Whether the server closes the connection within that time; an answer before that is dropped."""
         deadline = perf_counter() + seconds
         while (left := deadline - perf_counter()) > 0:
             self._socket.settimeout(left)
@@ -163,7 +163,7 @@ def all_read(connections: Iterable[RawConnection]) -> bool:
 
 
 def _kernel_address(host: str, port: int) -> str:
-    """As /proc/net/tcp writes it on a little-endian machine."""
+    """The address as /proc/net/tcp writes it on a little-endian machine."""
     return f"{socket.inet_aton(host)[::-1].hex().upper()}:{port:04X}"
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from loadgen.records.run import Arrivals
 
 RATE_LIMIT_PER_S = 100_000.0
-"""Beyond it this generator cannot send the requests one by one."""
+"""Above this rate the generator cannot send the requests one by one."""
 _DRAIN_SHARE = 0.25
 _LEAST_DRAIN_SECONDS = 1.0
 _CHUNK = 4096
@@ -26,7 +26,7 @@ Offsets = npt.NDArray[np.int64]
 
 
 def arrival_count(rate_per_s: float, requests: int, seconds: float, max_seconds: float) -> int:
-    """Requests due in a block: at least `requests` and those of `seconds` at this rate, at most those of `max_seconds`,
+    """Requests due in a block: at least `requests` and `seconds` of this rate, at most `max_seconds` of it,
     and never fewer than 2, so that there is a span."""
     least = max(requests, math.ceil(rate_per_s * seconds))
     return max(2, min(least, math.ceil(rate_per_s * max_seconds)))
@@ -36,7 +36,7 @@ def due_offsets_ns(arrivals: Arrivals, rate_per_s: float, count: int, seed: int)
     """When each of `count` requests is due, in ns from the start of the block, ascending. The same arguments give the
     same schedule. Raises `ValueError` for a closed loop."""
     if arrivals == "closed" or rate_per_s <= 0.0 or count < 1:
-        raise ValueError(f"no schedule for {count} {arrivals} arrivals at {rate_per_s:g} a second")
+        raise ValueError(f"no schedule for {count} {arrivals} arrivals at {rate_per_s:g}/s")
     gap_ns = 1e9 / rate_per_s
     if arrivals == "constant":
         return np.asarray(np.round(np.arange(count) * gap_ns), dtype=np.int64)

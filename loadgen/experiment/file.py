@@ -1,4 +1,4 @@
-"""Experiment files: read safely from YAML, overridden by options, validated, and written again as what is in effect.
+"""Experiment files: read safely from YAML, overridden by options, validated, and written with the settings in effect.
 
 What sets a value, strongest first: the option on the command line, the variable ABSERVE_COMPARE_…, the file, the
 default. `--a-option` sets single keys of the file's options and `--fail-if` adds to the file's conditions; every other
@@ -26,7 +26,7 @@ _MOST_NODES = 2000
 _MOST_DEPTH = 20
 _MOST_DIGITS = 20
 _MOST_LINES = 20
-"""Errors shown; a file with more has one cause."""
+"""Most errors shown; a file with more usually has a single cause."""
 TARGET_REMEDY = "give native, triton or the URL of a server"
 
 
@@ -36,7 +36,7 @@ class ExperimentFileError(PlanError):
 
 class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no types
     """Refuses what YAML accepts silently: equal keys, of which it takes the last; aliases; keys that are not text;
-    numbers with colons, which YAML 1.1 reads to the base 60; and more values than anybody writes."""
+    numbers with colons, which YAML 1.1 reads to the base 60; and files with an implausible number of values."""
 
     nodes = depth = 0
 
@@ -94,7 +94,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         where = f":{mark.line + 1}" if mark is not None else ""
         raise ExperimentFileError(f"{path}{where}: {one_line(str(problem or exc))}") from exc
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
-        # PyYAML's own, over a value that does not fit the tag before it, or over bytes that are not text.
+        # raised by PyYAML for a value that does not fit the tag before it, or for bytes that are not text.
         raise ExperimentFileError(f"{path}: a value cannot be read: {one_line(str(exc))}") from exc
     if parsed is None:
         return {}
@@ -132,7 +132,7 @@ def write_content(content: Mapping[str, object], sha256: str) -> str:
 
 
 def parse_options(flag: str, options: list[str]) -> dict[str, str]:
-    """KEY=VALUE, each; leading dashes of the key are dropped. Raises `ExperimentFileError`."""
+    """Options given as KEY=VALUE; leading dashes of the key are dropped. Raises `ExperimentFileError`."""
     parsed: dict[str, str] = {}
     for option in options:
         name, separator, value = option.partition("=")

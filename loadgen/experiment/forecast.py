@@ -1,4 +1,4 @@
-"""How long the rest of a run takes, from how long its parts have taken so far."""
+"""Predicts how long the rest of a run takes from the parts that have run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _START_SECONDS = 10.0
 _BEFORE_LOAD_SECONDS = 45.0
 _BETWEEN_BLOCKS_SECONDS = 0.3
 _WHOLE_BLOCK = 1.25
-"""A block with its cool-down, over the time in which its requests begin."""
+"""Length of a block with its cool-down, divided by the time in which its requests begin."""
 _TRIALS = 8
-"""Trials of a search, or rungs of a ramp, before one has run."""
+"""Assumed trials per search, or rungs per ramp, before one has run."""
 
 
 class Forecast:

@@ -23,7 +23,7 @@ from loadgen.experiment.settings import (
 )
 
 _LAST_SHOWN = "c"
-"""The last arm in the help; it has no options of its own there, and says that there are more arms."""
+"""The last arm in the help, which shows no options for it but says that there are more arms."""
 _GIVEN = {"COMMANDLINE", "ENVIRONMENT"}
 _PLACEHOLDERS: dict[object, str] = {int: "N", float: "NUMBER", str: "TEXT"}
 
@@ -33,7 +33,7 @@ class SettingOption:
     """One option and the place of its value in the settings. Equal to itself only, so that it can be a key."""
 
     path: tuple[str, ...]
-    """("rounds",) or ("arms", "a", "payload")."""
+    """Its place in the settings: ("rounds",) or ("arms", "a", "payload")."""
     flag: str
     variable: str | None
     field: FieldInfo
@@ -50,11 +50,11 @@ class SettingOption:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether its values are KEY=VALUE."""
+        """Whether the option takes KEY=VALUE."""
         return get_origin(self.field.annotation) is dict
 
     def as_parameter(self, arms: str, default: Any) -> inspect.Parameter:
-        """For the signature of a command that shows these arms; `default` replaces the setting's unless it is None.
+        """A parameter in the signature of a command that shows these arms; `default`, if given, replaces the setting's.
         The settings check every value, so that the command line takes text."""
         arm = self.path[1] if self.path[0] == "arms" else ""
         default = self.field.get_default() if default is None else default
@@ -90,7 +90,7 @@ class SettingOption:
         )
 
     def _placeholder(self) -> str | None:
-        """What stands for the value in the help; None for a switch."""
+        """The placeholder of the value in the help; None for a switch."""
         if self.repeated or self.is_mapping:
             return "KEY=VALUE" if self.is_mapping else "CONDITION"
         kind = self.field.annotation
@@ -148,7 +148,7 @@ def _place_in_help(parameter: inspect.Parameter) -> int:
 
 
 def given_options(context: typer.Context, values: Mapping[str, object]) -> dict[SettingOption, object]:
-    """The options that the command line or a variable sets; the file and the defaults decide about the others."""
+    """The options that the command line or a variable sets; the others come from the file and the defaults."""
     sources = {name: context.get_parameter_source(name) for name in values}
     return {
         option: values[option.parameter]

@@ -23,8 +23,8 @@ from loadgen.statistics.early_stopping import queries_needed
 
 GPU_WINDOW_S = 11.0
 GPU_REQUESTS = 110
-"""Per arm and workload, so that the GPU verification can decide: a little over its thresholds of 10 s and 100 requests
-in `loadgen.studies.gpu_proof.records`."""
+"""Load per arm and workload, so that the GPU verification can decide: a little over its thresholds of 10 s and 100
+requests in `loadgen.studies.gpu_proof.records`."""
 GPU_BLOCK_S = 0.8
 """Shortest block whose GPU is watched: the energy counter of an H200 advances every 0.1 s."""
 LEAST_ROUNDS = 4
@@ -35,13 +35,13 @@ BOUNDS_PER_TRIAL = 20.0
 """A trial lasts at least this many times its bound; a shorter one ends before the queue of a rate that is 5 % too high
 has grown to the bound."""
 AS_SERVED = "as in the stack's .env"
-"""Recorded as the weights of a compose run, which does not choose them."""
-_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second one is WSL's
+"""Recorded as the weights of a compose run, which uses those of the stack."""
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second one is that of WSL
 _IN_ENV = "in .env, then run docker compose up --detach --wait"
 
 
 class PlanError(Exception):
-    """The options contradict each other or name something that does not exist; the message says what would do."""
+    """The options contradict each other or name something that does not exist; the message names an alternative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +115,18 @@ class Combination:
 
     @property
     def folder(self) -> str:
-        """Below the folder of the matrix."""
+        """The sub-folder of the matrix."""
         return f"{self.transport}-{self.payload}"
 
     @property
     def title(self) -> str:
-        """For people: "jpeg over grpc"."""
+        """The title for readers: "jpeg over grpc"."""
         return f"{self.payload} over {self.transport}"
 
 
 def plan_combinations(arms: Sequence[ArmRequest], settings: ExperimentSettings) -> tuple[Combination, ...]:
-    """Every transport with every payload, in the order given; all of them in a matrix. Raises `PlanError` for what an
-    arm cannot be asked."""
+    """Every transport with every payload, in the order given; all of them in a matrix. Raises `PlanError` for a
+    payload or transport that an arm does not support."""
     transports: tuple[Transport, ...] = settings.transport or (get_args(Transport) if settings.matrix else ("http",))
     payloads = settings.payload or (PAYLOADS if settings.matrix else (implied_payload(settings.model),))
     for arm in arms:
@@ -146,7 +146,7 @@ def measurable_scenarios(settings: ExperimentSettings, arms: Sequence[ArmRequest
 
 
 def check_stack(settings: ExperimentSettings, arms: Sequence[ArmRequest], combinations: Sequence[Combination]) -> None:
-    """Raises `PlanError` for what a running compose stack cannot honour, and for a stack's option without a stack."""
+    """Raises `PlanError` for settings without effect on a running compose stack, and a stack's options without one."""
     if settings.deployment == "embedded":
         if settings.compose_project is not None:
             raise PlanError("--compose-project has no effect without --deployment compose")
@@ -194,7 +194,7 @@ def minutes_of(settings: ExperimentSettings) -> float | None:
 
 
 def check_restarts(settings: ExperimentSettings, workloads: Sequence[Workload]) -> None:
-    """Raises `PlanError` for restarts that cannot be had, with what to ask for instead."""
+    """Raises `PlanError` for restarts that are not possible, with an alternative."""
     restarts = settings.restarts
     if restarts == 1:
         return

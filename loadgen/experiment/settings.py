@@ -1,4 +1,4 @@
-"""Everything a comparison can be asked for: the keys of an experiment file, which are the options of the command too.
+"""All settings of a comparison: the keys of an experiment file, which are also the options of the command.
 
 To add a setting, add one field to `ExperimentSettings`. The key of the file, the option `--the-name` with its help and
 default, the variable ABSERVE_COMPARE_THE_NAME and the line in the effective file follow from it; `loadgen.cli.assembly`
@@ -75,7 +75,7 @@ class Settings(BaseModel):
 
 
 class ArmSettings(Settings):
-    """One arm; in a file its target alone will do. On the command line --a, --a-option, --a-payload and --a-grpc."""
+    """One arm; in a file its target is enough. On the command line --a, --a-option, --a-payload and --a-grpc."""
 
     target: str = Field(description="Server of arm {arm}: native, triton or the URL of a running server.")
     options: dict[str, Annotated[str, BeforeValidator(_text_of)]] = Field(
@@ -97,7 +97,7 @@ ARM_NAME = re.compile(r"[a-h]|[a-z][a-z0-9_-]{1,23}")
 
 
 def gather_arms(content: dict[str, Any]) -> dict[str, Any]:
-    """Move the arms that stand under their letters below `arms`, and add the default arms if there are none."""
+    """Move the arms given by letter to `arms`, and add the default arms if there are none."""
     own = content.get("arms")
     if own is not None and not isinstance(own, dict):
         return content

@@ -2,7 +2,7 @@
 
 They show the locustfile's current test. In distributed runs the workers count and the master answers scrapes; a
 worker's counts travel with Locust's own reports, every 3 s. Send lag is how much later than due a timer of the
-generator's loop fires: a request that was due then would have been sent as late.
+generator's loop fires: a request due at that moment would have been sent equally late.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 BOUNDS_S = tuple(10 ** (-4.5 + step / 12) for step in range(75))
-"""Upper bounds of the latency buckets, 32 µs to 47 s, twelve per decade, the same as on the native server."""
+"""Upper bounds of the latency buckets, 32 µs to 47 s, twelve per decade, as on the native server."""
 LAG_EVERY_S = 0.05
 REPORT_KEY = "abserve"
 RUNNING_STATES = frozenset({"spawning", "running", "cleanup"})
@@ -98,14 +98,14 @@ class LoadCounts:
 
 
 class LoadCollector(Collector):
-    """Families built at each scrape."""
+    """Builds the metric families at each scrape."""
 
     def __init__(self, environment: Any, counts: LoadCounts) -> None:
         self._environment = environment
         self._counts = counts
 
     def collect(self) -> Iterable[Metric]:
-        """All families; those of workers only on a master."""
+        """All families; the workers' only on a master."""
         yield from self._state()
         counts = self._counts
         latency = HistogramMetricFamily(

@@ -1,4 +1,4 @@
-"""What a process of the load generator does: prepares bodies, and runs one block of load at a time.
+"""The work of a load generator process: it prepares bodies and runs one block of load at a time.
 
 Each user is a greenlet, in a process that gevent has patched. All users of a block connect first, then start together;
 a block ends with the last answer.
@@ -64,11 +64,11 @@ class Block:
         """This process's share of an open loop's schedule, empty when there are more processes than requests."""
         self._pacer = None if self._offsets_ns is None else Pacer(self.window)
         self._go = Event()
-        """All users start."""
+        """Set when all users start."""
         self._greenlets: list[gevent.Greenlet] = []
         self._connected: list[Connection] = []
         self._first_answers_ns: list[int] = []
-        """From the start of each connection to its first answer."""
+        """Time from the start of each connection to its first answer."""
         self._obstacle: str | None = None
         """Why a user cannot take part, so that the block does not start."""
         self._storage_error: str | None = None
@@ -159,7 +159,7 @@ class Block:
                 return
 
     def _storage_failed(self, exc: OSError) -> None:
-        """End the block: samples are lost."""
+        """End the block because samples are lost."""
         self._storage_error = self._storage_error or (exc.strerror or str(exc))
         self.window.cut("the samples cannot be stored")
 
@@ -221,12 +221,12 @@ class LocalGenerator:
             return Refusal(reason=str(exc))
 
     def abort(self, reason: str) -> None:
-        """End the running block early, where there is one."""
+        """End the running block early, if there is one."""
         if self._block is not None:
             self._block.window.cut(reason)
 
     def close(self) -> None:
-        """End a block that was opened and did not run, with what it holds on servers and in shared memory."""
+        """End a block that was opened and did not run, and free what it holds on servers and in shared memory."""
         if self._block is not None:
             self._block.discard()
             self._block = None

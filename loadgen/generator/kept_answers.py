@@ -17,7 +17,7 @@ from loadgen.transport.inputs import Array
 MOST_ROWS = 1
 """Items of one answer that are compared; all of them are searched for NaN and infinity."""
 _MOST_BYTES = 4 * 2**20
-"""Of a block's kept outputs; the first answer is kept whatever its size."""
+"""Limit of a block's kept outputs; the first answer is kept whatever its size."""
 
 
 class KeptAnswers:
@@ -35,7 +35,7 @@ class KeptAnswers:
         self._weight = 1.0
 
     def slot(self, request: int) -> int | None:
-        """Where to keep the answer to this request, None to drop it; called once per request, in ascending order."""
+        """The slot for the answer to this request, None to drop it; called once per request, in ascending order."""
         if request != self._following:
             return None
         most = len(self._slots)

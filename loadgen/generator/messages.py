@@ -49,10 +49,10 @@ class Open(Message, frozen=True, kw_only=True):
     grpc_address: str | None = None
     """HOST:PORT of the server's gRPC, needed for that transport."""
     key: str = ""
-    """Of the bodies to send, which also decide the transport and the model."""
+    """Key of the bodies to send, which also determine the transport and the model."""
     arrivals: Arrivals = "closed"
     rate_per_s: float | None = None
-    """Of an open loop, where `concurrency` is the largest number of connections."""
+    """Rate of an open loop, where `concurrency` is the largest number of connections."""
     arrivals_seed: int = 0
     part: int = 0
     parts: int = 1
@@ -117,12 +117,12 @@ class KeptAnswer(Message, frozen=True, kw_only=True):
     """Items of the body whose outputs are here."""
     outputs: tuple[KeptTensor, ...]
     error: str | None = None
-    """What is wrong with the answer without any comparison."""
+    """Why the answer is wrong before any comparison."""
 
 
 class Outcome(Message, frozen=True, kw_only=True):
-    """What a block did. `cut_reason`: why it ended early. `storage_error`: why its samples are not on disk. `cpu_ns`:
-    of the generator. `latency_p50_ns` is for the progress display only."""
+    """The outcome of a block. `cut_reason`: why it ended early. `storage_error`: why its samples are not on disk.
+    `cpu_ns`: CPU time of the generator. `latency_p50_ns` is for the progress display only."""
 
     window_start_ns: int
     window_end_ns: int
@@ -140,15 +140,15 @@ class Outcome(Message, frozen=True, kw_only=True):
     offered: int | None = None
     """Requests that were due in an open loop; those beyond `requests` could not be sent in time."""
     due_span_ns: int | None = None
-    """From the first due request to the last."""
+    """Time from the first due request to the last."""
     workers: tuple[WorkerRecord, ...] = ()
-    """With several processes, what each did."""
+    """With several processes, the outcome of each."""
     late: int = 0
     """Requests that failed or took longer than the block's latency bound."""
     cool_down: int = 0
     """Good answers to requests that kept the load up after the measured part of a closed loop; not in `requests`."""
     first_answer_ns: int | None = None
-    """From the start of a connection to its first answer, before the window; the median over the users."""
+    """Time from connecting to the first answer, before the window; the median over the users."""
     answers: tuple[KeptAnswer, ...] = ()
 
 

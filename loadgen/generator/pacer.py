@@ -22,7 +22,7 @@ _CLOCK_MONOTONIC = 1
 _TFD_NONBLOCK, _TFD_CLOEXEC, _TFD_TIMER_ABSTIME = 0o4000, 0o2000000, 1
 _NS = 1_000_000_000
 OPEN_LEAD_NS = 20_000_000
-"""From the start of an open loop to its first request, which would otherwise always be late."""
+"""Time from the start of an open loop to its first request, which would otherwise always be late."""
 _LEAD_NS = 100_000
 """The loop is woken this much early, about the time from the timer to the user. The user waits for the rest, so that
 nothing is sent early."""
@@ -81,7 +81,7 @@ class Pacer:
 
     def run(self, offsets_ns: Iterable[int], start_ns: int, users: int) -> None:
         """Hand out a request at each offset, ascending and perhaps endless, until the window is cut. Then wait until
-        the last is taken, at most `drain_ns`, and end the users; what is not taken by then is never sent."""
+        the last is taken, at most `drain_ns`, and end the users; requests not taken by then are never sent."""
         timer = MonotonicTimer()
         try:
             span_ns = self._hand_out(timer, offsets_ns, start_ns)

@@ -1,4 +1,4 @@
-"""Drives the load generator: starts its processes, sends them commands, and makes one outcome of what they answer.
+"""Drives the load generator: starts its processes, sends them commands, and merges their answers into one outcome.
 
 With several processes each gets its share of a block (`loadgen.generator.distribution`), and all start at one moment of
 the clock that they share. A process that ends or sends no heartbeat is lost: the others are stopped, everything
@@ -21,11 +21,11 @@ from loadgen.targets.process import ChildProcess
 from loadgen.transport.shared_memory import sweep
 
 SILENCE_SECONDS = 10.0
-"""A process that is running a block and sends no heartbeat for so long hangs."""
+"""A process that runs a block and sends no heartbeat for this long counts as hung."""
 _PREPARE_SECONDS = 300.0
 _ABORT_SECONDS = 10.0
 _LEAD_NS = 150_000_000
-"""From the command to the common start of several processes, which must have read it by then."""
+"""Time from the command to the common start of several processes, which must have read it by then."""
 _DECODER = msgspec.json.Decoder(Reply | Alive)
 
 
@@ -40,7 +40,7 @@ class _Worker:
         self.name = name
         self.child = ChildProcess([*OWN_MODULE, "loadgen.generator"], log_path=log_path, pipes=True)
         self.reply: Reply | None = None
-        """To the last command."""
+        """The reply to the last command."""
         self.lost: str | None = None
         """How it ended; it gets no more commands."""
         self.heard_s = 0.0
@@ -60,12 +60,12 @@ class _Worker:
                 self.reply = message
 
     def kill(self, reason: str) -> None:
-        """End one that cannot be relied on, so that it sends no more requests."""
+        """End a process that is not reliable, so that it sends no more requests."""
         self.child.popen.kill()
         self.lost = f"{reason} and was killed"
 
     def fault(self) -> str | None:
-        """Why the block ends for the other processes too; None while this one does its part."""
+        """Why the block ends for the other processes too; None while this one works."""
         if self.lost is not None:
             return f"{self.name} was lost"
         return self.reply.cut_reason if isinstance(self.reply, Outcome) else None
@@ -87,7 +87,7 @@ class GeneratorProcess:
             logs = [log_path.with_name(f"{log_path.stem}-worker{number}.log") for number in range(processes)]
         self._workers = [_Worker(name, log) for name, log in zip(names, logs, strict=True)]
         self._asked: list[_Worker] = []
-        """Those that got the last command: with fewer users than processes not all of them."""
+        """Workers that got the last command: not all of them when there are fewer users than processes."""
         self._parts: list[Open] = []
         self._running = False
 
@@ -151,7 +151,7 @@ class GeneratorProcess:
                 self._stop_block(fault)
 
     def _stop_block(self, reason: str) -> None:
-        """Stop it in all processes: what the others would send alone is not the intended load."""
+        """Stop the block in all processes: without the lost one the load is not the intended one."""
         for worker in self._asked:
             if worker.reply is None:
                 worker.send(Abort(reason=reason))

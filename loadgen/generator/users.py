@@ -1,6 +1,6 @@
-"""What the users of a load share: they send prepared bodies and record one sample per request.
+"""The code that all users of a load share: they send prepared bodies and record one sample per request.
 
-The generator of `abserve compare` and the locustfile (`loadgen.scenarios`) both send their requests by this code.
+The generator of `abserve compare` and the locustfile (`loadgen.scenarios`) both send their requests with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_MESSAGES = 200
 
 
 class Traffic:
-    """What the users of one block share: the target, the requests and the sample file."""
+    """The target, the requests and the sample file that the users of one block share."""
 
     def __init__(
         self, target: Target, requests: tuple[Sendable, ...], batch_size: int, writer: SampleWriter,
@@ -41,7 +41,7 @@ class Traffic:
         """Good answers that were not recorded: those of a cool-down."""
         self.last_end_ns = 0
         self.user_numbers = count()
-        """For users that are not numbered by their caller."""
+        """Numbers users whose caller does not."""
         self.kept = kept or KeptAnswers(0, 0)
         self._fresh = fresh
         self._promise = promise
@@ -64,7 +64,7 @@ class Traffic:
         self, connection: Connection, user: int, intended_ns: int | None = None, *, measured: bool = True
     ) -> tuple[Exchange, str | None]:
         """Send the next body, due at `intended_ns` in an open loop, and wait for its answer; returns it with the reason
-        when it failed. All users together send the bodies in turn. If not `measured`, only a failure is recorded.
+        when it failed. Together the users send the bodies in turn. If not `measured`, only a failure is recorded.
 
         Raises `ConnectionRefused`, after recording it, when the server no longer accepts connections.
         """

@@ -58,7 +58,7 @@ class LoadWindow:
         self._start_ns = now_ns
 
     def claim(self, now_ns: int) -> Claim | None:
-        """What the caller's next request is for; None when it must send no more."""
+        """The purpose of the caller's next request; None when it must send no more."""
         if self.cut_reason is not None:
             return None
         elapsed_ns = now_ns - self._start_ns

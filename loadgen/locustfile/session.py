@@ -50,7 +50,7 @@ _HELP = {
 
 
 class LoadOptions(msgspec.Struct, frozen=True):
-    """What the locustfile adds to Locust's own options, with the defaults."""
+    """The options that the locustfile adds to Locust's, with their defaults."""
 
     model: str = "openclip_vit_b32"
     batch_size: int = 8
@@ -159,7 +159,7 @@ class InferenceUser(User):  # type: ignore[misc]  # locust ships no usable types
 
 
 class Session:
-    """From test start to test stop, in one process."""
+    """One test in one process, from test start to test stop."""
 
     def __init__(self, environment: Any, options: LoadOptions) -> None:
         self.options = options
@@ -216,7 +216,7 @@ class Session:
         return traffic
 
     def idle_traffic(self) -> Traffic:
-        """The traffic of users that cannot send, or not yet."""
+        """The traffic of users that cannot send, or cannot send yet."""
         target = Target("http", self._address.url, self.options.variant)
         return Traffic(target, (), 1, SampleWriter(None), timeout_s=self.options.request_timeout)
 

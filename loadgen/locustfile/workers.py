@@ -6,7 +6,7 @@ ends the test. The test is then INVALID, the exit status is not 0, and everythin
 worker that does not send its samples.
 
 Latencies are differences of one machine's clock, so they can be merged. Moments cannot, since each machine has its own
-clock: the merged file says which worker sent what by its own clock, and the rate is the sum of the workers' rates.
+clock: the merged file says which worker sent each sample, by that worker's clock. The rate is the sum of their rates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PACED_CLASS = "OpenLoop"
 _CHUNK_BYTES = 1 << 20
 _WATCH_SECONDS = 0.25
 _SILENCE_SECONDS = 20.0
-"""When no worker sends anything for so long at the end of a test, those that still owe samples count as lost."""
+"""When no worker sends anything for this long after a test, those whose samples are missing count as lost."""
 
 logger = logging.getLogger("abserve")
 
@@ -72,7 +72,7 @@ class WorkerSide:
         self._runner.send_message(STARTED, about)
 
     def hand_in(self, files: Sequence[WorkerFile]) -> None:
-        """Send the samples of each user class in pieces, then what they mean."""
+        """Send the samples of each user class in pieces, then their description."""
         for file in files:
             if file.path is None:
                 continue
@@ -120,7 +120,7 @@ class MasterSide:
             self._runner.send_message(SHARE, share, client_id=client.id)
 
     def _watch(self) -> None:
-        """Stop the test when a worker is lost: the rest is not the intended load."""
+        """Stop the test when a worker is lost: the remaining load is not the intended one."""
         while self._running:
             lost = self._newly_lost()
             if lost:
@@ -201,7 +201,7 @@ class MasterSide:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFile:
-    """What one user class did in one process; `path` is None when samples are not stored."""
+    """The outcome of one user class in one process; `path` is None when samples are not stored."""
 
     name: str
     path: Path | None
@@ -211,7 +211,7 @@ class WorkerFile:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """What a master knows about one worker in one test."""
+    """A master's record of one worker in one test."""
 
     client_id: str
     number: int
@@ -230,7 +230,7 @@ class WorkerReport:
         return f"load worker {self.number + 1}{where}"
 
     def finish(self, files: list[dict[str, Any]]) -> None:
-        """All its samples are here; `files` says what they mean."""
+        """All its samples have arrived; `files` describes them."""
         self.described = {file["name"]: file for file in files}
         self.complete = True
 

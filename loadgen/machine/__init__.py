@@ -1,1 +1,1 @@
-"""What is known about this machine and kept for later runs: calibration and noise floor."""
+"""Measurements of this machine that later runs use: calibration and noise floor."""

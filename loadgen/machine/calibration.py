@@ -11,7 +11,7 @@ from loadgen.machine.fingerprint import cache_path, fingerprint, store_record
 from loadgen.records.machine import Calibration
 
 PACKAGES = ("abserve", "gevent", "greenlet", "grpcio", "locust", "msgspec", "numpy", "tritonclient")
-"""Their versions affect the generator's speed."""
+"""Packages whose versions affect the generator's speed."""
 
 
 class CalibrationError(Exception):

@@ -22,16 +22,16 @@ PACKAGES = (
     "abserve", "fastapi", "gevent", "locust", "numpy", "nvidia-pytriton", "onnx", "onnxruntime", "onnxruntime-gpu",
     "open_clip_torch", "torch", "tritonclient", "uvicorn",
 )  # fmt: skip
-"""Their versions affect a result."""
+"""Packages whose versions affect a result."""
 
 
 def utc_now() -> str:
-    """UTC, ISO 8601, to the second: for labels, never for durations."""
+    """The current UTC time in ISO 8601, to the second: for labels, never for durations."""
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def read_environment(gpu: dict[str, object], inputs: dict[str, str | int]) -> Environment:
-    """The environment of a run, with the GPU and the inputs as the caller knows them."""
+    """The environment of a run, with the GPU and the inputs that the caller gives."""
     return Environment(
         started_at=utc_now(),
         command=command_line(),
@@ -50,7 +50,7 @@ def command_line() -> str:
 
 
 def read_host() -> dict[str, str | int | float | None]:
-    """What can be read about this machine; None for what cannot."""
+    """The properties of this machine; None for those that cannot be read."""
     return {
         "cpu_model": _cpu_model(),
         "cpu_count": len(os.sched_getaffinity(0)),
@@ -90,7 +90,7 @@ def _virtualisation() -> str | None:
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """By package, without those that are not installed."""
+    """Version by package, without packages that are not installed."""
     found = {}
     for name in packages:
         with suppress(PackageNotFoundError):

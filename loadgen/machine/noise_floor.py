@@ -30,7 +30,7 @@ def own_floors(environment: Environment, experiment: Experiment) -> tuple[NoiseF
 
 
 def read_floors(path: Path) -> tuple[NoiseFloor, ...]:
-    """Empty without a file. Raises `NoiseFloorError` for an unreadable one."""
+    """The stored floors, empty without a file. Raises `NoiseFloorError` for an unreadable one."""
     try:
         return cast("tuple[NoiseFloor, ...]", read_record(path.read_bytes(), tuple[NoiseFloor, ...]))
     except FileNotFoundError:

@@ -58,7 +58,7 @@ RUN_ERRORS = (
     AddressError, DeploymentError, EndpointError, GeneratorError, InputError, LoadError, ParityFailedError,
     PreparationError, ProcessError, StorageError,
 )  # fmt: skip
-"""Ends a run as failed, with its message; any other exception is a bug and is raised."""
+"""Exceptions that end a run as failed, with their message; any other is a bug and is raised."""
 
 
 def run_experiment(
@@ -101,7 +101,7 @@ def run_experiment(
 
 
 class _Run(Bench):
-    """The order of one run; it is the context of its own studies."""
+    """One run in its order, and the run context of its studies."""
 
     def phases(self) -> None:
         experiment, store, progress = self.experiment, self.store, self.progress
@@ -152,7 +152,7 @@ class _Run(Bench):
         self.phase = "finished"
 
     def load_deadline(self) -> float:
-        """What is left of the time, less what comes after the load, in equal parts for this restart and those to
+        """The remaining time, minus what comes after the load, in equal parts for this restart and those to
         come."""
         if self.experiment.minutes is None:
             return monotonic() + 60.0 * (self.experiment.time_limit_minutes or 0.0)

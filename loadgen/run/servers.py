@@ -1,6 +1,6 @@
 """The servers of a run: started together, described, and compared by their answers.
 
-They can be started again: each start is a fresh one of all, described and compared anew.
+They can be restarted: each time all are started, described and compared again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ParityFailedError(Exception):
 
 
 def make_arms(bench: Bench) -> None:
-    """Find the servers without starting any; the end of the run stops what was launched and leaves a stack as it was.
+    """Find the servers without starting any; the end of the run stops launched servers and restores a stack.
     Raises `AddressError`, and `DeploymentError` for a stack that is not up."""
     experiment = bench.experiment
     for request in experiment.arms:

@@ -32,7 +32,7 @@ _REACH_SECONDS = 1.0
 
 
 class ComposeDeployment(Deployment):
-    """One server of the stack, which ran before the comparison and runs after it: `restore` sees to that.
+    """One server of the stack, which ran before the comparison; `restore` starts it again afterwards.
 
     `start` leaves a running container alone; `stop` stops it, so the next `start` is a cold start.
     """
@@ -78,7 +78,7 @@ class ComposeDeployment(Deployment):
         return self._failure
 
     def pids(self) -> tuple[int, ...]:
-        """Its processes as this machine numbers them; empty when the engine runs in a virtual machine."""
+        """The PIDs of its processes on this machine; empty when the engine runs in a virtual machine."""
         pid = self.container.main_pid()
         try:
             main = psutil.Process(pid) if pid else None
@@ -157,7 +157,7 @@ class ComposeDeployment(Deployment):
             )
 
     def _read_plan(self) -> dict[str, Any]:
-        """The launch plan of our servers; empty for NVIDIA's Triton image, which has none."""
+        """The launch plan of abserve's servers; empty for NVIDIA's Triton image, which has none."""
         if not any("exec-launch-plan" in part for part in self.container.command):
             return {}
         content = self.container.file(f"/models/launch/{self._server}.json")
@@ -183,7 +183,7 @@ def require_one_way(deployments: Sequence[object]) -> None:
 
 
 def _reachable(address: str) -> bool:
-    """Whether packets get there. A refusal counts: the server may not listen yet."""
+    """Whether the address can be reached. A refusal counts: the server may not listen yet."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=_REACH_SECONDS):

@@ -32,7 +32,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The state of a container. `restarts` counts those by its restart policy."""
+    """The state of a container. `restarts` counts restarts by its restart policy."""
 
     status: str
     exit_code: int
@@ -99,13 +99,13 @@ class ServiceContainer:
         return (f"{inside[0]}:{port}" if inside else None), host
 
     def cpu_ns(self) -> int:
-        """CPU time of everything that ran in it since its start, health checks included."""
+        """CPU time of all its processes since its start, health checks included."""
         with _translated():
             stats = self._container.stats(stream=False, one_shot=True)
         return int(stats["cpu_stats"]["cpu_usage"]["total_usage"])
 
     def main_pid(self) -> int | None:
-        """Its first process as this machine numbers it; None when it does not run."""
+        """The PID of its first process on this machine; None when it does not run."""
         return int(self._container.attrs["State"]["Pid"]) or None
 
     def file(self, path: str) -> bytes | None:

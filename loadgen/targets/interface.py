@@ -28,13 +28,13 @@ class StartTimes:
 class Deployment:
     """One server. Life: `start` → `wait_ready` → … → `stop`; it may be started again after that.
 
-    This base class knows nothing but its URL: it starts and stops nothing, and its processes are unknown.
+    This base class knows only its URL: it starts and stops nothing, and its processes are unknown.
     """
 
     launched = False
     """Whether `start` starts the server and `stop` ends it."""
     url: str
-    """Where it answers HTTP; set by `start` for a launched server, like the rest."""
+    """The URL where it answers HTTP; set by `start` for a launched server, like the rest."""
     grpc_address: str | None = None
     """HOST:PORT where it answers gRPC."""
     title: str | None = None
@@ -101,7 +101,7 @@ class RemoteDeployment(Deployment):
         self.grpc_address = grpc_address
 
     def wait_ready(self, model: str, timeout_s: float) -> StartTimes:
-        """As for any server; the error says what its owner can do."""
+        """Wait until the server is ready; the error says what its owner can do."""
         try:
             return super().wait_ready(model, timeout_s)
         except DeploymentError as exc:

@@ -20,7 +20,7 @@ _FEWEST = 1000
 
 
 class PortReservation:
-    """Distinct ports that nobody listens on and that no other reservation of this user gets until `release`."""
+    """Distinct free ports, which no other reservation of this user gets until `release`."""
 
     def __init__(self, count: int, candidates: range | None = None) -> None:
         """Raises `OSError` when too few are free."""
@@ -36,7 +36,7 @@ class PortReservation:
         self.ports = tuple(self._locks)
 
     def release(self) -> None:
-        """Let others have the ports. Idempotent."""
+        """Release the ports. Idempotent."""
         for port, descriptor in self._locks.items():
             _unlock(port, descriptor)
         self._locks = {}

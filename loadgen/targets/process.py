@@ -30,7 +30,7 @@ class ChildProcess:
     def __init__(
         self, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None, pipes: bool = False
     ) -> None:
-        """Start it. With `pipes` we write its standard input and read its standard output, else its output goes to
+        """Start it. With `pipes` its standard input and output are pipes, else its output goes to
         the log with its errors. Raises `ProcessError`."""
         self.log_path = log_path
         self._unread = b""
@@ -132,7 +132,7 @@ class ChildProcess:
         return int(sum(seconds) * 1e9) if seconds else None
 
     def stop(self, *, timeout_s: float = 15.0) -> None:
-        """SIGTERM, a bounded wait, SIGKILL for what is left of the tree. Idempotent."""
+        """SIGTERM, a bounded wait, SIGKILL for the rest of the tree. Idempotent."""
         tree = self.tree()
         if self.popen.poll() is None:
             self.popen.terminate()

@@ -1,4 +1,4 @@
-"""Request bodies, encoded before the measurement by NVIDIA's own encoder, and failed responses in words."""
+"""Request bodies, encoded before the measurement by NVIDIA's encoder, and descriptions of failed responses."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def prepare_body(
 
 
 def body_count(batch_size: int) -> int:
-    """How many different bodies a batch size gets: so many that no cache can hold one response, so few that they fit
+    """How many different bodies a batch size gets: enough that no cache can hold one response, few enough to fit
     into memory."""
     return max(4, 32 // batch_size)
 

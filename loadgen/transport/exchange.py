@@ -38,7 +38,7 @@ class Exchange:
         self.begin(0, 0)
 
     def begin(self, send_ns: int, request_bytes: int) -> None:
-        """A new request; forget the response of the last one."""
+        """Start a new request; forget the last response."""
         self.send_ns = send_ns
         self.request_bytes = request_bytes
         self.status = self.first_byte_ns = self.response_bytes = 0
@@ -100,7 +100,7 @@ class Deadline:
         self._end_ns = self._young_until_ns = 0
 
     def begin(self, connection: socket.socket, now_ns: int) -> None:
-        """A request begins on this socket."""
+        """Start the time of a request on this socket."""
         if self._changed:
             connection.settimeout(self._timeout_ns / 1e9)
             self._changed = False
@@ -108,7 +108,7 @@ class Deadline:
         self._end_ns = now_ns + self._timeout_ns
 
     def check(self, connection: socket.socket) -> None:
-        """After a read or a write, before the next one. Raises `TimeoutError` when the time is up."""
+        """Call it after a read or a write, before the next one. Raises `TimeoutError` when the time is up."""
         now_ns = perf_counter_ns()
         if now_ns < self._young_until_ns:
             return
@@ -118,7 +118,7 @@ class Deadline:
         connection.settimeout((self._end_ns - now_ns) / 1e9)
 
     def reset(self) -> None:
-        """The socket is new, or its timeout was changed elsewhere."""
+        """Call it when the socket is new or its timeout was changed elsewhere."""
         self._changed = True
 
 

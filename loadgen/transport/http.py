@@ -22,7 +22,7 @@ _MAX_HEAD_BYTES = 64 * 1024
 _MOST_INTERIM = 100
 _MOST_TRAILERS = 100
 _MOST_DIGITS = 10
-"""Of a Content-Length or the size of a chunk."""
+"""Most digits of a Content-Length or a chunk size."""
 
 
 class _ResponseError(Exception):
@@ -183,7 +183,7 @@ class HttpConnection:
         self.close()
 
     def _receive_chunked(self, connection: socket.socket, exchange: Exchange, start: int, filled: int) -> None:
-        """Decodes in place: the payload of every chunk moves to the end of the body so far."""
+        """Decodes chunks in place: the payload of every chunk moves to the end of the body so far."""
         body_end = cursor = start
 
         def line() -> bytes:

@@ -23,7 +23,7 @@ Array = npt.NDArray[np.generic]
 
 SYNTHETIC_ITEMS = 16
 _MOST_VALUES = 2**28
-"""Of all items of an input together."""
+"""Limit for all items of an input together."""
 
 NUMPY_TYPES: Mapping[str, str] = {
     "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
@@ -56,7 +56,7 @@ class SampleInputs:
         return np.ascontiguousarray(array[list(items)])
 
     def describe(self) -> dict[str, str | int]:
-        """For the stored record: the kind, and a digest that distinguishes the inputs of two runs."""
+        """A description for the stored record: the kind, and a digest that distinguishes the inputs of two runs."""
         digest = hashlib.sha256()
         for name in sorted(self.arrays):
             digest.update(name.encode())

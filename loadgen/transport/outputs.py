@@ -15,7 +15,7 @@ from loadgen.transport.inputs import NUMPY_TYPES, Array
 HEADER_LENGTH = "inference-header-content-length"
 _MOST_JSON_BYTES = 2**26
 _MOST_ELEMENTS = 2**20
-"""Of an output of the datatype BYTES."""
+"""Most elements of an output of the datatype BYTES."""
 _MOST_DIMENSIONS = 32
 _BYTES_PREFIX = 4
 _MOST_DIGITS = 10
@@ -41,7 +41,7 @@ class Output(msgspec.Struct):
 
     @property
     def binary_bytes(self) -> int | None:
-        """Its bytes after the JSON; None if it is not binary."""
+        """Number of its bytes after the JSON; None if it is not binary."""
         return None if self.parameters is None else self.parameters.binary_data_size
 
     def __str__(self) -> str:

@@ -10,9 +10,9 @@ from urllib.parse import quote, urlsplit
 from loadgen.transport.exchange import Deadline
 
 _UNQUOTED = "/-._~%!$&'()*+,;=:@?"
-"""Characters that stay as they are in a path; a model's name may hold any character."""
+"""Characters that are not quoted in a path; a model's name may hold any character."""
 _MOST_PARTS = 1_000
-"""Of one `sendmsg`; the kernel takes 1,024."""
+"""Most parts per `sendmsg`; the kernel takes 1,024."""
 
 
 class AddressError(ValueError):

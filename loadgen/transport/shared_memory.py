@@ -130,7 +130,7 @@ class SharedMemoryConnection:
 
     @property
     def reconnects(self) -> int:
-        """Those of the HTTP connection."""
+        """Reconnects of the HTTP connection."""
         return self._http.reconnects
 
     def connect(self) -> None:

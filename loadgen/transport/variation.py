@@ -20,11 +20,11 @@ from loadgen.transport.endpoint import Signature
 from loadgen.transport.inputs import Array, SampleInputs
 
 DIGITS = 5
-"""Of a number, each a byte: 10¹² different items."""
+"""Digits of a number, one byte each: 10¹² different items."""
 _LEVELS = 256
 _BITS = 8
 _LENGTH_BYTES = 4
-"""Before each element of the datatype BYTES."""
+"""Size of the length before each element of the datatype BYTES."""
 
 Tables = tuple[tuple[bytes, ...], ...]
 """The bytes to write, for each digit and each value of it."""
@@ -35,7 +35,7 @@ class Variation:
     """How the items of one input vary; `tables` and `places` hold an entry per item, or one for all items."""
 
     name: str
-    """Of the input."""
+    """Name of the input."""
     tables: tuple[Tables, ...]
     places: tuple[int, ...]
     """Where the bytes that vary begin in an item's data."""
@@ -47,7 +47,7 @@ class Variation:
 
     @property
     def capacity(self) -> int:
-        """How many different items can be made of one."""
+        """How many different items can be made from one."""
         return int(_LEVELS ** len(self.tables[0]))
 
     def patch(self, item: int, number: int) -> bytes:
@@ -67,7 +67,7 @@ class Variation:
         return tuple(offsets)
 
     def varied(self, inputs: SampleInputs, item: int, number: int) -> SampleInputs:
-        """One item alone, as it is sent with this number."""
+        """The data of one item when it is sent with this number."""
         arrays = {name: array[item : item + 1].copy() for name, array in inputs.arrays.items()}
         array, place, patch = arrays[self.name], self.places[item % len(self.places)], self.patch(item, number)
         if array.dtype.hasobject:
@@ -137,7 +137,7 @@ def _of_input(name: str, array: Array) -> Variation | None:
 
 
 def _of_jpegs(name: str, files: Sequence[bytes]) -> Variation | None:
-    """None if one of the files has no quantisation table of whole bytes."""
+    """None if a file has no quantisation table of whole bytes."""
     places = tuple(place for file in files if (place := _quantisation(file)) is not None)
     if len(places) < len(files):
         return None

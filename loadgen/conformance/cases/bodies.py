@@ -44,7 +44,7 @@ def special_values(request: InferenceRequest, *, binary_answer: bool) -> None:
 
 @changes
 def header(request: InferenceRequest, value: str | None) -> Body:
-    """A valid body with this header length; None is one byte more than the body has."""
+    """A valid body with this header length; None means one byte more than the body has."""
     body = request.body()
     return Body({**body.headers, HEADER: value or str(len(body.content) + 1)}, body.content)
 

@@ -57,7 +57,7 @@ def at_limit(subject: Subject, _: Protocol, extra: int, *, chunked: bool = False
 
 
 def chunks(subject: Subject, count: int) -> Iterator[bytes]:
-    """A valid request in `count` chunks, nearly all of them one blank of its JSON."""
+    """A valid request in `count` chunks, nearly all of which hold one blank of its JSON."""
     blanks = count - 2
     headers, first, last = _padded(subject.model.binary(), blanks)
     yield _chunked_head(subject, headers) + b"%x\r\n" % len(first) + first + b"\r\n"
@@ -169,7 +169,7 @@ def _disconnect(subject: Subject, _: Protocol) -> Seen:
 
 
 def raws(*requests: bytes) -> tuple[Send, ...]:
-    """Each as the bytes of one connection."""
+    """Requests as raw bytes, each on one connection."""
     return tuple(raw(request) for request in requests)
 
 

@@ -31,7 +31,7 @@ def _new_server(subject: Subject, *, ready: bool) -> Iterator[Subject]:
 
 
 def _rows_of_a_second(subject: Subject) -> int:
-    """As many rows as this machine computes in about a second: six such requests end well within 30 s."""
+    """The number of rows that this machine computes in about 1 s: six such requests end well within 30 s."""
     most = subject.model.rows(1 << 30)
     answer = subject.infer(subject.model.binary(most), deadline_s=EXIT_SECONDS)
     return max(1, min(most, round(most / max(answer.elapsed_s, 1e-3))))
@@ -111,7 +111,7 @@ def _ready(subject: Subject, protocol: Protocol) -> bool | None:
     """None when nothing answers."""
     if protocol is Protocol.GRPC:
         answer = subject.grpc_client().call("ServerReady", b"", 2.0)
-        return bool(answer.body) if answer.good else None  # ready: true is two bytes, false is none
+        return bool(answer.body) if answer.good else None  # ready: true takes two bytes, false takes no bytes
     answer = subject.http("GET", "/v2/health/ready", deadline_s=5.0)
     return answer.good if answer.came else None
 

@@ -53,7 +53,7 @@ class PendingRequest:
 
     @property
     def done(self) -> bool:
-        """Whether it has been answered."""
+        """Whether the request has been answered."""
         return not self._thread.is_alive()
 
     def _run(self, subject: Subject, data: bytes) -> None:
@@ -77,12 +77,12 @@ class PendingCall:
         self.future = subject.grpc_client().start("ModelInfer", infer_message(request), deadline_s)
 
     def wait(self) -> Answer:
-        """The answer, DEADLINE_EXCEEDED at the latest."""
+        """The answer; DEADLINE_EXCEEDED when none comes in time."""
         return finish(self.future, self._started)
 
     @property
     def done(self) -> bool:
-        """Whether it has been answered."""
+        """Whether the request has been answered."""
         return bool(self.future.done())
 
 

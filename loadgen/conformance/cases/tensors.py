@@ -41,7 +41,7 @@ def outputs(request: InferenceRequest, *names: str) -> None:
 
 @changes
 def batch(request: InferenceRequest, rows: int | None) -> None:
-    """This number of rows; None is one more than the model accepts."""
+    """Inputs with this number of rows; None means one more than the model accepts."""
     model = request.model
     if not model.batches:
         raise NotApplicableError("the model does not batch")
