@@ -18,7 +18,7 @@ from servers.finding import Finding, finding
 LEAST_DRIVER = 580
 """The images in docker-compose.yml use CUDA 13."""
 LEAST_COMPOSE = (2, 20)
-"""The first with `depends_on: … required: false`."""
+"""The first release with `depends_on: … required: false`."""
 OLDEST_IMAGE_DAYS = 90
 """An older base image lacks important fixes."""
 IMAGES = ("abserve/servers:0.1.0", "abserve/load:0.1.0")
@@ -103,7 +103,7 @@ def _images(run: Command, newest_source: datetime | None, now: datetime) -> list
 
 
 def _newest_source() -> datetime | None:
-    """When our code last changed; None outside a checkout."""
+    """When the code here last changed; None outside a checkout."""
     root = Path(__file__).resolve().parents[1]
     if not (root / "docker-compose.yml").exists():
         return None

@@ -19,7 +19,7 @@ from servers.native.settings import NativeSettings
 from servers.triton.settings import TritonSettings
 
 MIN_FREE_BYTES = 2 * 2**30
-"""An export needs 0.4 GB and the same again while it is written; the samples and logs of a full run some tens of MB."""
+"""An export needs 0.4 GB and as much again while it is written; the samples and logs of a full run some tens of MB."""
 
 MIN_SHM_BYTES = 128 * 2**20
 """Triton's python backend passes every tensor through /dev/shm."""
@@ -40,7 +40,7 @@ GPU_REMEDIES = {
     "gpu_lost": "reboot the machine; `dmesg | grep -i xid` shows why the GPU fell off the bus",
     "error": "run nvidia-smi and follow its message",
 }
-"""By status. With any other status this machine has no GPU, which is fine for a comparison of CPUs."""
+"""Remedies by status. Any other status means that there is no GPU, which is fine for a comparison of CPUs."""
 
 
 def doctor(
@@ -120,7 +120,7 @@ def _exposure() -> Finding:
     """Whether other machines can reach a default port: the servers have no authentication."""
     public = sorted({PORTS[port] for host, port in _listeners() if port in PORTS and not _is_loopback(host)})
     remedy = "start the server with --host 127.0.0.1 and reach it through an SSH tunnel"
-    detail = f"other machines can reach {', '.join(public)}" if public else "only this machine can reach our ports"
+    detail = f"other machines can reach {', '.join(public)}" if public else "only this machine can reach the servers"
     return finding("exposure", not public, detail, remedy)
 
 
@@ -135,7 +135,7 @@ def _listeners() -> Sequence[tuple[str, int]]:
 
 
 def _is_loopback(host: str) -> bool:
-    """gRPC listens on ::ffff:127.0.0.1."""
+    """Whether only this machine can reach the address; gRPC listens on ::ffff:127.0.0.1."""
     address = ipaddress.ip_address(host)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback

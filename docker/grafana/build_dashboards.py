@@ -163,7 +163,7 @@ VARIABLES = {
     "model": ("Model", "abserve:items:rate1m", "model"),
     "gpu": ("GPU", "nvml_device_info", "uuid"),
 }
-"""By name: title, and the series and label whose values can be chosen. A dashboard has those that its queries use."""
+"""Variables by name: title, and series and label of the values on offer. A dashboard has those its queries use."""
 ANNOTATIONS = (
     ("Runs of abserve compare", "abserve_run_running == 1", "{{run}}: {{phase}}", "blue"),
     ("Tests of Locust", "abserve_load_running == 1", "{{scenario}} against {{host}}", "purple"),

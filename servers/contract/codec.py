@@ -2,7 +2,7 @@
 
     request   a JSON header, then the binary inputs in their order. `Inference-Header-Content-Length` gives the header's
               size; without it the whole body is JSON, and 0 means that the body is the bytes of the only input.
-    response  the same, with the binary outputs
+    response  a JSON header, then the binary outputs
 
 Binary inputs become views over the body: no large data is copied here.
 """
@@ -55,7 +55,7 @@ _ShortText = Annotated[str, Meta(max_length=MAX_ID_CHARACTERS)]
 _Name = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARACTERS)]
 _Parameters = dict[str, Parameter] | None
 P = TypeVar("P")
-"""A part that may be long: `msgspec.Raw`, its text, or what Python's json made of it where it holds NaN."""
+"""A part that may be long: `msgspec.Raw`, its text, or the values that Python's json read where it holds NaN."""
 
 
 class _Output(msgspec.Struct):
@@ -98,7 +98,7 @@ def parse_header_length(value: str, body_bytes: int) -> int:
 def decode_request(
     body: memoryview, header_length: int | None, signature: ModelSignature, find: FindWindow | None = None
 ) -> InferRequest:
-    """Read a whole body. Raises `ContractError`, and nothing else whatever the bytes are.
+    """Read a whole body. Raises only `ContractError`, whatever the bytes are.
 
     `signature` is needed for the raw form only, whose body does not describe itself. Without `find` there is no shared
     memory.
@@ -149,7 +149,7 @@ def encode_response(response: InferResponse) -> tuple[bytes, int | None]:
 
 
 def find_window(parameters: Mapping[str, Parameter], owner: str, find: FindWindow | None) -> Window | None:
-    """The shared memory that an input or output names, None where it names none. Raises `ContractError`."""
+    """The shared memory that an input or output names, or None. Raises `ContractError`."""
     reference = parse_reference(parameters, owner)
     if reference is None:
         return None
@@ -237,7 +237,7 @@ def _decode_raw(body: memoryview, signature: ModelSignature) -> InferRequest:
 def _decode_inputs(
     items: list[_Input[Any]], body: memoryview, offset: int, find: FindWindow | None
 ) -> tuple[list[InputTensor], int]:
-    """The inputs, and where the bytes of the binary ones end, which begin at `offset` of the body."""
+    """The inputs, and where the bytes of the binary ones end; they begin at `offset` in the body."""
     tensors: list[InputTensor] = []
     bytes_elements = 0
     for item in items:
@@ -249,7 +249,7 @@ def _decode_inputs(
         size = parameters.get("binary_data_size")
         if (item.data is not UNSET) + (size is not None) + (window is not None) != 1:
             raise InvalidRequestError(f"{owner} must have exactly one of 'data', 'binary_data_size' and a region")
-        if datatype == "BYTES" and item.data is UNSET:  # those of JSON are bounded by its length
+        if datatype == "BYTES" and item.data is UNSET:  # the length of JSON bounds its elements
             bytes_elements = add_bytes_elements(bytes_elements, shape, name)
         if window is not None:
             data = window_array(window, datatype, shape, name)

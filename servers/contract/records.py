@@ -1,4 +1,4 @@
-"""Inference requests and responses as data, for HTTP, gRPC and shared memory alike, and their check by the model."""
+"""Inference requests and responses as data, for HTTP, gRPC and shared memory, and their check against a model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Region(Protocol):
     name: str
     byte_size: int
     on_device: bool
-    """The memory is a GPU's, so `write` blocks."""
+    """Whether the memory is on a GPU, so that `write` blocks."""
 
     def check(self) -> None:
         """Raises if the memory is known to be gone."""
@@ -98,7 +98,7 @@ FindWindow = Callable[[RegionReference], Window]
 
 
 def parse_reference(parameters: Mapping[str, object], owner: str) -> RegionReference | None:
-    """None where the parameters name no region. Raises `InvalidRequestError`."""
+    """The region that the parameters name, or None. Raises `InvalidRequestError`."""
     region = parameters.get(REGION)
     if region is None:
         if BYTE_SIZE in parameters or OFFSET in parameters:

@@ -23,7 +23,7 @@ from servers.contract.tensors import DATATYPES, Array
 
 MAX_DIMENSIONS = 32
 MAX_ELEMENTS = 2**60 - 1
-"""Their bytes must be countable in 64 bits."""
+"""Most elements of a tensor: 64 bits must be able to count their bytes."""
 MAX_BYTES_ELEMENTS = 16_384
 """BYTES elements per request, over all inputs: each becomes an object, which holds the interpreter."""
 _LENGTH = struct.Struct("<I")
@@ -33,8 +33,8 @@ LONG_BYTES = 256 * 1024
 """Shorter JSON is parsed in one go, in two milliseconds."""
 PIECE_BYTES = 128 * 1024
 PAUSE_S = 20e-6
-"""Between pieces, so that other threads run. NumPy releases the interpreter too briefly for another thread to take it,
-which then waits its five milliseconds anew: without pauses none ran for the 150 ms of a body of 24 MB."""
+"""Pause between pieces, so that other threads run. NumPy releases the interpreter too briefly for another thread to
+take it, which then waits its five milliseconds anew: without pauses none ran for the 150 ms of a body of 24 MB."""
 
 _PYTHON_TYPES: dict[str, set[type]] = {"BOOL": {bool}, "FP32": {int, float}, "FP64": {int, float}}
 _OPENING = re.compile(rb"(?:\s*\[)*")
@@ -121,7 +121,7 @@ def bytes_from_array(array: Array) -> bytes:
 
 
 def parse_json(document: Any, decoder: msgspec.json.Decoder[T], owner: str = "the request JSON") -> T:
-    """What `decoder` makes of JSON text, or of values that another parser has read. Raises `InvalidRequestError`."""
+    """JSON text, or values that another parser has read, decoded by `decoder`. Raises `InvalidRequestError`."""
     try:
         if isinstance(document, bytes | msgspec.Raw):
             return decoder.decode(document)
@@ -157,7 +157,7 @@ def array_from_json(data: msgspec.Raw | object, datatype: str, shape: tuple[int,
 
 
 def _pieces(text: bytes, datatype: str, name: str) -> Iterator[Any]:
-    """The values of a JSON array; those of a long one flat, a piece at a time. Raises `InvalidRequestError`."""
+    """The values of a JSON array; a long one is parsed in pieces and returned flat. Raises `InvalidRequestError`."""
     if datatype == "BYTES" and len(text) > MAX_SPECIAL_BYTES:
         raise InvalidRequestError(
             f"BYTES in JSON may have {MAX_SPECIAL_BYTES} bytes: send input '{name}' as binary data"

@@ -80,7 +80,7 @@ class Engine(ABC):
         """Free device memory and threads. Idempotent."""
 
     def execution_ns(self, rows: int, repeats: int) -> list[int] | None:  # noqa: ARG002
-        """Times of `repeats` executions of `rows` rows without copies to or from the host; None if it cannot."""
+        """Times of `repeats` executions of `rows` rows without copies to or from the host; None if not possible."""
         return None
 
     def run_only(self, rows: int) -> bool:  # noqa: ARG002

@@ -25,10 +25,10 @@ ROTATION = 4
 
 MIN_REPEATS, MAX_REPEATS = 7, 700
 MAX_EXECUTIONS = 200
-"""The most executions that a device times; they have no percentile."""
+"""Most executions that a device times; no percentile is computed from them."""
 
 P99_REPEATS = 662
-"""With fewer the sample's 99th percentile may not reach the true one: docs/measurement.md has the bound."""
+"""With fewer calls the sample's 99th percentile may not reach the true one: docs/measurement.md has the bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class BatchMeasurement:
     execution_ns: int | None
     call_ns: int
     call_p99_ns: int | None
-    """None with fewer than `P99_REPEATS`."""
+    """None with fewer than `P99_REPEATS` calls."""
     images_per_second: float
     tflops: float
     share_of_matrix_product: float | None

@@ -6,7 +6,7 @@ TF32 anywhere.
 Modes: `eager` is the model's own module; `traced` and `scripted` are the same through torch.jit, compared with it at
 load in its precision. On CUDA only: `graph` (and `auto`) is one CUDA graph per batch bucket of the fastest tower that
 covers the model and the precision, `compile` one of torch.compile's code. On CUDA every mode is compared at load with
-the own module in FP32 on the CPU.
+the model's own module in FP32 on the CPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PROOF_ROWS = 3
 
 
 class TorchEngine(RunnerEngine):
-    """The number of CPU threads is that of torch in the whole process."""
+    """Executes a model by torch. The number of CPU threads applies to torch in the whole process."""
 
     _mode = ""
     _tower: DeviceTower | None = None
@@ -91,7 +91,7 @@ class TorchEngine(RunnerEngine):
         self._cosine = float(torch.nn.functional.cosine_similarity(answer, expected).min())
         if not self._cosine >= MIN_COSINE:
             raise EngineError(
-                f"{tower.kernels} on {device} does not compute the model: its cosine with the own module in FP32 is "
+                f"{tower.kernels} on {device} does not compute the model: its cosine with its own module in FP32 is "
                 f"{self._cosine:.6f}, below {MIN_COSINE}; use mode eager"
             )
 

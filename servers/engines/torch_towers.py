@@ -31,7 +31,7 @@ from servers.models.uint8_module import executed_module, to_precision
 OWN_MODULE = "the model's own module"
 
 APIS = {"traced": "torch.jit.trace", "scripted": "torch.jit.script"}
-"""By mode."""
+"""Functions of torch by mode."""
 
 FUSED, UNFUSED = [("DYNAMIC", 10)], list[tuple[str, int]]()
 """Arguments of `torch.jit.set_fusion_strategy`, which applies to the whole process."""
@@ -58,9 +58,9 @@ class DeviceTower:
     kernels: str
     gelu: str
     enqueue: Callable[[int], Enqueue] | None = None
-    """Gives the function that enqueues n images; None: it calls `module`."""
+    """Returns the function that enqueues n images; None: a function that calls `module`."""
     plans: Callable[[], Mapping[str, str]] = field(default=dict)
-    """By batch size, known once built."""
+    """Plans by batch size, known once built."""
 
     def build(self, images: int) -> Enqueue:
         """The function that enqueues a batch of `images`."""
@@ -111,7 +111,7 @@ def fast_tower(
     *,
     compiled: bool,
 ) -> DeviceTower:
-    """The fastest that covers this model and precision; with `compiled`, torch.compile of the lean tower."""
+    """The fastest tower that covers this model and precision; with `compiled`, torch.compile of the lean tower."""
     try:
         byte_input = specification.preprocessing if specification.payload == "uint8" else None
         lean = LeanVisionTower(module, byte_input)
@@ -200,7 +200,7 @@ def to_torchscript(
 
 
 def reason_of(exc: BaseException) -> str:
-    """One line. TorchScript's interpreter begins with its own traceback and puts the cause at the end."""
+    """The cause in one line; TorchScript's interpreter puts it at the end, after its own traceback."""
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()] or [type(exc).__name__]
     return lines[-1] if "TorchScript interpreter" in lines[0] else lines[0]
 

@@ -3,7 +3,7 @@
     ROOT/<model>/<weights>/model.onnx                       FP32 weights
     ROOT/<model>/<weights>-fp16/model_fp16.onnx             FP16 weights
     ROOT/<model>_uint8/<weights>/model_uint8.onnx           UINT8 input; with FP16 weights model_uint8_fp16.onnx
-    ROOT/<model>/<weights>-fused/model.onnx                 operators that only ONNX Runtime has; so for the others
+    ROOT/<model>/<weights>-fused/model.onnx                 ONNX Runtime's own operators; other forms have -fused, too
 
 Each file has its own folder and manifest. An artefact is up to date when its manifest names the same model, weights and
 package versions and the file has the manifest's hash. It appears whole, after its parity check, or not at all.

@@ -54,7 +54,7 @@ def write_onnx(
 
 
 def _write_fused(specification: ModelSpecification, tower: torch.nn.Module, path: Path, precision: str) -> bool:
-    """False for a model that is not covered."""
+    """Write the fused graph; False for a model that it does not cover."""
     import onnx
 
     from servers.engines.vit.tower import UnsupportedTowerError

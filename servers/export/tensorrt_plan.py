@@ -19,7 +19,7 @@ from servers.models.specification import ModelSpecification
 TENSORRT_IMAGE = (
     "nvcr.io/nvidia/tensorrt:26.08-py3@sha256:3b127f45630cd56bf43d2ef70d7f50a7ee37e42bda4ba11adaaa069af2098125"
 )
-"""As in .env.example. Of the same month as the Triton image there: both carry TensorRT 11.2.1."""
+"""The image in .env.example, from the same month as its Triton image: both carry TensorRT 11.2.1."""
 
 TIMING_CACHE = "timing.cache"
 WORKSPACE_BYTES = 4 * 2**30
@@ -88,6 +88,6 @@ def build_plan(specification: ModelSpecification, onnx: Path, plan: Path, max_ba
 
 
 def _strongly_typed(trt: Any) -> int:
-    """The network's creation flags; release 11 has no other kind and may drop the flag's name."""
+    """The flag for a strongly typed network; release 11 has only those and may drop the flag's name."""
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     return 0 if flag is None else 1 << int(flag)

@@ -1,7 +1,7 @@
 """An open_clip vision tower as an ONNX graph of ONNX Runtime's fused operators.
 
 torch's export has an attention of twenty operators per block, with shape arithmetic between them, and ONNX Runtime
-fuses none of it. Here a block is seven nodes, no node computes a shape, and so no node is left on the CPU when the rest
+does not fuse it. Here a block is seven nodes, no node computes a shape, and so no node is left on the CPU when the rest
 is on a GPU. The operators of the domain com.microsoft are in every build of ONNX Runtime, Triton's backend included;
 TensorRT and others do not have them.
 

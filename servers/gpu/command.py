@@ -124,7 +124,7 @@ def _remote_info(url: str, model: str | None, log: Path | None, exporter: str | 
 
 
 def _models(url: str) -> list[str]:
-    """The models in Triton's repository; none if it does not list them."""
+    """The models in Triton's repository; empty if it does not list them."""
     try:
         found = json.loads(_get(f"{url}/v2/repository/index", data=b"{}", optional=True) or b"[]")
         return [str(one["name"]) for one in found]

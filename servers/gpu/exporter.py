@@ -34,11 +34,11 @@ from servers.gpu.recording import Intervals, Recording
 
 POLL_SECONDS = 1.0
 PERMANENT_CODES = frozenset({"NOT_SUPPORTED", "FUNCTION_NOT_FOUND"})
-"""Counted once per device and call: they describe the device and are not a new failure each time."""
+"""Errors counted once per device and call: they describe the device and are not a new failure each time."""
 LONGEST_SAMPLE_S = 1.0
 """A utilisation sample covers at most this time (nvmlDeviceGetUtilizationRates: 1/6 to 1 s)."""
 CPU_MODES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
-"""Together all CPU time: the kernel counts guests as user time, too."""
+"""These modes add up to all CPU time: the kernel counts guests as user time, too."""
 
 Labels = tuple[str, ...]
 _CLOCK_SETTINGS = ("applications_clocks", "sync_boost", "display_clocks")
@@ -61,7 +61,7 @@ class MetricDefinition:
         kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
         family: Metric = kind(self.name, self.help, labels=self.labels)
         for labels, value in points.items():
-            family.add_metric(labels, value)  # type: ignore[attr-defined]  # both kinds have it, their base has not
+            family.add_metric(labels, value)  # type: ignore[attr-defined]  # both kinds have it, their base does not
         return family
 
 

@@ -69,7 +69,7 @@ class Runtime:
 def gpu_info(runtime: Runtime | None, reader: GpuReader | None = None) -> Document:
     """The whole document, every key present. Without `reader` it asks the driver, which takes some milliseconds."""
     if reader is None:
-        from servers.gpu.nvml import NvmlReader  # loads the driver's library only when somebody asks
+        from servers.gpu.nvml import NvmlReader  # loads the driver's library only when this is called
 
         reader = NvmlReader()
     try:

@@ -176,7 +176,7 @@ _CODES: Mapping[int, str] = {
 
 
 def _code_name(code: int) -> str:
-    """GPU_IS_LOST for 15, and so on."""
+    """The name of a return code, such as GPU_IS_LOST for 15."""
     return _CODES.get(code, f"ERROR_{code}")
 
 

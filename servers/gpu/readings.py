@@ -112,7 +112,7 @@ class EdgeReading:
 
 
 class GpuReader(Protocol):
-    """Never raises: a failure is a status or a failed call. One thread at a time."""
+    """Reads GPUs. Never raises: a failure is a status or a failed call. One thread at a time."""
 
     def connect(self) -> Connection:
         """Open the library, or open it again. The devices are in the order of their index."""

@@ -96,7 +96,7 @@ class SamplerProcess:
         try:
             self._answers.write(json.dumps(document) + "\n")
             self._answers.flush()
-        except OSError:  # nobody reads answers any more; keep recording until the input ends
+        except OSError:  # no process reads the answers any more; keep recording until the input ends
             self._answers = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (open until the process ends)
 
 

@@ -7,7 +7,7 @@ They are the same for all payload variants of a model:
     jpeg/NN.jpg                                          as photographed, any size
     samples.json             schema abserve.samples/1: model, tensor, variants, files with SHA-256, credits
 
-The same item index is the same picture in all three: `normalise` of the UINT8 item is the FP32 item, and a server
+An item index means the same picture in all three: `normalise` of the UINT8 item is the FP32 item, and a server
 decodes the JPEG file to the UINT8 item, bit for bit. Imports no torch.
 """
 

@@ -77,7 +77,7 @@ class CheckpointWeights:
 
     @property
     def label(self) -> str:
-        """Has the file's name without its folder, since results get published."""
+        """For people: the file's name without its folder, since results get published."""
         return f"checkpoint {self.path.name}{_suffix(', SHA-256 ', self.sha256)}"
 
     @property

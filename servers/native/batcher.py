@@ -91,7 +91,7 @@ class Staging:
     def gather(self, requests: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
         """The requests' rows one after the other, C-contiguous and aligned.
 
-        A single request that is so already is passed on; everything else is copied exactly once.
+        A single request that already is both is passed on; everything else is copied exactly once.
         """
         first = requests[0]
         if len(requests) == 1 and all(array.flags.c_contiguous and array.flags.aligned for array in first.values()):

@@ -8,7 +8,7 @@ client may then free its memory.
 Every driver call makes the device's primary context, which torch and ONNX Runtime use too, current on its thread, and
 removes it again, so that an engine finds its thread unchanged.
 
-A handle is a secret of its owner, like the key of system shared memory: no message and no status shows one.
+A handle is its owner's secret, like the key of system shared memory: messages and statuses never show one.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class CudaRegion:
         self._closed = threading.Event()
 
     def check(self) -> None:
-        """Whether device memory is gone shows only when it is read."""
+        """Checks nothing: lost device memory shows only when it is read."""
 
     def row(self) -> dict[str, object]:
         """The region as a status shows it, without its handle."""

@@ -20,7 +20,7 @@ class NotReadyError(UnavailableError):
 
 
 class QueueFullError(UnavailableError):
-    """As many requests wait as the settings allow."""
+    """The queue is full: as many requests wait as the settings allow."""
 
 
 class RequestExpiredError(UnavailableError):
@@ -50,7 +50,7 @@ class HttpError(Exception):
 INTERNAL_ERROR = "internal error, the server's log has the cause"
 EXPIRED = "Request timeout expired"
 SHUTTING_DOWN = "the server is shutting down, send the request to another one"
-HOLDS_ENOUGH = "the server holds as many bytes of requests as it may, send this one again later"
+HOLDS_ENOUGH = "the server's memory for requests is full, send this one again later"
 
 
 class _Outcome(NamedTuple):
@@ -74,7 +74,7 @@ _OUTCOMES = (
     _Outcome(UnsupportedError, "unsupported", 501, "UNIMPLEMENTED"),
     _Outcome(InternalError, "internal", 500, "INTERNAL"),
 )
-"""As Triton maps its errors; the first row that fits an error counts."""
+"""Triton's mapping of errors; the first row that fits an error counts."""
 FAILURE_REASONS = tuple(dict.fromkeys(outcome.reason for outcome in _OUTCOMES))
 _HTTP_REASONS = {408: "slow_client", 413: "too_large", 503: "unavailable"}
 

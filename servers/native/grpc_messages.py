@@ -36,7 +36,7 @@ from servers.contract.values import (
 )
 
 INLINE_BYTES = 16 * 1024
-"""Of a message without its raw inputs: longer ones are decoded in a thread, piece by piece."""
+"""Bytes of a message without its raw inputs; longer ones are decoded in a thread, piece by piece."""
 PIECE_VALUES = 64 * 1024
 """Python's other threads run between two pieces, each of which takes two milliseconds."""
 
@@ -61,7 +61,7 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
 def parse_message(serialised: bytes) -> tuple[Any, list[memoryview]]:
-    """A ModelInferRequest without its raw inputs, and views of these. Raises `InvalidRequestError`."""
+    """A ModelInferRequest without its raw inputs, and views of them. Raises `InvalidRequestError`."""
     rest, raw = _cut_out_raw(serialised)
     if len(rest) > UNCOUNTED_BYTES:
         _count_fields(memoryview(rest), 0, len(rest), _COUNTED_IN, 0)
@@ -176,7 +176,7 @@ def _parameters(item: Any, owner: str) -> dict[str, Parameter]:
 
 
 def _cut_out_raw(serialised: bytes) -> tuple[bytes, list[memoryview]]:
-    """The message without its raw inputs, and views of these. Raises `InvalidRequestError`."""
+    """The message without its raw inputs, and views of them. Raises `InvalidRequestError`."""
     view = memoryview(serialised)
     raw: list[memoryview] = []
     kept: list[memoryview] = []

@@ -133,7 +133,7 @@ class Arrivals:
     async def stream(self, context: Any) -> AsyncIterator[bytes]:
         """The messages of a call that has any number. Raises `ContractError`, also when the client is idle too long."""
         if not self._streams_left:
-            raise UnavailableError("the server has as many streams open as it may")
+            raise UnavailableError("the server has its maximum of streams open, close one or try again later")
         self._streams_left -= 1
         try:
             while (message := await self._read(context, self._idle_s, self._idle_s)) is not grpc.aio.EOF:
@@ -231,7 +231,7 @@ class GrpcFrontEnd:
             await self._server.stop(seconds)
 
     def _handler(self, described: Any, methods: dict[str, Method]) -> Any:
-        """A handler of streams for every method: only then the library lets the server decide when it receives."""
+        """A handler of streams for every method: only then does the library let the server decide when it receives."""
         reply = GetMessageClass(described.output_type)
         if described.client_streaming:
             return grpc.stream_stream_rpc_method_handler(self._stream_infer, None, reply.SerializeToString)
@@ -334,7 +334,7 @@ def _parse(kind: Any, serialised: bytes) -> Any:
 
 
 def _methods(models: ServedModels, regions: RegionTable) -> dict[str, Method]:
-    """All methods but inference. Each returns the document that HTTP sends; the reply takes the fields it has of it."""
+    """All methods except inference. Each returns the document that HTTP sends; the reply takes the fields it knows."""
 
     def find(asked: Any) -> InferenceService:
         return models.find(asked.name, asked.version or None)

@@ -23,16 +23,16 @@ from servers.native.errors import HttpError
 
 ALIGNMENT = 64
 SPARE_SHARE = 16
-"""One in so many of the bytes that may be held is kept as memory for later bodies."""
+"""Of the bytes that may be held, 1/SPARE_SHARE are kept as memory for later bodies."""
 SPARE_LAYOUTS = 64
 MAPPED_BYTES = 2**20
 """Bodies of this size and more are mapped: the heap may keep memory that it was given."""
 HUGE_PAGE_BYTES = 2 * 2**20
-"""Once so much has arrived, the rest may use huge pages, which cost less CPU; before, one byte would take one."""
+"""Once this much has arrived, the rest may use huge pages, which cost less CPU; before, one byte would take one."""
 MAX_CHUNK_LINE = 256
 FREE_CHUNKS = 256
 MIN_MEAN_CHUNK_BYTES = 64
-"""Chunks beyond the free ones must have so many bytes on average: a chunk costs as much work as some KiB."""
+"""Chunks beyond the free ones must have this many bytes on average: a chunk costs as much work as some KiB."""
 STEPS_A_FEED = 128
 """A chunk takes two or three steps. The rest is read after the other connections had their turn."""
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[^\r\n\x00]*)?\r\n")

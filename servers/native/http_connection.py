@@ -27,7 +27,7 @@ NEVER = float("inf")
 LINGER_S = 5.0
 """How long a refused client may go on sending before it is cut off."""
 LINGER_BYTES = 256 * 2**20
-"""How much of that is read and dropped."""
+"""Bytes that a refused client may still send before it is cut off; they are read and dropped."""
 LAST_BODY_S = 5.0
 """How long an arriving body may take to complete once the server is told to stop."""
 ROOM_WAIT_S = 5.0
@@ -339,7 +339,7 @@ class Connection(asyncio.BufferedProtocol):
             self._front_end.run(self._ask(request))
 
     async def _ask(self, request: Request) -> None:
-        """Goes on when the client leaves: the work may be half done."""
+        """Ask the application; goes on when the client leaves, since the work may be half done."""
         client, server = map(self._transport.get_extra_info, ("peername", "sockname"))
         self.answer(await ask(self._front_end.application, request.head.scope(client, server), bytes(request.body)))
 

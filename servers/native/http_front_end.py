@@ -45,9 +45,9 @@ READ_BYTES = 64 * 1024
 INLINE_JSON_BYTES = 16 * 1024
 """Longer JSON is parsed in a thread: this much holds the event loop for a fraction of a millisecond."""
 INFLATED_STEP_BYTES = 64 * 1024
-"""Compressed bodies are inflated in such steps, which are small enough for memory the heap has anyway."""
+"""Compressed bodies are inflated in steps of this size, which fit into memory that the heap has anyway."""
 MAX_INFLATING = 8
-"""Compressed bodies that are inflated and parsed, or wait for that. A connection has one request at a time."""
+"""Most compressed bodies that are inflated and parsed, or wait for that. A connection has one request at a time."""
 TICK_S = 0.25
 """How often all deadlines of connections are checked: one timer for all, so that a request sets none."""
 
@@ -330,7 +330,7 @@ class PendingRequest:
         """The connection's bytes count as held already; those that they inflate to are added once they are known."""
         front_end, started_ns = self._front_end, time.perf_counter_ns()
         if front_end.compressed >= MAX_INFLATING:
-            raise UnavailableError("the server inflates as many bodies as it may; send this one later or uncompressed")
+            raise UnavailableError(f"the server inflates {MAX_INFLATING} bodies now; send this later or uncompressed")
         front_end.compressed += 1
         try:
             body, request = await in_thread(front_end.inflating, self._inflate, compressed)
@@ -393,7 +393,7 @@ class PendingRequest:
         return True
 
     def _encode(self, queued: QueuedRequest) -> bytes | None:
-        """None where that fails: neither thread may stop because of it, so it becomes the request's error."""
+        """The response's bytes; None if encoding fails, which becomes the request's error and stops no thread."""
         assert self._template is not None
         start_ns = time.perf_counter_ns()
         try:

@@ -85,7 +85,7 @@ class RequestHead:
 
 
 class _Parsed:
-    """Collects what httptools calls back with."""
+    """Collects the values that httptools passes to its callbacks."""
 
     def __init__(self) -> None:
         self.url = b""

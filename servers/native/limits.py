@@ -14,7 +14,7 @@ from servers.contract.tensors import Array
 from servers.native.errors import HOLDS_ENOUGH
 
 CONTROL_BODY_BYTES = 64 * 1024
-"""Largest body of a request that is not an inference: none of them needs more."""
+"""Largest body of a request that is not an inference: no such request needs more."""
 
 
 class ByteBudget:

@@ -5,7 +5,7 @@ Its owner may truncate it at any moment, or leave holes in it that the system ha
 it would then end this process with SIGBUS. So it is never mapped. Inputs are read with preadv, in the engine thread
 right before they are used, and outputs written with pwrite: a failure concerns only its own request.
 
-A key is a secret of its owner: no message and no status shows one.
+A key is its owner's secret: messages and statuses never show one.
 """
 
 from __future__ import annotations

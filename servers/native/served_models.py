@@ -71,7 +71,7 @@ class ServedModels:
         await self.named(name).load()
 
     async def unload(self, name: str) -> None:
-        """New requests are refused at once; returns when accepted ones are finished and the engine is freed.
+        """Refuse new requests at once; returns when accepted ones are finished and the engine is freed.
 
         Raises `ContractError`.
         """
@@ -79,11 +79,11 @@ class ServedModels:
         await self.named(name).unload()
 
     def _check_control(self, name: str) -> None:
-        """A name is only ever compared with those of the models: no file system sees it."""
+        """Raises `InvalidRequestError` without model control or for a bad name; names never reach a file system."""
         if not self._allow_control:
             raise InvalidRequestError("model control is switched off; start the server with --allow-model-control")
         if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable() or "/" in name or ".." in name:
-            raise InvalidRequestError(f"a model's name has 1 to {MAX_NAME_CHARACTERS} characters, none of '/' and '..'")
+            raise InvalidRequestError(f"a model's name has 1 to {MAX_NAME_CHARACTERS} characters, without '/' and '..'")
 
     def stop(self, timeout: float) -> bool:
         """Execute the queues and free the engines; blocks. False if that took longer than `timeout` in all."""

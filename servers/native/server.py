@@ -185,9 +185,9 @@ def serve(settings: NativeSettings, models: ServedModels, listener: socket.socke
     received: list[int] = []
 
     def note(signal_number: int, _frame: FrameType | None) -> None:
-        """A signal before uvicorn handles them stops it as soon as it has begun.
+        """Keep a signal that comes before uvicorn handles them: uvicorn then stops as soon as it has begun.
 
-        When it has shut down uvicorn raises its signals again, and dying of one would skip the rest of this function.
+        After its shutdown uvicorn raises its signals again, and dying of one would skip the rest of this function.
         """
         received.append(signal_number)
         server.should_exit = True

@@ -151,7 +151,7 @@ class NativeSettings(BaseSettings):
     @field_validator("grpc_port")
     @classmethod
     def _own_port(cls, port: int, info: ValidationInfo) -> int:
-        """Neither port is bound yet when both are checked, so the check would not find this."""
+        """Refuse one port for both: a check of free ports would not find this, since neither is bound yet."""
         if port == info.data.get("http_port"):
             raise ValueError("HTTP and gRPC need different ports, and this is --http-port")
         return port

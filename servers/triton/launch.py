@@ -116,12 +116,12 @@ def prepare(
         f"--http-port={settings.http_port}",
         f"--grpc-port={settings.grpc_port}",
         f"--metrics-port={settings.metrics_port}",
-        # Nobody may load, unload or replace a model over the network; a model that fails to load ends the server.
+        # No client may load, unload or replace a model; a model that fails to load ends the server.
         "--model-control-mode=none",
         "--exit-on-error=true",
         # The generated config is complete. Completing it would start Python once more before the model's own process.
         "--disable-auto-complete-config",
-        # Our sampler reads the GPU for both arms; a second reader inside one arm would cost that arm.
+        # The sampler of `abserve compare` reads the GPU for both arms; a second reader would cost one arm.
         "--allow-gpu-metrics=false",
         "--allow-cpu-metrics=false",
         # Pinned memory is for copies to a GPU; without one its allocation only fails with a warning.
@@ -157,7 +157,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _path(*parts: Path | str | None) -> str:
-    """Our folders come before those of the user."""
+    """A search path; folders named first, such as this project's, come before the user's."""
     return os.pathsep.join(str(part) for part in parts if part)
 
 

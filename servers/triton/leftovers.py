@@ -2,7 +2,7 @@
 
 Every request crosses the shared memory between tritonserver and its stub once each way. Triton would grow the region
 on demand and stall that request, so it starts large enough. The backend also makes one folder per server in /tmp,
-not in TMPDIR. It is for unpacked Python environments, which our models do not have, so our folders stay empty.
+not in TMPDIR. It is for unpacked Python environments, which these models do not have, so the folders stay empty.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class TritonSettings(EngineOptions):
 
 
 def resolve_engine(requested: EngineSettings) -> EngineSettings:
-    """The same settings without a device `auto`, and without a mode `auto` for an engine with one mode per device."""
+    """Resolve `auto`: always for the device, and for the mode of an engine with one mode per device."""
     if requested.kind == "null":
         return replace(requested, device="cpu", threads=1, mode="eager")
     device = requested.device

@@ -43,7 +43,7 @@ class Interpreter:
     python: tuple[int, int]
     machine: str
     glibc: tuple[int, int] | None
-    """None for another C library, as on Alpine."""
+    """Version of glibc; None for another C library, as on Alpine."""
     numpy: str | None
     wheel: str | None
     """Installed version of nvidia-pytriton."""

@@ -29,7 +29,7 @@ OWN_KERNELS = {
 
 _NORM = r"layer_?norm|rms_?norm|batch_?norm|group_?norm|instance_?norm|normalization"
 
-# The first that matches the name in lower case.
+# The first pattern that matches the lower-case name counts.
 _COMPILED = (  # torch.compile's Triton kernels: triton_{kind}_fused_{every operator that went into it}_{number}
     (r"_tem_.*attention", ATTENTION),
     (r"_tem_", PRODUCTS),

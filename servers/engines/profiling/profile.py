@@ -94,7 +94,7 @@ class BatchProfile:
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """One record per batch size; or none, and the reason in `missing`."""
+    """One record per batch size, or no records and the reason in `missing`."""
 
     batches: list[BatchProfile]
     missing: str | None = None
@@ -159,7 +159,7 @@ def profile_engine(
 ) -> EngineProfile:
     """Profile a loaded engine at every measured batch size; measure nothing in this process afterwards.
 
-    Never raises for an engine that cannot be profiled, since the measurement before it stands.
+    Never raises for an engine that cannot be profiled, since its measurement is valid.
     """
     batches = [result.batch for result in measured]
     effective = engine.describe()

@@ -70,7 +70,7 @@ class FusedWeights:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that the kernels read, but the patch embedding."""
+        """Everything that the kernels read, except the patch embedding."""
         products = [product for block in self.blocks for product in block] + [self.head]
         rows = (self.class_row, self.gain, self.offset)
         return (*rows, *(t for p in products for t in (p.weight, p.bias) if t is not None))
@@ -109,7 +109,7 @@ class FusedVisionTower:
         shape = weights.shape
         for tile, n in ((plan.attention_out, shape.width), (plan.mlp_out, shape.width)):
             if tile is not None and n // tile.columns > MAX_CHUNKS:
-                raise ValueError(f"{tile} leaves more than {MAX_CHUNKS} chunks of statistics a row")
+                raise ValueError(f"{tile} leaves more than {MAX_CHUNKS} chunks of statistics per row")
         self._chunks = 0
         # A cuBLAS product adds itself to the residual but not its bias. The bias is one row for all tokens, so it is
         # carried: the next kernel that reads the tokens adds it, and the tokens need not be written again.

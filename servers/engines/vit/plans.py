@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def gelu(self) -> str:
-        """Which form of GELU the blocks but the last compute."""
+        """The form of GELU in all blocks except the last."""
         return "tanh" if self.mlp_in is None else "erf"
 
 

@@ -178,10 +178,10 @@ class LeanBlock(nn.Module):
 
 
 class LeanVisionTower(nn.Module):
-    """The same function as open_clip's `visual` up to rounding; in eval mode, on the CPU in FP32, with its own memory.
+    """Computes open_clip's `visual` up to rounding; in eval mode, on the CPU in FP32, with its own memory.
 
     Input: floats [n, 3, s, s], normalised, of any float dtype; with `byte_input` bytes [n, s, s, 3], RGB 0–255, which
-    are normalised here as it says. Output [n, output_width] in the dtype of the weights, not of unit length, as
+    are normalised here by its values. Output [n, output_width] in the dtype of the weights, not of unit length, as
     open_clip's. Raises `UnsupportedTowerError` for a tower that computes something else.
     """
 

@@ -164,7 +164,7 @@ def test_decompressed_bodies_count_among_those_that_are_held(controlled):
         server.wait_until(lambda: server.metric(PENDING) == 1, "one waits, with 60 kB")
         refused = compressed()
         assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-        assert "as many bytes" in json.loads(refused.body)["error"]
+        assert "memory for requests" in json.loads(refused.body)["error"]
         server.open("infer")
         assert [rows(first.result()), rows(second.result())] == [[[1.0] * 4], [[2.0] * 4]]
     assert rows(compressed()) == [[2.0] * 4]

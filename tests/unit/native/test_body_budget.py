@@ -196,7 +196,7 @@ def test_a_body_that_finds_no_room_is_refused_and_its_connection_goes_on(monkeyp
             client.writer.write(BODY[300_000:])
             status, body = await client.answer()
             assert status == 503
-            assert b"holds as many bytes" in body
+            assert b"memory for requests" in body
             assert served.budget.held == others
             served.budget.release(others)
             client.writer.write(HEAD + BODY)

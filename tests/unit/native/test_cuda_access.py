@@ -130,7 +130,7 @@ def test_the_host_memory_of_inputs_is_bounded_and_counted(region):
     array = window_array(first, "FP32", (1, 10), "x")
     del first
     assert budget.held == 40
-    with pytest.raises(UnavailableError, match="holds as many bytes"):
+    with pytest.raises(UnavailableError, match="memory for requests"):
         Window(region, RegionReference("r", 40, 0), allocate).view()
     del array
     assert budget.held == 0
