@@ -1,4 +1,4 @@
-"""Comparisons in words: which arm is better, by how much, with which interval, and in which workloads."""
+"""Sentences about comparisons: which arm is better, by how much, with which interval, and in which workloads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loadgen.quantities import measured, ratio, ratio_interval
 from loadgen.records.run import Label, Pairing, Workload, shown
 
 ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", "inconclusive", "invalid")
-"""In which outcomes are listed."""
+"""The order in which outcomes are listed."""
 
 
 def place(workload: Workload) -> str:
@@ -112,8 +112,8 @@ def groups(comparisons: Sequence[Comparison], workloads: dict[str, Workload], ma
 
 
 def decided_besides(comparisons: Sequence[Comparison], workloads: dict[str, Workload]) -> list[str]:
-    """Every decided metric that does not lead its workload. Metrics that favour the same arm as the leading one share
-    a clause; each of the others gets its own: "but A has the lower p99 latency at batch 4 (1.90×)"."""
+    """List every decided metric that does not lead its workload. Metrics that favour the same arm as the leading one
+    share a clause; each of the others gets a clause: "but A has the lower p99 latency at batch 4 (1.90×)"."""
     leading = {(c.scenario, c.pairing): c.winner for c in comparisons if c.leading}
     several = len({c.pairing for c in comparisons}) > 1
     agreeing: dict[str, None] = {}

@@ -50,7 +50,7 @@ CORRELATION_ALLOWANCE = 0.7
 """Standard errors (1/√n) by which the run's mean correlation of successive pairs may be too low: by simulation the
 least with which at most 6 % of identical arms get a winner from 6 rounds that resemble each other by 0.5."""
 LEAST_ALONE = 16
-"""Pairs from which a comparison's own correlation counts beside the run's: that of fewer is noise."""
+"""Pairs from which a comparison's own correlation counts in addition to the run's: with fewer it is noise."""
 LEADING_SHARE = 0.8
 """Share of the 5 % for false winners that the leading comparisons get if they decide when to stop."""
 
@@ -68,7 +68,7 @@ class Comparison(Record, frozen=True, kw_only=True):
     baseline_value: float | None
     arm_value: float | None
     ratio: float | None
-    """Arm over baseline."""
+    """The arm's value over the baseline's."""
     ci95: tuple[float, float] | None
     verdict: Outcome
     pairs: int
@@ -77,15 +77,15 @@ class Comparison(Record, frozen=True, kw_only=True):
     pairs was not planned."""
     p_value: float | None
     p_adjusted: float | None
-    """After Holm, over all comparisons of the run."""
+    """Holm-adjusted p value, over all comparisons of the run."""
     p_equivalence: float | None
-    """Of two one-sided tests against ±δ; not adjusted."""
+    """p value of two one-sided tests against ±δ; not adjusted."""
     ratios: tuple[float, ...]
-    """One per round, in the order in which they ran."""
+    """The ratio of each round, in the order in which they ran."""
     reason: str | None
-    """Why there is no ratio, no interval, or no verdict."""
+    """Why the ratio, the interval or the verdict is missing."""
     leading: bool = False
-    """Whether it stands for its workload in the verdict, and decides when to stop."""
+    """Whether this metric leads its workload: it gives the verdict and decides when to stop."""
     method: Method = "t over pairs"
     """How the interval is made."""
     restarts: int = 1
@@ -129,9 +129,9 @@ class Advantage(NamedTuple):
     better: Label | None
     """The arm that measured better, whether or not the verdict names it; None where both measured the same."""
     factor: float
-    """How many times better: 1.69 is "serves 1.69× the images/s", of a latency "is 1.69× lower". At least 1."""
+    """How many times better: 1.69 is "serves 1.69× the images/s" or "its latency is 1.69× lower". At least 1."""
     ci95: tuple[float, float] | None
-    """Of the factor. Its low end is below 1 where the interval of the ratio includes 1."""
+    """Interval of the factor. Its low end is below 1 if the interval of the ratio includes 1."""
 
 
 def advantage(comparison: Comparison) -> Advantage | None:
@@ -271,8 +271,8 @@ def _values(paired: PairedMetric) -> tuple[Tail, Tail] | None:
 def _adjust(
     paired: Sequence[PairedMetric], estimates: Sequence[RatioEstimate], experiment: Experiment
 ) -> list[float | None]:
-    """Holm over the run. With a decision after every pair, the family is what was planned and not what has an interval
-    so far, or the thresholds of an early decision would be too easy."""
+    """Adjust p by Holm over the run. With a decision after every pair, the family is all that was planned, not all that
+    has an interval so far, or the thresholds of an early decision would be too easy."""
     p_values = [estimate.p_value for estimate in estimates]
     if not experiment.until_decided:
         return adjust_holm(p_values)
@@ -284,8 +284,8 @@ def _adjust(
 
 
 def _sensitivity(estimate: RatioEstimate, family: int, allowance: float) -> float | None:
-    """What another run of this plan detects. It estimates the correlation anew, and a larger estimate costs more power
-    than a smaller one gains, so the allowance counts once more."""
+    """The smallest difference that another run of this plan detects. It estimates the correlation anew, and a larger
+    estimate costs more power than a smaller one gains, so the allowance counts once more."""
     if estimate.error_log is None:
         return None
     before, degrees = widening(estimate.units, estimate.correlation)[0], estimate.degrees
@@ -302,7 +302,7 @@ def _why_inconclusive(ci95: tuple[float, float] | None) -> str:
 
 
 def judge(ci95: tuple[float, float] | None, p_adjusted: float | None, margin: float, higher_is_better: bool) -> Outcome:
-    """The rule in this module's text, without the checks."""
+    """Apply the verdict rules in this module's docstring, except for the checks."""
     if ci95 is None or p_adjusted is None:
         return "inconclusive"
     low, high = ci95
@@ -314,7 +314,7 @@ def judge(ci95: tuple[float, float] | None, p_adjusted: float | None, margin: fl
 
 
 def invalidate(comparisons: Sequence[Comparison], why_invalid: Callable[[str], str | None]) -> tuple[Comparison, ...]:
-    """Mark as invalid what a failed check covers; the figures stay. `why_invalid` gives a workload's reason or None."""
+    """Mark as invalid all that a failed check covers; the figures stay. `why_invalid` returns a reason or None."""
     return tuple(
         msgspec.structs.replace(comparison, verdict="invalid", reason=why)
         if (why := why_invalid(comparison.scenario))
@@ -324,6 +324,6 @@ def invalidate(comparisons: Sequence[Comparison], why_invalid: Callable[[str], s
 
 
 def leading_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """One per workload and pairing: its throughput, the highest supported percentile of an open loop, the time to the
-    first response of a cold start."""
+    """The leading metric of each workload and pairing: throughput, the highest supported percentile of an open loop, or
+    the time to the first response of a cold start."""
     return [c for c in comparisons if c.leading]

@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Found)
 RUN = "run"
 """Scope of a check that covers every comparison."""
 PLAN = "plan"
-"""Scope of a check of the planned run: it takes the verdict from the run, not from workloads that are complete."""
+"""Scope of a check of the planned run: it removes the run's verdict, not that of complete workloads."""
 
 
 def workload_scope(workload: str) -> str:
@@ -34,13 +34,13 @@ class WorkloadFacts:
     stored: Sequence[StoredBlock]
     blocks: Sequence[BlockSummary]
     summaries: Sequence[WorkloadSummary]
-    """One per arm."""
+    """A summary per arm."""
     breakdowns: Sequence[LatencyBreakdown]
-    """One per arm beside the baseline."""
+    """A breakdown per arm except the baseline."""
 
     @property
     def stages(self) -> list[ArmStages]:
-        """Of each arm that reports them, the baseline's first."""
+        """The stages of each arm that reports them, the baseline's first."""
         return list({side.label: side for breakdown in self.breakdowns for side in breakdown.sides if side}.values())
 
     @property
@@ -59,7 +59,7 @@ class Facts:
     findings: Mapping[str, Found] = field(default_factory=dict)
     """The studies' findings by study name."""
     comparisons: Sequence[Comparison] = ()
-    """Checks get those before any check has invalidated one."""
+    """The comparisons; checks get them before any check has invalidated one."""
 
     def of(self, kind: type[F]) -> F:
         return kind.among(self.findings)

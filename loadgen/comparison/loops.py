@@ -36,7 +36,7 @@ from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencie
 from loadgen.statistics.percentiles import percentile
 
 FIRST_SHARE = 0.2
-"""Of a block's counted requests: the first ones, which are compared with the rest."""
+"""Share of a block's counted requests that are its first ones, which are compared with the rest."""
 FIRST_LEAST = 5
 
 
@@ -95,11 +95,11 @@ def slow_start(samples: Samples) -> float | None:
 
 
 LEAST_BACKLOG_SHARE = 0.05
-"""Of the offered requests, at the end of the schedule: a smaller backlog is a queue, not a rate that is too high."""
+"""Share of the offered requests: a smaller backlog at the end is a queue, not a rate that is too high."""
 _GROWTH = ((0.5, 0.25), (0.75, 0.5))
-"""(share of the schedule, least share of the final backlog there) of a backlog that grew all along."""
+"""A growing backlog has at each of these shares of the schedule at least this share of its final size."""
 _LEAST_GROWTH = 1.5
-"""Of the backlog from the middle of the schedule to its end: 2 where the rate is too high, 1 where it is not."""
+"""Least growth of the backlog from the middle of the schedule to its end: 2 if the rate is too high, 1 if it is not."""
 
 
 class OpenLoop(Record, frozen=True, kw_only=True):
@@ -108,13 +108,13 @@ class OpenLoop(Record, frozen=True, kw_only=True):
     offered: int
     """Requests that fell due."""
     offered_per_s: float
-    """By the schedule."""
+    """The rate at which requests fell due."""
     unsent: int
     """Requests that could not be sent even some time after the last was due."""
     answered_in_window: int
     """Good responses until the last request was due."""
     answered_share: float
-    """Of the offered requests. A little below 1 at best, since the last requests are still in flight."""
+    """Share of the offered requests. A little below 1 at best, since the last requests are still in flight."""
     achieved_per_s: float | None
     """Good responses per second."""
     saturation: str | None
@@ -128,7 +128,7 @@ class OpenLoop(Record, frozen=True, kw_only=True):
 
 
 def summarise_open_loop(samples: Samples, offered: int, due_span_ns: int, connections: int) -> OpenLoop:
-    """One block from its samples (at least one), its schedule and its number of connections."""
+    """Summarise one block from its samples (at least one), its schedule and its number of connections."""
     start_ns = int(samples["intended_ns"].min())
     answered = good(samples)
     ends_ns = answered["end_ns"]
@@ -201,7 +201,7 @@ def backlog_grew(samples: Samples, offered: int, due_span_ns: int) -> bool:
 
 
 def pool_open_loops(parts: Sequence[OpenLoop]) -> OpenLoop | None:
-    """All blocks of an arm together; None without a block."""
+    """Combine all blocks of an arm; None without a block."""
     if not parts:
         return None
     offered, in_window = sum(part.offered for part in parts), sum(part.answered_in_window for part in parts)

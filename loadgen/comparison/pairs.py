@@ -29,7 +29,7 @@ class Metric(NamedTuple):
     unit: str
     higher_is_better: bool
     quantile: float | None = None
-    """Of the latency, if the metric is one."""
+    """Quantile of the latency, if the metric is a latency."""
 
     @property
     def is_tail(self) -> bool:
@@ -39,7 +39,7 @@ class Metric(NamedTuple):
 
 THROUGHPUT = Metric("throughput", "throughput", "images/s", higher_is_better=True)
 ACHIEVED_RATE = Metric("achieved_rate", "achieved rate", "images/s", higher_is_better=True)
-"""Of an open loop: below the requested rate if an arm cannot sustain it."""
+"""The achieved rate of an open loop: below the requested rate if an arm cannot sustain it."""
 LATENCIES = tuple(
     Metric(f"latency_p{percent}", f"p{percent} latency", "ms", higher_is_better=False, quantile=percent / 100)
     for percent in (50, 90, 99)
@@ -49,7 +49,7 @@ TIME_TO_FIRST_ANSWER = Metric("time_to_first_answer", "time to first answer", "s
 SLO_RATE = Metric("slo_rate", "rate within the bound", "requests/s", higher_is_better=True)
 """The highest Poisson rate whose p99 holds the bound of the workload."""
 SATURATION = Metric("saturation", "throughput at saturation", "images/s", higher_is_better=True)
-"""The highest of a ramp."""
+"""The highest throughput of a ramp."""
 METRICS = {
     m.name: m
     for m in (THROUGHPUT, ACHIEVED_RATE, *LATENCIES, TIME_TO_READY, TIME_TO_FIRST_ANSWER, SLO_RATE, SATURATION)
@@ -57,8 +57,8 @@ METRICS = {
 
 
 def metrics_of(workload: Workload) -> tuple[Metric, ...]:
-    """What is compared in a workload, in the order of the report. An open loop requests the same throughput from every
-    arm, so latencies are compared, and the achieved rate if an arm cannot keep up."""
+    """The metrics that a workload compares, in the order of the report. An open loop requests the same throughput from
+    every arm, so latencies are compared, and the achieved rate if an arm cannot keep up."""
     if workload.scenario == "cold-start":
         return (TIME_TO_READY, TIME_TO_FIRST_ANSWER)
     if workload.scenario in ("slo", "ramp"):
@@ -67,8 +67,8 @@ def metrics_of(workload: Workload) -> tuple[Metric, ...]:
 
 
 def leading_metric(workload: Workload) -> Metric:
-    """The one that stands for the workload in the verdict, and that decides when to stop. In an open loop it is the
-    highest percentile that the planned pairs have enough requests for."""
+    """The metric that gives a workload's verdict and decides when to stop. In an open loop it is the highest percentile
+    that the planned pairs have enough requests for."""
     if workload.scenario == "cold-start":
         return TIME_TO_FIRST_ANSWER
     if not workload.is_open or workload.rate_per_s is None:
@@ -82,11 +82,11 @@ def leading_metric(workload: Workload) -> Metric:
 
 T = TypeVar("T")
 Latencies = Mapping[int, Values]
-"""Of each block's measured good responses, in ms, by the block's index."""
+"""Latencies of each block's measured good responses, in ms, by the block's index."""
 
 
 def latencies_of(blocks: Sequence[StoredBlock]) -> Latencies:
-    """The samples for high percentiles."""
+    """Read the samples for high percentiles."""
     return {block.record.index: latencies_ms(measured_samples(block)) for block in blocks}
 
 
@@ -100,7 +100,7 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """Arm over baseline."""
+        """The arm's value over the baseline's."""
         return self.arm / self.baseline
 
 
@@ -120,12 +120,12 @@ class PairedMetric:
 
     @property
     def leads(self) -> bool:
-        """Whether it stands for its workload."""
+        """Whether this metric leads its workload."""
         return self.metric == (ACHIEVED_RATE if self.saturated else leading_metric(self.workload))
 
     @cached_property
     def correlation(self) -> float | None:
-        """Of successive pairs; None for cold starts, searches and restarts, each of which begins anew."""
+        """Correlation of successive pairs; None for cold starts, searches and restarts, each of which begins anew."""
         if not self.workload.has_blocks or len(self.by_restart()) > 1:
             return None
         return lag_one([pair.ratio for pair in self.pairs])
@@ -175,7 +175,7 @@ def pair_metrics(
 def _search_pairs(
     workload: Workload, metric: Metric, pairing: Pairing, found: Sequence[RateFound | RampFound]
 ) -> PairedMetric:
-    """One pair per round in which both searches or ramps found a value."""
+    """A pair per round in which both searches or ramps found a value."""
     values = {
         (one.round, one.label): (value, one.restart)
         for one in found
@@ -225,7 +225,7 @@ def _tail(
     couples: Sequence[tuple[BlockSummary, BlockSummary]],
     latencies: Latencies,
 ) -> PairedMetric:
-    """The independent unit is the start of the servers if there are several, else the round."""
+    """Pool the rounds. The independent unit is the start of the servers if there are several, else the round."""
     several = len({a.restart for a, _ in couples}) > 1
     none = np.empty(0)
     rounds = tuple(

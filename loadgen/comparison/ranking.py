@@ -16,17 +16,17 @@ from loadgen.records.run import Label, Record, shown
 
 
 class Ranking(Record, frozen=True, kw_only=True):
-    """One workload by its leading metric."""
+    """The order of the arms in one workload, by its leading metric."""
 
     scenario: str
     metric: str
     order: tuple[Label, ...]
-    """The best first; without the arms that have no valid value."""
+    """The arms that have a valid value, the best first."""
     not_separated: tuple[tuple[Label, Label], ...]
     """Pairs of these arms, in this order, whose comparison does not name the first as better."""
 
     def words(self, names: Mapping[Label, str] | None = None) -> str:
-        """ "B, then A and C (not separated)"; arms share a place if none of them is better than another."""
+        """ "B, then A and C (not separated)"; arms share a place if no comparison separates them."""
         called = {label: (names or {}).get(label, shown(label)) for label in self.order}
         places = [[self.order[0]]]
         for label in self.order[1:]:
@@ -43,7 +43,7 @@ class Ranking(Record, frozen=True, kw_only=True):
 
 
 def rank(comparisons: Sequence[Comparison], baseline: Label) -> tuple[Ranking, ...]:
-    """One per workload that has a valid comparison with the baseline, in their order."""
+    """The ranking of each workload that has a valid comparison with the baseline, in their order."""
     by_scenario: dict[str, list[Comparison]] = {}
     for one in comparisons:
         if one.verdict != "invalid" and one.ratio is not None:
@@ -53,7 +53,7 @@ def rank(comparisons: Sequence[Comparison], baseline: Label) -> tuple[Ranking, .
 
 
 def _rank(scenario: str, comparisons: Sequence[Comparison], baseline: Label) -> Ranking | None:
-    """In an open loop that an arm cannot sustain, by the achieved rate, which all arms have."""
+    """Rank one workload. If an arm cannot sustain an open loop, by the achieved rate, which all arms have."""
     leading = {one.metric for one in leading_comparisons(comparisons)}
     metric = ACHIEVED_RATE.name if ACHIEVED_RATE.name in leading else min(leading, default=None)
     own = [one for one in comparisons if one.metric == metric]

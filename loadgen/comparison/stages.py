@@ -49,9 +49,9 @@ TITLES = {
     "unattributed": "network and client",
 }
 OVERLAP_LIMIT = 0.02
-"""Of a request: the stages may exceed the client's time by so much, since both clocks are read in software."""
+"""Share of a request by which the stages may exceed the client's time, since both clocks are read in software."""
 COUNT_LIMIT = 0.01
-"""Of a block's requests: counts may differ by so much, or by one request, without moving a mean by more."""
+"""Share of a block's requests by which counts may differ (or by one request) without moving a mean by more."""
 FOLDED_INTO = {
     "decode": "compute_input",
     "receive": "unattributed",
@@ -65,11 +65,11 @@ class ArmStages(Record, frozen=True, kw_only=True):
 
     label: Label
     requests: int
-    """As the server counted them."""
+    """Requests that the server counted."""
     client_requests: int
     client_total_ms: float
     stages_ms: dict[str, float | None]
-    """By the names of STAGES. A negative `unattributed` means that the server's stages overlap."""
+    """Time per stage, by the names in STAGES. A negative `unattributed` means that the server's stages overlap."""
     contradictions: tuple[str, ...] = ()
     """Why the stages cannot be right, in words: stages longer than the requests, counters that ran backwards, other
     request counts. With any of them no latency breakdown is shown."""
@@ -93,7 +93,7 @@ class LatencyBreakdown(Record, frozen=True, kw_only=True):
     baseline_stages: ArmStages | None
     arm_stages: ArmStages | None
     difference_ms: float | None
-    """Of the client totals, arm minus baseline."""
+    """Difference of the client totals, arm minus baseline."""
     differences: tuple[StageDifference, ...]
 
     @property
@@ -102,7 +102,7 @@ class LatencyBreakdown(Record, frozen=True, kw_only=True):
 
 
 def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
-    """The breakdown over blocks of one arm and workload; None if none of them has both samples and stages."""
+    """The breakdown over blocks of one arm and workload; None if no block has both samples and stages."""
     used = [
         (good(block.samples), stages, block.record.cool_down)
         for block in blocks
@@ -130,7 +130,7 @@ def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
 
 
 def _contradictions(blocks: Sequence[StoredBlock]) -> list[str]:
-    """Each kind once, with its first block and the number of the others."""
+    """The contradictions of all blocks: each kind once, with its first block and the number of the others."""
     found: dict[str, list[tuple[int, str]]] = {}
     for block in blocks:
         for kind, text in contradictions_in(block).items():
@@ -142,7 +142,7 @@ def _contradictions(blocks: Sequence[StoredBlock]) -> list[str]:
 
 
 def contradictions_in(block: StoredBlock) -> dict[str, str]:
-    """How a server's statistics contradict a block, in words, by the kind of count; empty without statistics."""
+    """How a server's statistics contradict a block, as text by the kind of count; empty without statistics."""
     stages = block.record.stages
     if stages is None or block.samples is None:
         return {}
@@ -169,7 +169,7 @@ def contradictions_in(block: StoredBlock) -> dict[str, str]:
 
 
 def _client_means_ms(samples: Samples) -> dict[str, float | None]:
-    """Of good responses: from the intended start to the first byte sent; from the first byte received to the last."""
+    """Means of good responses: from intended start to first byte sent, and from first byte received to last."""
     reading_ns = samples["end_ns"] - samples["first_byte_ns"]
     return {
         "send_delay": float(np.mean(samples["send_ns"] - samples["intended_ns"])) / NS_PER_MS,

@@ -42,7 +42,7 @@ class LatencySummary(Record, frozen=True, kw_only=True):
 
 
 class BlockSummary(Record, frozen=True, kw_only=True):
-    """One block, reduced to numbers; the unit of replication."""
+    """The figures of one block, the unit of replication."""
 
     index: int
     workload: str
@@ -50,13 +50,13 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     label: Label
     position: int
     start_s: float
-    """Since the run's first request."""
+    """Start of the block, since the run's first request."""
     duration_s: float
     complete: bool
     requests: int
     errors: int
     items: int
-    """In good responses."""
+    """Items in good responses."""
     throughput_per_s: float | None
     """Items per second at full load."""
     full_load_share: float | None
@@ -68,7 +68,7 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     warm_up_share: float | None
     """Share of the block's counted time that slow first requests cost; see `slow_start`."""
     generator_cpu_share: float | None
-    """Of one core; with several generator processes the busiest one's."""
+    """Share of one core; with several generator processes, that of the busiest one."""
     server_cpu_cores: float | None
     """Mean number of cores that the server kept busy."""
     request_bytes: float | None
@@ -76,19 +76,19 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     """Medians on the wire, per request."""
     note: str | None
     restart: int = 0
-    """During which start of the servers, from 0."""
+    """Index of the server start in which the block ran, from 0."""
     send_lag_p50_ms: float | None = None
     open_loop: OpenLoop | None = None
-    """Of an open loop, whose `throughput_per_s` is the rate of the responses."""
+    """Figures of an open loop, whose `throughput_per_s` is the rate of the responses."""
     generator_processes: int = 1
     first_answer_ms: float | None = None
-    """From the start of a connection to its first response, before the block; the median over the users."""
+    """Time from the start of a connection to its first response, before the block; the median over the users."""
     reconnects: int | None = None
-    """Requests that had to reconnect because the server had closed the connection, as part of their latency."""
+    """Requests that had to reconnect because the server had closed the connection; latency includes this."""
 
 
 class WorkloadSummary(Record, frozen=True, kw_only=True):
-    """One arm in one workload: all complete blocks together."""
+    """The figures of one arm in one workload: all complete blocks together."""
 
     workload: str
     label: Label
@@ -114,8 +114,8 @@ class WorkloadSummary(Record, frozen=True, kw_only=True):
     shared memory."""
     open_loop: OpenLoop | None = None
     first_answer_ms: float | None = None
-    """From the start of a connection to its first response, before a block: the median over the blocks. Not included in
-    the other figures."""
+    """Time from the start of a connection to its first response, before a block: the median over the blocks. Other
+    figures do not include it."""
     reconnect_share: float | None = None
     """Share of the requests that had to reconnect because the server had closed the connection."""
 
@@ -134,7 +134,7 @@ def summarise_latency(values_ms: np.ndarray[tuple[int], np.dtype[np.float64]]) -
 
 
 def summarise_blocks(blocks: Sequence[StoredBlock]) -> tuple[BlockSummary, ...]:
-    """One summary per block, in the order in which they ran; blocks without readable samples keep their counts."""
+    """Summarise each block, in the order in which they ran; blocks without readable samples keep their counts."""
     origin_ns = min((block.record.window_start_ns for block in blocks), default=0)
     return tuple(_summarise_block(block, origin_ns) for block in blocks)
 
@@ -193,14 +193,14 @@ def _median(values: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.generic
 
 
 def measured_samples(block: StoredBlock) -> Samples:
-    """`measured_answers` of a block; empty if its samples are missing."""
+    """The good responses of a block whose latencies count; empty if its samples are missing."""
     if block.samples is None:
         return np.empty(0, dtype=SAMPLE_DTYPE)
     return measured_answers(block.samples, is_open=block.workload.is_open)
 
 
 def _generator_cpu_share(record: BlockRecord) -> float | None:
-    """Of one core; with several processes, the busiest one's."""
+    """Share of one core; with several processes, that of the busiest one."""
     shares = [
         worker.cpu_ns / (worker.window_end_ns - worker.window_start_ns)
         for worker in record.workers
@@ -259,7 +259,7 @@ def summarise_workload(
 
 
 def _request_bytes(stored: Sequence[StoredBlock], payloads: Sequence[int]) -> float | None:
-    """The median over all requests. If bodies differ in size (JPEG files) it would depend on how often each was sent,
+    """Median bytes over all requests. If bodies differ in size (JPEG files) it would depend on how often each was sent,
     so then it is the median without the payload plus the mean payload."""
     sizes, varies = [np.empty(0)], False
     for block in stored:

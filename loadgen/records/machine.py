@@ -16,7 +16,7 @@ from loadgen.records.run import Record, Transport
 
 SCHEMA: Literal["abserve.calibration/1"] = "abserve.calibration/1"
 CEILING_SHARE_LIMIT = 0.5
-"""Of the maximum: above it `generator_ceiling` warns."""
+"""Share of the generator's maximum above which `generator_ceiling` warns."""
 Limit = Literal["generator", "sink or machine"]
 
 
@@ -29,45 +29,45 @@ class TimingError(Record, frozen=True, kw_only=True):
 
     concurrency: int
     delay_ms: float
-    """Planted in the sink."""
+    """Time for which the sink keeps each request."""
     requests_per_s: float
     ceiling_share: float
-    """Of the maximum of the same workload."""
+    """Share of the maximum of the same workload."""
     samples: int
     p50_us: float | None
     p99_us: float | None
 
 
 class CalibrationWorkload(Record, frozen=True, kw_only=True):
-    """One transport, payload and batch size."""
+    """The calibration of one transport, payload and batch size."""
 
     transport: Transport
     payload: str
     batch_size: int
     payload_bytes: int
-    """Of tensors in a request."""
+    """Bytes of tensors per request."""
     concurrency: int
     requests_per_s: float
     """The maximum: a closed loop of that many users against a sink that answers at once."""
     images_per_s: float
     generator_cpu_share: float
-    """Of one core, at the maximum."""
+    """Share of one core that the generator uses at the maximum."""
     sink_cpu_cores: float | None
-    """Kept busy by the sink's processes, at the maximum."""
+    """Cores that the sink's processes keep busy at the maximum."""
     cpu_us_per_request: float
-    """Of the generator, user and system time."""
+    """CPU time of the generator, user and system."""
     limited_by: Limit
-    """With the generator below 90 % of a core, something else was the limit and the true maximum is higher."""
+    """If the generator uses less than 90 % of a core, something else was the limit and the true maximum is higher."""
     timing: tuple[TimingError, ...] = ()
 
 
 class Calibration(Record, frozen=True, kw_only=True):
-    """Everything of one machine and one set of versions."""
+    """The calibration of one machine with one set of versions."""
 
     FILE = "calibration.json"
     schema: Literal["abserve.calibration/1"] = SCHEMA
     fingerprint: str
-    """Of the machine and the versions that bear on the generator; see `loadgen.machine.fingerprint`."""
+    """Hash of the machine and the versions that affect the generator; see `loadgen.machine.fingerprint`."""
     made_at: str
     command: str
     host: dict[str, str | int | float | None]
@@ -77,7 +77,7 @@ class Calibration(Record, frozen=True, kw_only=True):
     """Length of each measurement."""
     workloads: tuple[CalibrationWorkload, ...]
     problems: tuple[str, ...] = ()
-    """What could not be measured, and why."""
+    """Measurements that failed, and why."""
 
 
 def ceiling_images_per_s(
@@ -101,7 +101,7 @@ def ceiling_images_per_s(
 
 
 class FloorEntry(Record, frozen=True, kw_only=True):
-    """Of one metric in one scenario."""
+    """The noise floor of one metric in one scenario."""
 
     scenario: str
     metric: str
@@ -111,12 +111,12 @@ class FloorEntry(Record, frozen=True, kw_only=True):
 
 
 class NoiseFloor(Record, frozen=True, kw_only=True):
-    """One A/A run."""
+    """The noise floors from one A/A run."""
 
     FILE = "noise_floors.json"
     schema: Literal["abserve.noise-floor/1"] = "abserve.noise-floor/1"
     fingerprint: str
-    """Of the machine, see `loadgen.machine.fingerprint`."""
+    """Hash of the machine; see `loadgen.machine.fingerprint`."""
     servers: str
     """Host of servers on another machine; empty for this machine."""
     title: str

@@ -29,23 +29,23 @@ def kind_of(arm: ArmRecord) -> str:
 
 
 def backend_of(arm: ArmRecord) -> str:
-    """As the configuration names it; `platform` in older ones (onnxruntime_onnx, tensorrt_plan)."""
+    """The backend in the configuration, or `platform` in older ones (onnxruntime_onnx, tensorrt_plan)."""
     config = arm.model_config or {}
     return str(config.get("backend") or str(config.get("platform") or "").partition("_")[0])
 
 
 def whole(value: object) -> int | None:
-    """A number from 0, also as text, as in protobuf's JSON for 64 bits; None for anything else."""
+    """Read a number from 0, also from text, as in protobuf's JSON for 64 bits; None for anything else."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 19:
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """Empty if it is not a mapping."""
+    """The value if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def listed(value: object) -> list[Any]:
-    """Empty if it is not a list."""
+    """The value if it is a list, else an empty one."""
     return value if isinstance(value, list) else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PAYLOADS = ("fp32", "uint8", "jpeg")
-"""A float tensor, a byte tensor, a JPEG file."""
+"""The payloads: a float tensor, a byte tensor, a JPEG file."""
 
 
 def variant_name(model: str, payload: str) -> str:

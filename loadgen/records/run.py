@@ -49,7 +49,7 @@ def shown(label: Label) -> str:
 
 
 def option_of(label: Label, setting: str = "") -> str:
-    """The option of an arm or its setting: --a-option, or its place in an experiment file."""
+    """The name of an arm's option or setting: --a-option, or its place in an experiment file."""
     if len(label) == 1:
         return f"--{label}-{setting}".rstrip("-")
     return f"arms.{label}.{'options' if setting == 'option' else setting}".rstrip(".")
@@ -91,7 +91,7 @@ class ArmRequest(Record, frozen=True, kw_only=True):
     label: Label
     target: str
     settings: dict[str, str] = {}
-    """Options for `abserve serve …` besides the shared ones, without the leading dashes."""
+    """Options for `abserve serve …` in addition to the shared ones, without the leading dashes."""
     payload: str | None = None
     """If it differs from the experiment's; such a pair does not compare servers."""
     grpc: str | None = None
@@ -136,7 +136,7 @@ class Workload(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """As shown: cold-start, single, batched(8), concurrent(16), open(50/s), poisson(50/s), slo(p99≤50ms), ramp."""
+        """Its name: cold-start, single, batched(8), concurrent(16), open(50/s), poisson(50/s), slo(p99≤50ms), ramp."""
         if self.latency_bound_ms is not None:
             return f"slo(p99≤{self.latency_bound_ms:g}ms)"
         if self.is_open:
@@ -174,7 +174,7 @@ class Experiment(Record, frozen=True, kw_only=True):
     settings: dict[str, object] | None = None
     """The settings in effect, as in an experiment file; None in runs from before there were such files."""
     settings_sha256: str | None = None
-    """Of their canonical content."""
+    """SHA-256 of the canonical content of `settings`."""
     processes: int = 1
     """Processes of the load generator, which share the users or the rate."""
     restarts: int = 1
@@ -246,7 +246,7 @@ class StageTotals(Record, frozen=True, kw_only=True):
 
 
 class WorkerRecord(Record, frozen=True, kw_only=True):
-    """One process of a distributed generator in a block. Its times are of its own machine's clock."""
+    """One process of a distributed generator in a block. Its times are on the clock of its machine."""
 
     index: int
     host: str
@@ -264,7 +264,7 @@ class MachineLoad(Record, frozen=True, kw_only=True):
     kernel's counters, whose step is 10 ms. None: unknown."""
 
     total_ns: int
-    """All time of these cores: idle, busy, stolen."""
+    """Total time of these cores: idle, busy, stolen."""
     steal_ns: int | None
     """Time in which the hypervisor gave a core with work to another machine; 0 if it hides that."""
     busy_ns: int
@@ -309,15 +309,15 @@ class BlockRecord(Record, frozen=True, kw_only=True):
     """Bytes of tensors in each prepared body, by its number in the samples. Part of the samples' request bytes, except
     with the transport shm."""
     restart: int = 0
-    """During which start of the servers, from 0."""
+    """Index of the server start in which the block ran, from 0."""
     offered: int | None = None
     """Requests that fell due in an open loop; those beyond `requests` could not be sent in time."""
     due_span_ns: int | None = None
-    """From the first to the last due time."""
+    """Time from the first to the last due request."""
     cool_down: int = 0
     """Good responses after the measured requests, while the last of those were in flight; not among `requests`."""
     first_answer_ns: int | None = None
-    """From the start of a connection to its first response, before the window; the median over the users."""
+    """Time from the start of a connection to its first response, before the window; the median over the users."""
     reconnects: int | None = None
     """Requests that had to reconnect because the server had closed the connection; None in older records."""
     machine: MachineLoad | None = None
@@ -345,7 +345,7 @@ class Environment(Record, frozen=True, kw_only=True):
     gpu: dict[str, object]
     """The /gpu-info document of this machine, without processes; `status` says whether there is a GPU."""
     inputs: dict[str, str | int] = msgspec.field(default_factory=dict)
-    """What was sent: kind (photographs, or synthetic for an unknown model), count, sha256."""
+    """The inputs: kind (photographs, or synthetic for an unknown model), count, sha256."""
 
 
 class ArmRecord(Record, frozen=True, kw_only=True):
@@ -354,7 +354,7 @@ class ArmRecord(Record, frozen=True, kw_only=True):
     FILE = "arms.json"
     label: Label
     title: str
-    """For people: "native PyTorch 2.15.0 fp32 (cpu)"."""
+    """Name for reports: "native PyTorch 2.15.0 fp32 (cpu)"."""
     target: str
     url: str
     server_name: str | None
@@ -376,7 +376,7 @@ class ParityCase(Record, frozen=True, kw_only=True):
 
     name: str
     label: Label
-    """Whose outputs are compared."""
+    """The arm whose outputs are compared."""
     kind: Literal["reference", "alone"]
     images: int
     cosine_min: float
@@ -385,13 +385,13 @@ class ParityCase(Record, frozen=True, kw_only=True):
     relative_max: float | None = None
     """Largest relative error of an item: ‖answer − expected‖ over ‖expected‖; see `loadgen.statistics.agreement`."""
     element_max: float | None = None
-    """Largest relative error of an element, except elements that are small beside the others."""
+    """Largest relative error of an element, except elements that are small relative to the others."""
     output: str | None = None
     """The output with the largest relative error, if it failed."""
 
 
 class ParityRecord(Record, frozen=True, kw_only=True):
-    """Whether all arms compute the same function, without which speed is not compared."""
+    """Whether all arms compute the same function; if not, speed is not compared."""
 
     FILE = "parity.json"
     cases: tuple[ParityCase, ...]
@@ -404,7 +404,7 @@ class ParityRecord(Record, frozen=True, kw_only=True):
     tolerance_element: float | None = None
     """Largest relative error of an element that passes."""
     threshold_cosine: float | None = None
-    """Of older runs, in which the cosine decided."""
+    """Threshold in older runs, in which the cosine decided."""
 
     @property
     def lowest_cosine(self) -> float | None:

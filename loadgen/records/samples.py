@@ -40,17 +40,17 @@ Samples = npt.NDArray[np.void]
 
 
 def good(samples: Samples) -> Samples:
-    """Those without an error."""
+    """The samples without an error."""
     return samples[samples["error"] < 0]
 
 
 def latencies_ms(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """From the intended start to the last byte, of the given samples."""
+    """Latencies of the given samples, from the intended start to the last byte."""
     return np.asarray((samples["end_ns"] - samples["intended_ns"]) / NS_PER_MS, dtype=np.float64)
 
 
 def median_latency_ns(samples: Samples) -> int | None:
-    """Of the good responses; None without any."""
+    """Median latency of the good responses; None without any."""
     answered = good(samples)
     return int(np.median(answered["end_ns"] - answered["intended_ns"])) if len(answered) else None
 
@@ -95,7 +95,7 @@ class SampleWriter:
         self, intended_ns: int, send_ns: int, first_byte_ns: int, end_ns: int, request_bytes: int,
         response_bytes: int, batch: int, user: int, body: int, status: int, error: int,
     ) -> None:  # fmt: skip
-        """One sample, its fields in the order of `SAMPLE_DTYPE`."""
+        """Add one sample, its fields in the order of `SAMPLE_DTYPE`."""
         self.count += 1
         if self._file < 0:
             return
@@ -160,7 +160,7 @@ def store_samples(path: Path, samples: Samples) -> None:
 
 
 def read_samples(path: Path) -> Samples:
-    """All whole records of NAME.npy, or of NAME.npy.part if only that exists. Raises `OSError`, `ValueError`."""
+    """Read all whole records of NAME.npy, or of NAME.npy.part if only that exists. Raises `OSError`, `ValueError`."""
     if not path.exists() and part_path(path).exists():
         path = part_path(path)
     with path.open("rb") as file:
@@ -168,10 +168,10 @@ def read_samples(path: Path) -> Samples:
 
 
 def load_samples(file: BinaryIO, name: str) -> Samples:
-    """All whole records of an open file; `name` is for messages. Raises `ValueError`."""
+    """Read all whole records of an open file; `name` is for messages. Raises `ValueError`."""
     try:
         np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]  # numpy leaves it untyped
-        _, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]  # the same
+        _, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]  # also untyped
     except (TokenError, SyntaxError) as exc:  # numpy parses the header as Python
         raise ValueError(f"{name} has no readable header: {exc}") from exc
     if dtype != SAMPLE_DTYPE:

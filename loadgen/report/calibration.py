@@ -7,7 +7,7 @@ from loadgen.quantities import number, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, CalibrationWorkload, TimingError
 
 HEADINGS = ("images\n/s", "users", "CPU\nµs", "core", "idle\np50", "\np99", "load\np50", "\np99", "\nat")
-"""In two lines, so that a row fits in 80 columns."""
+"""Headings in two lines, so that a row fits in 80 columns."""
 
 
 def calibration_document(calibration: Calibration) -> doc.Document:

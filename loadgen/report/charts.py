@@ -19,7 +19,7 @@ PATTERNS = ("", "/", "\\", "x", "-", "|", "+", ".")
 """Hatchings of bars."""
 LEGEND_ABOVE: doc.Figure = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
 LEAST_GAP = 1 / 8
-"""Between two ticks, as a share of the axis: room for a label of five characters in a small window."""
+"""Least distance of two ticks, as a share of the axis: room for a label of five characters in a small window."""
 _TIERS = (
     (1.0,), (2.0, 5.0), (1.5, 3.0, 7.0), (1.25, 4.0, 6.0, 8.0), (1.1, 9.0), (1.05, 9.5), (1.02, 9.8), (1.01, 9.9),
     (1.005, 9.95),

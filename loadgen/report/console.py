@@ -36,8 +36,8 @@ class LastingStream:
             self._lose()
 
     def _lose(self) -> None:
-        """Send everything to /dev/null, also the rest in the stream's buffer, on which the interpreter would fail at
-        its end."""
+        """Send everything to /dev/null, including the rest in the stream's buffer, on which the interpreter would fail
+        at its end."""
         with suppress(OSError, ValueError):
             number = self._stream.fileno()
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -53,7 +53,7 @@ class PlainConsole(Console):
     """Passes no control character on: only rich's own styles and cursor movements reach the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Everything printed passes through here, tables and panels included."""
+        """Render everything printed, tables and panels included."""
         for segment in super().render(renderable, options):
             text = segment.text
             if segment.control or text.isprintable() or text == "\n":

@@ -11,7 +11,7 @@ from loadgen.result.run_difference import ComparisonChange, RunDifference
 
 
 def difference(found: RunDifference) -> doc.Document:
-    """The outcome, every comparison that both runs have, what was not compared, and what differs between the runs."""
+    """The outcome, every comparison that both runs have, the missing ones, and the differences between the runs."""
     both = [one for one in found.comparisons if one.old_ratio is not None and one.new_ratio is not None]
     several = len({(one.baseline, one.arm) for one in found.comparisons}) > 1
     missing: dict[str, list[str]] = {}
@@ -71,7 +71,7 @@ def headline(found: RunDifference) -> str:
 
 
 def _labels(found: RunDifference) -> list[Label]:
-    """The arms of either run, the baseline first."""
+    """The arms of both runs, the baseline first."""
     return list(dict.fromkeys(label for one in found.comparisons for label in (one.baseline, one.arm)))
 
 
@@ -118,7 +118,7 @@ def _list(title: str, lines: list[str], on: doc.Format = doc.READ) -> doc.Sectio
 
 
 def _short(value: str | None) -> str:
-    """A digest is shown by its beginning."""
+    """Shorten a digest to its beginning."""
     if value is None:
         return "unknown"
     return f"{value[:12]}…" if len(value) >= 40 and " " not in value else value

@@ -53,7 +53,7 @@ class Text(Part, frozen=True):
 
 
 class Link(Part, frozen=True):
-    """To a chapter ("#why") or to another file."""
+    """A link to a chapter ("#why") or to another file."""
 
     text: str
     target: str
@@ -68,7 +68,7 @@ class Code(Part, frozen=True):
 
 
 class Item(Part, frozen=True):
-    """`lead` stands in bold before the text, `below` are paragraphs of their own."""
+    """`lead` stands in bold before the text, `below` are separate paragraphs."""
 
     text: str
     style: Style | None = None
@@ -230,7 +230,7 @@ class Document(Part, frozen=True):
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """All of them in order."""
+        """All sections in order."""
         return tuple(section for chapter in self.chapters for section in chapter.sections)
 
     @property
@@ -240,7 +240,7 @@ class Document(Part, frozen=True):
 
 
 def section(title: str, *blocks: Block | None, on: Format = ALL, half: bool = False) -> Section | None:
-    """A section of the blocks with content, in the formats `on` only; None if there are none."""
+    """A section of the blocks with content, in the formats `on` only; None without such blocks."""
     found = [block for block in blocks if block is not None and block.on & on and _has_content(block)]
     return Section(title, tuple(replace(block, on=block.on & on) for block in found), half) if found else None
 
@@ -256,7 +256,7 @@ def only(document: Document, on: Format) -> Document:
 
 
 def _has_content(block: Block) -> bool:
-    """A table for programs has its headings also without rows."""
+    """Whether a block has content; a table for programs has its headings even without rows."""
     match block:
         case Table():
             return bool(block.rows) or not block.on & READ

@@ -13,7 +13,7 @@ from loadgen.report.renderers.markdown import render_markdown
 from loadgen.result.result_file import Result, encode_result, write_atomically
 
 CSV = "comparisons"
-"""The table behind the plain name csv."""
+"""The table that the plain name csv stands for."""
 
 
 def formats(result: Result, document: doc.Document | None = None) -> dict[str, Callable[[], str]]:

@@ -179,7 +179,7 @@ def ratio_line(one: LiveRatio) -> str:
 
 
 def ratio_table(ratios: Sequence[LiveRatio], width: int) -> Table:
-    """A row per workload and arm, for a terminal of `width` columns; all intervals on one axis with 1 in its middle."""
+    """A row per workload and arm, for a terminal of `width` columns; all intervals share one axis around 1."""
     arms = {shown(one.arm) for one in ratios}
     labels = max((len(shown(label)) for one in ratios for label in (one.arm, one.baseline)), default=1)
     several = len(arms) > 1
@@ -230,7 +230,7 @@ def track_of(one: LiveRatio, track: int, span: float) -> Text:
 
 
 def _reach(one: LiveRatio) -> float:
-    """How far from 1 a row goes; the wide interval of few pairs does not squeeze the others."""
+    """How far a row extends from 1; the wide interval of few pairs does not squeeze the others."""
     bounds = [abs(math.log(bound)) for bound in one.ci95 or ()]
     centre = abs(math.log(one.ratio)) if one.ratio else 0.0
     return max(_MIN_SPAN, centre * 1.1, min(max(bounds, default=0.0), 3.0 * max(centre, _MIN_SPAN)))

@@ -36,7 +36,7 @@ def analyse(out_dir: Path) -> Result:
 
 
 def analyse_run(run: StoredRun) -> Result:
-    """The result of records that were already read."""
+    """Analyse records that were already read."""
     labels, pairings = run.experiment.labels, run.experiment.pairings
     loads = [workload for workload in run.experiment.workloads if workload.has_blocks]
     blocks = summarise_blocks(run.blocks)
@@ -60,7 +60,7 @@ def analyse_run(run: StoredRun) -> Result:
         run.experiment, blocks, run.cold_starts, [*searches.rates, *searches.ramps], latencies_of(run.blocks)
     )
     if run.environment is not None and run.environment.inputs.get("kind") == "synthetic":
-        # Made-up values are no images.
+        # Synthetic inputs are not images.
         drafts = tuple(msgspec.structs.replace(one, unit=one.unit.replace("images", "items")) for one in drafts)
     stopping = describe_stopping(run.experiment, run.state, drafts)
     if not is_self_comparison(run.experiment):

@@ -59,7 +59,7 @@ def tail_floors(comparisons: Sequence[Comparison]) -> tuple[FloorEntry, ...]:
 
 
 def floor_of(groups: Sequence[Sequence[float]]) -> float | None:
-    """Of ratios by restart, on the log scale; None without an interval."""
+    """The floor of the log ratios by restart; None without an interval."""
     if any(value <= 0.0 for group in groups for value in group):
         return None
     if len(groups) >= LEAST_RESTARTS:
@@ -75,7 +75,7 @@ def _far_end(interval: tuple[float, float]) -> float:
 
 
 def find_floor(floors: Sequence[NoiseFloor], scenario: str, metric: str) -> float | None:
-    """As a share: the largest of this workload, else the largest of the metric in any; None without either."""
+    """The floor as a share: the largest of this workload, else of the metric in any; None without either."""
     entries = [entry for floor in floors for entry in floor.entries if entry.metric == metric]
     own = [entry.difference for entry in entries if entry.scenario == scenario]
     return max(own or [entry.difference for entry in entries], default=None)
@@ -84,8 +84,8 @@ def find_floor(floors: Sequence[NoiseFloor], scenario: str, metric: str) -> floa
 def apply_floor(
     comparisons: Sequence[Comparison], floors: Sequence[NoiseFloor], margin: float
 ) -> tuple[Comparison, ...]:
-    """Make a comparison inconclusive if it claims less than the floor: a winner by a difference within it, or no
-    difference within a margin below it."""
+    """Make a comparison inconclusive if it claims a difference within the floor, or "no difference" with a margin below
+    the floor."""
     return tuple(_applied(c, find_floor(floors, c.scenario, c.metric), margin) for c in comparisons)
 
 
@@ -105,7 +105,7 @@ def _applied(comparison: Comparison, floor: float | None, margin: float) -> Comp
 
 
 def floor_sentence(floors: Sequence[NoiseFloor], comparisons: Sequence[Comparison], experiment: Experiment) -> str:
-    """For every report: the floor, or how to measure it."""
+    """The floor, or how to measure it, for every report."""
     if is_self_comparison(experiment):
         return "The arm is compared with itself: the differences are this machine's noise."
     known = [c.noise_floor for c in comparisons if c.leading and c.noise_floor is not None]

@@ -33,7 +33,7 @@ class Result(Record, frozen=True, kw_only=True):
 
     schema: Literal["abserve.result/2"] = "abserve.result/2"
     valid: bool
-    """Whether no check that takes a verdict away failed, or is unknown although it must be known."""
+    """Whether the verdict stands: no check that can remove it failed, and none that must be known is unknown."""
     state: RunState | None
     verdict: Verdict
     environment: Environment | None
@@ -48,9 +48,9 @@ class Result(Record, frozen=True, kw_only=True):
     studies: dict[str, Any] = msgspec.field(default_factory=dict)
     """Each study's findings by its name; a study that found nothing is left out."""
     stopping: Stopping | None = None
-    """None in results from before there were several rules."""
+    """None in results from before there were several stopping rules."""
     noise_floors: tuple[NoiseFloor, ...] = ()
-    """Of the machine, as known when the run began."""
+    """The machine's noise floors, as known when the run began."""
     noise_floor_sentence: str = ""
     thresholds: tuple[ThresholdOutcome, ...] = ()
 

@@ -1,6 +1,6 @@
 """The JSON Schema of `result.json`, made from the types: `python -m loadgen.result.result_schema`.
 
-What a field means stands in one place, under the field.
+The meaning of a field is written once, under the field.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loadgen.studies.registry import finding_types
 
 
 def result_schema() -> str:
-    """JSON Schema 2020-12; descriptions are those of the code."""
+    """Build the JSON Schema 2020-12; descriptions are those of the code."""
     studies = finding_types()
     (whole, *found), definitions = msgspec.json.schema_components(
         [Result, *studies.values()], schema_hook=lambda _: {"description": "Any value."}, ref_template="#/$defs/{name}"

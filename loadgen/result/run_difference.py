@@ -24,7 +24,7 @@ from loadgen.statistics.ratios import SIGNIFICANCE, adjust_holm, critical_t
 Kind = Literal["machine", "gpu", "software", "load", "arm"]
 HOST = ("cpu_model", "cpu_count", "kernel", "architecture", "glibc", "os", "virtualisation", "python")
 BINDING: frozenset[Kind] = frozenset(("machine", "gpu", "software", "load"))
-"""Differences that refuse a comparison of two runs. Differences between arms are what the comparison is for."""
+"""Differences that prevent a comparison of two runs. Differences between arms are the subject of the comparison."""
 
 
 class Difference(Record, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class Difference(Record, frozen=True, kw_only=True):
 
 
 def differences(old: Result, new: Result) -> tuple[Difference, ...]:
-    """All of them: machine, GPU, software and load first, then the arms."""
+    """List all differences: machine, GPU, software and load first, then the arms."""
     kinds: tuple[Kind, ...] = ("machine", "gpu", "software", "load", "arm")
     before, after = _described(old, new.experiment), _described(new, old.experiment)
     if old.environment is None or new.environment is None:
@@ -58,7 +58,7 @@ def differences(old: Result, new: Result) -> tuple[Difference, ...]:
 
 
 def _described(result: Result, other: Experiment) -> dict[Kind, dict[str, object]]:
-    """What is compared, by kind and name; `other` is the other run's experiment."""
+    """The compared properties, by kind and name; `other` is the other run's experiment."""
     environment, experiment = result.environment, result.experiment
     host: Mapping[str, object] = environment.host if environment else {}
     memory = host.get("memory_bytes")  # in GiB: the kernel keeps some pages for itself, which differ from boot to boot
@@ -101,8 +101,8 @@ Change = Literal["changed", "no change shown", "not comparable"]
 
 
 class ComparisonChange(Record, frozen=True, kw_only=True):
-    """One metric of two arms in one workload of both runs. Ratios are `arm` over `baseline`; `change` is new over
-    old."""
+    """The change of one metric of two arms in one workload of both runs. Ratios are `arm` over `baseline`; `change` is
+    new over old."""
 
     scenario: str
     metric: str
@@ -114,7 +114,7 @@ class ComparisonChange(Record, frozen=True, kw_only=True):
     new_ci95: tuple[float, float] | None
     old_verdict: Outcome | None
     new_verdict: Outcome | None
-    """None if the run has no such comparison."""
+    """None if the run does not have such a comparison."""
     verdict_changed: bool
     change: float | None
     change_ci95: tuple[float, float] | None
@@ -137,14 +137,14 @@ class RunDifference(Record, frozen=True, kw_only=True):
     refused: tuple[str, ...]
     """Names of the differences that forbid comparing the runs; empty if they were allowed."""
     comparisons: tuple[ComparisonChange, ...]
-    """Empty if refused."""
+    """The changes; empty if the comparison was refused."""
     caveats: tuple[str, ...]
 
 
 def compare_runs(
     old: Result, new: Result, *, names: tuple[str, str] = ("old", "new"), allow_different: bool = False
 ) -> RunDifference:
-    """`allow_different` compares what both runs have, wherever they ran."""
+    """Compare two runs. `allow_different` compares all that both have, even if their environments differ."""
     found = differences(old, new)
     binding = [one for one in found if one.kind in BINDING]
     refused = () if allow_different else tuple(one.name for one in binding)
@@ -192,7 +192,7 @@ def _changes(old: Result, new: Result) -> tuple[ComparisonChange, ...]:
 
 
 def _why_missing(key: _Key, name: str, old: Result, new: Result) -> str:
-    """Why the run of this name has no such comparison."""
+    """Why the run of this name does not have such a comparison."""
     labels = (old if name == "old" else new).experiment.labels
     lacking = [label for label in key.pairing if label not in labels]
     if lacking:

@@ -1,4 +1,4 @@
-"""When and why the load of a run ended, and what its intervals cover, in sentences for every report."""
+"""When and why the load of a run ended, and what its intervals include, in sentences for every report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stopping(Record, frozen=True, kw_only=True):
     ended_by: Literal["plan", "time", "decided", "time limit"] | None
     """None if the run did not end by itself."""
     time_limit_minutes: float | None
-    """Of load, with the rule "until decided"."""
+    """Time limit of the load, with the rule "until decided"."""
     restarts: int
     """Fresh starts of the servers."""
     pairs: dict[str, int]
@@ -32,11 +32,11 @@ class Stopping(Record, frozen=True, kw_only=True):
     sentence: str
     """How it ended."""
     coverage: str
-    """What the intervals include and what not."""
+    """What the intervals include and leave out."""
 
 
 def describe_stopping(experiment: Experiment, state: RunState | None, comparisons: Sequence[Comparison]) -> Stopping:
-    """By the comparisons before the checks, which have no part in the decision when to stop."""
+    """Describe the end of a run by the comparisons before the checks, which do not affect when to stop."""
     names = [workload.name for workload in load_workloads(experiment.workloads)]
     baseline = experiment.baseline.label
     leading = [c for c in comparisons if c.leading and c.scenario in names and c.baseline == baseline]

@@ -37,7 +37,7 @@ from loadgen.records.samples import NS_PER_S
 from loadgen.statistics.ratios import geometric_mean, interval_of_mean
 
 COMPARED = tuple(name.removeprefix("latency_") for name in METRICS)
-"""Metrics with a ratio."""
+"""Metrics that have a ratio."""
 OF_ONE_ARM = ("mean", "p95", "p99_9", "errors")
 QUANTITIES = (*COMPARED, *OF_ONE_ARM)
 MAX_LENGTH = 500
@@ -75,7 +75,7 @@ class Quantity:
     """One measured number that a condition names."""
 
     side: str
-    """As written: a label, "ratio" or "ratio(LABEL)"."""
+    """The text of the side: a label, "ratio" or "ratio(LABEL)"."""
     arm: Label
     """The arm of the value, or of the ratio to the baseline."""
     metric: str
@@ -100,15 +100,15 @@ class Condition:
 
     text: str
     scenario: str | None
-    """As written before the colon: "concurrent(16)", "batched", "all"; None without one."""
+    """The text before the colon: "concurrent(16)", "batched", "all"; None without one."""
     quantities: tuple[Quantity, ...]
-    """Each once, in the order of their appearance."""
+    """The quantities without repeats, in the order of their appearance."""
     holds: Callable[[Values], bool]
     """Whether it is true of the values, one per quantity. Raises `UndefinedValueError`."""
 
 
 def parse_condition(text: str, labels: Sequence[Label]) -> Condition:
-    """`labels` are those of the arms, the baseline's first. Raises `ThresholdError`."""
+    """Parse one condition. `labels` are those of the arms, the baseline's first. Raises `ThresholdError`."""
     if len(text) > MAX_LENGTH:
         raise ThresholdError(f"a condition has at most {MAX_LENGTH} characters; use several")
     selected = _SCENARIO.fullmatch(text)
@@ -218,15 +218,15 @@ def _sides(labels: Sequence[Label]) -> str:
 
 
 class ThresholdOutcome(Record, frozen=True, kw_only=True):
-    """One condition in one workload. Only `kept` is a pass."""
+    """The outcome of one condition in one workload. Only `kept` is a pass."""
 
     condition: str
     scenario: str
     state: Literal["kept", "broken", "not_measurable"]
     detail: str
-    """The quantities with their values, or why there are none."""
+    """The quantities with their values, or why they are missing."""
     values: dict[str, float | None]
-    """By name: "b.p99", "ratio.p50.low"; None if it was not measured."""
+    """Values by name: "b.p99", "ratio.p50.low"; None if it was not measured."""
 
 
 def plan_conditions(
@@ -245,7 +245,7 @@ def plan_conditions(
 
 
 def judge_thresholds(facts: Facts) -> tuple[ThresholdOutcome, ...]:
-    """Every condition of the experiment in each of its workloads, by the comparisons after the checks."""
+    """Judge every condition of the experiment in each of its workloads, by the comparisons after the checks."""
     experiment = facts.run.experiment
     texts = (experiment.settings or {}).get("fail_if", ())
     if not isinstance(texts, list | tuple):
@@ -321,7 +321,7 @@ def _shown(quantity: Quantity, value: float) -> str:
 
 
 def _measure(quantity: Quantity, workload: str, facts: Facts) -> float | str:
-    """The value, or why there is none."""
+    """The value, or why it is missing."""
     metric, arm = quantity.metric, quantity.arm
     of_metric = [c for c in facts.comparisons if c.scenario == workload and c.metric in (metric, f"latency_{metric}")]
     found = [c for c in of_metric if c.baseline == facts.run.experiment.baseline.label and arm in c.pairing]

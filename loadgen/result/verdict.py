@@ -39,7 +39,7 @@ class ScenarioVerdict(Record, frozen=True, kw_only=True):
 
 
 class Verdict(Record, frozen=True, kw_only=True):
-    """The result in words. Reports show `caveats` first, then `sentence`."""
+    """The result as sentences. Reports show `caveats` first, then `sentence`."""
 
     valid: bool
     sentence: str
@@ -48,9 +48,9 @@ class Verdict(Record, frozen=True, kw_only=True):
     """The most loaded scenario."""
     scenarios: tuple[ScenarioVerdict, ...]
     rankings: tuple[Ranking, ...]
-    """One per scenario with a valid comparison."""
+    """A ranking per scenario with a valid comparison."""
     failed: tuple[str, ...]
-    """Each check that took a verdict away, with what it covers."""
+    """Each check that removed a verdict, with the scenarios it covers."""
     caveats: tuple[str, ...]
 
 
@@ -79,7 +79,7 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
 
 
 def _deliberate(checks: Sequence[Check]) -> list[Check]:
-    """Differences between the arms that were requested."""
+    """Requested differences between the arms."""
     return [one for one in checks if one.ok is False and one.name.startswith("same_") and one.severity == "warns"]
 
 
@@ -163,7 +163,7 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
         for found in facts.of(CausesFound).workloads
         if (found.workload, found.pairing) == key
         for text in (found.sentence, *found.notes)
-    ]  # also without a verdict, since an ablation shows a cause of its own
+    ]  # also without a verdict, since an ablation shows a cause by itself
     if leading.verdict != "invalid" or reasons:
         for breakdown in facts.breakdowns:
             if (breakdown.workload, breakdown.baseline, breakdown.arm) == (leading.scenario, *leading.pairing):
@@ -184,8 +184,8 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
 
 
 def explain_stages(breakdown: LatencyBreakdown) -> list[str]:
-    """Which stages make up the difference of the mean latencies, the largest first; empty unless both arms report
-    them. If a server contradicts the measurement, that instead of a breakdown."""
+    """The stages that make up the difference of the mean latencies, the largest first; empty unless both arms report
+    them. If a server contradicts the measurement, the contradiction instead."""
     if refused := [
         f"{shown(arm.label)}'s own statistics contradict the measured latency ({number(arm.client_total_ms)} ms on "
         f"average), so no latency breakdown is shown: {'; '.join(arm.contradictions[:MAX_STAGES])}."
@@ -214,7 +214,7 @@ def _percent(value: float) -> str:
 
 
 def _explain_arm(summary: WorkloadSummary) -> list[str]:
-    """An open loop's rate that the arm did not sustain, and connections that it closed."""
+    """Explain an arm: an open loop's rate that it did not sustain, and connections that it closed."""
     found = []
     if summary.open_loop is not None and summary.open_loop.saturation:
         found.append(f"{shown(summary.label)} was {summary.open_loop.saturation}.")

@@ -32,15 +32,15 @@ class Tolerance:
     precision: str
     """The coarsest of the precisions in effect; an unknown one counts as FP16."""
     relative: float
-    """Of a row: ‖b − a‖ over ‖a‖."""
+    """Largest difference of a row: ‖b − a‖ over ‖a‖."""
 
     @property
     def element(self) -> float:
-        """Of an element: |b − a| over |a|."""
+        """Largest difference of an element: |b − a| over |a|."""
         return ELEMENT_FACTOR * self.relative
 
     def holds(self, difference: Difference) -> npt.NDArray[np.bool_]:
-        """For each row."""
+        """Whether each row is within the tolerance."""
         return (difference.relative <= self.relative) & (difference.element <= self.element)
 
 
@@ -56,7 +56,7 @@ def tolerance_of(precisions: Iterable[object]) -> Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference of one output per row. Infinite where one of the two is not finite."""
+    """The difference of one output per row. Infinite if one of the two is not finite."""
 
     relative: Floats
     """‖b − a‖ over ‖a‖, or over the typical ‖a‖ if that is larger, since values that cancel keep their rounding."""
@@ -69,8 +69,8 @@ class Difference:
 
 
 def difference(expected: Array, actual: Array, typical: float | None = None) -> Difference:
-    """Of arrays of one shape whose first dimension is the row. `typical` is the root mean square of the output's
-    elements, by default of `expected`. Byte strings are equal or infinitely different."""
+    """The difference of two arrays of one shape whose first dimension is the row. `typical` is the root mean square of
+    the output's elements, by default of `expected`. Byte strings are equal or infinitely different."""
     rows = len(expected)
     if expected.dtype.hasobject or actual.dtype.hasobject:
         same = np.asarray([list(a.ravel()) == list(b.ravel()) for a, b in zip(expected, actual, strict=True)])
@@ -95,14 +95,14 @@ def difference(expected: Array, actual: Array, typical: float | None = None) -> 
 
 
 def root_mean_square(array: Array) -> float:
-    """Of all elements; 0 of byte strings."""
+    """Root mean square of all elements; 0 for byte strings."""
     if array.dtype.hasobject or not array.size:
         return 0.0
     return float(np.sqrt(np.mean(np.square(array.astype(np.float64)))))
 
 
 def _over(distance: Floats, size: Floats, when_nothing: float = np.inf) -> Floats:
-    """The quotient; no distance is 0, a distance from nothing is infinite."""
+    """The quotient; zero distance gives 0, a distance from zero is infinite."""
     quotient = np.where(distance == 0, 0.0, when_nothing)
     np.divide(distance, size, out=quotient, where=size > 0)
     return quotient

@@ -38,7 +38,7 @@ def log_bayes_factors(logs: Sequence[float], mean: float, wider: float = 1.0) ->
 
 
 def half_width(logs: Sequence[float], significance: float = SIGNIFICANCE, wider: float = 1.0) -> float:
-    """Of the interval around the mean of the log ratios after the last of them; infinite with too few of them.
+    """Half the width of the interval around the mean of all log ratios; infinite with too few of them.
 
     BF(μ) < 1/α solved for (mean − μ)²: Q·(K−1) / (n·(1 − K·c²/(n+c²))) with K = (√((n+c²)/c²)/α)^(2/n) and Q the sum
     of squares about the mean.
@@ -54,7 +54,7 @@ def half_width(logs: Sequence[float], significance: float = SIGNIFICANCE, wider:
 
 
 def estimate_anytime(ratios: Sequence[float], margin: float, correlation: float = 0.0) -> RatioEstimate:
-    """As `estimate_ratio`, with an interval and p values that stay valid after every pair. With a correlation of
+    """Like `estimate_ratio`, with an interval and p values that stay valid after every pair. With a correlation of
     successive pairs, fewer pairs are counted, by `ratios.widening`.
 
     `p_value` is 1 over the largest Bayes factor so far, so a difference stays shown. `p_equivalence` is

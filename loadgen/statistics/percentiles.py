@@ -40,8 +40,8 @@ def percentile(values: npt.ArrayLike, quantile: float) -> float | None:
 
 
 def distribution(values: npt.ArrayLike, points: int = 201) -> tuple[tuple[float, float], ...]:
-    """(value, share of values at or below it) for a chart, of observed values only: evenly spaced ranks, the extremes
-    and a denser upper tail."""
+    """Points of a chart (value, share of values at or below it), of observed values only: evenly spaced ranks, the
+    extremes and a denser upper tail."""
     array = np.sort(np.asarray(values, dtype=np.float64))
     size = array.size
     if size == 0:

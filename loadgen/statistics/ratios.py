@@ -43,7 +43,7 @@ class RatioEstimate:
     units: int = 0
     """Number of observations behind the interval: the pairs, or the restarts if there are several."""
     correlation: float = 0.0
-    """Of successive pairs, as far as the interval allows for it."""
+    """Correlation of successive pairs, as far as the interval allows for it."""
     error_log: float | None = None
     """Standard error of the log ratio."""
     degrees: float = 0.0
@@ -68,8 +68,8 @@ def lag_one(ratios: Sequence[float]) -> float | None:
 
 
 def widening(count: int, correlation: float) -> tuple[float, float]:
-    """By how much the squared standard error of a mean of `count` values grows with the correlation of successive ones,
-    and the degrees of freedom that are left.
+    """Factor by which the squared standard error of a mean of `count` values grows with their serial correlation, and
+    the degrees of freedom that are left.
 
     For a first-order autoregression the variance of the mean is k·σ²/n with
     k = (1+φ)/(1−φ) − 2φ(1−φⁿ)/(n(1−φ)²), and the sample variance is too low by (1 − k/n)·n/(n−1)

@@ -37,7 +37,7 @@ from loadgen.statistics.ratios import MIN_LOG_SPREAD, SIGNIFICANCE, RatioEstimat
 Values = npt.NDArray[np.float64]
 _LEAST_P = 1e-12
 _DIGITS = 6
-"""Of the logs of samples: a millionth, well above the resolution of the clock."""
+"""Digits kept of the logs of samples: a millionth, well above the resolution of the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class _Pool:
     degrees: float
 
     def tail(self, speed: float, *, exact: bool) -> Tail:
-        """The percentile at a log speed; with an interval only if that speed adds nothing to it (`exact`)."""
+        """The percentile at a log speed; with an interval only if the speed adds nothing to it (`exact`)."""
         low, high = self.interval(SIGNIFICANCE) if self.degrees > 0.0 and exact else (-math.inf, math.inf)
         known = _known((low, high))
         return Tail(math.exp(self.centre + speed), (math.exp(low + speed), math.exp(high + speed)) if known else None)
@@ -101,7 +101,7 @@ class _Between:
 
 
 _NOTHING = _Between(0.0, 0.0, 1.0, 0.0, 0.0)
-"""If the pools contain the rounds' medians already."""
+"""Used if the pools contain the rounds' medians already."""
 
 
 def estimate_tail_ratio(
@@ -157,7 +157,7 @@ def estimate_tail_ratio(
 def _pools(
     rounds: Sequence[Round], a_speeds: Values, b_speeds: Values, quantile: float, correlation: float
 ) -> tuple[_Pool, _Pool]:
-    """Each arm's samples over the speeds of its rounds, which are logs."""
+    """Divide each arm's samples by the speeds of its rounds, which are logs."""
     a = [np.log(one.a) - speed for one, speed in zip(rounds, a_speeds, strict=True)]
     b = [np.log(one.b) - speed for one, speed in zip(rounds, b_speeds, strict=True)]
     return _pool(a, rounds, quantile, correlation), _pool(b, rounds, quantile, correlation)
@@ -190,7 +190,7 @@ def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, cor
 
 
 def _between(rounds: Sequence[Round], logs: Values, correlation: float) -> _Between | None:
-    """Of the log ratios of the rounds' medians; None without a spread."""
+    """Summarise the log ratios of the rounds' medians; None without a spread."""
     units = np.unique([one.unit for one in rounds], return_inverse=True)[1]
     means = np.bincount(units, weights=logs) / np.bincount(units)
     apart = means - means.mean()
@@ -203,7 +203,7 @@ def _between(rounds: Sequence[Round], logs: Values, correlation: float) -> _Betw
 
 
 def _interval(a: _Pool, b: _Pool, between: _Between, significance: float) -> tuple[float, float]:
-    """Of the log ratio."""
+    """The interval of the log ratio."""
     (a_low, a_high), (b_low, b_high) = a.interval(significance), b.interval(significance)
     half = critical_t(between.degrees, significance) * between.error if between.error else 0.0
     centre = b.centre - a.centre + between.centre

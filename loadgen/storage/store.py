@@ -35,23 +35,23 @@ class RunStore:
             raise StorageError(f"cannot write to {directory}: {exc.strerror or exc}; choose another --out") from exc
 
     def write(self, record: Record) -> None:
-        """One record with its own file."""
+        """Write one record with its own file."""
         self._write(record.FILE, record)
 
     def write_all(self, kind: type[Record], records: Sequence[Record]) -> None:
-        """All records so far of a kind that shares a file."""
+        """Write all records so far of a kind that shares a file."""
         self._write(kind.FILE, list(records))
 
     def block(self, record: BlockRecord) -> None:
-        """One block, after its samples."""
+        """Write one block, after its samples."""
         self._write(f"blocks/{record.index:04d}.json", record)
 
     def trial(self, record: Trial) -> None:
-        """One trial of a search or a ramp, after its samples."""
+        """Write one trial of a search or a ramp, after its samples."""
         self._write(f"trials/{record.index:04d}.json", record)
 
     def next_trial(self) -> tuple[int, Path]:
-        """Number of the next trial, and where the generator writes its samples. Raises `StorageError`."""
+        """The number of the next trial, and the file for its samples. Raises `StorageError`."""
         folder = self.directory / "trials"
         try:
             folder.mkdir(exist_ok=True)
@@ -61,11 +61,11 @@ class RunStore:
         return index, (folder / f"{index:04d}.npy").resolve()
 
     def samples_path(self, index: int) -> Path:
-        """Where the generator writes a block's samples."""
+        """The file into which the generator writes a block's samples."""
         return (self.directory / "samples" / f"{index:04d}.npy").resolve()
 
     def log_path(self, name: str) -> Path:
-        """Where a process's output goes."""
+        """The log file of a process."""
         return self.directory / "logs" / f"{name}.log"
 
     def _write(self, name: str, record: object) -> None:

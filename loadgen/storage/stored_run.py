@@ -76,28 +76,28 @@ class StoredRun:
     """Whether a process of this machine ran it when the records were read."""
     evidence: EvidenceFile | None = None
     readings: Readings | None = None
-    """Of the GPU, if there is evidence."""
+    """Readings of the GPU, if there is evidence."""
     container_cold_starts: tuple[ContainerColdStart, ...] = ()
     trials: tuple[Trial, ...] = ()
-    """Of searches and ramps, in the order in which they ran."""
+    """Trials of searches and ramps, in the order in which they ran."""
     calibration: Calibration | None = None
-    """Of the load generator on the machine of the run, if there is one."""
+    """Calibration of the load generator on the machine of the run, if there is one."""
     cache_probes: tuple[CacheProbe, ...] = ()
-    """One per arm, if there was load."""
+    """A cache probe per arm, if there was load."""
     answers: tuple[AnswersCompared, ...] | None = None
-    """One per arm, workload and start of the servers; None in older runs, which did not compare answers under load."""
+    """Per arm, workload and start of the servers; None in older runs, which did not compare answers under load."""
     noise_floors: tuple[NoiseFloor, ...] = ()
-    """Of the machine, as known when the run began."""
+    """Noise floors of the machine, as known when the run began."""
     conditions: Conditions | None = None
-    """Of the machine, right before the load."""
+    """State of the machine right before the load."""
     explanation: Explanation | None = None
     ablation_blocks: tuple[tuple[StoredBlock, ...], ...] = ()
-    """Of each ablation in `explanation.done`, in that order."""
+    """Blocks of each ablation in `explanation.done`, in that order."""
     ceilings: Ceilings | None = None
-    """Of the engines alone, if they were measured."""
+    """Ceilings of the engines alone, if they were measured."""
 
     def one(self, kind: type[R]) -> R | None:
-        """A study's own record, or None. Raises `StoredRunError`."""
+        """Return a study's own record, or None. Raises `StoredRunError`."""
         return _one(self.directory, kind)
 
 
@@ -140,7 +140,7 @@ def read_run(directory: Path) -> StoredRun:
 
 
 def _read_blocks(directory: Path, workloads: Sequence[Workload]) -> tuple[StoredBlock, ...]:
-    """In the order in which they ran."""
+    """Read the blocks in the order in which they ran."""
     named = {workload.name: workload for workload in workloads}
     records = sorted(_numbered(directory / "blocks", BlockRecord), key=lambda record: record.index)
     return tuple(read_block(directory, record, named) for record in records)
@@ -169,7 +169,7 @@ def _numbered(folder: Path, kind: type[R]) -> list[R]:
 
 
 def _read(path: Path, kind: object) -> object | None:
-    """None if there is no such file."""
+    """Read a file; None if it does not exist."""
     try:
         return cast("object", read_record(path.read_bytes(), kind))
     except FileNotFoundError:
@@ -179,7 +179,7 @@ def _read(path: Path, kind: object) -> object | None:
 
 
 def read_block(directory: Path, record: BlockRecord, workloads: Mapping[str, Workload]) -> StoredBlock:
-    """A block with its samples. Raises `StoredRunError` for an unknown workload."""
+    """Read a block with its samples. Raises `StoredRunError` for an unknown workload."""
     if record.workload not in workloads:
         raise StoredRunError(
             f"block {record.index} belongs to the workload {record.workload}, which the experiment does not have"

@@ -1,1 +1,1 @@
-"""One question each: its records, its analysis. A study never imports another."""
+"""The studies: each answers one question, with its own records and analysis. A study never imports another."""

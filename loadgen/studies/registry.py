@@ -29,7 +29,7 @@ STUDIES = tuple(
 
 
 def parts(module: str, name: str) -> Iterator[Any]:
-    """The attribute `name` of this module of every study that has both."""
+    """The attribute `name` of this module in every study that has both."""
     for study in STUDIES:
         if find_spec(f"{study}.{module}") is not None:
             found = import_module(f"{study}.{module}")

@@ -1,4 +1,4 @@
-"""What the figures rest on: the checks, the worst first, those before the load, and the comparison of the answers."""
+"""The basis of the figures: the checks, the worst first, those before the load, and the comparison of the answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS: dict[doc.Style, str] = {
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """All checks of one name and state, or one of them."""
+    """One check, or all checks of one name and state."""
 
     title: str
     style: doc.Style
@@ -84,7 +84,7 @@ def _check_row(style: doc.Style, checks: Sequence[Check], arms: int) -> CheckRow
 
 
 def _badness(check: Check) -> float:
-    """Of checks that are ok, the one closest to its threshold says most."""
+    """How bad a check is. Among checks that are ok, the one closest to its threshold comes first."""
     if not isinstance(check.value, int | float):
         return 0.0
     at_least = isinstance(check.threshold, int | float) and check.value > check.threshold

@@ -37,7 +37,7 @@ def against_baseline(result: Result) -> list[Comparison]:
 
 
 def better_of(pairing: Pairing, value: float | None, ci95: Interval | None, higher_is_better: bool) -> tuple[str, str]:
-    """A ratio of arm to baseline from the better arm, with its interval: ("A 2.02×", "1.91–2.15")."""
+    """A ratio of arm to baseline, shown as the better arm's, with its interval: ("A 2.02×", "1.91–2.15")."""
     found = better_arm(pairing, value, ci95, higher_is_better)
     if found is None:
         return "–", "–"
@@ -90,7 +90,7 @@ def comparison_table(
 
 
 def _metric(one: Comparison) -> doc.Cell:
-    """With its unit; shorter on a terminal."""
+    """The metric with its unit; shorter on a terminal."""
     title, unit = METRICS[one.metric].title, one.unit
     short = unit if unit.endswith("/s") else f"{title.removesuffix(' latency').removeprefix('time to ')}, {unit}"
     return doc.Cell(f"{title}, {unit}", short=short)
@@ -177,12 +177,12 @@ def comparisons(result: Result) -> doc.Section | None:
 
 
 def _arms(result: Result, one: Comparison) -> str:
-    """The two arms, where there are more."""
+    """The two arms, if there are more than two in the run."""
     return f"{shown(one.arm)} against {shown(one.baseline)}" if several(result) else ""
 
 
 def ranking(result: Result) -> doc.Section | None:
-    """With three or more arms: their order in each scenario, each arm beside the next one, and every comparison of the
+    """With three or more arms: their order in each scenario, each arm beside the next, and every comparison of the
     other arms with each other."""
     if not several(result):
         return None
@@ -224,7 +224,7 @@ def _two(one: Comparison) -> str:
 
 
 def _footing(result: Result) -> str:
-    """How the run ended and how far its intervals can be trusted, unless the verdict says so already."""
+    """How the run ended and how reliable its intervals are, unless the verdict says so already."""
     parts = [result.noise_floor_sentence]
     if result.stopping is not None:
         parts = [result.stopping.sentence, result.stopping.coverage, *parts]
@@ -237,7 +237,7 @@ def _values(one: Comparison) -> list[str | float | bool | None]:
 
 
 def _cases(result: Result) -> doc.Table:
-    """For CI: a comparison passes with any verdict, is skipped where inconclusive, and fails where invalid."""
+    """Test cases for CI: a comparison passes with any verdict, is skipped if inconclusive, and fails if invalid."""
     rows, outcomes = [], []
     for one in result.comparisons:
         text, outcome = claim(one), doc.Outcome("passed")
@@ -276,7 +276,7 @@ def thresholds(result: Result) -> doc.Section | None:
 
 
 def threshold_sentence(result: Result) -> str | None:
-    """How many thresholds are kept; None where none was set."""
+    """How many thresholds are kept; None if none was set."""
     if not result.thresholds:
         return None
     total = len(result.thresholds)

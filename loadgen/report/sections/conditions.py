@@ -1,4 +1,4 @@
-"""Under which conditions: the arms as asked for and in effect, the experiment, the machine, the command."""
+"""The conditions of the run: the arms as requested and in effect, the experiment, the machine, the command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loadgen.result.result_file import Result
 
 
 def arms(result: Result) -> doc.Section | None:
-    """Each setting of the arms, as asked for and in effect."""
+    """Each setting of the arms, as requested and in effect."""
     by_label = {arm.label: arm for arm in result.arms}
     columns: list[dict[str, str]] = []
     for request in result.experiment.arms:
@@ -27,10 +27,10 @@ def arms(result: Result) -> doc.Section | None:
     headings = [
         column
         for label in map(shown, result.experiment.labels)
-        for column in (*doc.names(f"{label} asked for"), *doc.texts(f"{label} in effect"))
+        for column in (*doc.names(f"{label} requested"), *doc.texts(f"{label} in effect"))
     ]
     rows = [(key.replace("_", " "), *(column.get(key, "–") for column in columns)) for key in keys]
-    return doc.section("Arms, as asked for and in effect", doc.Table((*doc.names(""), *headings), rows), on=doc.HTML)
+    return doc.section("Arms as requested and in effect", doc.Table((*doc.names(""), *headings), rows), on=doc.HTML)
 
 
 def _in_effect(result: Result, arm: ArmRecord) -> dict[str, str]:
@@ -59,7 +59,7 @@ def _rows(title: str, rows: list[tuple[str, str]]) -> doc.Section | None:
 
 
 def experiment_rows(result: Result) -> list[tuple[str, str]]:
-    """(name, value)."""
+    """Rows of (name, value)."""
     e = result.experiment
     stack = [("deployment", f"the compose stack {e.compose_project}, with its own settings")]
     return [
@@ -78,7 +78,7 @@ def experiment_rows(result: Result) -> list[tuple[str, str]]:
 
 
 def _given(asked: Experiment, value: str) -> str:
-    """A setting that takes effect only on servers that abserve starts."""
+    """The text of a setting that takes effect only on servers that abserve starts."""
     if asked.deployment != "embedded":
         return asked.weights
     started = [shown(arm.label) for arm in asked.arms if arm.embedded]

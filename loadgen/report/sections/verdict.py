@@ -1,4 +1,4 @@
-"""The first screen: whether the run is valid, under which conditions, who wins, why, and what the figures rest on."""
+"""The first screen: whether the run is valid, under which conditions, who wins, why, and the basis of the figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loadgen.result.result_file import Result
 from loadgen.studies.gpu_proof.sections import ALL_SCENARIOS, findings
 
 MOST_FAILED = 4
-"""Failed checks beside the verdict on a terminal; all of them are in their own section."""
+"""Most failed checks that a terminal shows with the verdict; all of them are in their own section."""
 MOST_TITLES = 3
 TRANSPORTS = {"http": "HTTP", "grpc": "gRPC", "shm": "shared memory"}
 
@@ -131,7 +131,7 @@ def brief_why(result: Result) -> doc.Section | None:
 
 
 def brief_proof(result: Result) -> doc.Section | None:
-    """What the figures rest on, in a line each."""
+    """The basis of the figures, in a line each."""
     return doc.section(
         "Proof", doc.Items(proof(result)), doc.Link("Every check and finding", "#proof"), on=doc.HTML, half=True
     )

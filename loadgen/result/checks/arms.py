@@ -21,19 +21,19 @@ from loadgen.result.checks.registry import Outcome, Severity, fairness, per_arm
 NATIVE = "abserve-native"
 _MOST_NUMBER = 1e12
 DEFAULT_GRAPH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
-"""What Triton's tensorrt backend captures, with the largest batch, without a graph_spec and without dynamic
+"""Batch sizes that Triton's tensorrt backend captures, with the largest batch, without a graph_spec and without dynamic
 batching."""
 _MOST_SIZES = 4096
-"""No server captures a graph for each of more batch sizes."""
+"""The most batch sizes for which any server captures a graph each."""
 UNREPORTED = Outcome(None, "does not report its configuration")
 
 
 def _compare(facts: Facts, key: str) -> list[Outcome]:
-    """Every arm with the baseline, or with the first arm that reports the setting.
+    """Compare every arm with the baseline, or with the first arm that reports the setting.
 
-    One outcome for arms that differ unasked, one for those that were asked to differ, one for those that do not report
-    it; a single one if all have the same. Different values invalidate unless an arm was asked for them: then the run
-    compares settings, and the report says so.
+    One outcome for unrequested differences, one for requested ones, one for arms that do not report the setting; a
+    single one if all values are equal. A difference invalidates unless it was requested: then the run compares
+    settings, and the report says so.
     """
     experiment, arms = facts.run.experiment, {arm.label: arm for arm in facts.run.arms}
     have = {label: _reported(arms.get(label), key) for label in experiment.labels}
@@ -62,7 +62,7 @@ def _compare(facts: Facts, key: str) -> list[Outcome]:
 
 
 def _comparable(value: str, key: str, experiment: Experiment) -> str:
-    """A model's name without its payload variant, and in a compose stack without its backend."""
+    """A model's name without its payload variant, and in a compose stack also without its backend."""
     if key == "model" and len(experiment.payloads) > 1:
         value = base_name(value)
     return without_backend(value) if key == "model" and experiment.deployment == "compose" else value
@@ -77,7 +77,7 @@ def _reported(arm: ArmRecord | None, key: str) -> object:
 
 
 def _equal(wanted: str, have: object) -> bool:
-    """Compared as numbers if both are, as text otherwise."""
+    """Compare as numbers if both are, as text otherwise."""
     try:
         return float(wanted) == float(str(have))
     except ValueError:
@@ -247,7 +247,7 @@ def response_cache(arm: ArmRecord, _: Facts) -> Outcome:
     if arm.model_config is None:
         return UNREPORTED
     cache = arm.model_config.get("response_cache")
-    if cache is None and arm.server_name not in (NATIVE, "triton"):  # these two leave out what is off
+    if cache is None and arm.server_name not in (NATIVE, "triton"):  # both leave out disabled options
         return Outcome(None, "does not report whether it has a response cache")
     on = isinstance(cache, Mapping) and cache.get("enable") is True
     state = "on, so responses may come without an inference" if on else "off"
@@ -262,7 +262,7 @@ def response_cache(arm: ArmRecord, _: Facts) -> Outcome:
 )
 @per_arm
 def cuda_graphs(arm: ArmRecord, _: Facts) -> Outcome:
-    """Fails where nothing reads the setting, or where graphs replay stale inputs."""
+    """Fails if the setting is ignored, or if graphs replay stale inputs."""
     if arm.model_config is None:
         return UNREPORTED
     asked, backend = _graphs_asked(arm), backend_of(arm)
@@ -340,7 +340,7 @@ def preferred_sizes(arm: ArmRecord, _: Facts) -> Outcome:
         return UNREPORTED
     sizes = listed(mapping(arm.model_config.get("dynamic_batching")).get("preferred_batch_size"))
     limit = arm.in_effect.get("max_batch_size")
-    if not sizes or sizes == [limit]:  # Triton itself writes the largest batch into a configuration without any
+    if not sizes or sizes == [limit]:  # Triton itself writes the largest batch into a configuration that has none
         return Outcome(True, "has no preferred batch sizes")
     profiles = max((len(listed(group.get("profile"))) for group in groups(arm.model_config)), default=0)
     beyond = [size for size in sizes if isinstance(limit, int) and (whole(size) or 0) > limit]
@@ -359,7 +359,7 @@ def preferred_sizes(arm: ArmRecord, _: Facts) -> Outcome:
 )
 @per_arm
 def cores(arm: ArmRecord, facts: Facts) -> Outcome:
-    """On the CPU: threads times instances against the cores."""
+    """Compare threads times instances with the cores, on the CPU."""
     if str(arm.in_effect.get("device") or "").startswith("cuda") or kind_of(arm) == "KIND_GPU":
         return Outcome(True, "runs on a GPU", None, facts.cores)
     threads, instances = _number(arm.in_effect.get("threads")), _number(arm.in_effect.get("instances")) or 1
@@ -381,7 +381,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _number(value: object) -> float | None:
-    """Also from text, as parameters of a configuration are; None if it is not a number, or beyond reason."""
+    """Read a number, also from text, as in a configuration's parameters; None if it is not a number, or too large."""
     try:
         found = float(str(value))
     except ValueError:

@@ -23,13 +23,13 @@ from loadgen.studies.rate_search.records import RatesFound
 SEND_LAG_LIMIT = 0.02
 CONNECTION_WAIT_LIMIT = 0.02
 RECONNECT_LIMIT = 0.01
-"""Of an arm's requests: above 1 %, reconnecting decides the p99."""
+"""Share of an arm's requests that may reconnect: above 1 %, reconnecting decides the p99."""
 SEARCH_WAIT_LIMIT = 0.1
-"""Of the latency bound, for the p99 of the wait for a connection at the rate found."""
+"""Share of the latency bound that the p99 of the wait for a connection may take at the rate found."""
 WARM_UP_LIMIT = 0.03
 WARM_UP_BLOCKS = 3
 WARM_UP_SIGNIFICANCE = 0.001
-"""Low because a run tests every workload and every arm."""
+"""p below which slow first requests count; low because a run tests every workload and every arm."""
 
 
 @check(
@@ -52,7 +52,7 @@ def generator_cpu(facts: Facts) -> Iterator[Outcome]:
 
 
 def _busy_in_search(facts: Facts, workload: Workload) -> Outcome:
-    """At the lowest rate that failed, which the server might have held, or at the best rung of a ramp."""
+    """Judge the lowest rate that failed, which the server might have held, or the best step of a ramp."""
     rates = [rate for rate in facts.of(RatesFound).rates if rate.workload == workload.name]
     ramps = [ramp for ramp in facts.of(RatesFound).ramps if ramp.workload == workload.name]
     deciding: dict[tuple[int, Label], float | None] = {(one.round, one.label): one.failed_rate_per_s for one in rates}
@@ -87,7 +87,7 @@ def _busy(workload: Workload, shares: Sequence[float], limited: bool, where: str
     threshold=CEILING_SHARE_LIMIT,
 )
 def generator_ceiling(facts: Facts) -> Iterator[Outcome]:
-    """Against the calibration of this machine; above half of the maximum the generator adds to the latencies."""
+    """Compare with this machine's calibration; above half of the maximum the generator adds to the latencies."""
     found = facts.of(RatesFound)
     for load in facts.loads:
         yield _ceiling(facts, load.workload, [(one.label, one.throughput_per_s) for one in load.summaries])
@@ -129,8 +129,8 @@ def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, flo
 )
 @per_load
 def send_lag(load: WorkloadFacts, _: Facts) -> Outcome:
-    """p99 of the generator's own lag over p99 of the latency. With too few samples for a p99, the largest lag over the
-    mean latency, which is larger: it can clear the generator, but not fail it."""
+    """Judge p99 of the generator's own lag over p99 of the latency. With too few samples for a p99, the largest lag
+    over the mean latency, which is larger: it can clear the generator, but not fail it."""
     lags = [(*_own_lag(block), block.latency) for block in load.blocks]
     exact = [p99 / latency.p99_ms for p99, _, latency in lags if p99 is not None and latency.p99_ms]
     bounds = [
@@ -165,7 +165,7 @@ def _own_lag(block: BlockSummary) -> tuple[float | None, float | None]:
     threshold=CONNECTION_WAIT_LIMIT,
 )
 def connections_free(facts: Facts) -> Iterator[Outcome]:
-    """A request that waits for a connection is missing from the server's queue."""
+    """Judge the wait for a connection: a request that waits for one is missing from the server's queue."""
     for load in facts.loads:
         if load.workload.is_open:
             yield _waits_in_load(load)
@@ -191,7 +191,7 @@ def _waits_in_load(load: WorkloadFacts) -> Outcome:
 
 
 def _waits_in_search(facts: Facts, workload: Workload) -> Outcome:
-    """At the rates found; the wait is part of the latency in any case."""
+    """Judge the wait at the rates found; the latency includes it in any case."""
     scope, found = (
         workload_scope(workload.name),
         {(r.round, r.label, r.rate_per_s) for r in facts.of(RatesFound).rates if r.workload == workload.name},
@@ -254,7 +254,7 @@ def rate_sustained(load: WorkloadFacts, _: Facts) -> Outcome | None:
 @check("the warm-up was long enough", "invalidates", "Warm up for longer at this batch size.", threshold=WARM_UP_LIMIT)
 @per_load
 def warm_up(load: WorkloadFacts, facts: Facts) -> Outcome:
-    """One observation per block, since concurrent requests are slow together. It fails only beyond both the limit and
+    """Test one value per block, since concurrent requests are slow together. It fails only beyond both the limit and
     the noise (a one-sided t test over an arm's blocks)."""
     costs: dict[str, tuple[float, float]] = {}
     for label in facts.run.experiment.labels:

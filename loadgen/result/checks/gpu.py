@@ -111,7 +111,7 @@ def may_rank(found: Evidence) -> tuple[bool, str]:
 
 
 def _evidence(run: StoredRun, workload: str | None) -> Evidence:
-    """The findings of one workload, or of the whole run."""
+    """The findings for one workload, or for the whole run."""
     records = () if run.evidence is None else run.evidence.records
     found = {record.label: record for record in records if (record.workload, record.control) == (workload, False)}
     return {label: found.get(label) for label in run.experiment.labels}
@@ -122,7 +122,7 @@ def _all(arms: Sized) -> str:
 
 
 def _sides(run: StoredRun) -> list[bool | None]:
-    """Per arm, as its server reports: on a GPU (True), on the CPU (False), or unknown."""
+    """Where each arm runs, as its server reports: on a GPU (True), on the CPU (False), or unknown."""
     devices = [arm.in_effect.get("device") for arm in run.arms]
     return [None if device is None else not str(device).startswith("cpu") for device in devices]
 

@@ -1,4 +1,4 @@
-"""Checks of how far the figures can be trusted: server statistics, what the intervals cover, what was served."""
+"""Checks of how far the figures can be trusted: server statistics, coverage of the intervals, the weights served."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from loadgen.studies.load.analyse import FORMED_FACTOR
 
 QUEUE_SHARE_LIMIT = 0.05
 UNATTRIBUTED_LIMIT = 0.25
-"""Beyond it, more of a request is unattributed than most causes explain."""
+"""Largest unattributed share of a request's time; more is larger than the effect of most causes."""
 LARGEST_SHARE = 1.05
-"""Of an engine's ceiling. More is not noise: the ceiling was measured under other conditions."""
+"""Largest share of an engine's ceiling. More is not noise: the ceiling was measured under other conditions."""
 COVERING_RESTARTS = 5
-"""With fewer, Student's t is so wide that little is ever decided."""
+"""With fewer restarts, Student's t is so wide that little is ever decided."""
 
 
 @check("dynamic batching merged requests", "informs", "If you want batches, raise the concurrency or the queue delay.")
@@ -179,7 +179,7 @@ def noise_floor(facts: Facts) -> Iterator[Outcome]:
     caveat=("failed", "unknown"),
 )
 def trained_weights(facts: Facts) -> Iterator[Outcome]:
-    """By each server's report; an embedded server was given the experiment's weights."""
+    """Judge by each server's report; an embedded server was given the experiment's weights."""
     experiment = facts.run.experiment
     weights = {arm.label: str(w) for arm in facts.run.arms if (w := arm.in_effect.get("weights")) is not None}
     if experiment.deployment == "embedded":

@@ -1,7 +1,7 @@
 """Checks of the machine: its state right before the load, and whether it stayed the same during the load.
 
-What the hypervisor or other processes take is a share of all the time of the cores that the load generator may use. A
-server that uses all cores loses about that share of its throughput.
+CPU time taken by the hypervisor or other processes is a share of all the time of the cores that the load generator may
+use. A server that uses all cores loses about that share of its throughput.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from loadgen.result.checks.registry import Find, Outcome, check, fairness, per_l
 from loadgen.studies.fairness.records import ArmConditions, Conditions
 
 WAN_MS = 2.0
-"""A longer round trip is not a local network's."""
+"""A longer round trip is not on a local network."""
 BUSY_CORES_LIMIT = 0.10
 BUSY_GPU_LIMIT = 0.05
 SLOWING = ("hardware_slowdown", "software_thermal", "hardware_thermal", "power_brake", "software_power_cap")
@@ -35,23 +35,23 @@ SLOWING = ("hardware_slowdown", "software_thermal", "hardware_thermal", "power_b
 DRIFT_SIGNIFICANCE = 0.01
 STRETCHES = {2: "half", 3: "third", 4: "quarter", 5: "fifth"}
 LEAST_BLOCKS = 8
-"""Per stretch of the run."""
+"""Fewest blocks per stretch of the run."""
 SPREAD_LIMIT = 0.25
-"""Between the 10th and the 90th percentile of the blocks' speeds: a standard deviation of about 9 %."""
+"""From the 10th to the 90th percentile of the blocks' speeds: a standard deviation of about 9 %."""
 SERVER_CPU_LIMIT = 0.95
 STEP_LIMIT_S = 5.0
-"""Of the wall clock: labels are whole seconds, taken shortly before a block begins."""
+"""Largest step of the wall clock: labels are whole seconds, taken shortly before a block begins."""
 TAKEN_LIMIT = 0.03
-"""Of the cores, over an arm's blocks: a server that uses all cores loses at most about 3 %, well below δ = 5 %."""
+"""Share of the cores, over an arm's blocks: a server that uses all cores loses at most about 3 %, below δ = 5 %."""
 MOST_TAKEN = 0.20
-"""In the median block: with more, the blocks measure what was left of the machine."""
+"""Share taken in the median block above which the blocks do not measure the whole machine."""
 APART_ERRORS = 4.0
-"""Standard errors by which the arms' shares must differ, besides by δ."""
+"""Standard errors, in addition to δ, by which the arms' shares must differ."""
 
 
 def from_readings(judge: Callable[[Conditions], Outcome], *, of_gpu: bool = False) -> Find:
-    """For a check of the readings right before the load; unknown without them. With `of_gpu` only if there is a GPU or
-    an arm reports that it uses one."""
+    """Declare a check of the readings right before the load; unknown without them. With `of_gpu` only if there is a GPU
+    or an arm reports that it uses one."""
 
     @wraps(judge)
     def find(facts: Facts) -> list[Outcome]:
@@ -87,7 +87,7 @@ def client_distance(conditions: Conditions) -> Outcome:
         for arm in conditions.arms
     )
     if "WAN" in found:
-        detail += ": the network is part of what is compared"
+        detail += ": the network is part of the comparison"
     elif len(found) > 1:
         detail += ": the arms are not equally far away"
     longest = max((arm.connect_ms for arm in conditions.arms if arm.connect_ms is not None), default=None)
@@ -192,8 +192,8 @@ def gpu_clocks(conditions: Conditions) -> Outcome:
     caveat=("failed",),
 )
 def machine_steady(facts: Facts) -> Iterator[Outcome]:
-    """Log throughput of the closed-loop blocks, explained by arm and workload and by the stretch of the run (analysis
-    of variance), and the spread of the blocks about the mean of their arm and workload."""
+    """Analyse the log throughput of closed-loop blocks by arm and workload and by the stretch of the run (analysis of
+    variance), and the spread of the blocks about the mean of their arm and workload."""
     if not facts.blocks:
         return
     margin = facts.run.experiment.equivalence_margin
@@ -231,7 +231,7 @@ def machine_steady(facts: Facts) -> Iterator[Outcome]:
 
 
 Taken = dict[Label, list[tuple[int, int]]]
-"""Per arm and block: CPU time taken from the cores, and all CPU time, in ns."""
+"""Per arm, for each block: CPU time taken from the cores, and all CPU time, in ns."""
 
 
 @check(
@@ -275,12 +275,12 @@ def other_processes(load: WorkloadFacts, facts: Facts) -> Outcome | None:
 
 
 def _judge_taken(taken: Taken, experiment: Experiment, who: str) -> Outcome:
-    """By an arm's blocks together, since the kernel counts in coarse steps. It warns, and invalidates if the arms had
-    unequal shares of the machine or all had little of it."""
+    """Judge an arm's blocks together, since the kernel counts in coarse steps. It warns, and invalidates if the arms
+    had unequal shares of the machine or all had little of it."""
     if not all(taken.values()):
         return Outcome(None, "CPU time was not recorded")
     blocks = {label: np.array([ns / of_ns for ns, of_ns in own]) for label, own in taken.items()}
-    # What is within the kernel's step of 10 ms may come out below 0.
+    # Values within the kernel's step of 10 ms may come out below 0.
     pooled = {label: max(sum(o for o, _ in own) / sum(of for _, of in own), 0.0) for label, own in taken.items()}
     most, shares = max(pooled.values()), np.concatenate(list(blocks.values()))
     detail = f"CPU time taken by {who}: {join([f'{share(s)} from {shown(label)}' for label, s in pooled.items()])}"

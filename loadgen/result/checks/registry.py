@@ -1,4 +1,4 @@
-"""What a check is, how one is declared, and how its outcome affects the verdict.
+"""How a check is declared, and how its outcome affects the verdict.
 
 A check is one function of the run's `Facts`, below the decorator that gives its title, severity and remedy. It yields
 one outcome per scope. The result, every report and the table in docs/measurement.md (a test compares it) follow from
@@ -23,7 +23,7 @@ Value = float | int | str | None
 
 
 class Check(Record, frozen=True, kw_only=True):
-    """One check's outcome, as it is stored and shown."""
+    """The outcome of one check, as stored and shown."""
 
     name: str
     title: str
@@ -48,7 +48,7 @@ class Check(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a check found in one scope."""
+    """The outcome of a check in one scope."""
 
     ok: bool | None
     detail: str
@@ -126,7 +126,7 @@ fairness = partial(check, before_load=True)
 
 
 def per_arm(judge: Callable[[ArmRecord, Facts], Outcome]) -> Find:
-    """For a check of each arm by itself, whose details continue "A …"."""
+    """Declare a check that judges each arm by itself, with details that continue "A …"."""
 
     @wraps(judge)
     def find(facts: Facts) -> list[Outcome]:
@@ -137,7 +137,7 @@ def per_arm(judge: Callable[[ArmRecord, Facts], Outcome]) -> Find:
 
 
 def per_load(judge: Callable[[WorkloadFacts, Facts], Outcome | None]) -> Find:
-    """For a check of each workload that has blocks; None where it does not apply."""
+    """Declare a check that judges each workload that has blocks; None if it does not apply."""
 
     @wraps(judge)
     def find(facts: Facts) -> list[Outcome]:
@@ -148,7 +148,7 @@ def per_load(judge: Callable[[WorkloadFacts, Facts], Outcome | None]) -> Find:
 
 
 def per_comparison(judge: Callable[[Sequence[Comparison], Facts], Outcome]) -> Find:
-    """For a check of each workload's leading comparisons: one of two arms, several of more."""
+    """Declare a check that judges each workload's leading comparisons: one with two arms, several with more."""
 
     @wraps(judge)
     def find(facts: Facts) -> list[Outcome]:
@@ -170,7 +170,7 @@ def check_before_load(facts: Facts) -> list[Check]:
 
 
 def invalidating(checks: Sequence[Check]) -> tuple[Check, ...]:
-    """The checks that take a verdict away."""
+    """The checks that remove a verdict."""
     return tuple(check for check in checks if check.ok is not True and check.severity == "invalidates")
 
 
@@ -181,7 +181,7 @@ def reason_against(checks: Sequence[Check], scenario: str) -> str | None:
 
 
 def complaints(checks: Sequence[Check]) -> tuple[str, ...]:
-    """One message per check that takes a verdict away, with the scenarios that it covers and the first one's detail."""
+    """One message per check that removes a verdict, with the scenarios that it covers and the first one's detail."""
     groups: dict[tuple[str, bool | None], list[Check]] = {}
     for check in invalidating(checks):
         groups.setdefault((check.name, check.ok), []).append(check)

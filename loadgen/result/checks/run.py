@@ -18,9 +18,9 @@ from loadgen.studies.fairness.records import CacheProbe
 from loadgen.studies.rate_search.records import RatesFound
 
 LEAST_SHARE = 0.9
-"""Least median share of a new request's time that a repeated one takes on a server that computes every response."""
+"""A server that computes every response takes at least this median share of a new request's time for a repeated one."""
 SIGNIFICANCE = 0.005
-"""Per arm: at most 1 % of runs of two arms without a cache fail, should repeated requests happen to be faster."""
+"""p per arm: at most 1 % of runs of two arms without a cache fail because repeated requests were faster by chance."""
 
 
 @check(
@@ -70,7 +70,7 @@ def parity(facts: Facts) -> Iterator[Outcome]:
 
 
 def parity_figures(record: ParityRecord) -> str:
-    """The figures of the worst case, for people."""
+    """The figures of the worst case, as text."""
     relative, cosine = record.largest_relative_error, f"lowest cosine {record.lowest_cosine or 0.0:.6f}"
     if relative is None or record.tolerance_relative is None:
         return cosine
@@ -99,7 +99,7 @@ def same_payload(facts: Facts) -> Iterator[Outcome]:
     threshold=0,
 )
 def request_errors(facts: Facts) -> Iterator[Outcome]:
-    """A rate search counts a failed request as a late one instead."""
+    """Judge failed requests. A rate search counts a failed request as a late one instead."""
     for load in facts.loads:
         sent = {
             label: sum(b.requests for b in load.blocks if b.label == label) for label in facts.run.experiment.labels
@@ -136,7 +136,7 @@ def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[s
     threshold=0,
 )
 def answers_under_load(facts: Facts) -> Iterator[Outcome]:
-    """Not made for runs stored before answers under load were compared."""
+    """Judge the answers under load. Skipped for runs stored before answers under load were compared."""
     run = facts.run
     for workload in run.experiment.workloads if run.answers is not None else ():
         loaded = {
@@ -209,7 +209,7 @@ def shortened_to(probe: CacheProbe) -> float | None:
 
 
 def answers_from_memory(probe: CacheProbe) -> bool:
-    """Whether repeated requests are faster by enough to matter and by more than chance."""
+    """Whether repeated requests are faster by a relevant amount and by more than chance."""
     found = shortened_to(probe)
     return found is not None and found < LEAST_SHARE and chance(probe) < SIGNIFICANCE
 
@@ -262,7 +262,7 @@ def blocks_complete(facts: Facts) -> Iterator[Outcome]:
     unknown="invalidates",
 )
 def searches_ended(facts: Facts) -> Iterator[Outcome]:
-    """One per round and arm. If no rate holds the bound, or every rate does, there is no rate to compare."""
+    """Judge each search. If no rate holds the bound, or every rate does, there is no rate to compare."""
     found = facts.of(RatesFound)
     for workload in facts.run.experiment.workloads:
         if workload.scenario == "slo":

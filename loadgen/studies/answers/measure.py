@@ -1,4 +1,4 @@
-"""Compares the answers kept under load, when this start of the servers has no more load to come."""
+"""Compares the answers kept under load, once this start of the servers has no more load to run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def wanted(experiment: Experiment) -> bool:
 
 
 def measure(bench: Bench) -> None:
-    """Raises `StorageError`."""
+    """Compare and store the answers kept under load. Raises `StorageError`."""
     bench.enter("comparing answers under load")
     bench.answers.compare(bench.arms, bench.signatures, bench.inputs, bench.restart)

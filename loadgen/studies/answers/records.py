@@ -6,8 +6,8 @@ from loadgen.records.run import Label, Record
 
 
 class AnswersCompared(Record, frozen=True, kw_only=True):
-    """Answers of an arm under load in one workload and one start of the servers, compared with those to the same inputs
-    sent alone."""
+    """Answers of an arm under load in one workload and one start of the servers, compared with the answers to the same
+    inputs sent alone."""
 
     FILE = "answers.json"
     workload: str
@@ -20,9 +20,9 @@ class AnswersCompared(Record, frozen=True, kw_only=True):
     wrong: int
     """Answers with an item that differs by more than the tolerance."""
     relative_max: float | None
-    """Largest relative error of an item; None without any, or where one is infinite."""
+    """Largest relative error of an item; None without any, or if one is infinite."""
     tolerance_relative: float
     fault: str | None = None
     """The first wrong answer: which request, and how it is wrong."""
     error: str | None = None
-    """Why they could not be compared."""
+    """Why the answers could not be compared."""

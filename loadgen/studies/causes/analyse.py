@@ -119,11 +119,11 @@ class CauseEffect(Record, frozen=True, kw_only=True):
     as_is_ms: float
     without_ms: float
     saved_ms: float
-    """With minus without: what the cause costs this arm. Negative where the arm is slower without it."""
+    """Time with minus time without: the cost of the cause to this arm. Negative if the arm is slower without it."""
     ci95_ms: tuple[float, float] | None
-    """Interval of `saved_ms`."""
+    """95 % interval of `saved_ms`."""
     ratio: float | None
-    """With over without, the geometric mean over the pairs."""
+    """Time with the cause over the time without it, the geometric mean over the pairs."""
     ratio_ci95: tuple[float, float] | None
     pairs: int
     folder: str
@@ -140,7 +140,7 @@ class MeasuredEffect:
 
 
 def measure_effect(ablation: Ablation, workload: str, blocks: Sequence[BlockSummary]) -> MeasuredEffect | Untested:
-    """Untested with a reason where a request failed or no pair of blocks is complete."""
+    """Compute an effect; untested, with a reason, if a request failed or no pair of blocks is complete."""
     own = [block for block in blocks if block.workload == workload]
     pairs = mean_pairs(workload, own, BESIDE)
     failed = sum(block.errors for block in own)
@@ -172,8 +172,8 @@ class Cause(Record, frozen=True, kw_only=True):
     name: CauseName
     title: str
     difference_ms: float | None
-    """Its cost to the arm minus its cost to the baseline; where one arm is untested, from the other arm alone; None
-    where both are."""
+    """Its cost to the arm minus its cost to the baseline; from the other arm alone if one is untested; None if both
+    are."""
     ci95_ms: tuple[float, float] | None
     share: float | None
     """Share of the difference between the arms; negative where the cause works against it."""
@@ -208,7 +208,7 @@ class WorkloadCauses(Record, frozen=True, kw_only=True):
     unattributed_share: float | None
     sentence: str
     notes: tuple[str, ...]
-    """Causes within the noise, causes not tested and what the latency breakdown suggests for them, drift."""
+    """Causes within the noise, untested causes and what the latency breakdown suggests for them, drift."""
 
     @property
     def pairing(self) -> Pairing:
@@ -226,7 +226,7 @@ def rank_causes(
     *,
     comparable: bool,
 ) -> WorkloadCauses | None:
-    """`pairs`: mean request times of both arms in each round of the workload, the baseline's first; None without pairs.
+    """Rank the causes. `pairs`: mean request times of both arms per round, the baseline's first; None without pairs.
 
     Arms that are not `comparable` are not called faster; their requests are.
     """
@@ -312,7 +312,7 @@ def _shares(causes: Sequence[Cause], unattributed: float | None) -> str:
 
 
 def _described(cause: Cause) -> str:
-    """With the arm that pays for it, where only one does: a cause of the faster arm works against the difference."""
+    """Name the arm that pays for a cause, if only one does: a cause of the faster arm works against the difference."""
     whose = f" of {shown(cause.effects[0].label)}" if len(cause.effects) == 1 else ""
     what = f" ({cause.effects[0].changed.partition(',')[0]})" if cause.name == "payload" else ""
     return cause.title + whose + what
@@ -338,7 +338,7 @@ def _notes(causes: Sequence[Cause], pairing: Pairing) -> list[str]:
 
 
 def _drifts(causes: Sequence[Cause], own_ms: Mapping[Label, float]) -> list[str]:
-    """A note where an unchanged arm ran at another speed than in its own blocks. Transfer ablations of an arm whose
+    """A note if an unchanged arm ran at another speed than in its own blocks. Transfer ablations of an arm whose
     payload was changed first start from the changed arm and say nothing about drift."""
     changed = {effect.label for cause in causes if cause.name == "payload" for effect in cause.effects}
     drifts: dict[Label, list[float]] = {}
@@ -378,9 +378,9 @@ class CausesFound(Found, frozen=True, kw_only=True):
     workloads: tuple[WorkloadCauses, ...] = ()
     """One entry per arm and workload that was explained."""
     explained: tuple[str, ...] | None = None
-    """Workloads to explain; None where no ablation was asked for or the run ended before."""
+    """Workloads to explain; None if no ablation was requested or the run ended before."""
     left_out: tuple[str, ...] = ()
-    """Workloads that the time did not allow to explain."""
+    """Workloads for which the time was too short."""
 
 
 def analyse(facts: Facts) -> CausesFound:

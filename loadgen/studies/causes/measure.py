@@ -1,4 +1,4 @@
-"""Runs the ablations when the arms' own blocks are done and their servers still up.
+"""Runs the ablations when the arms' own blocks are done and their servers are still up.
 
 An ablation loads an arm with one cause beside the same arm without it, in interleaved rounds. A changed setting takes
 a second server, which runs beside the arm's; only one of the two is under load at any time. An ablation that cannot
@@ -47,12 +47,12 @@ OBSTACLES = (
 
 
 def wanted(experiment: Experiment) -> bool:
-    """Whether it is asked for, and there is a load to explain."""
+    """Whether ablations are requested, and there is load to explain."""
     return experiment.explain and has_load(experiment)
 
 
 def measure(bench: Bench) -> None:
-    """Every ablation for which the time lasts, once all blocks are done; each is stored. Raises `StorageError`."""
+    """Run every ablation for which the time lasts, once all blocks are done; each is stored. Raises `StorageError`."""
     if not bench.last:
         return
     bench.enter("explaining the differences")
@@ -96,7 +96,7 @@ def measure(bench: Bench) -> None:
 
 
 def _run_ablation(bench: Bench, ablation: Ablation, prepared: set[str]) -> None:
-    """`prepared`: keys of the bodies that the generator has; new ones are added."""
+    """Run one ablation. `prepared`: keys of the bodies that the generator has; new ones are added."""
     seed, workloads = bench.experiment.seed, ablation.workloads
     store = RunStore(bench.store.directory / ablation.folder)
     with (
@@ -122,7 +122,7 @@ def _run_ablation(bench: Bench, ablation: Ablation, prepared: set[str]) -> None:
 
 @contextmanager
 def _arm(bench: Bench, label: Label, variant: Variant, store: RunStore, name: str) -> Iterator[Arm]:
-    """The arm as the variant says: on the running server where its settings fit, else on a new server."""
+    """Set up the arm as the variant says: on the running server if its settings fit, else on a new server."""
     own, experiment = bench.arms[label], bench.experiment
     if (variant.payload, variant.transport) == (own.payload, own.transport) and not variant.settings:
         yield own
@@ -150,14 +150,14 @@ def _arm(bench: Bench, label: Label, variant: Variant, store: RunStore, name: st
 
 
 def varied_request(request: ArmRequest, variant: Variant) -> ArmRequest:
-    """The arm as the variant asks for it."""
+    """The arm's request, changed as the variant says."""
     return msgspec.structs.replace(
         request, payload=variant.payload, settings=changed_settings(request.settings, variant)
     )
 
 
 def varied_experiment(experiment: Experiment, request: ArmRequest, variant: Variant) -> Experiment:
-    """The experiment with that arm in its place."""
+    """The experiment with that arm in place of the original."""
     arms = tuple(request if arm.label == request.label else arm for arm in experiment.arms)
     return msgspec.structs.replace(experiment, arms=arms, transport=variant.transport)
 

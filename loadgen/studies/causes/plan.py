@@ -1,4 +1,4 @@
-"""Which ablations to run: a pure function of what was asked for, what is in effect and what was measured.
+"""Which ablations to run: a pure function of the request, the settings in effect and the measurements.
 
 The causes of an arm are removed one at a time. Payload and transfer depend on each other, so they are removed one after
 the other: first an arm that was sent more gets the smallest payload of all (or every arm, where all were sent JPEG
@@ -23,7 +23,7 @@ from loadgen.transport.requests import Address
 MIN_PAIRS, MAX_PAIRS = 3, 6
 """Pairs of blocks per ablation and workload: as many as the workload has, within these limits."""
 SERVER_SECONDS = 15.0
-"""Planned for starting a server and warming it up."""
+"""Seconds planned for starting a server and warming it up."""
 BETWEEN_BLOCKS_SECONDS = 0.5
 
 
@@ -41,7 +41,7 @@ def plan_ablations(
         larger = [request for request in requests if own[request.label] != smallest]
         found += [_payload(experiment, request, smallest, why) for request in larger]
         common = dict.fromkeys(own, smallest)
-    elif experiment.payload_of(experiment.baseline) == "jpeg":  # what decoding costs each arm
+    elif experiment.payload_of(experiment.baseline) == "jpeg":  # the cost of decoding for each arm
         found += [_payload(experiment, request, "uint8", "decoded beforehand") for request in requests]
         common = dict.fromkeys(own, "uint8")
     found += [_queue_delay(experiment, request, arms[request.label]) for request in requests]
@@ -78,7 +78,7 @@ def _differs(pairs: Pairs, margin: float) -> bool:
 def fit_into(
     budget_s: float, plan: Sequence[Ablation], workloads: Sequence[Workload], block_seconds: Mapping[str, float]
 ) -> tuple[list[Workload], list[Workload]]:
-    """The workloads for which the budget lasts, with the rounds of an ablation, and those that are left out.
+    """The workloads for which the budget lasts, with the rounds of an ablation, and the workloads that are left out.
 
     `block_seconds`: how long one block of a workload took. The first workload always fits: when a budget is too small,
     the run ends the phase and reports the rest as not tested.

@@ -1,4 +1,4 @@
-"""What is stored of ablations: DIR/causes.json, and the blocks of each below DIR/causes.
+"""The stored records of ablations: DIR/causes.json, and the blocks of each below DIR/causes.
 
 An ablation runs one arm twice: with one cause and without it. In its folder the blocks are labelled `as-is` and
 `without`; they are interleaved like those of the arms.
@@ -11,7 +11,7 @@ from typing import Literal
 from loadgen.records.run import Label, Pairing, Record, Transport, Workload
 
 CauseName = Literal["payload", "transfer", "queue_delay", "compute"]
-"""Another payload format than the other arm's; tensors sent over a socket; waiting for a batch; executing the model."""
+"""Causes: a payload unlike the other arm's; tensors sent over a socket; waiting for a batch; executing the model."""
 AS_IS: Label = "as-is"
 WITHOUT: Label = "without"
 BESIDE = Pairing(WITHOUT, AS_IS)
@@ -33,9 +33,9 @@ class Ablation(Record, frozen=True, kw_only=True):
     cause: CauseName
     label: Label
     changed: str
-    """What was changed, for people: "max-queue-delay-us 10000 → 0"."""
+    """The change as text: "max-queue-delay-us 10000 → 0"."""
     as_is: Variant
-    """With the cause. Where two causes depend on each other, the second starts from the arm without the first."""
+    """With the cause. If two causes depend on each other, the second starts from the arm without the first."""
     without: Variant
     workloads: tuple[Workload, ...]
 
@@ -63,6 +63,6 @@ class Explanation(Record, frozen=True, kw_only=True):
     workloads: tuple[str, ...]
     """Workloads whose difference is explained."""
     left_out: tuple[str, ...]
-    """Workloads with a difference that the time did not allow to explain."""
+    """Workloads with a difference, for which the time was too short."""
     done: tuple[Ablation, ...]
     untested: tuple[Untested, ...]

@@ -23,7 +23,7 @@ FOLDED_NOTE = (
 
 
 def why(result: Result) -> doc.Section | None:
-    """A terminal shows the reasons of the most loaded scenario, a page those of all."""
+    """The reasons for the differences: a terminal shows those of the most loaded scenario, a page those of all."""
     main = result.verdict.main_scenario
     reasons = [one for one in result.verdict.scenarios if one.reasons]
     blocks: list[doc.Items | doc.Text | doc.Table] = [
@@ -62,7 +62,7 @@ def _reasons(result: Result, one: ScenarioVerdict) -> doc.Item:
 
 
 def _which(result: Result, pairing: Pairing) -> str:
-    """After a scenario, where there are more than two arms: ", C against A"."""
+    """A sentence part after a scenario, if there are more than two arms: ", C against A"."""
     return f", {shown(pairing.arm)} against {shown(pairing.baseline)}" if charts.several(result) else ""
 
 
@@ -211,7 +211,7 @@ def stage_table(result: Result, breakdown: LatencyBreakdown, on: doc.Format = do
 
 
 def stage_rows(breakdown: LatencyBreakdown) -> list[tuple[str, ...]]:
-    """(stage, baseline, arm, arm − baseline, share of the difference) with the total last; empty where no arm reports
+    """Rows (stage, baseline, arm, arm − baseline, share of the difference), the total last; empty if no arm reports
     stages that add up."""
     arms = [arm for arm in breakdown.sides if arm and not arm.contradictions]
     if not arms:

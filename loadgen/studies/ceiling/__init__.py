@@ -1,1 +1,1 @@
-"""Engine ceilings: what the engines do alone, and how much of it the arms serve."""
+"""Engine ceilings: the throughput of the engines alone, and how much of it the arms serve."""

@@ -22,14 +22,14 @@ BatchOrigin = Literal["request", "mean executed batch"]
 
 
 class EngineShare(Record, frozen=True, kw_only=True):
-    """One arm in one workload."""
+    """The share of its engine ceiling that one arm serves in one workload."""
 
     workload: str
     label: Label
     batch: int
     """Batch size at which the engine is compared."""
     batch_origin: BatchOrigin
-    """Where that size comes from: the items of a request, or what the server executed at once."""
+    """Source of that size: the items of a request, or what the server executed at once."""
     executed_batch_mean: float | None
     """Items per execution; None where the server does not report it."""
     engine_images_per_s: float
@@ -38,7 +38,7 @@ class EngineShare(Record, frozen=True, kw_only=True):
     share: float
     """Served over engine; above 1 the ceiling is not reliable."""
     offered: bool
-    """Whether the rate of an open loop, not the server, decided what was served."""
+    """Whether the rate of an open loop, not the server, limited the served throughput."""
     sentence: str
 
 
@@ -47,7 +47,7 @@ class NoCeiling(Record, frozen=True, kw_only=True):
 
     label: Label
     workload: str | None
-    """None: all workloads."""
+    """The workload; None for all workloads."""
     reason: str
 
 
@@ -56,13 +56,13 @@ class CeilingsFound(Found, frozen=True, kw_only=True):
 
     STUDY = "ceiling"
     shares: tuple[EngineShare, ...] = ()
-    """Empty where no ceiling was measured."""
+    """The share of each arm and workload; empty if no ceiling was measured."""
     missing: tuple[NoCeiling, ...] = ()
-    """Ceilings that were to be measured and could not be."""
+    """Ceilings that could not be measured."""
 
 
 def analyse(facts: Facts) -> CeilingsFound:
-    """The share of every arm and workload whose engine was measured; empty where none was to be measured."""
+    """The share of every arm and workload whose engine was measured; empty if none was planned."""
     if facts.run.ceilings is None:
         return CeilingsFound()
     loads = {workload.name: workload for workload in facts.run.experiment.workloads if workload.has_blocks}
@@ -109,7 +109,7 @@ def _divide(
         at += f" (its mean executed batch is {number(mean)})"
     sentence = f"In {workload.name}, {shown(summary.label)} serves {share(part)} of its engine ceiling at {at}"
     if workload.is_open:
-        sentence += "; the rate that was asked for decides that."
+        sentence += "; the requested rate limits that."
     elif part >= 1.0:
         sentence += "."
     else:

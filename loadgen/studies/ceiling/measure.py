@@ -22,7 +22,7 @@ from loadgen.targets.process import ChildProcess, ProcessError
 
 LOAD_TIMEOUT_S = 300.0
 SIZE_TIMEOUT_S = 60.0
-"""Added per batch size: a large batch on a CPU takes seconds, and each size a dozen runs."""
+"""Seconds added per batch size: a large batch on a CPU takes seconds, and each size takes a dozen runs."""
 STOP_TIMEOUT_S = 5.0
 
 
@@ -36,7 +36,7 @@ def measure_ceilings(
     *,
     timeout_s: float | None = None,
 ) -> None:
-    """All ceilings, each stored once it is measured. All servers must be stopped. Raises `StorageError`."""
+    """Measure all ceilings and store each. All servers must be stopped. Raises `StorageError`."""
     runs, done = plan_ceilings(experiment, records)
     store.write(Ceilings(measured=tuple(done)))
     for run in runs:
@@ -75,7 +75,7 @@ def _measure(run: EngineRun, store: RunStore, work: Path, abserve: Sequence[str]
 
 
 def _run(argv: Sequence[str], log_path: Path, limit_s: float) -> str | None:
-    """Why the process failed, None where it did not; it has ended in any case."""
+    """Run the process; returns why it failed, or None. It has ended in any case."""
     process = ChildProcess(argv, log_path=log_path)
     try:
         code = process.popen.wait(limit_s)
@@ -88,12 +88,12 @@ def _run(argv: Sequence[str], log_path: Path, limit_s: float) -> str | None:
 
 
 def read_document(path: Path) -> EngineDocument:
-    """The file that `abserve engine --json` wrote. Raises `OSError` and `ValueError`."""
+    """Read the file that `abserve engine --json` wrote. Raises `OSError` and `ValueError`."""
     return msgspec.json.decode(path.read_bytes(), type=EngineDocument)
 
 
 def contradiction(run: EngineRun, engine: Mapping[str, object]) -> str | None:
-    """How the measured engine differs from the one that the server reports: then it is not the server's ceiling."""
+    """How the measured engine differs from the one that the server reports, so that it is not the server's ceiling."""
     names = {there: here for here, there in NAMED.items()}
     wrong = [
         f"{names[there]} {engine.get(there)} instead of {reported}"

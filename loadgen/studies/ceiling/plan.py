@@ -26,16 +26,16 @@ class EngineRun:
     options: tuple[str, ...]
     sizes: tuple[int, ...]
     reported: tuple[tuple[str, str], ...]
-    """What the servers report of their engine, by the names of `abserve engine`'s document, which must agree."""
+    """The engine's settings as servers report them, by the names in `abserve engine`'s document, which must agree."""
 
 
 def wants_ceilings(experiment: Experiment) -> bool:
-    """Whether ceilings are asked for, and there is a load to compare with them."""
+    """Whether ceilings are requested, and there is load to compare with them."""
     return experiment.ceiling and any(workload.has_blocks for workload in experiment.workloads)
 
 
 def has_own_engines(arms: Sequence[ArmRequest], deployment: str) -> bool:
-    """Whether abserve starts a server itself; those of a compose stack come with packages that may differ."""
+    """Whether abserve starts a server itself; servers of a compose stack come with packages that may differ."""
     return deployment == "embedded" and any(arm.embedded for arm in arms)
 
 
@@ -59,7 +59,7 @@ def merges(workload: Workload) -> bool:
 
 
 def sizes_to_measure(workloads: Sequence[Workload], max_batch_size: int) -> tuple[int, ...]:
-    """The sizes of the requests; where they can be merged also the largest batch that they can make and the powers of
+    """The sizes of the requests; if requests can be merged, also the largest batch that they can make and the powers of
     two below it. Of too many, the smallest powers are left out."""
     loads = [workload for workload in workloads if workload.has_blocks and workload.batch_size <= max_batch_size]
     own = {workload.batch_size for workload in loads}
@@ -70,7 +70,7 @@ def sizes_to_measure(workloads: Sequence[Workload], max_batch_size: int) -> tupl
 
 
 def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord) -> EngineRun | str:
-    """The run of one arm, or why it has none."""
+    """The run of one arm, or why it does not have one."""
     effect = record.in_effect
     kind, largest = effect.get("engine"), effect.get("max_batch_size")
     if not (request.embedded and record.launched):

@@ -1,4 +1,4 @@
-"""What is stored of the engines measured alone: DIR/ceilings.json, with the documents that `abserve engine` wrote."""
+"""The stored records of engines measured alone: DIR/ceilings.json, with the documents that `abserve engine` wrote."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
     call_ns: int
     """Median of the whole call with its copies, which a server cannot avoid."""
     call_p99_ns: int | None
-    """None with too few calls."""
+    """p99 of the whole call; None with too few calls."""
     images_per_second: float
-    """By the execution alone where the engine reports it, so copies may be left out."""
+    """Throughput of the execution alone if the engine reports it, so copies may be left out."""
     tflops: float
     share_of_matrix_product: float | None
     cosine_to_fp32: float
@@ -43,12 +43,12 @@ class Ceiling(Record, frozen=True, kw_only=True):
     """One engine alone, or why it was not measured."""
 
     labels: tuple[Label, ...]
-    """The arms whose ceiling it is: several where their engines have the same settings."""
+    """The arms with this ceiling: several if their engines have the same settings."""
     command: str | None = None
-    """The command that measured it; None where nothing was started."""
+    """The command that measured it; None if nothing was started."""
     document: EngineDocument | None = None
     reason: str | None = None
-    """Why there is no document."""
+    """Why the document is missing."""
 
 
 class Ceilings(Record, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Engine ceilings and what the arms serve of them, as a table."""
+"""Engine ceilings and the share of them that the arms serve, as a table."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ CAPTION = (
     "Each engine was measured alone when the servers were stopped, copies included, by `abserve engine`. Batch: the "
     "items of a request, or ~ the measured size nearest to the mean executed batch."
 )
-OPEN_LOOP = " In an open loop the rate that was asked for decides the share."
+OPEN_LOOP = " In an open loop the requested rate limits the share."
 
 
 def ceilings(result: Result) -> doc.Section | None:
-    """Each engine's ceiling, what is served of it, and why a ceiling is missing."""
+    """Each engine's ceiling, the share of it that is served, and why a ceiling is missing."""
     found = result.of(CeilingsFound)
     rows = [
         (
@@ -32,7 +32,7 @@ def ceilings(result: Result) -> doc.Section | None:
     said = []
     for label in result.experiment.labels:
         own = [one for one in found.shares if one.label == label]
-        # A closed loop where there is one: in an open loop the rate, not the server, decides what is served.
+        # Prefer a closed loop: in an open loop the rate, not the server, decides the served throughput.
         if own:
             closed = [one for one in own if not one.offered]
             said.append(max(closed or own, key=lambda one: one.served_images_per_s).sentence)

@@ -1,1 +1,1 @@
-"""From no process to the first answer."""
+"""Cold starts: from starting the process to the first answer."""

@@ -111,7 +111,7 @@ def _first_answers(
 
 
 def _empty_caches(deployment: ComposeDeployment) -> None:
-    """Works inside a running container only; without the volume there is nothing to empty."""
+    """Empty the caches, which works inside a running container only; without the volume there is nothing to empty."""
     if deployment.container.state().status != "running":
         deployment.container.start()
     script = f"[ ! -d {_CACHE_FOLDER} ] || find {_CACHE_FOLDER} -mindepth 1 -delete"

@@ -29,13 +29,13 @@ from loadgen.transport.transports import Body, prepare
 
 CONDITIONS = "page cache warm, fresh ports, the other servers stopped"
 WITHOUT_PROFILE = {"ABSERVE_PROFILE_AT_START": "0"}
-"""A timed start does without the kernel probe, which only GPU verification needs."""
+"""A timed start skips the kernel probe, which only GPU verification needs."""
 CONTAINER_BATCH_SIZES = (1, 8)
 """Batch sizes requested from a container besides those of the experiment's workloads."""
 
 
 def repetitions_of(experiment: Experiment) -> int:
-    """Rounds of starts that the experiment asks for."""
+    """Rounds of starts that the experiment requests."""
     return sum(workload.rounds for workload in experiment.workloads if workload.scenario == "cold-start")
 
 
@@ -55,7 +55,7 @@ def measure_cold_starts(
     progress: Progress,
     forecast: Forecast,
 ) -> None:
-    """All starts of the arms that abserve launches. Servers must be stopped, and are afterwards.
+    """Measure all starts of the arms that abserve launches. Servers must be stopped before, and are stopped afterwards.
 
     A failed start is in its record. Raises `StorageError`, and `DeploymentError` for a container that cannot be
     stopped.

@@ -1,4 +1,4 @@
-"""What is stored of cold starts: each start of a server process or of a container."""
+"""The stored records of cold starts: each start of a server process or of a container."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Caches = Literal["cached", "uncached"]
 
 
 class ColdStart(Record, frozen=True, kw_only=True):
-    """One start of one server; times are since just before its process was created."""
+    """One start of one server; times count from just before its process was created."""
 
     FILE = "cold_starts.json"
     label: Label
@@ -26,7 +26,7 @@ class ColdStart(Record, frozen=True, kw_only=True):
 
 
 class ContainerColdStart(Record, frozen=True, kw_only=True):
-    """One start of one container; all times but those of the batches are since the engine was asked to start it."""
+    """One start of one container; times count from the request to the engine to start it, except batch latencies."""
 
     FILE = "container_cold_starts.json"
     label: Label
@@ -37,12 +37,12 @@ class ContainerColdStart(Record, frozen=True, kw_only=True):
     caches: Caches = "cached"
     """Whether the compile caches of torch and Triton were kept."""
     started_ns: int | None = None
-    """The engine had created the process."""
+    """Time at which the engine had created the process."""
     milestones_ns: dict[str, int] = msgspec.field(default_factory=dict)
-    """By the names of `loadgen.studies.cold_start.containers.MILESTONES`, as far as the log shows them."""
+    """Time of each milestone that the log shows, by the names of `loadgen.studies.cold_start.containers.MILESTONES`."""
     live_ns: int | None = None
     ready_ns: int | None = None
     first_answer_ns: int | None = None
     batch_answers_ns: dict[int, int] = msgspec.field(default_factory=dict)
-    """Batch size → latency of its first request, in ascending order, one after the other."""
+    """Latency of the first request of each batch size, in ascending order, one after the other."""
     error: str | None = None

@@ -68,7 +68,7 @@ def measure(bench: Bench) -> None:
 
 
 def read_conditions(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> Conditions:
-    """All readings now; None where a value cannot be read."""
+    """Take all readings now; None if a value cannot be read."""
     addresses = {label: Address.parse(arm.deployment.url) for label, arm in arms.items()}
     return Conditions(
         taken_at=utc_now(),
@@ -88,7 +88,7 @@ def read_conditions(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> 
 
 
 def connect_ms(address: Address) -> float | None:
-    """Median time of a TCP connection, which is one round trip; None where one fails."""
+    """Median time of a TCP connection, which is one round trip; None if one fails."""
     times = []
     for _ in range(CONNECTIONS):
         started = perf_counter_ns()
@@ -101,7 +101,7 @@ def connect_ms(address: Address) -> float | None:
 
 
 def read_governors(folder: Path = CPU_FOLDER) -> tuple[str, ...] | None:
-    """The different governors of all cores; None where the kernel does not report them."""
+    """The different governors of all cores; None if the kernel does not report them."""
     try:
         found = {path.read_text().strip() for path in folder.glob("cpu[0-9]*/cpufreq/scaling_governor")}
     except OSError:
@@ -110,8 +110,8 @@ def read_governors(folder: Path = CPU_FOLDER) -> tuple[str, ...] | None:
 
 
 def read_busy_share() -> float:
-    """Busy share of the cores that this process may use: comparisons that run side by side, each on its own cores, do
-    not disturb each other."""
+    """Busy share of the cores that this process may use, so comparisons side by side, each on its own cores, do not
+    disturb each other."""
     own = os.sched_getaffinity(0)
     shares = psutil.cpu_percent(IDLE_SECONDS, percpu=True)
     # With cores offline, the places in the list are not core numbers.
@@ -120,7 +120,7 @@ def read_busy_share() -> float:
 
 
 def _gpus(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> tuple[GpuCondition, ...]:
-    """The GPUs that the servers use, or all where no server names one: by a server's `/gpu-info`, read again; else from
+    """The GPUs that the servers use, or all if no server names one: by a server's `/gpu-info`, read again; else from
     the arms' records."""
     documents: list[Mapping[str, Any] | None] = []
     for arm in arms.values():
@@ -134,7 +134,7 @@ def _gpus(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> tuple[GpuC
 
 
 def as_condition(device: Mapping[str, Any]) -> GpuCondition:
-    """One device of a `/gpu-info` document; a server may send anything."""
+    """Convert one device of a `/gpu-info` document; a server may send anything."""
     reasons, processes = device.get("clock_event_reasons"), device.get("processes")
     pids = None
     if isinstance(processes, list | tuple):
@@ -159,8 +159,8 @@ def _number(value: object) -> float | None:
 
 
 def probe_cache(arm: Arm, inputs: SampleInputs, signature: Signature) -> CacheProbe:
-    """One item per request over HTTP, whatever the transport of the load: a cache serves all of them. A failure is in
-    the record, not raised."""
+    """Send one item per request over HTTP, whatever the transport of the load: a cache serves all of them. A failure is
+    in the record, not raised."""
     try:
         fresh, repeated = _probe_times(Target("http", arm.deployment.url, arm.model), inputs, signature)
     except (ConnectionRefused, InputError) as exc:

@@ -14,12 +14,12 @@ class CacheProbe(Record, frozen=True, kw_only=True):
     label: Label
     fresh_ns: tuple[int, ...]
     repeated_ns: tuple[int, ...]
-    """The same number per new request, sent right before and after it, in the same order."""
+    """Times of new requests, one per repeated one sent right before and after, in the same order."""
     error: str | None = None
 
 
 class ArmConditions(Record, frozen=True, kw_only=True):
-    """One arm."""
+    """Readings of one arm."""
 
     label: Label
     loopback: bool
@@ -40,7 +40,7 @@ class GpuCondition(Record, frozen=True, kw_only=True):
     sm_clock_hertz: float | None
     temperature_celsius: float | None
     clock_event_reasons: tuple[str, ...] | None
-    """Why the clocks are not at their highest, in NVML's names."""
+    """NVML's reasons why the clocks are not at their highest."""
     pids: tuple[int, ...] | None
     """Processes with a compute context; in a container these may be the host's PIDs."""
 
@@ -57,4 +57,4 @@ class Conditions(Record, frozen=True, kw_only=True):
     cpu_governors: tuple[str, ...] | None
     """The different governors of all cores; null where the kernel does not report them (virtual machines)."""
     gpus: tuple[GpuCondition, ...]
-    """Empty without a GPU, or where no server reports one."""
+    """The GPUs; empty without a GPU, or if no server reports one."""

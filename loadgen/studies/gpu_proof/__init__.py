@@ -1,1 +1,1 @@
-"""GPU verification: from stored GPU readings to a verdict on where each arm ran."""
+"""GPU verification: from stored GPU readings to a verdict on the device that executed each arm's model."""

@@ -99,7 +99,7 @@ def assess(
 
 
 def span_of(windows: Sequence[Window]) -> Window | None:
-    """From the first start to the last end; None without windows."""
+    """The span from the first start to the last end; None without windows."""
     if not windows:
         return None
     return Window(start_ns=min(one.start_ns for one in windows), end_ns=max(one.end_ns for one in windows))
@@ -144,8 +144,8 @@ def _choose_device(
     server_pids: Collection[int],
     gpu_uuid: str | None,
 ) -> DeviceReadings | None:
-    """The device that the server names; else the one with its process, the one given, the only one of the machine.
-    None where that leaves several: that only one was read does not show which one was used."""
+    """The device that the server names; else the one with its process, the one given, the only one of the machine. None
+    if several remain: reading only one does not show which was used."""
     if placement.used_device_uuid is not None:
         return readings.devices.get(placement.used_device_uuid)
     holding = {
@@ -295,7 +295,7 @@ Points = tuple[tuple[float, float], ...]
 
 
 class GpuSeries(Record, frozen=True, kw_only=True):
-    """One device. Points are (seconds since the run's first request, mean over the second before)."""
+    """Activity of one device. Points are (seconds since the run's first request, mean over the second before)."""
 
     uuid: str
     name: str | None
@@ -303,7 +303,7 @@ class GpuSeries(Record, frozen=True, kw_only=True):
     """Share of the time in which a kernel ran."""
     power_watts: Points
     sm_active: Points
-    """Share of the multiprocessors' time with a warp on them; empty where the device does not report it."""
+    """Share of the multiprocessors' time with a warp on them; empty if the device does not report it."""
 
 
 class GpuFound(Found, frozen=True, kw_only=True):
@@ -311,9 +311,9 @@ class GpuFound(Found, frozen=True, kw_only=True):
 
     STUDY = "gpu_proof"
     evidence: EvidenceFile | None = None
-    """None without a GPU."""
+    """The findings; None without a GPU."""
     series: tuple[GpuSeries, ...] = ()
-    """What the GPUs did over the run, for the chart."""
+    """The GPUs' activity over the run, for the chart."""
 
 
 def analyse(facts: Facts) -> GpuFound:

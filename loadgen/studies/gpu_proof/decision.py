@@ -32,7 +32,7 @@ GPU_ONLY_BACKENDS = ("tensorrt",)
 """Triton backends that execute on a GPU or not at all."""
 
 Judgement = tuple[PlacementResult, float | None, str]
-"""Where the model is, the CPU's share of it, the reason."""
+"""The model's device, the CPU's share of it, the reason."""
 
 
 def judge_placement(
@@ -82,7 +82,7 @@ def _from_nodes(nodes: Mapping[str, Any], placement: Mapping[str, Any], threshol
 
 
 def _from_parameters(params: Mapping[str, Any], kernels: float | None) -> Judgement:
-    """`kernels`: how many the kernel probe saw, a profiled inference at the server's start."""
+    """Placement by the model's parameters. `kernels`: how many the kernel probe saw at the server's start."""
     on_cpu = sum(int(count) for device, count in params.items() if not str(device).startswith("cuda"))
     if not any(int(count) for device, count in params.items() if str(device).startswith("cuda")):
         return "cpu", 1.0, "no parameter is on a CUDA device"
@@ -126,7 +126,7 @@ def decide(inputs: EvidenceInputs, thresholds: Thresholds) -> Decision:
     witness = judge_witness(inputs.witness, thresholds)
     code: Code | None = None
     finding = Finding.INCONCLUSIVE
-    if placement.result == "cpu":  # the runtime's own report, not a reading: no gate can overrule it
+    if placement.result == "cpu":  # the runtime reports this itself, so no gate can overrule it
         finding, sentence = Finding.CPU_FALLBACK, f"The model runs on the CPU: {placement.reason}."
     elif (gate := _gate(inputs, thresholds)) is not None:
         code, sentence = gate
@@ -148,7 +148,7 @@ def decide(inputs: EvidenceInputs, thresholds: Thresholds) -> Decision:
 
 
 def judge_witness(witness: Witness, thresholds: Thresholds) -> bool | None:
-    """C: True when the CPU worked per request as in the CPU control run, and the arm was no faster than that allows."""
+    """C: True if the CPU worked per request as in the CPU control run, and the arm was no faster than that allows."""
     if (
         witness.cpu_s_per_request is None
         or witness.requests_per_s is None
@@ -197,7 +197,7 @@ def _gate(inputs: EvidenceInputs, thresholds: Thresholds) -> tuple[Code, str] | 
 
 
 def _busy_gaps(inputs: EvidenceInputs, thresholds: Thresholds) -> str | None:
-    """Says that the GPU was busy with nothing sent, as the beginning of a sentence; None where it was idle."""
+    """A clause that the GPU was busy with nothing sent, to begin a sentence; None if it was idle."""
     gpu, pids = inputs.gpu, inputs.attribution.foreign_pids
     if gpu is None or gpu.idle_utilisation_low <= thresholds.max_gap_utilisation:
         return None

@@ -29,7 +29,7 @@ from loadgen.transport.endpoint import EndpointError
 wanted = has_load
 CONTROL_SECONDS = 12.0
 WHOLE_SECONDS = 45.0
-"""The control run with the start of its server and the idle gaps, for planning."""
+"""Seconds of the control run with the start of its server and the idle gaps, for planning."""
 _CONTROL_ERRORS = (DeploymentError, EndpointError, GeneratorError, LoadError, ProcessError, OSError, ValueError)
 
 
@@ -67,7 +67,7 @@ def _judge(bench: Bench, recording: GpuRecording, controls: Mapping[Label, Contr
 
 
 def _run_controls(bench: Bench, recording: GpuRecording) -> dict[Label, ControlRun]:
-    """Control run of one arm: whether the detector can say "no" does not depend on the arm."""
+    """Run one arm as a control: whether the detector can say "no" does not depend on the arm."""
     experiment = bench.experiment
     if not experiment.gpu_control or not all(request.embedded for request in experiment.arms):
         return {}
@@ -115,7 +115,7 @@ def control_request(request: ArmRequest) -> ArmRequest:
 
 
 def control_workload(experiment: Experiment) -> Workload:
-    """The smallest request of the run, one after the other."""
+    """The smallest request of the run, sent one after the other."""
     batch_size = min(workload.batch_size for workload in experiment.workloads if workload.has_blocks)
     return Workload(
         scenario="single" if batch_size == 1 else "batched",

@@ -39,7 +39,7 @@ class HeaderDevice(msgspec.Struct, frozen=True):
 
 
 class HeaderLine(msgspec.Struct, frozen=True, tag="header", tag_field="type"):
-    """Who wrote the file and about which devices."""
+    """The header: the writer of the file, and its devices."""
 
     schema: str
     status: str
@@ -53,7 +53,7 @@ class HeaderLine(msgspec.Struct, frozen=True, tag="header", tag_field="type"):
 
 
 class ReadingLine(msgspec.Struct, frozen=True, tag="reading", tag_field="type"):
-    """One device at one moment."""
+    """One reading of one device."""
 
     at_ns: int
     uuid: str
@@ -95,7 +95,7 @@ class EdgeLine(msgspec.Struct, frozen=True, tag="edge", tag_field="type"):
 
 
 class EventLine(msgspec.Struct, frozen=True, tag="event", tag_field="type"):
-    """Something that a finding may have to take into account."""
+    """An event that a finding may have to consider."""
 
     at_ns: int
     event: str
@@ -104,7 +104,7 @@ class EventLine(msgspec.Struct, frozen=True, tag="event", tag_field="type"):
 
 
 class EndLine(msgspec.Struct, frozen=True, tag="end", tag_field="type"):
-    """The sampler was stopped."""
+    """The last line of a sampler that was stopped."""
 
 
 Line = HeaderLine | ReadingLine | SamplesLine | EdgeLine | EventLine | EndLine
@@ -188,7 +188,7 @@ def _read_lines(path: Path) -> list[Line]:
 
 
 def _device_readings(uuid: str, lines: Sequence[Line]) -> DeviceReadings:
-    """By time: a sampler that was started again drains the driver's whole buffer a second time."""
+    """Merge lines by time: a restarted sampler drains the driver's whole buffer a second time."""
     samples: dict[int, float] = {}
     energy: dict[int, float] = {}
     power: dict[int, float] = {}

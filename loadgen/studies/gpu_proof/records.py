@@ -1,4 +1,4 @@
-"""What is stored about where an arm ran: every input of the decision, the decision, and the files behind it.
+"""The stored evidence of where an arm ran: every input of the decision, the decision, and the files behind it.
 
     DIR/gpu/NAME.jsonl    readings as the sampler process wrote them, see `loadgen.studies.gpu_proof.readings`
     DIR/evidence.json     EvidenceFile
@@ -28,7 +28,7 @@ class Thresholds(Record, frozen=True, kw_only=True):
     min_requests: int = 100
     """Chosen: with fewer, the rate of completed requests cannot be correlated with the GPU's activity."""
     max_error_share: float = 0.05
-    """Chosen: with more failed requests the load is not the one that was asked for."""
+    """Chosen: with more failed requests the load is not the requested one."""
     min_gap_s: float = 4.0
     """Shortest usable idle gap before and after the load, after the two cuts below. Chosen: 20 utilisation samples."""
     gap_settle_s: float = 1.0
@@ -44,14 +44,14 @@ class Thresholds(Record, frozen=True, kw_only=True):
     """Share of the time that the GPU may be busy with nothing sent; above it something else uses the GPU. Idle servers
     on an H200 showed 0.000 in all 85 published findings."""
     idle_energy_share: float = 0.03
-    """Share of idle power times the window. An H200 takes 80 W idle and 690 W under full load."""
+    """Share of idle power times the window. An H200 draws 80 W idle and 690 W under full load."""
     sigmas: float = 3.0
     """Idle standard deviations (of 1 s bins) that a rise must exceed."""
 
     # Attribution.
     min_correlation: float = 0.6
     max_p_value: float = 0.01
-    """Of the circular-shift test, whose smallest p is 1/bins: it needs more than 100 bins of 1 s."""
+    """Largest p of the circular-shift test, whose smallest p is 1/bins: it needs more than 100 bins of 1 s."""
     bin_s: float = 1.0
 
     # Placement and the CPU witness.
@@ -62,7 +62,7 @@ class Thresholds(Record, frozen=True, kw_only=True):
     witness_cpu_share: float = 0.5
     """CPU seconds per request, as a share of the CPU control run's, from which the CPU did the work."""
     witness_throughput_factor: float = 2.0
-    """And throughput at most this many times the CPU control run's."""
+    """The throughput must also be at most this many times the CPU control run's."""
 
     # Reading the series.
     max_energy_bracket_s: float = 2.5
@@ -76,7 +76,7 @@ DEFAULT_THRESHOLDS = Thresholds()
 
 
 class Finding(StrEnum):
-    """Where the work ran."""
+    """The device that did the work."""
 
     GPU_VERIFIED = "GPU_VERIFIED"
     CPU_FALLBACK = "CPU_FALLBACK"
@@ -123,7 +123,7 @@ class Placement(Record, frozen=True, kw_only=True):
 
     result: PlacementResult
     cpu_share: float | None
-    """Share of node time on the CPU; None where it was not measured."""
+    """Share of node time on the CPU; None if it was not measured."""
     reason: str
     used_device_uuid: str | None = None
 
@@ -150,7 +150,7 @@ class Load(Record, frozen=True, kw_only=True):
     windows: tuple[Window, ...]
     gaps_before: tuple[Window, ...]
     gaps_after: tuple[Window, ...]
-    """Idle gaps beside the load, already cut."""
+    """Idle gaps before and after the load, already cut."""
     window_s: float
     completed: int
     errors: int
@@ -159,7 +159,7 @@ class Load(Record, frozen=True, kw_only=True):
 
 
 class Gpu(Record, frozen=True, kw_only=True):
-    """What the GPU did during the load and during the gaps. Utilisation: share of time with a kernel running.
+    """The GPU's activity during the load and during the gaps. Utilisation: share of time with a kernel running.
 
     `_low` counts time without a sample as idle, `_high` as busy: a lost reading widens the range and moves neither
     "active" nor "idle" nearer.
@@ -168,7 +168,7 @@ class Gpu(Record, frozen=True, kw_only=True):
     busy_s: float
     covered_s: float
     coverage: float
-    """During the load: coverage of the utilisation samples or of the energy readings, whichever is smaller."""
+    """Coverage of the utilisation samples or of the energy readings during the load, whichever is smaller."""
     gap_coverage: float
     utilisation_low: float
     utilisation_high: float
@@ -179,7 +179,7 @@ class Gpu(Record, frozen=True, kw_only=True):
     idle_utilisation_sigma: float | None
     energy_joules: float | None
     energy_source: Literal["counter", "power"] | None
-    """The device's energy counter, or the integral of its power readings where it has none."""
+    """Energy by the device's counter, or by the integral of its power readings if it has no counter."""
     idle_power_watts: float | None
     idle_power_sigma_watts: float | None
     energy_excess_joules: float | None
@@ -188,7 +188,7 @@ class Gpu(Record, frozen=True, kw_only=True):
 
 
 class Attribution(Record, frozen=True, kw_only=True):
-    """A: whether the activity was the arm's. None where a way could not be tried."""
+    """A: whether the arm caused the activity. None if a way could not be tried."""
 
     pid_resolved: bool | None
     """One of the server's processes is in the device's process list."""
@@ -202,17 +202,17 @@ class Attribution(Record, frozen=True, kw_only=True):
 
 
 class Witness(Record, frozen=True, kw_only=True):
-    """C: whether the CPU worked as it does when it executes the model itself. Both runs are of the same workload."""
+    """C: whether the CPU worked as it does when it executes the model. Both runs are of the same workload."""
 
     cpu_s_per_request: float | None
     requests_per_s: float | None
     control_cpu_s_per_request: float | None
     control_requests_per_s: float | None
-    """None without a CPU control run."""
+    """Requests per second of the CPU control run; None without one."""
 
 
 class EvidenceInputs(Record, frozen=True, kw_only=True):
-    """All that `decide` reads."""
+    """All inputs of `decide`."""
 
     placement: Placement
     health: Health
@@ -223,7 +223,7 @@ class EvidenceInputs(Record, frozen=True, kw_only=True):
 
 
 class Decision(Record, frozen=True, kw_only=True):
-    """A finding with what led to it; the last three are None where they could not be judged."""
+    """A finding with the signals behind it; the last three are None if they could not be judged."""
 
     finding: Finding
     code: Code | None

@@ -1,4 +1,4 @@
-"""GPU verification: the findings with the signals behind them, and what the GPU did over the run."""
+"""GPU verification: the findings with the signals behind them, and the GPU's activity over the run."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class FindingRow:
     words: str
     style: doc.Style
     figures: tuple[str, ...]
-    """Load, utilisation, power, J/image, J/image above idle."""
+    """The figures: load, utilisation, power, J/image, J/image above idle."""
     inputs: str
     why: str
     repeats: bool
-    """The arm's row over all scenarios says the same."""
+    """Whether the arm's row over all scenarios says the same."""
     line: str
-    """The row in a sentence or two."""
+    """The finding in a sentence or two."""
 
 
 def findings(result: Result) -> list[FindingRow]:

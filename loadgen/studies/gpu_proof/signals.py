@@ -1,4 +1,4 @@
-"""What the readings of a GPU say about a load: utilisation and energy over time, activity (D), attribution (A).
+"""The activity that GPU readings show for a load: utilisation and energy over time, activity (D), attribution (A).
 
 D: whether the GPU did more under the load than in the idle gaps, by utilisation and by energy together. A: whether
 that was this arm's doing: by process, by exclusion, or by moving with its requests. A hole in a series leaves the
@@ -104,7 +104,7 @@ class EnergyCurve:
         return sum(known) if parts and len(known) == len(parts) else None
 
     def coverage(self, windows: Sequence[Window]) -> float:
-        """Share of the windows' time whose energy is known."""
+        """Share of the windows' time with a known energy."""
         whole = sum(window.seconds for window in windows)
         known = sum(window.seconds for window in windows if self.between(window) is not None)
         return known / whole if whole > 0 else 0.0
@@ -140,7 +140,7 @@ def bins(windows: Sequence[Window], bin_s: float) -> tuple[Window, ...]:
 
 
 def usable_gaps(gaps: Sequence[Window], thresholds: Thresholds) -> tuple[Window, ...]:
-    """The gaps without their settling time and their margin, where they are still long enough."""
+    """The gaps without their settling time and their margin, if they are still long enough."""
     settle_ns, margin_ns = int(thresholds.gap_settle_s * 1e9), int(thresholds.gap_margin_s * 1e9)
     cut = [Window(start_ns=gap.start_ns + settle_ns, end_ns=gap.end_ns - margin_ns) for gap in gaps]
     return tuple(gap for gap in cut if gap.seconds >= thresholds.min_gap_s)
@@ -187,7 +187,7 @@ def measure_gpu(
 
 
 def judge_activity(gpu: Gpu, window_s: float, thresholds: Thresholds) -> Activity | None:
-    """`active`, `idle` or `weak`; None without energy or an idle baseline, or with a GPU that was busy in the gaps.
+    """`active`, `idle` or `weak`; None without energy or an idle baseline, or if the GPU was busy in the gaps.
 
     Each side must hold under the assumption that is worst for it: "active" counts unsampled load as idle and unsampled
     gaps as busy, "idle" the other way round. So a lost reading never makes an arm look idle.
@@ -222,8 +222,8 @@ def measure_attribution(
     own_pids: Collection[int],
     thresholds: Thresholds,
 ) -> Attribution:
-    """`edges`: of this arm's load. `server_pids`: the process tree of the arm's server; `own_pids`: of all arms'.
-    Both in the PID namespace of this machine; empty where unknown."""
+    """Measure the attribution. `edges`: of this arm's load. `server_pids`: the process tree of the arm's server;
+    `own_pids`: of all arms'. Both in the PID namespace of this machine; empty if unknown."""
     listed = {
         process.pid
         for edge in edges

@@ -13,7 +13,7 @@ FORMED_FACTOR = 1.1
 
 
 class ExecutedBatches(Record, frozen=True, kw_only=True):
-    """One arm in one workload."""
+    """The batches of one arm in one workload."""
 
     workload: str
     label: Label
@@ -22,14 +22,14 @@ class ExecutedBatches(Record, frozen=True, kw_only=True):
     executions: dict[int, int]
     """Items executed at once → number of executions, in ascending order."""
     mean: float | None
-    """Items per execution; None where the server does not report it."""
+    """Items per execution; None if the server does not report it."""
     formed: bool | None
-    """Whether requests were merged; None where the server does not report its executions."""
+    """Whether requests were merged; None if the server does not report its executions."""
     sentence: str
 
 
 class LoadFound(Found, frozen=True, kw_only=True):
-    """What the load showed besides the comparisons."""
+    """Findings of the load in addition to the comparisons."""
 
     STUDY = "load"
     executed_batches: tuple[ExecutedBatches, ...] = ()

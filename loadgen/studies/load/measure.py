@@ -25,7 +25,7 @@ from loadgen.storage.stored_run import StoredBlock
 
 DECIDED = ("arm_better", "baseline_better", "no_difference")
 FOR_ALL = 0.6
-"""Share of the time in which every round holds every scenario."""
+"""Share of the time in which every round includes every scenario."""
 NEEDY = 0.7
 """Scenarios with more than this share of the largest standard error get further rounds."""
 
@@ -34,7 +34,7 @@ wanted = has_load
 
 
 def measure(bench: Bench) -> None:
-    """This restart's share of the rounds, or rounds until the time is up or all is decided."""
+    """Run this restart's share of the rounds, or rounds until the time is up or all is decided."""
     experiment = bench.experiment
     title = "load" if experiment.restarts == 1 else f"load, restart {bench.restart + 1} of {experiment.restarts}"
     rounds = None
@@ -82,7 +82,7 @@ class Rounds:
         return f"about {rounds} rounds of {scenarios} in {max(left, rounds * seconds) / 60.0:.1f} minutes"
 
     def run(self) -> None:
-        """Raises as `LoadRunner.run` does."""
+        """Run the rounds. Raises as `LoadRunner.run` does."""
         bench, runner = self._bench, self._bench.load_runner()
         experiment = bench.experiment
         bench.forecast.load_ends_within(self._deadline - monotonic())
@@ -126,7 +126,7 @@ class Rounds:
         return fitting if len(fitting) == len(own) or not self._bench.experiment.until_decided else []
 
     def _neediest(self) -> dict[str, Workload]:
-        """By the largest relative standard error of a scenario's throughput and median."""
+        """The scenarios with the largest relative standard error of throughput and median."""
         errors: dict[str, float] = {}
         for one in compare_all(self._bench.experiment, self._summaries, ()):
             if one.metric in ("throughput", "achieved_rate", "latency_p50") and one.error_log is not None:

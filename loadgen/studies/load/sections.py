@@ -1,4 +1,4 @@
-"""What was measured: latencies, throughput, executed batches, and the speed of each block."""
+"""The measurements: latencies, throughput, executed batches, and the speed of each block."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ def analyse(facts: Facts) -> RatesFound:
 
 
 def find_rates(workloads: Sequence[Workload], trials: Sequence[Trial]) -> tuple[RateFound, ...]:
-    """One result per search, in the order in which they began, finished or not."""
+    """Find one result per search, in the order in which they began, finished or not."""
     return tuple(
         _rate(workload, own) for workload in workloads if workload.scenario == "slo" for own in _runs(workload, trials)
     )
 
 
 def find_ramps(workloads: Sequence[Workload], trials: Sequence[Trial]) -> tuple[RampFound, ...]:
-    """One result per ramp, in the order in which they began, finished or not."""
+    """Find one result per ramp, in the order in which they began, finished or not."""
     return tuple(
         _ramp(workload, own) for workload in workloads if workload.scenario == "ramp" for own in _runs(workload, trials)
     )

@@ -36,12 +36,12 @@ _PILOT_REQUESTS = 12
 
 
 def wanted(experiment: Experiment) -> bool:
-    """Whether any are asked for."""
+    """Whether any search or ramp is requested."""
     return bool(search_schedule(experiment))
 
 
 def measure(bench: Bench) -> None:
-    """This restart's searches and ramps, in order. Raises `LoadError`, `StorageError`."""
+    """Run this restart's searches and ramps, in order. Raises `LoadError`, `StorageError`."""
     experiment = bench.experiment
     whole = search_schedule(experiment)
     own = [entry for entry in whole if entry.restart == bench.restart]
@@ -78,7 +78,7 @@ class _Searches:
         self._loads = 0
 
     def search(self, entry: ScheduledBlock) -> None:
-        """One search on one arm."""
+        """Run one search on one arm."""
         workload, label = entry.workload, entry.label
         random = Random(f"{self._bench.experiment.seed} {workload.name} {entry.round} {label}")
         known = self._found.get((workload.name, label))
@@ -93,7 +93,7 @@ class _Searches:
             self._found[workload.name, label] = search.held
 
     def _pilot(self, entry: ScheduledBlock) -> float:
-        """Requests per second of one user; not stored."""
+        """Measure the requests per second of one user; not stored."""
         arm = self._bench.arms[entry.label]
         alone = closed_loop(1, _PILOT_REQUESTS, seconds=_PILOT_SECONDS, max_seconds=30.0)
         outcome = self._load(entry, arm.load(alone, None))
@@ -136,12 +136,12 @@ class _Searches:
         return held
 
     def climb(self, entries: list[ScheduledBlock]) -> None:
-        """One ramp on each arm of a pair, step by step; the order of the arms changes with every step."""
+        """Run one ramp on each arm of a pair, step by step; the order of the arms changes with every step."""
         bench, workload = self._bench, entries[0].workload
         rungs: dict[Label, list[RampRung]] = {entry.label: [] for entry in entries}
         step = 0
         while turns := [e for e in entries if next_concurrency(rungs[e.label], workload.concurrency) is not None]:
-            users = next_concurrency(rungs[turns[0].label], workload.concurrency) or 1  # the same for all that go on
+            users = next_concurrency(rungs[turns[0].label], workload.concurrency) or 1  # the same for all these arms
             rung = closed_loop(
                 users, max(workload.requests, 4 * users), seconds=workload.seconds, max_seconds=workload.max_seconds
             )
@@ -160,7 +160,7 @@ class _Searches:
     def _trial(
         self, entry: ScheduledBlock, step: int, asked: Workload, *, late_allowed: int = 0
     ) -> tuple[Trial, Outcome]:
-        """One stretch of load and its record, which is not stored yet. Raises `LoadError`."""
+        """Run one stretch of load and return its record, which is not stored yet. Raises `LoadError`."""
         bench = self._bench
         index, path = bench.store.next_trial()
         seed = schedule_seed(bench.experiment.seed, entry.workload.name, 1000 * entry.round + step)
@@ -188,7 +188,7 @@ class _Searches:
         return trial, outcome
 
     def _store(self, entry: ScheduledBlock, trial: Trial, outcome: Outcome) -> None:
-        """Raises `StorageError`, and `LoadError` for a trial that anything but late answers cut short."""
+        """Store a trial. Raises `StorageError`, and `LoadError` if anything but late answers cut it short."""
         bench = self._bench
         bench.store.trial(trial)
         self._runner.require_whole(entry, outcome, bench.store.directory / trial.samples, trial.note)

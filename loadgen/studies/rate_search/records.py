@@ -1,4 +1,4 @@
-"""What rate searches and ramps store, and the result of each search or ramp on one arm.
+"""The stored records of rate searches and ramps, and the result of each search or ramp on one arm.
 
     DIR/trials/NNNN.json   Trial   written when the trial is over, after its samples
     DIR/trials/NNNN.npy    its raw samples; see `loadgen.records.samples`
@@ -27,7 +27,7 @@ class Trial(Record, frozen=True, kw_only=True):
     position: int
     """0 when this arm came first in its pair, else 1."""
     step: int
-    """From 0, within the search or the ramp."""
+    """Index within the search or the ramp, from 0."""
     concurrency: int
     """Users of a ramp's step; the most requests in flight at a rate."""
     rate_per_s: float | None = None
@@ -40,13 +40,13 @@ class Trial(Record, frozen=True, kw_only=True):
     errors: int
     error_messages: tuple[str, ...] = ()
     generator_cpu_ns: int
-    """Total of its processes."""
+    """CPU time of all its processes."""
     generator_processes: int = 1
     throughput_per_s: float | None
     """Images per second: in a ramp while all users were busy; at a rate good answers over the trial's time."""
     p50_ms: float | None
     p99_ms: float | None
-    """From the intended start, of good answers; None with too few samples."""
+    """p99 from the intended start, of good answers; None with too few samples."""
     send_lag_p99_ms: float | None = None
     planned: int | None = None
     """Requests that fall due in the trial, by its rate and the early-stopping bound."""
@@ -56,7 +56,7 @@ class Trial(Record, frozen=True, kw_only=True):
     """With more late requests p99 is not within the bound at 99 % confidence; the trial ends at once."""
     held: bool | None = None
     note: str | None = None
-    """What else cut it short."""
+    """Any other reason why it was cut short."""
 
     @property
     def generator_cpu_share(self) -> float | None:
@@ -74,11 +74,11 @@ class RateFound(Record, frozen=True, kw_only=True):
     label: Label
     bound_ms: float
     rate_per_s: float | None
-    """The highest rate whose p99 held the bound; None where no rate held, or the search did not end."""
+    """The highest rate whose p99 held the bound; None if no rate held, or the search did not end."""
     failed_rate_per_s: float | None
-    """The lowest rate that failed: the truth lies between the two."""
+    """The lowest rate that failed: the true limit lies between the two."""
     ended: Ended | None
-    """None: cut short."""
+    """How the search ended; None if it was cut short."""
     client_limited: bool
     """The generator was busy when the rate failed, so the server may hold more."""
     trials: int
@@ -108,7 +108,7 @@ class RampFound(Record, frozen=True, kw_only=True):
     knee_concurrency: int | None
     """Users of the first step that no later one exceeds by 5 %."""
     saturated: bool
-    """Two steps in a row brought latency only; else the ramp was too short."""
+    """Whether two steps in a row raised only the latency; else the ramp was too short."""
     client_limited: bool
     """The generator was busy on the best step, so the server may do more."""
 
@@ -118,8 +118,8 @@ class RatesFound(Found, frozen=True, kw_only=True):
 
     STUDY = "rate_search"
     trials: tuple[Trial, ...] = ()
-    """In the order in which they ran."""
+    """All trials, in the order in which they ran."""
     rates: tuple[RateFound, ...] = ()
-    """One per search for the highest rate within a latency bound."""
+    """A result per search for the highest rate within a latency bound."""
     ramps: tuple[RampFound, ...] = ()
-    """One per ramp to saturation."""
+    """A result per ramp to saturation."""

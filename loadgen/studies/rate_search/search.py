@@ -1,4 +1,4 @@
-"""How a search for a rate and a ramp choose their next trial; pure.
+"""How a search for a rate and a ramp choose their next trial; pure functions.
 
 The search looks for the highest rate that holds a bound: doubled while it holds, halved while it does not, then
 bisected, as MLPerf's Server scenario finds its score, until the highest rate that held and the lowest that failed are
@@ -48,7 +48,7 @@ class RateSearch:
 
     @property
     def ended(self) -> Ended | None:
-        """`found`, or `highest` where every rate held, or `none` where none did; None before the end."""
+        """How the search ended: `found`, `highest` if every rate held, `none` if none did; None before the end."""
         if self.next_rate is not None:
             return None
         if self.held is None:
@@ -56,7 +56,7 @@ class RateSearch:
         return "highest" if self.failed is None else "found"
 
     def record(self, held: bool) -> None:
-        """Whether `next_rate` held."""
+        """Record whether `next_rate` held."""
         rate = self.next_rate
         if rate is None:
             raise ValueError("the search has ended")
@@ -90,7 +90,7 @@ def next_concurrency(rungs: Sequence[RampRung], most: int) -> int | None:
 
 
 def is_saturated(rungs: Sequence[RampRung]) -> bool:
-    """Whether the last steps brought latency only."""
+    """Whether the last steps raised only the latency."""
     if len(rungs) <= IDLE_RUNGS:
         return False
     for place in range(-IDLE_RUNGS, 0):

@@ -77,7 +77,7 @@ def test_the_verdict_needs_no_javascript(page: Page) -> None:
     order = ["VALID", "serves 1.4", "This machine has no GPU: this is a CPU comparison.", "B faster", "Why", "Proof"]
     places = [page.text.index(part) for part in order]
     assert places == sorted(places)
-    for part in ("executing the model", "lowest cosine", "abserve compare --preset quick", "Arms, as asked for"):
+    for part in ("executing the model", "lowest cosine", "abserve compare --preset quick", "Arms as requested"):
         assert part in page.text
 
 
