@@ -158,6 +158,8 @@ def test_locust_drives_both_servers_from_its_workers(stack: Any) -> None:
         stats = json.loads(locust("/stats/requests"))
         assert stats["stats"][-1]["num_failures"] == 0, stats["errors"]
         wait_until(lambda: stack.query("abserve_load_running == 1", seconds=20), "Prometheus saw the test", 60)
+        growing = "sum(rate(abserve_load_latency_seconds_count[30s])) > 0"
+        wait_until(lambda: stack.query(growing, seconds=20), "Prometheus saw the load grow", 60)
         locust("/stop")
         wait_until(lambda: json.loads(locust("/stats/requests"))["state"] == "stopped", "the test ended", 30)
 
@@ -191,7 +193,7 @@ def test_a_comparison_of_the_running_stack(stack: Any) -> None:
     assert result["parity"]["ok"]
     assert {c["scenario"] for c in result["comparisons"] if c["ratio"]} == {"cold-start", "single"}
     assert all(block["errors"] == 0 for block in result["blocks"])
-    starts = result["container_cold_starts"]
+    starts = result["studies"]["cold_start"]["containers"]
     assert [start["error"] for start in starts if start["error"]] == []
     for label in "ab":
         assert [s["caches"] for s in starts if s["label"] == label] == ["cached"] * 3 + ["uncached"]
