@@ -147,7 +147,7 @@ def test_what_all_requests_hold_together_is_bounded_and_given_back(native) -> No
         server.wait_until(does_not_fit, "the first has arrived")
         headers, body = refused[0]
         assert headers["retry-after"]
-        assert "holds" in json.loads(body)["error"]
+        assert "memory" in json.loads(body)["error"]
         assert server.status("/v2/health/ready") == 200
         first.sendall(data[cut:])
         assert read_answer(first)[0] == 200
