@@ -149,6 +149,7 @@ def test_locust_drives_both_servers_from_its_workers(stack: Any) -> None:
     def workers() -> int:
         return len(json.loads(locust("/stats/requests")).get("workers", []))
 
+    growing = "sum(rate(abserve_load_latency_seconds_count[30s])) > 0"
     wait_until(lambda: workers() == 2, "two workers", 60)
     for host in ("http://native:8100", "http://triton:8000"):
         locust("/swarm", user_count="2", spawn_rate="2", host=host, user_classes="Concurrent")
@@ -158,7 +159,6 @@ def test_locust_drives_both_servers_from_its_workers(stack: Any) -> None:
         stats = json.loads(locust("/stats/requests"))
         assert stats["stats"][-1]["num_failures"] == 0, stats["errors"]
         wait_until(lambda: stack.query("abserve_load_running == 1", seconds=20), "Prometheus saw the test", 60)
-        growing = "sum(rate(abserve_load_latency_seconds_count[30s])) > 0"
         wait_until(lambda: stack.query(growing, seconds=20), "Prometheus saw the load grow", 60)
         locust("/stop")
         wait_until(lambda: json.loads(locust("/stats/requests"))["state"] == "stopped", "the test ended", 30)
