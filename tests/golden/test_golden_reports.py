@@ -45,9 +45,12 @@ def test_markdown(tmp_path: Path, name: str, snapshot: SnapshotAssertion) -> Non
 
 @pytest.mark.parametrize("name", ["decided", "four-arms"])
 def test_the_terminal_fits_eighty_columns(tmp_path: Path, name: str) -> None:
-    lines = shown(write_run(tmp_path, PLANS[name]), 80)
+    directory = write_run(tmp_path, PLANS[name])
+    lines, wide = shown(directory, 80), shown(directory, 300)
     assert max(len(line) for line in lines) <= 80
     assert not any("…" in line for line in lines)
+    words = {word for line in wide for word in line.split() if word.isprintable() and word.strip("╭╰─╯╮")}
+    assert words <= {word for line in lines for word in line.split()}, "no word is broken"
 
 
 @pytest.mark.parametrize("name", ["decided", "four-arms"])

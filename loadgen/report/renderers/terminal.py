@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.panel import Panel as Frame
 from rich.table import Table as Grid
 from rich.text import Text as Words
@@ -36,13 +37,13 @@ def print_document(document: doc.Document, console: Console) -> None:
         if section.title:
             console.print(Words(section.title, style="bold"))
         for block in section.blocks:
-            for part in _parts(block):
+            for part in _parts(block, console.width):
                 console.print(part)
         if section.title:
             console.print()
 
 
-def _parts(block: doc.Block) -> Iterator[RenderableType]:
+def _parts(block: doc.Block, width: int) -> Iterator[RenderableType]:
     match block:
         case doc.Text():
             yield Words(block.text, style=STYLES.get(block.style or "", ""))
@@ -50,13 +51,13 @@ def _parts(block: doc.Block) -> Iterator[RenderableType]:
             for item in block.items:
                 yield _item(item)
         case doc.Table():
-            yield from _table(block)
+            yield from _table(block, width)
         case doc.Panel():
-            yield _panel(block)
+            yield _panel(block, width)
         case doc.Fold():
             yield Words(block.summary, style="bold")
             for inner in block.blocks:
-                yield from _parts(inner)
+                yield from _parts(inner, width)
         case doc.Code():
             yield Words(block.text)
         case doc.Link():
@@ -81,29 +82,40 @@ def _item(item: doc.Item) -> RenderableType:
     return grid
 
 
-def _table(table: doc.Table) -> Iterator[RenderableType]:
+def _table(table: doc.Table, width: int) -> Iterator[RenderableType]:
     if table.title:
         yield Words(table.title, style="bold")
-    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    for column in table.columns:
-        right = column.kind == "number"
-        grid.add_column(column.short or column.title, justify="right" if right else "left", overflow="fold")
+    titles = [column.short or column.title for column in table.columns]
+    texts = [[doc.text_of(cell, short=True) for cell in row] for row in table.rows]
+    columns = list(zip(titles, *texts, strict=True))
+    widths = [max(map(cell_len, column)) for column in columns]
+    words = [max(map(cell_len, " ".join(column).split()), default=0) for column in columns]
+    gap = 2 if sum(widths) + 2 * (len(columns) - 1) <= width else 1
+    # Text wraps between words before any word is broken, which is what rich would do.
+    while sum(widths) + gap * (len(columns) - 1) > width and widths != words:
+        widest = max((n for n in range(len(columns)) if widths[n] > words[n]), key=widths.__getitem__)
+        widths[widest] -= 1
+    grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", padding=(0, gap - 1, 0, 0))
+    for column, title, given in zip(table.columns, titles, widths, strict=True):
+        justify: JustifyMethod = "right" if column.kind == "number" else "left"
+        grid.add_column(title, justify=justify, overflow="fold", max_width=given)
     last = len(table.rows) - 1
     clustered = any(doc.repeats(table, place) for place in range(len(table.rows)))
     for place, row in enumerate(table.rows):
-        cells = [Words(doc.text_of(cell, short=True), style=STYLES.get(doc.style_of(cell) or "", "")) for cell in row]
+        styles = [STYLES.get(doc.style_of(cell) or "", "") for cell in row]
+        cells = [Words(text, style=style) for text, style in zip(texts[place], styles, strict=True)]
         if doc.repeats(table, place):
             cells[0] = Words()
         ends = clustered and place < last and not doc.repeats(table, place + 1)
         grid.add_row(*cells, end_section=ends, style="bold" if table.total and place == last else "")
-    yield grid
+    yield Group(grid, Words())
     if table.caption:
         yield Words(table.caption, style="dim")
 
 
-def _panel(panel: doc.Panel) -> RenderableType:
+def _panel(panel: doc.Panel, width: int) -> RenderableType:
     colour = "green" if panel.style == "ok" else "red"
-    parts = [part for block in panel.blocks for part in _parts(block)]
+    parts = [part for block in panel.blocks for part in _parts(block, width)]
     return Frame(
         Group(Words(panel.headline, style="bold"), *parts),
         title=Words(f" {panel.badge} ", style=f"bold white on {colour}"),
