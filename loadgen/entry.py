@@ -93,7 +93,7 @@ class InstalledCommands(MutableMapping[str, Any]):
 
 
 class Commands(Group):
-    """The root of the command line. A mistake in an option is one sentence, without the usage before it."""
+    """The root of the command line. A mistake in an option is one sentence with exit status 2."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -101,24 +101,27 @@ class Commands(Group):
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
         """Parse the options of the root."""
-        with short_usage_errors():
+        with one_sentence():
             return super().make_context(*arguments, **settings)
 
     def invoke(self, ctx: Any) -> Any:
         """Parse the options of the command and run it."""
-        with short_usage_errors():
+        with one_sentence():
             return super().invoke(ctx)
 
 
 @contextmanager
-def short_usage_errors() -> Iterator[None]:
-    """Take the context from usage errors: what is shown is then the message alone. Help for no arguments stays."""
+def one_sentence() -> Iterator[None]:
+    """Show a usage error as every other error, without the usage that click prints before it. The help that click
+    shows for no arguments stays."""
     try:
         yield
     except UsageError as error:
-        if type(error).__name__ != "NoArgsIsHelpError":
-            error.ctx = None
-        raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        from loadgen.cli.json_output import fail  # imports what only an error needs
+
+        fail(error.format_message())
 
 
 def show_version(wanted: bool) -> None:

@@ -17,6 +17,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     title: str
     """A name for people, such as "native torch fp32" or "Triton 2.51 python backend, onnxruntime fp32"."""
+    max_batch_size: int
     artefact: dict[str, object] | None = None
     """The manifest of the exported file, if the server executes one."""
 

@@ -86,16 +86,14 @@ def checked(kind: type[S], options: Mapping[str, Any]) -> S:
     try:
         return kind(**options)
     except ValidationError as exc:
-        import typer
-
-        raise typer.BadParameter(validation_sentence(exc)) from exc
+        fail(validation_sentence(exc), exc, status=2)
 
 
 def validation_sentence(error: ValidationError) -> str:
-    """The first error: the option, the problem and the value."""
+    """The first error: the option, the value and the problem."""
     first = error.errors()[0]
-    problem = first["msg"].removeprefix("Value error, ")
-    return f"{flag_of(str(first['loc'][0]))}: {problem}, got {first['input']!r}"
+    problem = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be").partition(", unable")[0]
+    return f"{flag_of(str(first['loc'][0]))} {first['input']}: {problem}"
 
 
 def flag_of(name: str) -> str:

@@ -39,6 +39,14 @@ def make_deployment(
 ) -> Deployment:
     """The deployment of an arm, not yet started. Raises `AddressError` for an unusable URL, `DeploymentError` when a
     compose stack is not up."""
+    deployment = _deployment(arm, experiment, store, work, abserve)
+    deployment.largest_batch = max((workload.batch_size for workload in experiment.workloads), default=1)
+    return deployment
+
+
+def _deployment(
+    arm: ArmRequest, experiment: Experiment, store: RunStore, work: Path, abserve: Sequence[str]
+) -> Deployment:
     if not arm.embedded:
         return RemoteDeployment(arm.target, arm.grpc)
     if experiment.deployment == "compose":

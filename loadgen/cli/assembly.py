@@ -110,38 +110,42 @@ def check_reachable(arm: ArmRequest, transport: Transport) -> None:
 
 
 def check_servers(experiments: Sequence[Experiment]) -> None:
-    """Have `abserve serve` check the model, the weights and every option of the servers that a run would start, so
-    that a mistake is reported before anything is written. Raises `PlanError`."""
+    """Check the servers of a run before anything is written: servers that run must be ready, and `abserve serve` checks
+    the model, the weights and every option of the others. Raises `PlanError`."""
     from loadgen.bench.preparation import make_deployment
     from loadgen.storage.store import RunStore
-    from loadgen.targets.embedded import EmbeddedDeployment
     from loadgen.targets.interface import DeploymentError
+    from loadgen.transport.endpoint import EndpointError
 
     checked = set()
     with TemporaryDirectory(prefix="abserve-check-") as folder:
         for experiment in experiments:
             for arm in experiment.arms:
                 key = (arm.label, experiment.payload_of(arm))
-                if not arm.embedded or experiment.deployment != "embedded" or key in checked:
+                if key in checked:
                     continue
                 checked.add(key)
-                deployment = make_deployment(arm, experiment, RunStore(Path(folder)), Path(folder))
-                assert isinstance(deployment, EmbeddedDeployment)
                 try:
-                    deployment.check()
-                except DeploymentError as exc:
-                    reason = str(exc).removeprefix(f"serve {arm.target} cannot be launched: ")
-                    reason = reason.removeprefix(f"abserve serve {arm.target}: ")
+                    deployment = make_deployment(arm, experiment, RunStore(Path(folder)), Path(folder))
+                    deployment.check(experiment.model_of(arm))
+                except (DeploymentError, EndpointError) as exc:
+                    reason = str(exc).removeprefix(f"abserve serve {arm.target} cannot start: ")
                     raise PlanError(f"{option_of(arm.label)} {arm.target}: {reason}") from exc
 
 
 def check_out(out: Path | None) -> None:
     """Raises `PlanError` for a folder that cannot take a new run."""
-    if out is not None and out.exists():
-        if not out.is_dir():
-            raise PlanError(f"--out {out} is a file; give a folder")
-        if (out / "experiment.json").exists():
-            raise PlanError(f"--out {out} already holds a run; give another folder")
+    if out is None:
+        return
+    if out.exists() and not out.is_dir():
+        raise PlanError(f"--out {out} is a file; give a folder")
+    if (out / "experiment.json").exists():
+        raise PlanError(f"--out {out} already holds a run; give another folder")
+    place = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
+    try:
+        TemporaryDirectory(dir=place).cleanup()
+    except OSError as exc:
+        raise PlanError(f"--out {out}: cannot write to {place}: {exc.strerror or exc}; give another folder") from exc
 
 
 def default_out(model: str) -> Path:

@@ -71,6 +71,6 @@ def _read(path: Path) -> Result:
     from loadgen.result.result_file import read_result
 
     if not path.exists():
-        fail(f"there is no {path}; give {_RUN[0].lower()}{_RUN[1:-1]}")
+        fail(f"{path} does not exist; give {_RUN[0].lower()}{_RUN[1:-1]}")
     with readable(path):
         return stored_result(path) if path.is_dir() else read_result(path)

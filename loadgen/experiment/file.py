@@ -174,6 +174,6 @@ def _line(error: ErrorDetails, path: Path | None, flags: Mapping[tuple[str, ...]
     if kind == "literal_error":
         return unknown(place, str(given), re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected"))))
     what = "give at least one value" if kind == "too_short" else error["msg"]
-    what = what.replace("Input should be", "must be").removeprefix("Value error, ")
-    shown = f" {given}," if isinstance(given, str | int | float) and len(str(given)) <= 80 else ""
-    return f"{place}:{shown} {what}"
+    what = what.removeprefix("Value error, ").replace("Input should be", "must be").partition(", unable")[0]
+    shown = f" {given}" if isinstance(given, str | int | float) and len(str(given)) <= 80 else ""
+    return f"{place}{shown}: {what}"

@@ -142,7 +142,10 @@ class ExperimentSettings(Settings):
         "embedded", description="embedded starts the servers; compose uses the running Docker Compose stack."
     )
     compose_project: str | None = _target(None, description=f"Name of that stack (default: {DEFAULT_PROJECT}).")
-    batch_sizes: Sizes = _load((8, 32), description="Batch sizes of the scenario batched.")
+    batch_sizes: Sizes = _load(
+        (8, 32),
+        description="Batch sizes of the scenario batched; servers that are started accept at least the largest.",
+    )
     concurrency: Sizes = _load((16,), description="Numbers of users of the scenario concurrent.")
     requests: int = _load(1, ge=1, description="Fewest requests per block of the scenario concurrent.")
     rates: Rates = _load(

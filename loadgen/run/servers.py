@@ -15,10 +15,8 @@ from loadgen.records.run import ArmRecord, Label, ParityRecord, option_of, shown
 from loadgen.statistics.agreement import Tolerance
 from loadgen.targets.compose import ComposeDeployment, require_one_way
 from loadgen.targets.embedded import EmbeddedDeployment
-from loadgen.targets.interface import DeploymentError
+from loadgen.targets.interface import RUNNING_READY_SECONDS, DeploymentError
 from loadgen.transport.endpoint import EndpointError, Signature
-
-REMOTE_READY_SECONDS = 5.0
 
 
 class ParityFailedError(Exception):
@@ -58,7 +56,7 @@ def _await(bench: Bench, label: Label) -> ArmRecord:
             asked_for = bench.experiment.model_of(arm.request)
             arm = replace(arm, model=arm.deployment.await_model(asked_for, READY_SECONDS))
             bench.arms[label] = arm
-        arm.deployment.wait_ready(arm.model, READY_SECONDS if arm.deployment.launched else REMOTE_READY_SECONDS)
+        arm.deployment.wait_ready(arm.model, READY_SECONDS if arm.deployment.launched else RUNNING_READY_SECONDS)
         record = arm.record()
     except (DeploymentError, EndpointError) as exc:
         raise DeploymentError(f"arm {label} ({arm.request.target}): {exc}") from exc

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from loadgen.invocation import ABSERVE
-from loadgen.targets.interface import Deployment, DeploymentError
+from loadgen.targets.interface import Deployment, DeploymentError, batch_sentence
 from loadgen.targets.ports import PortReservation
 from loadgen.targets.process import ChildProcess, ProcessError
 
@@ -26,6 +26,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     grpc_address: str | None = None
     metrics_url: str | None = None
     title: str
+    max_batch_size: int | None = None
     artefact: dict[str, object] | None = None
 
 
@@ -60,8 +61,8 @@ class EmbeddedDeployment(Deployment):
             raise DeploymentError(str(exc)) from exc
         self.started_ns = self._process.started_ns
 
-    def check(self) -> None:
-        """Plan a launch and start nothing. Raises `DeploymentError` for options that the server refuses."""
+    def check(self, model: str) -> None:  # noqa: ARG002 - the options name the model
+        """Plan a launch and start nothing."""
         try:
             self._make_plan()
         finally:
@@ -85,6 +86,7 @@ class EmbeddedDeployment(Deployment):
             self._ports = None
 
     def _make_plan(self) -> LaunchPlan:
+        """The plan of a server that accepts the largest batch of the load."""
         serve = f"abserve serve {self._kind}"
         try:
             self._ports = PortReservation(3)
@@ -103,9 +105,16 @@ class EmbeddedDeployment(Deployment):
         if done.returncode != 0:
             raise DeploymentError(f"{serve} cannot start: {_last_line(done.stderr or done.stdout)}")
         try:
-            return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=LaunchPlan)
+            plan = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=LaunchPlan)
         except ValueError as exc:
             raise DeploymentError(f"{serve} --print-launch printed no launch plan ({exc})") from exc
+        if plan.max_batch_size is None or self.largest_batch <= plan.max_batch_size:
+            return plan
+        if "max-batch-size" in self._options:
+            raise DeploymentError(batch_sentence(plan.max_batch_size, self.largest_batch))
+        self._options["max-batch-size"] = str(self.largest_batch)
+        self._ports.release()
+        return self._make_plan()
 
 
 def _option(name: str, value: str) -> tuple[str, ...]:
@@ -115,4 +124,4 @@ def _option(name: str, value: str) -> tuple[str, ...]:
 
 def _last_line(output: bytes) -> str:
     lines = [line.strip() for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1].removeprefix("Error: ").removeprefix("error: ") if lines else "it printed nothing"
+    return lines[-1].removeprefix("error: ") if lines else "it printed nothing"

@@ -9,6 +9,8 @@ from time import monotonic, perf_counter_ns, sleep
 from loadgen.transport.endpoint import Endpoint
 from loadgen.transport.requests import Address
 
+RUNNING_READY_SECONDS = 5.0
+"""How long a server at a URL, which runs already, may take to be ready."""
 _POLL_SECONDS = 0.005
 
 
@@ -23,6 +25,13 @@ class StartTimes:
     started_ns: int
     live_ns: int
     ready_ns: int
+
+
+def batch_sentence(limit: int, largest: int) -> str:
+    """Why a server does not take the batches of the load."""
+    return (
+        f"the load has batches of {largest}, but it accepts at most {limit}; raise its max-batch-size or leave them out"
+    )
 
 
 class Deployment:
@@ -43,6 +52,11 @@ class Deployment:
     artefact: dict[str, object] | None = None
     """The manifest of the exported file that it executes."""
     started_ns: int | None = None
+    largest_batch = 1
+    """The largest batch of the load."""
+
+    def check(self, model: str) -> None:
+        """Find what would keep the server from serving the load, before a run begins. Raises `DeploymentError`."""
 
     def start(self) -> None:
         """Create the process, on fresh ports, and return at once. Raises `DeploymentError`."""
@@ -99,6 +113,13 @@ class RemoteDeployment(Deployment):
         """Raises `AddressError` for anything but plain HTTP."""
         self.url = Address.parse(url).url
         self.grpc_address = grpc_address
+
+    def check(self, model: str) -> None:
+        """Wait a moment for a server that was started just now, then read its configuration if it has one."""
+        self.wait_ready(model, RUNNING_READY_SECONDS)
+        limit = (Endpoint(self.url).document(f"/v2/models/{model}/config") or {}).get("max_batch_size")
+        if isinstance(limit, int) and 0 < limit < self.largest_batch:
+            raise DeploymentError(batch_sentence(limit, self.largest_batch))
 
     def wait_ready(self, model: str, timeout_s: float) -> StartTimes:
         """Wait until the server is ready; the error says what its owner can do."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from servers import defaults
-from servers.engines.processors import cuda_index
+from servers.engines.processors import cuda_index, nvidia_device_present
 from servers.models.specification import choose_from
 
 
@@ -82,6 +82,16 @@ class EngineSettings:
         ):
             if value not in offered:
                 raise EngineError(f"the {self.kind} engine has no {name} {value!r}; {choose_from(value, offered)}")
+
+    def check_here(self) -> None:
+        """Raise `EngineError` for a value that is wrong on this machine; loads no library. `auto` takes a GPU if the
+        kernel offers one, which the engine itself decides when it loads."""
+        self.check()
+        present = nvidia_device_present()
+        if self.device not in ("auto", "cpu") and not present:
+            raise EngineError(f"device {self.device}: this machine has no NVIDIA GPU; use --device cpu or auto")
+        on_gpu = self.device != "cpu" and present and (self.device != "auto" or "cuda" in KINDS[self.kind].modes)
+        self.mode_on("cuda" if on_gpu else "cpu")
 
     def mode_on(self, device: str) -> str:
         """The mode to execute in on "cpu" or "cuda". Raises `EngineError` if the engine does not offer it there."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -23,7 +23,7 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 from servers.native.listener import ListenerError, bind, check_free
 from servers.native.settings import NativeSettings, to_argv
-from servers.options import takes_settings, validation_sentence
+from servers.options import fail, takes_settings, validation_sentence
 
 Artefact = tuple[Path, dict[str, object] | None]
 """An exported file and its manifest."""
@@ -61,6 +61,7 @@ class Launch:
             metrics_url=f"{url}/metrics",
             model=first.name,
             title=f"native {settings.engine} {settings.precision}",
+            max_batch_size=settings.max_batch_size,
             artefact=artefacts[first.executed.name][1] if artefacts else None,
         )
 
@@ -68,6 +69,7 @@ class Launch:
 def check(options: Mapping[str, Any]) -> Launch:
     """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
     settings = NativeSettings(**options)
+    settings.engine_settings().check_here()
     specifications = get_variants(settings.model, settings.payloads)
     weights = pin(parse_weights(settings.weights), specifications[0].find_pretrained)
     bind(settings.host, settings.http_port).close()
@@ -90,10 +92,12 @@ def serve_native(
     try:
         launch = check(options)
         plan = launch.plan({model.name: _artefact(launch, model, artefacts) for model in launch.needs_artefacts})
-    except ValidationError as error:
-        _fail(validation_sentence(error), error)
-    except (UnknownModelError, WeightsError, ListenerError, ExportError, EngineError, FolderError) as error:
-        _fail(str(error), error)
+    except ValidationError as exc:
+        fail(validation_sentence(exc), exc, status=2)
+    except (UnknownModelError, WeightsError, ListenerError, EngineError) as exc:
+        fail(str(exc), exc, status=2)
+    except (ExportError, FolderError) as exc:
+        fail(str(exc), exc)
     if print_launch:
         sys.stdout.buffer.write(plan.to_json())
         return
@@ -114,8 +118,3 @@ def _artefact(launch: Launch, specification: ModelSpecification, root: Path) -> 
         progress=lambda step: typer.echo(step, err=True),
     )
     return found.path.absolute(), None if found.manifest is None else found.manifest.to_dict()
-
-
-def _fail(message: str, cause: Exception) -> NoReturn:
-    typer.echo(f"abserve serve native: {message}", err=True)
-    raise typer.Exit(1) from cause

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings
 
 from servers import defaults
+from servers.engines.settings import EngineSettings
 from servers.models.preprocessing import MAX_PIXELS
 from servers.models.registry import DEFAULT_MODEL
 from servers.options import Option, flag_of, settings_of
@@ -147,6 +148,10 @@ class NativeSettings(BaseSettings):
         title="Access and process",
         description="Test option: added to every answer without blocking anything.",
     )
+
+    def engine_settings(self) -> EngineSettings:
+        """The options as an engine takes them."""
+        return EngineSettings(self.engine, self.precision, self.mode, self.device, self.threads, self.max_batch_size)
 
     @field_validator("grpc_port")
     @classmethod

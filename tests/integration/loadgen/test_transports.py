@@ -200,6 +200,19 @@ def test_a_server_that_shares_no_memory_says_what_to_do(samples: Path, tmp_path:
     assert regions_of_load() == []
 
 
+def test_a_started_server_accepts_the_largest_batch_of_the_load(tmp_path: Path) -> None:
+    deployment = EmbeddedDeployment("native", {"engine": "null", "model": MODEL}, tmp_path / "log", abserve=ABSERVE)
+    deployment.largest_batch = 48
+    deployment.start()
+    try:
+        deployment.wait_ready(MODEL, 90)
+        config = Endpoint(deployment.url).document(f"/v2/models/{MODEL}/config")
+        assert config is not None
+        assert config["max_batch_size"] == 48
+    finally:
+        deployment.stop()
+
+
 @pytest.mark.parametrize("transport", ["http", pytest.param("grpc", marks=pytest.mark.slow), "shm"])
 def test_a_server_killed_under_load_ends_the_block(
     generator: GeneratorProcess, samples: Path, tmp_path: Path, transport: Transport

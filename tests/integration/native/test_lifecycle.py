@@ -266,10 +266,10 @@ def test_the_command_becomes_the_server_and_dies_by_its_signals(tmp_path):
 
 def test_the_command_refuses_in_one_sentence():
     for options, message in (
-        (["--max-batch-size", "0"], "--max-batch-size: Input should be greater than or equal to 1, got 0"),
+        (["--max-batch-size", "0"], "--max-batch-size 0: must be greater than or equal to 1"),
         (["--weights", ""], "--weights is empty"),
     ):
         done = subprocess.run([sys.executable, "-c", COMMAND, *options], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert message in done.stderr
         assert len(done.stderr.splitlines()) == 1

@@ -49,7 +49,7 @@ def test_the_stack_leaves_a_setting_at_the_servers_own_default():
 def test_a_contradiction_is_one_sentence_with_the_option():
     with pytest.raises(ValidationError) as caught:
         NativeSettings(queue_size=0)
-    assert validation_sentence(caught.value) == "--queue-size: Input should be greater than or equal to 1, got 0"
+    assert validation_sentence(caught.value) == "--queue-size 0: must be greater than or equal to 1"
 
 
 @pytest.mark.parametrize(("name", "value"), [("queue_timeout_us", 3_600_000_001), ("shutdown_timeout_s", "inf")])
@@ -61,5 +61,5 @@ def test_times_that_no_request_and_no_timer_takes_are_refused_at_the_start(name,
 def test_http_and_grpc_need_different_ports():
     with pytest.raises(ValidationError) as caught:
         NativeSettings(http_port=1234, grpc_port=1234)
-    sentence = "--grpc-port: HTTP and gRPC need different ports, and this is --http-port, got 1234"
+    sentence = "--grpc-port 1234: HTTP and gRPC need different ports, and this is --http-port"
     assert validation_sentence(caught.value) == sentence

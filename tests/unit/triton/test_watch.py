@@ -38,6 +38,7 @@ def plan(code: str) -> LaunchPlan:
         metrics_url="",
         model="m",
         title="a stand-in",
+        max_batch_size=1,
     )
 
 

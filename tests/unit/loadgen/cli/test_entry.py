@@ -32,7 +32,7 @@ def test_a_mistake_is_one_line_on_standard_error_with_status_2() -> None:
         done = CliRunner().invoke(build(), arguments)
         assert done.exit_code == 2
         assert done.stderr.count("\n") == 1
-        assert done.stderr.startswith("Error: ")
+        assert done.stderr.startswith("error: ")
         assert done.stdout == ""
 
 

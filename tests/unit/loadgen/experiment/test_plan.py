@@ -88,8 +88,8 @@ def test_a_wrong_option_is_one_sentence_and_status_2(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--seed", "-3"], "--seed"),  # the generator's random numbers take none below 0
-        (["--rates", "5", "--open-seconds", "inf"], "--open-seconds: inf, must be a finite number"),
-        (["--until", "decided", "--time-limit", "inf"], "--time-limit: inf, must be a finite number"),
+        (["--rates", "5", "--open-seconds", "inf"], "--open-seconds inf: must be a finite number"),
+        (["--until", "decided", "--time-limit", "inf"], "--time-limit inf: must be a finite number"),
         (["--rates", "20,20.000001"], "two workloads would both be called poisson(20/s)"),
         (["--slo-p99-ms", "50,50.0000001"], "two workloads would both be called slo(p99≤50ms)"),
     ],
