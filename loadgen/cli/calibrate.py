@@ -45,6 +45,7 @@ def calibrate(
     chosen = _known(transports, TRANSPORTS, "--transports")
     kinds = _known(payloads, PAYLOADS, "--payloads")
     sizes = _sizes(batch_sizes)
+    check_files({"--out": out, "--json": json_file})
     # After the argument checks: grpc takes half a second to import.
     from loadgen.bench.interruption import interruptible
     from loadgen.calibration.measurement import CalibrationRequest

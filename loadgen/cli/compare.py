@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loadgen.cli.assembly import ExperimentPlan, check_out, check_servers, default_out, plan_experiment
-from loadgen.cli.json_output import complain, fail
+from loadgen.cli.json_output import check_files, complain, fail
 from loadgen.experiment.file import effective_settings, write_settings
 from loadgen.experiment.options import given_options, takes_settings
 from loadgen.experiment.plan import Combination, PlanError
@@ -80,9 +80,7 @@ def compare(
 def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path | None]) -> None:
     """Check the places to write to (`files` by their options) and the servers to start. Raises `PlanError`."""
     check_out(out)
-    for option, path in files.items():
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise PlanError(f"{option} {path}: give the path of a file in a folder that exists")
+    check_files(files)
     check_servers([experiment for _, experiment in plan.runs])
 
 

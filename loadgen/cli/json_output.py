@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +24,14 @@ def complain(message: str, style: str = "bold red") -> None:
     from loadgen.report.console import make_console
 
     make_console(sys.stderr).print(f"error: {message}", style=style, soft_wrap=True)
+
+
+def check_files(files: Mapping[str, str | Path | None]) -> None:
+    """End the command before it measures if a file to write, by its option, has no folder; `-` is standard output."""
+    for option, given in files.items():
+        path = None if given in (None, "-") else Path(str(given))
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            fail(f"{option} {path}: give the path of a file in a folder that exists")
 
 
 def write_json(document: object, target: str | None) -> None:
