@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from loadgen.cli.json_output import fail, write_json
+from loadgen.cli.json_output import check_files, fail, write_json
 from loadgen.experiment.plan import unknown
 from loadgen.experiment.settings import LOAD, MEASUREMENT, OUTPUT
 from loadgen.records.payloads import PAYLOADS
