@@ -43,7 +43,9 @@ def _separated(value: object) -> object:
         value = [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, int | float):
         return [value]
-    return list(dict.fromkeys(value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):  # of anything in a file, so not always of hashable values
+        return [one for place, one in enumerate(value) if one not in value[:place]]
+    return value
 
 
 def _text_of(value: object) -> object:
