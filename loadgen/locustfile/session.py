@@ -210,7 +210,7 @@ class Session:
             writer,
             timeout_s=self.options.request_timeout,
             fresh=prepared.fresh,
-            promise=ExpectedOutputs(transport, signature, batch_size),
+            expected=ExpectedOutputs(transport, signature, batch_size),
         )
         self._open.append((name, path, traffic))
         return traffic
