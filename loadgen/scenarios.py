@@ -51,7 +51,7 @@ from loadgen.experiment.arrivals import endless_offsets_ns
 from loadgen.exporters.load import export_load
 from loadgen.generator.pacer import OPEN_LEAD_NS, Pacer
 from loadgen.generator.window import LoadWindow
-from loadgen.locustfile.session import InferenceUser, LoadOptions, Session
+from loadgen.locustfile.session import InferenceUser, LoadOptions, Session, idle_traffic
 from loadgen.locustfile.workers import MasterSide, WorkerSide, share_of
 from loadgen.transport.endpoint import Endpoint, EndpointError
 from loadgen.transport.exchange import ConnectionRefused
@@ -123,9 +123,11 @@ class ColdStart(InferenceUser):
     @task  # type: ignore[untyped-decorator]  # locust ships no usable types
     def watch(self) -> None:
         """Live, ready, first answer, end. Inputs that need no server are prepared before the clock starts."""
-        self.session = Session(self.environment, LoadOptions.parse(self.environment))
         try:
+            self.session = Session(self.environment, LoadOptions.parse(self.environment))
             self.session.load_inputs()
+        except AddressError as exc:
+            raise StopUser from exc  # it was reported when the test started
         except InputError as exc:
             _give_up(self.environment, str(exc))
             raise StopUser from exc
@@ -200,26 +202,27 @@ def _test_start(environment: Any, **_: object) -> None:
     """Prepare the request bodies in the processes that have users: not in a master."""
     if _is(environment, "MasterRunner"):
         return
-    session = Session(environment, LoadOptions.parse(environment))
     for user_class in environment.user_classes:
-        user_class.traffic = session.idle_traffic()
-    if (problem := session.options.problem()) is not None:
+        user_class.traffic = idle_traffic()
+    options = LoadOptions.parse(environment)
+    if (problem := options.problem()) is not None:
         _give_up(environment, problem)
         return
     try:
+        session = Session(environment, options)
         for user_class in environment.user_classes:
             if user_class is not ColdStart:
-                size = session.options.batch_size if user_class is Batched else 1
+                size = options.batch_size if user_class is Batched else 1
                 user_class.traffic = session.traffic(user_class.__name__, size)
     except (AddressError, EndpointError, InputError, OSError) as exc:
         _give_up(environment, str(exc))
         return
     except MemoryError:
-        size = session.options.batch_size
-        _give_up(environment, f"requests of batch size {size} do not fit into memory; lower --batch-size")
+        words = f"requests of batch size {options.batch_size} do not fit into memory; lower --batch-size"
+        _give_up(environment, words)
         return
     if OpenLoop in environment.user_classes:
-        _start_open_loop(environment, session.options)
+        _start_open_loop(environment, options)
     worker = environment.abserve_worker
     if worker is not None:
         worker.started(session.files())

@@ -11,7 +11,7 @@ from typing import Any
 
 from loadgen.documents import one_line
 from loadgen.generator.messages import Open, Prepare
-from loadgen.records.model_config import groups, whole
+from loadgen.records.model_config import groups, listed, mapping, whole
 from loadgen.records.run import ArmRecord, ArmRequest, StageTotals, Transport, Workload
 from loadgen.records.samples import NS_PER_MS
 from loadgen.targets.interface import Deployment
@@ -125,8 +125,7 @@ def effective_settings(config: Mapping[str, Any] | None) -> dict[str, object]:
     if config is None:
         return {}
     settings: dict[str, object] = {}
-    parameters = config.get("parameters")
-    for name, value in (parameters if isinstance(parameters, Mapping) else {}).items():
+    for name, value in mapping(config.get("parameters")).items():
         settings[name] = value.get("string_value") if isinstance(value, Mapping) else value
     for name in ("backend", "platform", "max_batch_size"):
         if config.get(name) not in (None, ""):
@@ -195,10 +194,9 @@ def stage_totals(before: Statistics, after: Statistics) -> StageTotals | None:
 
 
 def _batches(statistics: Statistics) -> dict[int, int]:
-    entries = statistics.get("batch_stats")
     found: dict[int, int] = {}
-    for entry in entries if isinstance(entries, list) else []:
-        size = whole(entry.get("batch_size")) if isinstance(entry, Mapping) else None
+    for entry in map(mapping, listed(statistics.get("batch_stats"))):
+        size = whole(entry.get("batch_size"))
         if size is not None:
             found[size] = _value(entry, "compute_infer", "count") or 0
     return found
@@ -207,5 +205,5 @@ def _batches(statistics: Statistics) -> dict[int, int]:
 def _value(statistics: Statistics, *path: str) -> int | None:
     value: Any = statistics
     for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
+        value = mapping(value).get(key)
     return whole(value)

@@ -21,6 +21,9 @@ from loadgen.storage.store import RunStore
 from loadgen.storage.stored_run import StoredBlock
 from loadgen.transport.endpoint import Signature
 
+GPU_CONTROL_SECONDS = 45.0
+"""Time of the GPU verification's control run with the start of its server and the idle gaps, for planning."""
+
 
 class Bench:
     """The context of one run. A study gets it when all servers are up and warm and give the same answers."""
@@ -71,8 +74,13 @@ class Bench:
         return self.restart + 1 == self.experiment.restarts
 
     def load_deadline(self) -> float:
-        """When this restart's load must end, by `time.monotonic`."""
-        raise NotImplementedError
+        """When this restart's load must end, by `time.monotonic`. The rest of the run's minutes, without the time of
+        what follows the load, is shared equally among this restart and those to come."""
+        if self.experiment.minutes is None:
+            return monotonic() + 60.0 * (self.experiment.time_limit_minutes or 0.0)
+        after = self.forecast.after_load_s() + (GPU_CONTROL_SECONDS if self.gpu.recording is not None else 0.0)
+        left = self.began_s + 60.0 * self.experiment.minutes - after - monotonic()
+        return monotonic() + max(0.0, left) / (self.experiment.restarts - self.restart)
 
     def load_runner(
         self, arms: Mapping[Label, Arm] | None = None, store: RunStore | None = None, *, watched: bool = True

@@ -47,13 +47,13 @@ def summary(report: ConformanceReport) -> str:
 def markdown(report: ConformanceReport) -> str:
     """Deviations and crashes as a table, the other cases as lists of numbers."""
     by_verdict = {verdict: [one for one in report.results if one.verdict is verdict] for verdict in Verdict}
-    title = f"{workload(report.server_title)}, model `{report.model}`, {report.created_at[:10]}"
+    title = f"{escaped(report.server_title)}, model `{report.model}`, {report.created_at[:10]}"
     lines = [f"{title}, abserve {report.abserve_version}.", f"{summary(report)}.", ""]
     if failed := [one for one in report.results if one.failed]:
         lines += ["| Case | Protocol | Expected | Received | Verdict |", "|---|---|---|---|---|"]
         lines += [
-            f"| {one.number} {workload(one.title)} | {one.protocol} | {workload(one.expected)} | {workload(one.got)} "
-            f"| {one.verdict.value}{workload(_because(one))} |"
+            f"| {one.number} {escaped(one.title)} | {one.protocol} | {escaped(one.expected)} | {escaped(one.got)} "
+            f"| {one.verdict.value}{escaped(_because(one))} |"
             for one in failed
         ]
         lines.append("")
@@ -63,9 +63,9 @@ def markdown(report: ConformanceReport) -> str:
         numbers: dict[str, list[str]] = {}
         for one in by_verdict[verdict]:
             numbers.setdefault(one.reason, []).append(one.number)
-        rows = [f"- {', '.join(found)}: {workload(reason)}" for reason, found in numbers.items()]
+        rows = [f"- {', '.join(found)}: {escaped(reason)}" for reason, found in numbers.items()]
         lines += [f"{verdict.value.capitalize()}:", "", *rows, ""] if rows else []
-    rows = [f"- {one.number}: {workload('; '.join(one.not_observed))}" for one in report.results if one.not_observed]
+    rows = [f"- {one.number}: {escaped('; '.join(one.not_observed))}" for one in report.results if one.not_observed]
     lines += ["Not observed:", "", *rows, ""] if rows else []
     return "\n".join(lines)
 
@@ -76,7 +76,7 @@ def _because(result: CaseResult) -> str:
     return f": {'; '.join(parts)}" if parts else ""
 
 
-def workload(text: str) -> str:
+def escaped(text: str) -> str:
     """Text escaped for a Markdown table."""
     clean = printable(" ".join(text.split()))
     return clean.replace("|", "\\|").replace("<", "&lt;").replace("](", "\\](")

@@ -154,7 +154,7 @@ def _set(content: dict[str, Any], option: SettingOption, value: object) -> None:
     if option.is_mapping and isinstance(value, list):
         value = (before if isinstance(before, dict) else {}) | parse_options(option.flag, value)
     elif option.repeated and isinstance(value, list):
-        value = [*([before] if isinstance(before, str) else before or []), *value]
+        value = [*(before if isinstance(before, list) else [] if before is None else [before]), *value]
     place[last] = value
 
 

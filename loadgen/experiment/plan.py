@@ -46,7 +46,7 @@ class PlanError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """How much time to spend. `seconds` is the least per block, `minutes` the load of two arms without ablations. A
+    """How much time to spend. `seconds` is the least per block, `minutes` the time of two arms without ablations. A
     trial of a search and a rung of a ramp last `…_seconds` at least and `longest_…` at most."""
 
     minutes: float
@@ -125,8 +125,8 @@ class Combination:
 
 
 def plan_combinations(arms: Sequence[ArmRequest], settings: ExperimentSettings) -> tuple[Combination, ...]:
-    """Every transport with every payload, in the order given; all of them in a matrix. Raises `PlanError` for a
-    payload or transport that an arm does not support."""
+    """Every transport with every payload, in the order given; all of them in a matrix. Raises `PlanError` where an
+    arm has its own payload and there are several."""
     transports: tuple[Transport, ...] = settings.transport or (get_args(Transport) if settings.matrix else ("http",))
     payloads = settings.payload or (PAYLOADS if settings.matrix else (implied_payload(settings.model),))
     for arm in arms:
@@ -184,7 +184,8 @@ def least_rounds(settings: ExperimentSettings) -> int:
 
 
 def minutes_of(settings: ExperimentSettings) -> float | None:
-    """Minutes of load, where the number of rounds follows from the time; more arms get more. Raises `PlanError`."""
+    """Minutes of the comparison, where the number of rounds follows from the time; more arms get more. Raises
+    `PlanError`."""
     if settings.rounds is None and settings.until == "planned":
         return settings.minutes or PRESETS[settings.preset].minutes * len(settings.arms) / 2
     if settings.minutes is not None:

@@ -43,7 +43,9 @@ def _separated(value: object) -> object:
         value = [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, int | float):
         return [value]
-    return list(dict.fromkeys(value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):  # of anything in a file, so not always of hashable values
+        return [one for place, one in enumerate(value) if one not in value[:place]]
+    return value
 
 
 def _text_of(value: object) -> object:
@@ -165,7 +167,10 @@ class ExperimentSettings(Settings):
     ramp_users: int = _load(256, ge=1, description="Most users of the scenario ramp.")
     processes: int = _load(1, ge=1, le=64, description="Processes of the load generator, which share users or rate.")
     minutes: float | None = _measurement(
-        None, gt=0.0, le=1440.0, description="Minutes of load, for as many rounds as fit (default: the preset's)."
+        None,
+        gt=0.0,
+        le=1440.0,
+        description="Minutes of the comparison, for as many rounds as fit (default: the preset's).",
     )
     rounds: int | None = _measurement(
         None, ge=1, description="Rounds per workload, in place of --minutes; with --until decided the fewest."
@@ -177,7 +182,9 @@ class ExperimentSettings(Settings):
         "planned", description="decided adds rounds until every scenario has a verdict."
     )
     time_limit: float = _measurement(30.0, gt=0.0, description="Most minutes of load with --until decided.")
-    seed: int = _measurement(0, ge=0, le=2**63 - 1, description="Seed for the order of the blocks.")
+    seed: int = _measurement(
+        0, ge=0, le=2**63 - 1, description="Seed for the order of the blocks, the inputs and the arrivals."
+    )
     margin: float = _measurement(
         0.05, ge=0.001, le=1.0, description="A difference within this share counts as no meaningful difference."
     )

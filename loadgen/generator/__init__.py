@@ -1,1 +1,4 @@
-"""The load generator's processes: users, arrivals and blocks. Only they and the locustfile import gevent."""
+"""The load generator's processes: users, arrivals and blocks.
+
+Only they, the locustfile and its metrics import gevent.
+"""

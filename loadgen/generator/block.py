@@ -54,7 +54,7 @@ class Block:
         self._traffic = Traffic(
             target, tuple(target.sendable(body) for body in chosen.requests), command.batch_size, self._writer,
             timeout_s=command.timeout_s, others=(self._settling,), fresh=chosen.fresh,
-            promise=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
+            expected=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
             kept=KeptAnswers(command.keep_answers, command.keep_seed),
         )  # fmt: skip
         offsets = command.due_offsets_ns()

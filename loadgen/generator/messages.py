@@ -148,7 +148,8 @@ class Outcome(Message, frozen=True, kw_only=True):
     cool_down: int = 0
     """Good answers to requests that kept the load up after the measured part of a closed loop; not in `requests`."""
     first_answer_ns: int | None = None
-    """Time from connecting to the first answer, before the window; the median over the users."""
+    """Time from connecting to the first answer, before the window: the median over the users of a process, and of
+    several processes the largest."""
     answers: tuple[KeptAnswer, ...] = ()
 
 

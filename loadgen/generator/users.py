@@ -26,10 +26,10 @@ class Traffic:
     def __init__(
         self, target: Target, requests: tuple[Sendable, ...], batch_size: int, writer: SampleWriter,
         *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (), fresh: FreshItems | None = None,
-        promise: ExpectedOutputs | None = None, kept: KeptAnswers | None = None,
+        expected: ExpectedOutputs | None = None, kept: KeptAnswers | None = None,
     ) -> None:  # fmt: skip
         """`others` are further requests that a user may send. Without `fresh` the same bodies are sent again and again;
-        without `promise` every answer with a good status is good."""
+        without `expected` every answer with a good status is good."""
         self.target = target
         self.requests = requests
         self.batch_size = batch_size
@@ -44,7 +44,7 @@ class Traffic:
         """Numbers users whose caller does not."""
         self.kept = kept or KeptAnswers(0, 0)
         self._fresh = fresh
-        self._promise = promise
+        self._expected = expected
         self._request_numbers = count()
         self._sendable = (*requests, *others)
         self._connections: list[Connection] = []
@@ -82,8 +82,8 @@ class Traffic:
         fault: str | None = None
         if not exchange.good:
             fault = failure_message(exchange)
-        elif self._promise is not None:
-            fault = self._promise.fault(exchange)
+        elif self._expected is not None:
+            fault = self._expected.fault(exchange)
         if measured or fault is not None:
             self._record(exchange, fault, body, user, intended_ns)
         else:

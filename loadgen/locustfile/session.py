@@ -162,6 +162,7 @@ class Session:
     """One test in one process, from test start to test stop."""
 
     def __init__(self, environment: Any, options: LoadOptions) -> None:
+        """Raises `AddressError` for a host that cannot be used, such as an https:// address."""
         self.options = options
         self._address = Address.parse(environment.host)
         self._open: list[tuple[str, Path | None, Traffic]] = []
@@ -210,15 +211,10 @@ class Session:
             writer,
             timeout_s=self.options.request_timeout,
             fresh=prepared.fresh,
-            promise=ExpectedOutputs(transport, signature, batch_size),
+            expected=ExpectedOutputs(transport, signature, batch_size),
         )
         self._open.append((name, path, traffic))
         return traffic
-
-    def idle_traffic(self) -> Traffic:
-        """The traffic of users that cannot send, or cannot send yet."""
-        target = Target("http", self._address.url, self.options.variant)
-        return Traffic(target, (), 1, SampleWriter(None), timeout_s=self.options.request_timeout)
 
     def flush(self) -> None:
         for _, _, traffic in self._open:
@@ -250,6 +246,11 @@ class Session:
                 }
                 path.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         return finished
+
+
+def idle_traffic() -> Traffic:
+    """The traffic of users that cannot send, or cannot send yet: it has no requests, and its address is never used."""
+    return Traffic(Target("http", "http://127.0.0.1", ""), (), 1, SampleWriter(None))
 
 
 @contextmanager

@@ -7,6 +7,7 @@
     DIR/blocks/NNNN.json   BlockRecord    written when the block is complete, after its samples
     DIR/samples/NNNN.npy   see `loadgen.records.samples`
     DIR/calibration.json   Calibration    of the load generator on this machine, if it was calibrated
+    DIR/noise_floors.json  list[NoiseFloor]  of this machine, as far as they were measured
     DIR/run.json           RunState       "running", then "finished", "interrupted" or "failed"
 
 Studies store more, see `loadgen.studies.*.records`. `abserve report DIR` makes `result.json`, `report.html` and
@@ -150,7 +151,8 @@ class Workload(Record, frozen=True, kw_only=True):
 
 
 class Experiment(Record, frozen=True, kw_only=True):
-    """Everything requested. `seed` decides the order of the blocks; `equivalence_margin` is δ of the verdict."""
+    """Everything requested. `seed` decides the order of the blocks, the inputs and the arrivals; `equivalence_margin`
+    is δ of the verdict."""
 
     FILE = "experiment.json"
     schema: Literal["abserve.experiment/2"] = "abserve.experiment/2"
@@ -317,7 +319,8 @@ class BlockRecord(Record, frozen=True, kw_only=True):
     cool_down: int = 0
     """Good responses after the measured requests, while the last of those were in flight; not among `requests`."""
     first_answer_ns: int | None = None
-    """Time from the start of a connection to its first response, before the window; the median over the users."""
+    """Time from the start of a connection to its first response, before the window: the median over the users of a
+    process, and of several processes the largest."""
     reconnects: int | None = None
     """Requests that had to reconnect because the server had closed the connection; None in older records."""
     machine: MachineLoad | None = None

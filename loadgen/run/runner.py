@@ -45,7 +45,6 @@ from loadgen.storage.store import RunStore, StorageError
 from loadgen.studies.ceiling.measure import measure_ceilings
 from loadgen.studies.ceiling.plan import wants_ceilings
 from loadgen.studies.cold_start.measure import measure_cold_starts, repetitions_of
-from loadgen.studies.gpu_proof.measure import WHOLE_SECONDS
 from loadgen.studies.registry import measurements
 from loadgen.targets.interface import DeploymentError
 from loadgen.targets.process import ProcessError
@@ -150,15 +149,6 @@ class _Run(Bench):
                 experiment, self.arms, self.records, self.inputs, self.signatures, store, progress, self.forecast
             )
         self.phase = "finished"
-
-    def load_deadline(self) -> float:
-        """The remaining time, minus what comes after the load, in equal parts for this restart and those to
-        come."""
-        if self.experiment.minutes is None:
-            return monotonic() + 60.0 * (self.experiment.time_limit_minutes or 0.0)
-        after = self.forecast.after_load_s() + (WHOLE_SECONDS if self.gpu.recording is not None else 0.0)
-        left = self.began_s + 60.0 * self.experiment.minutes - after - monotonic()
-        return monotonic() + max(0.0, left) / (self.experiment.restarts - self.restart)
 
     def _make_room(self) -> None:
         try:

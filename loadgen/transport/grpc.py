@@ -15,11 +15,12 @@ from urllib.parse import unquote
 from loadgen.documents import one_line
 from loadgen.transport.exchange import GRPC_STATUS, MOST_ANSWER_BYTES, ConnectionRefused, Exchange, open_socket
 from loadgen.transport.http2 import Http2Connection, Http2Error, header_block
-from loadgen.transport.requests import AddressError, Pieces, assemble
+from loadgen.transport.requests import AddressError, Pieces, assemble, is_host
 
 SERVICE = "/inference.GRPCInferenceService/"
 MOST_ADDRESS_BYTES = 126
 """Longer than any real host and port."""
+MOST_PORT = 65_535
 FRAME_BYTES = 5
 """gRPC's compression flag and length before every message."""
 
@@ -50,9 +51,11 @@ class GrpcRequest:
 def parse_grpc_address(address: str) -> tuple[str, int]:
     """Host and port. Raises `AddressError`."""
     host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or "/" in address or len(address) > MOST_ADDRESS_BYTES:
+    host = host.strip("[]")
+    possible = separator and host and is_host(host) and "/" not in address and len(address) <= MOST_ADDRESS_BYTES
+    if not possible or not port.isascii() or not port.isdigit() or int(port) > MOST_PORT:
         raise AddressError(f"no gRPC address can be read from {address!r}; give one like 127.0.0.1:8101")
-    return host.strip("[]"), int(port)
+    return host, int(port)
 
 
 class GrpcConnection:

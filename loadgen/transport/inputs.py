@@ -96,8 +96,20 @@ def read_inputs(directory: Path, payload: str) -> SampleInputs:
         files[:, 0] = [path.read_bytes() for path in paths]
         arrays: dict[str, Array] = {name: files}
     else:
-        arrays = {unquote(path.name.removesuffix(f".{payload}.npy")): np.load(path) for path in paths}
+        arrays = {unquote(path.name.removesuffix(f".{payload}.npy")): _load(path) for path in paths}
     return SampleInputs(arrays, "synthetic" if synthetic else "photographs")
+
+
+def _load(path: Path) -> Array:
+    """The items of one input. Raises `InputError` for anything but a file of at least one item."""
+    try:
+        items = np.load(path)
+        if isinstance(items, np.ndarray) and items.ndim and len(items):
+            return items
+        reason = "it holds no items"
+    except (OSError, ValueError, EOFError) as exc:
+        reason = str(exc)
+    raise InputError(f"{path} cannot be used: {reason}; write the samples with: abserve samples --out {path.parent}")
 
 
 def write_synthetic(signature: Signature, directory: Path, payload: str, seed: int) -> None:

@@ -19,6 +19,14 @@ class AddressError(ValueError):
     """A server's address cannot be used; the message shows a valid one."""
 
 
+def is_host(name: str) -> bool:
+    """Whether the socket module takes it as a host: it refuses empty labels and those of more than 63 characters."""
+    try:
+        return b"\0" not in name.encode("idna")
+    except UnicodeError:
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """Where a server listens, from a URL such as http://127.0.0.1:8100."""
@@ -30,8 +38,11 @@ class Address:
     @classmethod
     def parse(cls, url: str) -> Address:
         """Raises `AddressError` for anything but plain HTTP with a host."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme != "http" or not parts.hostname:
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+        except ValueError as exc:
+            raise AddressError(f"{url} is not an address ({exc}); give one like http://127.0.0.1:8100") from None
+        if parts.scheme != "http" or not parts.hostname or not is_host(parts.hostname):
             raise AddressError(f"{url} is not a plain http:// address; give one like http://127.0.0.1:8100")
         try:
             port = parts.port or 80

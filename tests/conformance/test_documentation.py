@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.conformance.cases import SECTIONS
-from loadgen.conformance.rendering import workload
+from loadgen.conformance.rendering import escaped
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "conformance.md"
 BEGIN, END = "<!-- cases -->\n", "<!-- end cases -->"
@@ -18,7 +18,7 @@ def case_list() -> str:
     for section in SECTIONS:
         lines += [f"### {section.title}", "", section.why, "", "| Case | Protocol | Expected |", "|---|---|---|"]
         for case in section.cases:
-            lines.append(f"| {case.number} {workload(case.title)} | {case.protocol} | {workload(case.describe())} |")
+            lines.append(f"| {case.number} {escaped(case.title)} | {case.protocol} | {escaped(case.describe())} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
 """Writes the stored records of a run that never happened: seeded closed loops against a simulated batching server.
 
 The simulation is an event loop of one server with a dynamic batcher: its answers come in batches, its queue is real,
-and its account of time adds up, so that everything downstream has something true to find.
+and its latency breakdown adds up, so that everything downstream has something true to find.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from loadgen.records.machine import Calibration, CalibrationWorkload
 from loadgen.records.run import (
     ArmRequest,
     BlockRecord,
@@ -207,6 +208,20 @@ def _write_loads(directory: Path, plan: Plan, experiment: Experiment, rng: np.ra
                 _write(directory / "blocks" / f"{index:04d}.json", record)
                 clock_ns = end_ns + 500_000_000
                 index += 1
+
+
+def write_calibration(directory: Path, requests_per_s: float) -> None:
+    """Add a calibration by which the load generator sends at most this many single FP32 inputs per second."""
+    workload = CalibrationWorkload(
+        transport="http", payload="fp32", batch_size=1, payload_bytes=602_112, concurrency=16,
+        requests_per_s=requests_per_s, images_per_s=requests_per_s, generator_cpu_share=1.0, sink_cpu_cores=0.5,
+        cpu_us_per_request=100.0, limited_by="generator",
+    )  # fmt: skip
+    calibration = Calibration(
+        fingerprint="", made_at="", command="", host={}, packages={}, sink_processes=1, seconds=1.0,
+        workloads=(workload,),
+    )  # fmt: skip
+    _write(directory / Calibration.FILE, calibration)
 
 
 def order_of(labels: list[str], pair: int) -> list[str]:

@@ -28,8 +28,6 @@ from loadgen.transport.endpoint import EndpointError
 
 wanted = has_load
 CONTROL_SECONDS = 12.0
-WHOLE_SECONDS = 45.0
-"""Seconds of the control run with the start of its server and the idle gaps, for planning."""
 _CONTROL_ERRORS = (DeploymentError, EndpointError, GeneratorError, LoadError, ProcessError, OSError, ValueError)
 
 

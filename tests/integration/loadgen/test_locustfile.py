@@ -70,6 +70,14 @@ def test_batches_single_users_and_processes(fake_url: Callable[..., str], images
     assert set(np.load(path)["user"]) == {0}
 
 
+def test_a_host_that_cannot_be_used_is_one_sentence_also_for_a_cold_start(fake_url: Callable[..., str]) -> None:
+    for scenario in ("ColdStart", "Concurrent"):
+        done = locust(fake_url().replace("http://", "https://"), scenario)
+        assert done.returncode == 1
+        assert "is not a plain http:// address" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_failures_are_locusts_failures_too(fake_url: Callable[..., str], images: Path, tmp_path: Path) -> None:
     done = locust(fake_url("--error-every", "3"), "--samples-dir", str(images), "--json", seconds=1)
     assert done.returncode == 1

@@ -59,7 +59,7 @@ def two_readings(tmp_path: Path) -> tuple[ProcessorReading, ProcessorReading]:
 
 
 def test_steal_other_processes_and_the_run_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child that ended between the readings has moved to its parent's account and is not lost."""
+    """A child that ended between the readings is counted for its parent and is not lost."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     load = machine_load(*two_readings(tmp_path), ())
     assert (load.total_ns, load.steal_ns, load.busy_ns) == (2000 * TICK, 600 * TICK, 1000 * TICK)

@@ -1,4 +1,4 @@
-"""A server's own account, from its statistics."""
+"""A server's own statistics of a block: the growth of its counters."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from loadgen.comparison.loops import OpenLoop, backlog_grew, split_lag_ms, summarise_open_loop
 from loadgen.experiment.arrivals import due_offsets_ns
-from loadgen.records.machine import Calibration, CalibrationWorkload
 from loadgen.records.run import BlockRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.report.contents import result_document
@@ -24,7 +23,7 @@ from loadgen.report.renderers.terminal import print_document
 from loadgen.result.analysis import analyse
 from loadgen.result.checks.registry import Check
 from loadgen.result.result_file import Result
-from tests.golden.synthetic_run import ORIGIN_NS, Plan, SimulatedArm, write_run
+from tests.golden.synthetic_run import ORIGIN_NS, Plan, SimulatedArm, write_calibration, write_run
 
 MS = 1_000_000
 
@@ -225,22 +224,7 @@ def test_beyond_half_of_the_calibrated_ceiling_a_workload_is_flagged(
     tmp_path: Path, requests_per_s: float, ok: bool
 ) -> None:
     open_run(tmp_path, {"a": noisy(20.0), "b": noisy(20.0)}, 50.0)
-    workload = CalibrationWorkload(
-        transport="http", payload="fp32", batch_size=1, payload_bytes=602_112, concurrency=8,
-        requests_per_s=requests_per_s, images_per_s=requests_per_s, generator_cpu_share=1.0, sink_cpu_cores=0.1,
-        cpu_us_per_request=100.0, limited_by="generator",
-    )  # fmt: skip
-    calibration = Calibration(
-        fingerprint="x",
-        made_at="",
-        command="",
-        host={},
-        packages={},
-        sink_processes=1,
-        seconds=1.0,
-        workloads=(workload,),
-    )
-    (tmp_path / "calibration.json").write_bytes(msgspec.json.encode(calibration))
+    write_calibration(tmp_path, requests_per_s)
     result = analyse(tmp_path)
     ceiling = find(result, "generator_ceiling")
     assert (ceiling.ok, ceiling.severity) == (ok, "warns")

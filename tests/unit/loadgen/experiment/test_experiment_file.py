@@ -185,6 +185,8 @@ def test_the_hash_is_of_what_is_asked_for_and_not_of_how_it_is_written(tmp_path:
         ("scenarios: [single, batchd]\n", "e.yaml: scenarios.1: unknown value batchd; did you mean batched?"),
         ("payload: png\n", "e.yaml: payload.0: unknown value png; choose from fp32, uint8, jpeg"),
         ("transport: []\n", "e.yaml: transport: give at least one value"),
+        ("rates: [[50]]\n", "e.yaml: rates.0: must be a valid number"),
+        ("scenarios: [{single: 1}]\n", "e.yaml: scenarios.0: unknown value {'single': 1}"),
         ("[a, b]: 1\n", "e.yaml:1: a key must be text"),
         ("{a: b}: 1\n", "e.yaml:1: a key must be text"),
         ("requests: 1:30\n", "e.yaml:1: 1:30 is not a number; put text in quotes"),
@@ -218,6 +220,13 @@ def test_a_wrong_option_names_the_option_and_not_the_file(tmp_path: Path) -> Non
     assert status == 2
     assert "--batch-sizes" in output
     assert "e.yaml" not in output
+
+
+@pytest.mark.parametrize("value", ["5", "{a: b}", "[[a]]"])
+def test_conditions_of_a_file_that_are_not_text_are_refused_also_beside_the_option(tmp_path: Path, value: str) -> None:
+    status, output = run(written(tmp_path, f"fail_if: {value}\n"), "--fail-if", "b.p99 > 1.05 * a.p99")
+    assert status == 2
+    assert "must be a valid string" in output
 
 
 def test_a_file_that_is_not_there() -> None:

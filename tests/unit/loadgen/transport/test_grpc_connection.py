@@ -135,7 +135,20 @@ def test_refused_and_silent_addresses() -> None:
     gone.close()
 
 
-@pytest.mark.parametrize("text", ["", "localhost", "http://127.0.0.1:8001", ":8001", "host:port", "h" * 200 + ":1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "localhost",
+        "http://127.0.0.1:8001",
+        ":8001",
+        "host:port",
+        "h" * 200 + ":1",
+        "host:65536",
+        "host:²",
+        "a..b:1",
+    ],
+)
 def test_bad_addresses(text: str) -> None:
     with pytest.raises(AddressError, match="no gRPC address"):
         parse_grpc_address(text)

@@ -1,9 +1,10 @@
-"""Random values for a model that is not registered."""
+"""Random values for a model that is not registered, and files of inputs that cannot be read."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from loadgen.transport.endpoint import Signature, TensorSignature
@@ -28,3 +29,15 @@ def test_values_without_room_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="no values can be generated for m: "):
         write_synthetic(signature("x"), tmp_path / "file", "fp32", 0)
+
+
+@pytest.mark.parametrize("damage", ["empty", "other", "cut", "no items"])
+def test_a_damaged_file_of_inputs_is_one_sentence(tmp_path: Path, damage: str) -> None:
+    write_synthetic(signature("x"), tmp_path, "fp32", 0)
+    path = tmp_path / "x.fp32.npy"
+    whole = path.read_bytes()
+    path.write_bytes({"empty": b"", "other": b"not an array", "cut": whole[:-5]}.get(damage, whole))
+    if damage == "no items":
+        np.save(path, np.zeros((0, 3), "<f4"))
+    with pytest.raises(InputError, match=r"x\.fp32\.npy cannot be used: .*; write the samples with: abserve samples"):
+        read_inputs(tmp_path, "fp32")

@@ -7,12 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.records.machine import Calibration, CalibrationWorkload
 from loadgen.records.run import Workload
 from loadgen.result.analysis import analyse
 from loadgen.result.result_file import Result
 from loadgen.studies.rate_search.records import Trial
-from tests.golden.synthetic_run import Plan, write_run
+from tests.golden.synthetic_run import Plan, write_calibration, write_run
 from tests.unit.loadgen.studies.rate_search.test_searches import RAMP, SLO, climb, search
 
 SINGLE = Workload(scenario="single", batch_size=1, concurrency=1, requests=30, seconds=1.0, max_seconds=30.0, rounds=2)
@@ -85,22 +84,7 @@ def test_failed_requests_of_a_ramp(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ceiling", "ok"), [(1000.0, True), (400.0, False), (None, None)])
 def test_a_rate_near_the_generators_ceiling(tmp_path: Path, ceiling: float | None, ok: bool | None) -> None:
     if ceiling is not None:
-        workload = CalibrationWorkload(
-            transport="http", payload="fp32", batch_size=1, payload_bytes=602_112, concurrency=16,
-            requests_per_s=ceiling, images_per_s=ceiling, generator_cpu_share=1.0, sink_cpu_cores=0.5,
-            cpu_us_per_request=100.0, limited_by="generator",
-        )  # fmt: skip
-        calibration = Calibration(
-            fingerprint="",
-            made_at="",
-            command="",
-            host={},
-            packages={},
-            sink_processes=1,
-            seconds=1.0,
-            workloads=(workload,),
-        )
-        (tmp_path / "calibration.json").write_bytes(msgspec.json.encode(calibration))
+        write_calibration(tmp_path, ceiling)
     result = analysed(tmp_path, SLO, both_pairs(300.0, 150.0))
     (found,) = [one for one in result.checks if one.name == "generator_ceiling" and "slo" in one.scope]
     assert found.ok is ok
