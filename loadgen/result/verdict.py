@@ -107,7 +107,7 @@ def _sentence(
     if len(experiment.arms) == 2:
         found = _two_arms(comparisons, usable, workloads, names, experiment.equivalence_margin)
     else:
-        found = _many_arms(comparisons, rankings, workloads, names)
+        found = _many_arms(comparisons, usable, rankings, workloads, names)
     begins_with_name = found.startswith(tuple(names.values()))
     return before + found if before or begins_with_name else sentence(found)
 
@@ -136,11 +136,15 @@ def _two_arms(
 
 def _many_arms(
     comparisons: Sequence[Comparison],
+    usable: Sequence[Comparison],
     rankings: Sequence[Ranking],
     workloads: dict[str, Workload],
     names: dict[Label, str],
 ) -> str:
     """The order in the most loaded workload with the lead of each arm over the next, then the order in the others."""
+    if not rankings:  # no leading metric could be measured, as with too few requests for a percentile
+        where = places([workloads[name] for name in dict.fromkeys(c.scenario for c in usable)])
+        return f"no ranking of {join(list(names.values()))}: inconclusive {where}."
     loads = [one for one in rankings if one.metric == "throughput"] or rankings
     main = max(loads, key=lambda one: weight(workloads[one.scenario]))
     apart = [claim(one) for one in neighbours(comparisons, main) if one.winner]
