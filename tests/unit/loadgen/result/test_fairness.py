@@ -133,6 +133,7 @@ def accelerated(**parameters: str) -> dict[str, Any]:
         (arm(accelerated(use_tf32="1")), "tf32", "use_tf32 = 1"),
         (arm({**ONNX, "model_warmup": []}), "model_warm_up", "B has no model_warmup"),
         (arm(ONNX, argv=("tritonserver", "--metrics-config=summary_latencies=true")), "metrics", "summary_latencies"),
+        (arm(ONNX, argv=("tritonserver", "--log-verbose=2")), "metrics", "log-verbose"),
         (arm(ONNX, argv=("tritonserver", "--trace-config", "level=TIMESTAMPS")), "metrics", "tracing"),
         (arm({**ONNX, "response_cache": {"enable": True}}), "response_cache", "without an inference"),
         (arm({**ONNX, "optimization": {"cuda": {"graphs": True}}}), "cuda_graphs", "(onnxruntime) that ignores"),
@@ -150,6 +151,11 @@ def test_a_setting_that_misleads_is_named(record: ArmRecord, name: str, words: s
     assert check.ok is False
     assert words in check.detail
     assert check.remedy
+
+
+def test_a_setting_left_to_the_server_is_not_requested() -> None:
+    (check,) = [one for one in made(arm(ONNX, settings={"device": "auto"})) if one.name == "settings_in_effect"]
+    assert (check.ok, check.detail) == (True, "B has no requested settings")
 
 
 def test_a_server_that_tells_nothing_is_unknown_in_everything() -> None:
