@@ -132,7 +132,7 @@ class RunDifference(Record, frozen=True, kw_only=True):
     old: str
     new: str
     comparable: bool
-    """Whether both ran in the same environment and at least one comparison can be made."""
+    """Whether the environments agree, or may differ, and at least one comparison can be made."""
     differences: tuple[Difference, ...]
     refused: tuple[str, ...]
     """Names of the differences that forbid comparing the runs; empty if they were allowed."""

@@ -49,11 +49,11 @@ def ranked(
     pairs: list[tuple[float, float]],
     effects: list[MeasuredEffect],
     untested: tuple[Untested, ...] = (),
-    account: LatencyBreakdown | None = None,
+    breakdown: LatencyBreakdown | None = None,
     comparable: bool = True,
     pairing: Pairing = AB,
 ) -> WorkloadCauses:
-    found = rank_causes(WORKLOAD, pairing, pairs, effects, untested, account, comparable=comparable)
+    found = rank_causes(WORKLOAD, pairing, pairs, effects, untested, breakdown, comparable=comparable)
     assert found is not None
     return found
 
@@ -127,7 +127,7 @@ def test_an_arm_that_left_its_payload_is_not_held_to_its_own_blocks() -> None:
     assert not any("drifted" in note for note in ranked(gap(10.0, 20.0), effects).notes)
 
 
-ACCOUNT = LatencyBreakdown(
+BREAKDOWN = LatencyBreakdown(
     workload="batched(32)",
     baseline="a",
     arm="b",
@@ -138,9 +138,9 @@ ACCOUNT = LatencyBreakdown(
 )
 
 
-def test_what_was_not_tested_is_named_with_what_the_account_suggests() -> None:
+def test_what_was_not_tested_is_named_with_what_the_breakdown_suggests() -> None:
     away = Untested(cause="queue_delay", label="b", reason="B is at http://b, which is not started by us")
-    found = ranked(gap(10.0, 20.0), [], (away,), ACCOUNT)
+    found = ranked(gap(10.0, 20.0), [], (away,), BREAKDOWN)
     (cause,) = found.causes
     assert (cause.difference_ms, cause.found, cause.inferred_ms) == (None, False, 8.3)
     (note,) = found.notes
@@ -150,7 +150,7 @@ def test_what_was_not_tested_is_named_with_what_the_account_suggests() -> None:
 
 def test_one_arm_tested_and_one_not_is_half_known() -> None:
     away = Untested(cause="queue_delay", label="b", reason="not ours")
-    found = ranked(gap(10.0, 20.0), [effect("queue_delay", "a", 10.0, 8.0)], (away,), ACCOUNT)
+    found = ranked(gap(10.0, 20.0), [effect("queue_delay", "a", 10.0, 8.0)], (away,), BREAKDOWN)
     assert found.causes[0].difference_ms == pytest.approx(-2.0, abs=0.1)
     assert found.causes[0].inferred_ms == 8.3
     assert any("Not tested: queue delay (B: not ours)" in note for note in found.notes)
