@@ -134,7 +134,7 @@ def _leading_loads(facts: Facts) -> list[Comparison]:
     threshold=COVERING_RESTARTS,
 )
 def restarts(facts: Facts) -> Iterator[Outcome]:
-    loads, starts = _leading_loads(facts), facts.run.experiment.restarts
+    loads, starts = _leading_loads(facts), max(len({block.record.restart for block in facts.run.blocks}), 1)
     if not loads:
         return
     effects = [c.restart_effect for c in loads if c.restart_effect is not None]

@@ -1,4 +1,4 @@
-"""Open loops: whether the rate was sustained, whose the lag is, and what a comparison makes of it."""
+"""Open loops: whether the rate was sustained, who caused the lag, and what is compared."""
 
 from __future__ import annotations
 

@@ -303,7 +303,7 @@ def test_failed_parity_leaves_no_verdict_at_all(tmp_path: Path) -> None:
 
 
 def test_without_its_data_no_check_is_ok(tmp_path: Path) -> None:
-    """Two servers by URL that tell nothing, on a machine that recorded nothing, in a run without samples."""
+    """Two servers by URL that report nothing, on a machine that recorded nothing, in a run without samples."""
     write_run(tmp_path, Plan(pairs=2, cut_after=0, state="running"))
     for name in ("environment.json", "parity.json", "run.json", "cold_starts.json"):
         (tmp_path / name).unlink()

@@ -99,7 +99,7 @@ def found(record: ArmRecord, name: str) -> Check:
 
 
 @pytest.mark.parametrize("record", [arm(ONNX), arm(TENSORRT), native()], ids=["onnxruntime", "tensorrt", "native"])
-def test_sound_settings_need_no_look(record: ArmRecord) -> None:
+def test_sound_settings_need_no_attention(record: ArmRecord) -> None:
     assert [check for check in of_settings(record) if check.ok is False] == []
 
 
@@ -158,7 +158,7 @@ def test_a_setting_left_to_the_server_is_not_requested() -> None:
     assert (check.ok, check.detail) == (True, "B has no requested settings")
 
 
-def test_a_server_that_tells_nothing_is_unknown_in_everything() -> None:
+def test_a_server_that_reports_nothing_is_unknown_in_everything() -> None:
     checks = of_settings(arm(None, argv=None, server_name=None))
     assert {check.ok for check in checks} == {None}
     assert all(check.severity == "informs" for check in checks)
@@ -294,7 +294,7 @@ def replaced(node: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def test_a_configuration_in_which_anything_is_anything_fails_nothing() -> None:
-    """Of somebody else's server: what makes no sense is not told."""
+    """Another server may report anything; what makes no sense counts as not reported."""
     whole = {
         **TENSORRT,
         "parameters": NATIVE["parameters"],

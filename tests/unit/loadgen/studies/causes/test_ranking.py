@@ -149,11 +149,11 @@ def test_what_was_not_tested_is_named_with_what_the_breakdown_suggests() -> None
 
 
 def test_one_arm_tested_and_one_not_is_half_known() -> None:
-    away = Untested(cause="queue_delay", label="b", reason="not ours")
+    away = Untested(cause="queue_delay", label="b", reason="given by URL")
     found = ranked(gap(10.0, 20.0), [effect("queue_delay", "a", 10.0, 8.0)], (away,), BREAKDOWN)
     assert found.causes[0].difference_ms == pytest.approx(-2.0, abs=0.1)
     assert found.causes[0].inferred_ms == 8.3
-    assert any("Not tested: queue delay (B: not ours)" in note for note in found.notes)
+    assert any("Not tested: queue delay (B: given by URL)" in note for note in found.notes)
 
 
 def test_nothing_to_take_away_is_a_known_zero() -> None:
@@ -168,7 +168,7 @@ def test_of_three_arms_the_effects_of_the_two_count() -> None:
     """What an arm beside the pairing costs neither adds to the difference nor is said."""
     effects = [effect("queue_delay", "old", 10.0, 8.0), effect("queue_delay", "c", 20.0, 15.0)]
     beside = [effect("queue_delay", "b", 90.0, 9.0), effect("compute", "b", 90.0, 9.0)]
-    away = tuple(Untested(cause="compute", label=label, reason="not ours") for label in ("b", "c"))
+    away = tuple(Untested(cause="compute", label=label, reason="given by URL") for label in ("b", "c"))
     found = ranked(gap(10.0, 20.0), [*effects, *beside], away, pairing=Pairing("old", "c"))
     assert (found.baseline, found.arm, found.slower) == ("old", "c", "c")
     assert found.sentence.startswith(
@@ -178,7 +178,7 @@ def test_of_three_arms_the_effects_of_the_two_count() -> None:
     assert queue.difference_ms == pytest.approx(3.0, abs=0.1)
     assert [one.label for one in queue.effects] == ["old", "c"]
     assert ([one.label for one in compute.untested], compute.effects) == (["c"], ())
-    assert found.notes == ("Not tested: compute (C: not ours).",)
+    assert found.notes == ("Not tested: compute (C: given by URL).",)
 
 
 def test_a_difference_of_which_nothing_was_tested_yet() -> None:
