@@ -340,12 +340,13 @@ def wall_clock(facts: Facts) -> Iterator[Outcome]:
     threshold=SERVER_CPU_LIMIT,
 )
 def server_cpu(facts: Facts) -> Iterator[Outcome]:
-    if not facts.blocks:
+    records = [block.record for block in facts.run.blocks]
+    if not records:
         return
     used = [
-        block.server_cpu_cores + block.generator_cpu_share
-        for block in facts.blocks
-        if block.server_cpu_cores is not None and block.generator_cpu_share is not None
+        (one.server_cpu_ns + one.generator_cpu_ns) / (one.window_end_ns - one.window_start_ns)
+        for one in records
+        if one.server_cpu_ns is not None and one.window_end_ns > one.window_start_ns
     ]
     if not used or not facts.cores or facts.cores < 0:
         yield Outcome(None, "the servers' CPU time is unknown")
