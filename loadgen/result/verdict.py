@@ -73,13 +73,13 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
         failed=failed,
         caveats=tuple(
             sentence(check.detail)
-            for check in (*(one for one in checks if one.state in CHECKS[one.name].caveat), *_deliberate(checks))
+            for check in (*(one for one in checks if one.state in CHECKS[one.name].caveat), *_tolerated(checks))
         ),
     )
 
 
-def _deliberate(checks: Sequence[Check]) -> list[Check]:
-    """Requested differences between the arms."""
+def _tolerated(checks: Sequence[Check]) -> list[Check]:
+    """Differences between the arms' settings that leave the verdict standing, most of them requested."""
     return [one for one in checks if one.ok is False and one.name.startswith("same_") and one.severity == "warns"]
 
 
