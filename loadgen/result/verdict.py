@@ -142,9 +142,10 @@ def _many_arms(
     names: dict[Label, str],
 ) -> str:
     """The order in the most loaded workload with the lead of each arm over the next, then the order in the others."""
+    besides = decided_besides(comparisons, workloads)
     if not rankings:  # no leading metric could be measured, as with too few requests for a percentile
         where = places([workloads[name] for name in dict.fromkeys(c.scenario for c in usable)])
-        return f"no ranking of {join(list(names.values()))}: inconclusive {where}."
+        return "; ".join([f"no ranking of {join(list(names.values()))}: inconclusive {where}", *besides]) + "."
     loads = [one for one in rankings if one.metric == "throughput"] or rankings
     main = max(loads, key=lambda one: weight(workloads[one.scenario]))
     apart = [claim(one) for one in neighbours(comparisons, main) if one.winner]
@@ -154,7 +155,6 @@ def _many_arms(
         if one is not main:
             same.setdefault(one.words(), []).append(workloads[one.scenario])
     rest = [f"{places(where)}: {words}" for words, where in same.items()]
-    besides = decided_besides(comparisons, workloads)
     return " ".join([first, *(sentence("; ".join(part)) for part in (apart, rest, besides) if part)])
 
 
