@@ -97,10 +97,15 @@ def _run_matrix(runs: Sequence[tuple[Combination, Experiment]], out: Path) -> tu
         status, result = run_and_report(experiment, out / combination.folder)
         entries.append(MatrixEntry(combination, result))
         worst = max(worst, status, key=_SEVERITY.index)
-        write_index(out, entries)
+        try:
+            write_index(out, entries)
+        except OSError as exc:  # a full disk: the runs go on
+            complain(f"no index: {exc.strerror or exc}")
+            worst = max(worst, EXIT_INVALID, key=_SEVERITY.index)
         if status == EXIT_INTERRUPTED:
             break
-    console.print(f"index: {out / 'index.html'}", soft_wrap=True)
+    if (out / "index.html").exists():
+        console.print(f"index: {out / 'index.html'}", soft_wrap=True)
     return worst, {entry.combination.folder: entry.result for entry in entries}
 
 
@@ -108,14 +113,13 @@ def _write_formats(results: Mapping[str, Result | None], junit: Path | None, csv
     """Write the files asked for, also after a failed run. The exit status is worse if one cannot be written."""
     from loadgen.report.files import write_csv, write_junit
 
-    try:
-        if junit is not None:
-            write_junit(junit, results)
-        if csv is not None:
-            write_csv(csv, results)
-    except OSError as exc:
-        complain(f"cannot write {exc.filename}: {exc.strerror or exc}")
-        return max(status, EXIT_INVALID, key=_SEVERITY.index)
+    for path, write in ((junit, write_junit), (csv, write_csv)):
+        try:
+            if path is not None:
+                write(path, results)
+        except OSError as exc:
+            complain(f"cannot write {path}: {exc.strerror or exc}")
+            status = max(status, EXIT_INVALID, key=_SEVERITY.index)
     return status
 
 

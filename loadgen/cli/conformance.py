@@ -6,18 +6,16 @@ import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.json_output import write_json
+from loadgen.cli.json_output import fail, write_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from loadgen.conformance.servers import Session
 
-EXIT_CONFORMS, EXIT_DEVIATES, EXIT_USAGE = 0, 1, 2
+EXIT_CONFORMS, EXIT_DEVIATES = 0, 1
 
 
 def conformance(
@@ -60,9 +58,9 @@ def conformance(
 
     errors = make_console(sys.stderr)
     if (url is None) == (launch is None):
-        _fail(errors, "give either a URL or --launch native|triton")
+        fail("give either a URL or --launch native|triton")
     if launch not in (None, "native", "triton"):
-        _fail(errors, f"--launch {launch} is unknown; give native or triton")
+        fail(f"--launch {launch} is unknown; give native or triton")
     # After the argument checks, because importing grpc takes half a second.
     from loadgen.bench.interruption import interruptible
     from loadgen.conformance.cases import select
@@ -81,12 +79,12 @@ def conformance(
             *([growth_case(GrowthPlan())] if growth else []),
         ]
     except ValueError as exc:
-        _fail(errors, str(exc))
+        fail(str(exc))
     with interruptible(), work_folder("conformance") as temporary:
         session: Session
         try:
             if launch is not None:
-                launcher = Launcher(launch, model, _options(errors, launch_option or []), logs or temporary)
+                launcher = Launcher(launch, model, _options(launch_option or []), logs or temporary)
                 errors.print(f"starting serve {launch}", soft_wrap=True)
                 session = LaunchedSession(launcher, image_model)
             else:
@@ -101,7 +99,7 @@ def conformance(
                     max_body_bytes=max_body_bytes,
                 )
         except (SubjectError, SkippedError) as exc:
-            _fail(errors, str(exc))
+            fail(str(exc))
         try:
             run = CaseRun(session, destructive=launch is not None or i_own_this_server or is_loopback(url or ""))
             results = run.run(
@@ -125,20 +123,15 @@ def conformance(
         try:
             markdown_file.write_text(markdown(report), encoding="utf-8")
         except OSError as exc:
-            _fail(errors, f"--markdown {markdown_file} cannot be written: {exc.strerror or exc}")
+            fail(f"--markdown {markdown_file} cannot be written: {exc.strerror or exc}")
     raise typer.Exit(EXIT_DEVIATES if report.failed else EXIT_CONFORMS)
 
 
-def _options(console: Console, given: list[str]) -> dict[str, str]:
+def _options(given: list[str]) -> dict[str, str]:
     options = {}
     for item in given:
         name, separator, value = item.partition("=")
         if not name:
-            _fail(console, f"--launch-option {item} has no name; give NAME=VALUE")
+            fail(f"--launch-option {item} has no name; give NAME=VALUE")
         options[name.removeprefix("--")] = value if separator else "true"
     return options
-
-
-def _fail(console: Console, message: str) -> NoReturn:
-    console.print(f"error: {message}", soft_wrap=True, style="bold red")
-    raise typer.Exit(EXIT_USAGE)

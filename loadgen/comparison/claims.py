@@ -43,6 +43,11 @@ def join(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
+def do_not(labels: Sequence[str], what: str) -> str:
+    """ "A does not report", "A and B do not report" """
+    return f"{join(labels)} {'do' if len(labels) > 1 else 'does'} not {what}"
+
+
 def weight(workload: Workload) -> tuple[int, int]:
     """Sorts workloads by load: closed loops by concurrency, before open loops by rate. Searches, ramps and cold starts
     come last, because they say nothing about the cause of a difference."""

@@ -102,13 +102,16 @@ class LatencyBreakdown(Record, frozen=True, kw_only=True):
 
 
 def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
-    """The breakdown over blocks of one arm and workload; None if no block has both samples and stages."""
-    used = [
-        (good(block.samples), stages, block.record.cool_down)
+    """The breakdown over blocks of one arm and workload; None if no block has both good responses and request
+    counts."""
+    reported = [
+        (answered, stages, block.record.cool_down)
         for block in blocks
-        if block.samples is not None and (stages := block.record.stages) is not None
+        if (stages := block.record.stages) is not None
+        and stages.requests is not None
+        and block.samples is not None
+        and len(answered := good(block.samples))
     ]
-    reported = [one for one in used if one[1].requests is not None and len(one[0])]
     if not reported:
         return None
     samples, totals = np.concatenate([one[0] for one in reported]), [stages for _, stages, _ in reported]
@@ -122,7 +125,7 @@ def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
     return ArmStages(
         label=label,
         requests=sum(stages.requests or 0 for stages in totals),
-        client_requests=len(samples) + sum(cool_down for _, _, cool_down in used),
+        client_requests=len(samples) + sum(cool_down for _, _, cool_down in reported),
         client_total_ms=total_ms,
         stages_ms=means | {"unattributed": rest_ms},
         contradictions=tuple(contradictions),

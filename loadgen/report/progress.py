@@ -31,7 +31,7 @@ from loadgen.result.checks.run import parity_figures
 from loadgen.studies.cold_start.records import ColdStart
 
 FIXED = "These intervals do not stop the run; the verdict follows after the checks."
-OPEN = "Pairs are added until every scenario is decided; these intervals allow for a look after every pair."
+OPEN = "Pairs are added until every scenario is decided; these intervals stay valid when checked after every pair."
 MIN_TRACK, MAX_TRACK = 10, 40
 _MIN_SPAN = math.log(1.05)
 _HIGHER_IS_BETTER = {metric.title: metric.higher_is_better for metric in METRICS.values()}

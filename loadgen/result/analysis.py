@@ -52,7 +52,7 @@ def analyse_run(run: StoredRun) -> Result:
         )
     )
     facts = Facts(run, blocks, summaries, breakdowns)
-    every: list[Found] = [analyse(facts) for analyse in parts("analyse", "analyse")]
+    every: list[Found] = [find(facts) for find in parts("analyse", "analyse")]
     findings = {found.STUDY: found for found in every}
     facts = replace(facts, findings=findings)
     searches = facts.of(RatesFound)

@@ -132,7 +132,7 @@ class RunDifference(Record, frozen=True, kw_only=True):
     old: str
     new: str
     comparable: bool
-    """Whether both ran in the same environment and at least one comparison can be made."""
+    """Whether the environments agree, or may differ, and at least one comparison can be made."""
     differences: tuple[Difference, ...]
     refused: tuple[str, ...]
     """Names of the differences that forbid comparing the runs; empty if they were allowed."""
@@ -276,7 +276,7 @@ def _caveats(old: Result, new: Result, binding: Sequence[Difference]) -> tuple[s
             caveats.append(f"The {name} run is not valid; the comparisons of its failed checks are left out.")
     if min(old.experiment.restarts, new.experiment.restarts) < 2:
         caveats.append(
-            "The intervals do not include what a fresh start of the servers changes, because not both runs have "
+            "The intervals do not include what a fresh start of the servers changes, because at least one run had no "
             "restarts; run both with --restarts 5 or more before you trust small changes."
         )
     return tuple(caveats)

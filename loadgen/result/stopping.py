@@ -57,7 +57,7 @@ def describe_stopping(experiment: Experiment, state: RunState | None, comparison
         pairs=pairs,
         undecided=undecided,
         sentence=_sentence(experiment, ended, pairs, undecided),
-        coverage=_coverage(experiment, leading) if pairs else "",
+        coverage=_coverage(experiment, ended, leading) if pairs else "",
     )
 
 
@@ -72,9 +72,9 @@ def _sentence(experiment: Experiment, ended: str | None, pairs: dict[str, int], 
         limit = number(experiment.time_limit_minutes or 0.0)
         names = ", ".join(undecided)
         return f"Stopped by the time limit of {limit} minutes of load, after {count} of each; inconclusive: {names}."
-    starts = f" over {experiment.restarts} starts of the servers" if experiment.restarts > 1 else ""
     if ended is None:
-        return f"Ended early, after {count} of each workload{starts}."
+        return f"Ended early, after {count} of each workload."
+    starts = f" over {experiment.restarts} starts of the servers" if experiment.restarts > 1 else ""
     cold = sum(workload.rounds for workload in experiment.workloads if workload.scenario == "cold-start")
     apart = f", {cold} of cold starts" if cold and cold != fewest else ""
     if ended == "time":
@@ -82,8 +82,10 @@ def _sentence(experiment: Experiment, ended: str | None, pairs: dict[str, int], 
     return f"As planned: {count} of each workload{starts}{apart}."
 
 
-def _coverage(experiment: Experiment, leading: Sequence[Comparison]) -> str:
-    text = "The intervals include what a restart changes." if experiment.restarts > 1 else ONE_START
+def _coverage(experiment: Experiment, ended: str | None, leading: Sequence[Comparison]) -> str:
+    # A run that ended early may not have come to its second start.
+    restarted = experiment.restarts > 1 if ended is not None else any(c.restarts > 1 for c in leading)
+    text = "The intervals include what a restart changes." if restarted else ONE_START
     if experiment.until_decided:
         text = f"The intervals stay valid although they were computed after every round. {text}"
     correlation = max((c.correlation for c in leading), default=0.0)

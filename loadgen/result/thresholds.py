@@ -167,9 +167,12 @@ def _number(node: ast.expr, take: Take) -> Callable[[Values], float]:
     """The function that an expression computes."""
     if isinstance(node, ast.Constant):
         value = node.value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise ThresholdError(f"{value!r} is not a number")
-        return lambda _: value
+        constant = float(repr(value))  # by its text: an integer too large for a float is then infinite
+        if not math.isfinite(constant):
+            raise ThresholdError(f"{constant} is not a number: it is too large")
+        return lambda _: constant
     if isinstance(node, ast.Attribute | ast.Name):
         quantity = take(node)
         return lambda values: values[quantity]

@@ -73,13 +73,13 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
         failed=failed,
         caveats=tuple(
             sentence(check.detail)
-            for check in (*(one for one in checks if one.state in CHECKS[one.name].caveat), *_deliberate(checks))
+            for check in (*(one for one in checks if one.state in CHECKS[one.name].caveat), *_tolerated(checks))
         ),
     )
 
 
-def _deliberate(checks: Sequence[Check]) -> list[Check]:
-    """Requested differences between the arms."""
+def _tolerated(checks: Sequence[Check]) -> list[Check]:
+    """Differences between the arms' settings that leave the verdict standing, most of them requested."""
     return [one for one in checks if one.ok is False and one.name.startswith("same_") and one.severity == "warns"]
 
 
@@ -107,7 +107,7 @@ def _sentence(
     if len(experiment.arms) == 2:
         found = _two_arms(comparisons, usable, workloads, names, experiment.equivalence_margin)
     else:
-        found = _many_arms(comparisons, rankings, workloads, names)
+        found = _many_arms(comparisons, usable, rankings, workloads, names)
     begins_with_name = found.startswith(tuple(names.values()))
     return before + found if before or begins_with_name else sentence(found)
 
@@ -136,11 +136,16 @@ def _two_arms(
 
 def _many_arms(
     comparisons: Sequence[Comparison],
+    usable: Sequence[Comparison],
     rankings: Sequence[Ranking],
     workloads: dict[str, Workload],
     names: dict[Label, str],
 ) -> str:
     """The order in the most loaded workload with the lead of each arm over the next, then the order in the others."""
+    besides = decided_besides(comparisons, workloads)
+    if not rankings:  # no leading metric could be measured, as with too few requests for a percentile
+        where = places([workloads[name] for name in dict.fromkeys(c.scenario for c in usable)])
+        return "; ".join([f"no ranking of {join(list(names.values()))}: inconclusive {where}", *besides]) + "."
     loads = [one for one in rankings if one.metric == "throughput"] or rankings
     main = max(loads, key=lambda one: weight(workloads[one.scenario]))
     apart = [claim(one) for one in neighbours(comparisons, main) if one.winner]
@@ -150,7 +155,6 @@ def _many_arms(
         if one is not main:
             same.setdefault(one.words(), []).append(workloads[one.scenario])
     rest = [f"{places(where)}: {words}" for words, where in same.items()]
-    besides = decided_besides(comparisons, workloads)
     return " ".join([first, *(sentence("; ".join(part)) for part in (apart, rest, besides) if part)])
 
 

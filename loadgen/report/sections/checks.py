@@ -128,7 +128,7 @@ def _table(rows: Sequence[CheckRow]) -> doc.Table:
         *doc.names("covers", "threshold"),
         doc.Column("remedy", "text", below=True),
     )
-    workloads = [
+    cells = [
         (
             row.title,
             doc.Cell(WORDS[row.style], row.style),
@@ -139,7 +139,7 @@ def _table(rows: Sequence[CheckRow]) -> doc.Table:
         )
         for row in rows
     ]
-    return doc.Table(columns, workloads, on=doc.PAGES)
+    return doc.Table(columns, cells, on=doc.PAGES)
 
 
 def _case(check: Check) -> tuple[str, str]:

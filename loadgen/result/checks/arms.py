@@ -7,10 +7,11 @@ tensorrt backends.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loadgen.comparison.claims import join
+from loadgen.comparison.claims import do_not
 from loadgen.comparison.facts import Facts
 from loadgen.experiment.schedule import load_workloads
 from loadgen.records.model_config import accelerators, backend_of, groups, kind_of, listed, mapping, whole
@@ -57,7 +58,7 @@ def _compare(facts: Facts, key: str) -> list[Outcome]:
                 Outcome(False, f"{key} differs ({text}), {why}", text, severity="warns" if on_purpose else None)
             )
     if silent := [shown(label) for label in have if label not in known]:
-        outcomes.append(Outcome(None, f"{join(silent)} {'do' if len(silent) > 1 else 'does'} not report it"))
+        outcomes.append(Outcome(None, f"{do_not(silent, 'report')} it"))
     return outcomes or [Outcome(True, known[first], known[first])]
 
 
@@ -112,12 +113,10 @@ for _one in _SAME:
 @fairness("requested settings took effect", "warns", "Correct the setting, or find out why the server overrode it.")
 @per_arm
 def settings_in_effect(arm: ArmRecord, _: Facts) -> Outcome:
-    known = []
-    for name, wanted in arm.settings.items():
-        have = arm.in_effect.get(setting_key(name))
-        if have is not None and wanted != "auto":
-            known.append((name, wanted, have))
-    if not known and arm.settings:
+    asked = [(name, wanted) for name, wanted in arm.settings.items() if wanted != "auto"]
+    found = [(name, wanted, arm.in_effect.get(setting_key(name))) for name, wanted in asked]
+    known = [(name, wanted, have) for name, wanted, have in found if have is not None]
+    if asked and not known:
         return Outcome(None, "does not report its settings")
     overridden = [f"{name} {have} instead of {wanted}" for name, wanted, have in known if not _equal(wanted, have)]
     detail = f"has the requested {', '.join(name for name, _, _ in known)}"
@@ -228,10 +227,10 @@ def metrics(arm: ArmRecord, _: Facts) -> Outcome:
     flags = " ".join(arm.argv).replace("=", " ")
     signs = {
         "summary_latencies": "summary_latencies true",
-        "log-verbose": "--log-verbose 1",
+        "log-verbose": "--log-verbose [1-9]",
         "tracing": "--trace-config",
     }
-    found = [flag for flag, sign in signs.items() if sign in flags]
+    found = [flag for flag, sign in signs.items() if re.search(sign, flags)]
     detail = f"was started with {_some(found)}" if found else "has none of them"
     return Outcome(not found, detail, len(found))
 

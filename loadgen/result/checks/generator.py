@@ -61,12 +61,15 @@ def _busy_in_search(facts: Facts, workload: Workload) -> Outcome:
             best = max(ramp.rungs, key=lambda rung: rung.throughput_per_s)
             deciding[ramp.round, ramp.label] = best.concurrency
     shares = [
-        trial.generator_cpu_share or 0.0
+        trial.generator_cpu_share
         for trial in facts.run.trials
         if trial.workload == workload.name
+        and trial.generator_cpu_share is not None
         and (trial.concurrency if ramps else trial.rate_per_s) == deciding.get((trial.round, trial.label))
     ]
-    where = "at the best rung" if ramps else "at the lowest rate that failed"
+    where = "at the best step" if ramps else "at the lowest rate that failed"
+    if any(trial.generator_processes > 1 for trial in facts.run.trials if trial.workload == workload.name):
+        where += ", on average over its processes"
     limited = any(rate.client_limited for rate in rates) or any(ramp.client_limited for ramp in ramps)
     return _busy(workload, shares, limited, where)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from loadgen.comparison.claims import join
+from loadgen.comparison.claims import do_not, join
 from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.comparison.facts import Facts, WorkloadFacts
 from loadgen.comparison.stages import OVERLAP_LIMIT
@@ -32,17 +32,12 @@ def batching_formed(load: WorkloadFacts, facts: Facts) -> Outcome | None:
     known = {shown(s.label): s.executed_batch_mean for s in load.summaries if s.executed_batch_mean is not None}
     least, limit = min(known.values(), default=None), FORMED_FACTOR * load.workload.batch_size
     if silent := [label for label in map(shown, facts.run.experiment.labels) if label not in known]:
-        return Outcome(None, f"{_do(silent, 'not report')} executed batches", least, limit)
+        return Outcome(None, f"{do_not(silent, 'report')} executed batches", least, limit)
     idle = [label for label, mean in known.items() if mean < limit]
     detail = "mean executed batch: " + ", ".join(f"{label} {number(mean)}" for label, mean in known.items())
     if idle:
         detail += f", so {join(idle)} did not merge requests"
     return Outcome(not idle, detail, least, limit)
-
-
-def _do(labels: Sequence[str], what: str) -> str:
-    """ "A does not report", "A and B do not report" """
-    return f"{join(labels)} {'do' if len(labels) > 1 else 'does'} {what}"
 
 
 @check(
@@ -139,7 +134,7 @@ def _leading_loads(facts: Facts) -> list[Comparison]:
     threshold=COVERING_RESTARTS,
 )
 def restarts(facts: Facts) -> Iterator[Outcome]:
-    loads, starts = _leading_loads(facts), facts.run.experiment.restarts
+    loads, starts = _leading_loads(facts), max(len({block.record.restart for block in facts.run.blocks}), 1)
     if not loads:
         return
     effects = [c.restart_effect for c in loads if c.restart_effect is not None]
@@ -191,7 +186,7 @@ def trained_weights(facts: Facts) -> Iterator[Outcome]:
     if random is not None:
         parts = [f"the weights are random ({random}): the speed is real, the outputs mean nothing"]
     if silent:
-        parts.append(f"{_do(silent, 'not report')} the weights")
+        parts.append(f"{do_not(silent, 'report')} the weights")
     yield Outcome(False if random is not None else None if silent else True, "; ".join(parts), random or named or None)
 
 

@@ -21,7 +21,7 @@ from loadgen.comparison.facts import Facts, WorkloadFacts
 from loadgen.experiment.schedule import load_workloads
 from loadgen.quantities import number, share
 from loadgen.records.model_config import kind_of
-from loadgen.records.run import Experiment, Label, shown
+from loadgen.records.run import Label, MachineLoad, shown
 from loadgen.records.samples import NS_PER_S
 from loadgen.result.checks.registry import Find, Outcome, check, fairness, per_load
 from loadgen.studies.fairness.records import ArmConditions, Conditions
@@ -138,7 +138,7 @@ def gpu_exclusive(conditions: Conditions) -> Outcome:
     own = {pid for arm in conditions.arms for pid in arm.pids}
     foreign = sorted(pids - own)
     if foreign and not pids & own:
-        detail = f"{len(foreign)} processes use the GPU, with PIDs of another host, so their owners are unknown"
+        detail = f"the GPU's processes ({len(foreign)}) have PIDs of another host, so their owners are unknown"
         return Outcome(None, detail, len(foreign))
     detail = "only the arms' servers use the GPU"
     if foreign:
@@ -230,10 +230,6 @@ def machine_steady(facts: Facts) -> Iterator[Outcome]:
     yield Outcome(ok, detail, change, margin)
 
 
-Taken = dict[Label, list[tuple[int, int]]]
-"""Per arm, for each block: CPU time taken from the cores, and all CPU time, in ns."""
-
-
 @check(
     "the hypervisor took no CPU time from this machine",
     "warns",
@@ -242,12 +238,7 @@ Taken = dict[Label, list[tuple[int, int]]]
 )
 @per_load
 def cpu_steal(load: WorkloadFacts, facts: Facts) -> Outcome | None:
-    taken: Taken = {label: [] for label in facts.run.experiment.labels}
-    blocks = [block.record for block in load.stored if block.record.complete]
-    for block in blocks:
-        if block.machine is not None and block.machine.steal_ns is not None and block.machine.total_ns > 0:
-            taken[block.label].append((block.machine.steal_ns, block.machine.total_ns))
-    return _judge_taken(taken, facts.run.experiment, "the hypervisor") if blocks else None
+    return _judge_taken(load, facts, "the hypervisor", lambda machine: machine.steal_ns)
 
 
 @check(
@@ -258,25 +249,39 @@ def cpu_steal(load: WorkloadFacts, facts: Facts) -> Outcome | None:
 )
 @per_load
 def other_processes(load: WorkloadFacts, facts: Facts) -> Outcome | None:
-    taken: Taken = {label: [] for label in facts.run.experiment.labels}
-    blocks = [block.record for block in load.stored if block.record.complete]
-    worst: tuple[int, tuple[str, ...]] = (0, ())
-    for block in blocks:
-        if (machine := block.machine) is not None and machine.known_ns is not None and machine.total_ns > 0:
-            others_ns = machine.busy_ns - machine.known_ns
-            taken[block.label].append((others_ns, machine.total_ns))
-            worst = max(worst, (others_ns, machine.others))
-    if not blocks:
+    found = _judge_taken(load, facts, "other processes", _others_ns)
+    if found is None or found.ok is not False:
+        return found
+    worst = max(_machines(load), key=lambda one: _others_ns(one[1]) or 0)[1]
+    if not worst.others:
+        return found
+    return replace(found, detail=f"{found.detail}; the busiest in the worst block: {', '.join(worst.others)}")
+
+
+def _others_ns(machine: MachineLoad) -> int | None:
+    """CPU time of processes other than the servers, the load generator and abserve."""
+    return None if machine.known_ns is None else machine.busy_ns - machine.known_ns
+
+
+def _machines(load: WorkloadFacts) -> list[tuple[Label, MachineLoad]]:
+    """The arm and the use of the cores of each complete block that recorded it."""
+    records = [block.record for block in load.stored if block.record.complete]
+    return [(one.label, one.machine) for one in records if one.machine is not None and one.machine.total_ns > 0]
+
+
+def _judge_taken(
+    load: WorkloadFacts, facts: Facts, who: str, taken_ns: Callable[[MachineLoad], int | None]
+) -> Outcome | None:
+    """Judge the CPU time taken from the cores; None without a complete block. An arm's blocks are judged together,
+    since the kernel counts in coarse steps. It warns, and invalidates if the arms had unequal shares of the machine or
+    all had little of it."""
+    if not any(block.record.complete for block in load.stored):
         return None
-    found = _judge_taken(taken, facts.run.experiment, "other processes")
-    if found.ok is False and worst[1]:
-        return replace(found, detail=f"{found.detail}; the busiest in the worst block: {', '.join(worst[1])}")
-    return found
-
-
-def _judge_taken(taken: Taken, experiment: Experiment, who: str) -> Outcome:
-    """Judge an arm's blocks together, since the kernel counts in coarse steps. It warns, and invalidates if the arms
-    had unequal shares of the machine or all had little of it."""
+    experiment = facts.run.experiment
+    taken: dict[Label, list[tuple[int, int]]] = {label: [] for label in experiment.labels}
+    for label, machine in _machines(load):
+        if (ns := taken_ns(machine)) is not None:
+            taken[label].append((ns, machine.total_ns))
     if not all(taken.values()):
         return Outcome(None, "CPU time was not recorded")
     blocks = {label: np.array([ns / of_ns for ns, of_ns in own]) for label, own in taken.items()}
@@ -335,12 +340,13 @@ def wall_clock(facts: Facts) -> Iterator[Outcome]:
     threshold=SERVER_CPU_LIMIT,
 )
 def server_cpu(facts: Facts) -> Iterator[Outcome]:
-    if not facts.blocks:
+    records = [block.record for block in facts.run.blocks]
+    if not records:
         return
     used = [
-        block.server_cpu_cores + block.generator_cpu_share
-        for block in facts.blocks
-        if block.server_cpu_cores is not None and block.generator_cpu_share is not None
+        (one.server_cpu_ns + one.generator_cpu_ns) / (one.window_end_ns - one.window_start_ns)
+        for one in records
+        if one.server_cpu_ns is not None and one.window_end_ns > one.window_start_ns
     ]
     if not used or not facts.cores or facts.cores < 0:
         yield Outcome(None, "the servers' CPU time is unknown")

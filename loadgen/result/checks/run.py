@@ -108,9 +108,8 @@ def request_errors(facts: Facts) -> Iterator[Outcome]:
         messages = (message for block in load.stored for message in block.record.error_messages)
         found = _errors(load.workload, sum(sent.values()), errors, messages)
         if silent:
-            found = Outcome(
-                False if errors else None, f"no request was sent to {join(silent)}", found.value, scope=load.scope
-            )
+            detail = f"no request was sent to {join(silent)}" + (f"; {found.detail}" if errors else "")
+            found = Outcome(False if errors else None, detail, found.value, scope=load.scope)
         yield found
     for workload in facts.run.experiment.workloads:
         if workload.scenario == "ramp":

@@ -8,13 +8,14 @@ from loadgen.records.run import Label, Record
 
 
 class CacheProbe(Record, frozen=True, kw_only=True):
-    """Times of new requests and of repeated ones sent among them; empty with an `error`."""
+    """Times of new requests and of repeated ones sent among them, group by group; empty with an `error`."""
 
     FILE = "cache_probes.json"
     label: Label
     fresh_ns: tuple[int, ...]
+    """Time of the new request of each group."""
     repeated_ns: tuple[int, ...]
-    """Times of new requests, one per repeated one sent right before and after, in the same order."""
+    """Times of the repeated requests, as many for each new one, in the order of the groups."""
     error: str | None = None
 
 
@@ -25,7 +26,7 @@ class ArmConditions(Record, frozen=True, kw_only=True):
     loopback: bool
     """Whether its address is this machine's loopback."""
     connect_ms: float | None
-    """Median time of a TCP connection to its HTTP port: one round trip; null where none could be made."""
+    """Median time of a TCP connection to its HTTP port: one round trip; null if one failed."""
     pids: tuple[int, ...]
     """Processes of its server, where abserve started it."""
 

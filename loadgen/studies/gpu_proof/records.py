@@ -42,7 +42,7 @@ class Thresholds(Record, frozen=True, kw_only=True):
     idle_utilisation_points: float = 1.0
     max_gap_utilisation: float = 0.05
     """Share of the time that the GPU may be busy with nothing sent; above it something else uses the GPU. Idle servers
-    on an H200 showed 0.000 in all 85 published findings."""
+    on an H200 showed 0.000 in every published finding."""
     idle_energy_share: float = 0.03
     """Share of idle power times the window. An H200 draws 80 W idle and 690 W under full load."""
     sigmas: float = 3.0

@@ -1,4 +1,4 @@
-"""Open loops: whether the rate was sustained, whose the lag is, and what a comparison makes of it."""
+"""Open loops: whether the rate was sustained, who caused the lag, and what is compared."""
 
 from __future__ import annotations
 
@@ -245,3 +245,19 @@ def test_blocks_without_a_single_answer_are_no_measurement(tmp_path: Path, sent:
     assert {comparison.ratio for comparison in result.comparisons} == {None}
     assert find(result, "request_errors").ok is (False if sent else None)
     assert result.verdict.sentence.startswith("No verdict")
+
+
+def test_an_arm_without_requests_does_not_hide_the_other_arms_errors(tmp_path: Path) -> None:
+    def failing(pair: int) -> tuple[Samples, int]:
+        samples, span_ns = noisy(20.0)(pair)
+        samples["error"], samples["status"] = 0, 0
+        return samples, span_ns
+
+    def silent(pair: int) -> tuple[Samples, int]:
+        samples, span_ns = noisy(20.0)(pair)
+        return samples[:0], span_ns
+
+    errors = find(open_run(tmp_path, {"a": failing, "b": silent}, 50.0), "request_errors")
+    assert errors.ok is False
+    assert errors.detail.startswith("no request was sent to B; ")
+    assert errors.detail.endswith("requests failed; first message: connection closed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -214,3 +215,15 @@ def test_arms_with_names_are_called_by_them() -> None:
         scenario="single", metric="throughput", order=("onnx", "torch", "a"), not_separated=(("torch", "a"),)
     )
     assert found.words() == "onnx, then A and torch (not separated)"
+
+
+def test_without_a_leading_metric_there_is_no_ranking(tmp_path: Path) -> None:
+    """Too few requests for a median: the run is analysed all the same, as with two arms."""
+    rare = Workload(
+        scenario="open", batch_size=1, concurrency=4, requests=4, seconds=0.1, max_seconds=1.0, rounds=1,
+        arrivals="constant", rate_per_s=20.0,
+    )  # fmt: skip
+    verdict = analyse(write_run(tmp_path, Plan(others=(FAST,), workloads=(rare,), pairs=1))).verdict
+    assert verdict.rankings == ()
+    assert verdict.sentence.startswith("No ranking of A (native torch")
+    assert verdict.sentence.endswith("): inconclusive at 20 requests/s.")

@@ -21,7 +21,7 @@ from loadgen.studies.causes.sections import stage_rows
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
 
-def test_every_account_adds_up(tmp_path: Path) -> None:
+def test_every_breakdown_adds_up(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(pairs=2)))
     assert len(result.stages) == 7
     for breakdown in result.stages:
@@ -70,6 +70,25 @@ def test_an_arm_without_stages_gets_no_explanation(tmp_path: Path) -> None:
     result = analyse(tmp_path)
     assert all(breakdown.arm_stages is None and breakdown.baseline_stages is not None for breakdown in result.stages)
     assert all(explain_stages(breakdown) == [] for breakdown in result.stages)
+
+
+def test_a_block_without_request_counts_counts_on_neither_side(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(pairs=3))
+    counted = analyse(tmp_path).stages[-1].baseline_stages
+    first = next(path for path in sorted((tmp_path / "blocks").glob("*.json")) if _is(path, "a", "concurrent(16)"))
+    block = json.loads(first.read_text())
+    assert block["cool_down"] > 0
+    first.write_text(json.dumps(block | {"stages": block["stages"] | {"requests": None}}))
+    left = analyse(tmp_path).stages[-1].baseline_stages
+    assert counted is not None
+    assert left is not None
+    assert left.requests == left.client_requests
+    assert counted.client_requests - left.client_requests == block["requests"] + block["cool_down"]
+
+
+def _is(path: Path, label: str, workload: str) -> bool:
+    block = json.loads(path.read_text())
+    return (block["label"], block["workload"]) == (label, workload)
 
 
 def lie(directory: Path, **told: int) -> None:

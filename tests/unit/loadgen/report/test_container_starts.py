@@ -1,4 +1,4 @@
-"""The account of a container's start reads the same on the terminal, in Markdown and in HTML."""
+"""The report of a container's start reads the same on the terminal, in Markdown and in HTML."""
 
 from __future__ import annotations
 

@@ -244,6 +244,20 @@ def test_send_lag_is_judged_with_enough_samples_and_only_suspected_with_few(tmp_
     assert not result.valid
 
 
+def test_every_process_of_the_load_generator_takes_cores(tmp_path: Path) -> None:
+    """Two processes of half a core each beside a server of one core: two of two cores."""
+    write_run(tmp_path, Plan(**SMALL))
+    for path in (tmp_path / "blocks").glob("*.json"):
+        block = json.loads(path.read_text())
+        window = {name: block[name] for name in ("window_start_ns", "window_end_ns")}
+        span_ns = window["window_end_ns"] - window["window_start_ns"]
+        worker = {"host": "here", "pid": 1, "requests": 40, "cpu_ns": span_ns // 2, **window}
+        workers = [{"index": index, **worker} for index in (0, 1)]
+        edit_json(path, generator_cpu_ns=span_ns, server_cpu_ns=span_ns, workers=workers)
+    found = check(analyse(tmp_path), "server_cpu")
+    assert (found.ok, found.detail) == (False, "server and load generator used up to 2.00 of 2 cores")
+
+
 def test_a_queue_delay_under_serial_load_is_seen(tmp_path: Path) -> None:
     write_run(tmp_path, Plan(**SMALL))
     for path in (tmp_path / "blocks").glob("*.json"):
@@ -303,7 +317,7 @@ def test_failed_parity_leaves_no_verdict_at_all(tmp_path: Path) -> None:
 
 
 def test_without_its_data_no_check_is_ok(tmp_path: Path) -> None:
-    """Two servers by URL that tell nothing, on a machine that recorded nothing, in a run without samples."""
+    """Two servers by URL that report nothing, on a machine that recorded nothing, in a run without samples."""
     write_run(tmp_path, Plan(pairs=2, cut_after=0, state="running"))
     for name in ("environment.json", "parity.json", "run.json", "cold_starts.json"):
         (tmp_path / name).unlink()

@@ -99,7 +99,7 @@ def found(record: ArmRecord, name: str) -> Check:
 
 
 @pytest.mark.parametrize("record", [arm(ONNX), arm(TENSORRT), native()], ids=["onnxruntime", "tensorrt", "native"])
-def test_sound_settings_need_no_look(record: ArmRecord) -> None:
+def test_sound_settings_need_no_attention(record: ArmRecord) -> None:
     assert [check for check in of_settings(record) if check.ok is False] == []
 
 
@@ -133,6 +133,7 @@ def accelerated(**parameters: str) -> dict[str, Any]:
         (arm(accelerated(use_tf32="1")), "tf32", "use_tf32 = 1"),
         (arm({**ONNX, "model_warmup": []}), "model_warm_up", "B has no model_warmup"),
         (arm(ONNX, argv=("tritonserver", "--metrics-config=summary_latencies=true")), "metrics", "summary_latencies"),
+        (arm(ONNX, argv=("tritonserver", "--log-verbose=2")), "metrics", "log-verbose"),
         (arm(ONNX, argv=("tritonserver", "--trace-config", "level=TIMESTAMPS")), "metrics", "tracing"),
         (arm({**ONNX, "response_cache": {"enable": True}}), "response_cache", "without an inference"),
         (arm({**ONNX, "optimization": {"cuda": {"graphs": True}}}), "cuda_graphs", "(onnxruntime) that ignores"),
@@ -152,7 +153,12 @@ def test_a_setting_that_misleads_is_named(record: ArmRecord, name: str, words: s
     assert check.remedy
 
 
-def test_a_server_that_tells_nothing_is_unknown_in_everything() -> None:
+def test_a_setting_left_to_the_server_is_not_requested() -> None:
+    (check,) = [one for one in made(arm(ONNX, settings={"device": "auto"})) if one.name == "settings_in_effect"]
+    assert (check.ok, check.detail) == (True, "B has no requested settings")
+
+
+def test_a_server_that_reports_nothing_is_unknown_in_everything() -> None:
     checks = of_settings(arm(None, argv=None, server_name=None))
     assert {check.ok for check in checks} == {None}
     assert all(check.severity == "informs" for check in checks)
@@ -288,7 +294,7 @@ def replaced(node: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def test_a_configuration_in_which_anything_is_anything_fails_nothing() -> None:
-    """Of somebody else's server: what makes no sense is not told."""
+    """Another server may report anything; what makes no sense counts as not reported."""
     whole = {
         **TENSORRT,
         "parameters": NATIVE["parameters"],

@@ -66,6 +66,18 @@ def test_the_spread_of_a_restart_is_told_from_that_of_the_pairs() -> None:
     assert between_restarts([[1.0, 1.1]]) is None
 
 
+def test_a_run_that_ended_in_its_first_start_does_not_claim_the_others(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(pairs=4, requests=40, state="interrupted", cut_after=50))
+    edit_json(tmp_path / "experiment.json", restarts=3)
+    result = analyse(tmp_path)
+    assert result.stopping is not None
+    assert result.stopping.sentence.startswith("Ended early, after ")
+    assert "starts" not in result.stopping.sentence
+    assert result.stopping.coverage.startswith("The servers were started once")
+    (check,) = [one for one in result.checks if one.name == "restarts"]
+    assert (check.value, check.detail.partition(",")[0]) == (1, "the servers were started once")
+
+
 def test_equal_weights_are_holm_and_unequal_ones_divide_the_five_per_cent() -> None:
     p_values = [0.01, None, 0.04, 0.03]
     assert adjust_holm(p_values, [2.0, 2.0, 2.0, 2.0]) == pytest.approx(adjust_holm(p_values))

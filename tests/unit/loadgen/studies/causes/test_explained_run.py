@@ -92,7 +92,7 @@ def test_of_three_arms_each_has_its_own_causes_beside_the_baseline(tmp_path: Pat
         explain(tmp_path, "transfer", label, label, without, number)
         for number, (label, without) in enumerate([("b", "a"), ("c", "b")])
     )
-    barred = Untested(cause="compute", label="c", reason="not ours")
+    barred = Untested(cause="compute", label="c", reason="given by URL")
     record = Explanation(workloads=("single",), left_out=(), done=done, untested=(barred,))
     (tmp_path / "causes.json").write_bytes(msgspec.json.encode(record))
     result = analyse(tmp_path)
@@ -103,7 +103,7 @@ def test_of_three_arms_each_has_its_own_causes_beside_the_baseline(tmp_path: Pat
     assert "67 % payload transfer of C, 33 % unattributed." in c.sentence
     assert [cause.name for cause in b.causes] == ["transfer"]
     assert [[one.label for one in cause.effects] for cause in (*b.causes, *c.causes)] == [["b"], ["c"], []]
-    assert any("compute (C: not ours)" in note for note in c.notes)
+    assert any("compute (C: given by URL)" in note for note in c.notes)
     reasons = {one.arm: one.reasons[0] for one in result.verdict.scenarios if one.scenario == "single"}
     assert reasons == {"b": b.sentence, "c": c.sentence}
 

@@ -49,11 +49,11 @@ def ranked(
     pairs: list[tuple[float, float]],
     effects: list[MeasuredEffect],
     untested: tuple[Untested, ...] = (),
-    account: LatencyBreakdown | None = None,
+    breakdown: LatencyBreakdown | None = None,
     comparable: bool = True,
     pairing: Pairing = AB,
 ) -> WorkloadCauses:
-    found = rank_causes(WORKLOAD, pairing, pairs, effects, untested, account, comparable=comparable)
+    found = rank_causes(WORKLOAD, pairing, pairs, effects, untested, breakdown, comparable=comparable)
     assert found is not None
     return found
 
@@ -127,7 +127,7 @@ def test_an_arm_that_left_its_payload_is_not_held_to_its_own_blocks() -> None:
     assert not any("drifted" in note for note in ranked(gap(10.0, 20.0), effects).notes)
 
 
-ACCOUNT = LatencyBreakdown(
+BREAKDOWN = LatencyBreakdown(
     workload="batched(32)",
     baseline="a",
     arm="b",
@@ -138,9 +138,9 @@ ACCOUNT = LatencyBreakdown(
 )
 
 
-def test_what_was_not_tested_is_named_with_what_the_account_suggests() -> None:
+def test_what_was_not_tested_is_named_with_what_the_breakdown_suggests() -> None:
     away = Untested(cause="queue_delay", label="b", reason="B is at http://b, which is not started by us")
-    found = ranked(gap(10.0, 20.0), [], (away,), ACCOUNT)
+    found = ranked(gap(10.0, 20.0), [], (away,), BREAKDOWN)
     (cause,) = found.causes
     assert (cause.difference_ms, cause.found, cause.inferred_ms) == (None, False, 8.3)
     (note,) = found.notes
@@ -149,11 +149,11 @@ def test_what_was_not_tested_is_named_with_what_the_account_suggests() -> None:
 
 
 def test_one_arm_tested_and_one_not_is_half_known() -> None:
-    away = Untested(cause="queue_delay", label="b", reason="not ours")
-    found = ranked(gap(10.0, 20.0), [effect("queue_delay", "a", 10.0, 8.0)], (away,), ACCOUNT)
+    away = Untested(cause="queue_delay", label="b", reason="given by URL")
+    found = ranked(gap(10.0, 20.0), [effect("queue_delay", "a", 10.0, 8.0)], (away,), BREAKDOWN)
     assert found.causes[0].difference_ms == pytest.approx(-2.0, abs=0.1)
     assert found.causes[0].inferred_ms == 8.3
-    assert any("Not tested: queue delay (B: not ours)" in note for note in found.notes)
+    assert any("Not tested: queue delay (B: given by URL)" in note for note in found.notes)
 
 
 def test_nothing_to_take_away_is_a_known_zero() -> None:
@@ -168,7 +168,7 @@ def test_of_three_arms_the_effects_of_the_two_count() -> None:
     """What an arm beside the pairing costs neither adds to the difference nor is said."""
     effects = [effect("queue_delay", "old", 10.0, 8.0), effect("queue_delay", "c", 20.0, 15.0)]
     beside = [effect("queue_delay", "b", 90.0, 9.0), effect("compute", "b", 90.0, 9.0)]
-    away = tuple(Untested(cause="compute", label=label, reason="not ours") for label in ("b", "c"))
+    away = tuple(Untested(cause="compute", label=label, reason="given by URL") for label in ("b", "c"))
     found = ranked(gap(10.0, 20.0), [*effects, *beside], away, pairing=Pairing("old", "c"))
     assert (found.baseline, found.arm, found.slower) == ("old", "c", "c")
     assert found.sentence.startswith(
@@ -178,7 +178,7 @@ def test_of_three_arms_the_effects_of_the_two_count() -> None:
     assert queue.difference_ms == pytest.approx(3.0, abs=0.1)
     assert [one.label for one in queue.effects] == ["old", "c"]
     assert ([one.label for one in compute.untested], compute.effects) == (["c"], ())
-    assert found.notes == ("Not tested: compute (C: not ours).",)
+    assert found.notes == ("Not tested: compute (C: given by URL).",)
 
 
 def test_a_difference_of_which_nothing_was_tested_yet() -> None:

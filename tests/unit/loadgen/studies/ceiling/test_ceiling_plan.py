@@ -40,7 +40,7 @@ def workload(scenario: str, batch_size: int = 1, concurrency: int = 1, **more: A
 
 
 def make_experiment(**changes: Any) -> Experiment:
-    """Two servers of ours, one request of one image at a time; `a` and `b` take the place of an arm."""
+    """Two embedded servers, one request of one image at a time; `a` and `b` take the place of an arm."""
     settings = ExperimentSettings.model_validate({"scenarios": "single", "ceiling": True})
     ((_, experiment),) = plan_experiment(settings).runs
     arms = tuple(changes.pop(arm.label, arm) for arm in experiment.arms)
@@ -160,7 +160,7 @@ def test_full_measures_ceilings_and_quick_does_not_unless_told() -> None:
     assert plan(ceiling=True).ceiling
     assert not plan(preset="full", ceiling=False).ceiling
     assert not plan(preset="full", a="http://127.0.0.1:1", b="http://127.0.0.1:2").ceiling
-    assert plan(ceiling=True, b="http://127.0.0.1:2").ceiling, "there is one arm of ours"
+    assert plan(ceiling=True, b="http://127.0.0.1:2").ceiling, "one arm is embedded"
     assert wants_ceilings(plan(ceiling=True))
     assert not wants_ceilings(plan(preset="full", scenarios="cold-start"))
 

@@ -50,7 +50,7 @@ def test_negative_control(run: Run, plan: Any, cpu_info: Any) -> None:
     assert not may_rank({"a": fast, "b": control})[0]
 
 
-def test_a_control_that_somebody_elses_work_heats_still_says_no(run: Run, plan: Any, cpu_info: Any) -> None:
+def test_a_control_beside_other_work_on_the_gpu_still_says_no(run: Run, plan: Any, cpu_info: Any) -> None:
     record = run(plan(), gpu_info=cpu_info, is_control=True)
     assert record.finding == "CPU_FALLBACK"
     assert any("another process used it" in note for note in record.notes)

@@ -68,6 +68,18 @@ def test_a_generator_that_was_the_limit(tmp_path: Path) -> None:
     assert "97 % of a core at the lowest rate that failed" in detail
 
 
+def test_several_processes_of_the_generator_are_told_by_their_mean(tmp_path: Path) -> None:
+    trials = [
+        msgspec.structs.replace(trial, generator_processes=2)
+        for pair in (0, 1)
+        for trial in [*search("a", 300.0, round_=pair, cpu=0.6), *search("b", 90.0, round_=pair)]
+    ]
+    result = analysed(tmp_path, SLO, trials)
+    *_, busy = (check for check in result.checks if check.name == "generator_cpu")
+    assert busy.ok
+    assert "30 % of a core at the lowest rate that failed, on average over its processes" in busy.detail
+
+
 def test_a_ramp_that_is_too_short(tmp_path: Path) -> None:
     result = analysed(tmp_path, RAMP, [*climb("a", 800.0, 32), *climb("b", 1e9, 64)])
     (detail,) = failed(result, "searches_ended")

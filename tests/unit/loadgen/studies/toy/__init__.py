@@ -1,1 +1,1 @@
-"""A study as somebody would add it: how long the run took to get here."""
+"""A study as a contributor would add it: the temperature of the machine."""

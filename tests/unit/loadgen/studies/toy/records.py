@@ -11,7 +11,7 @@ class Temperature(Record, frozen=True, kw_only=True):
 
 
 class TemperatureFound(Found, frozen=True, kw_only=True):
-    """What it was, if somebody looked."""
+    """The temperature, if it was read."""
 
     STUDY = "temperature"
     celsius: float | None = None
