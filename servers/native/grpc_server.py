@@ -34,6 +34,7 @@ from servers.contract.errors import (
     UnsupportedError,
 )
 from servers.launch_plan import host_in_url
+from servers.listener import ListenerError
 from servers.native import documents
 from servers.native.cuda_regions import CudaRegion
 from servers.native.errors import (
@@ -48,7 +49,6 @@ from servers.native.errors import (
 from servers.native.grpc_messages import INLINE_BYTES, decode_message, encode_message, parse_message
 from servers.native.inference import InferenceService, in_thread
 from servers.native.limits import CONTROL_BODY_BYTES, ByteBudget
-from servers.native.listener import ListenerError
 from servers.native.regions import RegionTable, SystemRegion
 from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
