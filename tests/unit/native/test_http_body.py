@@ -16,7 +16,7 @@ from servers.native.http_body import (
     FREE_CHUNKS,
     MAPPED_BYTES,
     MIN_MEAN_CHUNK_BYTES,
-    STEPS_A_FEED,
+    STEPS_PER_FEED,
     BodyPool,
     ChunkedBody,
     DroppedBody,
@@ -87,8 +87,8 @@ def test_what_is_no_chunk_is_refused(stream: bytes, status: int) -> None:
 def test_one_feed_takes_a_bounded_number_of_chunks() -> None:
     stream = bytearray(b"1\r\n \r\n" * 10_000)
     body = ChunkedBody(100_000, 100_000)
-    assert 0 < body.feed(stream, 0, len(stream)) <= 6 * STEPS_A_FEED
-    assert 0 < len(body.content) <= STEPS_A_FEED
+    assert 0 < body.feed(stream, 0, len(stream)) <= 6 * STEPS_PER_FEED
+    assert 0 < len(body.content) <= STEPS_PER_FEED
 
 
 @pytest.mark.parametrize(("size", "refused"), [(MIN_MEAN_CHUNK_BYTES, False), (MIN_MEAN_CHUNK_BYTES - 1, True)])
