@@ -23,7 +23,7 @@ def bucket_sizes(max_batch_size: int, *, halves: bool = True) -> tuple[int, ...]
 
 
 def warm_up_sizes(max_batch_size: int) -> tuple[int, ...]:
-    """The batch sizes that every server executes before it is ready: powers of two, and `max_batch_size` itself."""
+    """The batch sizes to warm up with: powers of two, and `max_batch_size` itself; ascending."""
     return bucket_sizes(max_batch_size, halves=False)
 
 

@@ -339,10 +339,6 @@ def _methods(models: ServedModels, regions: RegionTable) -> dict[str, Method]:
     def find(asked: Any) -> InferenceService:
         return models.find(asked.name, asked.version or None)
 
-    async def server_metadata(_asked: Any) -> documents.Document:
-        cuda = await regions.offers_cuda()
-        return documents.server_metadata(system_memory=regions.allowed, cuda_memory=cuda)
-
     def by_name(rows: Iterable[documents.Document]) -> documents.Document:
         return {"regions": {row["name"]: row for row in rows}}
 
@@ -356,7 +352,7 @@ def _methods(models: ServedModels, regions: RegionTable) -> dict[str, Method]:
         "ServerLive": lambda _: {"live": True},
         "ServerReady": lambda _: {"ready": models.ready},
         "ModelReady": lambda asked: {"ready": models.named(asked.name, asked.version or None).ready},
-        "ServerMetadata": server_metadata,
+        "ServerMetadata": lambda _: documents.server_metadata(regions),
         "ModelMetadata": lambda asked: documents.model_metadata(find(asked)),
         "ModelConfig": lambda asked: {"config": documents.model_config(find(asked))},
         "ModelStatistics": lambda asked: documents.statistics([find(asked)] if asked.name else models),
