@@ -167,7 +167,7 @@ def test_memory_that_is_lent_counts_among_the_spare_until_it_is_full() -> None:
 
 
 def test_a_large_body_takes_no_memory_before_it_arrives_and_none_afterwards() -> None:
-    """Bytes of this process that are resident, by the kernel's account."""
+    """Resident bytes of this process, as the kernel reports them."""
     before = resident_bytes()
     bodies = [FixedBody(MAPPED_BYTES, 0) for _ in range(64)]
     for body in bodies:
