@@ -13,12 +13,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from servers.engines.factory import KINDS
-from servers.engines.processors import cuda_index, nvidia_device_present
+from servers.engines.processors import nvidia_device_present
+from servers.engines.settings import EngineError
 from servers.export.triton_config import BatchingSettings
 from servers.launch_plan import LaunchPlan, host_in_url
 from servers.listener import ListenerError, check_free
-from servers.models.specification import choose_from
 from servers.models.weights import WeightsSource
 from servers.triton.errors import TritonOptionError
 from servers.triton.leftovers import (
@@ -42,14 +41,14 @@ def assert_ready(settings: TritonSettings) -> None:
 
     A missing libpython does not count: `prepare` may be able to fetch it.
     """
-    kind, device = settings.engine, settings.device
-    if kind not in KINDS:
-        raise TritonOptionError(f"unknown engine {kind!r}; {choose_from(kind, KINDS)}")
-    if device not in ("auto", "cpu"):
-        if cuda_index(device) is None:
-            raise TritonOptionError(f"unknown device {device!r}; use auto, cpu or cuda:N")
-        if not nvidia_device_present():
+    device, resolved = settings.device, settings.resolved_engine()
+    try:
+        settings.engine_settings(resolved.max_batch_size).check()
+        if device not in ("auto", "cpu") and not nvidia_device_present():
             raise TritonOptionError(f"--device {device}: this machine has no NVIDIA GPU; use --device cpu or auto")
+        resolved.mode_on("cpu" if resolved.device == "cpu" else "cuda")
+    except EngineError as exc:
+        raise TritonOptionError(str(exc)) from exc
     assert_free(
         settings.host,
         {"--http-port": settings.http_port, "--grpc-port": settings.grpc_port, "--metrics-port": settings.metrics_port},
