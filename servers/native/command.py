@@ -68,6 +68,10 @@ class Launch:
 def check(options: Mapping[str, Any]) -> Launch:
     """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
     settings = NativeSettings(**options)
+    engine = settings.engine_settings()
+    engine.check()
+    if settings.device != "auto":
+        engine.mode_on("cpu" if settings.device == "cpu" else "cuda")
     specifications = get_variants(settings.model, settings.payloads)
     weights = pin(parse_weights(settings.weights), specifications[0].find_pretrained)
     bind(settings.host, settings.http_port).close()

@@ -20,7 +20,6 @@ import structlog
 import uvicorn
 
 from servers.engines.interface import Engine
-from servers.engines.settings import EngineSettings
 from servers.launch_plan import host_in_url
 from servers.listener import ListenerError
 from servers.models.specification import ModelSpecification
@@ -155,14 +154,7 @@ def run(
 
 def _service(settings: NativeSettings, specification: ModelSpecification, weights: WeightsSource) -> InferenceService:
     executed = specification.executed
-    engine = EngineSettings(
-        kind=settings.engine,
-        precision=settings.precision,
-        mode=settings.mode,
-        device=settings.device,
-        threads=settings.threads,
-        max_batch_size=settings.max_batch_size,
-    )
+    engine = settings.engine_settings()
 
     def build() -> Engine:
         from servers.engines.factory import LIBRARIES, build_engine  # in the engine thread, after the port answers

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings
 
 from servers import defaults
+from servers.engines.settings import EngineSettings
 from servers.models.preprocessing import MAX_PIXELS
 from servers.models.registry import DEFAULT_MODEL
 from servers.options import Option, flag_of, settings_of
@@ -155,6 +156,10 @@ class NativeSettings(BaseSettings):
         if port == info.data.get("http_port"):
             raise ValueError("HTTP and gRPC need different ports, and this is --http-port")
         return port
+
+    def engine_settings(self) -> EngineSettings:
+        """The settings as an engine takes them."""
+        return EngineSettings(self.engine, self.precision, self.mode, self.device, self.threads, self.max_batch_size)
 
 
 def to_argv(settings: NativeSettings) -> tuple[str, ...]:
