@@ -98,7 +98,8 @@ def _images(run: Command, newest_source: datetime | None, now: datetime) -> list
             remedy = "make pin-images, then docker compose build --no-cache"
             found.append(Finding(image, False, f"built {days} days ago, without later fixes", remedy))
         else:
-            found.append(Finding(image, True, f"built {days} days ago, newer than the code here"))
+            compared = "" if newest_source is None else ", newer than the code here"
+            found.append(Finding(image, True, f"built {days} days ago{compared}"))
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from servers.finding import Finding, finding
-from servers.native.listener import ListenerError, check_free
+from servers.listener import ListenerError, check_free
 from servers.native.settings import NativeSettings
 from servers.triton.settings import TritonSettings
 
@@ -118,19 +118,23 @@ def _shared_memory() -> Finding:
 
 def _exposure() -> Finding:
     """Whether other machines can reach a default port: the servers have no authentication."""
-    public = sorted({PORTS[port] for host, port in _listeners() if port in PORTS and not _is_loopback(host)})
+    listeners = _listeners()
+    if listeners is None:
+        return Finding("exposure", True, "not available: this user may not list the listening sockets")
+    public = sorted({PORTS[port] for host, port in listeners if port in PORTS and not _is_loopback(host)})
     remedy = "start the server with --host 127.0.0.1 and reach it through an SSH tunnel"
     detail = f"other machines can reach {', '.join(public)}" if public else "only this machine can reach the servers"
     return finding("exposure", not public, detail, remedy)
 
 
-def _listeners() -> Sequence[tuple[str, int]]:
+def _listeners() -> Sequence[tuple[str, int]] | None:
+    """Host and port of every listening socket; None where only root may list them."""
     import psutil
 
     try:
         connections = psutil.net_connections("tcp")
-    except (psutil.Error, OSError):  # some systems show them only to root
-        return ()
+    except (psutil.Error, OSError):
+        return None
     return [(one.laddr.ip, one.laddr.port) for one in connections if one.laddr and one.status == psutil.CONN_LISTEN]
 
 

@@ -7,8 +7,9 @@
     ROOT/repository/                      a model repository for Triton's own backends              (gpu)
     ROOT/plan/request.json, *.onnx        what `docker/tensorrt/build_plan.py` builds               (gpu)
 
-Settings come from the environment: ABSERVE_MODELS_{MODEL,WEIGHTS,TRITON_BACKENDS}, and those of both servers. Files
-that are up to date stay. A file gets its name when it is complete, since other containers read it.
+Settings come from the environment: ABSERVE_MODELS_{ROOT,MODEL,WEIGHTS,TRITON_BACKENDS}, and those of both servers, of
+which Triton's own backends take ABSERVE_TRITON_{MAX_BATCH_SIZE,MAX_QUEUE_DELAY_US}. Files that are up to date stay. A
+file gets its name when it is complete, since other containers read it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from servers.defaults import MAX_QUEUE_DELAY_US
 from servers.engines.interface import EngineError
 from servers.export.artefacts import ensure_artefact
 from servers.export.errors import ExportError
@@ -67,7 +70,9 @@ def fill(root: Path, kind: Kind, environment: Mapping[str, str]) -> None:
         working = {"work-dir": str(root / "triton-cpu"), "device": "cpu"}
         _write_launch_plan(root, "triton", {**shared, **ports, **working}, environment)
     else:
-        _lay_out_repository(root, specification, weights, backends)
+        largest = _number(environment, "ABSERVE_TRITON_MAX_BATCH_SIZE", specification.max_batch_size)
+        delay_us = _number(environment, "ABSERVE_TRITON_MAX_QUEUE_DELAY_US", MAX_QUEUE_DELAY_US)
+        _lay_out_repository(root, replace(specification, max_batch_size=largest), weights, backends, delay_us)
 
 
 def parse_backends(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -77,6 +82,13 @@ def parse_backends(environment: Mapping[str, str]) -> tuple[str, ...]:
     if not names or set(names) - set(BACKENDS):
         raise VolumeError(f"TRITON_BACKENDS={text}: use {' or '.join(BACKENDS)}, or both separated by a comma")
     return names
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name) or str(default)
+    if not text.isdecimal():
+        raise VolumeError(f"{name}={text}: give a whole number")
+    return int(text)
 
 
 def _write_launch_plan(root: Path, server: str, options: Mapping[str, str], environment: Mapping[str, str]) -> None:
@@ -92,7 +104,11 @@ def _write_launch_plan(root: Path, server: str, options: Mapping[str, str], envi
 
 
 def _lay_out_repository(
-    root: Path, specification: ModelSpecification, weights: WeightsSource, backends: tuple[str, ...]
+    root: Path,
+    specification: ModelSpecification,
+    weights: WeightsSource,
+    backends: tuple[str, ...],
+    max_queue_delay_us: int,
 ) -> None:
     """`<model>_onnx` with its file, and `<model>_tensorrt` without: its plan is built where its TensorRT is."""
     repository, request_file = root / "repository", root / "plan" / "request.json"
@@ -104,14 +120,16 @@ def _lay_out_repository(
         form = executed_form("onnxruntime", "fp32")
         artefact = ensure_artefact(specification, weights, root / "artefacts", form=form, progress=say)
         link_whole(artefact.path, places["onnxruntime"] / "1" / artefact_name(specification, "onnx"))
-        write_whole(places["onnxruntime"] / "config.pbtxt", onnxruntime_config(specification).encode())
+        config = onnxruntime_config(specification, max_queue_delay_us)
+        write_whole(places["onnxruntime"] / "config.pbtxt", config.encode())
     if "tensorrt" not in backends:
         request_file.unlink(missing_ok=True)
         return
     # TensorRT 11 networks are strongly typed: an FP16 plan needs an FP16 file.
     form = executed_form("tensorrt", "fp16")
     artefact = ensure_artefact(specification, weights, root / "artefacts", form=form, progress=say)
-    write_whole(places["tensorrt"] / "config.pbtxt", tensorrt_config(specification).encode())
+    config = tensorrt_config(specification, max_queue_delay_us)
+    write_whole(places["tensorrt"] / "config.pbtxt", config.encode())
     (places["tensorrt"] / "1").mkdir(exist_ok=True)
     link_whole(artefact.path, request_file.with_name(artefact.path.name))
     request = {

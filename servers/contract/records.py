@@ -132,7 +132,7 @@ class InputTensor:
 
 @dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """One output that the client asked for: as JSON, as bytes (`binary`) or in shared memory (`window`)."""
+    """One requested output: as JSON, as bytes (`binary`) or in shared memory (`window`)."""
 
     name: str
     binary: bool

@@ -22,6 +22,11 @@ def bucket_sizes(max_batch_size: int, *, halves: bool = True) -> tuple[int, ...]
     return tuple(sorted(size for size in sizes if size <= max_batch_size))
 
 
+def warm_up_sizes(max_batch_size: int) -> tuple[int, ...]:
+    """The batch sizes to warm up with: powers of two, and `max_batch_size` itself; ascending."""
+    return bucket_sizes(max_batch_size, halves=False)
+
+
 def bucket_of(buckets: Sequence[int], rows: int) -> int:
     """The smallest of the ascending `buckets` that holds `rows`. Raises `ValueError` if all are smaller."""
     for size in buckets:

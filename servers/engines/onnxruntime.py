@@ -193,7 +193,7 @@ class OnnxRuntimeEngine(Engine):
             raise EngineError(f"ONNX Runtime cannot capture CUDA graphs: {reason}; use mode session") from exc
 
     def _resolve_cuda_index(self) -> int | None:
-        """The CUDA device, or None for the CPU. `auto` insists on a GPU that the kernel shows: no silent fallback."""
+        """The CUDA device, or None for the CPU. `auto`: the first GPU, if this onnxruntime is built for CUDA."""
         import onnxruntime as ort
 
         device = self._settings.device

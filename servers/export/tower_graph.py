@@ -110,8 +110,8 @@ class _TowerGraph:
         else:
             if self._dtype == np.float16:
                 source = self.add("Cast", [source], "pixels_fp16", to=TensorProto.FLOAT16)
-            cells = self.integers("rows_of_patches", [-1, 3, grid, side, grid, side])
-            rows = self.add("Reshape", [source, cells], "rows")
+            rows_shape = self.integers("rows_of_patches", [-1, 3, grid, side, grid, side])
+            rows = self.add("Reshape", [source, rows_shape], "rows")
             cut = self.add("Transpose", [rows], "cut", perm=[0, 2, 4, 1, 3, 5])
             patches = self.add("Reshape", [cut, self.integers("patch_shape", patch)], "patches")
             order = (1, 2, 3, 0)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from servers.contract.tensors import TensorSpec
 from servers.defaults import MAX_QUEUE_DELAY_US, QUEUE_SIZE
-from servers.engines.batches import bucket_sizes
+from servers.engines.batches import warm_up_sizes
 from servers.engines.processors import cuda_index
 from servers.models.preprocessing import MAX_PIXELS
 from servers.models.specification import ModelSpecification
@@ -81,7 +81,7 @@ def _models(specification: ModelSpecification) -> Iterator[tuple[str, str, str]]
         yield name, ensemble_config(specification, name, executing), ""
 
 
-def onnxruntime_config(specification: ModelSpecification) -> str:
+def onnxruntime_config(specification: ModelSpecification, max_queue_delay_us: int = MAX_QUEUE_DELAY_US) -> str:
     """`<model>_onnx`: the native onnxruntime backend on GPU 0, FP32 without TF32."""
     return f"""{HEADER}name: {quote(specification.name + "_onnx")}
 backend: "onnxruntime"
@@ -89,7 +89,7 @@ default_model_filename: {quote(artefact_name(specification, "onnx"))}
 {_signature(specification, specification.max_batch_size)}
 # KIND_GPU, written out: without it Triton falls back to the CPU without a message where it cannot use the GPU.
 instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] }} ]
-{_dynamic_batching(_gpu_batching(specification))}
+{_dynamic_batching(_gpu_batching(specification, max_queue_delay_us))}
 # Only as a top-level parameter: Triton's own defaults overwrite this key inside the accelerator block below.
 # 1 is HEURISTIC. Triton's default 0, EXHAUSTIVE, searches again at each new batch size.
 parameters {{ key: "cudnn_conv_algo_search" value: {{ string_value: "1" }} }}
@@ -103,7 +103,7 @@ optimization {{ execution_accelerators {{
 {_NO_CACHE}"""
 
 
-def tensorrt_config(specification: ModelSpecification) -> str:
+def tensorrt_config(specification: ModelSpecification, max_queue_delay_us: int = MAX_QUEUE_DELAY_US) -> str:
     """`<model>_tensorrt`: the native tensorrt backend on GPU 0 with a CUDA graph for every batch size."""
     sizes = warm_up_sizes(specification.max_batch_size)
     return f"""{HEADER}name: {quote(specification.name + "_tensorrt")}
@@ -113,7 +113,7 @@ default_model_filename: {quote(artefact_name(specification, "plan"))}
 {_signature(specification, specification.max_batch_size)}
 # One optimisation profile, 1 to {specification.max_batch_size}; so there is no batch size to prefer, see below.
 instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] profile: [ "0" ] }} ]
-{_dynamic_batching(_gpu_batching(specification))}
+{_dynamic_batching(_gpu_batching(specification, max_queue_delay_us))}
 optimization {{ cuda {{
   graphs: true
   # One CPU core spins while the GPU computes: lower latency at the price of CPU time.
@@ -203,11 +203,6 @@ instance_group [ {{ {group} }} ]
 {_NO_CACHE}"""
 
 
-def warm_up_sizes(max_batch_size: int) -> tuple[int, ...]:
-    """Powers of two up to `max_batch_size`, and `max_batch_size` itself; ascending."""
-    return bucket_sizes(max_batch_size, halves=False)
-
-
 def quote(text: str) -> str:
     """A protobuf text-format string."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
@@ -219,8 +214,8 @@ response_cache { enable: false }
 """
 
 
-def _gpu_batching(specification: ModelSpecification) -> BatchingSettings:
-    return BatchingSettings(max_batch_size=specification.max_batch_size, queue_timeout_us=500_000)
+def _gpu_batching(specification: ModelSpecification, max_queue_delay_us: int) -> BatchingSettings:
+    return BatchingSettings(specification.max_batch_size, max_queue_delay_us, queue_timeout_us=500_000)
 
 
 def _signature(specification: ModelSpecification, max_batch_size: int) -> str:

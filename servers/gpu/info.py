@@ -1,8 +1,8 @@
 """The `/gpu-info` document: the GPUs of this machine and the device that a server executes on. Null means unknown.
 
 The native server offers the document. For Triton, which has no such route, it is assembled from the server's metadata,
-the model's configuration, the log (only it names the execution provider of each node, or our engine) and the document
-of the exporter on the server's machine, or of this machine.
+the model's configuration, the log (only it names the execution provider of each node, or the python model's engine)
+and the document of the exporter on the server's machine, or of this machine.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def triton_info(
 
 
 def engine_in_log(log: str) -> Mapping[str, Any] | None:
-    """The settings in effect that our python model logs when its engine is ready; the last ones count."""
+    """The settings in effect that the python model logs when its engine is ready; the last ones count."""
     found: Mapping[str, Any] | None = None
     for match in _ENGINE_READY.finditer(log):
         text = match["json"]

@@ -24,8 +24,9 @@ class FolderError(Exception):
 def atomic_folder(final: Path, needed_bytes: int = 0) -> Iterator[Path]:
     """Yields an empty folder beside `final` that takes its place when the block ends well and is removed otherwise.
 
-    Readers see the old content or the new one. Of two writers at once the later one wins. Raises `FolderError` when the
-    disk is full (`needed_bytes` is checked before the work starts) or the place cannot be written.
+    Readers see the old content, for a moment no folder, then the new content; never a part. Of two writers at once the
+    later one wins. Raises `FolderError` when the disk is full (`needed_bytes` is checked before the work starts) or the
+    place cannot be written.
     """
     try:
         final.parent.mkdir(parents=True, exist_ok=True)

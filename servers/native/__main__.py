@@ -8,7 +8,7 @@ import sys
 
 
 def main() -> int:
-    """Serve, and return the exit status: 0 after SIGTERM, 1 when the server cannot serve."""
+    """Serve, and return the exit status: 0 after SIGTERM, 130 after Ctrl-C, 1 when it cannot serve."""
     # Until the server handles signals, Ctrl-C ends the process without a traceback, as SIGTERM does.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # For libgomp, which torch loads. By default its threads spin while they wait for each other, and one busy neighbour
@@ -18,9 +18,9 @@ def main() -> int:
 
     from pydantic import ValidationError
 
+    from servers.listener import ListenerError, bind, check_free
     from servers.models.registry import UnknownModelError, get_variants
     from servers.models.weights import WeightsError, parse_weights
-    from servers.native.listener import ListenerError, bind, check_free
     from servers.native.settings import from_argv
     from servers.options import validation_sentence
 

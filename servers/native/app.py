@@ -77,10 +77,6 @@ def create_app(models: ServedModels, regions: RegionTable) -> FastAPI:
 def _methods(models: ServedModels, regions: RegionTable) -> dict[str, Method]:
     """The protocol's methods by verb and path. A path without a region means all regions of its kind."""
 
-    async def server_metadata(_request: Request) -> Document:
-        cuda = await regions.offers_cuda()
-        return documents.server_metadata(system_memory=regions.allowed, cuda_memory=cuda)
-
     async def repository_index(request: Request) -> Document:
         return documents.repository_index(models, (await _body(request, _Index)).ready)
 
@@ -105,7 +101,7 @@ def _methods(models: ServedModels, regions: RegionTable) -> dict[str, Method]:
         return models.find(request.path_params["model"], request.path_params.get("version"))
 
     methods: dict[str, Method] = {
-        "GET /v2": server_metadata,
+        "GET /v2": lambda _: documents.server_metadata(regions),
         "GET /v2/health/live": lambda _: None,
         "GET /v2/health/ready": lambda _: models.check_ready(),
         "GET /v2/models/stats": lambda _: documents.statistics(models),

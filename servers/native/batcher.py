@@ -3,8 +3,8 @@
 The oldest request waits at most `max_queue_delay_us` for others to join it; a batch starts as soon as it is full, and
 while the engine is busy the queue fills the next one. Requests keep their order, are never split, and are merged only
 when their items have the same shapes. Front ends pass references to arrays, not copies, and keep the memory unchanged
-until the request is complete. `on_complete` is called in the engine thread, once per executed batch and once for the
-requests dropped before it.
+until the request is complete. `on_complete` is called in the engine thread, once per executed batch, and for requests
+that are refused before it.
 """
 
 from __future__ import annotations

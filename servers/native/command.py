@@ -17,11 +17,11 @@ from servers.engines.factory import KINDS_WITH_FILE
 from servers.engines.interface import EngineError
 from servers.export.errors import ExportError
 from servers.launch_plan import LaunchPlan, host_in_url
+from servers.listener import ListenerError, bind, check_free
 from servers.models.atomic_folder import FolderError
 from servers.models.registry import UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
-from servers.native.listener import ListenerError, bind, check_free
 from servers.native.settings import NativeSettings, to_argv
 from servers.options import fail, takes_settings, validation_sentence
 
@@ -88,7 +88,7 @@ def serve_native(
     ] = False,
     **options: object,
 ) -> None:
-    """Serve a model over the Open Inference Protocol, with PyTorch or ONNX Runtime inside."""
+    """Serve a model over the Open Inference Protocol, with PyTorch, ONNX Runtime or TensorRT inside."""
     try:
         launch = check(options)
         plan = launch.plan({model.name: _artefact(launch, model, artefacts) for model in launch.needs_artefacts})

@@ -7,6 +7,7 @@ from importlib.metadata import version as package_version
 
 from servers.contract.tensors import TensorSpec
 from servers.native.inference import InferenceService, State
+from servers.native.regions import RegionTable
 
 SERVER_NAME = "abserve-native"
 EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "model_configuration", "model_repository")
@@ -22,9 +23,10 @@ _REPOSITORY_STATES = {
 Document = dict[str, object]
 
 
-def server_metadata(*, system_memory: bool, cuda_memory: bool) -> Document:
+async def server_metadata(regions: RegionTable) -> Document:
     """The server; shared memory is listed where a client can register it."""
-    extensions = [*EXTENSIONS, *["system_shared_memory"] * system_memory, *["cuda_shared_memory"] * cuda_memory]
+    shared = {"system_shared_memory": regions.allowed, "cuda_shared_memory": await regions.offers_cuda()}
+    extensions = [*EXTENSIONS, *(name for name, offered in shared.items() if offered)]
     return {"name": SERVER_NAME, "version": package_version("abserve"), "extensions": extensions}
 
 

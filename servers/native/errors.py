@@ -40,11 +40,15 @@ class ShuttingDownError(UnavailableError):
 
 
 class HttpError(Exception):
-    """A request that HTTP itself refuses and whose connection then ends; `str(error)` is the client's message."""
+    """A request that is not read to its end and whose connection then ends; `str(error)` is the client's message.
 
-    def __init__(self, status: int, message: str) -> None:
+    It is counted under `reason`; None: under the one that its status implies.
+    """
+
+    def __init__(self, status: int, message: str, reason: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.reason = _HTTP_REASONS.get(status, "invalid_request") if reason is None else reason
 
 
 INTERNAL_ERROR = "internal error, the server's log has the cause"
@@ -76,7 +80,7 @@ _OUTCOMES = (
 )
 """Triton's mapping of errors; the first row that fits an error counts."""
 FAILURE_REASONS = tuple(dict.fromkeys(outcome.reason for outcome in _OUTCOMES))
-_HTTP_REASONS = {408: "slow_client", 413: "too_large", 503: "unavailable"}
+_HTTP_REASONS = {408: "slow_client", 413: "too_large"}
 
 
 def _outcome(error: ContractError) -> _Outcome:
@@ -85,14 +89,17 @@ def _outcome(error: ContractError) -> _Outcome:
 
 def failure_reason(error: ContractError | HttpError) -> str:
     """The label under which a failed request is counted."""
-    if isinstance(error, HttpError):
-        return _HTTP_REASONS.get(error.status, "invalid_request")
-    return _outcome(error).reason
+    return error.reason if isinstance(error, HttpError) else _outcome(error).reason
 
 
 def http_status(error: ContractError | HttpError) -> int:
     """The HTTP status of a failed request."""
     return error.status if isinstance(error, HttpError) else _outcome(error).http_status
+
+
+def unread(error: ContractError) -> HttpError:
+    """The refusal of a request whose body is not read."""
+    return HttpError(http_status(error), str(error), failure_reason(error))
 
 
 def grpc_status(error: ContractError) -> str:

@@ -34,6 +34,7 @@ from servers.contract.errors import (
     UnsupportedError,
 )
 from servers.launch_plan import host_in_url
+from servers.listener import ListenerError
 from servers.native import documents
 from servers.native.cuda_regions import CudaRegion
 from servers.native.errors import (
@@ -48,7 +49,6 @@ from servers.native.errors import (
 from servers.native.grpc_messages import INLINE_BYTES, decode_message, encode_message, parse_message
 from servers.native.inference import InferenceService, in_thread
 from servers.native.limits import CONTROL_BODY_BYTES, ByteBudget
-from servers.native.listener import ListenerError
 from servers.native.regions import RegionTable, SystemRegion
 from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings
@@ -339,10 +339,6 @@ def _methods(models: ServedModels, regions: RegionTable) -> dict[str, Method]:
     def find(asked: Any) -> InferenceService:
         return models.find(asked.name, asked.version or None)
 
-    async def server_metadata(_asked: Any) -> documents.Document:
-        cuda = await regions.offers_cuda()
-        return documents.server_metadata(system_memory=regions.allowed, cuda_memory=cuda)
-
     def by_name(rows: Iterable[documents.Document]) -> documents.Document:
         return {"regions": {row["name"]: row for row in rows}}
 
@@ -356,7 +352,7 @@ def _methods(models: ServedModels, regions: RegionTable) -> dict[str, Method]:
         "ServerLive": lambda _: {"live": True},
         "ServerReady": lambda _: {"ready": models.ready},
         "ModelReady": lambda asked: {"ready": models.named(asked.name, asked.version or None).ready},
-        "ServerMetadata": server_metadata,
+        "ServerMetadata": lambda _: documents.server_metadata(regions),
         "ModelMetadata": lambda asked: documents.model_metadata(find(asked)),
         "ModelConfig": lambda asked: {"config": documents.model_config(find(asked))},
         "ModelStatistics": lambda asked: documents.statistics([find(asked)] if asked.name else models),

@@ -33,7 +33,7 @@ MAX_CHUNK_LINE = 256
 FREE_CHUNKS = 256
 MIN_MEAN_CHUNK_BYTES = 64
 """Chunks beyond the free ones must have this many bytes on average: a chunk costs as much work as some KiB."""
-STEPS_A_FEED = 128
+STEPS_PER_FEED = 128
 """A chunk takes two or three steps. The rest is read after the other connections had their turn."""
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[^\r\n\x00]*)?\r\n")
 
@@ -195,9 +195,9 @@ class ChunkedBody:
         return memoryview(self.content)
 
     def feed(self, data: bytearray, start: int, end: int) -> int:
-        """Take up to `STEPS_A_FEED` pieces of chunks. Raises `HttpError`."""
+        """Take up to `STEPS_PER_FEED` pieces of chunks. Raises `HttpError`."""
         view = memoryview(data)
-        for _ in range(STEPS_A_FEED):
+        for _ in range(STEPS_PER_FEED):
             if start == end or self.complete:
                 break
             if self._trailers >= 0:

@@ -32,7 +32,7 @@ LAST_BODY_S = 5.0
 """How long an arriving body may take to complete once the server is told to stop."""
 ROOM_WAIT_S = 5.0
 """How long an incomplete body waits for room in the budget before it is refused; then it has as long to go on."""
-PIECES_A_TURN = 16
+PIECES_PER_TURN = 16
 """Requests, or pieces of chunked bodies, that one connection may bring before the others have their turn."""
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -243,7 +243,7 @@ class Connection(asyncio.BufferedProtocol):
     def _advance(self, data: bytearray, end: int) -> None:
         """Use `data[:end]` as far as possible, or until it is the other connections' turn, and keep the rest."""
         parser = self._parser
-        start, blocked, had_some, pieces = 0, False, bool(self._unparsed), PIECES_A_TURN
+        start, blocked, had_some, pieces = 0, False, bool(self._unparsed), PIECES_PER_TURN
         self._advancing = True
         try:
             while start < end and not self._transport.is_closing():

@@ -158,7 +158,7 @@ class HttpFrontEnd:
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self, server_state: ServerState, loop: asyncio.AbstractEventLoop) -> None:
-        """Called for each client: uvicorn passes its state and its loop with the first one."""
+        """Called for each client: only then does uvicorn pass its state and its loop."""
         self._state = server_state
         self._loop = loop
 

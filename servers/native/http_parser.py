@@ -18,7 +18,7 @@ import httptools
 
 from servers.contract.codec import HEADER_LENGTH
 from servers.contract.errors import ContractError, UnavailableError
-from servers.native.errors import HOLDS_ENOUGH, HttpError, http_status
+from servers.native.errors import HOLDS_ENOUGH, HttpError, unread
 from servers.native.http_body import BodyPool, ChunkedBody, DroppedBody, FixedBody
 from servers.native.limits import CONTROL_BODY_BYTES, ByteBudget
 from servers.native.settings import NativeSettings
@@ -343,7 +343,7 @@ class RequestParser:
             return found, self._completed()
         found, request = self._feed(body, data, found, end)
         if request is None and self._refusal is not None and head.expects_continue:  # its body need not be sent
-            raise HttpError(http_status(self._refusal), str(self._refusal))
+            raise unread(self._refusal)
         return found, request or head
 
     def _choose_body(self, head: RequestHead) -> FixedBody | ChunkedBody | DroppedBody | None:
@@ -357,7 +357,7 @@ class RequestParser:
             self._refusal = self._check(head)
         if head.chunked:
             if self._refusal is not None:
-                raise HttpError(http_status(self._refusal), str(self._refusal))
+                raise unread(self._refusal)
             return ChunkedBody(limit, self._settings.max_chunks)
         if size == 0:
             return None
@@ -377,7 +377,7 @@ class RequestParser:
         else:
             used = body.feed(data, start, end)
             if isinstance(body, ChunkedBody) and not self._hold(len(body.content) - self._held):
-                raise HttpError(503, HOLDS_ENOUGH)
+                raise unread(UnavailableError(HOLDS_ENOUGH))
         return used, self._completed() if body.complete else None
 
     def _completed(self) -> Request:

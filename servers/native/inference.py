@@ -25,6 +25,7 @@ from servers.contract.records import (
     RequestedOutput,
 )
 from servers.contract.tensors import Array
+from servers.engines.batches import warm_up_sizes
 from servers.engines.interface import Engine, EngineDescription, EngineError, profiled
 from servers.models.image_decoder import Decoding, DecodingSettings, ImageDecoder
 from servers.models.specification import ModelSpecification
@@ -147,7 +148,7 @@ class RequestDecoder:
 class InferenceService:
     """One served model. `build_engine` is called in the engine thread, where its imports block nothing else.
 
-    `start`, `infer` and `stop` belong to one event loop; any thread may read the rest.
+    `start`, `load`, `unload` and `infer` belong to one event loop; `stop` comes last. Any thread may read the rest.
     """
 
     def __init__(
@@ -416,12 +417,6 @@ def _load_engine(build_engine: Callable[[], Engine], signature: ModelSignature) 
         warm_up_s=round((time.perf_counter_ns() - loaded_ns) / 1e9, 2),
     )
     return engine, description
-
-
-def warm_up_sizes(max_batch_size: int) -> tuple[int, ...]:
-    """Powers of two up to `max_batch_size`, and `max_batch_size` itself; ascending."""
-    powers = [1 << exponent for exponent in range(max_batch_size.bit_length()) if 1 << exponent < max_batch_size]
-    return (*powers, max_batch_size)
 
 
 def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping[str, Array]) -> InferResponse:

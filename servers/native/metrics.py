@@ -55,7 +55,7 @@ def _add_service(families: dict[str, list[str]], service: InferenceService) -> N
     for stage, times in counters.stages.items():
         help_text = "Time that answered requests spent in each stage."
         add("counter", "stage_seconds_total", help_text, times["ns"] / 1e9, stage=stage)
-    add("gauge", "pending_requests", "Requests waiting in the queue.", service.pending)
+    add("gauge", "pending_requests", "Requests waiting for the engine or for their images.", service.pending)
     add("gauge", "ready", "1 when inference requests are answered.", int(service.ready))
     add("gauge", "engine_info", "The engine's settings in effect.", 1, **parameters_in_effect(service))
     duration, queue, compute = counters.request_duration, counters.queue_duration, counters.compute_duration

@@ -21,6 +21,7 @@ import uvicorn
 
 from servers.engines.interface import Engine
 from servers.launch_plan import host_in_url
+from servers.listener import ListenerError
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 from servers.native.app import create_app
@@ -28,7 +29,6 @@ from servers.native.http_connection import connection_factory
 from servers.native.http_front_end import HttpFrontEnd
 from servers.native.inference import InferenceService
 from servers.native.limits import ByteBudget
-from servers.native.listener import ListenerError
 from servers.native.regions import RegionTable
 from servers.native.served_models import ServedModels
 from servers.native.settings import NativeSettings

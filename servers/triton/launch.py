@@ -6,7 +6,6 @@ creation of that process.
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import os
 import socket
@@ -17,6 +16,7 @@ from pathlib import Path
 from servers.engines.settings import EngineError
 from servers.export.triton_config import BatchingSettings
 from servers.launch_plan import LaunchPlan, host_in_url
+from servers.listener import ListenerError, check_free
 from servers.models.weights import WeightsSource
 from servers.triton.errors import TritonOptionError
 from servers.triton.leftovers import (
@@ -63,18 +63,9 @@ def assert_free(host: str, ports: Mapping[str, int]) -> None:
             raise TritonOptionError(f"{options[port]} and {option} are both {port}; use two different ports")
         options[port] = option
         try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server can bind a port in TIME_WAIT
-                probe.bind((host, port))
-        except OSError as exc:
-            if exc.errno == errno.EADDRINUSE:
-                raise TritonOptionError(
-                    f"port {port} on {host} is in use; stop the other process or choose another port with {option}"
-                ) from exc
-            raise TritonOptionError(
-                f"cannot listen on {host} port {port}: {exc.strerror or exc}; check --host"
-            ) from exc
+            check_free(host, port, option)
+        except ListenerError as exc:
+            raise TritonOptionError(str(exc)) from exc
 
 
 def prepare(

@@ -18,9 +18,9 @@ import msgspec
 import triton_python_backend_utils as pb_utils
 
 from servers.contract.tensors import Array
+from servers.engines.batches import warm_up_sizes
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError, profiled
-from servers.export.triton_config import warm_up_sizes
 from servers.models.image_decoder import ImageDecoder
 from servers.models.preprocessing import ImageError
 from servers.models.registry import get_specification

@@ -100,7 +100,7 @@ class TritonProcess:
 
     def assert_alive(self) -> None:
         """Raise `TritonDiedError` if the server or one of its stubs has ended."""
-        stub_died = any(not s.is_running() or s.status() == psutil.STATUS_ZOMBIE for s in self._find_stubs())
+        stub_died = any(map(_has_ended, self._find_stubs()))
         if stub_died:
             # A model that fails to load ends its server a moment later, with a better message.
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -156,6 +156,13 @@ class TritonProcess:
                     if child.pid not in self._stubs and child.name().startswith(STUB_NAME[:15]):
                         self._stubs[child.pid] = child
         return list(self._stubs.values())
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # between the two calls
+        return True
 
 
 def _opened(log_file: Path) -> BinaryIO:

@@ -242,7 +242,7 @@ def _libraries(package: Path) -> Path:
 
 
 def find_libpython(interpreter: Interpreter) -> Path | None:
-    """The library in this Python's folders, our cache or the loader's list; None if it is missing there."""
+    """The library in this Python's folders, the cache or the loader's list; None if it is missing there."""
     name = interpreter.libpython_name
     for folder in (*interpreter.libpython_folders, cache_folder(interpreter)):
         if (folder / name).is_file():

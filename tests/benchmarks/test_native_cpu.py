@@ -76,7 +76,7 @@ from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification, Preprocessing
 from servers.native.inference import InferenceService
-from servers.native.listener import bind
+from servers.listener import bind
 from servers.native.served_models import ServedModels
 from servers.native.server import serve
 from servers.native.settings import NativeSettings

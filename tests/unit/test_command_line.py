@@ -84,6 +84,8 @@ def test_a_mistake_is_answered_by_a_sentence(arguments: tuple[str, ...], status:
     [
         ("serve triton --engine tensorflow", "error: unknown engine 'tensorflow'; did you mean tensorrt?"),
         ("serve triton --device gpu", "error: unknown device 'gpu'; use auto, cpu or cuda:N"),
+        ("serve triton --precision bf16", "error: the onnxruntime engine has no precision 'bf16'; did you mean"),
+        ("serve triton --device cpu --precision tf32", "does not offer precision tf32 on cpu; use one of: fp32, fp16"),
         pytest.param(
             "serve triton --device cuda:0",
             "--device cpu or auto",

@@ -81,3 +81,12 @@ def test_images_older_than_the_code_or_than_a_season(monkeypatch: pytest.MonkeyP
     fresh = named(container_findings(NO_GPU, Machine(images={module.IMAGES[0]: now})))
     assert fresh[module.IMAGES[0]].ok
     assert module.IMAGES[1] not in fresh
+
+
+@pytest.mark.parametrize("compared", [True, False], ids=["checkout", "wheel"])
+def test_an_image_is_compared_only_with_code_that_is_here(monkeypatch: pytest.MonkeyPatch, compared: bool) -> None:
+    now = datetime.now(UTC)
+    monkeypatch.setattr(module, "_newest_source", lambda: now - timedelta(days=9) if compared else None)
+    image = named(container_findings(NO_GPU, Machine(images={module.IMAGES[0]: now})))[module.IMAGES[0]]
+    assert image.ok
+    assert ("newer than the code" in image.detail) is compared

@@ -71,7 +71,9 @@ def test_sockets_that_only_root_may_list_are_no_fault(monkeypatch: pytest.Monkey
         raise psutil.AccessDenied
 
     monkeypatch.setattr(psutil, "net_connections", refuse)
-    assert doctor._exposure().ok
+    finding = doctor._exposure()
+    assert finding.ok
+    assert "not available" in finding.detail
 
 
 def test_an_ipv6_port_open_to_everybody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,7 @@ def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def native_starter() -> Iterator[Callable[..., Server]]:
-    """Starts ready native servers with both doors, with whatever options, for all tests of a module."""
+    """Starts ready native servers with HTTP and gRPC, with whatever options, for all tests of a module."""
     servers: list[Server] = []
 
     def start(folder: Path, *options: str) -> Server:
@@ -187,7 +187,7 @@ def native_starter() -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture(scope="module")
 def open_server(tmp_path_factory: pytest.TempPathFactory, native_starter: Callable[..., Server]) -> Server:
-    """One ready native server with the null engine, both doors, and everything allowed that is off by default."""
+    """One ready native server with the null engine, HTTP and gRPC, and everything allowed that is off by default."""
     return native_starter(
         tmp_path_factory.mktemp("open"),
         *("--engine", "null", "--allow-shared-memory", "true", "--allow-model-control", "true"),

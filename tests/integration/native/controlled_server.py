@@ -20,9 +20,9 @@ from servers.contract.tensors import Array, TensorSpec
 from servers.engines.interface import Engine, EngineDescription, EngineError
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
+from servers.listener import bind
 from servers.models.specification import ModelSpecification, Preprocessing
 from servers.native.inference import InferenceService
-from servers.native.listener import bind
 from servers.native.served_models import ServedModels
 from servers.native.server import configure_logs, serve
 from servers.native.settings import from_argv

@@ -20,7 +20,7 @@ from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.registry import get_specification
 from servers.native.app import create_app
-from servers.native.http_connection import PIECES_A_TURN, connection_factory
+from servers.native.http_connection import PIECES_PER_TURN, connection_factory
 from servers.native.http_front_end import MAX_INFLATING, HttpFrontEnd
 from servers.native.http_parser import Request, RequestHead, RequestParser
 from servers.native.inference import InferenceService
@@ -192,4 +192,4 @@ async def turns_of(data: bytes) -> Counter[int]:
 def test_a_connection_has_a_bounded_share_of_each_turn(data, least) -> None:
     pieces = uvloop.run(turns_of(data))
     assert sum(pieces.values()) >= least
-    assert max(pieces.values()) <= 2 * PIECES_A_TURN  # what was left of the turn before, and what has come in this one
+    assert max(pieces.values()) <= 2 * PIECES_PER_TURN  # what was left of the last turn, and what has come in this one

@@ -93,7 +93,7 @@ def test_not_ready_until_the_model_is(controlled):
             except InferenceServerException:
                 return False
 
-        server.wait_until(live, "the gRPC door is open")
+        server.wait_until(live, "the gRPC front end is open")
         assert not client.is_server_ready()
         assert not client.is_model_ready("rows")
         with pytest.raises(InferenceServerException, match="not ready: loading") as caught:

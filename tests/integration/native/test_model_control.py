@@ -1,4 +1,4 @@
-"""Unloading and loading over both doors: what is accepted is finished, what comes later is refused, nothing is lost."""
+"""Unloading and loading over HTTP and gRPC: accepted work is finished, later work is refused, nothing is lost."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_a_client_that_leaves_while_it_is_executed_is_no_success(controlled) -> 
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(raw([2.0]))
         server.wait_until(lambda: (server.folder / "infer-reached").exists(), "the engine is busy with it")
-    server.wait_until(lambda: server.status("/v2/health/live") == 200, "the door goes on")
+    server.wait_until(lambda: server.status("/v2/health/live") == 200, "the server goes on")
     server.open("infer")
     server.wait_until(lambda: server.metric("abserve_native_client_disconnects_total") == 1, "it is counted")
     stats = server.model_stats()

@@ -1,4 +1,4 @@
-"""System shared memory through both doors with tritonclient's own module, and owners that take their memory away."""
+"""System shared memory over HTTP and gRPC with tritonclient's own module, and owners that take their memory away."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILE = Path("/dev/shm") / KEY
 
 
 @dataclass
-class Door:
+class FrontEnd:
     client: Any
     module: ModuleType
 
@@ -49,19 +49,19 @@ class Door:
 
 
 @contextmanager
-def door(server, kind: str) -> Iterator[Door]:
+def front_end(server, kind: str) -> Iterator[FrontEnd]:
     module = tritonclient.http if kind == "http" else tritonclient.grpc
     client = module.InferenceServerClient(server.address if kind == "http" else server.grpc_address)
     try:
-        yield Door(client, module)
+        yield FrontEnd(client, module)
     finally:
         client.close()
 
 
 @pytest.fixture(params=["http", "grpc"])
 def both(request, open_server):
-    """A client of one door after the other; no region outlives a test."""
-    with door(open_server, request.param) as opened:
+    """A client of HTTP, then one of gRPC; no region outlives a test."""
+    with front_end(open_server, request.param) as opened:
         yield opened
         opened.client.unregister_system_shared_memory()
         opened.client.unregister_cuda_shared_memory()
@@ -136,7 +136,7 @@ def test_status_tells_regions_without_their_keys(both):
         both.client.get_system_shared_memory_status("b")
 
 
-def as_json(opened: Door) -> dict[str, bool]:
+def as_json(opened: FrontEnd) -> dict[str, bool]:
     return {"as_json": True} if opened.module is tritonclient.grpc else {}
 
 
@@ -178,7 +178,7 @@ def test_requests_past_their_region_are_refused(both, size):
 
 
 def test_an_offset_and_a_size_whose_sum_overflows_are_refused(open_server):
-    with segment(4096), door(open_server, "http") as opened:
+    with segment(4096), front_end(open_server, "http") as opened:
         opened.register("r", 4096)
         parameters = {
             "shared_memory_region": "r", "shared_memory_offset": 32, "shared_memory_byte_size": 2**64 - 32
@@ -252,7 +252,7 @@ def test_memory_that_is_truncated_while_its_request_waits_is_not_read(controlled
     server.open("load")
     server.wait_ready()
     values = np.arange(4, dtype=np.float32)
-    with segment(0, values.tobytes()), door(server, "grpc") as opened:
+    with segment(0, values.tobytes()), front_end(server, "grpc") as opened:
         opened.register("r", 16)
         answers: list[Any] = []
 
@@ -280,7 +280,7 @@ def test_memory_that_is_truncated_while_the_engine_has_it_ends_nobody(controlled
     server.open("load")
     server.wait_ready()
     values = np.arange(4, dtype=np.float32)
-    with segment(0, values.tobytes()), door(server, "grpc") as opened:
+    with segment(0, values.tobytes()), front_end(server, "grpc") as opened:
         opened.register("r", 16)
         item = opened.module.InferInput("x", [1, 4], "FP32")
         item.set_shared_memory("r", 16)
@@ -325,7 +325,7 @@ def test_files_travel_through_regions_and_malformed_ones_are_refused(native):
     server.wait_ready()
     file = jpeg_paths()[0].read_bytes()
     model = f"{MODEL}_jpeg"
-    with door(server, "http") as opened:
+    with front_end(server, "http") as opened:
         elements = np.array([[file]], dtype=object)
         sent = opened.module.InferInput("image", [1, 1], "BYTES").set_data_from_numpy(elements)
         named = opened.module.InferInput("image", [1, 1], "BYTES")
@@ -359,7 +359,7 @@ def test_without_the_switch_every_route_names_it(null_server, native):
         assert "--allow-shared-memory" in json.loads(answer.body)["error"]
     server = native(grpc=True)
     server.wait_ready()
-    with door(server, "grpc") as opened, segment(64):
+    with front_end(server, "grpc") as opened, segment(64):
         for call in (lambda: opened.register("r", 64), opened.client.get_system_shared_memory_status):
             with pytest.raises(InferenceServerException, match="--allow-shared-memory"):
                 call()

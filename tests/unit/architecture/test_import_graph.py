@@ -21,7 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "native": {"contract", "models", "engines", "gpu"},
     "triton": {"contract", "models", "engines", "export"},
 }
-ENTRY_MODULES = {"cli", "doctor", "command", "launch_plan", "finding", "options", "defaults"}
+ENTRY_MODULES = {"cli", "doctor", "command", "launch_plan", "finding", "options", "defaults", "listener"}
 
 STUDIES = ("fairness", "load", "rate_search", "answers", "gpu_proof", "causes", "ceiling", "cold_start")
 MEASURING = ("containers", "measure")

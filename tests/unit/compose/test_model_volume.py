@@ -67,6 +67,25 @@ def test_a_gpu_volume_has_both_backends_and_a_request_for_a_plan(volume: Path) -
     assert not list(volume.rglob("*.part"))
 
 
+@pytest.mark.skipif(not ports_are_free(), reason="a server listens on port 8100 or 8101 here")
+def test_both_servers_of_a_gpu_volume_get_the_same_batching(volume: Path) -> None:
+    batching = {"MAX_BATCH_SIZE": "6", "MAX_QUEUE_DELAY_US": "700"}
+    both = {f"ABSERVE_{server}_{name}": value for server in ("NATIVE", "TRITON") for name, value in batching.items()}
+    fill(volume, "gpu", settings(**both))
+    argv = json.loads((volume / "launch/native.json").read_text())["argv"]
+    assert (argv[argv.index("--max-batch-size") + 1], argv[argv.index("--max-queue-delay-us") + 1]) == ("6", "700")
+    for config in (volume / "repository").glob("*/config.pbtxt"):
+        text = config.read_text()
+        assert "\nmax_batch_size: 6\n" in text
+        assert "max_queue_delay_microseconds: 700\n" in text
+    assert json.loads((volume / "plan/request.json").read_text())["max_batch_size"] == 6
+
+
+def test_a_batch_size_that_is_no_number_is_refused() -> None:
+    with pytest.raises(VolumeError, match="ABSERVE_TRITON_MAX_BATCH_SIZE=many: give a whole number"):
+        model_volume._number({"ABSERVE_TRITON_MAX_BATCH_SIZE": "many"}, "ABSERVE_TRITON_MAX_BATCH_SIZE", 32)
+
+
 def test_settings_that_the_server_refuses_end_it(volume: Path) -> None:
     with pytest.raises(VolumeError, match="serve native"):
         fill(volume, "gpu", settings(ABSERVE_NATIVE_PRECISION="fp7"))

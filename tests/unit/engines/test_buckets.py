@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servers.engines.batches import bucket_of, bucket_sizes
+from servers.engines.batches import bucket_of, bucket_sizes, warm_up_sizes
 
 
 def test_known_ladders() -> None:
@@ -14,6 +14,13 @@ def test_known_ladders() -> None:
     assert bucket_sizes(32) == (1, 2, 4, 8, 12, 16, 24, 32)
     assert bucket_sizes(40) == (1, 2, 4, 8, 12, 16, 24, 32, 40)
     assert bucket_sizes(32, halves=False) == (1, 2, 4, 8, 16, 32)
+
+
+@pytest.mark.parametrize(
+    ("maximum", "sizes"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (20, (1, 2, 4, 8, 16, 20)), (8, (1, 2, 4, 8))]
+)
+def test_warm_up_sizes(maximum: int, sizes: tuple[int, ...]) -> None:
+    assert warm_up_sizes(maximum) == sizes
 
 
 @given(st.integers(1, 4096), st.booleans(), st.data())

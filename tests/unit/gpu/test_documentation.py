@@ -19,14 +19,14 @@ RUNNING = (ROOT / "docs/running.md").read_text()
 
 
 def rows(heading: str, text: str = TEXT) -> list[list[str]]:
-    """Workloads of the table under a heading of the first column."""
+    """The rows of the table whose first column has that heading, cell by cell."""
     lines = text.splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith(f"| {heading} |"))
     found = []
     for line in lines[start + 2 :]:
         if not line.startswith("|"):
             break
-        found.append([workload.strip() for workload in line.strip("|").split("|")])
+        found.append([cell.strip() for cell in line.strip("|").split("|")])
     return found
 
 

@@ -1,4 +1,4 @@
-"""The /gpu-info document: what a runtime's own account is worth, and the one that is assembled for Triton."""
+"""The /gpu-info document: what a runtime's own report proves, and the one that is assembled for Triton."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from servers.contract.codec import MAX_ID_CHARACTERS
 from servers.contract.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES
 from servers.native.grpc_messages import MAX_FIELDS
 from servers.native.http_body import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
-from servers.native.http_connection import PIECES_A_TURN
+from servers.native.http_connection import PIECES_PER_TURN
 from servers.native.http_front_end import MAX_INFLATING
 from servers.native.inference import DECODING_S
 from servers.native.limits import CONTROL_BODY_BYTES
@@ -38,7 +38,7 @@ def test_the_fixed_limits_are_as_written() -> None:
     assert f"at most {MAX_BYTES_ELEMENTS:,} BYTES elements" in TEXT
     assert f"at most {MAX_FIELDS:,} fields" in TEXT
     assert f"at most {MAX_SPECIAL_BYTES // 2**20} MiB" in TEXT
-    assert f"at most {PIECES_A_TURN} requests, or pieces" in TEXT
+    assert f"at most {PIECES_PER_TURN} requests, or pieces" in TEXT
     assert f"Beyond {FREE_CHUNKS} chunks they must have {MIN_MEAN_CHUNK_BYTES} bytes on average" in TEXT
     assert f"At most {MAX_INFLATING} compressed bodies" in TEXT
     assert f"{DECODING_S:g} s for all of them" in TEXT

@@ -16,7 +16,7 @@ from servers.native.http_body import (
     FREE_CHUNKS,
     MAPPED_BYTES,
     MIN_MEAN_CHUNK_BYTES,
-    STEPS_A_FEED,
+    STEPS_PER_FEED,
     BodyPool,
     ChunkedBody,
     DroppedBody,
@@ -87,8 +87,8 @@ def test_what_is_no_chunk_is_refused(stream: bytes, status: int) -> None:
 def test_one_feed_takes_a_bounded_number_of_chunks() -> None:
     stream = bytearray(b"1\r\n \r\n" * 10_000)
     body = ChunkedBody(100_000, 100_000)
-    assert 0 < body.feed(stream, 0, len(stream)) <= 6 * STEPS_A_FEED
-    assert 0 < len(body.content) <= STEPS_A_FEED
+    assert 0 < body.feed(stream, 0, len(stream)) <= 6 * STEPS_PER_FEED
+    assert 0 < len(body.content) <= STEPS_PER_FEED
 
 
 @pytest.mark.parametrize(("size", "refused"), [(MIN_MEAN_CHUNK_BYTES, False), (MIN_MEAN_CHUNK_BYTES - 1, True)])
@@ -167,7 +167,7 @@ def test_memory_that_is_lent_counts_among_the_spare_until_it_is_full() -> None:
 
 
 def test_a_large_body_takes_no_memory_before_it_arrives_and_none_afterwards() -> None:
-    """Bytes of this process that are resident, by the kernel's account."""
+    """Resident bytes of this process, as the kernel reports them."""
     before = resident_bytes()
     bodies = [FixedBody(MAPPED_BYTES, 0) for _ in range(64)]
     for body in bodies:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servers.contract.errors import ContractError, NotFoundError, UnavailableError
-from servers.native.errors import HttpError
+from servers.native.errors import HttpError, NotReadyError, failure_reason
 from servers.native.http_body import BodyPool, FixedBody
 from servers.native.http_parser import HeadReader, Request, RequestHead, RequestParser
 from servers.native.limits import ByteBudget
@@ -137,6 +137,15 @@ def test_who_waits_for_leave_to_send_a_refused_body_is_told_before() -> None:
     with pytest.raises(HttpError, match="unknown") as caught:
         one.parse(data, 0, len(data))
     assert caught.value.status == 404
+
+
+@pytest.mark.parametrize("line", ["Expect: 100-continue\r\nContent-Length: 9", "Transfer-Encoding: chunked"])
+def test_a_refusal_before_the_body_is_counted_under_its_own_reason(line: str) -> None:
+    one, _ = parser(refusal=NotReadyError("loading"))
+    data = bytearray(f"POST {INFER} HTTP/1.1\r\n{line}\r\n\r\n".encode())
+    with pytest.raises(HttpError) as caught:
+        one.parse(data, 0, len(data))
+    assert (caught.value.status, failure_reason(caught.value)) == (503, "not_ready")
 
 
 def test_a_body_without_room_takes_no_more_bytes_and_can_be_dropped() -> None:

@@ -17,7 +17,6 @@ from servers.export.triton_config import (
     python_config,
     quote,
     tensorrt_config,
-    warm_up_sizes,
     write_model_repository,
 )
 from servers.models.registry import SPECIFICATIONS
@@ -129,13 +128,6 @@ def test_a_request_may_bring_its_own_timeout_although_there_is_none_by_default(
         policy = parse(text).dynamic_batching.default_queue_policy
         assert policy.allow_timeout_override
         assert policy.default_timeout_microseconds > 0, "Triton would ignore the request's own timeout"
-
-
-@pytest.mark.parametrize(
-    ("maximum", "sizes"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (20, (1, 2, 4, 8, 16, 20)), (8, (1, 2, 4, 8))]
-)
-def test_warm_up_sizes(maximum: int, sizes: tuple[int, ...]) -> None:
-    assert warm_up_sizes(maximum) == sizes
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))

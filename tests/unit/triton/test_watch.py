@@ -9,9 +9,11 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from servers.launch_plan import LaunchPlan
+from servers.triton import watch
 from servers.triton.errors import TritonDiedError, TritonOptionError
 from servers.triton.watch import TritonProcess, region_prefixes, relevant_lines
 
@@ -66,6 +68,17 @@ def test_death_before_ready_carries_the_reason_of_the_log(tmp_path: Path) -> Non
         with pytest.raises(TritonDiedError, match=r"ended with status 1: RuntimeError: no file$") as error:
             server.wait_ready(10)
         assert any("failed to load 'm' version 1" in line for line in error.value.log_lines)
+
+
+def test_a_stub_that_ends_while_it_is_checked_has_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = psutil.Process()
+    monkeypatch.setattr(gone, "status", lambda: (_ for _ in ()).throw(psutil.NoSuchProcess(gone.pid)))
+    monkeypatch.setattr(watch, "KILL_SECONDS", 0.01)
+    with TritonProcess(plan("import time; time.sleep(60)"), tmp_path / "log") as server:
+        monkeypatch.setattr(server, "_find_stubs", lambda: [gone])
+        with pytest.raises(TritonDiedError, match="died and is not restarted"):
+            server.assert_alive()
+        monkeypatch.setattr(server, "_find_stubs", list)
 
 
 def test_death_by_signal_is_named(tmp_path: Path) -> None:

@@ -112,16 +112,16 @@ def device(gpu_server, library) -> Iterator[Device]:
 
 
 @dataclass
-class Door:
+class FrontEnd:
     client: Any
     module: ModuleType
     address: str
 
-    def apart(self, work: Callable[[Door], Any]) -> Any:
+    def apart(self, work: Callable[[FrontEnd], Any]) -> Any:
         """In another thread, with a client of its own: tritonclient's cannot change threads."""
         client = self.module.InferenceServerClient(self.address)
         try:
-            return work(Door(client, self.module, self.address))
+            return work(FrontEnd(client, self.module, self.address))
         finally:
             client.close()
 
@@ -152,12 +152,12 @@ class Door:
 
 
 @pytest.fixture(params=["http", "grpc"])
-def both(request, gpu_server, device) -> Iterator[Door]:
-    """A client of one door after the other; every handle that a test has the server open is closed at its end."""
+def both(request, gpu_server, device) -> Iterator[FrontEnd]:
+    """A client of HTTP, then one of gRPC; every handle that a test has the server open is closed at its end."""
     module = tritonclient.http if request.param == "http" else tritonclient.grpc
     address = gpu_server.address if request.param == "http" else gpu_server.grpc_address
     client = module.InferenceServerClient(address)
-    yield Door(client, module, address)
+    yield FrontEnd(client, module, address)
     client.unregister_cuda_shared_memory()
     client.unregister_system_shared_memory()
     assert device.log().count("open") == device.log().count("close")

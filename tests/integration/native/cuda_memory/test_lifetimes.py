@@ -18,10 +18,10 @@ def test_a_region_that_is_being_read_is_closed_afterwards(both, device, gpu_serv
     before_ns = gpu_server.model_stats()["inference_stats"]["compute_input"]["ns"]
     (device.folder / "hold-read").touch()
     with ThreadPoolExecutor(2) as pool:
-        answer = pool.submit(both.apart, lambda door: door.infer(1, "r"))
+        answer = pool.submit(both.apart, lambda front_end: front_end.infer(1, "r"))
         gpu_server.wait_until(lambda: (device.folder / "held").exists(), "it is being read")
         started_ns = (device.folder / "held").stat().st_mtime_ns
-        unregistered = pool.submit(both.apart, lambda door: door.client.unregister_cuda_shared_memory("r"))
+        unregistered = pool.submit(both.apart, lambda front_end: front_end.client.unregister_cuda_shared_memory("r"))
         gpu_server.wait_until(
             lambda: b'"r"' not in gpu_server.request("GET", "/v2/cudasharedmemory/status").body, "it is forgotten"
         )
@@ -43,9 +43,9 @@ def test_a_request_that_waits_when_its_region_is_unregistered_is_told_so(both, d
     both.register("second", device.allocate(IMAGE_BYTES, images(1)))
     (device.folder / "hold-read").touch()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(both.apart, lambda door: door.infer(1, "first"))
+        first = pool.submit(both.apart, lambda front_end: front_end.infer(1, "first"))
         gpu_server.wait_until(lambda: (device.folder / "held").exists(), "the engine is busy")
-        second = pool.submit(both.apart, lambda door: door.infer(1, "second"))
+        second = pool.submit(both.apart, lambda front_end: front_end.infer(1, "second"))
         gpu_server.wait_until(lambda: gpu_server.metric("abserve_native_pending_requests") == 1, "the second waits")
         both.client.unregister_cuda_shared_memory("second")  # nothing uses it yet: at once
         assert device.log() == ["open", "open", "close"]
@@ -60,7 +60,7 @@ def test_outputs_are_written_beside_the_event_loop_and_not_after_the_region(both
     both.register("r", device.allocate(ROW_BYTES))
     (device.folder / "hold-write").touch()
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(both.apart, lambda door: door.send(data, ("r", ROW_BYTES)))
+        answer = pool.submit(both.apart, lambda front_end: front_end.send(data, ("r", ROW_BYTES)))
         gpu_server.wait_until(lambda: (device.folder / "held").exists(), "it is being written")
         assert gpu_server.status("/v2/health/ready") == 200
         assert not answer.done()

@@ -1,4 +1,4 @@
-"""CUDA shared memory through both doors with tritonclient's own calls: what is registered, sent and refused."""
+"""CUDA shared memory over HTTP and gRPC with tritonclient's own calls: what is registered, sent and refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def test_requests_that_are_merged_get_their_own_rows(both, device):
     both.register("taken", taken)
 
     def one(row: int) -> None:
-        both.apart(lambda door: door.infer(1, "given", row * IMAGE_BYTES, ("taken", ROW_BYTES, row * ROW_BYTES)))
+        both.apart(
+            lambda front_end: front_end.infer(1, "given", row * IMAGE_BYTES, ("taken", ROW_BYTES, row * ROW_BYTES))
+        )
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(one, range(6)))

@@ -1,4 +1,4 @@
-"""The server's listening socket, bound before anything slow happens, so that a port in use is reported at once."""
+"""Listening sockets, bound or tried before anything slow happens, so that a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 class ListenerError(Exception):
-    """The server cannot listen on the address; the message says what to do."""
+    """A server cannot listen on the address; the message says what to do."""
 
 
 def bind(host: str, port: int, option: str = "--http-port") -> socket.socket:
@@ -16,7 +16,7 @@ def bind(host: str, port: int, option: str = "--http-port") -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also a port in TIME_WAIT is free
             listener.bind(address)
         except OSError:
             listener.close()

@@ -1,4 +1,4 @@
-"""The same rows through every door and in every form give bit by bit the same answer."""
+"""The same rows through both front ends and in every form give bit by bit the same answer."""
 
 from __future__ import annotations
 
