@@ -73,7 +73,7 @@ def test_all_three_reports_show_the_same_figures(result: Result) -> None:
     stream = io.StringIO()
     print_document(result_document(result), Console(file=stream, width=140, color_system=None))
     for text in (stream.getvalue(), render_markdown(result_document(result)), render_html(result_document(result))):
-        for part in (*(workload for table in tables(result) for workload in table.rows[0]), "native-cpu", "triton-cpu"):
+        for part in (*(cell for table in tables(result) for cell in table.rows[0]), "native-cpu", "triton-cpu"):
             assert isinstance(part, str)
             assert part in text
 

@@ -34,7 +34,7 @@ def table(result: Result) -> Table:
 
 
 def strip_of(row: Sequence[Value]) -> Strip:
-    (strip,) = [workload for workload in row if isinstance(workload, Strip)]
+    (strip,) = [cell for cell in row if isinstance(cell, Strip)]
     return strip
 
 
