@@ -32,6 +32,7 @@ from loadgen.statistics.ratios import (
     adjust_holm,
     between_restarts,
     detectable_effect,
+    error_of_mean,
     estimate_ratio,
     estimate_restarts,
     geometric_mean,
@@ -190,7 +191,7 @@ def compare_all(
                 pairs=estimate.pairs,
                 minimal_detectable_effect=None
                 if method.startswith("anytime")
-                else _sensitivity(estimate, family, own_allowance),
+                else _sensitivity(one, method, estimate, family, own_allowance),
                 p_value=estimate.p_value,
                 p_adjusted=p_adjusted,
                 p_equivalence=estimate.p_equivalence,
@@ -283,16 +284,20 @@ def _adjust(
     return [None if p is None else a for p, a in zip(p_values, adjusted, strict=True)]
 
 
-def _sensitivity(estimate: RatioEstimate, family: int, allowance: float) -> float | None:
+def _sensitivity(
+    paired: PairedMetric, method: Method, estimate: RatioEstimate, family: int, allowance: float
+) -> float | None:
     """The smallest difference that another run of this plan detects. It estimates the correlation anew, and a larger
     estimate costs more power than a smaller one gains, so the allowance counts once more."""
     if estimate.error_log is None:
         return None
-    before, degrees = widening(estimate.units, estimate.correlation)[0], estimate.degrees
-    after = before
-    if allowance:
-        after, degrees = widening(estimate.units, estimate.correlation + allowance)
-    return detectable_effect(estimate.error_log * math.sqrt(after / before), degrees, family)
+    error, degrees, correlation = estimate.error_log, estimate.degrees, estimate.correlation + allowance
+    if allowance and method == "t over pairs":
+        error, degrees = error_of_mean([math.log(pair.ratio) for pair in paired.pairs], correlation)
+    elif allowance:
+        after, degrees = widening(estimate.units, correlation)
+        error *= math.sqrt(after / widening(estimate.units, estimate.correlation)[0])
+    return detectable_effect(error, degrees, family)
 
 
 def _why_inconclusive(ci95: tuple[float, float] | None) -> str:

@@ -71,16 +71,45 @@ def widening(count: int, correlation: float) -> tuple[float, float]:
     """Factor by which the squared standard error of a mean of `count` values grows with their serial correlation, and
     the degrees of freedom that are left.
 
-    For a first-order autoregression the variance of the mean is k·σ²/n with
-    k = (1+φ)/(1−φ) − 2φ(1−φⁿ)/(n(1−φ)²), and the sample variance is too low by (1 − k/n)·n/(n−1)
-    (Anderson, The Statistical Analysis of Time Series, 1971, section 8.3).
+    The variance of the mean is k·σ²/n with k of `grown`, and the sample variance is too low by (1 − k/n)·n/(n−1).
     """
     phi = min(max(correlation, 0.0), MOST_CORRELATION)
     if phi == 0.0 or count < 2:
         return 1.0, count - 1.0
-    grown = (1.0 + phi) / (1.0 - phi) - 2.0 * phi * (1.0 - phi**count) / (count * (1.0 - phi) ** 2)
-    seen = max((1.0 - grown / count) * count / (count - 1.0), 0.05)
-    return grown / seen, max(count / grown - 1.0, 1.0)
+    k = grown(count, phi)
+    seen = max((1.0 - k / count) * count / (count - 1.0), 0.05)
+    return k / seen, max(count / k - 1.0, 1.0)
+
+
+def grown(count: int, phi: float) -> float:
+    """k = (1+φ)/(1−φ) − 2φ(1−φⁿ)/(n(1−φ)²), by which the variance of the mean of a first-order autoregression exceeds
+    σ²/n (Anderson, The Statistical Analysis of Time Series, 1971, section 8.3)."""
+    return (1.0 + phi) / (1.0 - phi) - 2.0 * phi * (1.0 - phi**count) / (count * (1.0 - phi) ** 2)
+
+
+def error_of_mean(logs: Sequence[float], correlation: float) -> tuple[float, float]:
+    """Standard error of the mean of log ratios in their order, and its degrees of freedom.
+
+    Of two errors the one with the narrower interval: the spread widened for this correlation (`widening`), which leaves
+    few degrees of freedom to a strong one, or the error for `MOST_CORRELATION`, which keeps count − 2. The latter
+    takes the spread from x(t) − φ·x(t−1), which are independent (Prais and Winsten, Cowles Commission paper 383, 1954);
+    for a correlation below φ it is too large.
+    """
+    count, values = len(logs), np.asarray(logs, dtype=np.float64)
+    wider, degrees = widening(count, correlation)
+    error = float(values.std(ddof=1)) * math.sqrt(wider / count)
+    if correlation <= 0.0 or count < LEAST_CORRELATED:
+        return error, degrees
+    phi = MOST_CORRELATION
+    weights = np.full(count, 1.0 - phi)
+    weights[0] = math.sqrt(1.0 - phi**2)
+    whitened = np.append(weights[0] * values[0], values[1:] - phi * values[:-1])
+    apart = whitened - weights * float(weights @ whitened) / float(weights @ weights)
+    variance = float(apart @ apart) / (count - 1) / (1.0 - phi**2)
+    bound = math.sqrt(variance * grown(count, phi) / count)
+    if critical_t(count - 2, SIGNIFICANCE) * bound < critical_t(degrees, SIGNIFICANCE) * error:
+        return bound, count - 2.0
+    return error, degrees
 
 
 def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 0.0) -> RatioEstimate:
@@ -105,8 +134,7 @@ def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 
     if spread < MIN_LOG_SPREAD:
         reason = "all pairs have the same ratio, so their spread is unknown"
         return RatioEstimate(count, math.exp(centre), spread_log=spread, reason=reason)
-    wider, degrees = widening(count, correlation)
-    error = spread * math.sqrt(wider / count)
+    error, degrees = error_of_mean(logs, correlation)
     half = critical_t(degrees, SIGNIFICANCE) * error
     bound = math.log1p(margin)
     below = 1.0 - float(special.stdtr(degrees, (centre + bound) / error))

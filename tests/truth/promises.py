@@ -22,7 +22,7 @@ from loadgen.statistics.ratios import SIGNIFICANCE, adjust_holm, critical_t, est
 from loadgen.statistics.tails import Round, estimate_tail_ratio
 from loadgen.studies.load.measure import NEEDY
 from tests.truth.closed_loops import Times, compare
-from tests.truth.simulated_runs import Noise, experiment, names_a_winner, simulate, simulate_blocks
+from tests.truth.simulated_runs import Noise, experiment, names_a_winner, plain, simulate, simulate_blocks
 
 WITHIN = 0.02
 """Spread of the log ratios of pairs."""
@@ -60,6 +60,15 @@ def false_winners(
         simulate(plan, rng, noise, 1.0, "", restart_spread, resemblance, tails=trials >= MANY) for _ in range(trials)
     )
     return Share(sum(map(names_a_winner, runs)), trials)
+
+
+def named_in_resembling_rounds(trials: int, effect: float, pairs: int, phi: float) -> Share:
+    """Comparisons of throughput, in runs of four scenarios, that name the arm that is `effect` times as fast."""
+    plan, rng, named = experiment(4, pairs, 0.05), np.random.default_rng(3), 0
+    for _ in range(trials):
+        found = [c for c in simulate(plan, rng, plain, effect, resemblance=phi) if c.metric == "throughput"]
+        named += sum(c.verdict == "arm_better" for c in found)
+    return Share(named, 4 * trials)
 
 
 SPEEDS = {"b": 1.1, "c": 1.0, "d": 1.3}

@@ -71,6 +71,12 @@ def test_nor_where_each_round_resembles_the_next(phi: float, pairs: int, trials:
     assert_at_most(promises.false_winners(trials, plain, pairs, resemblance=phi, margin=0.001), 0.06)
 
 
+@trials(60, 500)
+def test_and_a_large_difference_is_still_named(trials: int) -> None:
+    """By the widened spread alone, whose few degrees of freedom make the interval boundless, 6 in 10 would be."""
+    assert promises.named_in_resembling_rounds(trials, 2.0, 6, 0.8).value > 0.95
+
+
 def test_without_an_allowance_for_resemblance_they_would() -> None:
     """The test above can fail: by plain Student's t every other such run names a winner."""
     rng, named = np.random.default_rng(5), 0

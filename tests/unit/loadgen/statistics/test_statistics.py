@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from loadgen.statistics.ratios import adjust_holm, detectable_effect, estimate_ratio, geometric_mean, interval_of_mean
+from loadgen.statistics.ratios import (
+    MOST_CORRELATION,
+    adjust_holm,
+    detectable_effect,
+    error_of_mean,
+    estimate_ratio,
+    geometric_mean,
+    interval_of_mean,
+    widening,
+)
 
 RATIOS = st.lists(st.floats(0.2, 5.0), min_size=2, max_size=20).filter(lambda v: np.std(np.log(v)) > 1e-6)
 
@@ -103,3 +112,34 @@ def test_the_ratio_of_geometric_means_is_the_mean_ratio() -> None:
     a, b = [2.0, 3.0, 5.0], [3.0, 3.5, 9.0]
     ratio = estimate_ratio([y / x for x, y in zip(a, b, strict=True)], 0.05).ratio
     assert geometric_mean(b) / geometric_mean(a) == pytest.approx(ratio)
+
+
+def test_few_rounds_that_strongly_resemble_each_other_do_not_hide_a_large_difference() -> None:
+    """Six rounds of a machine that slowed down: by the widened spread the interval was 1.6 to 2.4."""
+    ratios = [2.024, 2.020, 2.013, 1.997, 1.968, 1.972]
+    estimate = estimate_ratio(ratios, 0.05, 0.78)
+    assert estimate.ci95 is not None
+    assert 1.85 < estimate.ci95[0] < min(ratios)
+    assert max(ratios) < estimate.ci95[1] < 2.15
+    assert estimate.degrees == 4
+
+
+def test_the_bound_on_the_error_is_exact_for_the_strongest_correlation() -> None:
+    rng, held, trials = np.random.default_rng(4), 0, 4000
+    for _ in range(trials):
+        logs = rng.normal(0.0, 0.02, 10)
+        for place in range(1, 10):
+            logs[place] = MOST_CORRELATION * logs[place - 1] + math.sqrt(1 - MOST_CORRELATION**2) * logs[place]
+        error, degrees = error_of_mean(logs.tolist(), MOST_CORRELATION)
+        held += abs(logs.mean()) <= stats.t.ppf(0.975, degrees) * error
+    assert 0.92 < held / trials < 0.97
+
+
+@given(RATIOS.filter(lambda ratios: len(ratios) >= 4), st.floats(0.0, 1.0))
+def test_of_two_errors_the_one_with_the_narrower_interval_counts(ratios: list[float], correlation: float) -> None:
+    logs = [math.log(ratio) for ratio in ratios]
+    wider, left = widening(len(logs), correlation)
+    error, degrees = error_of_mean(logs, correlation)
+    half = stats.t.ppf(0.975, left) * float(np.std(logs, ddof=1)) * math.sqrt(wider / len(logs))
+    assert stats.t.ppf(0.975, degrees) * error <= half * (1 + 1e-9)
+    assert 1.0 <= degrees <= len(logs) - 1
