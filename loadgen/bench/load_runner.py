@@ -243,6 +243,7 @@ class _Readings:
             offered=outcome.offered,
             due_span_ns=outcome.due_span_ns,
             cool_down=outcome.cool_down,
+            cool_down_ns=outcome.cool_down_ns,
             first_answer_ns=outcome.first_answer_ns,
             reconnects=outcome.reconnects,
             machine=self._machine,

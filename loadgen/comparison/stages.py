@@ -105,7 +105,7 @@ def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
     """The breakdown over blocks of one arm and workload; None if no block has both good responses and request
     counts."""
     reported = [
-        (answered, stages, block.record.cool_down)
+        (answered, stages, block.record)
         for block in blocks
         if (stages := block.record.stages) is not None
         and stages.requests is not None
@@ -115,7 +115,10 @@ def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
     if not reported:
         return None
     samples, totals = np.concatenate([one[0] for one in reported]), [stages for _, stages, _ in reported]
-    total_ms = float(np.mean(latencies_ms(samples)))
+    # The server's statistics include the cool-down, whose requests may have waited less.
+    cooled = [record for _, _, record in reported if record.cool_down_ns is not None]
+    cooled_ms = sum(record.cool_down_ns or 0 for record in cooled) / NS_PER_MS
+    total_ms = (float(np.sum(latencies_ms(samples))) + cooled_ms) / (len(samples) + sum(c.cool_down for c in cooled))
     served = (stage for stage in STAGES if stage != "unattributed" and stage not in CLIENT_STAGES)
     means = _client_means_ms(samples) | {stage: _mean_ms(totals, stage) for stage in served}
     rest_ms = total_ms - sum(value for value in means.values() if value is not None)
@@ -125,7 +128,7 @@ def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
     return ArmStages(
         label=label,
         requests=sum(stages.requests or 0 for stages in totals),
-        client_requests=len(samples) + sum(cool_down for _, _, cool_down in reported),
+        client_requests=len(samples) + sum(record.cool_down for _, _, record in reported),
         client_total_ms=total_ms,
         stages_ms=means | {"unattributed": rest_ms},
         contradictions=tuple(contradictions),

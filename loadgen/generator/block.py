@@ -121,6 +121,7 @@ class Block:
             cpu_ns=cpu_ns,
             reconnects=reconnects,
             cool_down=self._traffic.unmeasured,
+            cool_down_ns=self._traffic.unmeasured_ns,
             first_answer_ns=int(median(self._first_answers_ns)),
             latency_p50_ns=None if stored is None else median_latency_ns(read_samples(stored)),
             cut_reason=self.window.cut_reason,

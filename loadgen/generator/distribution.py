@@ -112,6 +112,7 @@ def merge(command: Open, parts: Sequence[Contribution]) -> Outcome:
         workers=workers,
         late=sum(outcome.late for outcome in outcomes),
         cool_down=sum(outcome.cool_down for outcome in outcomes),
+        cool_down_ns=sum(outcome.cool_down_ns for outcome in outcomes),
         first_answer_ns=max(first_answers, default=None),
         answers=tuple(answer for outcome in outcomes for answer in outcome.answers),
     )

@@ -147,6 +147,8 @@ class Outcome(Message, frozen=True, kw_only=True):
     """Requests that failed or took longer than the block's latency bound."""
     cool_down: int = 0
     """Good answers to requests that kept the load up after the measured part of a closed loop; not in `requests`."""
+    cool_down_ns: int = 0
+    """Sum of their latencies."""
     first_answer_ns: int | None = None
     """Time from connecting to the first answer, before the window: the median over the users of a process, and of
     several processes the largest."""

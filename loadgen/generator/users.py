@@ -39,6 +39,8 @@ class Traffic:
         self.errors = 0
         self.unmeasured = 0
         """Good answers that were not recorded: those of a cool-down."""
+        self.unmeasured_ns = 0
+        """Sum of their latencies."""
         self.last_end_ns = 0
         self.user_numbers = count()
         """Numbers users whose caller does not."""
@@ -88,6 +90,7 @@ class Traffic:
             self._record(exchange, fault, body, user, intended_ns)
         else:
             self.unmeasured += 1
+            self.unmeasured_ns += exchange.end_ns - exchange.send_ns
             self.last_end_ns = exchange.end_ns
         if slot is not None and fault is None:
             self.kept.keep(slot, number, user, body, first, keep_answer(connection, exchange))

@@ -318,6 +318,8 @@ class BlockRecord(Record, frozen=True, kw_only=True):
     """Time from the first to the last due request."""
     cool_down: int = 0
     """Good responses after the measured requests, while the last of those were in flight; not among `requests`."""
+    cool_down_ns: int | None = None
+    """Sum of the latencies of the cool-down, which the server's own statistics include; None in older records."""
     first_answer_ns: int | None = None
     """Time from the start of a connection to its first response, before the window: the median over the users of a
     process, and of several processes the largest."""

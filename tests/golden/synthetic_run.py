@@ -189,7 +189,7 @@ def _write_loads(directory: Path, plan: Plan, experiment: Experiment, rng: np.ra
                     return
                 arm = plan.arms[label]
                 speed = float(np.exp(rng.normal(0, plan.block_noise) + plan.drift * index / 80))
-                samples, stages, errors, cool_down = simulate(
+                samples, stages, errors, cool_down_ms = simulate(
                     arm, workload, rng, clock_ns, speed, index == plan.failing_block
                 )
                 name = f"samples/{index:04d}.npy"
@@ -202,7 +202,8 @@ def _write_loads(directory: Path, plan: Plan, experiment: Experiment, rng: np.ra
                     items=int(samples["batch"].sum()), errors=errors,
                     error_messages=("HTTP 503: queue is full",) if errors else (),
                     generator_cpu_ns=int(0.11 * (end_ns - clock_ns)), server_cpu_ns=int(1.7 * (end_ns - clock_ns)),
-                    stages=stages, complete=True, cool_down=cool_down, reconnects=0,
+                    stages=stages, complete=True, reconnects=0,
+                    cool_down=len(cool_down_ms), cool_down_ns=int(sum(cool_down_ms) * 1e6),
                     machine=machine(end_ns - clock_ns),
                 )  # fmt: skip
                 _write(directory / "blocks" / f"{index:04d}.json", record)
@@ -247,12 +248,12 @@ def wall_clock(at_ns: int) -> str:
 
 def simulate(
     arm: SimulatedArm, workload: Workload, rng: np.random.Generator, start_ns: int, speed: float, failing: bool = False
-) -> tuple[np.ndarray, StageTotals, int, int]:
+) -> tuple[np.ndarray, StageTotals, int, list[float]]:
     """One block: `workload.concurrency` users, one server that executes whatever waits, up to its largest batch."""
     arrivals = [(0.0, user, True) for user in range(workload.concurrency)]
     heapq.heapify(arrivals)
     rows: list[tuple[float, float, int]] = []
-    claimed, free, cool_down = workload.concurrency, 0.0, 0
+    claimed, free, cool_down_ms = workload.concurrency, 0.0, list[float]()
     queue_ms = infer_ms = 0.0
     batches: dict[int, int] = {}
     half = arm.transport_ms / 2
@@ -278,7 +279,7 @@ def simulate(
             if counted:
                 rows.append((sent, end, user))
             else:
-                cool_down += 1
+                cool_down_ms.append(end - sent)
             if claimed < workload.requests:
                 claimed += 1
                 heapq.heappush(arrivals, (end, user, True))
@@ -294,7 +295,7 @@ def simulate(
     if failing:
         samples["error"][::10], samples["status"][::10] = 0, 503
         errors = int((samples["error"] >= 0).sum())
-    count = len(rows) + cool_down
+    count = len(rows) + len(cool_down_ms)
     stages = StageTotals(
         requests=count, items=count * workload.batch_size, executions=sum(batches.values()),
         queue_ns=int(queue_ms * 1e6), compute_input_ns=int(0.04 * infer_ms * 1e6),
@@ -303,7 +304,7 @@ def simulate(
         decode_ns=int(0.1e6 * count) if arm.reports_http else None,
         encode_ns=int(0.05e6 * count) if arm.reports_http else None, batches=batches,
     )  # fmt: skip
-    return samples, stages, errors, cool_down
+    return samples, stages, errors, cool_down_ms
 
 
 def _leave_partial(directory: Path, index: int, workload: Workload, rng: np.random.Generator) -> None:

@@ -77,6 +77,7 @@ def test_users_start_together_and_share_the_requests(
     assert (np.bincount(samples["user"]) >= 2).all()
     assert outcome.window_end_ns >= samples["end_ns"].max(), "the cool-down is part of the window"
     assert 0 < outcome.cool_down <= 8 * 3, "while the last counted requests are under way the others go on"
+    assert outcome.cool_down_ns > outcome.cool_down * 400e6
     serial_ns = (samples["end_ns"] - samples["send_ns"]).sum()
     assert outcome.window_end_ns - outcome.window_start_ns < serial_ns / 4, "the users waited for each other"
     assert 0 < outcome.cpu_ns < outcome.window_end_ns - outcome.window_start_ns

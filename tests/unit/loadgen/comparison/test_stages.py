@@ -86,6 +86,28 @@ def test_a_block_without_request_counts_counts_on_neither_side(tmp_path: Path) -
     assert counted.client_requests - left.client_requests == block["requests"] + block["cool_down"]
 
 
+def test_the_client_s_mean_includes_the_cool_down_as_the_server_s_does(tmp_path: Path) -> None:
+    """Its requests wait less, so without them the stages of a short block exceed the requests."""
+    write_run(tmp_path, Plan(pairs=2))
+    whole = analyse(tmp_path).stages[-1].baseline_stages
+    assert whole is not None
+    for path in (tmp_path / "blocks").glob("*.json"):
+        block = json.loads(path.read_text())
+        path.write_text(json.dumps(block | {"cool_down_ns": block["cool_down"] * 10**9}))
+    longer = analyse(tmp_path).stages[-1].baseline_stages
+    assert longer is not None
+    cool_down = whole.client_requests - 2 * workload_requests(tmp_path)
+    assert cool_down > 0
+    assert longer.client_total_ms * longer.client_requests > 1000 * cool_down
+    assert longer.stages_ms["queue"] == whole.stages_ms["queue"]
+
+
+def workload_requests(directory: Path) -> int:
+    """Measured requests of A in one block of the last workload."""
+    path = next(path for path in sorted((directory / "blocks").glob("*.json")) if _is(path, "a", "concurrent(16)"))
+    return int(json.loads(path.read_text())["requests"])
+
+
 def _is(path: Path, label: str, workload: str) -> bool:
     block = json.loads(path.read_text())
     return (block["label"], block["workload"]) == (label, workload)
