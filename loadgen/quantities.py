@@ -70,12 +70,15 @@ def ratio_interval(interval: Interval | None) -> str:
 
 
 def share(value: float | None, digits: int = 2) -> str:
-    """A share of 1 in per cent, from ten times on as a factor: 0.053 is "5.3 %", 12.5 is "12×", 10⁹ is "> 100×"."""
+    """A share of 1 in per cent, from ten times on as a factor: 0.053 is "5.3 %", 12.5 is "12×"."""
     if value is None:
         return "–"
-    if value > 100.0:
-        return "> 100×"
     return f"{number(value * 100.0, digits)} %" if abs(value) < 10.0 else f"{number(value, digits)}×"
+
+
+def detectable(effect: float | None) -> str:
+    """The smallest difference that a run detects; beyond a hundred times the figure means nothing."""
+    return share(effect) if effect is None or effect <= 100.0 else "> 100×"
 
 
 def signed_ms(value: float) -> str:

@@ -10,7 +10,7 @@ from loadgen.comparison.claims import claim, figure, verdict_words
 from loadgen.comparison.comparisons import Comparison, Outcome, better_arm
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.ranking import neighbours
-from loadgen.quantities import Interval, inverse, ratio, ratio_interval, share
+from loadgen.quantities import Interval, detectable, inverse, ratio, ratio_interval, share
 from loadgen.records.run import Pairing, shown
 from loadgen.report.charts import arm_style, several
 from loadgen.result.result_file import Result
@@ -140,7 +140,7 @@ def comparisons(result: Result) -> doc.Section | None:
     missing = [one for one in result.comparisons if one.ratio is None]
     counted = {
         "pairs": lambda one: str(one.pairs),
-        "detectable": lambda one: share(one.minimal_detectable_effect),
+        "detectable": lambda one: detectable(one.minimal_detectable_effect),
     }
     if made:
         notes = [

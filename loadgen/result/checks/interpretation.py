@@ -8,7 +8,7 @@ from loadgen.comparison.claims import do_not, join
 from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.comparison.facts import Facts, WorkloadFacts
 from loadgen.comparison.stages import OVERLAP_LIMIT
-from loadgen.quantities import number, share
+from loadgen.quantities import detectable, number, share
 from loadgen.records.run import shown
 from loadgen.result.checks.registry import Outcome, Severity, check, per_comparison, per_load
 from loadgen.result.noise_floor import is_self_comparison
@@ -118,7 +118,9 @@ def sensitivity(leading: Sequence[Comparison], facts: Facts) -> Outcome:
     if len(known) < len(effects):
         return Outcome(None, "the smallest difference that the run can detect is unknown", None, margin)
     effect = max(known)
-    detail = f"80 % of such runs detect a difference of {share(effect)} or more (the margin is ±{100.0 * margin:g} %)"
+    detail = (
+        f"80 % of such runs detect a difference of {detectable(effect)} or more (the margin is ±{100.0 * margin:g} %)"
+    )
     return Outcome(effect <= margin, detail, effect, margin)
 
 

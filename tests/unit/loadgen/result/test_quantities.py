@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.quantities import inverse, measured, number, ratio, ratio_interval, sentence, share
+from loadgen.quantities import detectable, inverse, measured, number, ratio, ratio_interval, sentence, share
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,7 @@ def test_nothing_measured_reads_as_zero_and_no_percentage_is_absurd() -> None:
     assert ratio(0.001, None) == "0.001×"
     assert ratio_interval((0.001, 0.002)).startswith("0.001")
     assert (share(9.99), share(11.0), share(11_000.0)) == ("1,000 %", "11×", "11,000×")
+    assert (detectable(0.06), detectable(1e12)) == ("6.0 %", "> 100×")
 
 
 @given(st.floats(0.9, 0.99999), st.floats(0.0001, 0.05))
