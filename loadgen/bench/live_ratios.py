@@ -32,7 +32,7 @@ class LiveRatio:
     ratio: float | None
     ci95: tuple[float, float] | None
     reason: str | None
-    """Why there is no ratio or no interval so far."""
+    """The reason why a ratio or an interval is still missing."""
 
 
 class LiveRatios:

@@ -40,7 +40,7 @@ def make_deployment(
     """The deployment of an arm, not yet started. Raises `AddressError` for an unusable URL, `DeploymentError` when a
     compose stack is not up."""
     deployment = _deployment(arm, experiment, store, work, abserve)
-    deployment.largest_batch = max((workload.batch_size for workload in experiment.workloads), default=1)
+    deployment.largest_batch = experiment.largest_batch
     return deployment
 
 

@@ -78,7 +78,8 @@ def compare(
 
 
 def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path | None]) -> None:
-    """Check the places to write to (`files` by their options) and the servers to start. Raises `PlanError`."""
+    """Check the places to write to (`files` by their options) and the servers. Raises `PlanError`; a file that cannot
+    be written ends the command."""
     check_out(out)
     check_files(files)
     check_servers([experiment for _, experiment in plan.runs])

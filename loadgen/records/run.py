@@ -202,6 +202,11 @@ class Experiment(Record, frozen=True, kw_only=True):
     def baseline(self) -> ArmRequest:
         return self.arms[0]
 
+    @property
+    def largest_batch(self) -> int:
+        """The largest batch that is sent; 1 without workloads."""
+        return max((workload.batch_size for workload in self.workloads), default=1)
+
     def arm(self, label: Label) -> ArmRequest:
         return next(arm for arm in self.arms if arm.label == label)
 

@@ -66,7 +66,7 @@ def _await(bench: Bench, label: Label) -> ArmRecord:
 
 def _require_batch_sizes(bench: Bench) -> None:
     """Raises `DeploymentError` when a server would refuse a batch size of the load."""
-    largest = max((workload.batch_size for workload in bench.experiment.workloads), default=1)
+    largest = bench.experiment.largest_batch
     limits = {record.label: (record, record.in_effect.get("max_batch_size")) for record in bench.records}
     small = {label: (record, n) for label, (record, n) in limits.items() if isinstance(n, int) and 0 < n < largest}
     if not small:

@@ -83,15 +83,20 @@ class EngineSettings:
             if value not in offered:
                 raise EngineError(f"the {self.kind} engine has no {name} {value!r}; {choose_from(value, offered)}")
 
+    def device_here(self) -> str:
+        """The device, cpu or cuda:N. Loads no library, so `auto` means a GPU if the kernel offers one to an engine that
+        uses GPUs."""
+        if self.device != "auto":
+            return self.device
+        return "cuda:0" if nvidia_device_present() and "cuda" in KINDS[self.kind].modes else "cpu"
+
     def check_here(self) -> None:
-        """Raise `EngineError` for a value that is wrong on this machine; loads no library. `auto` takes a GPU if the
-        kernel offers one, which the engine itself decides when it loads."""
+        """Raise `EngineError` for a value that is wrong on this machine; loads no library."""
         self.check()
-        present = nvidia_device_present()
-        if self.device not in ("auto", "cpu") and not present:
-            raise EngineError(f"device {self.device}: this machine has no NVIDIA GPU; use --device cpu or auto")
-        on_gpu = self.device != "cpu" and present and (self.device != "auto" or "cuda" in KINDS[self.kind].modes)
-        self.mode_on("cuda" if on_gpu else "cpu")
+        device = self.device_here()
+        if device != "cpu" and not nvidia_device_present():
+            raise EngineError(f"device {device}: this machine has no NVIDIA GPU; use --device cpu or auto")
+        self.mode_on("cpu" if device == "cpu" else "cuda")
 
     def mode_on(self, device: str) -> str:
         """The mode to execute in on "cpu" or "cuda". Raises `EngineError` if the engine does not offer it there."""

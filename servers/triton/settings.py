@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field
 
 from servers import defaults
-from servers.engines.processors import nvidia_device_present, thread_count
+from servers.engines.processors import thread_count
 from servers.engines.settings import EngineSettings
 from servers.models.image_decoder import DecodingSettings
 from servers.models.registry import get_variants
@@ -65,10 +65,7 @@ def resolve_engine(requested: EngineSettings) -> EngineSettings:
     """Resolve `auto`: always for the device, and for the mode of an engine with one mode per device."""
     if requested.kind == "null":
         return replace(requested, device="cpu", threads=1, mode="eager")
-    device = requested.device
-    if device == "auto":
-        device = "cuda:0" if nvidia_device_present() else "cpu"
-    mode = requested.mode
+    device, mode = requested.device_here(), requested.mode
     if requested.kind == "onnxruntime" and mode == "auto":
         mode = "session" if device == "cpu" else "graph"
     threads = thread_count(requested.threads) if device == "cpu" else requested.threads

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
 from servers.contract.tensors import Array
-from servers.engines.interface import Engine, EngineDescription, EngineError
+from servers.engines.interface import EngineError
+from servers.engines.null import NullEngine
+from servers.engines.settings import EngineSettings
 from servers.models.corpus import jpeg_paths
 from servers.models.image_decoder import DecodingSettings, ImageDecoder
 from servers.models.preprocessing import ImageError, decode_jpeg, resize_and_crop
@@ -18,10 +20,11 @@ from servers.models.specification import ModelSpecification
 from servers.triton.batch_executor import BatchExecutor
 
 
-class Recorder(Engine):
-    """An engine that answers each row's first 512 values, and keeps what it was given."""
+class Recorder(NullEngine):
+    """An engine that answers twice each row's first 512 values, and keeps what it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, specification: ModelSpecification) -> None:
+        super().__init__(specification, EngineSettings("null"))
         self.given: list[Array] = []
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -31,16 +34,10 @@ class Recorder(Engine):
             raise EngineError("seven")
         return {"embedding": array.reshape(len(array), -1)[:, :512] * np.float32(2)}
 
-    def load(self) -> None: ...
-    def warm_up(self, batch_sizes: Sequence[int]) -> None: ...
-    def close(self) -> None: ...
-    def describe(self) -> EngineDescription:
-        raise NotImplementedError
-
 
 @pytest.fixture
-def engine() -> Recorder:
-    return Recorder()
+def engine(specification: ModelSpecification) -> Recorder:
+    return Recorder(specification)
 
 
 @pytest.fixture
