@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from servers.contract.tensors import Array, TensorSpec
+from servers.contract.tensors import Array
 from servers.models.specification import ModelSpecification
 
 
@@ -36,25 +36,41 @@ def bucket_of(buckets: Sequence[int], rows: int) -> int:
 
 
 def random_array(generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """Uniform bytes for UINT8; standard normal values, drawn as FP32, for every other `dtype`."""
+    """Uniform bytes for UINT8, 0 or 1 for other integers and booleans, else standard normal values drawn as FP32."""
     if dtype == np.uint8:
         return generator.integers(0, 256, shape, np.uint8)
+    if dtype.kind in "iub":
+        return generator.integers(0, 2, shape, np.uint8).astype(dtype)
     values: Array = generator.standard_normal(shape, np.float32).astype(dtype, copy=False)
     return values
 
 
-def random_inputs(specification: ModelSpecification, batch: int, seed: int) -> Mapping[str, Array]:
-    """A random batch as the engine takes it, by the inputs' names."""
+def random_inputs(
+    specification: ModelSpecification, batch: int, seed: int, sizes: Mapping[str, int] | None = None
+) -> Mapping[str, Array]:
+    """A random batch as the engine takes it, by the inputs' names; axes without an entry in `sizes` have their default.
+
+    Values are valid for the model: token ids are of its vocabulary, and no place is padding.
+    """
+    if specification.make_items is not None:
+        axis = specification.padded_axis
+        size = 1 if axis is None else (sizes or {}).get(axis.name, axis.default)
+        return specification.make_items(seed, [size] * batch)
     generator = np.random.default_rng(seed)
     return {
-        tensor.name: random_array(generator, (batch, *tensor.item_shape), tensor.dtype)
+        tensor.name: random_array(generator, (batch, *specification.item_shape(tensor, sizes)), tensor.dtype)
         for tensor in specification.inputs
     }
 
 
-def zero_inputs(tensors: Sequence[TensorSpec], rows: int) -> dict[str, Array]:
-    """A batch of zeros, to warm up with."""
-    return {tensor.name: np.zeros((rows, *tensor.item_shape), tensor.dtype) for tensor in tensors}
+def zero_inputs(
+    specification: ModelSpecification, rows: int, sizes: Mapping[str, int] | None = None
+) -> dict[str, Array]:
+    """A batch of zeros; axes without an entry in `sizes` have their default."""
+    return {
+        tensor.name: np.zeros((rows, *specification.item_shape(tensor, sizes)), tensor.dtype)
+        for tensor in specification.inputs
+    }
 
 
 def row_cosines(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:

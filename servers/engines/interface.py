@@ -62,7 +62,7 @@ class Engine(ABC):
     def warm_up(self, batch_sizes: Sequence[int]) -> None:
         """Execute every given batch size once, so that no compilation or allocation is left for a request."""
         for size in batch_sizes:
-            self.infer(zero_inputs(self._specification.inputs, size))
+            self.infer(zero_inputs(self._specification, size))
 
     @abstractmethod
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:

@@ -64,7 +64,7 @@ def measure_engine(
         calls_ns = _call_times_ns(engine, specification, batch, seconds_per_batch)
         executions_ns = engine.execution_ns(batch, min(max(MIN_REPEATS, len(calls_ns)), MAX_EXECUTIONS))
         best_ns = median(executions_ns or calls_ns)
-        tflops = batch * specification.flops_per_item / best_ns / 1e3
+        tflops = batch * (specification.flops_per_item or 0) / best_ns / 1e3
         results.append(
             BatchMeasurement(
                 batch=batch,

@@ -177,7 +177,7 @@ class OnnxRuntimeEngine(Engine):
         options.enable_profiling = True
         options.profile_file_prefix = str(folder / "profile")
         session = ort.InferenceSession(str(self._file), options, providers=self._providers(index, graphs=False))
-        batch = zero_inputs(self._specification.inputs, rows)
+        batch = zero_inputs(self._specification, rows)
         for _ in range(repeats):
             session.run([tensor.name for tensor in self._specification.outputs], batch)
         return Path(session.end_profiling())

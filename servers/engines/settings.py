@@ -64,6 +64,8 @@ class EngineSettings:
     device: str = defaults.DEVICE  # auto, cpu or cuda:N
     threads: int = 0  # intra-op threads on the CPU; 0: all cores that this process may use
     max_batch_size: int = defaults.MAX_BATCH_SIZE
+    pad_to: tuple[int, ...] = ()
+    """Sizes of the model's padded axis to prepare for, ascending; empty: the engine chooses. See `Axis`."""
 
     def check(self) -> None:
         """Raise `EngineError` for a value that is wrong on every device."""

@@ -15,7 +15,13 @@ from servers.engines.interface import EngineError
 from servers.export.errors import ExportError
 from servers.export.file_form import FileForm, Operators, executed_form
 from servers.models.atomic_folder import FolderError
-from servers.models.registry import SPECIFICATIONS, UnknownModelError, get_specification, get_variant
+from servers.models.registry import (
+    DEFAULT_MODEL,
+    UnknownModelError,
+    get_specification,
+    get_variant,
+    payload_variants,
+)
 from servers.models.weights import WeightsError, parse_weights, pin
 from servers.options import ModelOptions, checked, fail, settings_of, takes_settings
 
@@ -96,7 +102,7 @@ def triton_repo(
     from servers.export.triton_config import write_model_repository
 
     try:
-        written = write_model_repository(out, SPECIFICATIONS.values())
+        written = write_model_repository(out, payload_variants(get_specification(DEFAULT_MODEL)))
     except OSError as exc:
         fail(f"cannot write {exc.filename or out}: {exc.strerror or exc}; choose another --out", exc)
     for path in written:

@@ -1,28 +1,46 @@
-"""The models that can be served; to add one, add its FP32 specification to `_MODELS`.
+"""Finds a model by its reference: SOURCE:NAME, a path, or the name under which it is served.
 
-Each has the three forms in which an image can travel to it, all derived from its FP32 specification, with one output:
+A model of images has three forms in which an image can travel to it, all derived from its FP32 specification:
 
     M         pixel_values  FP32  [-1,3,s,s]   normalised by the client
     M_uint8   pixel_values  UINT8 [-1,s,s,3]   RGB bytes, resized and cropped by the client, normalised with the model
     M_jpeg    image         BYTES [-1,1]       a JPEG file of any size; decoded, resized and cropped by the server
+
+Every other model has one, its own tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pkgutil
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from functools import cache
+from importlib import import_module
+from types import MappingProxyType, ModuleType
 
 from servers.contract.tensors import TensorSpec
-from servers.models import openclip
+from servers.models import sources
+from servers.models.sources import open_clip
 from servers.models.specification import PAYLOADS, ModelSpecification, choose_from
+
+DEFAULT_MODEL = open_clip.SPECIFICATION.reference
+SOURCES: tuple[str, ...] = tuple(sorted(module.name for module in pkgutil.iter_modules(sources.__path__)))
+
+
+class UnknownModelError(Exception):
+    """The model, or its variant for a payload, does not exist or cannot be described; the message says what to do."""
+
+
+def source_module(name: str) -> ModuleType:
+    """The module of a source; imports it, which imports no library of models."""
+    return import_module(f"{sources.__name__}.{name}")
 
 
 def payload_variants(specification: ModelSpecification) -> tuple[ModelSpecification, ...]:
-    """The FP32 model itself, its UINT8 and its JPEG variant. Raises `ValueError` unless it takes one FP32 image."""
-    size = specification.preprocessing.size
-    if specification.payload != "fp32" or [t.item_shape for t in specification.inputs] != [(3, size, size)]:
-        raise ValueError(f"{specification.name}: variants are derived from a model of one FP32 image")
+    """The model itself and, for one of images, its UINT8 and its JPEG variant."""
+    if specification.payload != "fp32" or specification.image is None:
+        return (specification,)
+    size = specification.image.size
     uint8 = replace(
         specification,
         name=f"{specification.name}_uint8",
@@ -42,45 +60,59 @@ def payload_variants(specification: ModelSpecification) -> tuple[ModelSpecificat
     return specification, uint8, jpeg
 
 
-_MODELS = (openclip.SPECIFICATION,)
-
-SPECIFICATIONS: Mapping[str, ModelSpecification] = MappingProxyType(
-    {variant.name: variant for model in _MODELS for variant in payload_variants(model)}
-)
-"""Every model in every payload variant, by its own name."""
-
-DEFAULT_MODEL = next(iter(SPECIFICATIONS))
-
-
-class UnknownModelError(Exception):
-    """The model, or its variant for a payload, does not exist; the message names the closest one."""
-
-
-def get_specification(name: str) -> ModelSpecification:
-    """The specification of a registered model or variant. Raises `UnknownModelError`."""
-    if name not in SPECIFICATIONS:
-        raise UnknownModelError(f"unknown model {name!r}; {choose_from(name, SPECIFICATIONS)}")
-    return SPECIFICATIONS[name]
+@cache
+def _variants(reference: str) -> Mapping[str, ModelSpecification]:
+    """The variants of a model by payload. Raises `UnknownModelError`."""
+    source, separator, name = reference.partition(":")
+    if separator and source in SOURCES:
+        found = source_module(source).specify(name)
+        if found is None:
+            known = [f"{source}:{one}" for one in source_module(source).names()]
+            raise UnknownModelError(f"unknown model {reference!r}; {choose_from(reference, known)}")
+    else:
+        taking = (module for module in map(source_module, SOURCES) if hasattr(module, "takes"))
+        found = next((module.specify(reference) for module in taking if module.takes(reference)), None)
+        if found is None:
+            known = [*_SERVED, *known_references()]
+            raise UnknownModelError(f"unknown model {reference!r}; {choose_from(reference, known)}")
+    return MappingProxyType({variant.payload: variant for variant in payload_variants(found)})
 
 
-def get_variant(name: str, payload: str) -> ModelSpecification:
-    """The variant for `payload` of the model `name`, or of the model that `name` is a variant of.
-
-    Raises `UnknownModelError`.
-    """
-    base = get_specification(name).base
-    for specification in SPECIFICATIONS.values():
-        if (specification.base, specification.payload) == (base, payload):
-            return specification
-    raise UnknownModelError(f"unknown payload {payload!r}; {choose_from(payload, PAYLOADS)}")
+_SERVED = MappingProxyType({variant.name: variant for variant in _variants(DEFAULT_MODEL).values()})
+"""The default model's variants, which may also be named as they are served."""
 
 
-def get_variants(name: str, payloads: str) -> tuple[ModelSpecification, ...]:
-    """The variants for a list such as `fp32,uint8`, in its order; for an empty one the model `name` alone.
+def known_references() -> Iterator[str]:
+    """The well-known models of every source; others exist."""
+    for source in SOURCES:
+        yield from (f"{source}:{name}" for name in source_module(source).names())
+
+
+def get_specification(reference: str) -> ModelSpecification:
+    """The specification of a model. Raises `UnknownModelError`."""
+    if reference in _SERVED:
+        return _SERVED[reference]
+    return next(iter(_variants(reference).values()))
+
+
+def get_variant(reference: str, payload: str) -> ModelSpecification:
+    """The variant of a model for `payload`. Raises `UnknownModelError`."""
+    if payload not in PAYLOADS:
+        raise UnknownModelError(f"unknown payload {payload!r}; {choose_from(payload, PAYLOADS)}")
+    variants = _variants(_SERVED[reference].reference if reference in _SERVED else reference)
+    if payload not in variants:
+        raise UnknownModelError(
+            f"{reference} has no payload {payload}; use {' or '.join(variants)}, or leave the payload out"
+        )
+    return variants[payload]
+
+
+def get_variants(reference: str, payloads: str) -> tuple[ModelSpecification, ...]:
+    """The variants for a list such as `fp32,uint8`, in its order; for an empty one the model `reference` alone.
 
     Raises `UnknownModelError`.
     """
     wanted = [payload.strip() for payload in payloads.split(",") if payload.strip()]
     if not wanted:
-        return (get_specification(name),)
-    return tuple(get_variant(name, payload) for payload in dict.fromkeys(wanted))
+        return (get_specification(reference),)
+    return tuple(get_variant(reference, payload) for payload in dict.fromkeys(wanted))

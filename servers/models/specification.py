@@ -1,13 +1,14 @@
-"""A model as it is served: one immutable record that every server, exporter and test reads."""
+"""A model as it is served: one immutable record that every server, engine, exporter and test reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from servers.contract.tensors import TensorSpec
+from servers.contract.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -15,50 +16,96 @@ if TYPE_CHECKING:
     from servers.models.weights import FindPretrained, WeightsSource
 
 
-Payload = Literal["fp32", "uint8", "jpeg"]
+Payload = Literal["tensors", "fp32", "uint8", "jpeg"]
 PAYLOADS: tuple[Payload, ...] = get_args(Payload)
+
+OutputKind = Literal["embedding", "logits", "labels", "tensor"]
+"""How answers are compared: direction and length of a vector; scores and their order; equality; element by element."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
     """From an image to the model's input: decode to RGB, resize the shorter side, centre crop, scale, normalise.
 
-    `mean` and `std` are per RGB channel on values scaled to 0–1.
+    `mean` and `std` are per RGB channel on values scaled to 0–1. `size` is the side after the crop in pixels, `resize`
+    the shorter side before it; None is `size`.
     """
 
     size: int
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     interpolation: str = "bicubic"
+    resize: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A dimension of variable size besides the batch, such as the length of a sequence."""
+
+    name: str
+    default: int
+    largest: int
+    places: Mapping[str, int]
+    """The dimension that it is, by tensor; the batch is dimension 0."""
+    padding: Mapping[str, int] = field(default_factory=dict)
+    """By input, the value of places beyond an item's own length. Empty: items cannot be padded."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether an item can be padded without changing its answer."""
+        return bool(self.padding)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpecification:
-    """One model as it is served, with the form in which an image reaches it (see `servers.models.registry`)."""
+    """One model as it is served, with the payload that reaches it (see `servers.models.registry`)."""
 
     name: str
+    """The name on a server."""
     title: str
     version: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int
-    flops_per_item: int
-    """Floating-point operations per item, a multiply-add counted as two."""
-    preprocessing: Preprocessing
-    default_weights: str
     load_module: Callable[[WeightsSource], torch.nn.Module]
-    """Build the FP32 module in eval mode on the CPU. It takes normalised FP32 pixels, whatever the payload, and has
-    one output. Imports torch itself, so that reading a specification stays cheap. Raises `WeightsError`."""
-    pretrained_tags: Callable[[], tuple[str, ...]]
+    """Build the FP32 module in eval mode on the CPU. It takes the inputs in order, for images the FP32 variant's,
+    and returns the output, or a tuple of the outputs in order. Imports torch itself, so that reading a specification
+    stays cheap. Raises `WeightsError`, always for a model that is only a `file`."""
+    reference: str = ""
+    """The model as `--model` takes it: open_clip:ViT-B-32, or an absolute path; `label` is the one to publish."""
+    kinds: Mapping[str, OutputKind] = field(default_factory=dict)
+    """By output; an output without an entry is a `tensor`."""
+    axes: tuple[Axis, ...] = ()
+    item: str = "item"
+    """What one row of a batch is: image, sequence, item."""
+    flops_per_item: int | None = None
+    """Floating-point operations per item at the axes' default sizes, a multiply-add counted as two; None: unknown."""
+    file: Path | None = None
+    """The ONNX file of a model without a module; engines that execute files take it unchanged."""
+    make_items: Callable[[int, Sequence[int]], Mapping[str, Array]] | None = None
+    """`make_items(seed, lengths)` returns one item per length, padded to the longest, by input. A model without axes
+    uses only the number of lengths. None: photographs for a model of images, else random values."""
+    image: Preprocessing | None = None
+    """From an image to the only input; None for a model that takes no image."""
+    default_weights: str = "random:0"
+    pretrained_tags: Callable[[], tuple[str, ...]] = tuple
     """The tags that `--weights` accepts for this model."""
     find_pretrained: FindPretrained | None = None
     """Finds the file of a tag; None for a model without tags."""
-    payload: Payload = "fp32"
-    """The form of an image in a request: normalised values, RGB bytes, or a JPEG file."""
+    fused_tower: bool = False
+    """Whether the module is a vision transformer that the fused kernels and operators may replace."""
+    payload: Payload = "tensors"
+    """What a request carries: the model's own tensors (`fp32` if they are normalised pixels), RGB bytes, or a JPEG
+    file."""
     base_name: str | None = None
-    """For a variant, the name of its FP32 model."""
+    """For a variant, the name of its own model."""
     decodes_to: ModelSpecification | None = None
     """For JPEG, the variant that gets the decoded pixels."""
+
+    @property
+    def label(self) -> str:
+        """The reference without folders of this machine, for configurations that clients read and people publish."""
+        return self.reference.rpartition("/")[2] if self.reference.startswith("/") else self.reference
 
     @property
     def base(self) -> str:
@@ -69,6 +116,30 @@ class ModelSpecification:
     def executed(self) -> ModelSpecification:
         """The variant whose inputs the engine takes: the UINT8 one for JPEG, which no engine decodes."""
         return self.decodes_to or self
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """From an image to the only input. Raises `ValueError` for a model that takes no image."""
+        if self.image is None:
+            raise ValueError(f"{self.name} takes no image")
+        return self.image
+
+    @property
+    def padded_axis(self) -> Axis | None:
+        """The axis along which batches may be padded; None without one."""
+        return next((axis for axis in self.axes if axis.padded), None)
+
+    def kind_of(self, output: str) -> OutputKind:
+        """How the answers of an output are compared."""
+        return self.kinds.get(output, "tensor")
+
+    def item_shape(self, tensor: TensorSpec, sizes: Mapping[str, int] | None = None) -> tuple[int, ...]:
+        """The shape of one item with these sizes by axis; other axes have their default."""
+        shape = list(tensor.item_shape)
+        for axis in self.axes:
+            if (place := axis.places.get(tensor.name)) is not None:
+                shape[place - 1] = (sizes or {}).get(axis.name, axis.default)
+        return tuple(shape)
 
 
 def choose_from(value: str, known: Iterable[str]) -> str:

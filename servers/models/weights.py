@@ -8,7 +8,9 @@ bytes or refuse.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +20,10 @@ from servers.models.atomic_folder import file_sha256
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors", ".ckpt")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _PINNED = re.compile(rf"(.*?)(?:@({_COMMIT.pattern}))?(?:@sha256:([0-9a-f]{{64}}))?", re.DOTALL)
+
+
+_seeded_initialisation = threading.Lock()
+"""torch has one global generator per process: models that load in parallel would draw from each other's sequence."""
 
 
 class WeightsError(Exception):
@@ -119,6 +125,16 @@ def parse_weights(text: str) -> WeightsSource:
             f"--weights {text}: after @ give a commit of 40 hexadecimal digits, or sha256: and 64 hexadecimal digits"
         )
     return PretrainedWeights(name, revision, sha256)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's generator in the block for random weights, which depend on the seed alone; restore it afterwards."""
+    import torch
+
+    with _seeded_initialisation, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def pin(source: WeightsSource, find_pretrained: FindPretrained | None) -> WeightsSource:

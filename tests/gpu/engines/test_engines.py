@@ -157,6 +157,7 @@ def test_the_engine_tells_how_long_it_executes(loaded: tuple[Engine, ModelSpecif
     assert len(times_ns) == 10
     ceiling = matrix_tflops("cuda:0", precision)
     assert ceiling is not None
+    assert specification.flops_per_item is not None
     assert 0.001 < 8 * specification.flops_per_item / sorted(times_ns)[5] / 1e3 / ceiling < 1
 
 

@@ -11,7 +11,7 @@ from servers.engines.torch_device import Enqueue, GraphRunner
 from servers.engines.vit.fused import FusedVisionTower, FusedWeights, Workspace
 from servers.engines.vit.plans import CUBLAS, Plan, Tile
 from servers.engines.vit.tower import LeanVisionTower
-from servers.models.openclip import SPECIFICATION
+from servers.models.sources.open_clip import SPECIFICATION
 
 pytestmark = pytest.mark.gpu
 

@@ -21,7 +21,7 @@ from servers.engines.interface import Engine, EngineDescription, EngineError
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.listener import bind
-from servers.models.specification import ModelSpecification, Preprocessing
+from servers.models.specification import ModelSpecification
 from servers.native.inference import InferenceService
 from servers.native.served_models import ServedModels
 from servers.native.server import configure_logs, serve
@@ -36,11 +36,7 @@ SPECIFICATION = ModelSpecification(
     inputs=(TensorSpec("x", "FP32", (-1, 4)),),
     outputs=(TensorSpec("y", "FP32", (-1, 4)),),
     max_batch_size=64,
-    flops_per_item=0,
-    preprocessing=Preprocessing(1, (0, 0, 0), (1, 1, 1)),
-    default_weights="random:0",
     load_module=lambda _weights: None,  # type: ignore[arg-type,return-value]
-    pretrained_tags=tuple,
 )
 
 

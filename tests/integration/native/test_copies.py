@@ -16,7 +16,7 @@ from servers.contract.tensors import Array, TensorSpec
 from servers.engines.interface import Engine, EngineDescription
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.models.specification import ModelSpecification, Preprocessing
+from servers.models.specification import ModelSpecification
 from servers.native.app import create_app
 from servers.native.http_body import ALIGNMENT, FixedBody
 from servers.native.http_connection import connection_factory
@@ -35,11 +35,7 @@ SPECIFICATION = ModelSpecification(
     inputs=(TensorSpec("x", "FP32", (-1, VALUES)),),
     outputs=(TensorSpec("y", "FP32", (-1, 4)),),
     max_batch_size=8,
-    flops_per_item=0,
-    preprocessing=Preprocessing(1, (0, 0, 0), (1, 1, 1)),
-    default_weights="random:0",
     load_module=lambda _weights: None,  # type: ignore[arg-type,return-value]
-    pretrained_tags=tuple,
 )
 
 

@@ -39,6 +39,7 @@ def test_rates_come_from_the_execution_and_the_call_is_told_too(specification: M
     reference = pictures.reshape(3, -1)[:, :512]
     (result,) = measure_engine(engine, specification, [4], reference, pictures, 0.05, 100.0)
     assert result.batch == 4
+    assert specification.flops_per_item is not None
     assert result.execution_ns == 1_000_000
     assert result.call_ns >= 3_000_000
     assert result.call_p99_ns is None  # 0.05 s are too few calls

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from servers.models.openclip import ARCHITECTURE, DIMENSIONS, MLP_RATIO, load_image_tower
 from servers.models.registry import UnknownModelError, get_specification
+from servers.models.sources.open_clip import ARCHITECTURE, DIMENSIONS, MLP_RATIO, load_image_tower
 from servers.models.specification import ModelSpecification
 from servers.models.weights import CheckpointWeights, PretrainedWeights, RandomWeights, WeightsError, parse_weights
 

@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 
-from servers.models.openclip import find_pretrained, load_image_tower
+from servers.models.sources.open_clip import find_pretrained, load_image_tower
 from servers.models.weights import (
     CheckpointWeights,
     PretrainedWeights,

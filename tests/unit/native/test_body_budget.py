@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from servers.contract.tensors import TensorSpec
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.models.specification import ModelSpecification, Preprocessing
+from servers.models.specification import ModelSpecification
 from servers.native.app import create_app
 from servers.native.http_connection import connection_factory
 from servers.native.http_front_end import HttpFrontEnd
@@ -35,11 +35,7 @@ SPECIFICATION = ModelSpecification(
     inputs=(TensorSpec("x", "UINT8", (-1, VALUES)),),
     outputs=(TensorSpec("y", "UINT8", (-1, VALUES)),),
     max_batch_size=8,
-    flops_per_item=0,
-    preprocessing=Preprocessing(1, (0, 0, 0), (1, 1, 1)),
-    default_weights="random:0",
     load_module=lambda _weights: None,  # type: ignore[arg-type,return-value]
-    pretrained_tags=tuple,
 )
 CONTENT = np.random.default_rng(0).integers(0, 256, VALUES, np.uint8).tobytes()
 HEADER = json.dumps(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from servers.engines.interface import EngineError
-from servers.models.registry import DEFAULT_MODEL, SPECIFICATIONS
+from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.models.weights import RandomWeights
 from servers.native.command import Launch, check
 from servers.native.settings import NativeSettings
@@ -15,11 +15,11 @@ from servers.native.settings import NativeSettings
 
 @pytest.mark.parametrize(("engine", "file"), [("onnxruntime", "/x/model.onnx"), ("tensorrt", "/x/model.plan")])
 def test_an_engine_with_a_file_is_started_with_it(engine: str, file: str) -> None:
-    launch = Launch(NativeSettings(engine=engine), (SPECIFICATIONS[DEFAULT_MODEL],), RandomWeights(0))
+    launch = Launch(NativeSettings(engine=engine), (get_specification(DEFAULT_MODEL),), RandomWeights(0))
     (needed,) = launch.needs_artefacts
     plan = launch.plan({needed.name: (Path(file), None)})
     assert plan.argv[plan.argv.index("--artefact") + 1] == file
-    assert (plan.model, plan.artefact) == (DEFAULT_MODEL, None)
+    assert (plan.model, plan.artefact) == (get_specification(DEFAULT_MODEL).name, None)
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ from servers.export.triton_config import (
     tensorrt_config,
     write_model_repository,
 )
-from servers.models.registry import SPECIFICATIONS
+from servers.models.registry import DEFAULT_MODEL, get_specification, payload_variants
 from servers.models.specification import ModelSpecification
 
 CHECKED_IN = Path(__file__).resolve().parents[3] / "triton_model_repo"
-SPECIFICATION_LIST = list(SPECIFICATIONS.values())
+SPECIFICATION_LIST = list(payload_variants(get_specification(DEFAULT_MODEL)))
 EXECUTED = [s for s in SPECIFICATION_LIST if s.executed is s]
 JPEG = [s for s in SPECIFICATION_LIST if s.executed is not s]
 

@@ -18,7 +18,7 @@ from servers.engines.vit.fused import FusedVisionTower, FusedWeights, Workspace
 from servers.engines.vit.kernels import gelu
 from servers.engines.vit.plans import CUBLAS, Plan, Tile
 from servers.engines.vit.tower import LeanVisionTower
-from servers.models.openclip import SPECIFICATION
+from servers.models.sources.open_clip import SPECIFICATION
 
 OURS = Tile(16, 64)
 

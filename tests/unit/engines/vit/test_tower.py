@@ -10,7 +10,7 @@ import torch
 from open_clip.transformer import VisionTransformer
 
 from servers.engines.vit.tower import LeanVisionTower, UnsupportedTowerError, read_shape
-from servers.models.openclip import SPECIFICATION
+from servers.models.sources.open_clip import SPECIFICATION
 
 PREPROCESSING = SPECIFICATION.preprocessing
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from servers.models.weights import (
     RandomWeights,
     WeightsError,
     WeightsSource,
+    seeded,
     verify,
 )
 
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "ViT-B-32"
 PREFIX = "visual."
-
-_seeded_initialisation = threading.Lock()
-"""torch has one global generator per process: models that load in parallel would draw from each other's sequence."""
-
 
 DIMENSIONS = {"image_size": 224, "patch_size": 32, "width": 768, "layers": 12, "heads": 12, "output_dim": 512}
 MLP_RATIO = 4
@@ -68,10 +64,7 @@ def load_image_tower(source: WeightsSource) -> torch.nn.Module:
     """
     match source:
         case RandomWeights(seed):
-            import torch
-
-            with _seeded_initialisation, torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+            with seeded(seed):
                 return _build(quick_gelu=False)
         case PretrainedWeights(tag):
             path = find_pretrained(source)
@@ -203,19 +196,33 @@ def _quiet_root_logger() -> Iterator[None]:
 
 SPECIFICATION = ModelSpecification(
     name="openclip_vit_b32",
+    reference=f"open_clip:{ARCHITECTURE}",
     title="OpenCLIP ViT-B-32 image tower",
     version="1",
     inputs=(TensorSpec("pixel_values", "FP32", (-1, 3, DIMENSIONS["image_size"], DIMENSIONS["image_size"])),),
     outputs=(TensorSpec("embedding", "FP32", (-1, DIMENSIONS["output_dim"])),),
+    kinds={"embedding": "embedding"},
+    item="image",
     max_batch_size=32,
     flops_per_item=tower_flops(),
-    preprocessing=Preprocessing(
+    image=Preprocessing(
         size=DIMENSIONS["image_size"],
         mean=(0.48145466, 0.4578275, 0.40821073),
         std=(0.26862954, 0.26130258, 0.27577711),
     ),
-    default_weights="random:0",
     load_module=load_image_tower,
     pretrained_tags=pretrained_tags,
     find_pretrained=find_pretrained,
+    fused_tower=True,
+    payload="fp32",
 )
+
+
+def names() -> tuple[str, ...]:
+    """The well-known models of this source."""
+    return (ARCHITECTURE,)
+
+
+def specify(name: str) -> ModelSpecification | None:
+    """The specification of an architecture; None if there is none of that name."""
+    return SPECIFICATION if name == ARCHITECTURE else None
