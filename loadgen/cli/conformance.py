@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.json_output import fail, write_json
+from loadgen.cli.json_output import check_files, fail, write_json
 
 if TYPE_CHECKING:
     from loadgen.conformance.servers import Session
@@ -61,6 +61,7 @@ def conformance(
         fail("give either a URL or --launch native|triton")
     if launch not in (None, "native", "triton"):
         fail(f"--launch {launch} is unknown; give native or triton")
+    check_files({"--json": json_file, "--markdown": markdown_file})
     # After the argument checks, because importing grpc takes half a second.
     from loadgen.bench.interruption import interruptible
     from loadgen.conformance.cases import select
