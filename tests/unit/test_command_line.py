@@ -62,7 +62,7 @@ def test_help_names_every_command_that_is_not_hidden() -> None:
         (("diff", "no-such-run", "other"), 2, "no-such-run does not exist; give a folder that"),
         (("engine", "--seconds", "-1"), 2, "error: --seconds -1.0: must be greater than or equal to 0.01"),
         (("engine", "--json", "/proc/none/x.json"), 2, "--json /proc/none/x.json: give the path of a file in a folder"),
-        (("conformance", "http://[::1]:1", "--markdown", "/proc/none/x.md"), 2, "--markdown /proc/none/x.md: give the path of"),
+        (("conformance", "http://[::1]:1", "--markdown", "/proc/none/x.md"), 2, "--markdown /proc/none/x.md: give"),
         (("export", "--precision", "int8"), 2, "no file has the precision 'int8'; use one of: fp32, fp16"),
         (("export", "--payload", "jpeg"), 2, "export the payload uint8, which it executes"),
         (("triton-repo", "--out", "/proc/none"), 1, "error: cannot write /proc/none: "),
