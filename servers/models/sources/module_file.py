@@ -71,7 +71,7 @@ def _function(path: Path, name: str | None) -> Callable[[], object]:
         module = _executed(path)
     except Exception as exc:
         raise UnknownModelError(f"{path.name} cannot be imported: {_cause(exc, path)}") from exc
-    known = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+    known = [one for one, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
     made = getattr(module, name or "", None)
     if not callable(made):
         problem = f"there is no function {name}" if name else "name its function, as in FILE.py:FUNCTION"
