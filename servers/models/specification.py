@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from servers.contract.tensors import Array, TensorSpec
 
@@ -179,6 +179,11 @@ def image_specification(
 def served_name(text: str) -> str:
     """A name for servers and folders: lower-case letters, digits and underscores."""
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_") or "model"
+
+
+def refuse_tag(reference: str, tag: str, known: Iterable[str]) -> NoReturn:
+    """Raises `UnknownModelError`: the library has the model, and no such weights for it."""
+    raise UnknownModelError(f"{reference} has no weights {tag!r}; {choose_from(tag, known)}")
 
 
 def choose_from(value: str, known: Iterable[str]) -> str:
