@@ -87,6 +87,8 @@ class ModelSpecification:
     """What one row of a batch is: image, sequence, item."""
     flops_per_item: int | None = None
     """Floating-point operations per item at the axes' default sizes, a multiply-add counted as two; None: unknown."""
+    definition_sha256: str | None = None
+    """Of the user's file that defines the model: with other content it is another model, also with equal weights."""
     file: Path | None = None
     """The ONNX file of a model without a module; engines that execute files take it unchanged."""
     make_items: Callable[[int, Sequence[int]], Mapping[str, Array]] | None = None
