@@ -118,14 +118,15 @@ def specify(name: str) -> ModelSpecification | None:
 def _preprocessing(config: Any) -> Preprocessing | None:
     """From timm's configuration of a tag; None for images that are not square, not RGB or framed with a border."""
     channels, height, width = config.input_size
-    if channels != 3 or height != width or config.crop_mode not in ("center", "squash"):
+    share = config.crop_pct or 0.875
+    if channels != 3 or height != width or config.crop_mode not in ("center", "squash") or share > 1:
         return None
     return Preprocessing(
         size=height,
         mean=tuple(config.mean),
         std=tuple(config.std),
         interpolation=config.interpolation if config.interpolation != "random" else "bilinear",
-        resize=math.floor(height / (config.crop_pct or 0.875)),
+        resize=math.floor(height / share),
         squash=config.crop_mode == "squash",
     )
 
