@@ -34,7 +34,7 @@ class UInt8Images(torch.nn.Module):
 
 
 def executed_module(specification: ModelSpecification, tower: torch.nn.Module) -> torch.nn.Module:
-    """The module that takes this variant's inputs; `tower` takes the model's own, such as normalised pixels."""
+    """The module that takes this variant's inputs; `tower` is the model's own, which takes normalised pixels."""
     return UInt8Images(tower, specification.preprocessing).eval() if specification.payload == "uint8" else tower
 
 
