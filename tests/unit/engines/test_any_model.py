@@ -110,6 +110,8 @@ def test_several_inputs_and_outputs_of_any_length(mode: str) -> None:
         np.testing.assert_allclose(answers["hidden"], expected["hidden"], atol=1e-6)
         np.testing.assert_array_equal(answers["label"], expected["label"])
         assert (answers["hidden"].dtype, answers["label"].dtype) == (np.float32, np.int64)
+    with pytest.raises(ValueError, match="ids has sequence 49, more than the largest, 48"):
+        engine.infer(token_items(0, [49]))
     engine.close()
 
 
