@@ -32,15 +32,15 @@ def build_engine(
 ) -> Engine:
     """The engine, not loaded yet. Raises `EngineError` for a wrong setting, a missing file or a missing library.
 
-    `specification` is a variant that an engine executes, FP32 or UINT8 (see `ModelSpecification.executed`).
+    `specification` is a variant that an engine executes (see `ModelSpecification.executed`).
     `artefact_path` is the ONNX file or the TensorRT plan for the kinds in `KINDS_WITH_FILE`; others ignore it.
     """
     check_engine(specification, settings)
     kind = KINDS[settings.kind]
     if kind.executes_file and artefact_path is None:
-        command = (
-            f"abserve export{' --to tensorrt' if settings.kind == 'tensorrt' else ''} --model {specification.name}"
-        )
+        to = " --to tensorrt" if settings.kind == "tensorrt" else ""
+        payload = " --payload uint8" if specification.payload == "uint8" else ""
+        command = f"abserve export{to} --model {specification.reference}{payload}"
         raise EngineError(f"the {settings.kind} engine needs an exported file; run: {command}")
     module, _, name = kind.engine.partition(":")
     try:

@@ -1,5 +1,7 @@
 """A module that takes RGB bytes and normalises them where it runs, in front of one that takes normalised pixels.
 
+Every other payload is executed by the model's own module.
+
 The arithmetic is torchvision's, in FP32 and in its order, so on one device the answers equal those to pixels from
 `servers.models.preprocessing.normalise`, bit for bit.
 
