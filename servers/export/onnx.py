@@ -123,8 +123,8 @@ def _export(specification: ModelSpecification, module: torch.nn.Module, path: Pa
             for place, dimension in dimensions.items():
                 if value.shape is not None and isinstance(size := value.shape[place], int):
                     raise ExportError(
-                        f"torch cannot export {specification.name} to ONNX: its module fixes the {dimension.__name__} of "
-                        f"{value.name} at {size}; use the engine torch"
+                        f"torch cannot export {specification.name} to ONNX: its module fixes the "
+                        f"{dimension.__name__} of {value.name} at {size}; use the engine torch"
                     )
         _rename_inner(program.model.graph, {*names, *(tensor.name for tensor in specification.outputs)})
         # One file: Triton and people copy it, and a forgotten second one fails late.
