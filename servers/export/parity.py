@@ -111,7 +111,7 @@ def parity_batches(specification: ModelSpecification) -> Iterator[ParityBatch]:
         return
     axes = specification.axes
     for seed, rows in enumerate(BATCHES):
-        sizes = {axis.name: (axis.default, _longest(axis), min(2, axis.largest))[seed] for axis in axes}
+        sizes = {axis.name: (axis.default, _longest(axis), _short(specification, axis))[seed] for axis in axes}
         inputs = random_inputs(specification, rows, seed, sizes)
         yield ParityBatch(rows, inputs, inputs, sizes)
     if (padded := specification.padded_axis) is not None:
@@ -142,6 +142,11 @@ def corpus_pixels(specification: ModelSpecification, count: int) -> UInt8Array:
 
 def _longest(axis: Axis) -> int:
     return min(axis.largest, LONGEST_IN_DEFAULTS * axis.default)
+
+
+def _short(specification: ModelSpecification, axis: Axis) -> int:
+    """Random bits for an unknown model may be a mask, which hides a whole item if there are few of them."""
+    return min(axis.largest, 2 if specification.make_items is not None else max(2, axis.default // 2))
 
 
 def _without_padding(
