@@ -167,7 +167,7 @@ def test_the_factory_refuses_what_it_cannot_build(specification: ModelSpecificat
 def test_a_missing_or_foreign_onnx_file_is_refused(
     specification: ModelSpecification, artefact: Artefact, tmp_path: Path
 ) -> None:
-    with pytest.raises(EngineError, match="run: abserve export --model openclip_vit_b32"):
+    with pytest.raises(EngineError, match="run: abserve export --model open_clip:ViT-B-32"):
         engine_of("onnxruntime", specification, tmp_path / "model.onnx").load()
     (tmp_path / "model.onnx").write_bytes(b"no protobuf")
     with pytest.raises(EngineError, match=r"cannot load model\.onnx") as caught:

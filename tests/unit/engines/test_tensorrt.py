@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from servers.engines.factory import build_engine
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
 from servers.export.tensorrt_plan import TENSORRT_IMAGE, build_plan, container_command, plan_path
+from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 
@@ -71,3 +73,19 @@ def test_the_container_command_builds_that_plan(specification: ModelSpecificatio
     assert "--minShapes=pixel_values:1x3x224x224" in words
     assert "--maxShapes=pixel_values:16x3x224x224" in words
     assert not any("fp16" in word and word.startswith("--fp16") for word in words)
+
+
+def test_the_profile_of_a_model_with_an_axis_reaches_from_one_item_to_the_largest_batch(tmp_path: Path) -> None:
+    bert = get_specification("transformers:bert-base-uncased")
+    words = shlex.split(container_command(bert, tmp_path / "a" / "model.onnx", tmp_path / "b" / "model.plan", 16))
+    assert "--minShapes=input_ids:1x1,attention_mask:1x1" in words
+    assert "--optShapes=input_ids:16x128,attention_mask:16x128" in words
+    assert "--maxShapes=input_ids:16x512,attention_mask:16x512" in words
+
+
+def test_a_model_without_buckets_is_refused_before_any_library_is_loaded(tmp_path: Path) -> None:
+    bert = get_specification("transformers:bert-base-uncased")
+    (tmp_path / "model.plan").touch()
+    unpadded = replace(bert, axes=(replace(bert.axes[0], padding={}),))
+    with pytest.raises(EngineError, match="cannot be padded; use the engine torch or onnxruntime"):
+        build_engine(unpadded, WEIGHTS, EngineSettings(kind="tensorrt"), tmp_path / "model.plan").load()
