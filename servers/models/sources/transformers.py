@@ -51,6 +51,7 @@ def specify(name: str) -> ModelSpecification | None:
                 padding={"input_ids": config.pad_token_id or 0, "attention_mask": 0},
             ),
         ),
+        id_counts={"input_ids": config.vocab_size},
         item="sequence",
         max_batch_size=32,
         make_items=partial(_token_ids, config.vocab_size, config.pad_token_id or 0),
