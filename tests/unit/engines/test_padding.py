@@ -51,7 +51,7 @@ def test_sizes_that_the_model_does_not_have_are_refused() -> None:
     assert padding.sizes == (32, 512)
     with pytest.raises(EngineError, match="--pad-to 513: the largest sequence of distilbert_base_uncased is 512"):
         padding_of(BERT, (32, 513))
-    with pytest.raises(EngineError, match="items of resnet50 cannot be padded"):
+    with pytest.raises(EngineError, match="items of torchvision_resnet50 cannot be padded"):
         padding_of(get_specification("torchvision:resnet50"), (32,))
 
 
