@@ -7,14 +7,16 @@ built it and on the kind of GPU on which it was built (`abserve export --to tens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from servers.engines.batches import bucket_sizes
+from servers.engines.graph_runner import Bucket, Enqueue, bucket_shape
 from servers.engines.interface import EngineDescription, EngineError, first_line
-from servers.engines.torch_device import Enqueue, RunnerEngine, device_details, resolve_device
+from servers.engines.torch_device import RunnerEngine, device_details, resolve_device
 
 ELEMENT_TYPES = {"FP32": "FLOAT", "FP16": "HALF", "UINT8": "UINT8", "INT64": "INT64"}
 INSTALL = "pip install tensorrt --extra-index-url https://pypi.nvidia.com"
@@ -67,7 +69,7 @@ class TensorRTEngine(RunnerEngine):
                 "plan_bytes": self._path.stat().st_size,
                 "layers": self._engine.num_layers,
                 "device_memory_bytes": self._engine.device_memory_size_v2,
-                "buckets": list(self._runner.buckets),
+                "buckets": list(self._runner.rows),
                 **device_details(self._device),
             },
         )
@@ -93,20 +95,22 @@ class TensorRTEngine(RunnerEngine):
                 f"the plan takes batches up to {largest}, not {self._settings.max_batch_size}; lower --max-batch-size"
             )
 
-    def _build(self, images: int) -> Enqueue:
+    def _build(self, bucket: Bucket) -> Enqueue:
         """Each bucket has its own context: a captured graph is valid only while its context keeps its shapes."""
-        source, target = self._specification.inputs[0], self._specification.outputs[0]
+        specification = self._specification
         context = self._engine.create_execution_context()
         if context is None:
             raise EngineError("TensorRT cannot create an execution context: the GPU's memory is exhausted")
-        context.set_input_shape(source.name, (images, *source.item_shape))
+        for tensor in specification.inputs:
+            context.set_input_shape(tensor.name, bucket_shape(specification, tensor, bucket))
         self._contexts.append(context)
+        names = [tensor.name for tensor in (*specification.inputs, *specification.outputs)]
 
-        def enqueue(pixels: torch.Tensor, out: torch.Tensor) -> None:
-            context.set_tensor_address(source.name, pixels.data_ptr())
-            context.set_tensor_address(target.name, out.data_ptr())
-            if not context.execute_async_v3(torch.cuda.current_stream(pixels.device).cuda_stream):
-                raise EngineError(f"TensorRT cannot execute a batch of {images}")
+        def enqueue(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+            for name, memory in zip(names, (*inputs, *outputs), strict=True):
+                context.set_tensor_address(name, memory.data_ptr())
+            if not context.execute_async_v3(torch.cuda.current_stream(inputs[0].device).cuda_stream):
+                raise EngineError(f"TensorRT cannot execute a batch of {bucket.rows}")
 
         return enqueue
 

@@ -1,26 +1,30 @@
 """PyTorch: FP32 on the CPU; FP32, TF32, FP16 and BF16 on CUDA, eagerly, by TorchScript, compiled or in CUDA graphs.
 
-Inputs are FP32, or UINT8 which is normalised on the device; outputs are FP32 in every precision. FP32 on CUDA means no
-TF32 anywhere.
+Any number of inputs and outputs in any datatype that torch has. Floating-point inputs are converted to the precision,
+UINT8 pixels are normalised on the device, and outputs have their specified datatype in every precision. FP32 on CUDA
+means no TF32 anywhere.
 
 Modes: `eager` is the model's own module; `traced` and `scripted` are the same through torch.jit, compared with it at
-load in its precision. On CUDA only: `graph` (and `auto`) is one CUDA graph per batch bucket of the fastest tower that
-covers the model and the precision, `compile` one of torch.compile's code. On CUDA every mode is compared at load with
-the model's own module in FP32 on the CPU.
+load in its precision. On CUDA only: `graph` (and `auto`) is one CUDA graph per bucket of the fastest form that covers
+the model and the precision, `compile` one of torch.compile's code. A bucket is a batch size, for a model with a padded
+axis times a size of that axis. Every mode is compared at load with the model's own module in FP32 on the CPU.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from servers.contract.tensors import Array
-from servers.engines.batches import bucket_sizes, random_inputs
+from servers.engines.agreement import Disagreement, disagreement
+from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, has_buckets
 from servers.engines.interface import EngineDescription, EngineError, first_line
 from servers.engines.processors import thread_count
+from servers.engines.proof import Proof, proof_batch
 from servers.engines.torch_device import (
     RunnerEngine,
     device_details,
@@ -28,72 +32,114 @@ from servers.engines.torch_device import (
     resolve_device,
     set_fp32_products,
 )
-from servers.engines.torch_towers import DeviceTower, fast_tower, own_tower
-from servers.models.uint8_module import executed_module
+from servers.engines.torch_towers import (
+    FAILURES,
+    DeviceTower,
+    as_specified,
+    check_datatypes,
+    expected_answers,
+    fast_tower,
+    own_tower,
+)
 from servers.models.weights import WeightsError
 
 PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
-MIN_COSINE = 0.9995
-"""The lowest cosine of a row with the model's own module in FP32 on the CPU."""
-
 GRAPH_MODES = ("graph", "compile")
-"""One CUDA graph per batch bucket; the other modes enqueue every batch anew, at its own size."""
+"""One CUDA graph per bucket; the other modes enqueue every batch anew, in its own shape."""
 
-PROOF_ROWS = 3
-"""A batch that is padded, so that the padding is checked too."""
+PROOF_ROWS, PROOF_SHARE = 3, 0.76
+"""A batch and a share of the axes' default sizes that are padded, so that the padding is checked too."""
 
 
 class TorchEngine(RunnerEngine):
     """Executes a model by torch. The number of CPU threads applies to torch in the whole process."""
 
     _mode = ""
+    _mode_reason: str | None = None
     _tower: DeviceTower | None = None
-    _cosine = 0.0
+    _shared_memory: frozenset[int] = frozenset()
+    _checked: Disagreement | None = None
 
     def load(self) -> None:
         """Build the executable module on the device, in the precision; check it there; set torch's threads."""
         settings, specification = self._settings, self._specification
-        device = resolve_device(settings.device)
-        self._mode = settings.mode_on(device.type)
-        on_cpu = device.type == "cpu"
-        if on_cpu:
+        check_datatypes(specification)
+        self._device = device = resolve_device(settings.device)
+        self._mode = self._mode_on(device)
+        if device.type == "cpu":
             torch.set_num_threads(thread_count(settings.threads))
+        else:
+            set_fp32_products(tf32=settings.precision == "tf32")
         assert self._weights is not None
         try:
             module = specification.load_module(self._weights)
         except WeightsError as exc:
             raise EngineError(str(exc)) from exc
-        if on_cpu:
-            self._tower = own_tower(
-                module, specification, device, torch.float32, settings.max_batch_size, mode=self._mode
-            )
-            return
-        set_fp32_products(tf32=settings.precision == "tf32")
         try:
-            self._load_on_cuda(module, device, getattr(torch, PARAMETER_TYPES[settings.precision]))
-        except RuntimeError as exc:  # torch.OutOfMemoryError is one
+            self._prepare(module, device, getattr(torch, PARAMETER_TYPES[settings.precision]))
+        except FAILURES as exc:  # torch.OutOfMemoryError is a RuntimeError
             raise EngineError(f"the model cannot be loaded on {device}: {first_line(exc)}") from exc
 
-    def _load_on_cuda(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        specification, mode = self._specification, self._mode
-        largest, graphs = self._settings.max_batch_size, mode in GRAPH_MODES
-        (pixels,) = random_inputs(specification, min(PROOF_ROWS, largest), seed=1).values()
-        with torch.inference_mode():
-            expected = executed_module(specification, module)(torch.from_numpy(pixels)).clone()
-        if graphs:
+    def _mode_on(self, device: torch.device) -> str:
+        mode = self._settings.mode_on(device.type)
+        if mode not in GRAPH_MODES or has_buckets(self._specification):
+            return mode
+        reason = f"{self._specification.name} has a dynamic axis without padding values, so CUDA graphs do not fit it"
+        if self._settings.mode != "auto":
+            raise EngineError(f"mode {mode}: {reason}; use mode eager")
+        self._mode_reason = reason
+        return "eager"
+
+    def _prepare(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Build the form of this mode from the FP32 module on the CPU, and compare it with that module."""
+        specification, mode, largest = self._specification, self._mode, self._settings.max_batch_size
+        proof = proof_batch(specification, min(PROOF_ROWS, largest), 1, PROOF_SHARE)
+        expected = proof.expected(partial(expected_answers, specification, module))
+        if mode in GRAPH_MODES:
             tower = fast_tower(module, specification, device, dtype, largest, compiled=mode == "compile")
+            rows = bucket_sizes(largest, halves=mode == "graph")
+            sizes, at_load = self._axis_buckets()
+            self._start(tower.build, rows, device, sizes=sizes, at_load=at_load)
         else:
             tower = own_tower(module, specification, device, dtype, largest, mode=mode)
-        runner = self._start(tower.build, bucket_sizes(largest, halves=mode == "graph"), device, graphs=graphs)
+            if device.type != "cpu":
+                self._start(None, bucket_sizes(largest), device, call=tower.call)
         self._tower = tower
-        answer = torch.from_numpy(runner.infer(pixels))
-        self._cosine = float(torch.nn.functional.cosine_similarity(answer, expected).min())
-        if not self._cosine >= MIN_COSINE:
-            raise EngineError(
-                f"{tower.kernels} on {device} does not compute the model: its cosine with its own module in FP32 is "
-                f"{self._cosine:.6f}, below {MIN_COSINE}; use mode eager"
-            )
+        memory = (*tower.parameters, *module.buffers())
+        self._shared_memory = frozenset(one.untyped_storage().data_ptr() for one in memory)
+        if mode != "eager" or device.type != "cpu" or proof.lengths:  # else it is the module that gave these answers
+            self._check(proof, expected)
+
+    def _axis_buckets(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Sizes of the padded axis: all buckets, and those that are prepared at load.
+
+        torch.compile takes long for each, so without `pad_to` it prepares only the one of the default size.
+        """
+        axis, pad_to = self._specification.padded_axis, self._settings.pad_to
+        if axis is None:
+            return (), ()
+        sizes = axis_buckets(axis, pad_to)
+        at_load = [size for size in pad_to if size <= axis.largest] or sizes
+        if not pad_to and self._mode == "compile":
+            at_load = [bucket_of(sizes, axis.default)]
+        return sizes, at_load
+
+    def _check(self, proof: Proof, expected: Mapping[str, Array]) -> None:
+        """Raise `EngineError` if the answers are not those of the model's own module."""
+        assert self._tower is not None
+        answers = proof.without_padding(self.infer(proof.inputs))
+        self._checked = disagreement(self._specification, expected, answers, self._settings.precision)
+        if self._checked.fault is None:
+            return
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in proof.inputs.items())
+        remedy = "use precision fp32" if self._mode == "eager" else "use mode eager"
+        if self._settings.precision == "fp32" and self._mode == "eager":
+            remedy = "check the padding values of its axis" if proof.lengths else "use device cpu"
+        raise EngineError(
+            f"{self._tower.kernels} on {self._device} does not compute the model: {self._checked.fault}, for {shapes}, "
+            f"compared with its own module in FP32 on each item alone; {remedy}"
+        )
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Execute one batch. On the CPU torch reads the caller's arrays and the answer is its own: no copies."""
@@ -102,43 +148,58 @@ class TorchEngine(RunnerEngine):
         if self._tower is None:
             raise self._not_loaded()
         given = [_as_tensor(inputs[tensor.name]) for tensor in self._specification.inputs]
+        shared = {one.untyped_storage().data_ptr() for one in given}
+        answers: dict[str, Array] = {}
         try:
             with torch.inference_mode():
-                output: torch.Tensor = self._tower.module(*given)
-                return {self._specification.outputs[0].name: output.contiguous().numpy()}
-        except RuntimeError as exc:
+                outputs = as_specified(self._specification, self._tower.call(given))
+                for tensor, output in zip(self._specification.outputs, outputs, strict=True):
+                    own = output.contiguous()
+                    if (address := own.untyped_storage().data_ptr()) in shared or address in self._shared_memory:
+                        own = own.clone()  # the module returned an input, a constant, or one tensor twice
+                    shared.add(address)
+                    answers[tensor.name] = own.numpy()
+        except (RuntimeError, IndexError) as exc:
             raise EngineError(f"torch failed to execute the batch: {first_line(exc)}") from exc
+        return answers
 
     def describe(self) -> EngineDescription:
         """Read back from the parameters, torch's own settings and the captured graphs."""
         if (tower := self._tower) is None:
             raise self._not_loaded()
         parameters = tower.parameters
-        device, dtype = parameters[-1].device, parameters[-1].dtype
+        dtype = next((p.dtype for p in parameters if p.is_floating_point()), tower.dtype)
         details: dict[str, object] = {
             "parameters": sum(p.numel() for p in parameters),
             "parameters_by_device": dict(Counter(str(p.device) for p in parameters)),
             "parameters_by_dtype": dict(Counter(str(p.dtype).removeprefix("torch.") for p in parameters)),
-            **device_details(device),
+            **device_details(self._device),
             "kernels": tower.kernels,
         }
+        if self._mode_reason is not None:
+            details["mode_reason"] = self._mode_reason
+        if self._checked is not None:
+            cosine, error = self._checked.cosine_min, self._checked.relative_error
+            details["cosine_to_fp32"] = None if cosine is None else round(cosine, 7)
+            details["relative_error_to_fp32"] = None if error is None else float(f"{error:.3g}")
         if (runner := self._runner) is not None:
-            graphs = self._mode in GRAPH_MODES
+            graphs, axis = self._mode in GRAPH_MODES, self._specification.padded_axis
             details |= {
                 "gelu": tower.gelu,
                 "compiled": self._mode == "compile",
                 "cuda_graphs": graphs,
-                "buckets": list(runner.buckets) if graphs else None,
+                "buckets": list(runner.rows) if graphs else None,
                 "plans": dict(tower.plans()),
                 "fp32_products": fp32_products(),
-                "cosine_to_fp32": round(self._cosine, 7),
             }
+            if graphs and axis is not None:
+                details |= {f"{axis.name}_buckets": list(runner.sizes), "captured_graphs": runner.captured}
         return self._description(
             version=torch.__version__,
-            precision=_precision_in_effect(device, dtype),
+            precision=_precision_in_effect(self._device, dtype),
             mode=self._mode,
-            device=str(device),
-            threads=torch.get_num_threads() if device.type == "cpu" else None,
+            device=str(self._device),
+            threads=torch.get_num_threads() if self._device.type == "cpu" else None,
             details=details,
         )
 

@@ -1,4 +1,4 @@
-"""Engines on a CUDA device through torch: device, precision, fixed buffers with CUDA graphs, and the kernel probe."""
+"""Engines on a CUDA device through torch: the device, the precision of products, and the kernel probe."""
 
 from __future__ import annotations
 
@@ -6,25 +6,16 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from servers.contract.tensors import Array
-from servers.engines.batches import bucket_of, random_array
+from servers.engines.batches import valid_inputs
+from servers.engines.graph_runner import Build, Call, GraphRunner, event_pair
 from servers.engines.interface import Engine, EngineError, first_line
 from servers.engines.processors import cuda_index
 from servers.gpu.cuda_library import device_uuid
-
-Enqueue = Callable[[Tensor, Tensor], None]
-"""Enqueue one batch: pixels on the device in, embeddings written to the second tensor; no synchronisation."""
-
-CHUNK_BYTES = 2**20
-"""The host copies this much into pinned memory while the device fetches the previous piece."""
 
 TOP_KERNELS = 8
 """How many kernels a kernel probe lists by name."""
@@ -81,179 +72,59 @@ def device_details(device: torch.device) -> dict[str, object]:
     return details
 
 
-def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Two events that measure the device time between them."""
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-class GraphRunner:
-    """Runs batches of 1 to max(buckets) images on a CUDA device; one thread at a time.
-
-    A pinned input, a device input, a device output and a pinned output have fixed addresses; `infer` returns a copy,
-    since a later replay overwrites these buffers. `build(n)` returns the function that enqueues a batch of exactly n;
-    it is called once per bucket, before the first capture. `item` and `dtype` are those of one image in a request; the
-    output is FP32 [n, `width`]. Without `graphs` `build(max(buckets))` enqueues every batch at its own size, unpadded.
-    """
-
-    def __init__(
-        self,
-        build: Callable[[int], Enqueue],
-        *,
-        item: tuple[int, ...],
-        dtype: torch.dtype,
-        width: int,
-        buckets: Sequence[int],
-        device: torch.device,
-        graphs: bool = True,
-    ) -> None:
-        self.buckets = tuple(sorted(set(buckets)))
-        images = self.buckets[-1]
-        self._device = device
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        with torch.cuda.device(device), torch.no_grad():
-            self._staged_in = torch.zeros((images, *item), dtype=dtype, pin_memory=True)
-            self._staged_out = torch.zeros((images, width), pin_memory=True)
-            self._pixels = torch.zeros((images, *item), dtype=dtype, device=device)
-            self._out = torch.zeros((images, width), device=device)
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._eager = None if graphs else build(images)
-            if graphs:
-                enqueue = {n: build(n) for n in self.buckets}
-                pool = torch.cuda.graph_pool_handle()
-                for n in reversed(self.buckets):  # the largest first: the others fit into its memory
-                    self._graphs[n] = capture(enqueue[n], self._pixels[:n], self._out[:n], pool)
-            torch.cuda.synchronize(device)
-        self.staging: npt.NDArray[np.generic] = self._staged_in.numpy()
-        """The pinned input, to be filled from the front; free whenever no batch is executed."""
-
-    def infer(self, pixels: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
-        """Execute one batch: FP32 [n, width], the caller's own. A batch at the start of `staging` is not copied.
-
-        Raises `ValueError` for a batch beyond the largest bucket.
-        """
-        count = pixels.shape[0]
-        executed = self._executed(count)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
-            if pixels.ctypes.data == self.staging.ctypes.data:
-                self._pixels[:count].copy_(self._staged_in[:count], non_blocking=True)
-            else:
-                self._copy_in_chunks(pixels)
-            self._execute(executed)
-            self._staged_out[:count].copy_(self._out[:count], non_blocking=True)
-        self._stream.synchronize()
-        result: npt.NDArray[np.float32] = self._staged_out[:count].numpy().copy()
-        return result
-
-    def execution_ns(self, count: int, repeats: int) -> list[int]:
-        """Device times of `repeats` executions of `count` random images, without copies, queued back to back."""
-        self.infer(random_array(np.random.default_rng(0), self.staging[:count].shape, self.staging.dtype))
-        executed, stream = self._executed(count), self._stream
-        pairs = [event_pair() for _ in range(repeats)]
-        with torch.cuda.device(self._device), torch.cuda.stream(stream), torch.no_grad():
-            for _ in range(5):
-                self._execute(executed)
-            for begin, end in pairs:
-                begin.record(stream)
-                self._execute(executed)
-                end.record(stream)
-        stream.synchronize()
-        return [round(begin.elapsed_time(end) * 1e6) for begin, end in pairs]
-
-    def run_only(self, count: int) -> None:
-        """Execute the current device input once, without copies, and wait."""
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
-            self._execute(self._executed(count))
-        self._stream.synchronize()
-
-    def close(self) -> None:
-        torch.cuda.synchronize(self._device)
-        self._graphs.clear()
-        self._eager = None
-        self._staged_in = self._staged_out = self._pixels = self._out = torch.empty(0)
-        self.staging = self._staged_in.numpy()
-
-    def _executed(self, count: int) -> int:
-        """The batch size that really executes for `count` images."""
-        bucket = bucket_of(self.buckets, count)
-        return bucket if self._graphs else count
-
-    def _execute(self, size: int) -> None:
-        if self._eager is None:
-            self._graphs[size].replay()
-        else:
-            self._eager(self._pixels[:size], self._out[:size])
-
-    def _copy_in_chunks(self, pixels: npt.NDArray[np.generic]) -> None:
-        rows = max(1, CHUNK_BYTES // (self.staging.nbytes // len(self.staging)))
-        for start in range(0, len(pixels), rows):
-            stop = min(start + rows, len(pixels))
-            np.copyto(self.staging[start:stop], pixels[start:stop], casting="no")
-            self._pixels[start:stop].copy_(self._staged_in[start:stop], non_blocking=True)
-
-
-def capture(enqueue: Enqueue, pixels: Tensor, out: Tensor, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of one `enqueue(pixels, out)`, in the memory `pool` where one is given."""
-    side = torch.cuda.Stream(pixels.device)  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream(pixels.device))
-    with torch.cuda.stream(side):
-        for _ in range(2):  # compiles kernels and creates library handles, neither of which may happen in a capture
-            enqueue(pixels, out)
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        enqueue(pixels, out)
-    return graph
-
-
 class RunnerEngine(Engine):
-    """An engine of one image input and one vector output whose batches go through a `GraphRunner`."""
+    """An engine whose batches go through a `GraphRunner`."""
 
     _runner: GraphRunner | None = None
     _device: torch.device
 
     def _start(
-        self, build: Callable[[int], Enqueue], buckets: Sequence[int], device: torch.device, *, graphs: bool = True
+        self,
+        build: Build | None,
+        rows: Sequence[int],
+        device: torch.device,
+        *,
+        call: Call | None = None,
+        sizes: Sequence[int] = (),
+        at_load: Sequence[int] | None = None,
     ) -> GraphRunner:
-        source, target = self._specification.inputs[0], self._specification.outputs[0]
         self._device = device
         self._runner = GraphRunner(
-            build,
-            item=source.item_shape,
-            dtype=torch.uint8 if source.datatype == "UINT8" else torch.float32,
-            width=target.item_shape[0],
-            buckets=buckets,
-            device=device,
-            graphs=graphs,
+            self._specification, device, rows, build=build, call=call, sizes=sizes, at_load=at_load
         )
         return self._runner
 
     @property
     def staging(self) -> Mapping[str, Array]:
-        return {} if self._runner is None else {self._specification.inputs[0].name: self._runner.staging}
+        return {} if self._runner is None else self._runner.staging
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Execute one batch; raises `ValueError` for one beyond the largest bucket."""
         if self._runner is None:
             raise self._not_loaded()
         try:
-            answer = self._runner.infer(inputs[self._specification.inputs[0].name])
+            return self._runner.infer(inputs)
         except RuntimeError as exc:
             raise EngineError(f"{self._settings.kind} failed to execute the batch: {first_line(exc)}") from exc
-        return {self._specification.outputs[0].name: answer}
 
     def execution_ns(self, rows: int, repeats: int) -> list[int] | None:
-        return None if self._runner is None else self._runner.execution_ns(rows, repeats)
+        return None if (runner := self._ready_to_repeat(rows)) is None else runner.execution_ns(rows, repeats)
 
     def run_only(self, rows: int) -> bool:
-        if self._runner is not None:
-            self._runner.run_only(rows)
-        return self._runner is not None
+        if (runner := self._ready_to_repeat(rows)) is not None:
+            runner.run_only(rows)
+        return runner is not None
+
+    def _ready_to_repeat(self, rows: int) -> GraphRunner | None:
+        if self._runner is not None and not self._runner.has_executed(rows):
+            self.infer(valid_inputs(self._specification, rows))
+        return self._runner
 
     def probe_kernels(self) -> bool:
         """Profile one inference of one row by torch's profiler, which lists every kernel of the process."""
         if (runner := self._runner) is not None:
-            pixels = np.array(runner.staging[:1])
-            self.kernel_probe = probe_kernels(lambda: runner.infer(pixels), self._device)
+            inputs = valid_inputs(self._specification, 1)
+            self.kernel_probe = probe_kernels(lambda: runner.infer(inputs), self._device)
         return runner is not None
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """The executable forms of a model in the torch engine: its own module, the lean tower, or the fused kernels.
 
-The lean and the fused tower compute the same function from the same weights (see `servers.engines.vit`); a model that
-they do not cover runs as its own module, and the description says so.
+The lean and the fused tower compute the same function from the same weights (see `servers.engines.vit`), for a
+specification that allows it. Every other model runs as its own module, and the description says so.
 
-TorchScript is a module traced or scripted, frozen, warmed up, and compared with the module at several batch sizes.
+TorchScript is a module traced or scripted, frozen, warmed up, and compared with the module in several shapes.
 torch deprecates torch.jit in favour of torch.compile and torch.export; its warnings of that are hidden. torch.jit
 optimises a function on its second call, for the shapes of the first. By default it then compiles two versions for fixed
 sizes before one for any; here every version is for any size (`DYNAMIC`), so no request waits for a compilation.
@@ -11,19 +11,22 @@ sizes before one for any; here every version is for any size (`DYNAMIC`), so no 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
-from servers.engines.batches import random_inputs
+from servers.contract.tensors import Array
+from servers.engines.graph_runner import TORCH_TYPES, Bucket, Enqueue
 from servers.engines.interface import EngineError
-from servers.engines.torch_device import Enqueue
+from servers.engines.proof import proof_batch
 from servers.engines.vit.tower import LeanVisionTower, UnsupportedTowerError
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import executed_module, to_precision
@@ -36,8 +39,10 @@ APIS = {"traced": "torch.jit.trace", "scripted": "torch.jit.script"}
 FUSED, UNFUSED = [("DYNAMIC", 10)], list[tuple[str, int]]()
 """Arguments of `torch.jit.set_fusion_strategy`, which applies to the whole process."""
 
-PROOF_ROWS = (2, 1, 3)
-"""Two first: the fuser takes a size of 1 as fixed, and 3 could be mistaken for the channels."""
+PROOF_SHARES = {2: 1.0, 1: 0.76, 3: 0.34}
+"""Rows of the batches in which a script is compared, and the share of the axes' default sizes that they have.
+
+Two first: the fuser takes a size of 1 as fixed, and 3 could be mistaken for the channels."""
 
 CALLS = 3
 """torch.jit records a size in the first call and optimises it in the second, so requests get the third."""
@@ -45,33 +50,92 @@ CALLS = 3
 MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.05}
 """Largest ‖answer - own answer‖ / ‖own answer‖ of a row, by the type of both: fused code rounds elsewhere."""
 
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError)
-"""The exceptions of torch.jit's compiler and interpreter, which have no common base."""
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, OSError)
+"""The exceptions of torch.jit's compiler and interpreter, which have no common base. OSError: there is no source."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTower:
     """The executable form of a model on a device, and its description."""
 
-    module: Callable[[Tensor], Tensor]
+    module: Callable[..., Any]
     parameters: Sequence[Tensor]
+    dtype: torch.dtype
+    """Of the parameters; floating-point inputs are converted to it."""
     kernels: str
-    gelu: str
-    enqueue: Callable[[int], Enqueue] | None = None
+    gelu: str = "as in the model"
+    enqueue: Callable[[int], Callable[[Tensor, Tensor], None]] | None = None
     """Returns the function that enqueues n images; None: a function that calls `module`."""
     plans: Callable[[], Mapping[str, str]] = field(default=dict)
     """Plans by batch size, known once built."""
 
-    def build(self, images: int) -> Enqueue:
-        """The function that enqueues a batch of `images`."""
-        if self.enqueue is not None:
-            return self.enqueue(images)
-        dtype = self.parameters[-1].dtype
+    def call(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs of a batch in any shape, in the model's own datatypes."""
+        return as_tuple(
+            self.module(*(given.to(self.dtype) if given.is_floating_point() else given for given in inputs))
+        )
 
-        def run(pixels: Tensor, out: Tensor) -> None:
-            out.copy_(self.module(pixels.to(dtype) if pixels.is_floating_point() else pixels))
+    def build(self, bucket: Bucket) -> Enqueue:
+        """The function that enqueues batches of this bucket."""
+        if self.enqueue is not None:
+            enqueue = self.enqueue(bucket.rows)
+            return lambda inputs, outputs: enqueue(inputs[0], outputs[0])
+
+        def run(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+            for out, answer in zip(outputs, self.call(inputs), strict=True):
+                out.copy_(answer)
 
         return run
+
+
+def as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs of a module that returns one tensor or several."""
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def as_specified(specification: ModelSpecification, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs in the datatypes of the specification; only floating-point ones are converted.
+
+    Raises `EngineError` for another number of outputs, another shape or another kind of datatype.
+    """
+    wanted = specification.outputs
+    if len(outputs) != len(wanted):
+        raise EngineError(f"{specification.name}: the module returns {len(outputs)} outputs, expected {len(wanted)}")
+    converted = []
+    for tensor, output in zip(wanted, outputs, strict=True):
+        dtype = TORCH_TYPES[tensor.datatype]
+        both_floating = output.is_floating_point() and dtype.is_floating_point
+        fits = len(output.shape) == len(tensor.shape) and all(
+            dimension in (-1, found) for dimension, found in zip(tensor.shape, output.shape, strict=True)
+        )
+        if not fits or not (both_floating or output.dtype == dtype):
+            found = f"{str(output.dtype).removeprefix('torch.')} {list(output.shape)}"
+            raise EngineError(
+                f"{specification.name}: the module returns {tensor.name} as {found}, the specification says "
+                f"{tensor.datatype} {list(tensor.shape)}"
+            )
+        converted.append(output.to(dtype))
+    return converted
+
+
+def check_datatypes(specification: ModelSpecification) -> None:
+    """Raise `EngineError` for a tensor that torch cannot hold."""
+    for tensor in (*specification.inputs, *specification.outputs):
+        if tensor.datatype not in TORCH_TYPES:
+            raise EngineError(f"{specification.name}: torch has no datatype for {tensor.name}, {tensor.datatype}")
+
+
+def expected_answers(
+    specification: ModelSpecification, module: nn.Module, inputs: Mapping[str, Array]
+) -> dict[str, Array]:
+    """The answers of the model's own module to a batch, by output; `module` is that of `load_module`, on the CPU.
+
+    Raises `EngineError` for a module that does not return what the specification says.
+    """
+    given = [torch.from_numpy(inputs[tensor.name].copy()) for tensor in specification.inputs]
+    with torch.no_grad():
+        answers = as_specified(specification, as_tuple(executed_module(specification, module)(*given)))
+    return {tensor.name: answer.clone().numpy() for tensor, answer in zip(specification.outputs, answers, strict=True)}
 
 
 def own_tower(
@@ -83,19 +147,19 @@ def own_tower(
     *,
     mode: str = "eager",
 ) -> DeviceTower:
-    """`module` (FP32, taking normalised pixels), executed eagerly or by TorchScript (`traced`, `scripted`).
+    """`module` (FP32, as from `load_module`), executed eagerly or by TorchScript (`traced`, `scripted`).
 
     Raises `EngineError` for a module that TorchScript does not take.
     """
     executed = to_precision(executed_module(specification, module).to(device), dtype)
-    own = DeviceTower(executed, tuple(executed.parameters()), OWN_MODULE, "as in the model")
+    own = DeviceTower(executed, tuple(executed.parameters()), dtype, OWN_MODULE)
     if mode not in APIS:
         return own
 
-    def examples(rows: int) -> Tensor:
-        (given,) = random_inputs(specification, rows, seed=rows).values()
-        pixels = torch.from_numpy(given).to(device)
-        return pixels.to(dtype) if pixels.is_floating_point() else pixels
+    def examples(rows: int) -> tuple[Tensor, ...]:
+        inputs = proof_batch(specification, rows, rows, PROOF_SHARES.get(rows, 1.0)).inputs
+        given = (torch.from_numpy(inputs[tensor.name]).to(device) for tensor in specification.inputs)
+        return tuple(one.to(dtype) if one.is_floating_point() else one for one in given)
 
     script, kernels = to_torchscript(executed, mode, examples, max_batch_size, title=OWN_MODULE)
     # A frozen module has no parameters left: they are its constants, in the same memory.
@@ -111,11 +175,9 @@ def fast_tower(
     *,
     compiled: bool,
 ) -> DeviceTower:
-    """The fastest tower that covers this model and precision; with `compiled`, torch.compile of the lean tower."""
-    try:
-        byte_input = specification.preprocessing if specification.payload == "uint8" else None
-        lean = LeanVisionTower(module, byte_input)
-    except UnsupportedTowerError:
+    """The fastest form that covers this model and precision; with `compiled`, torch.compile of the lean tower."""
+    lean = _lean_tower(module, specification)
+    if lean is None:
         own = own_tower(module, specification, device, dtype)
         return _compiled(own) if compiled else own
     if not compiled and dtype == torch.float16 and find_spec("triton") is not None:
@@ -125,15 +187,25 @@ def fast_tower(
             pass
     lean = lean.to(device=device, dtype=dtype)
     gelu = "x·sigmoid(1.702·x)" if lean.shape.quick_gelu else "erf"
-    tower = DeviceTower(lean, tuple(lean.parameters()), "lean tower, scaled dot-product attention", gelu)
+    tower = DeviceTower(lean, tuple(lean.parameters()), dtype, "lean tower, scaled dot-product attention", gelu)
     return _compiled(tower) if compiled else tower
+
+
+def _lean_tower(module: nn.Module, specification: ModelSpecification) -> LeanVisionTower | None:
+    """The lean form of a model that the specification declares a vision tower; None for every other."""
+    if not specification.fused_tower:
+        return None
+    try:
+        return LeanVisionTower(module, specification.preprocessing if specification.payload == "uint8" else None)
+    except UnsupportedTowerError:
+        return None
 
 
 def _compiled(tower: DeviceTower) -> DeviceTower:
     import torch._dynamo
 
-    # One specialised version per batch size; beyond its limit dynamo would quietly execute the module eagerly.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    # One specialised version per bucket; beyond its limit dynamo would quietly execute the module eagerly.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     module = torch.compile(tower.module, dynamic=False)
     return replace(tower, module=module, kernels=f"torch.compile of {tower.kernels}")
 
@@ -149,7 +221,7 @@ def _fused_tower(
     chooser = PlanChooser(weights, workspace, specification.inputs[0].item_shape)
     chosen: dict[int, tuple[Plan, str]] = {}
 
-    def enqueue(images: int) -> Enqueue:
+    def enqueue(images: int) -> Callable[[Tensor, Tensor], None]:
         chosen[images] = chooser.choose(images)
         return FusedVisionTower(weights, workspace, images, chosen[images][0]).run
 
@@ -162,24 +234,26 @@ def _fused_tower(
         return f"{products}{form} ({origin})"
 
     gelu = "x·sigmoid(1.702·x)" if lean.shape.quick_gelu else "erf or tanh, as the plans say"
-    return DeviceTower(lean, weights.tensors, "fused Triton kernels and cuBLAS", gelu, enqueue, plans)
+    kernels = "fused Triton kernels and cuBLAS"
+    return DeviceTower(lean, weights.tensors, torch.float16, kernels, gelu, enqueue, plans)
 
 
 def to_torchscript(
-    module: nn.Module, mode: str, examples: Callable[[int], Tensor], max_batch_size: int, *, title: str
+    module: nn.Module, mode: str, examples: Callable[[int], tuple[Tensor, ...]], max_batch_size: int, *, title: str
 ) -> tuple[nn.Module, str]:
     """`module` (eval mode, no gradients) as TorchScript, warm, and the description of it for `kernels`.
 
-    Its parameters become constants that share their memory. `examples(n)` gives n rows of input where the module is;
+    Its parameters become constants that share their memory. `examples(n)` gives a batch of n rows where the module is;
     `title` names the module. If torch.jit's fuser fails on this device, the fuser is switched off, and the description
     says so. Raises `EngineError` if torch.jit does not take the module or computes other answers.
     """
-    rows = [n for n in PROOF_ROWS if n <= max_batch_size]
-    if max_batch_size not in rows and examples(1).is_cuda:
+    rows = [n for n in PROOF_SHARES if n <= max_batch_size]
+    if max_batch_size not in rows and examples(1)[0].is_cuda:
         rows.append(max_batch_size)  # allocates and selects kernels; on a CPU it would only take long
     with torch.no_grad():
-        pairs = [(given, module(given)) for given in map(examples, rows)]
+        pairs = [(given, as_tuple(module(*given))) for given in map(examples, rows)]
     kernels = f"{APIS[mode]} of {title}"
+    remedy = "use mode eager" if mode == "traced" else "use mode traced or eager"
     try:
         scripted = _built(module, mode, pairs[0][0])
         try:
@@ -189,12 +263,13 @@ def to_torchscript(
             error = _largest_error(scripted, pairs, UNFUSED)
             kernels = f"{kernels}, without its fuser, which failed: {reason_of(exc)}"
     except FAILURES as exc:
-        raise EngineError(f"{kernels} failed: {reason_of(exc)}; use mode eager") from exc
-    limit = MAX_ERROR[pairs[0][1].dtype]
+        raise EngineError(f"{kernels} failed: {reason_of(exc)}; {remedy}") from exc
+    limit = max(MAX_ERROR.get(output.dtype, 0) for output in pairs[0][1])
     if not error <= limit:
+        shapes = ", ".join(str(list(given[0].shape)) for given, _ in pairs)
         raise EngineError(
-            f"{kernels} does not compute the model: for one of the batches {rows} its answer differs from the "
-            f"module's own by {error:.2g}, more than {limit:g}; use mode eager"
+            f"{kernels} does not compute the model: for one of the batches {shapes} its answer differs from the "
+            f"module's own by {error:.2g}, more than {limit:g}; {remedy}"
         )
     return scripted, kernels
 
@@ -214,30 +289,38 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _built(module: nn.Module, mode: str, example: Tensor) -> torch.jit.ScriptModule:
+def _built(module: nn.Module, mode: str, example: tuple[Tensor, ...]) -> torch.jit.ScriptModule:
     with _quiet(), torch.no_grad():
-        script: torch.jit.ScriptModule
-        if mode == "traced":
-            script = torch.jit.trace(module, (example,), check_trace=False)  # type: ignore[no-untyped-call]
-        else:
-            script = torch.jit.script(module)
+        traced = mode == "traced"
+        script = torch.jit.trace(module, example, check_trace=False) if traced else torch.jit.script(module)  # type: ignore[no-untyped-call]
         frozen: torch.jit.ScriptModule = torch.jit.freeze(script)
         return frozen
 
 
 def _largest_error(
-    scripted: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]], strategy: list[tuple[str, int]]
+    scripted: nn.Module,
+    pairs: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]],
+    strategy: list[tuple[str, int]],
 ) -> float:
     """The largest error of a row in the last call of each batch; NaN if one is NaN. Compiles every batch size."""
     with _quiet():
         torch.jit.set_fusion_strategy(strategy)
-    errors = []
+    errors = [0.0]
     with torch.no_grad():
         for given, own in pairs:
             for _ in range(CALLS):
-                answer = scripted(given)
-            if answer.shape != own.shape:
-                return float("inf")
-            off = torch.linalg.vector_norm((answer - own).float(), dim=1)
-            errors.append(off / torch.linalg.vector_norm(own.float(), dim=1))
-    return float(torch.cat(errors).max())
+                answers = as_tuple(scripted(*given))
+            errors += [_error(answer, output) for answer, output in zip(answers, own, strict=True)]
+    return max(errors, key=lambda error: (math.isnan(error), error))
+
+
+def _error(answer: Tensor, own: Tensor) -> float:
+    """The largest relative error of a row; infinity for another shape or datatype, or other integers."""
+    if (answer.shape, answer.dtype) != (own.shape, own.dtype):
+        return float("inf")
+    if not own.is_floating_point():
+        return 0.0 if torch.equal(answer, own) else float("inf")
+    off = torch.linalg.vector_norm((answer - own).reshape(len(own), -1).float(), dim=1)
+    return float(
+        torch.where(off == 0, 0, off / torch.linalg.vector_norm(own.reshape(len(own), -1).float(), dim=1)).max()
+    )

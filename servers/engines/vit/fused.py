@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from servers.engines.torch_device import capture, event_pair
+from servers.engines.graph_runner import capture, event_pair
 from servers.engines.vit import kernels
 from servers.engines.vit.plans import CUBLAS, Plan, Tile, hopper_plan, portable_plans, product_sizes
 from servers.engines.vit.tower import LeanVisionTower, TowerShape, UnsupportedTowerError
@@ -351,7 +351,7 @@ class PlanChooser:
         pixels = torch.randint(0, 256, (images, *self._item), device=device, dtype=torch.uint8)
         pixels = pixels if self._weights.bytes_in else pixels.float()
         out = torch.empty(images, self._weights.shape.output_width, device=device)
-        graph = capture(tower.run, pixels, out)
+        graph = capture(lambda: tower.run(pixels, out), device)
         times: list[float] = []
         for _ in range(12):
             begin, end = event_pair()

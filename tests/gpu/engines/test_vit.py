@@ -7,10 +7,11 @@ import pytest
 import torch
 from open_clip.transformer import VisionTransformer
 
-from servers.engines.torch_device import Enqueue, GraphRunner
+from servers.engines.graph_runner import Bucket, Enqueue, GraphRunner
 from servers.engines.vit.fused import FusedVisionTower, FusedWeights, Workspace
 from servers.engines.vit.plans import CUBLAS, Plan, Tile
 from servers.engines.vit.tower import LeanVisionTower
+from servers.models.registry import get_variant
 from servers.models.sources.open_clip import SPECIFICATION
 
 pytestmark = pytest.mark.gpu
@@ -42,12 +43,16 @@ def runner(request: pytest.FixtureRequest, tower: LeanVisionTower) -> GraphRunne
     weights = FusedWeights(tower, "cuda")
     workspace = Workspace(tower.shape, BUCKETS[-1], weights.device)
 
-    def build(images: int) -> Enqueue:
-        return FusedVisionTower(weights, workspace, images, PLANS[request.param]).run
+    def build(bucket: Bucket) -> Enqueue:
+        run = FusedVisionTower(weights, workspace, bucket.rows, PLANS[request.param]).run
+        return lambda inputs, outputs: run(inputs[0], outputs[0])
 
-    return GraphRunner(
-        build, item=(224, 224, 3), dtype=torch.uint8, width=512, buckets=BUCKETS, device=torch.device("cuda", 0)
-    )
+    return GraphRunner(get_variant("openclip_vit_b32", "uint8"), torch.device("cuda", 0), BUCKETS, build=build)
+
+
+def infer(runner: GraphRunner, pixels: np.ndarray) -> np.ndarray:
+    embeddings: np.ndarray = runner.infer({"pixel_values": pixels})["embedding"]
+    return embeddings
 
 
 def _images(count: int, seed: int) -> np.ndarray:
@@ -58,30 +63,31 @@ def _images(count: int, seed: int) -> np.ndarray:
 def test_every_batch_matches_fp32(runner: GraphRunner, tower: LeanVisionTower, count: int) -> None:
     pixels = _images(count, seed=count)
     reference = tower(torch.from_numpy(pixels))
-    out = torch.from_numpy(runner.infer(pixels))
+    out = torch.from_numpy(infer(runner, pixels))
     assert torch.nn.functional.cosine_similarity(out, reference).min() > 0.9995
     assert (out - reference).norm() / reference.norm() < 5e-3
 
 
 def test_answers_repeat_and_stay_the_callers(runner: GraphRunner) -> None:
     pixels = _images(4, seed=11)
-    first = runner.infer(pixels)
+    first = infer(runner, pixels)
     kept = first.copy()
     for seed in range(20):
-        runner.infer(_images(5, seed))
-        assert np.array_equal(runner.infer(pixels), first)
+        infer(runner, _images(5, seed))
+        assert np.array_equal(infer(runner, pixels), first)
     assert np.array_equal(first, kept)
 
 
 def test_what_lies_in_the_staging_is_executed_from_there(runner: GraphRunner) -> None:
     for seed in range(30):
         batch = _images(1 + seed % 5, seed)
-        expected = runner.infer(batch)
-        runner.staging[:] = 0
-        runner.staging[: len(batch)] = batch
-        assert np.array_equal(runner.infer(runner.staging[: len(batch)]), expected)
+        expected = infer(runner, batch)
+        staging = runner.staging["pixel_values"]
+        staging[:] = 0
+        staging[: len(batch)] = batch
+        assert np.array_equal(infer(runner, staging[: len(batch)]), expected)
 
 
 def test_a_batch_beyond_the_largest_bucket_is_refused(runner: GraphRunner) -> None:
     with pytest.raises(ValueError, match="largest bucket, 5"):
-        runner.infer(_images(6, seed=0))
+        infer(runner, _images(6, seed=0))

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from servers.engines import torch_towers
 from servers.engines.factory import build_engine
+from servers.engines.graph_runner import Bucket
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import KINDS, EngineSettings
 from servers.engines.torch_towers import APIS, OWN_MODULE, own_tower, to_torchscript
@@ -111,14 +112,14 @@ def test_a_half_tower_gets_pixels_that_were_normalised_in_fp32(mode: str, dtype:
     for rows in (1, 2, 5):
         out = torch.full((rows, 8), float("nan"))
         with torch.no_grad():
-            built.build(rows)(raw[:rows], out)
+            built.build(Bucket(rows))([raw[:rows]], [out])
         torch.testing.assert_close(
             out, expected[:rows].float(), rtol=1e-2, atol=1e-5 if dtype == torch.float32 else 0.01
         )
 
 
-def rows_of(count: int) -> torch.Tensor:
-    return torch.randn(count, 40, generator=torch.Generator().manual_seed(count))
+def rows_of(count: int) -> tuple[torch.Tensor]:
+    return (torch.randn(count, 40, generator=torch.Generator().manual_seed(count)),)
 
 
 class _Pointwise(torch.nn.Module):
@@ -139,7 +140,7 @@ def _cpu_fuser() -> Iterator[None]:
 def executed(module: torch.nn.Module, rows: int) -> set[str]:
     given = rows_of(rows)
     with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.no_grad():
-        module(given)
+        module(*given)
     return {event.name for event in profiler.events() or ()}
 
 
@@ -169,7 +170,7 @@ def test_a_fuser_that_fails_is_left_out_and_the_description_says_so(monkeypatch:
     assert kernels.startswith("torch.jit.trace of it, without its fuser, which failed: ")
     assert "\n" not in kernels
     with torch.no_grad():
-        torch.testing.assert_close(script(rows_of(5)), _Pointwise()(rows_of(5)))
+        torch.testing.assert_close(script(*rows_of(5)), _Pointwise()(*rows_of(5)))
 
 
 class _ScaledByRows(torch.nn.Module):
@@ -203,7 +204,9 @@ class _Untyped(torch.nn.Module):
     ids=["wrong", "bound", "untyped"],
 )
 def test_what_torchscript_does_not_compute_is_refused(module: torch.nn.Module, mode: str, message: str) -> None:
-    with pytest.raises(EngineError, match=f"{message}.*; use mode eager") as caught:
+    with pytest.raises(
+        EngineError, match=f"{message}.*; use mode {'eager' if mode == 'traced' else 'traced or eager'}"
+    ) as caught:
         to_torchscript(module.eval(), mode, rows_of, 8, title="it")
     assert "\n" not in str(caught.value)
 
@@ -212,4 +215,4 @@ def test_a_size_that_the_trace_does_not_bake_in_is_free() -> None:
     """The scripted form of what a trace gets wrong."""
     script, _ = to_torchscript(_ScaledByRows().eval(), "scripted", rows_of, 8, title="it")
     with torch.no_grad():
-        torch.testing.assert_close(script(rows_of(5)), rows_of(5) * 5)
+        torch.testing.assert_close(script(*rows_of(5)), rows_of(5)[0] * 5)

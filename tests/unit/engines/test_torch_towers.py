@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import open_clip.transformer
 import pytest
 import torch
 
+from servers.engines.graph_runner import Bucket, Build
 from servers.engines.torch_towers import OWN_MODULE, fast_tower, own_tower
 from servers.engines.vit.plans import CUBLAS, hopper_plan, portable_plans
 from servers.engines.vit.tower import TowerShape
@@ -24,9 +27,9 @@ def variant(request: pytest.FixtureRequest) -> ModelSpecification:
     return get_variant("openclip_vit_b32", request.param)
 
 
-def run(build: object, pixels: torch.Tensor) -> torch.Tensor:
+def run(build: Build, pixels: torch.Tensor) -> torch.Tensor:
     out = torch.full((len(pixels), 512), float("nan"))
-    build(len(pixels))(pixels, out)  # type: ignore[operator]
+    build(Bucket(len(pixels)))([pixels], [out])
     return out
 
 
@@ -54,6 +57,12 @@ def test_a_model_that_is_no_plain_tower_runs_as_its_own_module(specification: Mo
         ).requires_grad_(False),
     ):
         assert fast_tower(module, specification, CPU, torch.float32, 2, compiled=False).kernels == OWN_MODULE
+
+
+def test_only_a_specification_that_names_it_gets_the_lean_tower(specification: ModelSpecification) -> None:
+    plain = replace(specification, fused_tower=False)
+    module = plain.load_module(RandomWeights(0))
+    assert fast_tower(module, plain, CPU, torch.float32, 2, compiled=False).kernels == OWN_MODULE
 
 
 @pytest.mark.parametrize("images", [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128])
