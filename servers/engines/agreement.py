@@ -1,0 +1,174 @@
+"""Whether an engine's answers are the model's: compared with expected ones, by the kind of each output.
+
+    embedding   cosine of each row, its relative error and its largest difference
+    logits      relative error, largest difference, and the same highest class where its lead exceeds the tolerance
+    tensor      relative error and largest difference; integers and booleans are equal
+    labels      equal
+
+The relative error of a row is ‖answer - expected‖ / ‖expected‖, the largest difference is in units of the row's
+largest expected value; both divisors are at least the median of the batch, so a row that happens to be close to zero
+is compared by the scale of its neighbours. A row whose answer is that of another row fails at any tolerance, since
+answers to similar inputs may all lie within it. NaN and infinities fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from servers.contract.tensors import Array, TensorSpec
+from servers.models.specification import ModelSpecification, OutputKind
+
+MIN_COSINE = 0.9995
+"""The lowest cosine of an embedding with the expected one."""
+
+TOLERANCE: Mapping[str, float] = {"fp32": 1e-3, "tf32": 0.01, "fp16": 0.03, "bf16": 0.05}
+"""By precision, the largest relative error of a row, and its largest difference in units of its largest value."""
+
+SWAPPED = 0.5
+"""A row is swapped if another row's expected answer is nearer than this share of its error."""
+MIN_SWAPPED_ERROR = 1e-4
+"""Below this relative error, rows that should be equal may look swapped by rounding."""
+
+Float64Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDifference:
+    """The worst row of one output. None: not a number of this kind of output."""
+
+    kind: OutputKind
+    max_abs: float
+    relative_error: float | None = None
+    cosine_min: float | None = None
+    top1: float | None = None
+    """Of logits, the share of rows with the expected highest class; only rows with a clear lead count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """The comparison of one batch; `fault` is a clause that names the output and its error, None if all agree."""
+
+    outputs: Mapping[str, OutputDifference]
+    fault: str | None = None
+
+    @property
+    def cosine_min(self) -> float | None:
+        """The lowest cosine of all outputs; None without one."""
+        cosines = [one.cosine_min for one in self.outputs.values() if one.cosine_min is not None]
+        return min(cosines, default=None)
+
+    @property
+    def relative_error(self) -> float | None:
+        """The largest relative error of all outputs; None without one."""
+        return max(
+            (one.relative_error for one in self.outputs.values() if one.relative_error is not None), default=None
+        )
+
+
+def disagreement(
+    specification: ModelSpecification, expected: Mapping[str, Array], actual: Mapping[str, Array], precision: str
+) -> Disagreement:
+    """Compare the answers to one batch with the expected ones, both by output name, computed in `precision`.
+
+    An answer with a missing output, another datatype or another shape is a fault.
+    """
+    outputs: dict[str, OutputDifference] = {}
+    faults = []
+    for tensor in specification.outputs:
+        fault = _malformed(tensor, expected[tensor.name], actual.get(tensor.name))
+        if fault is None:
+            kind = specification.kind_of(tensor.name)
+            outputs[tensor.name], fault = _compared(kind, expected[tensor.name], actual[tensor.name], precision)
+        if fault is not None:
+            faults.append(f"{tensor.name} {fault}")
+    return Disagreement(outputs, "; ".join(faults) or None)
+
+
+def _malformed(tensor: TensorSpec, expected: Array, actual: Array | None) -> str | None:
+    if actual is None:
+        return "is missing"
+    if actual.dtype != tensor.dtype:
+        return f"is {actual.dtype}, not {tensor.datatype}"
+    if actual.shape != expected.shape:
+        return f"has shape {list(actual.shape)}, expected {list(expected.shape)}"
+    if actual.dtype.kind == "f":
+        for array, whose in ((actual, "contains"), (expected, "should contain")):
+            if not np.isfinite(array).all():
+                return f"{whose} NaN or infinity"
+    return None
+
+
+def _compared(kind: OutputKind, expected: Array, actual: Array, precision: str) -> tuple[OutputDifference, str | None]:
+    if kind == "labels" or actual.dtype.kind != "f":
+        different = int(np.count_nonzero(actual != expected))
+        if actual.dtype.kind in "OSU":
+            largest = float(different > 0)
+        else:
+            largest = float(np.abs(actual.astype(np.float64) - expected.astype(np.float64)).max(initial=0))
+        fault = f"differs in {different} of {actual.size} values that must be equal" if different else None
+        return OutputDifference(kind, largest), fault
+    want, got = (array.astype(np.float64).reshape(len(array), -1) for array in (expected, actual))
+    if not want.size:
+        return OutputDifference(kind, 0.0), None
+    norms, errors = np.linalg.norm(want, axis=1), np.linalg.norm(got - want, axis=1)
+    largest_values, differences = np.abs(want).max(axis=1), np.abs(got - want).max(axis=1)
+    relative = _ratio(errors, np.maximum(norms, np.median(norms)))
+    scale = np.maximum(largest_values, np.median(largest_values))
+    limit = TOLERANCE[precision]
+    cosine, top1 = _lowest_cosine(want, got), None
+    worst, apart = float(relative.max()), float(_ratio(differences, scale).max())
+    fault = None
+    if not worst <= limit:
+        fault = f"has a relative error of {worst:.2g}, more than {limit:g}"
+    elif not apart <= limit:
+        fault = f"has a value that is off by {apart:.2g} of the row's largest, more than {limit:g}"
+    elif kind == "embedding" and cosine is not None and not cosine >= MIN_COSINE:
+        fault = f"has a cosine of {cosine:.6f}, below {MIN_COSINE}"
+    elif (swapped := _swapped_row(want, got, errors, relative)) is not None:
+        fault = f"has in row {swapped[0]} the answer of row {swapped[1]}"
+    if kind == "logits":
+        top1 = _top1(expected, actual, 2 * limit * scale)
+        if fault is None and top1 is not None and top1 < 1:
+            fault = f"has another highest class in {1 - top1:.1%} of the rows with a clear one"
+    return OutputDifference(kind, float(differences.max()), worst, cosine, top1), fault
+
+
+def _ratio(parts: Float64Array, wholes: Float64Array) -> Float64Array:
+    """Row by row; 0 where both are 0, infinity where only the whole is."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio: Float64Array = np.where(parts == 0, 0.0, parts / wholes)
+    return ratio
+
+
+def _lowest_cosine(want: Float64Array, got: Float64Array) -> float | None:
+    """Over the rows in which neither is zero; None without one."""
+    lengths = np.linalg.norm(want, axis=1) * np.linalg.norm(got, axis=1)
+    rows = lengths > 0
+    return float(((want * got).sum(axis=1)[rows] / lengths[rows]).min()) if rows.any() else None
+
+
+def _swapped_row(
+    want: Float64Array, got: Float64Array, errors: Float64Array, relative: Float64Array
+) -> tuple[int, int] | None:
+    """The first row whose answer is much nearer to another row's expected answer, and that row."""
+    for row in np.flatnonzero(relative > MIN_SWAPPED_ERROR):
+        distances = np.linalg.norm(want - got[row], axis=1)
+        nearest = int(distances.argmin())
+        if distances[nearest] < SWAPPED * errors[row]:
+            return int(row), nearest
+    return None
+
+
+def _top1(expected: Array, actual: Array, clear_lead: Float64Array) -> float | None:
+    """Share of the clear rows with the same highest class along the last axis; `clear_lead` is per row of the batch."""
+    classes = expected.shape[-1]
+    if expected.ndim < 2 or classes < 2:
+        return None
+    want, got = (array.astype(np.float64).reshape(-1, classes) for array in (expected, actual))
+    second, first = np.partition(want, -2, axis=1)[:, -2:].T
+    clear = first - second > np.repeat(clear_lead, len(want) // len(clear_lead))
+    return float((want.argmax(axis=1) == got.argmax(axis=1))[clear].mean()) if clear.any() else None
