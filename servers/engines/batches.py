@@ -1,4 +1,4 @@
-"""Batches: the bucket sizes of CUDA graphs, random and empty inputs, and cosines between rows."""
+"""Batches: the buckets of CUDA graphs, random and empty inputs, and cosines between rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from servers.contract.tensors import Array
-from servers.models.specification import ModelSpecification
+from servers.models.specification import Axis, ModelSpecification
+
+SMALLEST_AXIS_BUCKET = 16
 
 
 def bucket_sizes(max_batch_size: int, *, halves: bool = True) -> tuple[int, ...]:
@@ -27,12 +29,38 @@ def warm_up_sizes(max_batch_size: int) -> tuple[int, ...]:
     return bucket_sizes(max_batch_size, halves=False)
 
 
-def bucket_of(buckets: Sequence[int], rows: int) -> int:
-    """The smallest of the ascending `buckets` that holds `rows`. Raises `ValueError` if all are smaller."""
-    for size in buckets:
-        if rows <= size:
-            return size
-    raise ValueError(f"a batch of {rows} exceeds the largest bucket, {buckets[-1]}")
+def axis_buckets(axis: Axis, pad_to: Sequence[int] = ()) -> tuple[int, ...]:
+    """Sizes to which batches are padded along the axis: `pad_to`, then powers of two and the axis' largest size."""
+    given = {size for size in pad_to if size <= axis.largest}
+    powers = (2**n for n in range(SMALLEST_AXIS_BUCKET.bit_length() - 1, axis.largest.bit_length()))
+    return tuple(sorted(given | {size for size in (*powers, axis.largest) if size > max(given, default=0)}))
+
+
+def has_buckets(specification: ModelSpecification) -> bool:
+    """Whether every shape is known from the batch and the size of the padded axis, as CUDA graphs need it."""
+    axis = specification.padded_axis
+    places = {} if axis is None else axis.places
+    return all(
+        dimension != -1 or places.get(tensor.name) == place
+        for tensor in (*specification.inputs, *specification.outputs)
+        for place, dimension in enumerate(tensor.item_shape, start=1)
+    )
+
+
+def bucket_of(buckets: Sequence[int], size: int) -> int:
+    """The smallest of the ascending `buckets` that holds `size`. Raises `ValueError` if all are smaller."""
+    for bucket in buckets:
+        if size <= bucket:
+            return bucket
+    raise ValueError(f"a batch of {size} exceeds the largest bucket, {buckets[-1]}")
+
+
+def check_sizes(specification: ModelSpecification, inputs: Mapping[str, Array]) -> None:
+    """Raise `ValueError` for a batch beyond the largest size of an axis, which would stop a GPU's context."""
+    for axis in specification.axes:
+        for name, place in axis.places.items():
+            if name in inputs and (size := inputs[name].shape[place]) > axis.largest:
+                raise ValueError(f"{name} has {axis.name} {size}, more than the largest, {axis.largest}")
 
 
 def random_array(generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
@@ -71,6 +99,15 @@ def zero_inputs(
         tensor.name: np.zeros((rows, *specification.item_shape(tensor, sizes)), tensor.dtype)
         for tensor in specification.inputs
     }
+
+
+def valid_inputs(
+    specification: ModelSpecification, rows: int, sizes: Mapping[str, int] | None = None
+) -> Mapping[str, Array]:
+    """A batch that the model can execute, quickly made: zeros, or valid random items where the model describes them."""
+    if specification.make_items is None:
+        return zero_inputs(specification, rows, sizes)
+    return random_inputs(specification, rows, 0, sizes)
 
 
 def row_cosines(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:

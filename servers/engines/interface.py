@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from servers.contract.tensors import Array
-from servers.engines.batches import zero_inputs
+from servers.engines.batches import valid_inputs
 from servers.engines.settings import EngineError as EngineError
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
@@ -60,9 +60,15 @@ class Engine(ABC):
         """Read weights and build the executable model. Raises `EngineError` with the remedy in the message."""
 
     def warm_up(self, batch_sizes: Sequence[int]) -> None:
-        """Execute every given batch size once, so that no compilation or allocation is left for a request."""
-        for size in batch_sizes:
-            self.infer(zero_inputs(self._specification, size))
+        """Execute every given batch size once, so that no compilation or allocation is left for a request.
+
+        A model with a padded axis executes each at every size of `pad_to`, without those at the axis' default size.
+        """
+        axis, pad_to = self._specification.padded_axis, self._settings.pad_to
+        sizes = [{axis.name: size} for size in pad_to if size <= axis.largest] if axis is not None else []
+        for rows in batch_sizes:
+            for along in sizes or [{}]:
+                self.infer(valid_inputs(self._specification, rows, along))
 
     @abstractmethod
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -80,11 +86,14 @@ class Engine(ABC):
         """Free device memory and threads. Idempotent."""
 
     def execution_ns(self, rows: int, repeats: int) -> list[int] | None:  # noqa: ARG002
-        """Times of `repeats` executions of `rows` rows without copies to or from the host; None if not possible."""
+        """Times of `repeats` executions without copies to or from the host; None if not possible.
+
+        The batch has the shapes of the last one of `rows` rows that `infer` executed.
+        """
         return None
 
     def run_only(self, rows: int) -> bool:  # noqa: ARG002
-        """Execute `rows` rows once without copies to or from the host, and wait; False if the engine cannot."""
+        """Execute a batch as in `execution_ns` once, and wait; False if the engine cannot."""
         return False
 
     def probe_kernels(self) -> bool:
@@ -118,9 +127,10 @@ class Engine(ABC):
 
 
 def staging_of(engine: Engine) -> Mapping[str, Array]:
-    """Pinned memory of a loaded engine, one array of max_batch_size rows per input; empty for an engine without it.
+    """Pinned memory of a loaded engine, one array of max_batch_size rows per input.
 
-    `infer` does not copy a batch that starts at the first row of this memory.
+    Empty for an engine without it, and for a model with inputs of variable size. `infer` does not copy a batch that
+    starts at the first row of this memory.
     """
     staging: Mapping[str, Array] = getattr(engine, "staging", {})
     return staging

@@ -1,5 +1,7 @@
 """A module that takes RGB bytes and normalises them where it runs, in front of one that takes normalised pixels.
 
+Every other payload is executed by the model's own module.
+
 The arithmetic is torchvision's, in FP32 and in its order, so on one device the answers equal those to pixels from
 `servers.models.preprocessing.normalise`, bit for bit.
 
@@ -34,8 +36,8 @@ class UInt8Images(torch.nn.Module):
 
 
 def executed_module(specification: ModelSpecification, tower: torch.nn.Module) -> torch.nn.Module:
-    """The module that takes this variant's input, FP32 or UINT8; `tower` takes normalised pixels."""
-    return tower if specification.payload == "fp32" else UInt8Images(tower, specification.preprocessing).eval()
+    """The module that takes this variant's inputs; `tower` is the model's own, which takes normalised pixels."""
+    return UInt8Images(tower, specification.preprocessing).eval() if specification.payload == "uint8" else tower
 
 
 def to_precision(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
