@@ -153,3 +153,10 @@ def profiled(engine: Engine) -> EngineDescription | None:
 def first_line(exc: BaseException) -> str:
     """The first line of an exception's message; libraries may add pages."""
     return str(exc).partition("\n")[0]
+
+
+def export_command(specification: ModelSpecification, options: str = "") -> str:
+    """The command that makes the file of a model."""
+    payload = " --payload uint8" if specification.payload == "uint8" else ""
+    model = specification.reference or specification.name
+    return f"abserve export --model {model}{payload}{f' {options}' if options else ''}"

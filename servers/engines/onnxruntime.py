@@ -1,8 +1,9 @@
 """ONNX Runtime executing an exported file: FP32 and FP16 on the CPU, TF32 too on CUDA, never silently elsewhere.
 
-On CUDA the mode `graph` (and `auto`) binds fixed buffers and replays one CUDA graph per batch bucket; in mode `session`
-every run allocates and launches anew. FP16 needs its own file (`abserve export --precision fp16`), marked in its
-metadata. A CUDA session that leaves real work on the CPU is refused (see `servers.engines.onnxruntime_cuda`).
+On CUDA the mode `graph` (and `auto`, for a model whose shapes follow from the batch and its padded axis) binds fixed
+buffers and replays one CUDA graph per bucket; in mode `session` every run allocates and launches anew. FP16 needs its
+own file (`abserve export --precision fp16`), marked in its metadata; a user's file is judged by its weights. A CUDA
+session that leaves real work on the CPU is refused (see `servers.engines.onnxruntime_cuda`).
 
 Importable without torch, so that the stub process of Triton's python backend can use the same engine.
 """
@@ -10,14 +11,17 @@ Importable without torch, so that the stub process of Triton's python backend ca
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from servers.contract.tensors import Array, TensorSpec
-from servers.engines.batches import bucket_sizes, zero_inputs
-from servers.engines.interface import Engine, EngineDescription, EngineError, first_line
+from servers.engines.batches import axis_buckets, bucket_sizes, has_buckets, random_inputs
+from servers.engines.interface import Engine, EngineDescription, EngineError, export_command, first_line
 from servers.engines.onnxruntime_cuda import (
     CPU_PROVIDER,
     RECORD_PLACEMENT,
@@ -33,7 +37,14 @@ PRECISION_KEY = "abserve.precision"
 CUDA_PROVIDER = "CUDAExecutionProvider"
 SPINNING = "session.intra_op.allow_spinning"
 PACKAGES = ("onnxruntime", "onnxruntime-gpu")
-ELEMENT_TYPES = {"FP32": "tensor(float)", "FP16": "tensor(float16)", "UINT8": "tensor(uint8)", "INT64": "tensor(int64)"}
+ELEMENT_TYPES = {
+    **{f"{sign}INT{bits}": f"tensor({sign.lower()}int{bits})" for sign in ("", "U") for bits in (8, 16, 32, 64)},
+    "FP16": "tensor(float16)",
+    "FP32": "tensor(float)",
+    "FP64": "tensor(double)",
+    "BOOL": "tensor(bool)",
+    "BYTES": "tensor(string)",
+}
 
 
 class OnnxRuntimeEngine(Engine):
@@ -53,12 +64,11 @@ class OnnxRuntimeEngine(Engine):
         specification, settings, path = self._specification, self._settings, self._file
         if not path.is_file():
             raise EngineError(
-                f"no ONNX file for {specification.name} at {path.name}; "
-                f"run: abserve export --model {specification.name}"
+                f"no ONNX file for {specification.name} at {path.name}; run: {export_command(specification)}"
             )
         ort.set_default_logger_severity(3)  # without a GPU, device discovery warns at every start
         index = self._resolve_cuda_index()
-        self._mode = settings.mode_on("cpu" if index is None else "cuda")
+        self._mode = self._resolve_mode(index)
         try:
             session = ort.InferenceSession(
                 str(path), self._session_options(index), providers=self._providers(index, graphs=self._mode == "graph")
@@ -73,11 +83,13 @@ class OnnxRuntimeEngine(Engine):
             )
         assert_signature(session.get_inputs(), specification.inputs, "inputs")
         assert_signature(session.get_outputs(), specification.outputs, "outputs")
-        self._file_precision = session.get_modelmeta().custom_metadata_map.get(PRECISION_KEY, "fp32")
+        self._file_precision = self._stored_precision(session)
         if (self._file_precision == "fp16") != (settings.precision == "fp16"):
+            option = f"--precision {'fp16' if settings.precision == 'fp16' else 'fp32'}"
+            remedy = "use --precision fp16" if path == specification.file else ""
             raise EngineError(
-                f"{path.name} holds {self._file_precision}, but the precision is {settings.precision}; run: abserve "
-                f"export --model {specification.name} --precision {'fp16' if settings.precision == 'fp16' else 'fp32'}"
+                f"{path.name} holds {self._file_precision}, but the precision is {settings.precision}; "
+                + (remedy or f"run: {export_command(specification, option)}")
             )
         if index is not None:
             self._placement = verified_placement(session, lambda folder: self._profile(folder, index))
@@ -91,10 +103,11 @@ class OnnxRuntimeEngine(Engine):
         try:
             if self._graphs is not None:
                 return self._graphs.infer(inputs)
-            outputs = session.run(names, inputs)
+            outputs = session.run(names, as_strings(inputs) if self._strings else inputs)
         except Exception as exc:  # ORT's exceptions share no base but Exception
             raise EngineError(f"ONNX Runtime failed to execute the batch: {first_line(exc)}") from exc
-        return dict(zip(names, outputs, strict=True))
+        answers = dict(zip(names, outputs, strict=True))
+        return as_bytes(answers) if self._strings else answers
 
     def describe(self) -> EngineDescription:
         """Read back from the session: providers, their options, threads, spinning, node placement."""
@@ -122,6 +135,7 @@ class OnnxRuntimeEngine(Engine):
                 "cpu_time_ratio": placement.cpu_time_ratio,
                 "cuda_graphs": self._graphs is not None,
                 "buckets": None if self._graphs is None else list(self._graphs.buckets),
+                "axis_buckets": None if self._graphs is None else list(self._graphs.axis_buckets),
                 "pinned_staging": None if self._graphs is None else self._graphs.pinned,
             }
         return self._description(
@@ -177,20 +191,47 @@ class OnnxRuntimeEngine(Engine):
         options.enable_profiling = True
         options.profile_file_prefix = str(folder / "profile")
         session = ort.InferenceSession(str(self._file), options, providers=self._providers(index, graphs=False))
-        batch = zero_inputs(self._specification, rows)
+        batch = random_inputs(self._specification, rows, 0)
         for _ in range(repeats):
-            session.run([tensor.name for tensor in self._specification.outputs], batch)
+            session.run([tensor.name for tensor in self._specification.outputs], as_strings(batch))
         return Path(session.end_profiling())
 
     def _captured(self, session: Any, index: int) -> GraphExecution:
-        specification, buckets = self._specification, bucket_sizes(self._settings.max_batch_size)
+        specification, settings, axis = self._specification, self._settings, self._specification.padded_axis
+        buckets = bucket_sizes(settings.max_batch_size, halves=axis is None)
+        along = () if axis is None else axis_buckets(axis, settings.pad_to)
         try:
-            return GraphExecution(session, specification.inputs, specification.outputs, ("cuda", index), buckets)
+            return GraphExecution(session, specification, ("cuda", index), buckets, along, settings.precision)
         except EngineError:
             raise
         except Exception as exc:  # ORT's exceptions share no base but Exception
             reason = first_line(exc)
             raise EngineError(f"ONNX Runtime cannot capture CUDA graphs: {reason}; use mode session") from exc
+
+    def _resolve_mode(self, index: int | None) -> str:
+        """`auto` is `session` for a model whose shapes are not known from the batch and a padded axis."""
+        mode = self._settings.mode_on("cpu" if index is None else "cuda")
+        if mode != "graph" or has_buckets(self._specification):
+            return mode
+        if self._settings.mode == "graph":
+            raise EngineError(
+                f"CUDA graphs need fixed shapes, and {self._specification.name} has dimensions of any size that cannot "
+                "be padded; use mode session"
+            )
+        return "session"
+
+    def _stored_precision(self, session: Any) -> str:
+        """The precision of the file; only a user's own has to be read for it."""
+        marked: str | None = session.get_modelmeta().custom_metadata_map.get(PRECISION_KEY)
+        if marked is not None or self._file != self._specification.file:
+            return marked or "fp32"
+        import onnx
+
+        return stored_precision(onnx.load(self._file, load_external_data=False))
+
+    @property
+    def _strings(self) -> bool:
+        return any(t.datatype == "BYTES" for t in (*self._specification.inputs, *self._specification.outputs))
 
     def _resolve_cuda_index(self) -> int | None:
         """The CUDA device, or None for the CPU. `auto`: the first GPU, if this onnxruntime is built for CUDA."""
@@ -263,15 +304,62 @@ def assert_one_package() -> None:
 
 
 def assert_signature(nodes: Sequence[Any], tensors: Sequence[TensorSpec], what: str) -> None:
-    """Raise `EngineError` unless a session's inputs or outputs are those of the model, with a free batch dimension."""
+    """Raise `EngineError` unless a session's inputs or outputs can be the model's, with a free batch dimension.
+
+    A dimension with a name, or an output without a shape, may have any size.
+    """
 
     def show(name: str, element: str, dims: Sequence[object]) -> str:
-        return f"{name} {element}[{','.join(str(d) for d in dims)}]"
+        return f"{name} {element}[{','.join(map(str, dims))}]"
 
-    found = [show(node.name, node.type, ["*", *node.shape[1:]]) for node in nodes]
-    wanted = [show(t.name, ELEMENT_TYPES.get(t.datatype, t.datatype), ["*", *t.item_shape]) for t in tensors]
-    fixed = [node.name for node in nodes if isinstance(node.shape[0], int)]
-    if found != wanted:
+    def fits(node: Any, tensor: TensorSpec) -> bool:
+        dims = list(node.shape or [])
+        known = not dims or (
+            len(dims) == len(tensor.shape)
+            and all(not isinstance(d, int) or d == size for d, size in zip(dims[1:], tensor.item_shape, strict=True))
+        )
+        return known and node.type == ELEMENT_TYPES.get(tensor.datatype, tensor.datatype)
+
+    by_name = {node.name: node for node in nodes}
+    if by_name.keys() != {t.name for t in tensors} or not all(fits(by_name[t.name], t) for t in tensors):
+        found = [show(node.name, node.type, ["*", *node.shape[1:]]) for node in nodes]
+        wanted = [show(t.name, ELEMENT_TYPES.get(t.datatype, t.datatype), ["*", *t.item_shape]) for t in tensors]
         raise EngineError(f"the ONNX file's {what} are {found}, the model's are {wanted}; export it again")
+    fixed = [node.name for node in nodes if node.shape and isinstance(node.shape[0], int)]
     if fixed:
         raise EngineError(f"the ONNX file fixes the batch size of {fixed[0]}; export it again with a dynamic batch")
+
+
+def stored_precision(model: Any) -> str:
+    """The precision of an ONNX file, read without its external data: as marked, else that of most of its weights."""
+    from onnx import TensorProto
+
+    for entry in model.metadata_props:
+        if entry.key == PRECISION_KEY:
+            return str(entry.value)
+    counts = {TensorProto.FLOAT: 0, TensorProto.FLOAT16: 0}
+    for tensor in model.graph.initializer:
+        if tensor.data_type in counts:
+            counts[tensor.data_type] += prod(tensor.dims)
+    return "fp16" if counts[TensorProto.FLOAT16] > counts[TensorProto.FLOAT] else "fp32"
+
+
+def as_strings(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+    """ONNX Runtime's strings are UTF-8 text, the protocol's are bytes. Raises `EngineError` for other bytes."""
+    try:
+        return {name: _mapped(bytes.decode, array) for name, array in inputs.items()}
+    except UnicodeDecodeError as exc:
+        raise EngineError("the strings of this model must be UTF-8 text") from exc
+
+
+def as_bytes(outputs: Mapping[str, Array]) -> Mapping[str, Array]:
+    """The opposite of `as_strings`."""
+    return {name: _mapped(str.encode, array) for name, array in outputs.items()}
+
+
+def _mapped(convert: Callable[[Any], Any], array: Array) -> Array:
+    if not array.dtype.hasobject:
+        return array
+    mapped = np.empty(array.shape, object)
+    mapped.ravel()[:] = [convert(element) for element in array.ravel()]
+    return mapped

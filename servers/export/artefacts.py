@@ -4,36 +4,38 @@
     ROOT/<model>/<weights>-fp16/model_fp16.onnx             FP16 weights
     ROOT/<model>_uint8/<weights>/model_uint8.onnx           UINT8 input; with FP16 weights model_uint8_fp16.onnx
     ROOT/<model>/<weights>-fused/model.onnx                 ONNX Runtime's own operators; other forms have -fused, too
+    ROOT/<model>-<hash of its path>/…                       a model from a file of the user
 
 Each file has its own folder and manifest. An artefact is up to date when its manifest names the same model, weights and
-package versions and the file has the manifest's hash. It appears whole, after its parity check, or not at all.
+package versions and the file has the manifest's hash; for a model from the user's file that has to be the same, too. It
+appears whole, after its parity check, or not at all. A user's ONNX file is executed as it is and gets no folder.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from servers.engines.agreement import TOLERANCE
 from servers.engines.factory import build_engine
+from servers.engines.interface import Engine, export_command
 from servers.engines.settings import EngineSettings
 from servers.export.errors import ExportError
 from servers.export.file_form import OPSETS, PLAIN, PRECISIONS, FileForm, Operators, executed_form
-from servers.export.manifest import Manifest, ParityMeasurement, package_versions, read_manifest
-from servers.export.onnx import write_onnx
-from servers.export.parity import assert_parity, cosine_threshold, measure_parity
+from servers.export.manifest import Manifest, package_versions, read_manifest
+from servers.export.onnx import UserFile, convert_to_fp16, read_user_file, write_onnx
+from servers.export.parity import Answers, assert_parity, measure_parity, torch_answers
 from servers.export.tensorrt_plan import plan_path
 from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256, remove_abandoned
 from servers.models.specification import ModelSpecification, choose_from
 from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, pin
-
-if TYPE_CHECKING:
-    import torch
 
 Progress = Callable[[str], None]
 
@@ -59,7 +61,24 @@ def artefact_folder(
     root: Path, specification: ModelSpecification, weights: WeightsSource, form: FileForm = PLAIN
 ) -> Path:
     """The folder of one model with one set of weights in one form."""
-    return root / specification.name / f"{weights.slug}{form.suffix}"
+    path = user_path(specification)
+    of_path = "" if path is None else f"-{hashlib.sha256(specification.reference.encode()).hexdigest()[:12]}"
+    return root / f"{specification.name}{of_path}" / f"{weights.slug}{form.suffix}"
+
+
+def user_path(specification: ModelSpecification) -> Path | None:
+    """The file or folder of the user that defines the model; None for one of a library."""
+    reference = specification.reference
+    text = reference if reference.startswith("/") else reference.partition(":")[2]  # SOURCE:FOLDER
+    if not text.startswith("/"):
+        return None
+    path = Path(text)
+    return path if path.exists() else Path(text.rpartition(":")[0])  # FILE.py:FUNCTION
+
+
+def plan_of(root: Path, specification: ModelSpecification, weights: WeightsSource, form: FileForm) -> Path:
+    """The path of the TensorRT plan of a model; also for a user's ONNX file it lies under `root`."""
+    return plan_path(artefact_folder(root, specification, weights, form) / _file_name(specification, form))
 
 
 def find_artefact(
@@ -74,7 +93,7 @@ def find_artefact(
     path = folder / _file_name(specification, form)
     try:
         if (
-            manifest.opset != OPSETS.get(Operators(manifest.operators))
+            (specification.file is None and manifest.opset != OPSETS.get(Operators(manifest.operators)))
             or path.stat().st_size != manifest.bytes
             or file_sha256(path) != manifest.sha256
         ):
@@ -108,12 +127,20 @@ def ensure_artefact(
 ) -> Artefact:
     """The up-to-date artefact; exports it first when it is missing or out of date, or `force` is set.
 
-    `specification` is one that an engine executes: FP32 or UINT8. Waits for another process that exports the same one.
-    `progress` gets each step in a few words. Raises `ExportError` (`ParityError` among them), `WeightsError`,
+    `specification` is one that an engine executes, not one for JPEG. Waits for another process that exports the same
+    one. `progress` gets each step in a few words. Raises `ExportError` (`ParityError` among them), `WeightsError`,
     `EngineError` and `FolderError`.
     """
     check_form(specification, form)
     weights = pin(weights, specification.find_pretrained)
+    if not specification.fused_tower:
+        form = FileForm(form.precision)
+    if specification.file is not None:
+        user = read_user_file(specification.file)
+        if user.precision == form.precision:
+            return Artefact(specification.file, _manifest_of(specification, weights, user), made_now=False)
+        if user.precision != "fp32":
+            raise ExportError(f"{specification.file.name} holds {user.precision}; use --precision {user.precision}")
     folder = artefact_folder(root, specification, weights, form)
     with _exclusive(folder):
         remove_abandoned(folder)
@@ -141,17 +168,17 @@ def executed_file(
     artefact = ensure_artefact(specification, weights, root, form=form, progress=progress)
     if engine != "tensorrt":
         return ExecutedFile(artefact.path, artefact.manifest)
-    plan = plan_path(artefact.path)
+    plan = plan_of(root, specification, weights, form)
     if not plan.is_file():
         raise ExportError(
             f"there is no TensorRT plan {plan}; build it with the same weights and artefacts: "
-            f"abserve export --to tensorrt --model {specification.name} --precision {form.precision}"
+            + export_command(specification, f"--to tensorrt --precision {form.precision}")
         )
     return ExecutedFile(plan, None)
 
 
 def _file_name(specification: ModelSpecification, form: FileForm) -> str:
-    parts = (part for part in (specification.payload, form.precision) if part != "fp32")
+    parts = (part for part in (specification.payload, form.precision) if part in ("uint8", "fp16"))
     return "_".join(["model", *parts]) + ".onnx"
 
 
@@ -160,12 +187,42 @@ def _required(specification: ModelSpecification, weights: WeightsSource, form: F
     return {
         "model": specification.name,
         "model_version": specification.version,
+        "model_sha256": _model_sha256(specification),
         "payload": specification.payload,
         "precision": form.precision,
         "weights": weights.label,
         "weights_sha256": None if isinstance(weights, RandomWeights) else weights.sha256,
         "versions": package_versions(),
     }
+
+
+def _model_sha256(specification: ModelSpecification) -> str | None:
+    """Of the user's file, or of the JSON files of the user's folder; None for a model of a library."""
+    path = user_path(specification)
+    try:
+        if path is None:
+            return None
+        if path.is_file():
+            return file_sha256(path)
+        return hashlib.sha256("".join(file_sha256(one) for one in sorted(path.glob("*.json"))).encode()).hexdigest()
+    except OSError as exc:
+        raise ExportError(f"cannot read {path}: {exc.strerror or exc}") from exc
+
+
+def _manifest_of(specification: ModelSpecification, weights: WeightsSource, user: UserFile) -> Manifest:
+    """The manifest of a user's ONNX file that is executed as it is."""
+    assert specification.file is not None
+    return Manifest(
+        **_required(specification, weights, FileForm(user.precision)),
+        operators=user.operators,
+        opset=user.opset,
+        seconds=0.0,
+        file=specification.file.name,
+        bytes=user.bytes,
+        sha256=user.sha256,
+        parity=(),
+        created_at=user.modified_at,
+    )
 
 
 def _refuse_another_file(folder: Path, weights: WeightsSource) -> None:
@@ -182,30 +239,39 @@ def _refuse_another_file(folder: Path, weights: WeightsSource) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Original:
+    """What a file is made from; `write` returns the seconds that it took, the operators and their version."""
+
+    fp32_bytes: int
+    write: Callable[[Path], tuple[float, str, int]]
+    answers: Answers
+
+
 def _make(
     specification: ModelSpecification, weights: WeightsSource, form: FileForm, folder: Path, progress: Progress
 ) -> Artefact:
-    progress(f"loading {weights.label}")
-    tower = specification.load_module(weights)
-    name, threshold = _file_name(specification, form), cosine_threshold(specification.payload, form.precision)
-    parameter_bytes = sum(4 * parameter.numel() for parameter in tower.parameters())
-    with atomic_folder(folder, needed_bytes=parameter_bytes * 105 // 100) as fresh:
+    name = _file_name(specification, form)
+    with (
+        _original(specification, weights, form, progress) as original,
+        atomic_folder(folder, needed_bytes=original.fp32_bytes * 105 // 100) as fresh,
+    ):
         path = fresh / name
-        progress("exporting to ONNX")
-        seconds, operators = write_onnx(specification, tower, path, form)
-        progress("comparing the file with torch")
-        parity = _parity(specification, weights, tower, path, form.precision)
-        assert_parity(parity, threshold)
+        seconds, operators, opset = original.write(path)
+        progress("comparing the file with the model")
+        with _loaded(specification, weights, path, form.precision) as engine:
+            parity = measure_parity(specification, original.answers, engine, form.precision)
+        assert_parity(parity)
         manifest = Manifest(
             **_required(specification, weights, form),
             weights_revision=weights.revision if isinstance(weights, PretrainedWeights) else None,
             operators=operators,
-            opset=OPSETS[operators],
+            opset=opset,
             seconds=round(seconds, 3),
             file=name,
             bytes=path.stat().st_size,
             sha256=file_sha256(path),
-            parity_threshold=threshold,
+            parity_tolerance=TOLERANCE[form.precision],
             parity=parity,
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -213,14 +279,40 @@ def _make(
     return Artefact(folder / name, manifest, made_now=True)
 
 
-def _parity(
-    specification: ModelSpecification, weights: WeightsSource, tower: torch.nn.Module, path: Path, precision: str
-) -> tuple[ParityMeasurement, ...]:
+@contextmanager
+def _original(
+    specification: ModelSpecification, weights: WeightsSource, form: FileForm, progress: Progress
+) -> Iterator[_Original]:
+    """The model's own module, or the user's FP32 file, of which an FP16 one is wanted."""
+    if (file := specification.file) is not None:
+        user = read_user_file(file)
+
+        def convert(path: Path) -> tuple[float, str, int]:
+            progress(f"converting {file.name} to FP16")
+            return convert_to_fp16(file, path), user.operators, user.opset
+
+        with _loaded(specification, weights, file, "fp32") as engine:
+            yield _Original(user.bytes, convert, engine.infer)
+        return
+    progress(f"loading {weights.label}")
+    module = specification.load_module(weights)
+
+    def export(path: Path) -> tuple[float, str, int]:
+        progress("exporting to ONNX")
+        seconds, operators = write_onnx(specification, module, path, form)
+        return seconds, operators, OPSETS[operators]
+
+    parameter_bytes = sum(4 * parameter.numel() for parameter in module.parameters())
+    yield _Original(parameter_bytes, export, torch_answers(specification, module))
+
+
+@contextmanager
+def _loaded(specification: ModelSpecification, weights: WeightsSource, path: Path, precision: str) -> Iterator[Engine]:
     settings = EngineSettings(kind="onnxruntime", device="cpu", precision=precision)
     engine = build_engine(specification, weights, settings, path)
     try:
         engine.load()
-        return measure_parity(specification, tower, engine)
+        yield engine
     finally:
         engine.close()
 

@@ -27,6 +27,7 @@ from servers.options import ModelOptions, checked, fail, settings_of, takes_sett
 
 if TYPE_CHECKING:
     from servers.export.artefacts import Artefact
+    from servers.export.manifest import ParityMeasurement
     from servers.models.specification import ModelSpecification
 
 
@@ -62,7 +63,7 @@ def export(**options: object) -> None:
 
     With --to tensorrt also print the container command that builds the plan, and build it where TensorRT is installed.
     """
-    from servers.export.artefacts import check_form, ensure_artefact
+    from servers.export.artefacts import check_form, ensure_artefact, plan_of
 
     settings = checked(ExportSettings, options)
     console = Console(highlight=False, soft_wrap=True)
@@ -88,7 +89,8 @@ def export(**options: object) -> None:
             )
         _show(console, artefact)
         if settings.to is Target.TENSORRT:
-            _build_plan(console, specification, artefact, settings.max_batch_size, force=settings.force)
+            plan = plan_of(settings.artefacts, specification, source, form)
+            _build_plan(console, specification, artefact, plan, settings.max_batch_size, force=settings.force)
     except (WeightsError, EngineError, ExportError, FolderError) as exc:
         fail(str(exc), exc)
 
@@ -97,12 +99,17 @@ def triton_repo(
     out: Annotated[
         Path, typer.Option("--out", envvar="ABSERVE_TRITON_REPO_OUT", help="Root of the model repository.")
     ] = Path("triton_model_repo"),
+    model: Annotated[
+        str, typer.Option("--model", envvar="ABSERVE_TRITON_REPO_MODEL", help="The model; see abserve models.")
+    ] = DEFAULT_MODEL,
 ) -> None:
-    """Generate config.pbtxt of every registered model for Triton's native backends."""
+    """Generate config.pbtxt of a model, with each of its payloads, for Triton's native backends."""
     from servers.export.triton_config import write_model_repository
 
     try:
-        written = write_model_repository(out, payload_variants(get_specification(DEFAULT_MODEL)))
+        written = write_model_repository(out, payload_variants(get_specification(model)))
+    except UnknownModelError as exc:
+        fail(str(exc), exc, status=2)
     except OSError as exc:
         fail(f"cannot write {exc.filename or out}: {exc.strerror or exc}; choose another --out", exc)
     for path in written:
@@ -118,14 +125,19 @@ def _form(settings: ExportSettings) -> FileForm:
 
 
 def _build_plan(
-    console: Console, specification: ModelSpecification, artefact: Artefact, max_batch_size: int, *, force: bool
+    console: Console,
+    specification: ModelSpecification,
+    artefact: Artefact,
+    plan: Path,
+    max_batch_size: int,
+    *,
+    force: bool,
 ) -> None:
-    from servers.export.tensorrt_plan import build_plan, container_command, plan_path
+    from servers.export.tensorrt_plan import build_plan, container_command, is_current
 
-    plan = plan_path(artefact.path)
     plan.parent.mkdir(parents=True, exist_ok=True)
     _print(console, f"container {container_command(specification, artefact.path, plan, max_batch_size)}")
-    if plan.is_file() and not force and plan.stat().st_mtime >= artefact.path.stat().st_mtime:
+    if is_current(specification, artefact.path, plan, max_batch_size) and not force:
         _print(console, f"plan      {plan} (kept; --force builds it again)")
         return
     release, seconds = build_plan(specification, artefact.path, plan, max_batch_size)
@@ -141,13 +153,22 @@ def _show(console: Console, artefact: Artefact) -> None:
         f"{manifest.operators} operators",
         "weights": manifest.weights + (f", revision {manifest.weights_revision}" if manifest.weights_revision else ""),
         "size": f"{manifest.bytes / 1e6:.1f} MB, SHA-256 {manifest.sha256}",
-        "parity": "; ".join(
-            f"batch {m.batch}: cosine {m.cosine_min:.7f}, max abs {m.max_abs:.2g}" for m in manifest.parity
-        ),
+        "parity": "; ".join(map(_parity, manifest.parity)) or "not compared: the file is executed as it is",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     }
     for name, text in lines.items():
         _print(console, f"{name:<9} {text}")
+
+
+def _parity(measured: ParityMeasurement) -> str:
+    numbers = {
+        "cosine": None if measured.cosine_min is None else f"{measured.cosine_min:.7f}",
+        "relative error": None if measured.relative_error is None else f"{measured.relative_error:.2g}",
+        "max abs": None if measured.max_abs is None else f"{measured.max_abs:.2g}",
+    }
+    along = "".join(f" × {name} {size}" for name, size in measured.sizes.items())
+    shown = ", ".join(f"{name} {number}" for name, number in numbers.items() if number is not None)
+    return f"batch {measured.batch}{along}{' padded' if measured.padded else ''}: {shown}"
 
 
 def _print(console: Console, text: str) -> None:

@@ -10,15 +10,26 @@ from typing import Literal
 import msgspec
 
 FILE_NAME = "manifest.json"
-_PACKAGES = ("torch", "onnx", "onnxscript", "open_clip_torch", "onnxruntime", "onnxruntime-gpu", "numpy")
+_PACKAGES = (
+    *("torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy"),
+    *("open_clip_torch", "torchvision", "timm", "transformers"),
+)
 
 
 class ParityMeasurement(msgspec.Struct, frozen=True, kw_only=True):
-    """The file's answers to `batch` photographs compared with torch's, row by row."""
+    """The file's answers to one batch compared with the model's own, see `servers.engines.agreement`; the worst row.
+
+    `sizes` are those of the axes; in a `padded` batch the items have different lengths. None: not a number of this kind
+    of output. `fault` is the reason why they differ; None in every file that was kept.
+    """
 
     batch: int
-    cosine_min: float
-    max_abs: float
+    sizes: dict[str, int] = {}
+    padded: bool = False
+    cosine_min: float | None
+    relative_error: float | None = None
+    max_abs: float | None
+    fault: str | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,12 +37,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     `weights_revision` is the commit of the hub's repository that the file came from.
 
     `operators` are those in the file: `standard` also where fused ones were requested and do not cover the model.
+    `model_sha256` is that of the user's file that defines the model. A user's ONNX file that is executed as it is has
+    no `parity`, which is with the model that a file was made from.
     """
 
     schema: Literal["abserve.artefact/1"] = "abserve.artefact/1"
     kind: Literal["onnx"] = "onnx"
     model: str
     model_version: str
+    model_sha256: str | None = None
     weights: str
     weights_sha256: str | None
     weights_revision: str | None = None
@@ -44,7 +58,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     bytes: int
     sha256: str
-    parity_threshold: float
+    parity_tolerance: float | None = None
     parity: tuple[ParityMeasurement, ...]
     created_at: str
 

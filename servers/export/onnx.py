@@ -1,4 +1,4 @@
-"""torch → ONNX, one self-contained file with a free batch dimension.
+"""torch → ONNX, one self-contained file whose batch and axes are free dimensions.
 
 With standard operators it is torch's own export, converted for FP16; `servers.export.tower_graph` makes the graph of
 fused ones.
@@ -7,16 +7,21 @@ fused ones.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import logging
+import re
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from servers.engines.batches import random_inputs
 from servers.engines.interface import first_line
-from servers.engines.onnxruntime import PRECISION_KEY
+from servers.engines.onnxruntime import PRECISION_KEY, stored_precision
 from servers.export.errors import ExportError
 from servers.export.file_form import OPSETS, FileForm, Operators
 from servers.models.specification import ModelSpecification
@@ -27,6 +32,9 @@ if TYPE_CHECKING:
 _EXAMPLE_BATCH = 2
 """With 1 torch.export takes the batch for a constant and freezes it."""
 
+_MAX_BYTES = 2**31 - 2**20
+"""Of the weights in one file: protobuf's limit, less the graph."""
+
 _ELEMENTWISE = frozenset({"Cast", "Transpose", "Div", "Mul", "Sub", "Add"})
 """The exporter's operators for `UInt8Images`; a convolution or a product ends this part of the graph."""
 
@@ -34,9 +42,9 @@ _CHATTY_LOGGERS = ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", 
 
 
 def write_onnx(
-    specification: ModelSpecification, tower: torch.nn.Module, path: Path, form: FileForm
+    specification: ModelSpecification, module: torch.nn.Module, path: Path, form: FileForm
 ) -> tuple[float, Operators]:
-    """Write `tower` (FP32, eval, on the CPU, taking normalised pixels) to `path`.
+    """Write `module`, as from `specification.load_module`, to `path`.
 
     Returns the seconds taken and the operators in the file: standard ones where the fused do not cover the model.
     Raises `ExportError` when torch cannot export it, `OSError` when the file cannot be written.
@@ -44,16 +52,16 @@ def write_onnx(
     from servers.models.uint8_module import executed_module
 
     started_ns = time.perf_counter_ns()
-    operators = Operators.FUSED
-    if form.operators != operators or not _write_fused(specification, tower, path, form.precision):
+    operators = Operators.FUSED if specification.fused_tower else Operators.STANDARD
+    if form.operators != operators or not _write_fused(specification, module, path, form.precision):
         operators = Operators.STANDARD
-        _export(specification, executed_module(specification, tower), path)
+        _export(specification, executed_module(specification, module), path)
         if form.precision == "fp16":
-            _convert_to_fp16(path)
+            convert_to_fp16(path, path)
     return (time.perf_counter_ns() - started_ns) / 1e9, operators
 
 
-def _write_fused(specification: ModelSpecification, tower: torch.nn.Module, path: Path, precision: str) -> bool:
+def _write_fused(specification: ModelSpecification, module: torch.nn.Module, path: Path, precision: str) -> bool:
     """Write the fused graph; False for a model that it does not cover."""
     import onnx
 
@@ -61,7 +69,7 @@ def _write_fused(specification: ModelSpecification, tower: torch.nn.Module, path
     from servers.export.tower_graph import tower_graph
 
     try:
-        model = tower_graph(specification, tower, precision)
+        model = tower_graph(specification, module, precision)
     except UnsupportedTowerError:
         return False
     if precision == "fp16":
@@ -70,49 +78,130 @@ def _write_fused(specification: ModelSpecification, tower: torch.nn.Module, path
     return True
 
 
+def example_sizes(specification: ModelSpecification) -> dict[str, int]:
+    """A size for each axis: above 1 and unlike the other sizes, so that torch.export takes none for a constant."""
+    sizes: dict[str, int] = {}
+    for axis in specification.axes:
+        candidates = (axis.default, axis.default // 2, *range(3, axis.largest + 1))
+        free = (n for n in candidates if 1 < n <= axis.largest and n not in (_EXAMPLE_BATCH, *sizes.values()))
+        sizes[axis.name] = next(free, axis.largest)
+    return sizes
+
+
 def _export(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> None:
     import torch
 
+    parameter_bytes = sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
+    if parameter_bytes > _MAX_BYTES:
+        raise ExportError(
+            f"{specification.name} has {parameter_bytes / 1e9:.1f} GB of weights, and an ONNX file holds at most 2 GB; "
+            "use the engine torch"
+        )
     names = [tensor.name for tensor in specification.inputs]
-    example = tuple(
-        torch.zeros(_EXAMPLE_BATCH, *tensor.item_shape, dtype=torch.uint8 if tensor.datatype == "UINT8" else None)
-        for tensor in specification.inputs
-    )
+    inputs = random_inputs(specification, _EXAMPLE_BATCH, 0, example_sizes(specification))
     with _quiet():
         try:
             program = torch.onnx.export(
                 module,
-                example,
+                tuple(torch.from_numpy(inputs[name]) for name in names),
                 dynamo=True,
                 verbose=False,
                 opset_version=OPSETS[Operators.STANDARD],
                 input_names=names,
                 output_names=[tensor.name for tensor in specification.outputs],
-                dynamic_shapes=tuple({0: "batch"} for _ in names),
+                dynamic_shapes=_dynamic_shapes(specification),
             )
-        except torch.onnx.OnnxExporterError as exc:
-            raise ExportError(f"torch cannot export {specification.name} to ONNX: {first_line(exc)}") from exc
+        except Exception as exc:  # the model's own code runs here, and the exporter wraps most of its errors
+            reason = first_line(exc.__cause__ or exc)
+            raise ExportError(
+                f"torch cannot export {specification.name} to ONNX: {reason}; use the engine torch"
+            ) from exc
         if program is None:
             raise ExportError("torch.onnx.export returned nothing; install torch 2.9 or later")
         # One file: Triton and people copy it, and a forgotten second one fails late.
         program.save(path, external_data=False)
 
 
-def _convert_to_fp16(path: Path) -> None:
-    """Rewrite an exported FP32 file with FP16 weights and arithmetic; inputs and outputs keep their types.
+def _dynamic_shapes(specification: ModelSpecification) -> tuple[dict[int, Any], ...]:
+    """By input, the free dimensions with their names. A model that fixes one of them cannot be exported."""
+    from torch.export import Dim
 
+    free: list[dict[int, Any]] = [{0: Dim("batch", min=1)} for _ in specification.inputs]
+    for axis in specification.axes:
+        dimension = Dim(re.sub(r"\W", "_", axis.name), min=1, max=axis.largest)
+        for tensor, dimensions in zip(specification.inputs, free, strict=True):
+            if (place := axis.places.get(tensor.name)) is not None:
+                dimensions[place] = dimension
+    return tuple(free)
+
+
+@dataclass(frozen=True, slots=True)
+class UserFile:
+    """A user's ONNX file, with its external data in `sha256` and `bytes`."""
+
+    precision: str
+    operators: Operators
+    opset: int
+    sha256: str
+    bytes: int
+    modified_at: str
+
+
+def read_user_file(path: Path) -> UserFile:
+    """Read what a manifest says of a user's file. Raises `ExportError` for one that is missing or no ONNX."""
+    import onnx
+
+    try:
+        model = onnx.load(path, load_external_data=False)
+        beside = {
+            entry.value
+            for tensor in model.graph.initializer
+            for entry in tensor.external_data
+            if entry.key == "location"
+        }
+        digest, total = hashlib.sha256(), 0
+        for part in (path, *(path.parent / name for name in sorted(beside))):
+            with part.open("rb") as file:
+                while chunk := file.read(2**20):
+                    digest.update(chunk)
+                    total += len(chunk)
+        modified = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    except OSError as exc:
+        raise ExportError(f"cannot read {exc.filename or path}: {exc.strerror or exc}") from exc
+    except Exception as exc:  # protobuf's DecodeError, of which each implementation has its own
+        raise ExportError(f"{path.name} is no ONNX file: {first_line(exc)}") from exc
+    versions = {entry.domain: entry.version for entry in model.opset_import}
+    return UserFile(
+        stored_precision(model),
+        Operators.FUSED if "com.microsoft" in versions else Operators.STANDARD,
+        versions.get("", 0),
+        digest.hexdigest(),
+        total,
+        modified.isoformat(timespec="seconds"),
+    )
+
+
+def convert_to_fp16(source: Path, path: Path) -> float:
+    """Write `source`, an FP32 file, to `path` with FP16 weights and arithmetic; inputs and outputs keep their types.
+    Returns the seconds taken.
+
+    Values beyond FP16 become its largest, such as the -3.4e38 of an attention mask, so that no product of them is NaN.
     The nodes that normalise bytes stay FP32: an FP16 pixel is precise enough, but its computation in FP16 is not.
     """
     import onnx
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    model = onnx.load(path)
+    started_ns = time.perf_counter_ns()
+    model = onnx.load(source)
+    typed = bool(model.graph.value_info)  # torch's export names the type of every tensor, other exporters may not
     with _quiet():
         model = convert_float_to_float16(
-            model, keep_io_types=True, disable_shape_infer=True, node_block_list=_normalisation(model.graph)
+            model, keep_io_types=True, disable_shape_infer=typed, node_block_list=_normalisation(model.graph)
         )
-    onnx.helper.set_model_props(model, {PRECISION_KEY: "fp16"})
+    properties = {entry.key: entry.value for entry in model.metadata_props}
+    onnx.helper.set_model_props(model, {**properties, PRECISION_KEY: "fp16"})
     onnx.save(model, path)
+    return (time.perf_counter_ns() - started_ns) / 1e9
 
 
 def _normalisation(graph: Any) -> list[str]:

@@ -8,6 +8,7 @@ This project's tests never execute it, for want of the libraries.
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from pathlib import Path
@@ -30,17 +31,41 @@ def plan_path(onnx: Path) -> Path:
     return onnx.parent.with_name(f"{onnx.parent.name}-tensorrt") / onnx.with_suffix(".plan").name
 
 
-def profile_shapes(specification: ModelSpecification, max_batch_size: int) -> tuple[list[int], list[int], list[int]]:
-    """Smallest, best and largest input of the one profile; tuned for the largest, which determines throughput."""
-    item = list(specification.inputs[0].item_shape)
-    return [1, *item], [max_batch_size, *item], [max_batch_size, *item]
+def profile_shapes(specification: ModelSpecification, max_batch_size: int) -> dict[str, list[list[int]]]:
+    """By input, the smallest, best and largest shape of the one profile.
+
+    It is tuned for the largest batch, which determines throughput, at the axes' default sizes.
+    """
+    axes = specification.axes
+    sizes = [
+        (1, {axis.name: 1 for axis in axes}),
+        (max_batch_size, {axis.name: axis.default for axis in axes}),
+        (max_batch_size, {axis.name: axis.largest for axis in axes}),
+    ]
+    return {
+        tensor.name: [[rows, *specification.item_shape(tensor, along)] for rows, along in sizes]
+        for tensor in specification.inputs
+    }
+
+
+def is_current(specification: ModelSpecification, onnx: Path, plan: Path, max_batch_size: int) -> bool:
+    """Whether the plan is newer than its ONNX file and than the last change of its profile.
+
+    Notes the profile beside the plan, which a container may build that leaves no note.
+    """
+    noted, profile = plan.with_suffix(".profile.json"), json.dumps(profile_shapes(specification, max_batch_size))
+    if not noted.is_file() or noted.read_text(encoding="utf-8") != profile:
+        noted.write_text(profile, encoding="utf-8")
+    made_ns = plan.stat().st_mtime_ns if plan.is_file() else 0
+    return made_ns >= max(onnx.stat().st_mtime_ns, noted.stat().st_mtime_ns)
 
 
 def container_command(specification: ModelSpecification, onnx: Path, plan: Path, max_batch_size: int) -> str:
     """The command that builds the plan with the release of `TENSORRT_IMAGE`; both folders must exist."""
-    name = specification.inputs[0].name
+    profile = profile_shapes(specification, max_batch_size)
     smallest, best, largest = (
-        f"{name}:{'x'.join(map(str, shape))}" for shape in profile_shapes(specification, max_batch_size)
+        ",".join(f"{name}:{'x'.join(map(str, shapes[which]))}" for name, shapes in profile.items())
+        for which in range(3)
     )
     words = [
         *("docker", "run", "--rm", "--gpus", "device=0"),
@@ -74,7 +99,8 @@ def build_plan(specification: ModelSpecification, onnx: Path, plan: Path, max_ba
     cache = config.create_timing_cache(cache_path.read_bytes() if cache_path.is_file() else b"")
     config.set_timing_cache(cache, ignore_mismatch=False)
     profile = builder.create_optimization_profile()
-    profile.set_shape(specification.inputs[0].name, *profile_shapes(specification, max_batch_size))
+    for name, shapes in profile_shapes(specification, max_batch_size).items():
+        profile.set_shape(name, *shapes)
     config.add_optimization_profile(profile)
     started_ns = time.perf_counter_ns()
     serialised = builder.build_serialized_network(network, config)

@@ -35,7 +35,7 @@ LONGEST_WAIT_US = 600_000_000
 
 def artefact_name(specification: ModelSpecification, suffix: str) -> str:
     """The name of the file in a version folder: model.onnx, model_uint8.plan …"""
-    return f"model{'' if specification.payload == 'fp32' else '_' + specification.payload}.{suffix}"
+    return f"model{'_uint8' if specification.payload == 'uint8' else ''}.{suffix}"
 
 
 @dataclass(frozen=True, slots=True)
