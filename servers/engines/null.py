@@ -67,13 +67,8 @@ class NullEngine(Engine):
 
 
 def _first_values(rows: Array, item_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """BYTES answered as numbers are their lengths, numbers answered as BYTES their text."""
     size = prod(item_shape)
     taken = min(size, rows.shape[1])
-    if rows.dtype.hasobject != dtype.hasobject:
-        convert = len if rows.dtype.hasobject else lambda value: str(value).encode()
-        values = np.array([[convert(value) for value in row[:taken]] for row in rows.tolist()], dtype)
-        rows = values.reshape(len(rows), taken)
     if taken == size:
         return rows[:, :size].astype(dtype).reshape(len(rows), *item_shape)
     values = np.zeros((len(rows), size), dtype)
