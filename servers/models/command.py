@@ -98,6 +98,7 @@ def _described(specification: ModelSpecification) -> dict[str, Any]:
             {"name": one.name, "default": one.default, "largest": one.largest, "padding": dict(one.padding)}
             for one in specification.axes
         ],
+        "definition_sha256": specification.definition_sha256,
         "payloads": [variant.payload for variant in payload_variants(specification)],
         "max_batch_size": specification.max_batch_size,
         "default_weights": label,
@@ -149,6 +150,7 @@ def _show_one(one: dict[str, Any]) -> None:
         ("Payloads", ", ".join(one["payloads"])),
         ("Largest batch", str(one["max_batch_size"])),
         ("Size", _size(one)),
+        ("File, SHA-256", one["definition_sha256"]),
         ("Default weights", one["default_weights"]),
         ("Weights by tag", ", ".join(tags)),
     ):

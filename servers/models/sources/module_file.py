@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from servers.contract.tensors import DATATYPES, Array, TensorSpec
+from servers.models.atomic_folder import file_sha256
 from servers.models.checkpoints import load_strictly, option_of, read_checkpoint, ready
 from servers.models.items import main_axis, random_items
 from servers.models.specification import (
@@ -147,6 +148,7 @@ def _specification(path: Path, function: str, make: Callable[[], object], made: 
         max_batch_size=made.max_batch_size,
         load_module=partial(_load, path, function, make),
         default_weights=str(path),
+        definition_sha256=file_sha256(path),
         image=made.image,
         payload="tensors" if made.image is None else "fp32",
     )

@@ -27,6 +27,7 @@ from servers.models.specification import (
     UnknownModelError,
     choose_from,
     image_specification,
+    refuse_tag,
 )
 from servers.models.weights import (
     CheckpointWeights,
@@ -66,7 +67,7 @@ def specify(name: str) -> ModelSpecification | None:
         return None
     tags = {key.partition(".")[2]: config for key, config in get_arch_pretrained_cfgs(architecture).items()}
     if tag and tag not in tags:
-        return None
+        refuse_tag(f"timm:{architecture}", tag, tags)
     config = tags[tag] if tag else get_pretrained_cfg(architecture)
     served = None if config is None else _preprocessing(config)
     if served is None:
@@ -117,14 +118,15 @@ def specify(name: str) -> ModelSpecification | None:
 def _preprocessing(config: Any) -> Preprocessing | None:
     """From timm's configuration of a tag; None for images that are not square, not RGB or framed with a border."""
     channels, height, width = config.input_size
-    if channels != 3 or height != width or config.crop_mode not in ("center", "squash"):
+    share = config.crop_pct or 0.875
+    if channels != 3 or height != width or config.crop_mode not in ("center", "squash") or share > 1:
         return None
     return Preprocessing(
         size=height,
         mean=tuple(config.mean),
         std=tuple(config.std),
         interpolation=config.interpolation if config.interpolation != "random" else "bilinear",
-        resize=math.floor(height / (config.crop_pct or 0.875)),
+        resize=math.floor(height / share),
         squash=config.crop_mode == "squash",
     )
 
