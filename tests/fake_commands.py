@@ -31,12 +31,12 @@ def measure_engine(argv: list[str]) -> None:
         return
     kind = "none" if given["engine"] == "another" else given["engine"]
     batch = {
-        "repeats": 9, "execution_ns": None, "call_p99_ns": None, "images_per_second": 1.0, "tflops": 1.0,
+        "repeats": 9, "execution_ns": None, "call_p99_ns": None, "items_per_second": 1.0, "tflops": 1.0,
         "share_of_matrix_product": None, "cosine_to_fp32": 1.0,
     }  # fmt: skip
     sizes = [int(size) for size in given["batches"].split(",")]
     document = {
-        "schema": "abserve.engine/1", "model": given["model"], "flops_per_item": 1.0, "matrix_product_tflops": None,
+        "schema": "abserve.engine/2", "model": given["model"], "flops_per_item": 1.0, "matrix_product_tflops": None,
         "engine": {"kind": kind, "precision": given["precision"], "device": given["device"]}, "load_seconds": 0.1,
         "batches": [{**batch, "batch": size, "call_ns": size * 1_000_000} for size in sizes],
     }  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,21 +19,18 @@ from servers.engines.factory import build_engine, check_engine
 from servers.engines.interface import EngineDescription, EngineError
 from servers.engines.processors import nvidia_device_present
 from servers.engines.settings import KINDS, EngineSettings
-from servers.models.registry import UnknownModelError, get_variant
+from servers.models.registry import UnknownModelError, get_specification, get_variant
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 from servers.options import EngineOptions, checked, fail, settings_of, takes_settings
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from servers.contract.tensors import Array
     from servers.engines.measurement import BatchMeasurement
     from servers.engines.profiling.profile import EngineProfile
     from servers.models.specification import ModelSpecification
 
-SCHEMA = "abserve.engine/1"
-_PICTURES = 16
+SCHEMA = "abserve.engine/2"
+PICTURES = 16
 
 
 class MeasurementSettings(EngineOptions):
@@ -40,7 +38,10 @@ class MeasurementSettings(EngineOptions):
 
     model_config = settings_of("ABSERVE_ENGINE_")
 
-    payload: str = Field("fp32", description="fp32 or uint8: the engine's input.")
+    payload: str = Field("", description="fp32 or uint8, for a model of images: the engine's input.")
+    sequence_length: str = Field(
+        "", description="Lengths to measure, for a model of sequences; default: the model's. As in 32,128,512."
+    )
     batches: str = Field("", description="Batch sizes to measure; default: 1 to 128, on a CPU to 8.")
     max_batch_size: int = Field(0, ge=0, description="Largest batch, as for a server; 0: the largest of --batches.")
     seconds: float = Field(1.0, ge=0.01, le=600, description="Time spent on each batch size.")
@@ -52,16 +53,19 @@ def engine(
     json: Annotated[Path | None, typer.Option("--json", help="Also write all results to this file.")] = None,
     **options: object,
 ) -> None:
-    """Measure an engine in process: latency, images/s, TFLOP/s, and its share of a matrix product on the same card."""
+    """Measure an engine in process: latency, items/s, TFLOP/s, and its share of a matrix product on the same card."""
     settings = checked(MeasurementSettings, options)
     console = Console(highlight=False)
     if json is not None and not json.absolute().parent.is_dir():
         fail(f"--json {json}: give the path of a file in a folder that exists", status=2)
     try:
-        specification = get_variant(settings.model, settings.payload)
+        specification = (
+            get_variant(settings.model, settings.payload) if settings.payload else get_specification(settings.model)
+        )
         weights = parse_weights(specification.default_weights if settings.weights is None else settings.weights)
-        sizes = _sizes(settings)
+        sizes, lengths = _sizes(settings), _lengths(specification, settings)
         requested = settings.engine_settings(settings.max_batch_size or max(sizes))
+        requested = replace(requested, pad_to=tuple(sorted({length for one in lengths for length in one.values()})))
         check_engine(specification, requested)
         if settings.device != "auto" or not nvidia_device_present():
             requested.mode_on("cuda" if _on_gpu(settings.device) else "cpu")
@@ -74,7 +78,7 @@ def engine(
     try:
         with console.status("loading and measuring"):
             description, matrix, load_seconds, results, profiled = _measure(
-                specification, source, settings, requested, sizes
+                specification, source, settings, requested, sizes, lengths
             )
     except (WeightsError, EngineError, OSError) as exc:
         fail(str(exc), exc)
@@ -89,6 +93,7 @@ def engine(
         document = {
             "schema": SCHEMA,
             "model": specification.name,
+            "item": specification.item,
             "flops_per_item": specification.flops_per_item,
             "engine": asdict(description),
             "matrix_product_tflops": matrix,
@@ -108,18 +113,19 @@ def _measure(
     settings: MeasurementSettings,
     requested: EngineSettings,
     sizes: list[int],
+    lengths: list[dict[str, int]],
 ) -> tuple[EngineDescription, float | None, float, list[BatchMeasurement], EngineProfile | None]:
-    from servers.engines.measurement import matrix_tflops, measure_engine
+    from servers.engines.measurement import matrix_tflops, measure_engine, references_of
 
     path = _artefact(specification, weights, settings)
-    pictures, reference = _reference(specification, weights)
+    references = references_of(specification, weights, lengths, _photographs(specification))
     built = build_engine(specification, weights, requested, path)
     try:
         started_ns = time.perf_counter_ns()
         built.load()
         load_seconds = (time.perf_counter_ns() - started_ns) / 1e9
         matrix = None if settings.engine == "null" else matrix_tflops(built.describe().device, settings.precision)
-        results = measure_engine(built, specification, sizes, reference, pictures, settings.seconds, matrix)
+        results = measure_engine(built, specification, sizes, references, settings.seconds, matrix)
         description = built.describe()
         profiled = None
         if settings.profile:  # last, because it slows everything after it
@@ -145,19 +151,16 @@ def _artefact(specification: ModelSpecification, weights: WeightsSource, setting
         raise EngineError(str(exc)) from exc
 
 
-def _reference(specification: ModelSpecification, weights: WeightsSource) -> tuple[Array, npt.NDArray[np.float32]]:
-    """Photographs as the engine gets them, and the answers of the model's own module in FP32 on the CPU."""
-    import torch
-
+def _photographs(specification: ModelSpecification) -> Mapping[str, Array] | None:
+    """Photographs as the engine gets them; None for a model that takes no image."""
+    if specification.image is None:
+        return None
     from servers.export.parity import corpus_pixels
     from servers.models.preprocessing import normalise
 
-    pixels = corpus_pixels(specification, _PICTURES)
-    images = normalise(pixels, specification.preprocessing)
-    module = specification.load_module(weights)
-    with torch.inference_mode():
-        expected = module(torch.from_numpy(images)).numpy()
-    return (images if specification.payload == "fp32" else pixels), expected
+    pixels = corpus_pixels(specification, PICTURES)
+    sent = pixels if specification.payload == "uint8" else normalise(pixels, specification.image)
+    return {specification.inputs[0].name: sent}
 
 
 def _sizes(settings: MeasurementSettings) -> list[int]:
@@ -165,15 +168,34 @@ def _sizes(settings: MeasurementSettings) -> list[int]:
     if not text:
         sizes = [1, 2, 4, 8, 16, 32, 64, 128] if _on_gpu(settings.device) else [1, 2, 4, 8]
         return [size for size in sizes if size <= largest] if largest else sizes
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise EngineError(f"--batches {text}: give whole numbers from 1 up, as in 1,8,32")
-    sizes = [int(part) for part in parts]
+    sizes = _numbers("--batches", text, "1,8,32")
     if 0 < largest < max(sizes):
         raise EngineError(
             f"--max-batch-size {largest} is below {max(sizes)} of --batches: raise it or leave that size out"
         )
     return sizes
+
+
+def _lengths(specification: ModelSpecification, settings: MeasurementSettings) -> list[dict[str, int]]:
+    """The sizes of the model's axis to measure, one mapping from its name per size; an empty one: the defaults."""
+    axis, text = specification.padded_axis or next(iter(specification.axes), None), settings.sequence_length
+    if axis is None:
+        if text:
+            raise EngineError(f"--sequence-length {text}: {specification.name} has no axis of variable size")
+        return [{}]
+    lengths = _numbers("--sequence-length", text, "32,128,512") if text else [axis.default]
+    if max(lengths) > axis.largest:
+        raise EngineError(f"--sequence-length {max(lengths)}: {specification.name} takes at most {axis.largest}")
+    if settings.profile and len(lengths) > 1:
+        raise EngineError(f"--profile takes one --sequence-length, not {text}")
+    return [{axis.name: length} for length in lengths]
+
+
+def _numbers(option: str, text: str, example: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise EngineError(f"{option} {text}: give whole numbers from 1 up, as in {example}")
+    return [int(part) for part in parts]
 
 
 def _on_gpu(device: str) -> bool:
@@ -201,18 +223,47 @@ def _show(
             console.print(f"{key.replace('_', ' ')}: {d.details[key]}", markup=False)
     if matrix is not None:
         console.print(f"matrix product on the same device: {matrix:.3g} TFLOP/s (100 % in column share)", markup=False)
-    table = Table(box=SIMPLE)
-    for name in ("batch", "exec ms", "call ms", "p99 ms", "images/s", "TFLOP/s", "share", "cosine"):
+    columns = _columns(specification, d.kind == "null", results)
+    table = Table(box=SIMPLE, collapse_padding=True)
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    for result in results:
-        table.add_row(
-            str(result.batch),
-            "–" if result.execution_ns is None else f"{result.execution_ns / 1e6:.3f}",
-            f"{result.call_ns / 1e6:.3f}",
-            "–" if result.call_p99_ns is None else f"{result.call_p99_ns / 1e6:.3f}",
-            f"{result.images_per_second:,.{0 if result.images_per_second >= 100 else 2}f}",
-            "–" if d.kind == "null" else f"{result.tflops:.3g}",
-            "–" if result.share_of_matrix_product is None else f"{result.share_of_matrix_product:.0%}",
-            "–" if d.kind == "null" else f"{result.cosine_to_fp32:.6f}",
-        )
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
     console.print(table)
+    for result in results:
+        if result.fault is not None and d.kind != "null":
+            console.print(f"WRONG ANSWERS at batch {result.batch}: {result.fault}", style="bold red", markup=False)
+
+
+def _columns(specification: ModelSpecification, null: bool, results: list[BatchMeasurement]) -> dict[str, list[str]]:
+    """The cells of the table by column, without empty columns.
+
+    The null engine computes nothing that could be counted or compared.
+    """
+
+    def cells(value: Callable[[BatchMeasurement], float | None], form: Callable[[float], str]) -> list[str]:
+        return ["–" if (number := value(result)) is None else form(number) for result in results]
+
+    def milliseconds(value_ns: float) -> str:
+        return f"{value_ns / 1e6:.3f}"
+
+    def rate(value: float) -> str:
+        return f"{value:,.{0 if value >= 100 else 2}f}"
+
+    columns = {"batch": [str(result.batch) for result in results]}
+    for axis in {name: None for result in results for name in result.sizes}:
+        columns[axis] = [str(result.sizes[axis]) for result in results]
+    columns |= {
+        "exec ms": cells(lambda result: result.execution_ns, milliseconds),
+        "call ms": cells(lambda result: result.call_ns, milliseconds),
+        "p99 ms": cells(lambda result: result.call_p99_ns, milliseconds),
+        f"{specification.item}s/s": cells(lambda result: result.items_per_second, rate),
+        "tokens/s": cells(lambda result: result.tokens_per_second, rate),
+        "TFLOP/s": cells(lambda result: None if null else result.tflops, "{:.3g}".format),
+        "share": cells(lambda result: None if null else result.share_of_matrix_product, "{:.0%}".format),
+    }
+    if "embedding" in specification.kinds.values():
+        columns["cosine"] = cells(lambda result: None if null else result.cosine_to_fp32, "{:.6f}".format)
+    else:
+        columns["error"] = cells(lambda result: None if null else result.relative_error_to_fp32, "{:.1e}".format)
+    return {name: column for name, column in columns.items() if set(column) != {"–"}}

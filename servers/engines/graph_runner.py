@@ -332,6 +332,7 @@ def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -
             run()
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # Other threads of a server may free pinned memory meanwhile, which must not break the capture.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run()
     return graph

@@ -2,26 +2,30 @@
 
 Two times per batch size. *Execution* is between device events on a GPU, without copies to and from the host; a CPU has
 no such difference. *Call* is `Engine.infer` by the host's clock, with every copy. Both are medians over many runs on
-changing random inputs, after warm-up.
+changing random inputs, after warm-up. The answers are compared with the model's own at every batch size.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 import numpy as np
-import numpy.typing as npt
 
 from servers.contract.tensors import Array
-from servers.engines.batches import random_inputs, row_cosines
+from servers.engines.agreement import Disagreement, disagreement
+from servers.engines.batches import random_inputs
 from servers.engines.interface import Engine
 from servers.models.specification import ModelSpecification
+from servers.models.weights import WeightsSource
 
 ROTATION = 4
 """Inputs that take turns, so that no run finds its own in a cache."""
+
+ITEMS = 4
+"""Random items of a reference."""
 
 MIN_REPEATS, MAX_REPEATS = 7, 700
 MAX_EXECUTIONS = 200
@@ -29,6 +33,18 @@ MAX_EXECUTIONS = 200
 
 P99_REPEATS = 662
 """With fewer calls the sample's 99th percentile may not reach the true one: docs/measurement.md has the bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Inputs of one size and the answers of the model's own module, from which batches are made by repeating rows."""
+
+    inputs: Mapping[str, Array]
+    answers: Mapping[str, Array] | None
+    """None for a model without a module."""
+    flops_per_item: int | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """By axis; others have their default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,44 +57,69 @@ class BatchMeasurement:
     call_ns: int
     call_p99_ns: int | None
     """None with fewer than `P99_REPEATS` calls."""
-    images_per_second: float
-    tflops: float
+    items_per_second: float
+    tflops: float | None
+    """None where the floating-point operations are unknown."""
     share_of_matrix_product: float | None
-    cosine_to_fp32: float
+    cosine_to_fp32: float | None
+    """The lowest of a row with the model's own answer in FP32; None without floating-point outputs or a module."""
+    relative_error_to_fp32: float | None = None
+    """The largest of a row."""
+    fault: str | None = None
+    """Why the answers are not the model's; None if they are."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """By axis; others have their default."""
+    tokens_per_second: float | None = None
+    """Of sequences: items per second times their length."""
 
 
 def measure_engine(
     engine: Engine,
     specification: ModelSpecification,
     batches: Sequence[int],
-    reference: npt.NDArray[np.float32],
-    pictures: Array,
+    references: Sequence[Reference],
     seconds_per_batch: float,
     matrix_tflops: float | None,
 ) -> list[BatchMeasurement]:
-    """Measure a loaded engine. `reference` holds the FP32 answers to `pictures`, row by row; both are repeated."""
-    results = []
-    for batch in batches:
-        engine.warm_up([batch])
-        cosine = _cosine(engine, specification, batch, reference, pictures)
-        calls_ns = _call_times_ns(engine, specification, batch, seconds_per_batch)
-        executions_ns = engine.execution_ns(batch, min(max(MIN_REPEATS, len(calls_ns)), MAX_EXECUTIONS))
-        best_ns = median(executions_ns or calls_ns)
-        tflops = batch * (specification.flops_per_item or 0) / best_ns / 1e3
-        results.append(
-            BatchMeasurement(
-                batch=batch,
-                repeats=len(calls_ns),
-                execution_ns=round(best_ns) if executions_ns else None,
-                call_ns=round(median(calls_ns)),
-                call_p99_ns=p99_ns(calls_ns),
-                images_per_second=batch / best_ns * 1e9,
-                tflops=tflops,
-                share_of_matrix_product=None if matrix_tflops is None else tflops / matrix_tflops,
-                cosine_to_fp32=cosine,
-            )
-        )
-    return results
+    """Measure a loaded engine at every size and batch size."""
+    return [
+        _measure(engine, specification, batch, reference, seconds_per_batch, matrix_tflops)
+        for reference in references
+        for batch in batches
+    ]
+
+
+def _measure(
+    engine: Engine,
+    specification: ModelSpecification,
+    batch: int,
+    reference: Reference,
+    seconds: float,
+    matrix_tflops: float | None,
+) -> BatchMeasurement:
+    found = _compared(engine, specification, batch, reference)
+    calls_ns = _call_times_ns(engine, specification, batch, reference.sizes, seconds)
+    executions_ns = engine.execution_ns(batch, min(max(MIN_REPEATS, len(calls_ns)), MAX_EXECUTIONS))
+    best_ns = median(executions_ns or calls_ns)
+    flops, rate = reference.flops_per_item, batch / best_ns * 1e9
+    tflops = None if flops is None else batch * flops / best_ns / 1e3
+    axis = specification.padded_axis
+    tokens = None if axis is None else rate * reference.sizes.get(axis.name, axis.default)
+    return BatchMeasurement(
+        batch=batch,
+        repeats=len(calls_ns),
+        execution_ns=round(best_ns) if executions_ns else None,
+        call_ns=round(median(calls_ns)),
+        call_p99_ns=p99_ns(calls_ns),
+        items_per_second=rate,
+        tflops=tflops,
+        share_of_matrix_product=None if matrix_tflops is None or tflops is None else tflops / matrix_tflops,
+        cosine_to_fp32=None if found is None else found.cosine_min,
+        relative_error_to_fp32=None if found is None else found.relative_error,
+        fault=None if found is None else found.fault,
+        sizes=reference.sizes,
+        tokens_per_second=tokens if specification.item == "sequence" else None,
+    )
 
 
 def p99_ns(times_ns: Sequence[int]) -> int | None:
@@ -88,8 +129,10 @@ def p99_ns(times_ns: Sequence[int]) -> int | None:
     return round(float(np.percentile(times_ns, 99, method="higher")))
 
 
-def _call_times_ns(engine: Engine, specification: ModelSpecification, batch: int, seconds: float) -> list[int]:
-    inputs = [random_inputs(specification, batch, seed) for seed in range(ROTATION)]
+def _call_times_ns(
+    engine: Engine, specification: ModelSpecification, batch: int, sizes: Mapping[str, int], seconds: float
+) -> list[int]:
+    inputs = [random_inputs(specification, batch, seed, sizes) for seed in range(ROTATION)]
     for given in inputs:
         engine.infer(given)
     deadline_ns = time.perf_counter_ns() + int(seconds * 1e9)
@@ -102,13 +145,42 @@ def _call_times_ns(engine: Engine, specification: ModelSpecification, batch: int
     return times
 
 
-def _cosine(
-    engine: Engine, specification: ModelSpecification, batch: int, reference: npt.NDArray[np.float32], pictures: Array
-) -> float:
-    rows = np.arange(batch) % len(pictures)
-    answer = engine.infer({specification.inputs[0].name: np.ascontiguousarray(pictures[rows])})
-    got, want = answer[specification.outputs[0].name].reshape(batch, -1), reference[rows].reshape(batch, -1)
-    return float(row_cosines(got, want).min())
+def _compared(
+    engine: Engine, specification: ModelSpecification, batch: int, reference: Reference
+) -> Disagreement | None:
+    """The answers to `batch` rows of the reference against its own; None without them."""
+    count = len(next(iter(reference.inputs.values())))
+    rows = np.arange(batch) % count
+    answers = engine.infer({name: np.ascontiguousarray(array[rows]) for name, array in reference.inputs.items()})
+    if reference.answers is None:
+        return None
+    expected = {name: array[rows] for name, array in reference.answers.items()}
+    return disagreement(specification, expected, answers, engine.describe().precision)
+
+
+def references_of(
+    specification: ModelSpecification,
+    weights: WeightsSource,
+    sizes: Sequence[Mapping[str, int]],
+    photographs: Mapping[str, Array] | None = None,
+) -> list[Reference]:
+    """Items of each of the sizes, and the answers of the model's own module in FP32 on the CPU.
+
+    The items are the photographs where there are some, else random. Raises `WeightsError` and `EngineError`.
+    """
+    if specification.file is not None:
+        return [Reference(random_inputs(specification, ITEMS, 0, along), None, None, along) for along in sizes]
+    from servers.engines.torch_towers import count_flops, expected_answers
+
+    module = specification.load_module(weights)
+    references = []
+    for along in sizes:
+        inputs = photographs or random_inputs(specification, ITEMS, 0, along)
+        flops = specification.flops_per_item
+        if flops is None or any(along.get(axis.name, axis.default) != axis.default for axis in specification.axes):
+            flops = count_flops(specification, module, random_inputs(specification, 1, 0, along))
+        references.append(Reference(inputs, expected_answers(specification, module, inputs), flops, along))
+    return references
 
 
 def matrix_tflops(device: str, precision: str) -> float | None:

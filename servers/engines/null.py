@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 
@@ -19,7 +20,9 @@ from servers.models.weights import WeightsSource
 class NullEngine(Engine):
     """Answers each row with that row's own first values, so an answer identifies its row.
 
-    Bytes are normalised first, as the model would do, so that an image has one answer whatever its payload.
+    An output's dynamic dimension has the size of an input along the same axis, without an axis 1. UINT8 pixels are
+    normalised first, as the model would do, so that an image has one answer whatever its payload. BYTES count as the
+    CRC-32 of each element.
     """
 
     def __init__(
@@ -32,10 +35,8 @@ class NullEngine(Engine):
         super().__init__(specification, settings)
         self._input = specification.inputs[0].name
         self._preprocessing = specification.preprocessing if specification.payload == "uint8" else None
-        self._outputs = [
-            (spec, tuple(1 if dimension == -1 else dimension for dimension in spec.item_shape))
-            for spec in specification.outputs
-        ]
+        fixed = not any(-1 in tensor.item_shape for tensor in specification.outputs)
+        self._fixed_shapes = {tensor.name: tensor.item_shape for tensor in specification.outputs} if fixed else None
 
     def load(self) -> None:
         """Raises `EngineError` for a GPU: there is nothing to execute on it."""
@@ -47,18 +48,29 @@ class NullEngine(Engine):
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Each output's row holds the first values of the same row of the first input, then zeros."""
         source = inputs[self._input]
+        shapes = self._fixed_shapes or self._shapes_of(inputs)
         if self._preprocessing is not None:
-            source = self._first_pixels(source.astype(np.uint8, copy=False), self._preprocessing)
+            wanted = max(map(prod, shapes.values()), default=0)
+            source = _first_pixels(source.astype(np.uint8, copy=False), self._preprocessing, wanted)
+        elif source.dtype.hasobject:
+            source = np.array([crc32(value) for value in source.ravel().tolist()], np.uint32).reshape(source.shape)
         rows = source.reshape(len(source), -1)
-        return {spec.name: _first_values(rows, shape, spec.dtype) for spec, shape in self._outputs}
+        return {
+            tensor.name: _first_values(rows, shapes[tensor.name], tensor.dtype)
+            for tensor in self._specification.outputs
+        }
 
-    def _first_pixels(self, images: UInt8Array, preprocessing: Preprocessing) -> Array:
-        """uint8 (n, h, w, 3) → the start of the normalised (n, 3, h, w), at least as long as an answer."""
-        wanted = max((prod(shape) for _, shape in self._outputs), default=0)
-        lines = -(-wanted // images.shape[2])
-        if lines <= images.shape[1]:  # all of it in the first channel
-            return normalise(images[:, :lines, :, :1], preprocessing)
-        return normalise(images, preprocessing)
+    def _shapes_of(self, inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+        """The shape of one item of each output."""
+        specification = self._specification
+        sizes = {
+            axis.name: inputs[name].shape[place]
+            for axis in specification.axes
+            for name, place in axis.places.items()
+            if name in inputs
+        }
+        shapes = {tensor.name: specification.item_shape(tensor, sizes) for tensor in specification.outputs}
+        return {name: tuple(1 if size == -1 else size for size in shape) for name, shape in shapes.items()}
 
     def describe(self) -> EngineDescription:
         """The settings of an engine without a model."""
@@ -66,11 +78,25 @@ class NullEngine(Engine):
         return self._description(version="1", precision=precision, mode="eager", device="cpu", threads=1, details={})
 
 
+def _first_pixels(images: UInt8Array, preprocessing: Preprocessing, wanted: int) -> Array:
+    """uint8 (n, h, w, 3) → the start of the normalised (n, 3, h, w), at least `wanted` values per image."""
+    lines = -(-wanted // images.shape[2])
+    if lines <= images.shape[1]:  # all of it in the first channel
+        return normalise(images[:, :lines, :, :1], preprocessing)
+    return normalise(images, preprocessing)
+
+
 def _first_values(rows: Array, item_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
     size = prod(item_shape)
     taken = min(size, rows.shape[1])
-    if taken == size:
-        return rows[:, :size].astype(dtype).reshape(len(rows), *item_shape)
-    values = np.zeros((len(rows), size), dtype)
-    values[:, :taken] = rows[:, :taken]
+    if dtype.hasobject:  # BYTES: each value as text
+        texts = [str(value).encode() for value in rows[:, :taken].flat]
+        values = np.full((len(rows), size), b"", object)
+        values[:, :taken] = np.array(texts, object).reshape(len(rows), taken)
+    else:
+        with np.errstate(invalid="ignore"):  # a negative float as an unsigned integer
+            if taken == size:
+                return rows[:, :size].astype(dtype).reshape(len(rows), *item_shape)
+            values = np.zeros((len(rows), size), dtype)
+            values[:, :taken] = rows[:, :taken]
     return values.reshape(len(rows), *item_shape)

@@ -21,7 +21,7 @@ import torch
 
 from servers.contract.tensors import Array
 from servers.engines.agreement import Disagreement, disagreement
-from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, has_buckets
+from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, check_sizes, has_buckets
 from servers.engines.interface import EngineDescription, EngineError, first_line
 from servers.engines.processors import thread_count
 from servers.engines.proof import Proof, proof_batch
@@ -142,11 +142,15 @@ class TorchEngine(RunnerEngine):
         )
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Execute one batch. On the CPU torch reads the caller's arrays and the answer is its own: no copies."""
+        """Execute one batch. On the CPU torch reads the caller's arrays and the answer is its own: no copies.
+
+        Raises `ValueError` for a batch beyond the largest bucket or the largest size of an axis.
+        """
         if self._runner is not None:
             return super().infer(inputs)
         if self._tower is None:
             raise self._not_loaded()
+        check_sizes(self._specification, inputs)
         given = [_as_tensor(inputs[tensor.name]) for tensor in self._specification.inputs]
         shared = {one.untyped_storage().data_ptr() for one in given}
         answers: dict[str, Array] = {}

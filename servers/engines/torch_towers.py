@@ -138,6 +138,15 @@ def expected_answers(
     return {tensor.name: answer.clone().numpy() for tensor, answer in zip(specification.outputs, answers, strict=True)}
 
 
+def count_flops(specification: ModelSpecification, module: nn.Module, inputs: Mapping[str, Array]) -> int | None:
+    """The floating-point operations of a batch in products, convolutions and attention; None if torch counts none."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        expected_answers(specification, module, inputs)
+    return counter.get_total_flops() or None
+
+
 def own_tower(
     module: nn.Module,
     specification: ModelSpecification,

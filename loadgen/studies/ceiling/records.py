@@ -19,19 +19,25 @@ class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Median of the whole call with its copies, which a server cannot avoid."""
     call_p99_ns: int | None
     """p99 of the whole call; None with too few calls."""
-    images_per_second: float
+    items_per_second: float | None = None
     """Throughput of the execution alone if the engine reports it, so copies may be left out."""
-    tflops: float
-    share_of_matrix_product: float | None
-    cosine_to_fp32: float
+    tflops: float | None = None
+    share_of_matrix_product: float | None = None
+    cosine_to_fp32: float | None = None
+    relative_error_to_fp32: float | None = None
+    fault: str | None = None
+    """Why the answers are not the model's; None if they are."""
+    sizes: dict[str, int] = {}
+    """By axis; others have their default."""
+    tokens_per_second: float | None = None
 
 
 class EngineDocument(msgspec.Struct, frozen=True, kw_only=True):
     """A document of `abserve engine --json`. Unknown fields are ignored."""
 
-    schema: Literal["abserve.engine/1"] = "abserve.engine/1"
+    schema: Literal["abserve.engine/1", "abserve.engine/2"] = "abserve.engine/2"
     model: str
-    flops_per_item: float
+    flops_per_item: float | None
     engine: dict[str, object]
     """Settings in effect: kind, version, precision, mode, device, threads, max_batch_size, weights, details."""
     matrix_product_tflops: float | None

@@ -1,7 +1,7 @@
 """Names of CUDA kernels and of CPU operators: their category of work, and a short label.
 
 A kernel counts by its main work: a product with GELU in its epilogue is a product. Convolutions are products too, and a
-separate softmax is attention, since the served models have it nowhere else.
+separate softmax is attention, where the served models have most of them.
 """
 
 from __future__ import annotations

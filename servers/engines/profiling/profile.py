@@ -24,6 +24,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from servers.contract.tensors import Array
 from servers.engines.batches import random_inputs
 from servers.engines.interface import Engine, EngineError, first_line
 from servers.engines.measurement import BatchMeasurement
@@ -157,20 +158,22 @@ def summarised(part: Part, batch: int, measured_us: float, *, on_device: bool) -
 def profile_engine(
     engine: Engine, specification: ModelSpecification, measured: Sequence[BatchMeasurement]
 ) -> EngineProfile:
-    """Profile a loaded engine at every measured batch size; measure nothing in this process afterwards.
+    """Profile a loaded engine at every measured batch size, each measured once; measure nothing in this process later.
 
     Never raises for an engine that cannot be profiled, since its measurement is valid.
     """
-    batches = [result.batch for result in measured]
+    batches = [(result.batch, result.sizes) for result in measured]
     effective = engine.describe()
     on_device = effective.device != "cpu"
     try:
         if on_device:
             parts = _on_device(engine, specification, effective.device, batches)
         elif isinstance(engine, OnnxRuntimeEngine):
-            parts = [_nodes(engine, batch) for batch in batches]
+            parts = [_nodes(engine, batch) for batch, _ in batches]
         elif effective.kind == "torch":
-            parts = [_torch_operators(engine, specification, batch) for batch in batches]
+            parts = [
+                _torch_operators(engine, random_inputs(specification, batch, 0, sizes)) for batch, sizes in batches
+            ]
         else:
             return EngineProfile([], f"there is no profiler for the {effective.kind} engine on a CPU")
         return EngineProfile(
@@ -183,11 +186,13 @@ def profile_engine(
         return EngineProfile([], str(exc))
 
 
-def _on_device(engine: Engine, specification: ModelSpecification, device: str, batches: Sequence[int]) -> list[Part]:
+def _on_device(
+    engine: Engine, specification: ModelSpecification, device: str, batches: Sequence[tuple[int, Mapping[str, int]]]
+) -> list[Part]:
     calls: list[Callable[[], object]] = []
     with_copies: list[bool] = []
-    for batch in batches:
-        engine.infer(inputs := random_inputs(specification, batch, seed=0))
+    for batch, sizes in batches:
+        engine.infer(inputs := random_inputs(specification, batch, 0, sizes))
         bare = engine.run_only(batch)
         with_copies.append(not bare)
         calls += [partial(engine.run_only, batch) if bare else partial(engine.infer, inputs)] * EXECUTIONS_ON_DEVICE
@@ -202,11 +207,10 @@ def _on_device(engine: Engine, specification: ModelSpecification, device: str, b
     return parts
 
 
-def _torch_operators(engine: Engine, specification: ModelSpecification, batch: int) -> Part:
+def _torch_operators(engine: Engine, inputs: Mapping[str, Array]) -> Part:
     """Self times of torch's operators, without the operators that they call, and the host's time."""
     from torch.profiler import ProfilerActivity, profile
 
-    inputs = random_inputs(specification, batch, seed=0)
     engine.infer(inputs)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         started_ns = time.perf_counter_ns()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from servers.engines.factory import build_engine
-from servers.engines.measurement import measure_engine
+from servers.engines.measurement import Reference, measure_engine
 from servers.engines.profiling.names import ATTENTION, CATEGORIES, PRODUCTS
 from servers.engines.profiling.profile import profile_engine
 from servers.engines.settings import EngineSettings
@@ -42,8 +42,9 @@ def test_the_kernels_of_an_execution_are_all_there(kind: str, mode: str) -> None
     engine = build_engine(specification, WEIGHTS, EngineSettings(kind, "fp16", mode, "cuda:0", 0, max(BATCHES)), path)
     engine.load()
     try:
-        reference: Any = engine.infer({"pixel_values": pictures})["embedding"]
-        measured = measure_engine(engine, specification, BATCHES, reference, pictures, 0.1, None)
+        reference: Any = engine.infer({"pixel_values": pictures})
+        given = Reference({"pixel_values": pictures}, reference)
+        measured = measure_engine(engine, specification, BATCHES, [given], 0.1, None)
         profile = profile_engine(engine, specification, measured)
     finally:
         engine.close()

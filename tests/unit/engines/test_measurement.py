@@ -5,18 +5,31 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from loadgen.entry import build
-from servers.contract.tensors import Array
-from servers.engines.measurement import MAX_REPEATS, P99_REPEATS, matrix_tflops, measure_engine, p99_ns
+from servers.contract.tensors import Array, TensorSpec
+from servers.engines.batches import random_inputs
+from servers.engines.measurement import (
+    MAX_REPEATS,
+    P99_REPEATS,
+    Reference,
+    matrix_tflops,
+    measure_engine,
+    p99_ns,
+    references_of,
+)
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.models.specification import ModelSpecification
+from servers.models.registry import get_specification
+from servers.models.specification import Axis, ModelSpecification
+from servers.models.weights import RandomWeights
 
 
 class SlowEngine(NullEngine):
@@ -35,23 +48,73 @@ class SlowEngine(NullEngine):
 
 def test_rates_come_from_the_execution_and_the_call_is_told_too(specification: ModelSpecification) -> None:
     engine = SlowEngine(specification, EngineSettings(kind="null"))
+    flops = specification.flops_per_item
+    assert flops is not None
     pictures = np.random.default_rng(0).standard_normal((3, 3, 224, 224), np.float32)
-    reference = pictures.reshape(3, -1)[:, :512]
-    (result,) = measure_engine(engine, specification, [4], reference, pictures, 0.05, 100.0)
+    answers = {"embedding": pictures.reshape(3, -1)[:, :512]}
+    reference = Reference({"pixel_values": pictures}, answers, flops)
+    (result,) = measure_engine(engine, specification, [4], [reference], 0.05, 100.0)
     assert result.batch == 4
-    assert specification.flops_per_item is not None
     assert result.execution_ns == 1_000_000
     assert result.call_ns >= 3_000_000
     assert result.call_p99_ns is None  # 0.05 s are too few calls
-    assert result.images_per_second == pytest.approx(4000)
-    assert result.tflops == pytest.approx(4 * specification.flops_per_item / 1e-3 / 1e12)
-    assert result.share_of_matrix_product == pytest.approx(result.tflops / 100)
+    assert result.items_per_second == pytest.approx(4000)
+    assert result.tokens_per_second is None
+    assert result.tflops == pytest.approx(4 * flops / 1e-3 / 1e12)
+    assert result.share_of_matrix_product == pytest.approx(4 * flops / 1e-3 / 1e12 / 100)
     assert result.cosine_to_fp32 == pytest.approx(1)
-    swapped = reference[::-1].copy()
-    (wrong,) = measure_engine(engine, specification, [4], swapped, pictures, 0.0, None)
+    assert (result.fault, result.relative_error_to_fp32) == (None, 0)
+    swapped = Reference({"pixel_values": pictures}, {"embedding": answers["embedding"][::-1].copy()})
+    (wrong,) = measure_engine(engine, specification, [4], [swapped], 0.0, None)
+    assert wrong.cosine_to_fp32 is not None
     assert wrong.cosine_to_fp32 < 0.9
-    assert wrong.share_of_matrix_product is None
+    assert "embedding has a relative error" in str(wrong.fault)
+    assert (wrong.tflops, wrong.share_of_matrix_product) == (None, None)
     assert wrong.repeats >= 7
+
+
+def test_every_length_has_rates_of_sequences_and_of_tokens() -> None:
+    specification = get_specification("transformers:distilbert-base-uncased")
+    sizes = [{"sequence": 8}, {"sequence": 24}]
+    references = [Reference(random_inputs(specification, 2, 0, along), None, None, along) for along in sizes]
+    engine = SlowEngine(specification, EngineSettings(kind="null"))
+    results = measure_engine(engine, specification, [1, 2], references, 0.0, None)
+    assert [(result.batch, result.sizes) for result in results] == [(b, s) for s in sizes for b in (1, 2)]
+    for result in results:
+        assert result.items_per_second == pytest.approx(1000 * result.batch)
+        assert result.tokens_per_second == pytest.approx(result.items_per_second * result.sizes["sequence"])
+        assert (result.fault, result.cosine_to_fp32) == (None, None)
+
+
+class _Product(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def test_the_reference_is_the_models_own_answer_with_its_operations_counted() -> None:
+    module = _Product().eval().requires_grad_(False)
+    specification = ModelSpecification(
+        name="m",
+        title="m",
+        version="1",
+        inputs=(TensorSpec("x", "FP32", (-1, -1, 16)),),
+        outputs=(TensorSpec("y", "FP32", (-1, -1, 4)),),
+        axes=(Axis("frames", 3, 9, {"x": 1, "y": 1}),),
+        max_batch_size=4,
+        load_module=lambda _source: module,
+    )
+    short, long = references_of(specification, RandomWeights(0), [{"frames": 3}, {"frames": 9}])
+    assert (short.flops_per_item, long.flops_per_item) == (3 * 16 * 4 * 2, 9 * 16 * 4 * 2)
+    assert long.answers is not None
+    np.testing.assert_array_equal(long.answers["y"], module(torch.from_numpy(long.inputs["x"])).numpy())
+    without = replace(specification, file=Path("model.onnx"))
+    (unknown,) = references_of(without, RandomWeights(0), [{"frames": 3}])
+    assert (unknown.answers, unknown.flops_per_item) == (None, None)
 
 
 def test_the_tail_is_told_from_as_many_calls_on_as_it_takes() -> None:
@@ -84,9 +147,10 @@ def test_the_command_measures_and_writes_everything_down(artefact_dir: Path, tmp
     assert done.exit_code == 0, done.output
     assert "onnxruntime" in done.output
     document = json.loads(out.read_text())
-    assert document["schema"] == "abserve.engine/1"
+    assert document["schema"] == "abserve.engine/2"
     assert [row["batch"] for row in document["batches"]] == [1, 2]
     assert all(row["cosine_to_fp32"] > 0.9999 and row["execution_ns"] is None for row in document["batches"])
+    assert all(row["fault"] is None and row["relative_error_to_fp32"] < 1e-4 for row in document["batches"])
     assert document["engine"]["device"] == "cpu"
     assert document["engine"]["max_batch_size"] == 9
     assert "profile" not in document
@@ -98,6 +162,13 @@ def test_the_command_measures_and_writes_everything_down(artefact_dir: Path, tmp
         (["--batches", "0"], "give whole numbers from 1 up"),
         (["--batches", "two"], "give whole numbers from 1 up"),
         (["--batches", "1,8", "--max-batch-size", "4"], "--max-batch-size 4 is below 8 of --batches"),
+        (["--sequence-length", "8"], "openclip_vit_b32 has no axis of variable size"),
+        (["--model", "transformers:bert-base-uncased", "--sequence-length", "600"], "takes at most 512"),
+        (["--model", "transformers:bert-base-uncased", "--sequence-length", "long"], "whole numbers from 1 up"),
+        (
+            ["--model", "transformers:bert-base-uncased", "--sequence-length", "8,9", "--profile"],
+            "--profile takes one --sequence-length",
+        ),
         (["--payload", "bmp"], "unknown payload 'bmp'"),
         (["--weights", "random:x"], "the seed must be a whole number"),
         (["--weights", "laion2b_s34b_b97k"], "did you mean laion2b_s34b_b79k?"),

@@ -76,7 +76,7 @@ def test_the_command_writes_onnx_runtimes_nodes_down(artefact_dir: Path, tmp_pat
     for row in (*CATEGORIES, "outside operators", "measured without it", "batch 1: operator"):
         assert row in done.output
     document = json.loads(out.read_text())
-    assert document["schema"] == "abserve.engine/1"
+    assert document["schema"] == "abserve.engine/2"
     assert "profile_missing" not in document
     for measured, profile in zip(document["batches"], document["profile"], strict=True):
         assert profile["batch"] == measured["batch"]

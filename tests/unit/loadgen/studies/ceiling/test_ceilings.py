@@ -31,10 +31,10 @@ SHORT = Plan(pairs=2, requests=60)
 
 
 def batch(size: int, call_ms: float) -> EngineBatch:
-    """`images_per_second` is of the execution, which takes half of the call here."""
+    """`items_per_second` is of the execution, which takes half of the call here."""
     return EngineBatch(
         batch=size, repeats=9, execution_ns=int(call_ms * 5e5), call_ns=int(call_ms * 1e6),
-        call_p99_ns=int(call_ms * 2e6), images_per_second=size / call_ms * 2e3, tflops=1.0,
+        call_p99_ns=int(call_ms * 2e6), items_per_second=size / call_ms * 2e3, tflops=1.0,
         share_of_matrix_product=None, cosine_to_fp32=1.0,
     )  # fmt: skip
 
@@ -188,7 +188,7 @@ def test_the_record_takes_what_abserve_engine_writes(tmp_path: Path) -> None:
     assert {field.name for field in fields(BatchMeasurement)} == set(EngineBatch.__struct_fields__)
     told = EngineDescription("torch", "2", "fp32", "eager", "cpu", 2, 32, "random weights (seed 0)")
     written = {
-        "schema": "abserve.engine/1", "model": "m", "flops_per_item": 1.0, "engine": asdict(told),
+        "schema": "abserve.engine/2", "model": "m", "flops_per_item": 1.0, "engine": asdict(told),
         "matrix_product_tflops": None, "load_seconds": 0.5, "batches": [asdict(row)], "profile": [{"batch": 4}],
     }  # fmt: skip
     path = tmp_path / "engine.json"
