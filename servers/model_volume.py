@@ -30,6 +30,7 @@ from servers.engines.interface import EngineError
 from servers.export.artefacts import ensure_artefact
 from servers.export.errors import ExportError
 from servers.export.file_form import executed_form
+from servers.export.tensorrt_plan import profile_shapes
 from servers.export.triton_config import artefact_name, onnxruntime_config, tensorrt_config
 from servers.models.atomic_folder import FolderError, file_sha256
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_specification
@@ -59,7 +60,7 @@ def fill(root: Path, kind: Kind, environment: Mapping[str, str]) -> None:
     weights = pin(requested, specification.find_pretrained)
     say(f"sample inputs: {'written' if write_samples(specification, root / 'samples') else 'up to date'}")
     shared = {
-        "model": specification.name,
+        "model": specification.reference,
         "weights": weights.text,
         "artefacts": str(root / "artefacts"),
         "host": "0.0.0.0",
@@ -136,9 +137,7 @@ def _lay_out_repository(
         "schema": PLAN_REQUEST_SCHEMA,
         "onnx": artefact.path.name,
         "onnx_sha256": file_sha256(artefact.path),
-        "input": specification.inputs[0].name,
-        "item_shape": list(specification.inputs[0].item_shape),
-        "max_batch_size": specification.max_batch_size,
+        "profile": profile_shapes(specification, specification.max_batch_size),
         "plan": str(places["tensorrt"] / "1" / artefact_name(specification, "plan")),
     }
     write_whole(request_file, json.dumps(request, indent=2).encode() + b"\n")

@@ -49,7 +49,7 @@ def ensure_plan(folder: Path) -> str:
         "tensorrt": serving,
         "gpu": gpu(),
         "onnx_sha256": request["onnx_sha256"],
-        "max_batch_size": request["max_batch_size"],
+        "profile": request["profile"],
     }
     plan = Path(request["plan"])
     if up_to_date(folder, plan, manifest):
@@ -87,7 +87,7 @@ def gpu() -> str:
 
 
 def build(trt: Any, onnx: Path, request: dict[str, Any], timing_cache: Path) -> bytes:
-    """The serialised engine: one profile from batch 1 to the largest, tuned for the largest. Raises `PlanError`."""
+    """The serialised engine: one profile, of which the request has the shapes of each input. Raises `PlanError`."""
     logger = trt.Logger(trt.Logger.INFO)
     builder = trt.Builder(logger)
     # TensorRT 11 is always strongly typed; 10 needs the flag, so that FP16 means the FP16 of the file.
@@ -104,9 +104,8 @@ def build(trt: Any, onnx: Path, request: dict[str, Any], timing_cache: Path) -> 
     cache = config.create_timing_cache(timing_cache.read_bytes() if timing_cache.exists() else b"")
     config.set_timing_cache(cache, ignore_mismatch=False)
     profile = builder.create_optimization_profile()
-    largest = request["max_batch_size"]
-    shapes = [(size, *request["item_shape"]) for size in (1, largest, largest)]
-    profile.set_shape(request["input"], *shapes)
+    for name, shapes in request["profile"].items():
+        profile.set_shape(name, *map(tuple, shapes))
     config.add_optimization_profile(profile)
     serialised = builder.build_serialized_network(network, config)
     if serialised is None:

@@ -13,12 +13,17 @@ from typing import Any
 
 import torch
 
-from servers.engines.batches import bucket_sizes
+from servers.engines.batches import axis_buckets, bucket_sizes, has_buckets
 from servers.engines.graph_runner import Bucket, Enqueue, bucket_shape
-from servers.engines.interface import EngineDescription, EngineError, first_line
+from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
 from servers.engines.torch_device import RunnerEngine, device_details, resolve_device
 
-ELEMENT_TYPES = {"FP32": "FLOAT", "FP16": "HALF", "UINT8": "UINT8", "INT64": "INT64"}
+ELEMENT_TYPES = {
+    **{name: name for name in ("BOOL", "UINT8", "INT8", "INT32", "INT64")},
+    "FP16": "HALF",
+    "FP32": "FLOAT",
+}
+"""Protocol datatype → TensorRT's; it has no others of the protocol."""
 INSTALL = "pip install tensorrt --extra-index-url https://pypi.nvidia.com"
 
 
@@ -32,10 +37,15 @@ class TensorRTEngine(RunnerEngine):
         """Deserialise the plan, check that it is the model's, and capture a graph per bucket."""
         settings, path = self._settings, self._path
         mode = settings.mode_on("cuda")
+        if not has_buckets(self._specification):
+            raise EngineError(
+                f"CUDA graphs need fixed shapes, and {self._specification.name} has dimensions of any size that cannot "
+                "be padded; use the engine torch or onnxruntime"
+            )
         if path is None or not path.is_file():
             raise EngineError(
-                f"no TensorRT plan at {'' if path is None else path.name}; run: abserve export --to tensorrt --model "
-                f"{self._specification.name} --precision {'fp16' if settings.precision == 'fp16' else 'fp32'}"
+                f"no TensorRT plan at {'' if path is None else path.name}; run: "
+                + self._command(f"--precision {'fp16' if settings.precision == 'fp16' else 'fp32'}")
             )
         trt = import_tensorrt()
         device = resolve_device(settings.device)
@@ -47,11 +57,13 @@ class TensorRTEngine(RunnerEngine):
             if self._engine is None:
                 raise EngineError(
                     f"TensorRT {self._version} cannot read {path.name}: a plan needs the release and the kind of GPU "
-                    "that built it; run: abserve export --to tensorrt --force"
+                    f"that built it; run: {self._command('--force')}"
                 )
             self._check(trt)
             try:
-                self._start(self._build, bucket_sizes(settings.max_batch_size, halves=False), device)
+                axis, rows = self._specification.padded_axis, bucket_sizes(settings.max_batch_size, halves=False)
+                sizes = () if axis is None else axis_buckets(axis, settings.pad_to)
+                self._start(self._build, rows, device, sizes=sizes)
             except RuntimeError as exc:
                 raise EngineError(f"the plan cannot be loaded on {device}: {first_line(exc)}") from exc
 
@@ -70,6 +82,7 @@ class TensorRTEngine(RunnerEngine):
                 "layers": self._engine.num_layers,
                 "device_memory_bytes": self._engine.device_memory_size_v2,
                 "buckets": list(self._runner.rows),
+                "axis_buckets": list(self._runner.sizes),
                 **device_details(self._device),
             },
         )
@@ -79,21 +92,30 @@ class TensorRTEngine(RunnerEngine):
         self._engine, self._contexts = None, []
 
     def _check(self, trt: Any) -> None:
-        names = [self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)]
-        for tensor in (*self._specification.inputs, *self._specification.outputs):
+        specification, engine = self._specification, self._engine
+        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        for tensor in (*specification.inputs, *specification.outputs):
             if tensor.name not in names:
                 raise EngineError(f"the plan has the tensors {', '.join(names)}, but the model needs {tensor.name}")
-            shape, dtype = tuple(self._engine.get_tensor_shape(tensor.name)), self._engine.get_tensor_dtype(tensor.name)
-            if shape != (-1, *tensor.item_shape) or dtype != getattr(trt.DataType, ELEMENT_TYPES[tensor.datatype]):
+            shape, dtype = tuple(engine.get_tensor_shape(tensor.name)), engine.get_tensor_dtype(tensor.name)
+            wanted = getattr(trt.DataType, ELEMENT_TYPES.get(tensor.datatype, ""), None)
+            if shape != (-1, *tensor.item_shape) or dtype != wanted:
                 raise EngineError(
                     f"the plan's {tensor.name} is {dtype} {list(shape)}, the model's {tensor.datatype} "
-                    f"{[-1, *tensor.item_shape]}; run: abserve export --to tensorrt --force"
+                    f"{[-1, *tensor.item_shape]}; run: {self._command('--force')}"
                 )
-        largest = self._engine.get_tensor_profile_shape(self._specification.inputs[0].name, 0)[2][0]
-        if largest < self._settings.max_batch_size:
-            raise EngineError(
-                f"the plan takes batches up to {largest}, not {self._settings.max_batch_size}; lower --max-batch-size"
-            )
+        sizes = {axis.name: axis.largest for axis in specification.axes}
+        for tensor in specification.inputs:
+            largest = tuple(engine.get_tensor_profile_shape(tensor.name, 0)[2])
+            needed = (self._settings.max_batch_size, *specification.item_shape(tensor, sizes))
+            if any(has < needs for has, needs in zip(largest, needed, strict=True)):
+                raise EngineError(
+                    f"the plan takes {tensor.name} up to {list(largest)}, not {list(needed)}; lower --max-batch-size, "
+                    f"or run: {self._command(f'--max-batch-size {needed[0]}')}"
+                )
+
+    def _command(self, options: str) -> str:
+        return export_command(self._specification, f"--to tensorrt {options}")
 
     def _build(self, bucket: Bucket) -> Enqueue:
         """Each bucket has its own context: a captured graph is valid only while its context keeps its shapes."""

@@ -99,6 +99,7 @@ def _export(specification: ModelSpecification, module: torch.nn.Module, path: Pa
         )
     names = [tensor.name for tensor in specification.inputs]
     inputs = random_inputs(specification, _EXAMPLE_BATCH, 0, example_sizes(specification))
+    free = _dynamic_shapes(specification)
     with _quiet():
         try:
             program = torch.onnx.export(
@@ -109,7 +110,7 @@ def _export(specification: ModelSpecification, module: torch.nn.Module, path: Pa
                 opset_version=OPSETS[Operators.STANDARD],
                 input_names=names,
                 output_names=[tensor.name for tensor in specification.outputs],
-                dynamic_shapes=_dynamic_shapes(specification),
+                dynamic_shapes=free,
             )
         except Exception as exc:  # the model's own code runs here, and the exporter wraps most of its errors
             reason = first_line(exc.__cause__ or exc)
@@ -118,12 +119,32 @@ def _export(specification: ModelSpecification, module: torch.nn.Module, path: Pa
             ) from exc
         if program is None:
             raise ExportError("torch.onnx.export returned nothing; install torch 2.9 or later")
+        for value, dimensions in zip(program.model.graph.inputs, free, strict=True):
+            for place, dimension in dimensions.items():
+                if value.shape is not None and isinstance(size := value.shape[place], int):
+                    raise ExportError(
+                        f"torch cannot export {specification.name} to ONNX: its module fixes the "
+                        f"{dimension.__name__} of {value.name} at {size}; use the engine torch"
+                    )
+        _rename_inner(program.model.graph, {*names, *(tensor.name for tensor in specification.outputs)})
         # One file: Triton and people copy it, and a forgotten second one fails late.
         program.save(path, external_data=False)
 
 
+def _rename_inner(graph: Any, reserved: set[str]) -> None:
+    """Rename tensors inside the graph that are called like an input or output, as the exporter leaves them.
+
+    It names inner tensors after their operators, such as mean.
+    """
+    outer = {id(value) for value in (*graph.inputs, *graph.outputs)}
+    inner = [*graph.initializers.values(), *(value for node in graph.all_nodes() for value in node.outputs)]
+    for value in inner:
+        if value.name in reserved and id(value) not in outer:
+            value.name = f"{value.name}/inner"
+
+
 def _dynamic_shapes(specification: ModelSpecification) -> tuple[dict[int, Any], ...]:
-    """By input, the free dimensions with their names. A model that fixes one of them cannot be exported."""
+    """By input, the free dimensions with their names."""
     from torch.export import Dim
 
     free: list[dict[int, Any]] = [{0: Dim("batch", min=1)} for _ in specification.inputs]

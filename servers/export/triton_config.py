@@ -1,7 +1,7 @@
 """From a model specification to Triton's `config.pbtxt`: native ONNX Runtime and TensorRT backends, python backend.
 
 Templates and not protobuf make the text, so that each setting carries its reason; a test parses every generated file
-with Triton's own protobuf. Triton's dims leave the batch dimension out.
+with Triton's own protobuf. Triton's dims leave the batch dimension out; a dimension of variable size is -1.
 
 For JPEG on the native backends a python model decodes, and an ensemble connects it to the model that executes:
 
@@ -13,16 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from servers.contract.tensors import TensorSpec
 from servers.defaults import MAX_QUEUE_DELAY_US, QUEUE_SIZE
-from servers.engines.batches import warm_up_sizes
+from servers.engines.batches import axis_buckets, warm_up_sizes
 from servers.engines.processors import cuda_index
 from servers.models.preprocessing import MAX_PIXELS
-from servers.models.specification import ModelSpecification
+from servers.models.registry import DEFAULT_MODEL
+from servers.models.specification import Axis, ModelSpecification
 
-HEADER = "# Generated from the model specification; do not edit. To generate it again: abserve triton-repo\n"
+HEADER = "# Generated from the model specification; do not edit. To generate it again: abserve triton-repo{}\n"
 
 MODEL_PY = """# servers.triton.preprocess_model decodes the images, so this package must be installed beside Triton.
 from servers.triton.preprocess_model import TritonPythonModel as TritonPythonModel
@@ -83,7 +85,7 @@ def _models(specification: ModelSpecification) -> Iterator[tuple[str, str, str]]
 
 def onnxruntime_config(specification: ModelSpecification, max_queue_delay_us: int = MAX_QUEUE_DELAY_US) -> str:
     """`<model>_onnx`: the native onnxruntime backend on GPU 0, FP32 without TF32."""
-    return f"""{HEADER}name: {quote(specification.name + "_onnx")}
+    return f"""{_header(specification)}name: {quote(specification.name + "_onnx")}
 backend: "onnxruntime"
 default_model_filename: {quote(artefact_name(specification, "onnx"))}
 {_signature(specification, specification.max_batch_size)}
@@ -99,14 +101,15 @@ optimization {{ execution_accelerators {{
   gpu_execution_accelerator: [ {{ name: "cuda" parameters {{ key: "use_tf32" value: "0" }} }} ]
 }} }}
 # Every size: the CUDA provider plans its convolutions anew for each batch size, and the batcher forms all of them.
-{_warmup(specification, range(1, specification.max_batch_size + 1), count=1)}
+{_warmup(specification, range(1, specification.max_batch_size + 1), (None,), count=1)}
 {_NO_CACHE}"""
 
 
 def tensorrt_config(specification: ModelSpecification, max_queue_delay_us: int = MAX_QUEUE_DELAY_US) -> str:
     """`<model>_tensorrt`: the native tensorrt backend on GPU 0 with a CUDA graph for every batch size."""
-    sizes = warm_up_sizes(specification.max_batch_size)
-    return f"""{HEADER}name: {quote(specification.name + "_tensorrt")}
+    sizes, along = warm_up_sizes(specification.max_batch_size), _axis_sizes(specification)
+    exact = _EXACT_SIZES if specification.axes else ""
+    return f"""{_header(specification)}name: {quote(specification.name + "_tensorrt")}
 backend: "tensorrt"
 # FP16 or FP32 is a property of the plan: TensorRT 11 networks are strongly typed, there is no flag for it here.
 default_model_filename: {quote(artefact_name(specification, "plan"))}
@@ -121,13 +124,13 @@ optimization {{ cuda {{
   # The copy of the answer overlaps the next execution.
   output_copy_stream: true
   # Without graph_spec only the sizes 1 and {specification.max_batch_size} would have a graph. The lower bounds leave
-  # no gap: a smaller batch runs the next larger graph, whose surplus rows are thrown away.
+  # no gap: a smaller batch runs the next larger graph, whose surplus rows are thrown away.{exact}
   graph_spec [
-{_graph_specs(specification, sizes)}
+{_graph_specs(specification, sizes, along)}
   ]
 }} }}
 # READY only after each graph has run: the first execution of a graph is slower than the others.
-{_warmup(specification, sizes, count=5)}
+{_warmup(specification, sizes, along, count=5)}
 {_NO_CACHE}"""
 
 
@@ -138,7 +141,7 @@ def preprocess_name(specification: ModelSpecification) -> str:
 
 def preprocess_config(specification: ModelSpecification) -> str:
     """`specification` is the JPEG variant. A bad image is an INVALID_ARG of this step, so the ensemble answers 400."""
-    return f"""{HEADER}name: {quote(preprocess_name(specification))}
+    return f"""{_header(specification)}name: {quote(preprocess_name(specification))}
 backend: "python"
 max_batch_size: {specification.max_batch_size}
 input [ {", ".join(map(_tensor, specification.inputs))} ]
@@ -147,7 +150,7 @@ output [ {", ".join(map(_tensor, specification.executed.inputs))} ]
 instance_group [ {{ kind: KIND_CPU count: 1 }} ]
 # Waiting requests are decoded together; no request waits for others here, only in the next step.
 dynamic_batching {{ max_queue_delay_microseconds: 0 }}
-parameters {{ key: "model" value: {{ string_value: {quote(specification.name)} }} }}
+parameters {{ key: "model" value: {{ string_value: {quote(specification.reference)} }} }}
 # 0: one thread per core, at most four.
 parameters {{ key: "decode_threads" value: {{ string_value: "0" }} }}
 parameters {{ key: "max_image_pixels" value: {{ string_value: "{MAX_PIXELS}" }} }}
@@ -157,7 +160,7 @@ parameters {{ key: "max_image_pixels" value: {{ string_value: "{MAX_PIXELS}" }} 
 def ensemble_config(specification: ModelSpecification, name: str, executing: str) -> str:
     """The ensemble `name`: the decoding step, then the model `executing`, which takes the UINT8 pixels."""
     (image,), (pixels,), (output,) = specification.inputs, specification.executed.inputs, specification.outputs
-    return f"""{HEADER}name: {quote(name)}
+    return f"""{_header(specification)}name: {quote(name)}
 platform: "ensemble"
 {_signature(specification, specification.max_batch_size)}
 ensemble_scheduling {{ step [
@@ -195,7 +198,7 @@ def python_config(
         f"parameters {{ key: {quote(key)} value: {{ string_value: {quote(value)} }} }}"
         for key, value in parameters.items()
     )
-    return f"""{HEADER.replace("triton-repo", "serve triton")}name: {quote(specification.name)}
+    return f"""{HEADER.format("").replace("triton-repo", "serve triton")}name: {quote(specification.name)}
 backend: "python"
 {_signature(specification, batching.max_batch_size, ragged=ragged)}
 # One instance is one process with one engine; several would compete for the same cores or GPU.
@@ -212,9 +215,16 @@ def quote(text: str) -> str:
     return '"' + "".join(c if c.isprintable() else "".join(f"\\{b:03o}" for b in c.encode()) for c in escaped) + '"'
 
 
+_EXACT_SIZES = """
+  # Items of other sizes than these run without a graph: a graph would take their values for those of a larger item."""
+
 _NO_CACHE = """# An answer from a cache would not be an inference.
 response_cache { enable: false }
 """
+
+
+def _header(specification: ModelSpecification) -> str:
+    return HEADER.format("" if specification.reference == DEFAULT_MODEL else f" --model {specification.label}")
 
 
 def _gpu_batching(specification: ModelSpecification, max_queue_delay_us: int) -> BatchingSettings:
@@ -240,7 +250,12 @@ def _data_type(tensor: TensorSpec) -> str:
 
 
 def _dims(tensor: TensorSpec) -> str:
-    return f"[ {', '.join(map(str, tensor.item_shape))} ]"
+    """Triton has no empty dims: a tensor of one value per item is [n, 1] in a request and [n] for the model."""
+    return _listed(tensor.item_shape) if tensor.item_shape else "[ 1 ] reshape: { shape: [ ] }"
+
+
+def _listed(shape: Iterable[int]) -> str:
+    return f"[ {', '.join(map(str, shape))} ]"
 
 
 def _dynamic_batching(batching: BatchingSettings) -> str:
@@ -260,20 +275,47 @@ def _dynamic_batching(batching: BatchingSettings) -> str:
 }}"""
 
 
-def _warmup(specification: ModelSpecification, sizes: Iterable[int], count: int) -> str:
-    """Zeros, since Triton's random_data on FP32 is random bits, NaN and infinity included."""
-    inputs = " ".join(
-        f"inputs {{ key: {quote(t.name)} value: {{ data_type: {_data_type(t)} dims: {_dims(t)} zero_data: true }} }}"
-        for t in specification.inputs
+def _axis_sizes(specification: ModelSpecification) -> tuple[int | None, ...]:
+    """The sizes of the padded axis, or of the first one, that get a graph; (None,) for a model without axes."""
+    axis = _varied_axis(specification)
+    return (None,) if axis is None else axis_buckets(axis)
+
+
+def _varied_axis(specification: ModelSpecification) -> Axis | None:
+    return specification.padded_axis or next(iter(specification.axes), None)
+
+
+def _item_dims(specification: ModelSpecification, tensor: TensorSpec, along: int | None) -> str:
+    """The dims of one item with this size of the axis that varies, and the default of all others."""
+    axis = _varied_axis(specification)
+    return _listed(
+        specification.item_shape(tensor, {} if axis is None or along is None else {axis.name: along}) or (1,)
     )
-    lines = ",\n".join(f'  {{ name: "batch_{n}" batch_size: {n} count: {count} {inputs} }}' for n in sizes)
-    return f"model_warmup [\n{lines}\n]"
 
 
-def _graph_specs(specification: ModelSpecification, sizes: tuple[int, ...]) -> str:
-    inputs = " ".join(f"input {{ key: {quote(t.name)} value: {{ dim: {_dims(t)} }} }}" for t in specification.inputs)
+def _warmup(specification: ModelSpecification, batches: Iterable[int], sizes: Iterable[int | None], count: int) -> str:
+    """Zeros, since Triton's random_data on FP32 is random bits, NaN and infinity included."""
     lines = []
-    for smaller, size in zip((0, *sizes), sizes, strict=False):
-        bound = f" graph_lower_bound {{ batch_size: {smaller + 1} {inputs} }}" if smaller + 1 < size else ""
-        lines.append(f"    {{ batch_size: {size} {inputs}{bound} }}")
+    for rows, along in product(batches, sizes):
+        inputs = " ".join(
+            f"inputs {{ key: {quote(t.name)} value: {{ data_type: {_data_type(t)} "
+            f"dims: {_item_dims(specification, t, along)} zero_data: true }} }}"
+            for t in specification.inputs
+        )
+        name = f"batch_{rows}" if along is None else f"batch_{rows}_size_{along}"
+        lines.append(f'  {{ name: "{name}" batch_size: {rows} count: {count} {inputs} }}')
+    listed = ",\n".join(lines)
+    return f"model_warmup [\n{listed}\n]"
+
+
+def _graph_specs(specification: ModelSpecification, batches: tuple[int, ...], sizes: Iterable[int | None]) -> str:
+    lines = []
+    for along in sizes:
+        inputs = " ".join(
+            f"input {{ key: {quote(t.name)} value: {{ dim: {_item_dims(specification, t, along)} }} }}"
+            for t in specification.inputs
+        )
+        for smaller, rows in zip((0, *batches), batches, strict=False):
+            bound = f" graph_lower_bound {{ batch_size: {smaller + 1} {inputs} }}" if smaller + 1 < rows else ""
+            lines.append(f"    {{ batch_size: {rows} {inputs}{bound} }}")
     return ",\n".join(lines)

@@ -90,8 +90,9 @@ def tensorrt(monkeypatch: pytest.MonkeyPatch) -> FakeTensorRT:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     request = {
-        "onnx": "model_fp16.onnx", "onnx_sha256": "abc", "input": "pixel_values", "item_shape": [3, 224, 224],
-        "max_batch_size": 32, "plan": str(tmp_path / "repository/m_tensorrt/1/model.plan"),
+        "onnx": "model_fp16.onnx", "onnx_sha256": "abc",
+        "profile": {"ids": [[1, 1], [32, 128], [32, 512]], "mask": [[1, 1], [32, 128], [32, 512]]},
+        "plan": str(tmp_path / "repository/m_tensorrt/1/model.plan"),
     }  # fmt: skip
     (tmp_path / "request.json").write_text(json.dumps(request))
     (tmp_path / "triton-tensorrt.json").write_text(json.dumps({"tensorrt": "11.2.1.2"}))
@@ -101,7 +102,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_plan_is_built_once_for_one_profile(script: ModuleType, tensorrt: FakeTensorRT, folder: Path) -> None:
     assert script.main(folder) == 0
     assert (folder / "repository/m_tensorrt/1/model.plan").read_bytes() == b"plan"
-    assert tensorrt.shapes == [("pixel_values", (1, 3, 224, 224), (32, 3, 224, 224), (32, 3, 224, 224))]
+    assert tensorrt.shapes == [(name, (1, 1), (32, 128), (32, 512)) for name in ("ids", "mask")]
     assert tensorrt.flags == [8]
     manifest = json.loads((folder / "plan.json").read_text())
     assert manifest["plan_sha256"] == hashlib.sha256(b"plan").hexdigest()
@@ -110,16 +111,17 @@ def test_a_plan_is_built_once_for_one_profile(script: ModuleType, tensorrt: Fake
     assert tensorrt.builds == 1
 
 
-@pytest.mark.parametrize("change", ["gpu", "onnx", "plan"])
+@pytest.mark.parametrize("change", ["gpu", "onnx", "profile", "plan"])
 def test_what_is_out_of_date_is_built_again(
     script: ModuleType, tensorrt: FakeTensorRT, folder: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     script.ensure_plan(folder)
     if change == "gpu":
         monkeypatch.setattr(script, "gpu", lambda: "NVIDIA L4, 8.9")
-    elif change == "onnx":
+    elif change in ("onnx", "profile"):
         request = json.loads((folder / "request.json").read_text())
-        (folder / "request.json").write_text(json.dumps({**request, "onnx_sha256": "def"}))
+        other = {"onnx_sha256": "def"} if change == "onnx" else {"profile": {"ids": [[1, 1], [8, 128], [8, 512]]}}
+        (folder / "request.json").write_text(json.dumps(request | other))
     else:
         (folder / "repository/m_tensorrt/1/model.plan").write_bytes(b"damaged")
     assert "built" in script.ensure_plan(folder)

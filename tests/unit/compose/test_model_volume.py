@@ -59,7 +59,8 @@ def test_a_gpu_volume_has_both_backends_and_a_request_for_a_plan(volume: Path) -
     request = json.loads((volume / "plan/request.json").read_text())
     assert (volume / "plan" / request["onnx"]).read_bytes() == b"fp16 standard"
     assert Path(request["plan"]).parent.is_dir()
-    assert (request["input"], request["item_shape"]) == ("pixel_values", [3, 224, 224])
+    image = [3, 224, 224]
+    assert request["profile"] == {"pixel_values": [[1, *image], [32, *image], [32, *image]]}
 
     fill(volume, "gpu", settings(ABSERVE_MODELS_TRITON_BACKENDS="onnxruntime"))
     assert [path.name for path in repository.iterdir()] == ["openclip_vit_b32_onnx"]
@@ -78,7 +79,8 @@ def test_both_servers_of_a_gpu_volume_get_the_same_batching(volume: Path) -> Non
         text = config.read_text()
         assert "\nmax_batch_size: 6\n" in text
         assert "max_queue_delay_microseconds: 700\n" in text
-    assert json.loads((volume / "plan/request.json").read_text())["max_batch_size"] == 6
+    (shapes,) = json.loads((volume / "plan/request.json").read_text())["profile"].values()
+    assert [shape[0] for shape in shapes] == [1, 6, 6]
 
 
 def test_a_batch_size_that_is_no_number_is_refused() -> None:

@@ -22,9 +22,31 @@ from servers.engines.onnxruntime_cuda import (
     measure_cpu_time_ratio,
     read_placement,
 )
+from servers.models.specification import Axis, ModelSpecification
 
-INPUT = TensorSpec("x", "FP32", (-1, 3))
-OUTPUT = TensorSpec("y", "FP32", (-1, 3))
+
+def specification_of(*inputs: TensorSpec, output: TensorSpec, axes: tuple[Axis, ...] = ()) -> ModelSpecification:
+    return ModelSpecification(
+        name="small",
+        title="small",
+        version="1",
+        inputs=inputs,
+        outputs=(output,),
+        axes=axes,
+        max_batch_size=8,
+        load_module=lambda _: pytest.fail("the file is executed"),
+    )
+
+
+DOUBLE = specification_of(TensorSpec("x", "FP32", (-1, 3)), output=TensorSpec("y", "FP32", (-1, 3)))
+LENGTH = Axis("length", 4, 16, {"x": 1, "weight": 1, "y": 1}, {"x": 7, "weight": 0})
+WEIGHTED = specification_of(
+    TensorSpec("x", "INT64", (-1, -1)),
+    TensorSpec("weight", "INT64", (-1, -1)),
+    TensorSpec("bias", "INT64", (-1, 1)),
+    output=TensorSpec("y", "INT64", (-1, -1)),
+    axes=(LENGTH,),
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +69,30 @@ def session_of(model: Path, **options: object) -> ort.InferenceSession:
 
 @pytest.fixture(scope="module")
 def execution(model: Path) -> GraphExecution:
-    return GraphExecution(session_of(model), [INPUT], [OUTPUT], ("cpu", 0), (1, 2, 5, 8))
+    return GraphExecution(session_of(model), DOUBLE, ("cpu", 0), (1, 2, 5, 8))
+
+
+@pytest.fixture(scope="module")
+def weighted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """y = x · weight + bias + the sum of the item's weights, which an old value in the padding would change."""
+    path = tmp_path_factory.mktemp("onnx") / "weighted.onnx"
+    x, weight, y = (helper.make_tensor_value_info(n, TensorProto.INT64, ["n", "length"]) for n in ("x", "weight", "y"))
+    bias = helper.make_tensor_value_info("bias", TensorProto.INT64, ["n", 1])
+    nodes = [
+        helper.make_node("Mul", ["x", "weight"], ["scaled"]),
+        helper.make_node("ReduceSum", ["weight", "last"], ["sum"], keepdims=1),
+        helper.make_node("Add", ["scaled", "sum"], ["summed"]),
+        helper.make_node("Add", ["summed", "bias"], ["y"]),
+    ]
+    last = helper.make_tensor("last", TensorProto.INT64, [1], [1])
+    graph = helper.make_graph(nodes, "weighted", [x, weight, bias], [y], [last])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def along_an_axis(weighted: Path) -> GraphExecution:
+    return GraphExecution(session_of(weighted), WEIGHTED, ("cpu", 0), (1, 4, 8), (6, 16))
 
 
 @settings(deadline=None, max_examples=60)
@@ -59,6 +104,37 @@ def test_padding_never_leaks(execution: GraphExecution, sizes: list[int], seed: 
     answers = [execution.infer({"x": batch})["y"] for batch in batches]
     for batch, answer in zip(batches, answers, strict=True):
         np.testing.assert_array_equal(answer, 2 * batch)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(1, 16)), min_size=1, max_size=12), st.integers(0, 2**32 - 1))
+def test_padding_along_an_axis_never_leaks(
+    along_an_axis: GraphExecution, shapes: list[tuple[int, int]], seed: int
+) -> None:
+    """Whatever shapes follow each other, each answer has its batch's own shape and values."""
+    generator = np.random.default_rng(seed)
+    batches = [
+        {
+            "x": generator.integers(0, 100, shape),
+            "weight": generator.integers(0, 100, shape),
+            "bias": generator.integers(0, 100, (shape[0], 1)),
+        }
+        for shape in shapes
+    ]
+    answers = [along_an_axis.infer(batch)["y"] for batch in batches]
+    for batch, answer in zip(batches, answers, strict=True):
+        sums = batch["weight"].sum(axis=1, keepdims=True)
+        np.testing.assert_array_equal(answer, batch["x"] * batch["weight"] + sums + batch["bias"])
+
+
+def test_a_size_beyond_the_largest_of_the_axis_is_refused(along_an_axis: GraphExecution) -> None:
+    batch = {
+        "x": np.zeros((1, 17), np.int64),
+        "weight": np.zeros((1, 17), np.int64),
+        "bias": np.zeros((1, 1), np.int64),
+    }
+    with pytest.raises(ValueError, match="length 17, more than the largest, 16"):
+        along_an_axis.infer(batch)
 
 
 def test_a_batch_that_is_not_contiguous_is_copied(execution: GraphExecution) -> None:
@@ -86,7 +162,7 @@ def test_buffers_that_answer_otherwise_than_the_session_are_refused(model: Path)
                 self._real.run_with_iobinding(binding, options)
 
     with pytest.raises(EngineError, match="use mode session"):
-        GraphExecution(Stale(), [INPUT], [OUTPUT], ("cpu", 0), (1, 2, 4))
+        GraphExecution(Stale(), DOUBLE, ("cpu", 0), (1, 2, 4))
 
 
 def test_placement_is_read_from_the_session(model: Path) -> None:

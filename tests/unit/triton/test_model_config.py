@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2 as pb
 
+from servers.contract.tensors import TensorSpec
 from servers.export.triton_config import (
     BatchingSettings,
     onnxruntime_config,
@@ -19,8 +21,8 @@ from servers.export.triton_config import (
     tensorrt_config,
     write_model_repository,
 )
-from servers.models.registry import DEFAULT_MODEL, get_specification, payload_variants
-from servers.models.specification import ModelSpecification
+from servers.models.registry import DEFAULT_MODEL, get_specification, get_variant, payload_variants
+from servers.models.specification import Axis, ModelSpecification
 
 CHECKED_IN = Path(__file__).resolve().parents[3] / "triton_model_repo"
 SPECIFICATION_LIST = list(payload_variants(get_specification(DEFAULT_MODEL)))
@@ -160,3 +162,88 @@ def test_an_ensembles_steps_exist_and_fit_together(specification: ModelSpecifica
 def test_each_version_folder_wants_a_file_of_its_own_name() -> None:
     wanted = {s.name: parse(onnxruntime_config(s)).default_model_filename for s in EXECUTED}
     assert wanted == {"openclip_vit_b32": "model.onnx", "openclip_vit_b32_uint8": "model_uint8.onnx"}
+
+
+def several() -> ModelSpecification:
+    """A model such as a user may describe: two inputs along one axis without padding, one without it, three outputs."""
+    return ModelSpecification(
+        name="several",
+        reference="/home/someone/models/several.py:build",
+        title="several",
+        version="1",
+        inputs=(
+            TensorSpec("words", "BYTES", (-1, -1)),
+            TensorSpec("scores", "FP16", (-1, -1, 4)),
+            TensorSpec("flag", "BOOL", (-1,)),
+        ),
+        outputs=(TensorSpec("label", "INT32", (-1, 1)), TensorSpec("all", "FP64", (-1, -1)), OTHER),
+        axes=(Axis("length", 5, 40, {"words": 1, "scores": 1, "all": 1}),),
+        max_batch_size=6,
+        load_module=lambda _: pytest.fail("a configuration needs no module"),
+    )
+
+
+OTHER = TensorSpec("mean", "UINT64", (-1, 2))
+ANY = [get_specification("transformers:bert-base-uncased"), get_specification("torchvision:resnet50"), several()]
+
+
+@pytest.mark.parametrize("specification", ANY, ids=lambda s: s.name)
+def test_any_model_has_a_config_that_triton_reads(specification: ModelSpecification) -> None:
+    batching = BatchingSettings(max_batch_size=specification.max_batch_size)
+    for text in (
+        onnxruntime_config(specification),
+        tensorrt_config(specification),
+        python_config(specification, batching, "cpu", {}),
+    ):
+        config = parse(text)
+        for tensors, wanted in ((config.input, specification.inputs), (config.output, specification.outputs)):
+            for found, tensor in zip(tensors, wanted, strict=True):
+                datatype = "STRING" if tensor.datatype == "BYTES" else tensor.datatype
+                assert (found.name, pb.DataType.Name(found.data_type)) == (tensor.name, f"TYPE_{datatype}")
+                assert tuple(found.dims) == (tensor.item_shape or (1,))
+                assert found.HasField("reshape") == (not tensor.item_shape)
+                assert not tensor.item_shape or not found.reshape.shape
+        for sample in config.model_warmup:
+            for tensor in specification.inputs:
+                assert all(size > 0 for size in sample.inputs[tensor.name].dims)
+        assert "/home/someone" not in text
+
+
+@pytest.mark.parametrize("specification", ANY, ids=lambda s: s.name)
+def test_a_graph_of_tensorrt_is_of_one_size_along_an_axis_and_of_every_batch_size(
+    specification: ModelSpecification,
+) -> None:
+    config = parse(tensorrt_config(specification))
+    covered: dict[tuple[tuple[int, ...], ...], set[int]] = {}
+    for graph in config.optimization.cuda.graph_spec:
+        shapes = tuple(tuple(graph.input[tensor.name].dim) for tensor in specification.inputs)
+        smallest = graph.batch_size
+        if graph.HasField("graph_lower_bound"):
+            bound = graph.graph_lower_bound
+            assert tuple(tuple(bound.input[tensor.name].dim) for tensor in specification.inputs) == shapes
+            smallest = bound.batch_size
+        covered.setdefault(shapes, set()).update(range(smallest, graph.batch_size + 1))
+    assert all(sizes == set(range(1, specification.max_batch_size + 1)) for sizes in covered.values())
+    first = sorted(shapes[0][:1] for shapes in covered)
+    bert = [(16,), (32,), (64,), (128,), (256,), (512,)]
+    assert first == {"bert_base_uncased": bert, "several": [(16,), (32,), (40,)]}.get(specification.name, first)
+    warm = {tuple(tuple(w.inputs[t.name].dims) for t in specification.inputs) for w in config.model_warmup}
+    assert warm == set(covered)
+
+
+def test_ragged_inputs_are_those_along_the_padded_axis() -> None:
+    bert, batching = ANY[0], BatchingSettings(max_batch_size=4)
+    ragged = replace(bert, inputs=(*bert.inputs, TensorSpec("task", "INT64", (-1, 1))))
+    allowed = parse(python_config(ragged, batching, "cpu", {}, ragged=True)).input
+    assert [tensor.allow_ragged_batch for tensor in allowed] == [True, True, False]
+    assert not any(tensor.allow_ragged_batch for tensor in parse(python_config(ragged, batching, "cpu", {})).input)
+
+
+def test_the_decoding_step_names_a_model_that_it_can_find(tmp_path: Path) -> None:
+    resnet = payload_variants(get_specification("torchvision:resnet50"))
+    write_model_repository(tmp_path, resnet)
+    config = parse((tmp_path / f"{resnet[0].name}_preprocess/config.pbtxt").read_text())
+    assert get_variant(config.parameters["model"].string_value, "jpeg") == resnet[2]
+    assert (
+        "triton-repo --model torchvision:resnet50\n" in (tmp_path / f"{resnet[2].name}_onnx/config.pbtxt").read_text()
+    )

@@ -1,0 +1,141 @@
+"""ONNX Runtime executes any signature: datatypes, strings, dimensions of any name, several inputs and outputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from servers.contract.tensors import DATATYPES, Array, TensorSpec
+from servers.engines.factory import build_engine
+from servers.engines.interface import Engine, EngineError
+from servers.engines.onnxruntime import ELEMENT_TYPES, OnnxRuntimeEngine, stored_precision
+from servers.engines.settings import EngineSettings
+from servers.models.specification import Axis, ModelSpecification
+from servers.models.weights import RandomWeights
+
+ONNX_TYPES = {
+    **{name: getattr(TensorProto, name) for name in DATATYPES if "INT" in name or name == "BOOL"},
+    "FP16": TensorProto.FLOAT16,
+    "FP32": TensorProto.FLOAT,
+    "FP64": TensorProto.DOUBLE,
+    "BYTES": TensorProto.STRING,
+}
+EVERY = tuple(ELEMENT_TYPES)
+
+
+def copying(path: Path, batch: str | int = "N", datatypes: tuple[str, ...] = EVERY) -> ModelSpecification:
+    """A user's file that copies one input of each datatype, [batch, length, 2], to an output."""
+    shape = [batch, "length", 2]
+    nodes, inputs, outputs = [], [], []
+    axis: dict[str, int] = {}
+    for datatype in datatypes:
+        source, target = f"in_{datatype}", f"out_{datatype}"
+        nodes.append(helper.make_node("Identity", [source], [target]))
+        inputs.append(helper.make_tensor_value_info(source, ONNX_TYPES[datatype], shape))
+        outputs.append(helper.make_tensor_value_info(target, ONNX_TYPES[datatype], shape))
+        axis |= {source: 1, target: 1}
+    graph = helper.make_graph(nodes, "copying", inputs, outputs)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return ModelSpecification(
+        name="copying",
+        title="copying",
+        version="1",
+        inputs=tuple(TensorSpec(f"in_{datatype}", datatype, (-1, -1, 2)) for datatype in datatypes),
+        outputs=tuple(TensorSpec(f"out_{datatype}", datatype, (-1, -1, 2)) for datatype in datatypes),
+        axes=(Axis("length", 3, 9, axis),),
+        max_batch_size=4,
+        load_module=lambda _: pytest.fail("the file is executed"),
+        file=path,
+    )
+
+
+def engine_of(specification: ModelSpecification, **settings: str) -> Engine:
+    given = EngineSettings(kind="onnxruntime", device="cpu", threads=1, **settings)  # type: ignore[arg-type]
+    return build_engine(specification, RandomWeights(0), given, specification.file)
+
+
+def values(datatype: str, shape: tuple[int, ...]) -> Array:
+    numbers = np.arange(np.prod(shape)).reshape(shape)
+    if datatype == "BYTES":
+        return np.vectorize(lambda n: f"é{n}".encode(), otypes=[object])(numbers)
+    return (numbers % 2 if datatype == "BOOL" else numbers).astype(DATATYPES[datatype])
+
+
+def test_every_datatype_goes_in_and_out_at_every_size(tmp_path: Path) -> None:
+    assert set(EVERY) == {*DATATYPES, "BYTES"}
+    specification = copying(tmp_path / "copying.onnx")
+    engine = engine_of(specification)
+    engine.load()
+    for rows, length in ((1, 3), (4, 1), (2, 9)):
+        batch = {f"in_{datatype}": values(datatype, (rows, length, 2)) for datatype in EVERY}
+        answers = engine.infer(batch)
+        assert list(answers) == [tensor.name for tensor in specification.outputs]
+        for datatype in EVERY:
+            answer = answers[f"out_{datatype}"]
+            assert answer.dtype == batch[f"in_{datatype}"].dtype
+            np.testing.assert_array_equal(answer, batch[f"in_{datatype}"])
+    assert isinstance(engine.infer(batch)["out_BYTES"][0, 0, 0], bytes)
+    engine.close()
+
+
+def test_strings_that_are_no_text_are_refused_with_the_reason(tmp_path: Path) -> None:
+    engine = engine_of(copying(tmp_path / "copying.onnx", datatypes=("BYTES",)))
+    engine.load()
+    with pytest.raises(EngineError, match="must be UTF-8 text"):
+        engine.infer({"in_BYTES": np.full((1, 3, 2), b"\xff", object)})
+
+
+def test_a_file_with_a_fixed_batch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="fixes the batch size of in_FP32"):
+        engine_of(copying(tmp_path / "copying.onnx", batch=4, datatypes=("FP32",))).load()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "fits"),
+    [
+        (TensorSpec("in_FP32", "FP32", (-1, 7, 2)), True),  # a named dimension has any size
+        (TensorSpec("in_FP32", "FP32", (-1, -1, 3)), False),
+        (TensorSpec("in_FP32", "FP32", (-1, 2)), False),
+        (TensorSpec("in_FP32", "FP16", (-1, -1, 2)), False),
+        (TensorSpec("other", "FP32", (-1, -1, 2)), False),
+    ],
+)
+def test_the_signature_is_the_models_or_refused(tensor: TensorSpec, fits: bool, tmp_path: Path) -> None:
+    engine = engine_of(replace(copying(tmp_path / "copying.onnx", datatypes=("FP32",)), inputs=(tensor,)))
+    if fits:
+        engine.load()
+    else:
+        with pytest.raises(EngineError, match=r"the ONNX file's inputs are .*in_FP32"):
+            engine.load()
+
+
+def test_graphs_need_shapes_that_follow_from_batch_and_padding(tmp_path: Path) -> None:
+    unpadded = copying(tmp_path / "copying.onnx")
+
+    def mode(specification: ModelSpecification, requested: str) -> str:
+        settings = EngineSettings(kind="onnxruntime", mode=requested)
+        return OnnxRuntimeEngine(specification, settings, None, specification.file)._resolve_mode(0)
+
+    assert mode(unpadded, "auto") == mode(unpadded, "session") == "session"
+    with pytest.raises(EngineError, match="cannot be padded; use mode session"):
+        mode(unpadded, "graph")
+    (axis,) = unpadded.axes
+    padded = replace(unpadded, axes=(replace(axis, padding={tensor.name: 0 for tensor in unpadded.inputs}),))
+    assert mode(padded, "auto") == "graph"
+
+
+@pytest.mark.parametrize(("halves", "marked", "precision"), [(5, "", "fp16"), (1, "", "fp32"), (1, "fp16", "fp16")])
+def test_a_users_file_has_the_precision_of_most_of_its_weights(halves: int, marked: str, precision: str) -> None:
+    weights = [
+        numpy_helper.from_array(np.zeros(halves, np.float16), "half"),
+        numpy_helper.from_array(np.zeros(3, np.float32), "full"),
+    ]
+    model = helper.make_model(helper.make_graph([], "weights", [], [], weights))
+    if marked:
+        helper.set_model_props(model, {"abserve.precision": marked})
+    assert stored_precision(model) == precision
