@@ -113,6 +113,7 @@ class Launcher:
 
     kind: str
     model: str
+    """The model as `--model` takes it; the launch plan names it as it is served."""
     options: Mapping[str, str]
     folder: Path
     abserve: Sequence[str] = ABSERVE
@@ -126,7 +127,7 @@ class Launcher:
         try:
             server.start()
             if ready:
-                server.wait_ready(self.model, READY_SECONDS)
+                server.wait_ready(server.model or self.model, READY_SECONDS)
         except BaseException as exc:
             server.stop()
             if isinstance(exc, DeploymentError):
@@ -138,7 +139,7 @@ class Launcher:
         """The server that was started last, its model not read yet."""
         return Subject(
             server.url,
-            Model(self.model),
+            Model(server.model or self.model),
             grpc=None if server.grpc_address is None else GrpcClient(server.grpc_address),
             metrics_url=server.metrics_url,
             pids=server.pids,
@@ -216,7 +217,8 @@ class LaunchedSession:
         launcher = self._launcher
         server = launcher.start(setting)
         try:
-            subject = launcher.subject(server).with_model(launcher.model, self._image_model, self._golden)
+            subject = launcher.subject(server)
+            subject = subject.with_model(subject.model.name, self._image_model, self._golden)
         except BaseException:
             server.stop()
             raise

@@ -85,9 +85,11 @@ def random_inputs(
 def zero_inputs(
     specification: ModelSpecification, rows: int, sizes: Mapping[str, int] | None = None
 ) -> dict[str, Array]:
-    """A batch of zeros; axes without an entry in `sizes` have their default."""
+    """A batch of zeros, for BYTES of empty elements; axes without an entry in `sizes` have their default."""
     return {
-        tensor.name: np.zeros((rows, *specification.item_shape(tensor, sizes)), tensor.dtype)
+        tensor.name: np.full(
+            (rows, *specification.item_shape(tensor, sizes)), b"" if tensor.dtype.hasobject else 0, tensor.dtype
+        )
         for tensor in specification.inputs
     }
 

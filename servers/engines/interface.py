@@ -159,4 +159,4 @@ def export_command(specification: ModelSpecification, options: str = "") -> str:
     """The command that makes the file of a model."""
     payload = " --payload uint8" if specification.payload == "uint8" else ""
     model = specification.reference or specification.name
-    return f"abserve export {f'{options} ' if options else ''}--model {model}{payload}"
+    return f"abserve export --model {model}{payload}{f' {options}' if options else ''}"

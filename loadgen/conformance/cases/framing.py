@@ -29,6 +29,8 @@ SLACK_SECONDS = 5.0
 UNKNOWN_TIMEOUT_SECONDS = 60.0
 """How long a server may wait for a slow client if its read timeout is not known."""
 DISCONNECTS = 5
+GRPC_SLACK_BYTES = 2**20
+"""What a server may add to its body limit for the fields of a message."""
 
 
 def _padded(body: Body, blanks: int) -> tuple[dict[str, str], bytes, bytes]:
@@ -75,7 +77,7 @@ def _chunked_head(subject: Subject, headers: dict[str, str]) -> bytes:
 def _grpc_over_limit(subject: Subject, _: Protocol) -> Answer:
     """The limit applies to the decoded message, which a parameter fills up."""
     message = infer_message(subject.model.request())
-    message.parameters["padding"].string_param = "x" * _known_limit(subject)
+    message.parameters["padding"].string_param = "x" * (_known_limit(subject) + GRPC_SLACK_BYTES)
     return subject.grpc_client().call("ModelInfer", message)
 
 

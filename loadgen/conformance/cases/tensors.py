@@ -12,6 +12,7 @@ from loadgen.conformance.model import InferenceRequest, claiming_jpeg, flat_jpeg
 from loadgen.conformance.records import Answer, NotApplicableError, Protocol
 from loadgen.conformance.servers import WITH_IMAGES
 from loadgen.conformance.subject import Subject
+from loadgen.transport.inputs import NUMPY_TYPES
 
 MANY_OUTPUTS = 5000
 CLAIMED_PIXELS, CLAIMING_BYTES = 65_500, 692
@@ -48,8 +49,9 @@ def batch(request: InferenceRequest, rows: int | None) -> None:
     if rows is None and not model.max_batch_size:
         raise NotApplicableError("the server does not report its largest batch")
     count = (model.max_batch_size or 0) + 1 if rows is None else rows
-    request.entries[0]["shape"] = model.shape(model.inputs[0], count)
-    request.blobs[0] = b"\x00" * (model.item_bytes * count)
+    for index, entry in enumerate(request.entries):
+        entry["shape"] = model.shape(model.inputs[index], count)
+        request.blobs[index] *= count
 
 
 @changes
@@ -76,7 +78,9 @@ def _no_inputs(request: InferenceRequest) -> None:
 
 
 def _other_datatype(datatype: str) -> str:
-    return "INT32" if datatype != "INT32" else "FP32"
+    """One whose elements have the same size, so that nothing else is wrong."""
+    size = np.dtype(NUMPY_TYPES.get(datatype, np.float32)).itemsize
+    return next(name for name, kind in NUMPY_TYPES.items() if name != datatype and np.dtype(kind).itemsize == size)
 
 
 def _unequal(request: InferenceRequest) -> None:

@@ -113,9 +113,10 @@ def _specification(config: Any, **fields: Any) -> ModelSpecification:
     pad, largest = config.pad_token_id or 0, largest if isinstance(largest, int) and largest > 0 else 512
     if config.model_type in _TYPES_FROM_PADDING:
         largest -= pad + 1
-    inputs = ["input_ids", "attention_mask"]
+    inputs, id_counts = ["input_ids", "attention_mask"], {"input_ids": config.vocab_size}
     if (getattr(config, "type_vocab_size", 0) or 0) > 1:
         inputs.append("token_type_ids")
+        id_counts["token_type_ids"] = config.type_vocab_size
     if classifier:
         output = TensorSpec("logits", "FP32", (-1, config.num_labels))
     else:
@@ -132,6 +133,7 @@ def _specification(config: Any, **fields: Any) -> ModelSpecification:
         ),
         item="sequence",
         max_batch_size=32,
+        id_counts=id_counts,
         make_items=partial(_token_ids, config.vocab_size, pad, tuple(inputs)),
         load_module=partial(_load, config, classifier, title, fields.get("find_pretrained")),
         **fields,

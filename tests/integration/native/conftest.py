@@ -17,6 +17,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 CONTROLLED = Path(__file__).with_name("controlled_server.py")
+ECHO = Path(__file__).with_name("echo_server.py")
 
 
 def free_port() -> int:
@@ -182,6 +183,21 @@ def native_starter() -> Iterator[Callable[..., Server]]:
         return server
 
     yield start
+    _stop(servers)
+
+
+@pytest.fixture(scope="module", params=["none", "4,8"])
+def echo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A ready server whose model answers every datatype (see echo_server.py), without and with sizes to pad to.
+
+    Its long delay makes requests that are sent together one batch.
+    """
+    servers: list[Server] = []
+    start = _starter(tmp_path_factory.mktemp("echo"), lambda port: [str(ECHO), str(port)], servers)
+    options = ("--allow-shared-memory", "true", "--max-queue-delay-us", "50000", "--pad-to", request.param)
+    server = start(*options, grpc=True)
+    server.wait_ready()
+    yield server
     _stop(servers)
 
 

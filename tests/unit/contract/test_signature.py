@@ -8,6 +8,7 @@ import pytest
 from servers.contract.errors import InvalidRequestError
 from servers.contract.records import InferRequest, InputTensor, ModelSignature, RequestedOutput
 from servers.contract.tensors import TensorSpec
+from servers.models.specification import Axis
 
 SIGNATURE = ModelSignature(
     "m",
@@ -23,6 +24,45 @@ def tensor(name: str, datatype: str, *shape: int) -> InputTensor:
 
 
 GOOD = (tensor("a", "FP32", 3, 2), tensor("b", "INT32", 3, 7))
+
+
+AXIS = Axis("length", 4, 6, {"ids": 1, "mask": 2, "y": 1})
+OF_IDS = ModelSignature(
+    "m",
+    "1",
+    (TensorSpec("ids", "INT32", (-1, -1)), TensorSpec("mask", "INT32", (-1, 2, -1))),
+    (TensorSpec("y", "FP32", (-1, -1)),),
+    max_batch_size=4,
+    axes=(AXIS,),
+    id_counts={"ids": 10},
+)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        ((1, 0), (1, 2, 0), r"input 'ids' of model 'm' has no elements: \[1,0\]"),
+        ((1, 7), (1, 2, 7), "the length size of model 'm' is at most 6, got 7"),
+        ((1, 3), (1, 2, 4), "inputs of model 'm' differ in their length size: 'ids' 3, 'mask' 4"),
+    ],
+)
+def test_sizes_beyond_a_models_axis_are_refused(ids: tuple[int, ...], mask: tuple[int, ...], message: str) -> None:
+    request = InferRequest("", (tensor("ids", "INT32", *ids), tensor("mask", "INT32", *mask)))
+    with pytest.raises(InvalidRequestError, match=message):
+        OF_IDS.validate(request)
+    OF_IDS.validate(InferRequest("", (tensor("ids", "INT32", 1, 6), tensor("mask", "INT32", 1, 2, 6))))
+
+
+@pytest.mark.parametrize("wrong", [-1, 10])
+def test_an_id_that_the_model_does_not_know_is_refused(wrong: int) -> None:
+    OF_IDS.check_values({"ids": np.array([[0, 9]])})
+    with pytest.raises(InvalidRequestError, match=f"input 'ids' of model 'm' holds {wrong}, its ids are 0 to 9"):
+        OF_IDS.check_values({"ids": np.array([[0, wrong, 3]])})
+
+
+def test_a_model_of_a_datatype_that_the_protocol_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tensor x: BF16 is not one of BOOL, .*, FP64, BYTES"):
+        TensorSpec("x", "BF16", (-1, 2))
 
 
 def test_a_good_request_gives_its_rows_and_arrays() -> None:

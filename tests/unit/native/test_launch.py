@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from servers.engines.factory import check_engine
 from servers.engines.interface import EngineError
+from servers.engines.settings import EngineSettings
 from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.models.weights import RandomWeights
 from servers.native.command import Launch, check
@@ -36,3 +39,38 @@ def test_what_the_engine_does_not_have_is_refused_before_a_model_is_exported(
 ) -> None:
     with pytest.raises(EngineError, match=problem):
         check(options)
+
+
+def test_the_model_chooses_engine_and_weights_that_the_user_did_not(tmp_path: Path) -> None:
+    launch = check({"model": "transformers:distilbert-base-uncased", "pad_to": "64,32"})
+    argv = launch.plan({}).argv
+    chosen = {flag: argv[argv.index(flag) + 1] for flag in ("--engine", "--weights", "--pad-to", "--model")}
+    assert chosen == {
+        "--engine": "torch",
+        "--weights": "random:0",
+        "--pad-to": "32,64",
+        "--model": "transformers:distilbert-base-uncased",
+    }
+    file = replace(get_specification(DEFAULT_MODEL), file=tmp_path / "model.onnx")
+    assert NativeSettings().resolved(file).engine == "onnxruntime"
+    assert NativeSettings(engine="tensorrt", weights="random:7").resolved(file).engine == "tensorrt"
+    assert NativeSettings(weights="random:7").resolved(file).weights == "random:7"
+    with pytest.raises(EngineError, match="is an ONNX file, which the torch engine does not execute"):
+        check_engine(file, EngineSettings("torch"))
+
+
+def test_a_model_in_a_file_is_started_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text('{"model_type": "distilbert", "vocab_size": 99}')
+    monkeypatch.chdir(tmp_path)
+    plan = check({"model": "./tiny"}).plan({})
+    assert plan.argv[plan.argv.index("--model") + 1] == str(tmp_path / "tiny")
+    assert plan.model == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"), [(DEFAULT_MODEL, "cannot be padded"), ("transformers:bert-base-uncased", "is 512")]
+)
+def test_sizes_that_the_model_does_not_have_are_refused_at_the_start(model: str, problem: str) -> None:
+    with pytest.raises(EngineError, match=f"--pad-to.*{problem}"):
+        check({"model": model, "pad_to": "32,1024"})

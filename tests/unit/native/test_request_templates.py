@@ -14,6 +14,8 @@ from servers.contract.codec import decode_request, encode_response
 from servers.contract.errors import InvalidRequestError
 from servers.contract.records import InferResponse, ModelSignature, OutputTensor
 from servers.contract.tensors import TensorSpec
+from servers.engines.padding import Padding
+from servers.models.specification import Axis
 from servers.native.request_templates import TemplateCache
 
 SIGNATURE = ModelSignature(
@@ -99,6 +101,20 @@ def test_what_has_to_be_decoded_each_time_is_not_kept(changes: dict[str, Any]) -
     templates = TemplateCache(SIGNATURE)
     assert templates.keep(header, decode_request(body, len(header), SIGNATURE), body.nbytes) is None
     assert templates.find(header, body.nbytes) is None
+
+
+def test_requests_that_can_be_padded_to_one_size_share_a_key() -> None:
+    padding = Padding(Axis("width", 2, 9, {"n": 1}, {"n": 0}), (4, 8))
+    keys = []
+    for width in (2, 8, 9):
+        header, data = request(width=width)
+        body = memoryview(header + data)
+        template = TemplateCache(SIGNATURE, padding).keep(
+            header, decode_request(body, len(header), SIGNATURE), body.nbytes
+        )
+        assert template is not None
+        keys.append(template.key)
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_values_in_the_header_are_not_kept() -> None:

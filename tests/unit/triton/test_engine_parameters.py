@@ -9,8 +9,15 @@ import pytest
 
 from servers.engines.interface import EngineDescription
 from servers.engines.settings import EngineSettings
+from servers.models.image_decoder import DecodingSettings
+from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.models.weights import CheckpointWeights, RandomWeights
-from servers.triton.engine_parameters import contradictions, parameters_from_settings, settings_from_parameters
+from servers.triton.engine_parameters import (
+    contradictions,
+    parameters_from_model,
+    parameters_from_settings,
+    settings_from_parameters,
+)
 from servers.triton.settings import resolve_engine
 
 ON_CPU = EngineSettings(kind="onnxruntime", precision="fp32", mode="session", device="cpu", threads=2, max_batch_size=8)
@@ -45,6 +52,22 @@ def test_the_config_shows_what_executes_and_no_path() -> None:
 @pytest.mark.parametrize("settings", [ON_CPU, replace(ON_CPU, device="cuda:1", threads=0, precision="tf32")])
 def test_settings_come_back(settings: EngineSettings) -> None:
     assert settings_from_parameters(parameters_from_settings(settings, RandomWeights(0), None, None), 8) == settings
+
+
+@pytest.mark.parametrize(("pad_to", "shown"), [((32, 64), "32,64"), ((), "none")])
+def test_the_sizes_to_pad_to_come_back(pad_to: tuple[int, ...], shown: str) -> None:
+    bert = get_specification("transformers:distilbert-base-uncased")
+    parameters = {**PARAMETERS, **parameters_from_model(bert, pad_to, DecodingSettings())}
+    assert parameters["pad_to"] == shown
+    assert settings_from_parameters(parameters, 8).pad_to == pad_to
+    assert "pad_to" not in parameters_from_model(get_specification(DEFAULT_MODEL), (), DecodingSettings())
+
+
+def test_clients_get_a_models_name_and_no_folder() -> None:
+    bert = replace(get_specification("transformers:distilbert-base-uncased"), reference="/home/me/secret/bert.py:make")
+    parameters = parameters_from_model(bert, (), DecodingSettings())
+    assert parameters["model"] == "bert.py:make"
+    assert not any("secret" in value for value in parameters.values())
 
 
 def test_another_file_under_the_same_name_is_told_and_refused() -> None:

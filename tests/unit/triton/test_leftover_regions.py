@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification
 from servers.triton import leftovers
 from servers.triton.errors import TritonUnavailableError
@@ -22,6 +23,11 @@ def test_two_largest_batches_fit(specification: ModelSpecification) -> None:
     assert 2 * 32 * item_bytes < size < 2 * 32 * item_bytes + 18 * 2**20
     assert size % 2**20 == 0
     assert size < 64 * 2**20, "Docker's default /dev/shm has 64 MiB"
+
+
+def test_an_axis_counts_with_its_largest_size() -> None:
+    bert = get_specification("transformers:distilbert-base-uncased")
+    assert leftovers.region_bytes(bert, 8) > 2 * 8 * 512 * (2 * 8 + 768 * 4)
 
 
 def test_too_little_space_is_said_before_a_bus_error_says_it() -> None:

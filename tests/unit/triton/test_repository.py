@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from servers.engines.settings import EngineSettings
 from servers.export.triton_config import BatchingSettings
 from servers.models.image_decoder import DecodingSettings
+from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.triton.errors import TritonOptionError
@@ -19,13 +21,15 @@ from servers.triton.wheel import Interpreter, find_wheel
 ENGINE = EngineSettings(kind="onnxruntime", mode="session", device="cpu", threads=2, max_batch_size=8)
 
 
-def laid_out(folder: Path, interpreter: Interpreter, specification: ModelSpecification) -> Repository:
+def laid_out(
+    folder: Path, interpreter: Interpreter, specification: ModelSpecification, engine: EngineSettings = ENGINE
+) -> Repository:
     return lay_out(
         folder,
         find_wheel(interpreter),
         [PlacedModel(specification, Path("/artefacts/model.onnx"), {"sha256": "ab12"})],
         RandomWeights(0),
-        ENGINE,
+        engine,
         BatchingSettings(max_batch_size=8),
         DecodingSettings(),
     )
@@ -39,6 +43,7 @@ def test_everything_that_triton_reads(
     assert [path.name for path in repository.models.iterdir()] == [specification.name]
     assert "/artefacts" not in (model / "config.pbtxt").read_text()
     assert json.loads((model / "1" / "engine.json").read_text()) == {
+        "model": "open_clip:ViT-B-32",
         "weights": "random:0",
         "artefact": "/artefacts/model.onnx",
     }
@@ -50,6 +55,16 @@ def test_everything_that_triton_reads(
     }
     assert all(path.is_symlink() and path.exists() for path in (repository.backends / "python").iterdir())
     assert [path.name for path in repository.libraries.iterdir()] == ["libpython3.99.so.1.0"]
+
+
+def test_only_sizes_to_pad_to_let_triton_merge_requests_of_different_sizes(
+    tmp_path: Path, interpreter: Interpreter
+) -> None:
+    bert = get_specification("transformers:distilbert-base-uncased")
+    for pad_to, ragged in (((), 0), ((32, 64), len(bert.inputs))):
+        repository = laid_out(tmp_path / "work", interpreter, bert, replace(ENGINE, pad_to=pad_to))
+        config = (repository.models / bert.name / "config.pbtxt").read_text()
+        assert config.count("allow_ragged_batch: true") == ragged
 
 
 def test_a_former_launchs_models_are_gone(

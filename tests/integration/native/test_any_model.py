@@ -1,0 +1,133 @@
+"""A real server with a small text model: requests of mixed lengths get what torch answers each of them alone."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc_client
+import tritonclient.http as http_client
+from tritonclient.utils import InferenceServerException
+
+from servers.contract.tensors import Array
+from servers.engines.factory import build_engine
+from servers.engines.settings import EngineSettings
+from servers.models.registry import get_specification
+from servers.models.specification import ModelSpecification
+from servers.models.weights import RandomWeights
+
+LENGTHS = (1, 5, 32, 40, 64, 100, 128)
+CONFIG = {
+    "model_type": "bert",
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+    "type_vocab_size": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("secret") / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert(model: Path) -> ModelSpecification:
+    return get_specification(str(model))
+
+
+@pytest.fixture(scope="module", params=["32,64", "none"])
+def server(request: pytest.FixtureRequest, model: Path, native_starter: Any) -> Any:
+    options = ("--device", "cpu", "--threads", "1", "--pad-to", request.param, "--max-queue-delay-us", "20000")
+    return native_starter(model.parent, "--model", str(model), *options)
+
+
+@pytest.fixture(scope="module")
+def expected(bert: ModelSpecification) -> dict[int, tuple[dict[str, Array], Array]]:
+    """By length: the inputs and the answer of the engine in this process."""
+    engine = build_engine(bert, RandomWeights(0), EngineSettings("torch", device="cpu", threads=1))
+    engine.load()
+    assert bert.make_items is not None
+    inputs = {length: dict(bert.make_items(length, [length])) for length in LENGTHS}
+    answers = {length: (given, engine.infer(given)["last_hidden_state"]) for length, given in inputs.items()}
+    engine.close()
+    return answers
+
+
+def infer(module: Any, client: Any, inputs: dict[str, Array]) -> Array:
+    tensors = []
+    for name, array in inputs.items():
+        tensor = module.InferInput(name, list(array.shape), "INT64")
+        tensor.set_data_from_numpy(array)
+        tensors.append(tensor)
+    answer: Array = client.infer("tiny", tensors).as_numpy("last_hidden_state")
+    return answer
+
+
+def pad_to(server: Any) -> str:
+    config = json.loads(server.request("GET", "/v2/models/tiny/config").body)
+    shown: str = config["parameters"]["pad_to"]["string_value"]
+    return shown
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_mixed_lengths_at_once_get_their_own_answers(protocol: str, server: Any, expected: Any) -> None:
+    module: Any = http_client if protocol == "http" else grpc_client
+    address = server.address if protocol == "http" else server.grpc_address
+    before = server.model_stats()["execution_count"]
+
+    def ask(length: int) -> Array:
+        client = module.InferenceServerClient(address)
+        try:
+            return infer(module, client, expected[length][0])
+        finally:
+            client.close()
+
+    lengths = LENGTHS * 4
+    with ThreadPoolExecutor(len(lengths)) as threads:
+        for length, answer in zip(lengths, threads.map(ask, lengths), strict=True):
+            np.testing.assert_allclose(answer, expected[length][1], atol=1e-5)
+    executions = server.model_stats()["execution_count"] - before
+    # Without sizes to pad to, neighbours in the queue have different lengths and share no batch.
+    assert executions < len(lengths) or pad_to(server) == "none"
+
+
+def test_a_bad_request_of_a_batch_harms_no_other(server: Any, expected: Any) -> None:
+    def ask(index: int) -> Array | str:
+        client = http_client.InferenceServerClient(server.address)
+        ids = dict(expected[5][0])
+        if index % 4 == 0:
+            ids["input_ids"] = ids["input_ids"] + 200
+        try:
+            return infer(http_client, client, ids)
+        except InferenceServerException as exc:
+            return str(exc)
+        finally:
+            client.close()
+
+    with ThreadPoolExecutor(12) as threads:
+        for index, answer in enumerate(threads.map(ask, range(12))):
+            if index % 4 == 0:
+                assert isinstance(answer, str)
+                assert "its ids are 0 to 199" in answer
+            else:
+                np.testing.assert_allclose(answer, expected[5][1], atol=1e-5)
+    assert server.status("/v2/health/ready") == 200
+
+
+def test_nothing_that_clients_read_shows_the_models_folder(server: Any) -> None:
+    config = json.loads(server.request("GET", "/v2/models/tiny/config").body)
+    assert config["parameters"]["model"]["string_value"] == "tiny"
+    assert pad_to(server) in ("32,64", "none")
+    for path in ("/v2", "/v2/models/tiny", "/v2/models/tiny/config", "/v2/models/tiny/stats", "/metrics"):
+        assert b"secret" not in server.request("GET", path).body
