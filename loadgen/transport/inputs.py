@@ -8,7 +8,7 @@ import math
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote
@@ -42,6 +42,8 @@ class SampleInputs:
 
     arrays: Mapping[str, Array]
     kind: Literal["photographs", "synthetic"]
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """The kind of each output, as far as the samples know the model: embedding, logits, labels, tensor."""
 
     @property
     def count(self) -> int:
@@ -97,7 +99,8 @@ def read_inputs(directory: Path, payload: str) -> SampleInputs:
         arrays: dict[str, Array] = {name: files}
     else:
         arrays = {unquote(path.name.removesuffix(f".{payload}.npy")): _load(path) for path in paths}
-    return SampleInputs(arrays, "synthetic" if synthetic else "photographs")
+    kinds = manifest.get("kinds") if isinstance(manifest, dict) else None
+    return SampleInputs(arrays, "synthetic" if synthetic else "photographs", kinds if isinstance(kinds, dict) else {})
 
 
 def _load(path: Path) -> Array:
