@@ -128,7 +128,7 @@ class LoadRunner:
             command = self.answers.keeping(command, entry.workload, number)
         outcome = self._generate(_title(entry), arm, command, readings)
         if self.answers is not None:
-            self.answers.take(entry.workload, entry.label, f"{name} {number}", outcome)
+            self.answers.take(entry.workload, entry.label, f"{name} {number}", command.concurrency, outcome)
         return outcome
 
     def require_whole(self, entry: ScheduledBlock, outcome: Outcome, samples: Path, cut_reason: str | None) -> None:

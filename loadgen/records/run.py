@@ -397,7 +397,13 @@ class ParityCase(Record, frozen=True, kw_only=True):
     element_max: float | None = None
     """Largest relative error of an element, except elements that are small relative to the others."""
     output: str | None = None
-    """The output with the largest relative error, if it failed."""
+    """The first output that differs by more than rounding, if it failed."""
+    fault: str | None = None
+    """How that output differs, in words that follow its name."""
+    top1: float | None = None
+    """Share of items with the same highest logit; None without logits."""
+    top5: float | None = None
+    """Share of items with the same five highest logits; None without logits, or with five classes or fewer."""
 
 
 class ParityRecord(Record, frozen=True, kw_only=True):
@@ -415,6 +421,10 @@ class ParityRecord(Record, frozen=True, kw_only=True):
     """Largest relative error of an element that passes."""
     threshold_cosine: float | None = None
     """Threshold in older runs, in which the cosine decided."""
+    kinds: dict[str, str] = {}
+    """How each output was compared: embedding, logits, labels (equal), tensor; empty in older runs."""
+    alike: dict[Label, tuple[str, ...]] | None = None
+    """The outputs of each arm with the same values for every input; None with one input, and in older runs."""
 
     @property
     def lowest_cosine(self) -> float | None:
@@ -423,6 +433,10 @@ class ParityRecord(Record, frozen=True, kw_only=True):
     @property
     def largest_relative_error(self) -> float | None:
         return max((case.relative_max for case in self.cases if case.relative_max is not None), default=None)
+
+    def lowest_share(self, name: Literal["top1", "top5"]) -> float | None:
+        """The lowest share of items with the same highest logits."""
+        return min((share for case in self.cases if (share := getattr(case, name)) is not None), default=None)
 
 
 class RunState(Record, frozen=True, kw_only=True):

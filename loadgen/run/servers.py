@@ -127,10 +127,5 @@ def require_parity(bench: Bench, tolerance: Tolerance) -> None:
     if record.error is not None:
         raise ParityFailedError(f"the arms' answers cannot be checked, so their speed is not compared: {record.error}")
     if not record.ok:
-        failed = ", ".join(
-            f"{case.name} (output {case.output}: relative error {case.relative_max or 0.0:.2g}, of one element "
-            f"{case.element_max or 0.0:.2g})"
-            for case in record.cases
-            if not case.ok
-        )
+        failed = ", ".join(f"{case.name} (output {case.output} {case.fault})" for case in record.cases if not case.ok)
         raise ParityFailedError(f"the arms do not give the same answers, so their speed is not compared: {failed}")

@@ -1,7 +1,7 @@
 """Reads the user's own inputs: arrays, raw files, or perf_analyzer's JSON, checked against the model's metadata.
 
     FILE.npz     one array per input, the items in its first dimension
-    FILE.json    perf_analyzer's --input-data: {"data": [{"INPUT": VALUES, …}, …]}, or lists of such steps; all are items
+    FILE.json    perf_analyzer's --input-data: {"data": [{"INPUT": VALUES, …}, …]}; the steps of streams are items too
     FILE.jsonl   one item per line in the same form
     DIR          JPEG files; or, as perf_analyzer's --input-data DIR, one file per input with the values of one item
                  (for BYTES a text of one element per line)
@@ -62,14 +62,9 @@ def write_given(path: Path, signature: Signature, directory: Path, payload: str)
             case _:
                 items, ignored = _read_json(path, signature)
                 source += f" ({ignored} ignored)" if ignored else ""
-        if not items:
-            raise InputError("it holds no items")
-        arrays: dict[str, Array] = {}
-        shapes: dict[str, list[Shape]] = {}
-        for name in items[0]:
-            arrays[name], own = _stack([item[name] for item in items])
-            if len(set(own)) > 1:
-                shapes[name] = own
+        stacked = {tensor.name: _stack([item[tensor.name] for item in items]) for tensor in signature.inputs}
+        arrays = {name: array for name, (array, _) in stacked.items()}
+        shapes = {name: own for name, (_, own) in stacked.items() if len(set(own)) > 1}
         write_folder(directory, payload, arrays, {"kind": GIVEN, "source": source, "shapes": shapes})
     except (InputError, OSError, ValueError, MemoryError, zipfile.BadZipFile, EOFError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
@@ -77,7 +72,10 @@ def write_given(path: Path, signature: Signature, directory: Path, payload: str)
 
 
 def _stack(items: Sequence[Array]) -> tuple[Array, list[Shape]]:
-    """All items of an input in one array, with the shape of each; smaller ones have zeros behind."""
+    """All items of an input in one array, with the shape of each; smaller ones have zeros behind. Raises `InputError`
+    without any."""
+    if not items:
+        raise InputError("it holds no items")
     shapes = [item.shape for item in items]
     whole = np.zeros((len(items), *map(max, *shapes, shapes[0])), items[0].dtype)
     if whole.dtype.hasobject:

@@ -67,6 +67,8 @@ class SampleInputs:
     """Whether items of different shapes may share a request: only if they are padded as the model wants it."""
     axis: str | None = None
     """The name of the model's padded axis."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """The kind of each output, as far as the samples know the model: embedding, logits, labels, tensor."""
     about: Mapping[str, str | int] = field(default_factory=dict)
     """More for the stored record: the seed, or the file that the user gave."""
 
@@ -164,7 +166,7 @@ def served_model(directory: Path, payload: str) -> str | None:
 
 
 def read_inputs(directory: Path, payload: str) -> SampleInputs:
-    """Read every input of a payload, JPEG files as an object array [items, 1] of `bytes`. Raises `InputError` when there
+    """Read every input of a payload, JPEG files as an object array [items, 1] of `bytes`. Raises `InputError` if there
     are none."""
     manifest = read_manifest(directory)
     arrays = _read_jpegs(directory, manifest) if payload == "jpeg" else _read_arrays(directory, payload)
@@ -181,12 +183,13 @@ def read_inputs(directory: Path, payload: str) -> SampleInputs:
               if lengths and name in arrays}  # fmt: skip
         kind, name = str(manifest.get("kind", PHOTOGRAPHS)), axis.get("name")
         item = str(manifest.get("item", "image" if kind == PHOTOGRAPHS else "item"))
+        kinds = {str(output): str(kind) for output, kind in (manifest.get("kinds") or {}).items()}
     except (TypeError, ValueError, AttributeError, IndexError) as exc:
         raise InputError(f"{directory / MANIFEST} cannot be used: {exc}") from exc
     count = next(iter(counts.values()))
     if any(len(of_items) != count for of_items in (*shapes.values(), *([lengths] if lengths else []))):
         raise InputError(f"{directory / MANIFEST} does not describe the {count} items that the folder holds")
-    return SampleInputs(arrays, kind, item, lengths, shapes, not manifest.get("shapes"), name, about)
+    return SampleInputs(arrays, kind, item, lengths, shapes, not manifest.get("shapes"), name, kinds, about)
 
 
 def _along(array: Array, place: int, lengths: Sequence[int]) -> tuple[Shape, ...]:

@@ -70,11 +70,44 @@ def parity(facts: Facts) -> Iterator[Outcome]:
 
 
 def parity_figures(record: ParityRecord) -> str:
-    """The figures of the worst case, as text."""
-    relative, cosine = record.largest_relative_error, f"lowest cosine {record.lowest_cosine or 0.0:.6f}"
-    if relative is None or record.tolerance_relative is None:
-        return cosine
-    return f"largest relative error {relative:.1e} (tolerance {record.tolerance_relative:.1e}), {cosine}"
+    """The figures of the worst case, as text, by the kinds of the outputs."""
+    relative, kinds = record.largest_relative_error, set(record.kinds.values())
+    found = [] if kinds and "embedding" not in kinds else [f"lowest cosine {record.lowest_cosine or 0.0:.6f}"]
+    if relative is not None and record.tolerance_relative is not None and kinds != {"labels"}:
+        found.insert(0, f"largest relative error {relative:.1e} (tolerance {record.tolerance_relative:.1e})")
+    found.append(order_words(record.lowest_share("top1"), record.lowest_share("top5")))
+    if "labels" in kinds:
+        equal = all(case.ok or record.kinds.get(str(case.output)) != "labels" for case in record.cases)
+        found.append("labels are equal" if equal else "labels differ")
+    return ", ".join(filter(None, found))
+
+
+def order_words(top1: float | None, top5: float | None) -> str:
+    """ "top-1 agrees on 100 %, top-5 on 98 %"; empty without logits."""
+    shares = [f"top-1 agrees on {share(top1, 3)}" if top1 is not None else "", f"top-5 on {share(top5, 3)}"]
+    return ", ".join(shares if top5 is not None else shares[:1])
+
+
+@check(
+    "the answers depend on the inputs",
+    "invalidates",
+    "Find out why that server answers every input alike: it may not compute at all.",
+)
+def answers_depend_on_inputs(facts: Facts) -> Iterator[Outcome]:
+    """Judge whether different inputs get different answers. Skipped without a record, and for the null engine; a model
+    whose labels alone are alike may be right."""
+    record = facts.run.parity
+    engines = {arm.label: arm.in_effect.get("engine") for arm in facts.run.arms}
+    if record is None or record.alike is None:
+        return
+    judged = {label: alike for label, alike in record.alike.items() if engines.get(label) != "null"}
+    same = [label for label, alike in judged.items() if alike and set(alike) == set(record.kinds)]
+    if same:
+        detail = f"the answers of {join(list(map(shown, same)))} do not depend on the inputs: all of them are alike"
+        only_labels = set(record.kinds.values()) == {"labels"}
+        yield Outcome(False, detail, len(same), severity="warns" if only_labels else None)
+    elif judged:
+        yield Outcome(True, "different inputs get different answers", 0)
 
 
 @check("every arm got the same payload", "invalidates", "Give every arm the same --payload.", threshold="equal")
@@ -172,6 +205,11 @@ def _answers(
             f"{sum(one.answers for one in found):,} answers ({sum(one.items for one in found):,} items) differ by "
             f"at most {worst:.1e} (tolerance {found[0].tolerance_relative:.1e})"
         )
+        first, fifth = (
+            min((value for one in found if (value := getattr(one, name)) is not None), default=None)
+            for name in ("top1", "top5")
+        )
+        detail = ", ".join(filter(None, (detail, order_words(first, fifth))))
     compared = not errors and not missing
     ok = False if wrong else True if compared else None
     return Outcome(

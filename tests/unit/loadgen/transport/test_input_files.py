@@ -113,7 +113,7 @@ def test_items_of_different_shapes_never_share_a_request(tmp_path: Path) -> None
         ({**ITEM, "scale": [1]}, r"item 1, input scale has 1 values, and the shape \[2\] needs 2"),
         (
             {**ITEM, "scale": {"content": [1, 2], "shape": [1, 2]}},
-            r"items of shape \[1, 2\], and the model takes \[2\]",
+            r"of shape \[1, 2\], and the model takes \[2\]",
         ),
         ({**ITEM, "scale": {"b64": "AAA="}}, "input scale has 2 bytes, which is not a multiple of 4"),
         ({**ITEM, "scale": {"b64": "§"}}, "input scale is not base64"),
