@@ -83,6 +83,8 @@ class ModelSpecification:
     kinds: Mapping[str, OutputKind] = field(default_factory=dict)
     """By output; an output without an entry is a `tensor`."""
     axes: tuple[Axis, ...] = ()
+    id_counts: Mapping[str, int] = field(default_factory=dict)
+    """By input of ids, such as token ids, how many the model knows: 0 to one less. Servers refuse others."""
     item: str = "item"
     """What one row of a batch is: image, sequence, item."""
     flops_per_item: int | None = None

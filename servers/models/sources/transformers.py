@@ -130,6 +130,7 @@ def _specification(config: Any, **fields: Any) -> ModelSpecification:
         ),
         item="sequence",
         max_batch_size=32,
+        id_counts={"input_ids": config.vocab_size},
         make_items=partial(_token_ids, config.vocab_size, pad, tuple(inputs)),
         load_module=partial(_load, config, classifier, title, fields.get("find_pretrained")),
         **fields,
