@@ -118,9 +118,15 @@ def _cases(
     rules: Rules,
 ) -> list[ParityCase]:
     count = min(map(len, alone.values()))
-    batches = mixed_batches(count, max(batch_sizes))
+    inputs = next(iter(arms.values())).inputs
+    alike = max(([item for item in group if item < count] for group in inputs.groups()), key=len)  # they share batches
+    batches = [tuple(alike[item] for item in batch) for batch in mixed_batches(len(alike), max(batch_sizes))]
     sent = {f"mixed batches of {', '.join(str(len(batch)) for batch in batches)} at once": batches}
-    sent |= {f"one batch of {size}": [tuple(item % count for item in range(size))] for size in batch_sizes if size > 1}
+    sent |= {
+        f"one batch of {size}": [tuple(alike[item % len(alike)] for item in range(size))]
+        for size in batch_sizes
+        if size > 1
+    }
     batched = {
         label: {name: _ask_all(label, arm, together, at_once=len(together)) for name, together in sent.items()}
         for label, arm in arms.items()
@@ -366,7 +372,7 @@ def _judged(
 
 def _ask_alone(reference: ParityTarget, variation: Variation | None, seed: int, kept: _Kept) -> list[Answer]:
     inputs, answer = reference.inputs, kept.answer
-    items = choose_items(inputs.count, kept.workload.batch_size, seed)[answer.body]
+    items = choose_items(inputs, kept.workload.batch_size, seed, length=kept.workload.sequence_length)[answer.body]
     alone = []
     for row in answer.rows:
         if variation is None:

@@ -59,9 +59,10 @@ def analyse_run(run: StoredRun) -> Result:
     drafts = compare_all(
         run.experiment, blocks, run.cold_starts, [*searches.rates, *searches.ramps], latencies_of(run.blocks)
     )
-    if run.environment is not None and run.environment.inputs.get("kind") == "synthetic":
-        # Synthetic inputs are not images.
-        drafts = tuple(msgspec.structs.replace(one, unit=one.unit.replace("images", "items")) for one in drafts)
+    sent = {} if run.environment is None else run.environment.inputs
+    item = str(sent.get("item") or ("item" if sent.get("kind") == "synthetic" else "image"))
+    if item != "image":
+        drafts = tuple(msgspec.structs.replace(one, unit=one.unit.replace("images", f"{item}s")) for one in drafts)
     stopping = describe_stopping(run.experiment, run.state, drafts)
     if not is_self_comparison(run.experiment):
         drafts = apply_floor(drafts, run.noise_floors, run.experiment.equivalence_margin)
