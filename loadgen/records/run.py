@@ -86,6 +86,26 @@ def asked_for(settings: dict[str, str], key: str) -> str | None:
     return next((value for name, value in settings.items() if setting_key(name) == key), None)
 
 
+class Access(Record, frozen=True, kw_only=True):
+    """How requests reach a server that abserve does not start. Paths are files in PEM form."""
+
+    ca: str | None = None
+    """Certificates of the authorities that are trusted; without it those of the system."""
+    insecure: bool = False
+    """Whether the server's certificate is not verified."""
+    cert: str | None = None
+    """The client's certificate."""
+    key: str | None = None
+    """The key of that certificate, if it is in another file."""
+    version: str | None = None
+    """Version of the model; without it the server chooses."""
+    header: dict[str, str] = {}
+    """Headers or gRPC metadata of every request. A value is stored as a reference such as $TOKEN, or as …."""
+
+
+DEFAULT_ACCESS = Access()
+
+
 class ArmRequest(Record, frozen=True, kw_only=True):
     """One arm as requested. `target` is native, triton, or the URL of a running server."""
 
@@ -96,7 +116,15 @@ class ArmRequest(Record, frozen=True, kw_only=True):
     payload: str | None = None
     """If it differs from the experiment's; such a pair does not compare servers."""
     grpc: str | None = None
-    """HOST:PORT of the gRPC endpoint of a server given by URL."""
+    """Address of the gRPC endpoint of a server given by URL: HOST:PORT, grpc://… or grpcs://…."""
+    access: Access = DEFAULT_ACCESS
+    """How a server given by URL is reached."""
+
+    @property
+    def tls_addresses(self) -> tuple[str, ...]:
+        """Its addresses that are reached over TLS."""
+        given = (self.target, self.grpc or "")
+        return tuple(address for address in given if address.startswith(("https://", "grpcs://")))
 
     @property
     def embedded(self) -> bool:

@@ -67,7 +67,7 @@ class PreparedBody:
     def request(self, address: Address, model: str) -> Request:
         """The request for one server; the body is shared, not copied."""
         headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(self.json_bytes)}
-        path, length = f"/v2/models/{model}/infer", len(self.body)
+        path, length = f"{address.model_path(model)}/infer", len(self.body)
         head = request_head("POST", path, address, content_length=length, headers=headers)
         return Request(head, self.body, self.payload_bytes, self.pieces)
 

@@ -240,7 +240,7 @@ class SharedMemoryConnection:
             outputs.append(output)
         body, _ = triton_http.InferenceServerClient.generate_request_body(tensors, outputs=outputs)
         body = body.encode() if isinstance(body, str) else bytes(body)
-        path = f"/v2/models/{self._model}/infer"
+        path = f"{self._address.model_path(self._model)}/infer"
         return self._post(path, body, request.payload_bytes), tuple(copies), tuple(places)
 
 

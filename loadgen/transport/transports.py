@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from loadgen.documents import DocumentError
-from loadgen.records.run import Transport
+from loadgen.records.run import DEFAULT_ACCESS, Access, Transport
 from loadgen.transport.bodies import (
     AnswerError,
     PreparedBody,
@@ -44,16 +44,19 @@ class Target:
     url: str
     model: str
     grpc_address: str | None = None
+    access: Access = DEFAULT_ACCESS
 
     def sendable(self, body: Body) -> Sendable:
         """The request for this server; the bytes are shared."""
-        return body.request(Address.parse(self.url), self.model) if isinstance(body, PreparedBody) else body
+        return (
+            body.request(Address.parse(self.url, self.access), self.model) if isinstance(body, PreparedBody) else body
+        )
 
     def connection(self, requests: Sequence[Sendable], *, timeout_s: float) -> Connection:
         """A connection, not yet open. Over shared memory it can send only these requests. Raises `AddressError`."""
         if self.transport == "grpc":
-            return GrpcConnection(self.grpc_address or "", timeout_s=timeout_s)
-        address = Address.parse(self.url)
+            return GrpcConnection(self.grpc_address or "", timeout_s=timeout_s, access=self.access)
+        address = Address.parse(self.url, self.access)
         if self.transport == "shm":
             through_memory = tuple(request for request in requests if isinstance(request, SharedMemoryRequest))
             return SharedMemoryConnection(address, self.model, through_memory, timeout_s=timeout_s)
@@ -78,7 +81,7 @@ def prepare(
             for output in signature.outputs
         }
         return SharedMemoryRequest(tensors, sizes)
-    message = service_pb2.ModelInferRequest(model_name=signature.model)
+    message = service_pb2.ModelInferRequest(model_name=signature.model, model_version=signature.version or "")
     for tensor in tensors:
         message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         message.raw_input_contents.append(tensor.data)

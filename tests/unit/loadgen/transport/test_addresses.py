@@ -8,7 +8,17 @@ from loadgen.transport.requests import Address, AddressError
 
 
 @pytest.mark.parametrize(
-    "url", ["https://x:1", "http://", "ftp://x", "http://x:port", "http://[::1", "http://a..b", f"http://{'x' * 64}:1"]
+    "url",
+    [
+        "wss://x:1",
+        "https://me:word@x:1",
+        "http://",
+        "ftp://x",
+        "http://x:port",
+        "http://[::1",
+        "http://a..b",
+        f"http://{'x' * 64}:1",
+    ],
 )
 def test_unusable_addresses_show_a_valid_one(url: str) -> None:
     with pytest.raises(AddressError, match=r"http://127\.0\.0\.1:8100"):
