@@ -99,7 +99,7 @@ class Access(Record, frozen=True, kw_only=True):
     """The key of that certificate, if it is in another file."""
     version: str | None = None
     """Version of the model; without it the server chooses."""
-    header: dict[str, str] = {}
+    header: Mapping[str, str] = {}
     """Headers or gRPC metadata of every request. A value is stored as a reference such as $TOKEN, or as …."""
 
 

@@ -143,9 +143,9 @@ class RemoteDeployment(Deployment):
     def wait_ready(self, model: str, timeout_s: float) -> StartTimes:
         """Wait until the server is ready; the error says what its owner can do."""
         address = self._address
+        if address.tls:
+            self._shake_hands()
         try:
-            if address.tls:
-                self._shake_hands()
             return super().wait_ready(model, timeout_s)
         except DeploymentError as exc:
             remedy = _tls_remedy(address, "https") or "; start it, or correct the URL or --model"

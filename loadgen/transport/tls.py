@@ -112,7 +112,9 @@ def secured(connection: socket.socket, context: ssl.SSLContext, host: str, proto
         made = context.wrap_socket(connection, server_hostname=host)
     except TimeoutError:
         connection.close()
-        raise TimeoutError("the server has not answered the TLS handshake; it may not speak TLS") from None
+        raise TimeoutError(
+            "no answer to the TLS handshake; if the server does not speak TLS, give its address with http://"
+        ) from None
     except (OSError, ValueError) as exc:
         connection.close()
         raise TlsError(reason(exc, host)) from None
