@@ -128,6 +128,11 @@ class RemoteDeployment(Deployment):
         to its gRPC."""
         self.wait_ready(model, RUNNING_READY_SECONDS)
         limit = (Endpoint(self.url, access=self.access).config(model) or {}).get("max_batch_size")
+        if self.largest_batch > 1 and not Endpoint(self.url, access=self.access).signature(model).batched:
+            raise DeploymentError(
+                f"the load has batches of {self.largest_batch}, but model {model} has no batch dimension; leave "
+                "batched out of --scenarios"
+            )
         if isinstance(limit, int) and 0 < limit < self.largest_batch:
             raise DeploymentError(batch_sentence(limit, self.largest_batch))
         if self.grpc_address is not None:

@@ -38,6 +38,8 @@ def raw_tensors(
 ) -> tuple[RawTensor, ...]:
     """The model's inputs for these items. Raises `InputError` when one is missing or has another datatype."""
     tensors = []
+    if len(items) > 1 and not signature.batched:
+        raise InputError(f"{signature.model} has no batch dimension, so a request cannot have {len(items)} items")
     for expected in signature.inputs:
         chosen = inputs.take(expected.name, items)
         if np_to_triton_dtype(chosen.dtype) != expected.datatype:
@@ -47,7 +49,8 @@ def raw_tensors(
             )
         data = serialize_byte_tensor(chosen).item() if expected.datatype == "BYTES" else chosen.tobytes()
         places = variation.offsets(chosen, items) if variation and variation.name == expected.name else ()
-        tensors.append(RawTensor(expected.name, expected.datatype, chosen.shape, data, places))
+        shape = chosen.shape if signature.batched else chosen.shape[1:]
+        tensors.append(RawTensor(expected.name, expected.datatype, shape, data, places))
     return tuple(tensors)
 
 
@@ -80,7 +83,7 @@ def prepare_body(
     tensors, places, start = [], [], 0
     for raw in raw_tensors(inputs, signature, items, variation):
         tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
-        tensor.set_data_from_numpy(inputs.take(raw.name, items), binary_data=True)
+        tensor.set_data_from_numpy(inputs.take(raw.name, items).reshape(raw.shape), binary_data=True)
         tensors.append(tensor)
         places += [start + place for place in raw.places]
         start += len(raw.data)

@@ -40,6 +40,9 @@ class Signature:
     outputs: tuple[TensorSignature, ...]
     version: str | None = None
     """The version that is asked for; None: the server chooses."""
+    batched: bool = True
+    """Whether requests have a batch dimension. Without one the shapes here begin with -1 all the same, and a request,
+    which takes one item, leaves it out."""
 
 
 class Endpoint:
@@ -106,7 +109,12 @@ class Endpoint:
             known = "" if self.live() else ", which does not answer /v2/health/live either"
             wanted = f"model {model}" if version is None else f"version {version} of model {model}"
             raise EndpointError(f"no {wanted} at {self.address.url}{known}; name another with --model")
-        return Signature(model, read_tensors(document, "inputs"), read_tensors(document, "outputs"), version)
+        inputs, outputs = read_tensors(document, "inputs"), read_tensors(document, "outputs")
+        if not all(one.shape and one.shape[0] in (-1, 1) for one in inputs) or (
+            any(len(one.shape) == 1 for one in inputs) and (self.config(model) or {}).get("max_batch_size") == 0
+        ):
+            return Signature(model, _items_of(inputs), _items_of(outputs), version, batched=False)
+        return Signature(model, inputs, outputs, version)
 
     def statistics(self, model: str) -> dict[str, Any] | None:
         """`model_stats[0]` of the statistics extension; None if the server does not have it."""
@@ -116,6 +124,11 @@ class Endpoint:
             return None
         entries = (document or {}).get("model_stats")
         return entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else None
+
+
+def _items_of(tensors: tuple[TensorSignature, ...]) -> tuple[TensorSignature, ...]:
+    """With a batch dimension before the shapes."""
+    return tuple(msgspec.structs.replace(one, shape=(-1, *one.shape)) for one in tensors)
 
 
 def read_tensors(document: Mapping[str, Any], key: str) -> tuple[TensorSignature, ...]:

@@ -95,9 +95,9 @@ def serving(
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def await_true(condition: Callable[[], bool]) -> None:
+def await_length(found: list[int], length: int) -> None:
     deadline = time.monotonic() + 10.0
-    while not condition():
+    while len(found) < length:
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -156,7 +156,7 @@ def test_a_connection_that_was_closed_while_idle_is_made_again(authority: Author
         connection = HttpConnection(address, timeout_s=10)
         for number in range(1, 5):
             assert connection.send(post(address, b"")).status == 200
-            await_true(lambda done=number: len(served) >= done)
+            await_length(served, number)
         assert connection.reconnects == 3
         connection.close()
 
