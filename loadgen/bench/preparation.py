@@ -60,7 +60,7 @@ def _deployment(
     arm: ArmRequest, experiment: Experiment, store: RunStore, work: Path, abserve: Sequence[str]
 ) -> Deployment:
     if not arm.embedded:
-        return RemoteDeployment(arm.target, arm.grpc)
+        return RemoteDeployment(arm.target, arm.grpc if experiment.transport == "grpc" else None, arm.access)
     if experiment.deployment == "compose":
         return ComposeDeployment(arm.target, experiment.compose_project or PROJECT)
     options = {"model": reference(experiment.reference_of(arm)), "threads": str(experiment.threads)}

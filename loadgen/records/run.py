@@ -88,6 +88,26 @@ def asked_for(settings: dict[str, str], key: str) -> str | None:
     return next((value for name, value in settings.items() if setting_key(name) == key), None)
 
 
+class Access(Record, frozen=True, kw_only=True):
+    """How requests reach a server that abserve does not start. Paths are files in PEM form."""
+
+    ca: str | None = None
+    """Certificates of the authorities that are trusted; without it those of the system."""
+    insecure: bool = False
+    """Whether the server's certificate is not verified."""
+    cert: str | None = None
+    """The client's certificate."""
+    key: str | None = None
+    """The key of that certificate, if it is in another file."""
+    version: str | None = None
+    """Version of the model; without it the server chooses."""
+    header: Mapping[str, str] = {}
+    """Headers or gRPC metadata of every request. A value is stored as a reference such as $TOKEN, or as …."""
+
+
+DEFAULT_ACCESS = Access()
+
+
 class ArmRequest(Record, frozen=True, kw_only=True):
     """One arm as requested. `target` is native, triton, or the URL of a running server."""
 
@@ -98,9 +118,17 @@ class ArmRequest(Record, frozen=True, kw_only=True):
     payload: str | None = None
     """If it differs from the experiment's; such a pair does not compare servers."""
     grpc: str | None = None
-    """HOST:PORT of the gRPC endpoint of a server given by URL."""
+    """Address of the gRPC endpoint of a server given by URL: HOST:PORT, grpc://… or grpcs://…."""
+    access: Access = DEFAULT_ACCESS
+    """How a server given by URL is reached."""
     model: str | None = None
     """If it differs from the experiment's: a reference for a server that abserve starts, the name on one at a URL."""
+
+    @property
+    def tls_addresses(self) -> tuple[str, ...]:
+        """Its addresses that are reached over TLS."""
+        given = (self.target, self.grpc or "")
+        return tuple(address for address in given if address.startswith(("https://", "grpcs://")))
 
     @property
     def embedded(self) -> bool:
@@ -143,8 +171,7 @@ class Workload(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Its name: cold-start, single, batched(8), concurrent(16, length 128), open(50/s), poisson(50/s),
-        slo(p99≤50ms), ramp."""
+        """Its name: cold-start, single, batched(8), concurrent(16, length 128), poisson(50/s), slo(p99≤50ms), ramp."""
         if self.latency_bound_ms is not None:
             return f"slo(p99≤{self.latency_bound_ms:g}ms)"
         if self.is_open:
@@ -202,8 +229,7 @@ class Experiment(Record, frozen=True, kw_only=True):
     precision: str | None = None
     """The precision of all servers that abserve starts, unless an arm's settings have another; None: their default."""
     pad_to: tuple[int, ...] | None = None
-    """Sizes to which these servers pad batches of items of different lengths; empty: they do not; None: the model has
-    no such axis, or its samples were not read yet."""
+    """Sizes to which they pad batches of items of different lengths; None: no such axis, or samples not read yet."""
     inputs: str | None = None
     """The user's own inputs: a folder, a file, or random."""
     sequence_length: str | None = None
@@ -251,11 +277,9 @@ class Experiment(Record, frozen=True, kw_only=True):
         return asked_for(arm.settings, "model") or arm.model or self.model
 
     def model_of(self, arm: ArmRequest) -> str | None:
-        """The name under which a server that abserve does not start serves the arm's model, as far as the settings tell
-        it."""
-        if arm.model is not None and not arm.embedded:
-            return arm.model
-        return served_name(self.model, self.payload_of(arm))
+        """The arm's model on a server that abserve does not start, as far as the settings name it."""
+        own = None if arm.embedded else arm.model
+        return own or served_name(self.model, self.payload_of(arm))
 
 
 class StageTotals(Record, frozen=True, kw_only=True):
@@ -382,8 +406,7 @@ class Environment(Record, frozen=True, kw_only=True):
     gpu: dict[str, object]
     """The /gpu-info document of this machine, without processes; `status` says whether there is a GPU."""
     inputs: dict[str, str | int] = msgspec.field(default_factory=dict)
-    """The inputs: kind (photographs, token ids, random values, given), item, count, lengths, seed, source, sha256. In
-    older records random values are called synthetic."""
+    """The inputs: kind, item, count, lengths, seed, source, sha256; random values were once called synthetic."""
 
 
 class ArmRecord(Record, frozen=True, kw_only=True):

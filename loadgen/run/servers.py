@@ -117,6 +117,7 @@ def require_parity(bench: Bench, tolerance: Tolerance) -> None:
     count = next(iter(bench.inputs.values())).count
     bench.progress.now(f"sending {count} inputs to every server, alone and in mixed batches")
     limits = [size for record in bench.records if isinstance(size := record.in_effect.get("max_batch_size"), int)]
+    limits += [1 for signature in bench.signatures.values() if not signature.batched]
     used = {workload.batch_size for workload in bench.experiment.workloads}
     largest = max(1, min([*limits, max({8, *used})]))
     arms = {
