@@ -124,6 +124,8 @@ class Workload(Record, frozen=True, kw_only=True):
     """Requests per second of an open loop; None in a closed one."""
     latency_bound_ms: float | None = None
     """X of a search for the highest Poisson rate with p99 ≤ X (the scenario slo)."""
+    sequence_length: int | None = None
+    """Length of every sequence that it sends; None: of all lengths, or the inputs are no sequences."""
 
     @property
     def has_blocks(self) -> bool:
@@ -137,17 +139,22 @@ class Workload(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Its name: cold-start, single, batched(8), concurrent(16), open(50/s), poisson(50/s), slo(p99≤50ms), ramp."""
+        """Its name: cold-start, single, batched(8), concurrent(16), open(50/s), poisson(50/s), slo(p99≤50ms), ramp;
+        batched(8, length 128) for sequences of one length."""
+        scenario: str = self.scenario
+        inside: list[str] = []
         if self.latency_bound_ms is not None:
-            return f"slo(p99≤{self.latency_bound_ms:g}ms)"
-        if self.is_open:
-            size = f", batch {self.batch_size}" if self.batch_size > 1 else ""
-            return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_per_s or 0.0:g}/s{size})"
-        if self.scenario == "batched":
-            return f"batched({self.batch_size})"
-        if self.scenario == "concurrent":
-            return f"concurrent({self.concurrency})"
-        return self.scenario
+            inside = [f"p99≤{self.latency_bound_ms:g}ms"]
+        elif self.is_open:
+            scenario = "poisson" if self.arrivals == "poisson" else "open"
+            inside = [f"{self.rate_per_s or 0.0:g}/s", *([f"batch {self.batch_size}"] if self.batch_size > 1 else [])]
+        elif self.scenario == "batched":
+            inside = [str(self.batch_size)]
+        elif self.scenario == "concurrent":
+            inside = [str(self.concurrency)]
+        if self.sequence_length is not None:
+            inside.append(f"length {self.sequence_length}")
+        return f"{scenario}({', '.join(inside)})" if inside else scenario
 
 
 class Experiment(Record, frozen=True, kw_only=True):
@@ -355,7 +362,21 @@ class Environment(Record, frozen=True, kw_only=True):
     gpu: dict[str, object]
     """The /gpu-info document of this machine, without processes; `status` says whether there is a GPU."""
     inputs: dict[str, str | int] = msgspec.field(default_factory=dict)
-    """The inputs: kind (photographs, or synthetic for an unknown model), count, sha256."""
+    """The inputs: kind (photographs, token ids, random values, given), item (what one is called), count, sha256, and
+    the lengths of sequences: length_min, length_median, length_max, length_sum."""
+
+    @property
+    def item(self) -> str:
+        """What one of the inputs is called: image, sequence, item."""
+        named = self.inputs.get("item")
+        return str(named or ("image" if self.inputs.get("kind", "photographs") == "photographs" else "item"))
+
+    def tokens_per_item(self, workload: Workload) -> float | None:
+        """Mean length of the sequences that a workload sends, without padding; None for other inputs."""
+        if workload.sequence_length is not None:
+            return float(workload.sequence_length)
+        total, count = self.inputs.get("length_sum"), self.inputs.get("count")
+        return total / count if isinstance(total, int) and isinstance(count, int) and count else None
 
 
 class ArmRecord(Record, frozen=True, kw_only=True):

@@ -56,12 +56,8 @@ def analyse_run(run: StoredRun) -> Result:
     findings = {found.STUDY: found for found in every}
     facts = replace(facts, findings=findings)
     searches = facts.of(RatesFound)
-    drafts = compare_all(
-        run.experiment, blocks, run.cold_starts, [*searches.rates, *searches.ramps], latencies_of(run.blocks)
-    )
-    if run.environment is not None and run.environment.inputs.get("kind") == "synthetic":
-        # Synthetic inputs are not images.
-        drafts = tuple(msgspec.structs.replace(one, unit=one.unit.replace("images", "items")) for one in drafts)
+    values = [*searches.rates, *searches.ramps]
+    drafts = compare_all(run.experiment, blocks, run.cold_starts, values, latencies_of(run.blocks), facts.item)
     stopping = describe_stopping(run.experiment, run.state, drafts)
     if not is_self_comparison(run.experiment):
         drafts = apply_floor(drafts, run.noise_floors, run.experiment.equivalence_margin)
