@@ -203,8 +203,8 @@ def _crossed_chart(result: Result, scenario: str, what: str, workloads: Sequence
     return doc.Chart(
         f"lengths-{scenario}",
         f"{scenario.capitalize()}: throughput and latency against length and {what}",
-        f"Each button holds one thing fixed, the {what} or the length of the sequences. Bars are 95 % intervals over the "
-        "blocks of one arm.",
+        f"Each button holds one thing fixed, the {what} or the length of the sequences. Bars are 95 % intervals over "
+        "the blocks of one arm.",
         data,
         {"height": charts.tall(result, 380), "legend": charts.LEGEND_ABOVE},
         views,
