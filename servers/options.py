@@ -18,6 +18,11 @@ from servers.models.registry import DEFAULT_MODEL
 
 S = TypeVar("S", bound=BaseSettings)
 
+PAD_TO_HELP = (
+    "Sizes of the model's variable axis, such as 32,64,128: requests of any size share a batch padded to one of them; "
+    "empty: only requests of equal shapes do."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -37,7 +42,7 @@ def settings_of(prefix: str) -> SettingsConfigDict:
 class ModelOptions(BaseSettings):
     """The model, its weights and the folder of exported files. A field's `title` is its group in the help."""
 
-    model: str = Field(DEFAULT_MODEL, title="Model", description="Model to use, by its registered name.")
+    model: str = Field(DEFAULT_MODEL, title="Model", description="SOURCE:NAME, a path, or a registered name.")
     weights: str | None = Field(
         None, title="Model", description="random:SEED, a pretrained tag or a checkpoint file; default: the model's."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from servers.contract.errors import InvalidRequestError
 from servers.contract.tensors import Array, TensorSpec
@@ -174,6 +174,17 @@ class InferResponse:
     outputs: tuple[OutputTensor, ...]
 
 
+class VariableAxis(Protocol):
+    """A dimension of variable size besides the batch, by tensor; see `servers.models.specification.Axis`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def largest(self) -> int: ...
+    @property
+    def places(self) -> Mapping[str, int]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSignature:
     """The part of a model that a request is checked against."""
@@ -183,6 +194,9 @@ class ModelSignature:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int
+    axes: tuple[VariableAxis, ...] = ()
+    id_counts: Mapping[str, int] = field(default_factory=dict)
+    """By input of ids, such as token ids, how many ids the model knows: 0 to one less."""
 
     def validate(self, request: InferRequest) -> tuple[int, Mapping[str, Array]]:
         """The number of items and the inputs by name. Raises `InvalidRequestError` at the first contradiction."""
@@ -214,8 +228,33 @@ class ModelSignature:
                 f"expected {len(specs)} inputs but got {len(arrays)} inputs for model '{self.name}', "
                 f"missing {', '.join(map(repr, missing))}"
             )
+        self.check_sizes({name: array.shape for name, array in arrays.items()})
         self._check_outputs([output.name for output in request.outputs or ()])
         return rows, arrays
+
+    def check_sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises `InvalidRequestError` for a variable dimension without places, beyond its axis or unequal on it."""
+        for name, shape in shapes.items():
+            if 0 in shape:
+                raise InvalidRequestError(f"input '{name}' of model '{self.name}' has no elements: {shape_text(shape)}")
+        for axis in self.axes:
+            sizes = {name: shapes[name][place] for name, place in axis.places.items() if name in shapes}
+            if len(set(sizes.values())) > 1:
+                found = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
+                raise InvalidRequestError(f"inputs of model '{self.name}' differ in their {axis.name} size: {found}")
+            if sizes and max(sizes.values()) > axis.largest:
+                raise InvalidRequestError(
+                    f"the {axis.name} size of model '{self.name}' is at most {axis.largest}, got {max(sizes.values())}"
+                )
+
+    def check_values(self, arrays: Mapping[str, Array]) -> None:
+        """Raises `InvalidRequestError` for an id that the model does not know: on a GPU it would end the process."""
+        for name, count in self.id_counts.items():
+            ids: Any = arrays.get(name)
+            if ids is not None and (wrong := ids[(ids < 0) | (ids >= count)]).size:
+                raise InvalidRequestError(
+                    f"input '{name}' of model '{self.name}' holds {wrong[0]}, its ids are 0 to {count - 1}"
+                )
 
     def _check_shape(self, spec: TensorSpec, shape: tuple[int, ...]) -> None:
         if len(shape) != len(spec.shape) or any(

@@ -35,12 +35,16 @@ class TensorSpec:
     """One input or output of a model as its metadata gives it.
 
     `shape` includes the batch dimension, which is always the first and always -1 (any); other dimensions are fixed
-    or -1.
+    or -1. Raises `ValueError` for another datatype than the protocol's; BF16, which only Triton has, is one.
     """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.datatype not in DATATYPES and self.datatype != "BYTES":
+            raise ValueError(f"tensor {self.name}: {self.datatype} is not one of {', '.join(DATATYPES)}, BYTES")
 
     @property
     def item_shape(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from servers.contract.tensors import Array
+from servers.models.items import random_array as random_array
 from servers.models.specification import ModelSpecification
 
 
@@ -33,16 +34,6 @@ def bucket_of(buckets: Sequence[int], rows: int) -> int:
         if rows <= size:
             return size
     raise ValueError(f"a batch of {rows} exceeds the largest bucket, {buckets[-1]}")
-
-
-def random_array(generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-    """Uniform bytes for UINT8, 0 or 1 for other integers and booleans, else standard normal values drawn as FP32."""
-    if dtype == np.uint8:
-        return generator.integers(0, 256, shape, np.uint8)
-    if dtype.kind in "iub":
-        return generator.integers(0, 2, shape, np.uint8).astype(dtype)
-    values: Array = generator.standard_normal(shape, np.float32).astype(dtype, copy=False)
-    return values
 
 
 def random_inputs(

@@ -18,6 +18,10 @@ LIBRARIES = {name: kind.libraries for name, kind in KINDS.items()}
 def check_engine(specification: ModelSpecification, settings: EngineSettings) -> None:
     """Raise `EngineError` for settings or a variant that no machine can execute; imports no library."""
     settings.check()
+    if specification.file is not None and settings.kind == "torch":
+        raise EngineError(
+            f"{specification.name} is an ONNX file, which the torch engine does not execute; use --engine onnxruntime"
+        )
     if specification.executed is not specification:
         raise EngineError(
             f"no engine decodes images; use {specification.executed.name} instead of {specification.name}"

@@ -180,11 +180,14 @@ def python_config(
     batching: BatchingSettings,
     device: str,
     parameters: Mapping[str, str],
+    *,
+    ragged: bool = False,
 ) -> str:
     """`<model>`: the python backend executing `servers.triton.python_model`.
 
     `device` is cpu or cuda:N, already resolved. `parameters` are the engine's settings (engine, precision, weights …);
     the model refuses to load when its engine reports other ones, so they may be read as settings in effect.
+    With `ragged`, requests of different sizes along the padded axis share a batch, which the model pads.
     """
     index = cuda_index(device)
     group = "kind: KIND_CPU count: 1" if index is None else f"kind: KIND_GPU count: 1 gpus: [ {index} ]"
@@ -194,7 +197,7 @@ def python_config(
     )
     return f"""{HEADER.replace("triton-repo", "serve triton")}name: {quote(specification.name)}
 backend: "python"
-{_signature(specification, batching.max_batch_size)}
+{_signature(specification, batching.max_batch_size, ragged=ragged)}
 # One instance is one process with one engine; several would compete for the same cores or GPU.
 instance_group [ {{ {group} }} ]
 {_dynamic_batching(batching)}
@@ -218,14 +221,18 @@ def _gpu_batching(specification: ModelSpecification, max_queue_delay_us: int) ->
     return BatchingSettings(specification.max_batch_size, max_queue_delay_us, queue_timeout_us=500_000)
 
 
-def _signature(specification: ModelSpecification, max_batch_size: int) -> str:
-    inputs = ", ".join(map(_tensor, specification.inputs))
+def _signature(specification: ModelSpecification, max_batch_size: int, *, ragged: bool = False) -> str:
+    axis = specification.padded_axis if ragged else None
+    inputs = ", ".join(
+        _tensor(tensor, ragged=axis is not None and tensor.name in axis.places) for tensor in specification.inputs
+    )
     outputs = ", ".join(map(_tensor, specification.outputs))
     return f"max_batch_size: {max_batch_size}\ninput [ {inputs} ]\noutput [ {outputs} ]"
 
 
-def _tensor(tensor: TensorSpec) -> str:
-    return f"{{ name: {quote(tensor.name)} data_type: {_data_type(tensor)} dims: {_dims(tensor)} }}"
+def _tensor(tensor: TensorSpec, *, ragged: bool = False) -> str:
+    allowed = " allow_ragged_batch: true" if ragged else ""
+    return f"{{ name: {quote(tensor.name)} data_type: {_data_type(tensor)} dims: {_dims(tensor)}{allowed} }}"
 
 
 def _data_type(tensor: TensorSpec) -> str:

@@ -1,1 +1,9 @@
-"""Model specifications: tensors, preprocessing, weights, sample input. Not in scope: executing them (`engines`)."""
+"""Model specifications: tensors, preprocessing, weights, sample input. Not in scope: executing them (`engines`).
+
+A user's own file describes its module with `Input`, `Output` and `UserModel` (docs/models.md).
+"""
+
+from servers.models.specification import Preprocessing
+from servers.models.user_model import Input, Output, UserModel
+
+__all__ = ["Input", "Output", "Preprocessing", "UserModel"]

@@ -70,7 +70,7 @@ def decode_jpeg(data: bytes | memoryview, max_pixels: int = MAX_PIXELS) -> UInt8
 def resize_and_crop(
     pixels: UInt8Array, preprocessing: Preprocessing, max_pixels: int = MAX_PIXELS, out: UInt8Array | None = None
 ) -> UInt8Array:
-    """Scale the shorter side to `resize` and cut the centre: uint8 (h, w, 3) → (size, size, 3), C-contiguous.
+    """Scale the shorter side, or both, to `resize` and cut the centre: uint8 (h, w, 3) → (size, size, 3), contiguous.
 
     Pillow's antialiased filter on the whole picture, then the crop, rounding as torchvision's `Resize` and
     `CenterCrop` do; cropping first would be faster and would change the border. Written into `out` where that is
@@ -80,7 +80,10 @@ def resize_and_crop(
     shorter = preprocessing.resize or size
     height, width = pixels.shape[:2]
     short = min(height, width)
-    scaled_width, scaled_height = shorter * width // short, shorter * height // short
+    if preprocessing.squash:
+        scaled_width = scaled_height = shorter
+    else:
+        scaled_width, scaled_height = shorter * width // short, shorter * height // short
     if scaled_width * scaled_height > max_pixels:
         raise ImageError(f"the image is too narrow: {width} x {height} pixels")
     if (scaled_width, scaled_height) != (width, height):

@@ -22,13 +22,10 @@ from servers.contract.tensors import TensorSpec
 from servers.models import sources
 from servers.models.sources import open_clip
 from servers.models.specification import PAYLOADS, ModelSpecification, choose_from
+from servers.models.specification import UnknownModelError as UnknownModelError
 
 DEFAULT_MODEL = open_clip.SPECIFICATION.reference
 SOURCES: tuple[str, ...] = tuple(sorted(module.name for module in pkgutil.iter_modules(sources.__path__)))
-
-
-class UnknownModelError(Exception):
-    """The model, or its variant for a payload, does not exist or cannot be described; the message says what to do."""
 
 
 def source_module(name: str) -> ModuleType:
@@ -67,11 +64,16 @@ def _variants(reference: str) -> Mapping[str, ModelSpecification]:
     if separator and source in SOURCES:
         found = source_module(source).specify(name)
         if found is None:
-            known = [f"{source}:{one}" for one in source_module(source).names()]
+            known = [f"{source}:{one}" for one in all_names(source)]
             raise UnknownModelError(f"unknown model {reference!r}; {choose_from(reference, known)}")
     else:
         taking = (module for module in map(source_module, SOURCES) if hasattr(module, "takes"))
         found = next((module.specify(reference) for module in taking if module.takes(reference)), None)
+        if found is None and "/" in reference:
+            raise UnknownModelError(
+                f"unknown model {reference!r}: give FILE.py:FUNCTION, FILE.onnx, or a folder with a config.json of "
+                "transformers or a config.pbtxt of Triton"
+            )
         if found is None:
             known = [*_SERVED, *known_references()]
             raise UnknownModelError(f"unknown model {reference!r}; {choose_from(reference, known)}")
@@ -88,11 +90,23 @@ def known_references() -> Iterator[str]:
         yield from (f"{source}:{name}" for name in source_module(source).names())
 
 
+def all_names(source: str) -> tuple[str, ...]:
+    """Every name that a source knows; those of a large library take seconds."""
+    module = source_module(source)
+    names: tuple[str, ...] = getattr(module, "all_names", module.names)()
+    return names
+
+
 def get_specification(reference: str) -> ModelSpecification:
     """The specification of a model. Raises `UnknownModelError`."""
     if reference in _SERVED:
         return _SERVED[reference]
     return next(iter(_variants(reference).values()))
+
+
+def get_base(reference: str) -> ModelSpecification:
+    """The specification of a model itself, whichever of its variants is named. Raises `UnknownModelError`."""
+    return next(iter(_variants(_SERVED[reference].reference if reference in _SERVED else reference).values()))
 
 
 def get_variant(reference: str, payload: str) -> ModelSpecification:

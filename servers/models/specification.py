@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from servers.contract.tensors import Array, TensorSpec
 
@@ -23,12 +24,17 @@ OutputKind = Literal["embedding", "logits", "labels", "tensor"]
 """How answers are compared: direction and length of a vector; scores and their order; equality; element by element."""
 
 
+class UnknownModelError(Exception):
+    """The model, or its variant for a payload, does not exist or cannot be described; the message says what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
     """From an image to the model's input: decode to RGB, resize the shorter side, centre crop, scale, normalise.
 
     `mean` and `std` are per RGB channel on values scaled to 0–1. `size` is the side after the crop in pixels, `resize`
-    the shorter side before it; None is `size`.
+    the shorter side before it; None is `size`. With `squash` both sides are resized to it, whatever the picture's
+    proportions.
     """
 
     size: int
@@ -36,6 +42,7 @@ class Preprocessing:
     std: tuple[float, float, float]
     interpolation: str = "bicubic"
     resize: int | None = None
+    squash: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,8 @@ class ModelSpecification:
     kinds: Mapping[str, OutputKind] = field(default_factory=dict)
     """By output; an output without an entry is a `tensor`."""
     axes: tuple[Axis, ...] = ()
+    id_counts: Mapping[str, int] = field(default_factory=dict)
+    """By input of ids, such as token ids, how many the model knows: 0 to one less. Servers refuse others."""
     item: str = "item"
     """What one row of a batch is: image, sequence, item."""
     flops_per_item: int | None = None
@@ -85,6 +94,8 @@ class ModelSpecification:
     make_items: Callable[[int, Sequence[int]], Mapping[str, Array]] | None = None
     """`make_items(seed, lengths)` returns one item per length, padded to the longest, by input. A model without axes
     uses only the number of lengths. None: photographs for a model of images, else random values."""
+    samples: Mapping[str, Array] | None = field(default=None, compare=False)
+    """Items that the model's author supplies, by input, padded to the longest; None: others are made."""
     image: Preprocessing | None = None
     """From an image to the only input; None for a model that takes no image."""
     default_weights: str = "random:0"
@@ -140,6 +151,36 @@ class ModelSpecification:
             if (place := axis.places.get(tensor.name)) is not None:
                 shape[place - 1] = (sizes or {}).get(axis.name, axis.default)
         return tuple(shape)
+
+
+def image_specification(
+    reference: str,
+    preprocessing: Preprocessing,
+    output: TensorSpec,
+    kind: OutputKind,
+    load_module: Callable[[WeightsSource], torch.nn.Module],
+    **fields: Any,
+) -> ModelSpecification:
+    """The specification of a model with one image as input; `fields` are more of it, or replace these."""
+    source, _, name = reference.partition(":")
+    usual: dict[str, Any] = {
+        "name": served_name(reference),
+        "title": f"{source} {name}",
+        "version": "1",
+        "inputs": (TensorSpec("pixel_values", "FP32", (-1, 3, preprocessing.size, preprocessing.size)),),
+        "kinds": {output.name: kind},
+        "item": "image",
+        "max_batch_size": 32,
+        "payload": "fp32",
+    }
+    return ModelSpecification(
+        reference=reference, outputs=(output,), image=preprocessing, load_module=load_module, **(usual | fields)
+    )
+
+
+def served_name(text: str) -> str:
+    """A name for servers and folders: lower-case letters, digits and underscores."""
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_") or "model"
 
 
 def choose_from(value: str, known: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from servers.models.atomic_folder import file_sha256
 
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors", ".ckpt")
+_KINDS_OF_FILE = {".onnx": "ONNX file", ".py": "module file"}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _PINNED = re.compile(rf"(.*?)(?:@({_COMMIT.pattern}))?(?:@sha256:([0-9a-f]{{64}}))?", re.DOTALL)
 
@@ -76,7 +77,7 @@ class PretrainedWeights:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWeights:
-    """A file on this machine."""
+    """A file on this machine: a state dict, an ONNX file, or the Python file that defines a module with its weights."""
 
     path: Path
     sha256: str | None = None
@@ -84,7 +85,8 @@ class CheckpointWeights:
     @property
     def label(self) -> str:
         """For people: the file's name without its folder, since results get published."""
-        return f"checkpoint {self.path.name}{_suffix(', SHA-256 ', self.sha256)}"
+        kind = _KINDS_OF_FILE.get(self.path.suffix, "checkpoint")
+        return f"{kind} {self.path.name}{_suffix(', SHA-256 ', self.sha256)}"
 
     @property
     def slug(self) -> str:

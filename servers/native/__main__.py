@@ -18,6 +18,8 @@ def main() -> int:
 
     from pydantic import ValidationError
 
+    from servers.engines.padding import padding_of
+    from servers.engines.settings import EngineError
     from servers.listener import ListenerError, bind, check_free
     from servers.models.registry import UnknownModelError, get_variants
     from servers.models.weights import WeightsError, parse_weights
@@ -25,14 +27,16 @@ def main() -> int:
     from servers.options import validation_sentence
 
     try:
-        settings = from_argv(sys.argv[1:])
-        specifications = get_variants(settings.model, settings.payloads)
-        weights = parse_weights(settings.weights)
+        given = from_argv(sys.argv[1:])
+        specifications = get_variants(given.model, given.payloads)
+        settings = given.resolved(specifications[0])
+        padding_of(specifications[0], settings.pad_sizes)
+        weights = parse_weights(settings.weights or specifications[0].default_weights)
         listener = bind(settings.host, settings.http_port)
         check_free(settings.host, settings.grpc_port, "--grpc-port")
     except ValidationError as error:
         return _refuse(validation_sentence(error))
-    except (UnknownModelError, WeightsError, ListenerError) as error:
+    except (UnknownModelError, WeightsError, EngineError, ListenerError) as error:
         return _refuse(str(error))
 
     from servers.native.server import configure_logs, run

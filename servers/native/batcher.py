@@ -2,9 +2,9 @@
 
 The oldest request waits at most `max_queue_delay_us` for others to join it; a batch starts as soon as it is full, and
 while the engine is busy the queue fills the next one. Requests keep their order, are never split, and are merged only
-when their items have the same shapes. Front ends pass references to arrays, not copies, and keep the memory unchanged
-until the request is complete. `on_complete` is called in the engine thread, once per executed batch, and for requests
-that are refused before it.
+when their items have the same shapes, or can be padded to the same. Front ends pass references to arrays, not copies,
+and keep the memory unchanged until the request is complete. `on_complete` is called in the engine thread, once per
+executed batch, and for requests that are refused before it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import structlog
 
 from servers.contract.errors import ContractError, InternalError
 from servers.contract.records import Window
 from servers.contract.tensors import Array
 from servers.engines.interface import Engine, staging_of
+from servers.engines.padding import BatchKey, Padding, Staging, divide
 from servers.native.errors import (
     EXPIRED,
     SHUTTING_DOWN,
@@ -37,13 +37,6 @@ log = structlog.get_logger("abserve.batcher")
 
 FAILED = "inference failed on the server, the server's log has the cause"
 _NOTHING: Mapping[str, Array] = {}
-
-BatchKey = Sequence[tuple[str, tuple[int, ...]]]
-
-
-def batch_key(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> BatchKey:
-    """Requests with the same key can share a batch: the inputs' names and the shapes of their items."""
-    return [(name, shape[1:]) for name, shape in shapes]
 
 
 @dataclass(eq=False, slots=True)
@@ -76,49 +69,6 @@ class QueuedRequest:
         self.windows = ()
 
 
-class Staging:
-    """The host memory in which merged batches are assembled: `rows` rows for each input and item shape seen.
-
-    Its content is valid until the next `gather`; the single engine thread is done with it by then. `engines` is the
-    engine's own memory by input name: a batch assembled there is not copied again before the device fetches it.
-    """
-
-    def __init__(self, rows: int, engines: Mapping[str, Array] = _NOTHING) -> None:
-        self._rows = rows
-        self._engines = engines
-        self._own: dict[tuple[str, tuple[int, ...], str], Array] = {}
-
-    def gather(self, requests: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
-        """The requests' rows one after the other, C-contiguous and aligned.
-
-        A single request that already is both is passed on; everything else is copied exactly once.
-        """
-        first = requests[0]
-        if len(requests) == 1 and all(array.flags.c_contiguous and array.flags.aligned for array in first.values()):
-            return first
-        return {name: self._stacked(name, [request[name] for request in requests]) for name in first}
-
-    def _stacked(self, name: str, parts: Sequence[Array]) -> Array:
-        memory = self._memory(name, parts[0].shape[1:], parts[0].dtype)
-        row = 0
-        for part in parts:
-            memory[row : row + len(part)] = part
-            row += len(part)
-        return memory[:row]
-
-    def _memory(self, name: str, item_shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-        memory = self._engines.get(name)
-        if memory is not None and (memory.shape[1:], memory.dtype) == (item_shape, dtype) and len(memory) >= self._rows:
-            return memory
-        key = (name, item_shape, dtype.str)
-        own = self._own.get(key)
-        if own is None:
-            own = np.empty((self._rows, *item_shape), dtype)
-            if len(self._own) < 8:  # variable shapes must not accumulate memory
-                self._own[key] = own
-        return own
-
-
 class Batcher:
     """Owns the engine thread from `start` to `stop`.
 
@@ -131,14 +81,21 @@ class Batcher:
         statistics: Statistics,
         on_complete: Callable[[Sequence[QueuedRequest]], None],
         on_broken: Callable[[], None],
+        padding: Padding | None = None,
+        check_values: Callable[[Mapping[str, Array]], None] | None = None,
     ) -> None:
-        """`on_broken` is called once, in the engine thread, when the engine cannot execute even zeros any more."""
+        """`on_broken` is called once, in the engine thread, when the engine cannot execute even zeros any more.
+
+        `check_values` raises `ContractError` for inputs that the engine must not get.
+        """
         self._max_batch_size = settings.max_batch_size
         self._max_queue_delay_ns = settings.max_queue_delay_us * 1000
         self._queue_size = settings.queue_size
         self._statistics = statistics
         self._on_complete = on_complete
         self._on_broken = on_broken
+        self._padding = padding
+        self._check_values = check_values
         self._broken = False
         self._queue: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()  # None is the last item
         self._lock = threading.Lock()  # guards the two below, and `taken` of every request
@@ -189,7 +146,7 @@ class Batcher:
         if engine is None:
             return
         try:
-            staging = Staging(self._max_batch_size, staging_of(engine))
+            staging = Staging(self._max_batch_size, staging_of(engine), self._padding)
             while batch := self._collect():
                 if requests := self._claim(batch):
                     self._execute(engine, staging, requests)
@@ -248,54 +205,67 @@ class Batcher:
 
     def _execute(self, engine: Engine, staging: Staging, claimed: Sequence[QueuedRequest]) -> None:
         start_ns = time.perf_counter_ns()
-        requests = self._fetch(claimed)
-        if not requests:
-            return
-        rows = sum(request.rows for request in requests)
+        if requests := self._fetch(claimed):
+            self._infer(engine, staging, requests, start_ns)
+
+    def _infer(self, engine: Engine, staging: Staging, requests: Sequence[QueuedRequest], start_ns: int) -> None:
+        """Execute the requests as one batch; if that fails, each alone, so that only the cause of the failure fails."""
+        rows = [request.rows for request in requests]
         try:
             inputs = staging.gather([request.inputs for request in requests])
             gathered_ns = time.perf_counter_ns()
             outputs = engine.infer(inputs)
             inferred_ns = time.perf_counter_ns()
-            del inputs  # the memory of a single request goes back with its response
-            for request in requests:  # this thread refers to its last batch until the next one comes
-                request.drop_inputs()
-            _distribute(outputs, requests, rows)
-            end_ns = time.perf_counter_ns()
+            sizes = [] if self._padding is None else [self._padding.size_of(request.inputs) for request in requests]
+            answers = divide(outputs, rows, sizes, self._padding)
         except Exception:
-            log.exception("inference failed", rows=rows, requests=len(requests))
-            self._refuse(requests, InternalError(FAILED))
-            self._check_engine(engine)
-        else:
-            self._statistics.record_execution(
-                rows,
-                [start_ns - request.enqueued_ns for request in requests],
-                gathered_ns - start_ns,
-                inferred_ns - gathered_ns,
-                end_ns - inferred_ns,
-            )
-            self._on_complete(requests)
+            log.exception("inference failed", rows=sum(rows), requests=len(requests))
+            inputs = {}
+            works = self._check_engine(engine)
+            if len(requests) == 1 or not works:
+                self._refuse(requests, InternalError(FAILED))
+                return
+            for request in requests:
+                self._infer(engine, staging, [request], time.perf_counter_ns())
+            return
+        del inputs  # the memory of a single request goes back with its response
+        for request, answer in zip(requests, answers, strict=True):
+            request.drop_inputs()  # this thread refers to its last batch until the next one comes
+            request.outputs = answer
+        end_ns = time.perf_counter_ns()
+        self._statistics.record_execution(
+            sum(rows),
+            [start_ns - request.enqueued_ns for request in requests],
+            gathered_ns - start_ns,
+            inferred_ns - gathered_ns,
+            end_ns - inferred_ns,
+        )
+        self._on_complete(requests)
 
-    def _check_engine(self, engine: Engine) -> None:
+    def _check_engine(self, engine: Engine) -> bool:
         """After a failed batch: execute zeros, which fails if the engine and not the batch was the cause."""
         if self._broken:
-            return
+            return False
         try:
             engine.warm_up([1])
         except Exception:
             log.exception("the engine is broken: it cannot execute zeros any more")
             self._broken = True
             self._on_broken()
+        return not self._broken
 
     def _fetch(self, claimed: Sequence[QueuedRequest]) -> Sequence[QueuedRequest]:
-        """The requests whose inputs can be read; the others are refused."""
-        if not any([request.windows for request in claimed]):  # noqa: C419  faster, and runs for every batch
+        """The requests whose inputs can be read and executed; the others are refused."""
+        check = self._check_values
+        if check is None and not any([request.windows for request in claimed]):  # noqa: C419  faster, for every batch
             return claimed
         readable = []
         for request in claimed:
             try:
                 for window in request.windows:
                     window.fetch()
+                if check is not None:
+                    check(request.inputs)
             except ContractError as error:
                 self._refuse([request], error)
             else:
@@ -308,14 +278,3 @@ class Batcher:
             request.outputs = None
             request.error = error
         self._on_complete(requests)
-
-
-def _distribute(outputs: Mapping[str, Array], requests: Sequence[QueuedRequest], rows: int) -> None:
-    """Give each request views of its rows. Raises `ValueError` when the engine returned another number of rows."""
-    for name, array in outputs.items():
-        if array.shape[:1] != (rows,):
-            raise ValueError(f"the engine returned {name!r} with shape {array.shape} for a batch of {rows}")
-    row = 0
-    for request in requests:
-        request.outputs = {name: array[row : row + request.rows] for name, array in outputs.items()}
-        row += request.rows

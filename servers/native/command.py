@@ -13,8 +13,9 @@ import typer
 from pydantic import ValidationError
 
 from servers.defaults import ARTEFACTS
-from servers.engines.factory import KINDS_WITH_FILE
+from servers.engines.factory import KINDS_WITH_FILE, check_engine
 from servers.engines.interface import EngineError
+from servers.engines.padding import padding_of
 from servers.export.errors import ExportError
 from servers.launch_plan import LaunchPlan, host_in_url
 from servers.listener import ListenerError, bind, check_free
@@ -22,7 +23,7 @@ from servers.models.atomic_folder import FolderError
 from servers.models.registry import UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
-from servers.native.settings import NativeSettings, to_argv
+from servers.native.settings import NativeSettings, artefact_field, to_argv
 from servers.options import fail, takes_settings, validation_sentence
 
 Artefact = tuple[Path, dict[str, object] | None]
@@ -46,10 +47,8 @@ class Launch:
 
     def plan(self, artefacts: Mapping[str, Artefact]) -> LaunchPlan:
         """How to start the process; `artefacts` has one entry for each name in `needs_artefacts`."""
-        paths = {s.payload: artefacts[s.name][0] for s in self.needs_artefacts}
-        settings = self.settings.model_copy(
-            update={"artefact": paths.get("fp32"), "artefact_uint8": paths.get("uint8")}
-        )
+        paths = {artefact_field(s): artefacts[s.name][0] for s in self.needs_artefacts}
+        settings = self.settings.model_copy(update=paths)
         first = self.specifications[0]
         host = host_in_url(settings.host)
         url = f"http://{host}:{settings.http_port}"
@@ -68,13 +67,19 @@ class Launch:
 
 def check(options: Mapping[str, Any]) -> Launch:
     """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
-    settings = NativeSettings(**options)
+    given = NativeSettings(**options)
+    specifications = get_variants(given.model, given.payloads)
+    first = specifications[0]
+    settings = given.resolved(first)
     settings.engine_settings().check_here()
-    specifications = get_variants(settings.model, settings.payloads)
-    weights = pin(parse_weights(settings.weights), specifications[0].find_pretrained)
+    check_engine(first.executed, settings.engine_settings())
+    padding_of(first, settings.pad_sizes)
+    weights = pin(parse_weights(settings.weights or first.default_weights), first.find_pretrained)
     bind(settings.host, settings.http_port).close()
     check_free(settings.host, settings.grpc_port, "--grpc-port")
-    return Launch(settings.model_copy(update={"weights": weights.text}), specifications, weights)
+    # A path is absolute: a supervisor may start the server from another folder.
+    model = first.reference if first.reference.startswith("/") else settings.model
+    return Launch(settings.model_copy(update={"weights": weights.text, "model": model}), specifications, weights)
 
 
 @takes_settings(NativeSettings)

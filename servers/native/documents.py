@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from importlib.metadata import version as package_version
 
 from servers.contract.tensors import TensorSpec
+from servers.engines.padding import pad_to_text
 from servers.native.inference import InferenceService, State
 from servers.native.regions import RegionTable
 
@@ -95,8 +96,11 @@ def parameters_in_effect(service: InferenceService) -> dict[str, str]:
         "mode": description.mode,
         "device": description.device,
         "weights": description.weights,
-        "payload": service.payload,
+        "model": service.specification.label,
+        "payload": service.specification.payload,
     }
+    if service.specification.padded_axis is not None:
+        parameters["pad_to"] = pad_to_text(service.settings.pad_sizes)
     if description.threads is not None:
         parameters["threads"] = str(description.threads)
     if service.decoding is not None:

@@ -144,7 +144,7 @@ class HttpFrontEnd:
         self.bodies = BodyPool(settings.max_held_bytes // SPARE_SHARE)
         self.scratch = bytearray(READ_BYTES)
         self.room = memoryview(self.scratch)
-        self.templates = {service: TemplateCache(service.signature) for service in models}
+        self.templates = {service: TemplateCache(service.signature, service.padding) for service in models}
         self.date = b""
         """The Date header of every response; it changes once per second."""
         self.compressed = 0

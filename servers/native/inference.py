@@ -27,9 +27,10 @@ from servers.contract.records import (
 from servers.contract.tensors import Array
 from servers.engines.batches import warm_up_sizes
 from servers.engines.interface import Engine, EngineDescription, EngineError, profiled
+from servers.engines.padding import batch_key, padding_of
 from servers.models.image_decoder import Decoding, DecodingSettings, ImageDecoder
 from servers.models.specification import ModelSpecification
-from servers.native.batcher import Batcher, QueuedRequest, batch_key
+from servers.native.batcher import Batcher, QueuedRequest
 from servers.native.errors import (
     EXPIRED,
     SHUTTING_DOWN,
@@ -163,8 +164,11 @@ class InferenceService:
             specification.inputs,
             specification.outputs,
             settings.max_batch_size,
+            specification.axes,
+            specification.id_counts,
         )
-        self.payload = specification.payload
+        self.specification = specification
+        self.padding = padding_of(specification, settings.pad_sizes)
         self.settings = settings
         self.statistics = Statistics(settings.max_batch_size)
         self.description: EngineDescription | None = None  # set before the state becomes READY, None once unloaded
@@ -295,9 +299,12 @@ class InferenceService:
         if self._decoder is not None:
             arrays = await self._decoder.decode(request.inputs[0], deadline_ns)
             times.decode_ns += time.perf_counter_ns() - start_ns
+        elif in_memory := [item for item in request.inputs if item.datatype == "BYTES" and item.window is not None]:
+            elements = {item.name: await asyncio.to_thread(read_elements, item) for item in in_memory}
+            arrays = {**arrays, **elements}
         waiter = FutureWaiter()
-        windows = [item.window for item in request.inputs if item.window is not None and self._decoder is None]
-        key = batch_key((name, array.shape) for name, array in arrays.items())
+        windows = [item.window for item in request.inputs if item.window is not None and item.datatype != "BYTES"]
+        key = batch_key(((name, array.shape) for name, array in arrays.items()), self.padding)
         queued = QueuedRequest(arrays, rows, key, deadline_ns, waiter, windows)
         self._batcher.submit(queued)
         timer = None
@@ -375,7 +382,8 @@ class InferenceService:
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _new_batcher(self) -> Batcher:
-        return Batcher(self.settings, self.statistics, self._hand_over, self._broken)
+        check_values = self.signature.check_values if self.signature.id_counts else None
+        return Batcher(self.settings, self.statistics, self._hand_over, self._broken, self.padding, check_values)
 
 
 def _wake_all(requests: Sequence[QueuedRequest]) -> None:

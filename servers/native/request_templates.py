@@ -16,7 +16,7 @@ import numpy as np
 from servers.contract.codec import HEADER_LENGTH, encode_response
 from servers.contract.records import InferRequest, InferResponse, ModelSignature, OutputTensor
 from servers.contract.tensors import Array
-from servers.native.batcher import BatchKey, batch_key
+from servers.engines.padding import BatchKey, Padding, batch_key
 
 _KEPT_TEMPLATES = 256
 KEPT_HEADER_BYTES = 4096
@@ -80,8 +80,9 @@ class RequestTemplate:
 class TemplateCache:
     """The latest templates of one model."""
 
-    def __init__(self, signature: ModelSignature) -> None:
+    def __init__(self, signature: ModelSignature, padding: Padding | None = None) -> None:
         self._signature = signature
+        self._padding = padding
         self._templates: dict[bytes, RequestTemplate] = {}
 
     def find(self, header: bytes, body_bytes: int) -> RequestTemplate | None:
@@ -111,7 +112,7 @@ class TemplateCache:
         if offset != body_bytes:  # some tensor's values are in the JSON
             return None
         rows, _ = self._signature.validate(request)
-        key = batch_key((item.name, item.shape) for item in items)
+        key = batch_key(((item.name, item.shape) for item in items), self._padding)
         template = RequestTemplate(rows, body_bytes, key, tuple(items), names, request.id)
         if len(self._templates) >= _KEPT_TEMPLATES:  # headers that differ each time must not accumulate
             self._templates.clear()

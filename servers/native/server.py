@@ -31,7 +31,7 @@ from servers.native.inference import InferenceService
 from servers.native.limits import ByteBudget
 from servers.native.regions import RegionTable
 from servers.native.served_models import ServedModels
-from servers.native.settings import NativeSettings
+from servers.native.settings import NativeSettings, artefact_field
 
 if TYPE_CHECKING:
     from servers.native.grpc_server import GrpcFrontEnd
@@ -162,8 +162,7 @@ def _service(settings: NativeSettings, specification: ModelSpecification, weight
         for library in LIBRARIES[settings.engine]:  # so that a cold start's log separates imports from weights
             with suppress(ImportError):  # loading the engine says what to install
                 importlib.import_module(library)
-        artefact = settings.artefact if executed.payload == "fp32" else settings.artefact_uint8
-        return build_engine(executed, weights, engine, artefact)
+        return build_engine(executed, weights, engine, getattr(settings, artefact_field(executed)))
 
     return InferenceService(specification, build, settings)
 

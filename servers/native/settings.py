@@ -11,10 +11,12 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings
 
 from servers import defaults
+from servers.engines.padding import pad_to_text, parse_pad_to
 from servers.engines.settings import EngineSettings
 from servers.models.preprocessing import MAX_PIXELS
 from servers.models.registry import DEFAULT_MODEL
-from servers.options import Option, flag_of, settings_of
+from servers.models.specification import ModelSpecification
+from servers.options import PAD_TO_HELP, Option, flag_of, settings_of
 
 MAX_TIMEOUT_US = 3_600_000_000
 """Longest timeout in the queue that the server or a request may set."""
@@ -25,18 +27,21 @@ class NativeSettings(BaseSettings):
 
     model_config = settings_of("ABSERVE_NATIVE_")
 
-    model: str = Field(DEFAULT_MODEL, title="Model", description="A registered model.")
+    model: str = Field(DEFAULT_MODEL, title="Model", description="SOURCE:NAME, a path, or a registered name.")
     payloads: str = Field(
         "", title="Model", description="Variants to serve: fp32, uint8, jpeg, comma-separated; empty: only --model."
     )
-    weights: str = Field(
-        defaults.WEIGHTS, title="Model", description="random:SEED, a pretrained tag or a checkpoint file."
+    weights: str | None = Field(
+        None, title="Model", description="random:SEED, a pretrained tag or a checkpoint file; default: the model's."
     )
     host: str = Field(defaults.HOST, title="Target", description="Address to listen on.")
     http_port: int = Field(8100, ge=1, le=65535, title="Target", description="Port of HTTP.")
     grpc_port: int = Field(8101, ge=0, le=65535, title="Target", description="Port of gRPC; 0: no gRPC.")
-    engine: Literal["torch", "onnxruntime", "tensorrt", "null"] = Field(
-        "torch", title="Engine", description="The engine that executes the model; null executes nothing."
+    engine: Literal["auto", "torch", "onnxruntime", "tensorrt", "null"] = Field(
+        "auto",
+        title="Engine",
+        description="The engine that executes the model; null executes nothing. auto: torch, or onnxruntime for a "
+        "model that is an ONNX file.",
     )
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = Field(
         defaults.PRECISION, title="Engine", description="Precision of the computation."
@@ -51,10 +56,10 @@ class NativeSettings(BaseSettings):
         0, ge=0, title="Engine", description="Intra-op threads on the CPU; 0: all cores this process may use."
     )
     artefact: Annotated[Path | None, Option(offered=False)] = Field(
-        None, title="Engine", description="The exported file of FP32 input, for engines that execute one."
+        None, title="Engine", description="The file of the model's own inputs, for engines that execute one."
     )
     artefact_uint8: Annotated[Path | None, Option(offered=False)] = Field(
-        None, title="Engine", description="The exported file of UINT8 input, for engines that execute one."
+        None, title="Engine", description="The file of UINT8 pixels, for engines that execute one."
     )
     max_batch_size: int = Field(
         defaults.MAX_BATCH_SIZE,
@@ -70,6 +75,7 @@ class NativeSettings(BaseSettings):
         title="Batching",
         description="Maximum time a batch waits for more requests (µs).",
     )
+    pad_to: str = Field("", title="Batching", description=PAD_TO_HELP)
     queue_size: int = Field(
         defaults.QUEUE_SIZE,
         ge=1,
@@ -149,9 +155,30 @@ class NativeSettings(BaseSettings):
         description="Test option: added to every answer without blocking anything.",
     )
 
+    @property
+    def pad_sizes(self) -> tuple[int, ...]:
+        """The sizes of `pad_to`, ascending."""
+        return parse_pad_to(self.pad_to)
+
+    def resolved(self, specification: ModelSpecification) -> NativeSettings:
+        """The settings with the model's own engine and weights where none were chosen."""
+        engine = "torch" if specification.file is None else "onnxruntime"
+        return self.model_copy(
+            update={
+                "engine": engine if self.engine == "auto" else self.engine,
+                "weights": self.weights or specification.default_weights,
+            }
+        )
+
     def engine_settings(self) -> EngineSettings:
-        """The options as an engine takes them."""
-        return EngineSettings(self.engine, self.precision, self.mode, self.device, self.threads, self.max_batch_size)
+        """The options as an engine takes them; of resolved settings only."""
+        engine, batch = self.engine, self.max_batch_size
+        return EngineSettings(engine, self.precision, self.mode, self.device, self.threads, batch, self.pad_sizes)
+
+    @field_validator("pad_to")
+    @classmethod
+    def _sizes(cls, text: str) -> str:
+        return pad_to_text(parse_pad_to(text))
 
     @field_validator("grpc_port")
     @classmethod
@@ -160,6 +187,11 @@ class NativeSettings(BaseSettings):
         if port == info.data.get("http_port"):
             raise ValueError("HTTP and gRPC need different ports, and this is --http-port")
         return port
+
+
+def artefact_field(executed: ModelSpecification) -> str:
+    """The field with the exported file of a variant that an engine executes."""
+    return "artefact_uint8" if executed.payload == "uint8" else "artefact"
 
 
 def to_argv(settings: NativeSettings) -> tuple[str, ...]:

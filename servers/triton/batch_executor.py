@@ -1,20 +1,22 @@
 """Executes the requests of one merged batch as one execution of an engine. Knows nothing of Triton.
 
-The decoder's threads first decode all images of the batch. A request with a bad image gets its error and leaves the
-batch; the others are executed without it.
+The decoder's threads first decode all images of the batch. A request with a bad image, a size or a value that the model
+does not take gets its error and leaves the batch; the others are executed without it. If the engine fails, each request
+is executed alone, so that only the cause of the failure fails.
 
 Input bytes are copied once, into a staging array that lives as long as the model, or not at all for a batch of one
-request. Responses are row ranges of the engine's output arrays, which belong to the caller: no copy.
+request. Responses are parts of the engine's output arrays, which belong to the caller: no copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from servers.contract.tensors import Array, TensorSpec
+from servers.contract.errors import InvalidRequestError
+from servers.contract.records import ModelSignature
+from servers.contract.tensors import Array
 from servers.engines.interface import Engine
+from servers.engines.padding import BatchKey, Staging, batch_key, divide, padding_of
 from servers.models.image_decoder import ImageDecoder
 from servers.models.preprocessing import ImageError
 from servers.models.specification import ModelSpecification
@@ -23,7 +25,8 @@ from servers.models.specification import ModelSpecification
 class BatchExecutor:
     """One engine and its staging arrays; like an engine not thread-safe.
 
-    A specification with JPEG requests needs a `decoder`; the engine executes `specification.executed`.
+    A specification with JPEG requests needs a `decoder`; the engine executes `specification.executed`. `pad_to` are the
+    sizes to which requests of different sizes are padded (see `servers.engines.padding`).
     """
 
     def __init__(
@@ -32,30 +35,60 @@ class BatchExecutor:
         specification: ModelSpecification,
         max_batch_size: int,
         decoder: ImageDecoder | None = None,
+        pad_to: Sequence[int] = (),
     ) -> None:
         self._engine = engine
         self._decoder = decoder
         self._files = specification.inputs[0].name
-        inputs = specification.executed.inputs
-        self._names = [tensor.name for tensor in inputs]
-        self._staging = {tensor.name: _staging(tensor, max_batch_size) for tensor in inputs}
+        executed = specification.executed
+        self._signature = ModelSignature(
+            *(executed.name, executed.version, executed.inputs, executed.outputs, max_batch_size),
+            *(executed.axes, executed.id_counts),
+        )
+        self._names = [tensor.name for tensor in executed.inputs]
+        self._padding = padding_of(executed, pad_to)
+        self._staging = Staging(max_batch_size, padding=self._padding)
+        self._staging.reserve(executed)
 
-    def execute(self, requests: Sequence[Mapping[str, Array]]) -> list[dict[str, Array] | ImageError]:
-        """One response per request, in order. A request has one array per input, all at most `max_batch_size` rows.
+    def execute(self, requests: Sequence[Mapping[str, Array]]) -> list[dict[str, Array] | Exception]:
+        """One response per request, in order. A request has one array per input; together they have at most
+        `max_batch_size` rows.
 
-        Rows do not influence each other: the NaN of a request stays in its own response.
+        An `ImageError` or `InvalidRequestError` is the request's fault, another exception the engine's. Rows do not
+        influence each other: the NaN of a request stays in its own response.
         """
         if self._decoder is None:
-            return list(self._infer(requests))
-        decoded = self._decode(self._decoder, requests)
-        answers = iter(self._infer([inputs for inputs in decoded if not isinstance(inputs, ImageError)]))
-        return [inputs if isinstance(inputs, ImageError) else next(answers) for inputs in decoded]
+            prepared = [self._checked(request) for request in requests]
+        else:
+            prepared = self._decode(self._decoder, requests)
+        answers: list[dict[str, Array] | Exception] = []
+        groups: dict[BatchKey, list[int]] = {}
+        for index, inputs in enumerate(prepared):
+            if isinstance(inputs, Exception):
+                answers.append(inputs)
+            else:
+                answers.append({})
+                key = batch_key(((name, array.shape) for name, array in inputs.items()), self._padding)
+                groups.setdefault(key, []).append(index)
+        for indices in groups.values():
+            found = self._infer([inputs for index in indices if not isinstance(inputs := prepared[index], Exception)])
+            for index, answer in zip(indices, found, strict=True):
+                answers[index] = answer
+        return answers
+
+    def _checked(self, request: Mapping[str, Array]) -> Mapping[str, Array] | Exception:
+        try:
+            self._signature.check_sizes({name: array.shape for name, array in request.items()})
+            self._signature.check_values(request)
+        except InvalidRequestError as error:
+            return error
+        return request
 
     def _decode(
         self, decoder: ImageDecoder, requests: Sequence[Mapping[str, Array]]
-    ) -> list[Mapping[str, Array] | ImageError]:
+    ) -> list[Mapping[str, Array] | Exception]:
         begun = [decoder.start(request[self._files]) for request in requests]
-        decoded: list[Mapping[str, Array] | ImageError] = []
+        decoded: list[Mapping[str, Array] | Exception] = []
         for decoding in begun:
             try:
                 decoded.append({self._names[0]: decoding.result()})
@@ -63,32 +96,14 @@ class BatchExecutor:
                 decoded.append(error)
         return decoded
 
-    def _infer(self, requests: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
-        if not requests:
-            return []
-        if len(requests) == 1:
-            return [dict(self._engine.infer(requests[0]))]
-        outputs = self._engine.infer({name: self._merge(name, requests) for name in self._names})
-        answers = []
-        start = 0
-        for request in requests:
-            end = start + len(request[self._names[0]])
-            answers.append({name: array[start:end] for name, array in outputs.items()})
-            start = end
-        return answers
-
-    def _merge(self, name: str, requests: Sequence[Mapping[str, Array]]) -> Array:
-        parts = [request[name] for request in requests]
-        staging = self._staging[name]
-        if staging is None:
-            return np.concatenate(parts)
-        return np.concatenate(parts, out=staging[: sum(map(len, parts))])
-
-
-def _staging(tensor: TensorSpec, max_batch_size: int) -> Array | None:
-    """None if an item's size is not fixed. Filled once, so that no request pays for the first page faults."""
-    if tensor.dtype.hasobject or any(dim < 0 for dim in tensor.item_shape):
-        return None
-    array = np.empty((max_batch_size, *tensor.item_shape), tensor.dtype)
-    array.fill(0)
-    return array
+    def _infer(self, requests: Sequence[Mapping[str, Array]]) -> Sequence[dict[str, Array] | Exception]:
+        """Requests with the same key."""
+        try:
+            outputs = self._engine.infer(self._staging.gather(requests))
+            rows = [len(request[self._names[0]]) for request in requests]
+            sizes = [] if self._padding is None else [self._padding.size_of(request) for request in requests]
+            return divide(outputs, rows, sizes, self._padding)
+        except Exception as error:  # noqa: BLE001  the caller answers and logs it
+            if len(requests) == 1:
+                return [error]
+            return [self._infer([request])[0] for request in requests]

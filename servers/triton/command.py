@@ -65,10 +65,14 @@ def serve_triton(
 
 def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     """Check the options and the machine, export the model if its file is missing, and lay out the repository."""
-    from servers.engines.factory import KINDS_WITH_FILE
+    from servers.engines.factory import KINDS_WITH_FILE, check_engine
+    from servers.engines.padding import padding_of
     from servers.export.artefacts import ExecutedFile, executed_file
 
     specifications = get_variants(settings.model, settings.payloads)
+    engine = settings.resolved_engine()
+    check_engine(specifications[0].executed, engine)
+    padding_of(specifications[0], engine.pad_to)
     requested = parse_weights(settings.weights or specifications[0].default_weights)
     assert_ready(settings)  # before the export, which takes most of a minute
     weights = pin(requested, specifications[0].find_pretrained)

@@ -1,13 +1,14 @@
-"""The parameters in Triton's config: the launch writes engine, weights and JPEG decoding, the model reads them."""
+"""The parameters in Triton's config: the launch writes model, engine and weights, the model reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from servers.engines.interface import EngineDescription
+from servers.engines.padding import pad_to_text, parse_pad_to
 from servers.engines.settings import EngineSettings
 from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
@@ -20,6 +21,8 @@ VERIFIED = ("engine", "precision", "mode", "device", "weights", "threads", "max_
 class EngineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of engine.json: paths that the model needs and clients must not see."""
 
+    model: str
+    """The reference, which may be a path; the config's parameter `payload` names the variant."""
     weights: str
     """In the form of `--weights`; a checkpoint with its path."""
     artefact: str | None
@@ -49,9 +52,13 @@ def parameters_from_settings(
     return parameters
 
 
-def parameters_from_payload(specification: ModelSpecification, decoding: DecodingSettings) -> dict[str, str]:
-    """The payload and, for JPEG, the decoding settings."""
-    parameters: dict[str, str] = {"payload": specification.payload}
+def parameters_from_model(
+    specification: ModelSpecification, pad_to: Sequence[int], decoding: DecodingSettings
+) -> dict[str, str]:
+    """The model with its payload, the sizes of a padded axis and, for JPEG, the decoding settings."""
+    parameters: dict[str, str] = {"model": specification.label, "payload": specification.payload}
+    if specification.padded_axis is not None:
+        parameters["pad_to"] = pad_to_text(pad_to)
     if specification.payload == "jpeg":
         parameters["decode_threads"] = str(decoding.thread_count)
         parameters["max_image_pixels"] = str(decoding.max_pixels)
@@ -72,6 +79,7 @@ def settings_from_parameters(parameters: Mapping[str, str], max_batch_size: int)
         device=parameters["device"],
         threads=int(parameters.get("threads", "0")),
         max_batch_size=max_batch_size,
+        pad_to=parse_pad_to(parameters.get("pad_to", "")),
     )
 
 

@@ -36,12 +36,13 @@ YOUNG_FOLDER_SECONDS = 3600
 def region_bytes(specification: ModelSpecification, max_batch_size: int) -> int:
     """Twice the largest batch with its outputs, and slack for the allocator's fragmentation; whole MiB.
 
-    A tensor with a dimension of unknown size counts as nothing: its region grows on demand.
+    An axis counts with its largest size, a dimension without an axis as nothing: its region grows on demand.
     """
+    largest = {axis.name: axis.largest for axis in specification.axes}
     item_bytes = sum(
-        (FILE_BYTES if tensor.dtype.hasobject else tensor.dtype.itemsize) * math.prod(tensor.item_shape)
+        (FILE_BYTES if tensor.dtype.hasobject else tensor.dtype.itemsize) * math.prod(shape)
         for tensor in (*specification.inputs, *specification.outputs)
-        if all(dim > 0 for dim in tensor.item_shape)
+        if min(shape := specification.item_shape(tensor, largest), default=1) > 0
     )
     return math.ceil((2 * max_batch_size * item_bytes + SLACK_BYTES) / MEBIBYTE) * MEBIBYTE
 

@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 
 from servers.models.image_decoder import ImageDecoder
 from servers.models.preprocessing import ImageError
-from servers.models.registry import get_specification
+from servers.models.registry import get_variant
 from servers.triton.engine_parameters import decoding_from_parameters
 
 
@@ -24,7 +24,7 @@ class TritonPythonModel:
         """Read the model and the decoding settings from the config."""
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
-        specification = get_specification(parameters["model"])
+        specification = get_variant(parameters["model"], "jpeg")
         self._files = specification.inputs[0].name
         self._pixels = specification.executed.inputs[0].name
         self._decoder = ImageDecoder(specification.preprocessing, decoding_from_parameters(parameters))

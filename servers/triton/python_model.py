@@ -17,13 +17,14 @@ from typing import Any
 import msgspec
 import triton_python_backend_utils as pb_utils
 
+from servers.contract.errors import ContractError
 from servers.contract.tensors import Array
 from servers.engines.batches import warm_up_sizes
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError, profiled
 from servers.models.image_decoder import ImageDecoder
 from servers.models.preprocessing import ImageError
-from servers.models.registry import get_specification
+from servers.models.registry import get_variant
 from servers.models.weights import parse_weights
 from servers.triton.batch_executor import BatchExecutor
 from servers.triton.engine_parameters import (
@@ -32,6 +33,8 @@ from servers.triton.engine_parameters import (
     decoding_from_parameters,
     settings_from_parameters,
 )
+
+FAILED = "the engine failed; the server's log has the cause"
 
 
 class TritonPythonModel:
@@ -47,9 +50,10 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
         max_batch_size = int(config["max_batch_size"])
-        specification = get_specification(config["name"])
         folder = Path(args["model_repository"]) / args["model_version"]
         private = msgspec.json.decode((folder / "engine.json").read_bytes(), type=EngineFile)
+        specification = get_variant(private.model, parameters["payload"])
+        settings = settings_from_parameters(parameters, max_batch_size)
 
         self._decoder = None
         if specification.payload == "jpeg":
@@ -57,7 +61,7 @@ class TritonPythonModel:
         self._engine = build_engine(
             specification.executed,
             parse_weights(private.weights),
-            settings_from_parameters(parameters, max_batch_size),
+            settings,
             Path(private.artefact) if private.artefact is not None else None,
         )
         self._engine.load()
@@ -71,7 +75,7 @@ class TritonPythonModel:
         in_effect = profiled(self._engine) or in_effect
 
         self._input_names = [tensor.name for tensor in specification.inputs]
-        self._executor = BatchExecutor(self._engine, specification, max_batch_size, self._decoder)
+        self._executor = BatchExecutor(self._engine, specification, max_batch_size, self._decoder, settings.pad_to)
         report = {
             "in_effect": asdict(in_effect),
             "load_ns": loaded_ns - started_ns,
@@ -81,13 +85,8 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """One response per request of a merged batch; inputs are views of shared memory, valid until this returns."""
-        try:
-            answers = self._executor.execute([self._inputs(request) for request in requests])
-        except Exception:  # noqa: BLE001  a client must never see a traceback
-            pb_utils.Logger.log_error(f"a batch of {len(requests)} requests failed: {traceback.format_exc()}")
-            failure = pb_utils.TritonError("the engine failed; the cause is in the server's log")
-            return [pb_utils.InferenceResponse(error=failure) for _ in requests]
-        return [_response(answer) for answer in answers]
+        answers = self._executor.execute([self._inputs(request) for request in requests])
+        return [_response(answer, request) for answer, request in zip(answers, requests, strict=True)]
 
     def finalize(self) -> None:
         """Free the engine."""
@@ -99,7 +98,12 @@ class TritonPythonModel:
         return {name: pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in self._input_names}
 
 
-def _response(answer: Mapping[str, Array] | ImageError) -> Any:
-    if isinstance(answer, ImageError):
+def _response(answer: Mapping[str, Array] | Exception, request: Any) -> Any:
+    if isinstance(answer, ImageError | ContractError):
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(answer), pb_utils.TritonError.INVALID_ARG))
-    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in answer.items()])
+    if isinstance(answer, Exception):  # a client must never see a traceback
+        pb_utils.Logger.log_error(f"a request failed: {''.join(traceback.format_exception(answer))}")
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(FAILED))
+    return pb_utils.InferenceResponse(
+        [pb_utils.Tensor(name, answer[name]) for name in request.requested_output_names()]
+    )

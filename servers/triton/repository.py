@@ -23,7 +23,7 @@ from servers.export.triton_config import BatchingSettings, python_config
 from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
-from servers.triton.engine_parameters import EngineFile, parameters_from_payload, parameters_from_settings
+from servers.triton.engine_parameters import EngineFile, parameters_from_model, parameters_from_settings
 from servers.triton.errors import TritonOptionError
 from servers.triton.wheel import Wheel
 
@@ -82,17 +82,17 @@ def lay_out(
         for model in placed:
             parameters = {
                 **parameters_from_settings(engine, weights, model.artefact, _sha256(model)),
-                **parameters_from_payload(model.specification, decoding),
+                **parameters_from_model(model.specification, engine.pad_to, decoding),
             }
-            config = python_config(model.specification, batching, engine.device, parameters)
+            ragged = bool(engine.pad_to)
+            config = python_config(model.specification, batching, engine.device, parameters, ragged=ragged)
             artefact = str(model.artefact.absolute()) if model.artefact else None
             version = repository.models / model.specification.name / "1"
             version.mkdir(parents=True)
             (version.parent / "config.pbtxt").write_text(config, encoding="utf-8")
             (version / "model.py").write_text(MODEL_PY, encoding="utf-8")
-            (version / "engine.json").write_bytes(
-                msgspec.json.encode(EngineFile(weights=weights.text, artefact=artefact))
-            )
+            private = EngineFile(model=model.specification.reference, weights=weights.text, artefact=artefact)
+            (version / "engine.json").write_bytes(msgspec.json.encode(private))
         backend = repository.backends / "python"
         backend.mkdir(parents=True)
         for source in (*filter(Path.is_file, wheel.python_backend.iterdir()), wheel.stub):

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from servers import defaults
+from servers.engines.padding import pad_to_text, parse_pad_to
 from servers.engines.processors import thread_count
 from servers.engines.settings import EngineSettings
 from servers.models.image_decoder import DecodingSettings
 from servers.models.registry import get_variants
-from servers.options import EngineOptions, settings_of
+from servers.options import PAD_TO_HELP, EngineOptions, settings_of
 
 DECODING = DecodingSettings()
 
@@ -35,6 +36,7 @@ class TritonSettings(EngineOptions):
         title="Batching",
         description="Maximum time a batch waits for more requests (µs).",
     )
+    pad_to: str = Field("", title="Batching", description=PAD_TO_HELP)
     queue_size: int = Field(defaults.QUEUE_SIZE, ge=1, title="Limits", description="Waiting requests; more get 503.")
     decode_threads: int = Field(DECODING.threads, ge=0, title="Limits", description="JPEG decoder threads; 0: up to 4.")
     max_image_pixels: int = Field(DECODING.max_pixels, ge=1, title="Limits", description="Largest JPEG, in pixels.")
@@ -58,7 +60,12 @@ class TritonSettings(EngineOptions):
     def resolved_engine(self) -> EngineSettings:
         """The engine's settings without `auto`: Triton's config must name the device before the engine runs."""
         batch = self.max_batch_size or get_variants(self.model, self.payloads)[0].max_batch_size
-        return resolve_engine(self.engine_settings(batch))
+        return replace(resolve_engine(self.engine_settings(batch)), pad_to=parse_pad_to(self.pad_to))
+
+    @field_validator("pad_to")
+    @classmethod
+    def _sizes(cls, text: str) -> str:
+        return pad_to_text(parse_pad_to(text))
 
 
 def resolve_engine(requested: EngineSettings) -> EngineSettings:

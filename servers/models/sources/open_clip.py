@@ -1,22 +1,36 @@
-"""OpenCLIP's ViT-B-32 image tower: its specification, its operation count and the loading of its weights.
+"""OpenCLIP's image towers: their specifications and the loading of their weights.
 
-The embedding is the output of open_clip's `visual`: the projected class token, not L2-normalised (open_clip normalises
-only in `encode_image(normalize=True)`).
+NAME is an architecture of open_clip, or ARCHITECTURE.TAG, whose default weights and preprocessing are the tag's. The
+embedding is the output of open_clip's `visual`: for ViT-B-32 the projected class token, not L2-normalised (open_clip
+normalises only in `encode_image(normalize=True)`).
+
+The default model's specification is written out here, because open_clip takes seconds to import; a test compares it
+with open_clip's own configuration.
 """
 
 from __future__ import annotations
 
 import logging
-import pickle
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers.contract.tensors import TensorSpec
-from servers.models.specification import ModelSpecification, Preprocessing, choose_from
+from servers.models.checkpoints import (
+    downloaded,
+    load_strictly,
+    option_of,
+    read_state,
+    ready,
+    refuse_other_preprocessing,
+)
+from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification
 from servers.models.weights import (
-    CheckpointWeights,
+    FindPretrained,
     PretrainedWeights,
     RandomWeights,
     WeightsError,
@@ -37,7 +51,7 @@ MLP_RATIO = 4
 
 
 def tower_flops() -> int:
-    """Operations per image in matrix products, a multiply-add counted as two: 8,817,623,040.
+    """Operations per image of the default model in matrix products, a multiply-add counted as two: 8,817,623,040.
 
     With p patches, t = p + 1 tokens, width w, L layers, patch side s and embedding e:
 
@@ -56,130 +70,91 @@ def tower_flops() -> int:
     return 2 * patches * w * 3 * side**2 + layers + 2 * w * DIMENSIONS["output_dim"]
 
 
-def load_image_tower(source: WeightsSource) -> torch.nn.Module:
-    """The FP32 tower in eval mode on the CPU: (n, 3, 224, 224) → (n, 512). Raises `WeightsError`.
+def load_image_tower(
+    source: WeightsSource, architecture: str = ARCHITECTURE, find: FindPretrained | None = None
+) -> torch.nn.Module:
+    """The FP32 tower in eval mode on the CPU: (n, 3, s, s) → (n, embedding). Raises `WeightsError`.
 
     Random weights depend on the seed alone and leave torch's global generator as it was. Pretrained and checkpoint
     weights may be a whole CLIP state dict, of which the tower's part is taken, or the tower's alone.
     """
-    match source:
-        case RandomWeights(seed):
-            with seeded(seed):
-                return _build(quick_gelu=False)
-        case PretrainedWeights(tag):
-            path = find_pretrained(source)
-            verify(path, f"--weights {tag}", source.sha256)
-            # OpenAI's weights and some others were trained with QuickGELU.
-            return _tower_from_file(path, f"--weights {tag}", bool(_configuration(tag).get("quick_gelu", False)))
-        case CheckpointWeights(path):
-            verify(path, f"--weights {path.name}", source.sha256)
-            # A file does not store the activation, which is not a tensor; open_clip puts it into its file names.
-            return _tower_from_file(path, f"--weights {path.name}", "quickgelu" in path.name.lower())
+    if isinstance(source, RandomWeights):
+        with seeded(source.seed):
+            return ready(_build(architecture, quick_gelu=False))
+    option = option_of(source)
+    if isinstance(source, PretrainedWeights):
+        path = (find or find_pretrained)(source)
+        # OpenAI's weights and some others were trained with QuickGELU.
+        quick_gelu = bool(_configuration(architecture, source.tag).get("quick_gelu", False))
+    else:
+        path = source.path
+        # A file does not store the activation, which is not a tensor; open_clip puts it into its file names.
+        quick_gelu = "quickgelu" in path.name.lower()
+    verify(path, option, source.sha256)
+    state, is_archive = read_state(path, option)
+    # TorchScript archives are OpenAI's own releases, which use QuickGELU.
+    tower = _build(architecture, quick_gelu=quick_gelu or is_archive, hollow=True)
+    visual = {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)}
+    return load_strictly(tower, visual or state, option, f"a {architecture} image tower")
 
 
-def pretrained_tags() -> tuple[str, ...]:
-    """open_clip's tags for this architecture; importing open_clip takes seconds."""
+def pretrained_tags(architecture: str = ARCHITECTURE) -> tuple[str, ...]:
+    """open_clip's tags for an architecture; importing open_clip takes seconds."""
     with _quiet_root_logger():
         from open_clip import list_pretrained_tags_by_model  # type: ignore[attr-defined,unused-ignore]
-    return tuple(list_pretrained_tags_by_model(ARCHITECTURE))
+    return tuple(list_pretrained_tags_by_model(architecture))
 
 
-def _build(*, quick_gelu: bool) -> torch.nn.Module:
-    """The image tower without CLIP's text tower, which is as large."""
+def _build(architecture: str, *, quick_gelu: bool, hollow: bool = False) -> torch.nn.Module:
+    """The image tower without CLIP's text tower, which is as large; `hollow` without memory for its parameters.
+
+    A tower that comes from timm has values that are in no state dict, so it always gets memory.
+    """
     with _quiet_root_logger():
         import torch
-        from open_clip.transformer import LayerNorm, QuickGELU, VisionTransformer
-    tower: torch.nn.Module = VisionTransformer(
-        **DIMENSIONS,
-        mlp_ratio=MLP_RATIO,
-        act_layer=QuickGELU if quick_gelu else torch.nn.GELU,
-        norm_layer=LayerNorm,
-    )
-    return tower.eval().requires_grad_(False)
+        from open_clip import get_model_config  # type: ignore[attr-defined,unused-ignore]
+        from open_clip.model import _build_vision_tower
+    config = get_model_config(architecture)
+    vision = {**config["vision_cfg"], "timm_model_pretrained": False}
+    with torch.device("meta" if hollow and not vision.get("timm_model_name") else torch.get_default_device()):
+        tower: torch.nn.Module = _build_vision_tower(
+            config["embed_dim"], vision, quick_gelu or config.get("quick_gelu", False)
+        )
+    return tower
 
 
-def find_pretrained(source: PretrainedWeights) -> Path:
+def find_pretrained(source: PretrainedWeights, architecture: str = ARCHITECTURE) -> Path:
     """The tag's file in the cache of the hub or of open_clip, downloaded when it is missing. Raises `WeightsError`."""
     with _quiet_root_logger():
         from open_clip.pretrained import download_pretrained, download_pretrained_from_hf
-    config, option = _configuration(source.tag), f"--weights {source.tag}"
+    config, option = _configuration(architecture, source.tag), option_of(source)
     repository, _, name = str(config.get("hf_hub") or "").rpartition("/")
     if source.revision is not None and not repository:
         raise WeightsError(
             f"{option}: this tag is not on a hub and has no revisions; pin it with @sha256: and its hash"
         )
-    try:
+
+    def find() -> Path:
         if source.revision is None:
             path = download_pretrained(config)
         else:
             path = download_pretrained_from_hf(repository, filename=name or None, revision=source.revision)
-    except Exception as exc:  # urllib, huggingface_hub and httpx each raise their own
-        which = "" if source.revision is None else f" of revision {source.revision}"
-        raise WeightsError(
-            f"{option}: the download{which} failed ({type(exc).__name__}); check the network, or give a checkpoint file"
-        ) from exc
-    if not path:
-        raise WeightsError(f"{option}: open_clip found no file to download; give a checkpoint file")
-    return Path(path)
+        if not path:
+            raise WeightsError(f"{option}: open_clip found no file to download; give a checkpoint file")
+        return Path(path)
+
+    return downloaded(source, find)
 
 
-def _configuration(tag: str) -> dict[str, Any]:
+def _configuration(architecture: str, tag: str) -> dict[str, Any]:
     """open_clip's configuration of a tag. Raises `WeightsError` for an unknown one."""
     with _quiet_root_logger():
         from open_clip.pretrained import get_pretrained_cfg
-    config: dict[str, Any] = get_pretrained_cfg(ARCHITECTURE, tag)
+    config: dict[str, Any] = get_pretrained_cfg(architecture, tag)
     if not config:
-        raise WeightsError(
-            f"--weights {tag}: open_clip has no such tag for {ARCHITECTURE}; {choose_from(tag, pretrained_tags())}"
-        )
+        known = choose_from(tag, pretrained_tags(architecture))
+        raise WeightsError(f"--weights {tag}: open_clip has no such tag for {architecture}; {known}")
     return config
-
-
-def _tower_from_file(path: Path, option: str, quick_gelu: bool) -> torch.nn.Module:
-    import torch
-
-    state, is_archive = _read_state(path, option)
-    # TorchScript archives are OpenAI's own releases, which use QuickGELU.
-    with torch.device("meta"):
-        tower = _build(quick_gelu=quick_gelu or is_archive)
-    state = {key.removeprefix("module."): value for key, value in state.items()}
-    visual = {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)}
-    state = visual or state
-    expected = tower.state_dict()
-    shapes = {key for key in expected.keys() & state.keys() if expected[key].shape != state[key].shape}
-    missing, unexpected = expected.keys() - state.keys(), state.keys() - expected.keys()
-    for problem, keys in (("lacks", missing), ("has the unknown", unexpected), ("has another shape for", shapes)):
-        if keys:
-            raise WeightsError(
-                f"{option}: not the weights of a {ARCHITECTURE} image tower: it {problem} {len(keys)} tensors, "
-                f"{min(keys)} among them"
-            )
-    tower.load_state_dict(state, strict=True, assign=True)
-    return tower.float().eval().requires_grad_(False)
-
-
-def _read_state(path: Path, option: str) -> tuple[dict[str, torch.Tensor], bool]:
-    """The file's state dict on the CPU and whether it was a TorchScript archive. Executes no pickled code."""
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path), False
-        try:
-            loaded: object = torch.load(path, map_location="cpu", weights_only=True)
-        except RuntimeError as exc:
-            if "TorchScript" not in str(exc):
-                raise
-            return dict(torch.jit.load(path, map_location="cpu").state_dict()), True  # type: ignore[no-untyped-call]
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError, KeyError) as exc:
-        raise WeightsError(f"{option}: unreadable as a checkpoint ({type(exc).__name__})") from exc
-    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
-        loaded = loaded["state_dict"]
-    if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
-        raise WeightsError(f"{option}: the file has no state dict (names of parameters with their tensors)")
-    return dict(loaded), False
 
 
 @contextmanager
@@ -194,35 +169,83 @@ def _quiet_root_logger() -> Iterator[None]:
         root.setLevel(level)
 
 
-SPECIFICATION = ModelSpecification(
-    name="openclip_vit_b32",
-    reference=f"open_clip:{ARCHITECTURE}",
-    title="OpenCLIP ViT-B-32 image tower",
-    version="1",
-    inputs=(TensorSpec("pixel_values", "FP32", (-1, 3, DIMENSIONS["image_size"], DIMENSIONS["image_size"])),),
-    outputs=(TensorSpec("embedding", "FP32", (-1, DIMENSIONS["output_dim"])),),
-    kinds={"embedding": "embedding"},
-    item="image",
-    max_batch_size=32,
-    flops_per_item=tower_flops(),
-    image=Preprocessing(
+SPECIFICATION = image_specification(
+    f"open_clip:{ARCHITECTURE}",
+    Preprocessing(
         size=DIMENSIONS["image_size"],
         mean=(0.48145466, 0.4578275, 0.40821073),
         std=(0.26862954, 0.26130258, 0.27577711),
     ),
-    load_module=load_image_tower,
+    TensorSpec("embedding", "FP32", (-1, DIMENSIONS["output_dim"])),
+    "embedding",
+    load_image_tower,
+    name="openclip_vit_b32",
+    title=f"OpenCLIP {ARCHITECTURE} image tower",
+    flops_per_item=tower_flops(),
     pretrained_tags=pretrained_tags,
     find_pretrained=find_pretrained,
     fused_tower=True,
-    payload="fp32",
 )
 
 
 def names() -> tuple[str, ...]:
-    """The well-known models of this source."""
-    return (ARCHITECTURE,)
+    """The well-known models of this source; every architecture of open_clip has a specification."""
+    return (ARCHITECTURE, "ViT-B-16", "ViT-L-14", "RN50", "convnext_base_w", "ViT-B-16-SigLIP")
+
+
+def all_names() -> tuple[str, ...]:
+    """Every architecture of open_clip; each also takes a tag after a dot."""
+    with _quiet_root_logger():
+        import open_clip
+    return tuple(open_clip.list_models())
 
 
 def specify(name: str) -> ModelSpecification | None:
-    """The specification of an architecture; None if there is none of that name."""
-    return SPECIFICATION if name == ARCHITECTURE else None
+    """The specification of ARCHITECTURE or ARCHITECTURE.TAG; None if there is none of that name."""
+    if name == ARCHITECTURE:
+        return SPECIFICATION
+    if name in all_names():
+        return _specify(name)
+    architecture, _, tag = name.rpartition(".")
+    if architecture not in all_names() or tag not in pretrained_tags(architecture):
+        return None
+    return replace(_specify(architecture, tag), default_weights=tag)
+
+
+def _specify(architecture: str, tag: str | None = None) -> ModelSpecification:
+    import open_clip
+
+    config = open_clip.get_model_config(architecture)
+    vision, size = config["vision_cfg"], config["vision_cfg"].get("image_size", 224)
+    trained = {one: _preprocessing(_configuration(architecture, one), size) for one in pretrained_tags(architecture)}
+    ((usual, _),) = Counter(
+        trained.values() or [_preprocessing(vars(open_clip.transform.PreprocessCfg()), size)]
+    ).most_common(1)
+    served = trained[tag] if tag else usual
+
+    def find(source: PretrainedWeights) -> Path:
+        refuse_other_preprocessing(source, trained.get(source.tag, served), served, f"open_clip:{architecture}")
+        return find_pretrained(source, architecture)
+
+    return image_specification(
+        f"open_clip:{architecture}{f'.{tag}' if tag else ''}",
+        served,
+        TensorSpec("embedding", "FP32", (-1, config["embed_dim"])),
+        "embedding",
+        partial(load_image_tower, architecture=architecture, find=find),
+        title=f"OpenCLIP {architecture} image tower",
+        pretrained_tags=partial(pretrained_tags, architecture),
+        find_pretrained=find,
+        fused_tower=not vision.get("timm_model_name") and isinstance(vision.get("layers", 12), int),
+    )
+
+
+def _preprocessing(config: Mapping[str, Any], size: int) -> Preprocessing:
+    """From open_clip's configuration of a tag, or its default."""
+    return Preprocessing(
+        size=size,
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        interpolation=config["interpolation"],
+        squash=config["resize_mode"] == "squash",
+    )

@@ -1,57 +1,126 @@
-"""torchvision's image classifiers, such as torchvision:resnet50."""
+"""torchvision's image classifiers: NAME, such as resnet50, or NAME.TAG with one of torchvision's tags of weights."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlparse
 
 from servers.contract.tensors import TensorSpec
-from servers.models.specification import ModelSpecification, Preprocessing
-from servers.models.weights import RandomWeights, WeightsError, WeightsSource, seeded
+from servers.models.checkpoints import (
+    downloaded,
+    load_strictly,
+    option_of,
+    read_checkpoint,
+    read_state,
+    ready,
+    refuse_other_preprocessing,
+)
+from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification
+from servers.models.weights import (
+    CheckpointWeights,
+    PretrainedWeights,
+    RandomWeights,
+    WeightsError,
+    WeightsSource,
+    seeded,
+    verify,
+)
 
 if TYPE_CHECKING:
     import torch
 
+_TRANSFORMING = {"init_weights": False, "transform_input": True}
+_ARGUMENTS = {"googlenet": _TRANSFORMING, "inception_v3": _TRANSFORMING}
+"""As torchvision builds these for its own weights; the initialisation of their papers takes a minute."""
+
 
 def names() -> tuple[str, ...]:
     """The well-known models of this source; every classifier of torchvision has a specification."""
-    return ("resnet50", "vit_b_16")
+    return ("resnet50", "vit_b_16", "convnext_tiny", "efficientnet_b0", "mobilenet_v3_large")
+
+
+def all_names() -> tuple[str, ...]:
+    """Every classifier of torchvision; each also takes a tag after a dot."""
+    from torchvision import models
+
+    return tuple(models.list_models(module=models))
 
 
 def specify(name: str) -> ModelSpecification | None:
-    """The specification of a classifier; None if torchvision has none of that name."""
+    """The specification of NAME or NAME.TAG; None if torchvision has none of that name."""
     from torchvision import models
 
-    if name not in models.list_models(module=models):
+    architecture, _, tag = name.partition(".")
+    if architecture not in all_names():
         return None
-    weights = models.get_model_weights(name).DEFAULT
-    transform = weights.transforms()
-    size, classes = transform.crop_size[0], len(weights.meta["categories"])
+    known = models.get_model_weights(architecture)
+    if tag and tag not in known.__members__:
+        return None
+    chosen = known[tag] if tag else known.DEFAULT
+    served, classes = _preprocessing(chosen), len(chosen.meta["categories"])
+
+    def find(source: PretrainedWeights) -> Path:
+        if source.tag not in known.__members__:
+            choice = choose_from(source.tag, known.__members__)
+            raise WeightsError(f"{option_of(source)}: torchvision has no such tag for {architecture}; {choice}")
+        refuse_other_preprocessing(source, _preprocessing(known[source.tag]), served, f"torchvision:{architecture}")
+        return _find_pretrained(source, known[source.tag].url)
 
     def load(source: WeightsSource) -> torch.nn.Module:
-        if not isinstance(source, RandomWeights):
-            raise WeightsError("only random weights yet")
-        with seeded(source.seed):
-            module: torch.nn.Module = models.get_model(name, weights=None)
-        return module.eval().requires_grad_(False)
+        arguments: dict[str, Any] = {"num_classes": classes, **_ARGUMENTS.get(architecture, {})}
+        if architecture.startswith("vit_"):
+            arguments["image_size"] = served.size
+        with seeded(source.seed if isinstance(source, RandomWeights) else 0):
+            module: torch.nn.Module = models.get_model(architecture, weights=None, **arguments)
+        if isinstance(source, RandomWeights):
+            return ready(module)
+        if isinstance(source, CheckpointWeights):
+            state = read_checkpoint(source)
+        else:
+            path = find(source)
+            verify(path, option_of(source), source.sha256)
+            state, _ = read_state(path, option_of(source))
+        return load_strictly(module, state, option_of(source), f"torchvision {architecture}")
 
-    return ModelSpecification(
-        name=f"torchvision_{name}",
-        reference=f"torchvision:{name}",
-        title=f"torchvision {name}",
-        version="1",
-        inputs=(TensorSpec("pixel_values", "FP32", (-1, 3, size, size)),),
-        outputs=(TensorSpec("logits", "FP32", (-1, classes)),),
-        kinds={"logits": "logits"},
-        item="image",
-        max_batch_size=32,
-        flops_per_item=round(2e9 * weights.meta["_ops"]),
-        image=Preprocessing(
-            size=size,
-            mean=tuple(transform.mean),
-            std=tuple(transform.std),
-            interpolation=transform.interpolation.value,
-            resize=transform.resize_size[0],
-        ),
-        load_module=load,
-        payload="fp32",
+    return image_specification(
+        f"torchvision:{name}",
+        served,
+        TensorSpec("logits", "FP32", (-1, classes)),
+        "logits",
+        load,
+        flops_per_item=round(2e9 * chosen.meta["_ops"]),
+        default_weights=tag or "random:0",
+        pretrained_tags=lambda: tuple(known.__members__),
+        find_pretrained=find,
     )
+
+
+def _preprocessing(weights: Any) -> Preprocessing:
+    transform = weights.transforms()
+    return Preprocessing(
+        size=transform.crop_size[0],
+        mean=tuple(transform.mean),
+        std=tuple(transform.std),
+        interpolation=transform.interpolation.value,
+        resize=transform.resize_size[0],
+    )
+
+
+def _find_pretrained(source: PretrainedWeights, url: str) -> Path:
+    """The file in torch's cache, downloaded when it is missing; its name ends with the start of its hash."""
+    import torch
+
+    if source.revision is not None:
+        raise WeightsError(f"{option_of(source)}: torchvision's weights have no revisions; pin them with @sha256:")
+    name = Path(urlparse(url).path).name
+    path = Path(torch.hub.get_dir()) / "checkpoints" / name
+
+    def find() -> Path:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            prefix = path.stem.rpartition("-")[2]
+            torch.hub.download_url_to_file(url, str(path), prefix, progress=False)
+        return path
+
+    return downloaded(source, find)

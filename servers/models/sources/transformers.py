@@ -1,97 +1,255 @@
-"""Encoders and sequence classifiers of Hugging Face's transformers, such as transformers:bert-base-uncased."""
+"""Encoders and sequence classifiers of Hugging Face's transformers: a well-known NAME, or a folder with a config.json.
+
+Inputs are `input_ids`, `attention_mask` and, for models with more than one type of token, `token_type_ids`, as in the
+official ONNX exports. An encoder answers with `last_hidden_state`, a sequence classifier (by `architectures` of its
+configuration) with `logits`. A folder's own weights are the default ones.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from servers.contract.tensors import Array, TensorSpec
-from servers.models.specification import Axis, ModelSpecification
-from servers.models.weights import RandomWeights, WeightsError, WeightsSource, seeded
+from servers.models.checkpoints import hub_file, option_of, read_checkpoint, read_state, ready, refuse_misfits
+from servers.models.specification import Axis, ModelSpecification, UnknownModelError, choose_from, served_name
+from servers.models.weights import (
+    CheckpointWeights,
+    PretrainedWeights,
+    RandomWeights,
+    WeightsError,
+    WeightsSource,
+    seeded,
+    verify,
+)
 
 if TYPE_CHECKING:
     import torch
 
-_KNOWN = {"bert-base-uncased": "BertConfig", "distilbert-base-uncased": "DistilBertConfig"}
-"""Models whose configuration is the default of a class of transformers, so that random weights need no file."""
+_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+_KNOWN: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "bert-base-uncased": ("google-bert/bert-base-uncased", "bert", {}),
+    "bert-large-uncased": ("google-bert/bert-large-uncased", "bert", _LARGE),
+    "distilbert-base-uncased": ("distilbert/distilbert-base-uncased", "distilbert", {}),
+    "roberta-base": ("FacebookAI/roberta-base", "roberta", _ROBERTA),
+}
+"""Repository, type and the fields of the configuration that differ from the type's default, so that random weights need
+no file."""
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_TAG = "pretrained"
+_TYPES_FROM_PADDING = {
+    "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
+    "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+"""Models that count positions from the padding token's id + 1, and so take that many tokens less."""
 
 
 def names() -> tuple[str, ...]:
-    """The well-known models of this source."""
+    """The well-known models of this source; a folder with any other encoder or sequence classifier also works."""
     return tuple(_KNOWN)
 
 
-def specify(name: str) -> ModelSpecification | None:
-    """The specification of an encoder; None if there is none of that name."""
-    if name not in _KNOWN:
-        return None
-    import transformers
+def takes(reference: str) -> bool:
+    """Whether the reference is a folder with a config.json, or a configuration itself."""
+    path = Path(reference).expanduser()
+    return (path / "config.json").is_file() or (path.suffix == ".json" and path.is_file())
 
-    config = getattr(transformers, _KNOWN[name])()
-    inputs = [TensorSpec("input_ids", "INT64", (-1, -1)), TensorSpec("attention_mask", "INT64", (-1, -1))]
-    output = TensorSpec("last_hidden_state", "FP32", (-1, -1, config.hidden_size))
-    places = {tensor.name: 1 for tensor in (*inputs, output)}
-    return ModelSpecification(
-        name=re.sub(r"[^a-z0-9]+", "_", name.lower()),
-        reference=f"transformers:{name}",
-        title=name,
-        version="1",
-        inputs=tuple(inputs),
-        outputs=(output,),
-        axes=(
-            Axis(
-                "sequence",
-                default=128,
-                largest=config.max_position_embeddings,
-                places=places,
-                padding={"input_ids": config.pad_token_id or 0, "attention_mask": 0},
-            ),
-        ),
-        item="sequence",
-        max_batch_size=32,
-        make_items=partial(_token_ids, config.vocab_size, config.pad_token_id or 0),
-        load_module=_loader(config),
+
+def specify(name: str) -> ModelSpecification | None:
+    """The specification of an encoder or a sequence classifier; None if there is none of that name."""
+    from transformers import AutoConfig
+
+    if name in _KNOWN:
+        repository, kind, fields = _KNOWN[name]
+        return _specification(
+            AutoConfig.for_model(kind, **fields),
+            name=served_name(name),
+            reference=f"transformers:{name}",
+            title=name,
+            pretrained_tags=lambda: (_TAG,),
+            find_pretrained=partial(_find, repository),
+        )
+    if not takes(name):
+        if "/" in name:
+            raise UnknownModelError(
+                f"transformers:{name}: no such folder with a config.json; download the model with: hf download {name} "
+                "--local-dir DIR, and give DIR"
+            )
+        return None
+    path = Path(name).expanduser().resolve()
+    if path.name == "config.json":
+        path = path.parent
+    try:
+        with _quiet():
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise UnknownModelError(f"{path.name}: transformers cannot read its configuration") from exc
+    return _specification(
+        config,
+        name=served_name(path.stem if path.is_file() else path.name),
+        reference=str(path),
+        title=path.name,
+        default_weights=_weights_of(path),
     )
 
 
-def _loader(config: Any) -> Callable[[WeightsSource], torch.nn.Module]:
-    def load(source: WeightsSource) -> torch.nn.Module:
-        import transformers
+def _specification(config: Any, **fields: Any) -> ModelSpecification:
+    title, largest = fields["title"], getattr(config, "max_position_embeddings", None)
+    if not isinstance(getattr(config, "vocab_size", None), int) or getattr(config, "is_encoder_decoder", False):
+        raise UnknownModelError(
+            f"{title}: a {config.model_type} model is not an encoder of text or a sequence classifier; serve it from a "
+            "FILE.py"
+        )
+    classifier = any("ForSequenceClassification" in one for one in config.architectures or ())
+    pad, largest = config.pad_token_id or 0, largest if isinstance(largest, int) and largest > 0 else 512
+    if config.model_type in _TYPES_FROM_PADDING:
+        largest -= pad + 1
+    inputs = ["input_ids", "attention_mask"]
+    if (getattr(config, "type_vocab_size", 0) or 0) > 1:
+        inputs.append("token_type_ids")
+    if classifier:
+        output = TensorSpec("logits", "FP32", (-1, config.num_labels))
+    else:
+        output = TensorSpec("last_hidden_state", "FP32", (-1, -1, config.hidden_size))
+    places = dict.fromkeys(inputs if classifier else [*inputs, output.name], 1)
+    padding = {"input_ids": pad, "attention_mask": 0, "token_type_ids": 0}
+    return ModelSpecification(
+        version="1",
+        inputs=tuple(TensorSpec(name, "INT64", (-1, -1)) for name in inputs),
+        outputs=(output,),
+        kinds={"logits": "logits"} if classifier else {},
+        axes=(
+            Axis("sequence", min(128, largest), largest, places=places, padding={one: padding[one] for one in inputs}),
+        ),
+        item="sequence",
+        max_batch_size=32,
+        id_counts={"input_ids": config.vocab_size},
+        make_items=partial(_token_ids, config.vocab_size, pad, tuple(inputs)),
+        load_module=partial(_load, config, classifier, title, fields.get("find_pretrained")),
+        **fields,
+    )
 
-        if not isinstance(source, RandomWeights):
-            raise WeightsError("only random weights yet")
-        with seeded(source.seed):
-            model = transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
-        return _encoder(model.eval().requires_grad_(False))
 
-    return load
+def _weights_of(path: Path) -> str:
+    """The default weights of a folder: its file, or random ones if it has only a configuration."""
+    if path.is_file():
+        return "random:0"
+    found = next((path / name for name in _WEIGHTS if (path / name).is_file()), None)
+    if found is None and any(path.glob("*.index.json")):
+        raise UnknownModelError(
+            f"{path.name}: its weights are in several files; save them as one, with "
+            "model.save_pretrained(DIR, max_shard_size='100GB')"
+        )
+    return str(found or "random:0")
 
 
-def _encoder(model: torch.nn.Module) -> torch.nn.Module:
+def _find(repository: str, source: PretrainedWeights) -> Path:
+    if source.tag != _TAG:
+        raise WeightsError(f"{option_of(source)}: there is no such tag; {choose_from(source.tag, [_TAG])}")
+    return hub_file(source, repository, _WEIGHTS)
+
+
+def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsSource) -> torch.nn.Module:
+    import transformers
+
+    auto: Any = transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModel
+    if isinstance(source, RandomWeights):
+        with seeded(source.seed), _quiet():
+            model = auto.from_config(config, attn_implementation=_attention(auto, config), dtype="float32")
+        return _first_output(ready(model))
+    option = option_of(source)
+    if isinstance(source, CheckpointWeights):
+        state = read_checkpoint(source)
+    elif find is None:
+        raise WeightsError(f"{option}: {title} has no tags; give a file, or random:SEED")
+    else:
+        path = find(source)
+        verify(path, option, source.sha256)
+        state, _ = read_state(path, option)
+    try:  # the library's own loader knows the names that older files use
+        with _quiet():
+            model, report = _class(auto, config).from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
+                output_loading_info=True,
+                attn_implementation=_attention(auto, config),
+                dtype="float32",
+            )
+    except RuntimeError as exc:
+        raise WeightsError(f"{option}: not the weights of {title}: a tensor has another shape") from exc
+    missing = {one for one in report["missing_keys"] if classifier or not one.startswith("pooler.")}
+    # A file with more than the encoder, such as the head of pre-training, is fine.
+    refuse_misfits(option, title, missing, set(), set(report["mismatched_keys"]))
+    return _first_output(ready(model))
+
+
+def _class(auto: Any, config: Any) -> Any:
+    found = auto._model_mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _attention(auto: Any, config: Any) -> str:
+    """Scaled dot-product attention, which torch exports, traces and captures; the model's own code if it has none."""
+    return "sdpa" if getattr(_class(auto, config), "_supports_sdpa", False) else "eager"
+
+
+def _first_output(model: torch.nn.Module) -> torch.nn.Module:
     import torch
 
-    class Encoder(torch.nn.Module):
-        """Token ids and mask, int64 (n, s), to the last hidden state, float (n, s, hidden)."""
+    class FirstOutput(torch.nn.Module):
+        """Token ids, mask and types, int64 (n, s), to the model's first output."""
 
         def __init__(self, model: torch.nn.Module) -> None:
             super().__init__()
             self.model = model
 
-        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-            hidden: torch.Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, return_dict=False)[0]
-            return hidden
+        def forward(
+            self,
+            input_ids: torch.Tensor,
+            attention_mask: torch.Tensor,
+            token_type_ids: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+            output: torch.Tensor = self.model(
+                input_ids=input_ids, attention_mask=attention_mask, return_dict=False, **types
+            )[0]
+            return output
 
-    return Encoder(model).eval()
+    return FirstOutput(model).eval()
 
 
-def _token_ids(vocabulary: int, pad: int, seed: int, lengths: Sequence[int]) -> Mapping[str, Array]:
+def _token_ids(
+    vocabulary: int, pad: int, inputs: Sequence[str], seed: int, lengths: Sequence[int]
+) -> Mapping[str, Array]:
     """Uniform token ids without the first thousand, which are special or unused in BERT's vocabulary."""
     generator = np.random.default_rng(seed)
-    longest = max(lengths)
-    mask = (np.arange(longest) < np.asarray(lengths)[:, None]).astype(np.int64)
-    ids = generator.integers(min(1000, vocabulary // 2), vocabulary, (len(lengths), longest), np.int64)
-    return {"input_ids": np.where(mask == 1, ids, pad), "attention_mask": mask}
+    mask = (np.arange(max(lengths)) < np.asarray(lengths)[:, None]).astype(np.int64)
+    ids = generator.integers(min(1000, vocabulary // 2), vocabulary, mask.shape, np.int64)
+    made = {"input_ids": np.where(mask == 1, ids, pad), "attention_mask": mask, "token_type_ids": np.zeros_like(mask)}
+    return {name: made[name] for name in inputs}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide the library's progress bars and reports: what matters of them becomes an error."""
+    import transformers
+
+    logging: Any = transformers.utils.logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(50)  # above errors, which are raised
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -83,16 +83,23 @@ def test_expired_and_withdrawn_requests_never_reach_the_engine(harness):
     assert harness.batcher.waiting == 0
 
 
-@pytest.mark.parametrize("bad", [666, 667])  # raises; returns too few rows
-def test_a_failing_batch_fails_its_own_requests_only(harness, bad):
+def test_a_request_that_makes_its_batch_fail_fails_alone(harness):
     harness.occupy()
-    entries = [harness.submit([bad]), harness.submit([1])]
+    entries = [harness.submit([1]), harness.submit([666] * 2), harness.submit([2, 3])]
     harness.engine.gate.set()
-    for entry in entries:
-        with pytest.raises(InternalError):
-            harness.answer(entry)
+    assert harness.answer(entries[0]) == [1]
+    assert harness.answer(entries[2]) == [2, 3]
+    with pytest.raises(InternalError):
+        harness.answer(entries[1])
+    assert harness.sizes() == [1, 5, 1, 2, 2]  # together, then each alone
     assert harness.answer(harness.submit([2])) == [2]
-    assert harness.statistics.snapshot().inference_count == 2  # the failed batch is not counted
+    assert harness.statistics.snapshot().inference_count == 5  # failed executions are not counted
+
+
+def test_an_answer_with_too_few_rows_is_a_failure(harness):
+    harness.engine.gate.set()
+    with pytest.raises(InternalError):
+        harness.answer(harness.submit([667, 667]))
 
 
 def test_an_engine_that_can_execute_nothing_any_more_is_told_once(harness):

@@ -94,9 +94,14 @@ def test_the_full_batch_fits_and_the_next_one_does_not_see_it(executor: Any, eng
     assert np.shares_memory(engine.given[0], engine.given[1]), "the staging array is used again"
 
 
-def test_the_engines_failure_is_the_batchs(executor: Any) -> None:
-    with pytest.raises(EngineError, match="seven"):
-        executor.execute([{"pixel_values": pixels(3, 1)}, {"pixel_values": pixels(4, 2)}])
+def test_a_request_that_makes_its_batch_fail_fails_alone(executor: Any, engine: Recorder) -> None:
+    requests = [pixels(rows, seed) for seed, rows in enumerate((3, 4))]
+    answers = executor.execute([{"pixel_values": array} for array in requests])
+    assert [len(given) for given in engine.given] == [7, 3, 4]
+    for array, answer in zip(requests, answers, strict=True):
+        np.testing.assert_array_equal(answer["embedding"], alone(array))
+    (failed,) = executor.execute([{"pixel_values": pixels(7, 2)}])
+    assert isinstance(failed, EngineError)
 
 
 def test_a_bad_image_leaves_the_batch(engine: Recorder, specification: ModelSpecification) -> None:

@@ -39,6 +39,7 @@ def test_everything_that_triton_reads(
     assert [path.name for path in repository.models.iterdir()] == [specification.name]
     assert "/artefacts" not in (model / "config.pbtxt").read_text()
     assert json.loads((model / "1" / "engine.json").read_text()) == {
+        "model": "open_clip:ViT-B-32",
         "weights": "random:0",
         "artefact": "/artefacts/model.onnx",
     }

@@ -1,0 +1,323 @@
+"""A user's own module: FILE.py:FUNCTION, where the function returns a `UserModel` (see `servers.models.user_model`).
+
+The file is executed once per process; the function is called for the description and again for each module that is
+loaded. By default the weights are those that the function sets, recorded as the file with its hash; --weights
+random:SEED seeds torch before the call, and a checkpoint is loaded into the module.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+
+from servers.contract.tensors import DATATYPES, Array, TensorSpec
+from servers.models.checkpoints import load_strictly, option_of, read_checkpoint, ready
+from servers.models.items import main_axis, random_items
+from servers.models.specification import (
+    Axis,
+    ModelSpecification,
+    OutputKind,
+    UnknownModelError,
+    choose_from,
+    served_name,
+)
+from servers.models.user_model import Input, Output, UserModel
+from servers.models.weights import CheckpointWeights, RandomWeights, WeightsError, WeightsSource, seeded, verify
+
+if TYPE_CHECKING:
+    import torch
+
+_REFERENCE = re.compile(r"(?P<file>.+\.py)(?::(?P<function>\w*))?")
+_MAX_PADDING_ERROR = 1e-3
+
+
+def names() -> tuple[str, ...]:
+    """This source has no models of its own."""
+    return ()
+
+
+def takes(reference: str) -> bool:
+    """Whether the reference is FILE.py:FUNCTION."""
+    return _REFERENCE.fullmatch(reference) is not None
+
+
+def specify(reference: str) -> ModelSpecification | None:
+    """The specification of the module that the function describes. Raises `UnknownModelError`."""
+    found = _REFERENCE.fullmatch(reference)
+    if found is None:
+        return None
+    path = Path(found["file"]).expanduser().resolve()
+    make = _function(path, found["function"])
+    label = f"{path.name}:{found['function']}"
+    try:
+        return _specification(path, found["function"], make, _call(make, path, label, 0))
+    except ValueError as exc:
+        raise UnknownModelError(f"{label}: {exc}") from exc
+
+
+def _function(path: Path, name: str | None) -> Callable[[], object]:
+    if not path.is_file():
+        raise UnknownModelError(f"{path.name}: no such file in {path.parent}")
+    try:
+        module = _executed(path)
+    except Exception as exc:
+        raise UnknownModelError(f"{path.name} cannot be imported: {_cause(exc, path)}") from exc
+    known = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+    made = getattr(module, name or "", None)
+    if not callable(made):
+        problem = f"there is no function {name}" if name else "name its function, as in FILE.py:FUNCTION"
+        raise UnknownModelError(f"{path.name}: {problem}; {choose_from(name or '', known)}")
+    return made  # type: ignore[no-any-return]
+
+
+@cache
+def _executed(path: Path) -> ModuleType:
+    name = f"abserve_user_{served_name(str(path))}"
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look the module up
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # the file may import its neighbours
+    spec.loader.exec_module(module)
+    return module
+
+
+def _cause(exc: BaseException, path: Path) -> str:
+    """The error in one line, with the last line of the user's file that led to it."""
+    lines, trace = [], exc.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    text = next(iter(str(exc).strip().splitlines()), "")
+    return f"{type(exc).__name__}{f': {text}' if text else ''}{f' (line {lines[-1]})' if lines else ''}"
+
+
+def _call(make: Callable[[], object], path: Path, label: str, seed: int) -> UserModel:
+    """The function's answer. Raises `UnknownModelError`."""
+    try:
+        with seeded(seed):
+            made = make()
+    except Exception as exc:
+        raise UnknownModelError(f"{label} failed: {_cause(exc, path)}") from exc
+    if not isinstance(made, UserModel):
+        raise UnknownModelError(
+            f"{label} returned a {type(made).__name__}; return servers.models.UserModel(module, inputs, outputs)"
+        )
+    return made
+
+
+def _specification(path: Path, function: str, make: Callable[[], object], made: UserModel) -> ModelSpecification:
+    """Raises `ValueError` for a description that contradicts itself."""
+    described: Sequence[tuple[Sequence[object], type]] = ((made.inputs, Input), (made.outputs, Output))
+    for given, what in described:
+        if not given or not all(isinstance(one, what) for one in given):
+            raise ValueError(f"{what.__name__.lower()}s must be a list of at least one {what.__name__}(…)")
+    tensors = [_tensor(one) for one in _described(made)]
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        raise ValueError("two tensors have the same name")
+    for output in made.outputs:
+        if output.kind not in get_args(OutputKind):
+            raise ValueError(
+                f"unknown kind {output.kind!r} of {output.name}; use one of: {', '.join(get_args(OutputKind))}"
+            )
+    count = len(made.inputs)
+    specification = ModelSpecification(
+        name=served_name(f"{path.stem}_{function}"),
+        reference=f"{path}:{function}",
+        title=made.title or f"{function} of {path.name}",
+        version="1",
+        inputs=tuple(tensors[:count]),
+        outputs=tuple(tensors[count:]),
+        kinds={output.name: output.kind for output in made.outputs},
+        axes=tuple(_axes(made)),
+        item=made.item,
+        max_batch_size=made.max_batch_size,
+        load_module=partial(_load, path, function, make),
+        default_weights=str(path),
+        image=made.image,
+        payload="tensors" if made.image is None else "fp32",
+    )
+    if made.image is not None and [(one.datatype, one.item_shape) for one in specification.inputs] != [
+        ("FP32", (3, made.image.size, made.image.size))
+    ]:
+        raise ValueError(f"a model with image takes one FP32 input of {made.image.size} × {made.image.size} pixels")
+    values = {one.name: one.values for one in made.inputs if one.values is not None}
+    return _with_items(specification, values, made.samples)
+
+
+def _described(made: UserModel) -> list[Input | Output]:
+    return [*made.inputs, *made.outputs]
+
+
+def _tensor(described: Input | Output) -> TensorSpec:
+    shape = tuple(described.shape)
+    if described.datatype not in DATATYPES:
+        choice = choose_from(str(described.datatype), [*DATATYPES])
+        raise ValueError(f"{described.name} has the unknown datatype {described.datatype!r}; {choice}")
+    if shape[:1] != ("batch",) or "batch" in shape[1:]:
+        raise ValueError(f'the shape of {described.name} must begin with "batch", and name it once')
+    if not all(isinstance(size, str) or (isinstance(size, int) and size > 0) for size in shape):
+        raise ValueError(f"the shape of {described.name} must have sizes from 1 up or names")
+    return TensorSpec(described.name, described.datatype, tuple(-1 if isinstance(one, str) else one for one in shape))
+
+
+def _axes(made: UserModel) -> Sequence[Axis]:
+    places: dict[str, dict[str, int]] = {}
+    for tensor in _described(made):
+        for place, name in enumerate(tensor.shape[1:], 1):
+            if isinstance(name, str) and places.setdefault(name, {}).setdefault(tensor.name, place) != place:
+                raise ValueError(f"{tensor.name} has the dimension {name} twice")
+    padding = {one.name: one.padding for one in made.inputs if one.padding is not None}
+    axes = []
+    for name, tensors in places.items():
+        inputs = [one.name for one in made.inputs if one.name in tensors]
+        if not inputs:
+            raise ValueError(f"no input has the dimension {name} of {next(iter(tensors))}")
+        default, largest = made.sizes.get(name, (0, 0))
+        if not 0 < default <= largest:
+            raise ValueError(
+                f'sizes must give the default and the largest size of {name}, as in {{"{name}": (128, 512)}}'
+            )
+        given = {one: padding.pop(one) for one in inputs if one in padding}
+        if given and len(given) < len(inputs):
+            raise ValueError(f"either all inputs with the dimension {name} have a padding, or none")
+        axes.append(Axis(name, default, largest, tensors, given))
+    if padding or sum(axis.padded for axis in axes) > 1:
+        raise ValueError("padding needs one dimension of variable size, the same for all inputs that have it")
+    return axes
+
+
+def _with_items(
+    specification: ModelSpecification, values: Mapping[str, tuple[int, int]], samples: Mapping[str, Any] | None
+) -> ModelSpecification:
+    """With the items that the user supplies, and valid random ones for every length."""
+    given = None
+    if samples is not None:
+        given = {tensor.name: _sample(tensor, samples.get(tensor.name)) for tensor in specification.inputs}
+        if len({len(array) for array in given.values()}) != 1:
+            raise ValueError("samples must have equally many items for every input")
+
+    def make_items(seed: int, lengths: Sequence[int]) -> Mapping[str, Array]:
+        if given is not None and not specification.axes:
+            rows = np.arange(seed, seed + len(lengths))
+            return {name: array.take(rows, axis=0, mode="wrap") for name, array in given.items()}
+        return random_items(specification, seed, lengths, values)
+
+    # Other items of variable size are made by whoever knows the sizes.
+    fixed = not specification.axes or specification.padded_axis is not None
+    makes = fixed and specification.image is None
+    return replace(specification, samples=given, make_items=make_items if makes else None)
+
+
+def _sample(tensor: TensorSpec, given: Any) -> Array:
+    if given is None:
+        raise ValueError(f"samples have no {tensor.name}")
+    array = np.asarray(given)
+    shape = tensor.item_shape
+    fits = array.ndim == len(shape) + 1 and all(a in (b, -1) for a, b in zip(shape, array.shape[1:], strict=True))
+    if not fits or not len(array) or not np.can_cast(array.dtype, tensor.dtype, "same_kind"):
+        raise ValueError(
+            f"the samples of {tensor.name} are {array.dtype} {list(array.shape)}, not {tensor.datatype} {[-1, *shape]}"
+        )
+    return np.ascontiguousarray(array, tensor.dtype)
+
+
+def _load(path: Path, function: str, make: Callable[[], object], source: WeightsSource) -> torch.nn.Module:
+    import torch
+
+    label = f"{path.name}:{function}"
+    if not isinstance(source, RandomWeights | CheckpointWeights):
+        raise WeightsError(f"{option_of(source)}: {label} has no tags; give a checkpoint file, or random:SEED")
+    try:
+        made = _call(make, path, label, source.seed if isinstance(source, RandomWeights) else 0)
+        specification = _specification(path, function, make, made)
+    except (UnknownModelError, ValueError) as exc:
+        raise WeightsError(str(exc)) from exc
+    module = made.module
+    if not isinstance(module, torch.nn.Module):
+        raise WeightsError(f"{label}: the module is a {type(module).__name__}, not a torch.nn.Module")
+    if isinstance(source, CheckpointWeights) and source.path == path:
+        verify(path, path.name, source.sha256)
+    elif isinstance(source, CheckpointWeights):
+        load_strictly(module, read_checkpoint(source), option_of(source), label)
+    ready(module)
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        _check(module.cpu(), specification, label)
+    return module
+
+
+def _check(module: torch.nn.Module, specification: ModelSpecification, label: str) -> None:
+    """Run two items, and the shorter alone: answers fit the description, and padding does not change them.
+
+    Raises `WeightsError`.
+    """
+    axis = main_axis(specification)
+    size = 1 if axis is None else axis.default
+    if axis is None or not axis.padded:
+        _run(module, specification, random_items(specification, 0, [size, size]), size, label)
+        return
+    short = max(1, size // 2)
+    make = specification.make_items or partial(random_items, specification)
+    items = make(0, [short, size])
+
+    def shorter(arrays: Mapping[str, Array]) -> dict[str, Array]:
+        cut = {name: (slice(None),) * place + (slice(short),) for name, place in axis.places.items()}
+        return {name: array[:1][cut.get(name, ())] for name, array in arrays.items()}
+
+    together = shorter(_run(module, specification, items, size, label))
+    alone = _run(module, specification, shorter(items), short, label)
+    for name, answer in alone.items():
+        limit = _MAX_PADDING_ERROR * float(np.abs(answer).max(initial=0))
+        if not np.allclose(answer, together[name], rtol=_MAX_PADDING_ERROR, atol=limit):
+            raise WeightsError(
+                f"{label}: padding changes the answer {name}; use a mask in the module, or leave the padding out, so "
+                "that only items of one length share a batch"
+            )
+
+
+def _run(
+    module: torch.nn.Module, specification: ModelSpecification, items: Mapping[str, Array], size: int, label: str
+) -> dict[str, Array]:
+    """The answers by name, checked against the description; `size` is that of the first axis.
+
+    Raises `WeightsError`.
+    """
+    import torch
+
+    given = [torch.from_numpy(np.ascontiguousarray(items[tensor.name])) for tensor in specification.inputs]
+    try:
+        with torch.inference_mode():
+            answer = module(*given)
+    except Exception as exc:
+        path = Path(specification.reference.rpartition(":")[0])
+        raise WeightsError(f"{label}: the module fails on inputs of its description: {_cause(exc, path)}") from exc
+    answers = [answer] if isinstance(answer, torch.Tensor) else answer
+    if not isinstance(answers, tuple | list) or not all(isinstance(one, torch.Tensor) for one in answers):
+        kind = type(answer).__name__
+        raise WeightsError(f"{label}: the module returned a {kind}; return one tensor or a tuple of tensors")
+    outputs, axis = specification.outputs, main_axis(specification)
+    if len(answers) != len(outputs):
+        raise WeightsError(f"{label}: the module returned {len(answers)} tensors; described outputs: {len(outputs)}")
+    found = {tensor.name: one.numpy() for tensor, one in zip(outputs, answers, strict=True)}
+    for tensor in outputs:
+        array = found[tensor.name]
+        expected = (len(given[0]), *specification.item_shape(tensor, {axis.name: size} if axis else {}))
+        if array.shape != expected or array.dtype != tensor.dtype:
+            raise WeightsError(
+                f"{label}: the module's {tensor.name} is {array.dtype} {list(array.shape)}; by its description it is "
+                f"{tensor.dtype} {list(expected)}"
+            )
+    return found

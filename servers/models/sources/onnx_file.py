@@ -1,0 +1,113 @@
+"""A user's ONNX file, FILE.onnx: signature and dynamic axes as in the file, which engines execute unchanged.
+
+The first dimension of every input and output is the batch and must be symbolic. Other symbolic dimensions become axes
+without padding, since a file does not say with which values it may be padded.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from servers.contract.tensors import TensorSpec
+from servers.models.specification import Axis, ModelSpecification, UnknownModelError, served_name
+from servers.models.weights import WeightsError, WeightsSource
+
+if TYPE_CHECKING:
+    import torch
+
+_DATATYPES = {
+    "BOOL": "BOOL", "UINT8": "UINT8", "UINT16": "UINT16", "UINT32": "UINT32", "UINT64": "UINT64", "INT8": "INT8",
+    "INT16": "INT16", "INT32": "INT32", "INT64": "INT64", "FLOAT16": "FP16", "FLOAT": "FP32", "DOUBLE": "FP64",
+    "STRING": "BYTES",
+}  # fmt: skip
+"""ONNX's name of an element's type → the protocol's."""
+
+DEFAULT_SIZE, LARGEST_SIZE = 128, 512
+"""Of a symbolic dimension, for which a file names no size."""
+
+
+def names() -> tuple[str, ...]:
+    """This source has no models of its own."""
+    return ()
+
+
+def takes(reference: str) -> bool:
+    """Whether the reference is FILE.onnx."""
+    return reference.endswith(".onnx")
+
+
+def specify(reference: str) -> ModelSpecification | None:
+    """The specification of a file. Raises `UnknownModelError` for one that cannot be read or takes no batches."""
+    if not takes(reference):
+        return None
+    path = Path(reference).expanduser().resolve()
+    graph = _graph(path)
+    weights = {one.name for one in graph.initializer}
+    inputs = [one for one in graph.input if one.name not in weights]
+    places: dict[str, dict[str, int]] = {}
+    tensors = [_tensor(path.name, one, places) for one in [*inputs, *graph.output]]
+    taken = {one.name for one in inputs}
+    return ModelSpecification(
+        name=served_name(path.stem),
+        reference=str(path),
+        title=path.name,
+        version="1",
+        inputs=tuple(tensors[: len(inputs)]),
+        outputs=tuple(tensors[len(inputs) :]),
+        axes=tuple(
+            # An output may have a dimension of which no input tells the size.
+            Axis(name, DEFAULT_SIZE, LARGEST_SIZE, found)
+            for name, found in places.items()
+            if taken & found.keys()
+        ),
+        max_batch_size=32,
+        load_module=partial(refuse_module, path),
+        file=path,
+        default_weights=str(path),
+    )
+
+
+def refuse_module(path: Path, _: WeightsSource) -> torch.nn.Module:
+    """Raises `WeightsError`: there is nothing for torch in an ONNX file."""
+    raise WeightsError(
+        f"{path.name} is an ONNX file, which torch does not execute; use --engine onnxruntime or tensorrt"
+    )
+
+
+def _graph(path: Path) -> Any:
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        return onnx.load(path, load_external_data=False).graph
+    except FileNotFoundError as exc:
+        raise UnknownModelError(f"{path.name}: no such file in {path.parent}") from exc
+    except (OSError, DecodeError, ValueError) as exc:
+        raise UnknownModelError(f"{path.name} is not an ONNX file that can be read") from exc
+
+
+def _tensor(file: str, value: Any, places: dict[str, dict[str, int]]) -> TensorSpec:
+    """One input or output; adds its symbolic dimensions to `places`."""
+    import onnx
+
+    kind = value.type.tensor_type
+    element = onnx.TensorProto.DataType.Name(kind.elem_type)
+    if not value.type.HasField("tensor_type") or element not in _DATATYPES:
+        raise UnknownModelError(f"{file}: {value.name} has the type {element}, which the protocol does not have")
+    if not kind.HasField("shape") or not kind.shape.dim:
+        raise UnknownModelError(
+            f"{file}: {value.name} has no shape, or no batch dimension; add them with onnx.shape_inference.infer_shapes"
+        )
+    batch, *dimensions = kind.shape.dim
+    if batch.HasField("dim_value"):
+        raise UnknownModelError(
+            f"{file}: {value.name} has a fixed batch dimension of {batch.dim_value}; export it with a dynamic "
+            'one, such as dynamic_shapes={0: "batch"}'
+        )
+    for place, dimension in enumerate(dimensions, 1):
+        if not dimension.HasField("dim_value"):
+            places.setdefault(dimension.dim_param or f"{value.name}_{place}", {})[value.name] = place
+    shape = (one.dim_value if one.HasField("dim_value") else -1 for one in dimensions)
+    return TensorSpec(value.name, _DATATYPES[element], (-1, *shape))
