@@ -125,7 +125,7 @@ class Workload(Record, frozen=True, kw_only=True):
     latency_bound_ms: float | None = None
     """X of a search for the highest Poisson rate with p99 ≤ X (the scenario slo)."""
     sequence_length: int | None = None
-    """Length of every sequence that it sends; None: of all lengths, or the inputs are no sequences."""
+    """The length of all items; None: of the lengths that the samples have, or of a model without such an axis."""
 
     @property
     def has_blocks(self) -> bool:
@@ -139,22 +139,17 @@ class Workload(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Its name: cold-start, single, batched(8), concurrent(16), open(50/s), poisson(50/s), slo(p99≤50ms), ramp;
-        batched(8, length 128) for sequences of one length."""
-        scenario: str = self.scenario
-        inside: list[str] = []
+        """Its name: cold-start, single, batched(8), concurrent(16, length 128), open(50/s), poisson(50/s),
+        slo(p99≤50ms), ramp."""
         if self.latency_bound_ms is not None:
-            inside = [f"p99≤{self.latency_bound_ms:g}ms"]
-        elif self.is_open:
-            scenario = "poisson" if self.arrivals == "poisson" else "open"
-            inside = [f"{self.rate_per_s or 0.0:g}/s", *([f"batch {self.batch_size}"] if self.batch_size > 1 else [])]
-        elif self.scenario == "batched":
-            inside = [str(self.batch_size)]
-        elif self.scenario == "concurrent":
-            inside = [str(self.concurrency)]
-        if self.sequence_length is not None:
-            inside.append(f"length {self.sequence_length}")
-        return f"{scenario}({', '.join(inside)})" if inside else scenario
+            return f"slo(p99≤{self.latency_bound_ms:g}ms)"
+        if self.is_open:
+            batch = f", batch {self.batch_size}" if self.batch_size > 1 else ""
+            return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_per_s or 0.0:g}/s{batch})"
+        size = {"batched": self.batch_size, "concurrent": self.concurrency}.get(self.scenario)
+        length = None if self.sequence_length is None else f"length {self.sequence_length}"
+        details = ", ".join(str(one) for one in (size, length) if one is not None)
+        return f"{self.scenario}({details})" if details else self.scenario
 
 
 class Experiment(Record, frozen=True, kw_only=True):

@@ -121,7 +121,8 @@ def require_parity(bench: Bench, tolerance: Tolerance) -> None:
         label: ParityTarget(arm.target, bench.signatures[label], bench.inputs[arm.payload])
         for label, arm in bench.arms.items()
     }
-    record = check_parity(arms, {largest, *(size for size in used if size < largest)}, tolerance)
+    lengths = {one.sequence_length for one in bench.experiment.workloads if one.sequence_length is not None}
+    record = check_parity(arms, {largest, *(size for size in used if size < largest)}, tolerance, lengths)
     bench.store.write(record)
     bench.progress.parity_done(record)
     if record.error is not None:

@@ -119,7 +119,7 @@ class SampleInputs:
         lengths: dict[str, str | int] = {}
         if self.lengths:
             lengths = {"length_min": min(self.lengths), "length_median": median_low(self.lengths)}
-            lengths["length_max"] = max(self.lengths)
+            lengths |= {"length_max": max(self.lengths), "length_sum": sum(self.lengths)}
         return {
             "kind": self.kind, "item": self.item, "count": self.count, **lengths, **self.about,
             "sha256": digest.hexdigest(),
