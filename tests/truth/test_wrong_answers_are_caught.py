@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+import msgspec
 import pytest
 
 from loadgen.records.run import Workload
@@ -127,6 +128,26 @@ def test_answers_that_are_wrong_only_under_overload(compare: Compare) -> None:
     require_invalid(result, "answers_under_load", "answers of B are wrong: block ", "output y of item 1 has")
     assert wrong_scopes(result) == {stormy.name}
     assert state(result, "parity") is True
+
+
+@pytest.mark.parametrize("planted", ["--fault wrong --fault-from-length 32", ""])
+def test_answers_that_are_wrong_only_for_long_sequences(compare: Compare, planted: str) -> None:
+    """They were right in the parity check, before the load."""
+    loads = [
+        msgspec.structs.replace(load, sequence_length=length)
+        for load in (batches(4, 64), users(200, concurrency=8))
+        for length in (16, 48)
+    ]
+    server = "--sequences --no-spin --good-first 400"
+    result = compare(server, f"{server} {planted}", *loads, samples="sequence_samples.py", sequence_length="16,48")
+    assert state(result, "parity") is True
+    assert {one.unit for one in result.comparisons if one.metric == "throughput"} == {"sequences/s"}
+    if planted:
+        require_invalid(result, "answers_under_load", "answers of B are wrong: block ", "output y of item ")
+    else:
+        assert state(result, "answers_under_load") is True
+    wrong = {"batched(4, length 48)", "concurrent(8, length 48)"}
+    assert wrong_scopes(result) == (wrong if planted else set())
 
 
 @pytest.mark.parametrize("fault", ["zeros", "nan"])
