@@ -23,7 +23,8 @@ from loadgen.bench.arms import Arm
 from loadgen.bench.preparation import Inputs
 from loadgen.generator.kept_answers import unpacked
 from loadgen.generator.messages import KeptAnswer, Open, Outcome
-from loadgen.records.run import Label, ParityCase, ParityRecord, Workload
+from loadgen.records.parity import ParityCase, ParityRecord
+from loadgen.records.run import Label, Workload
 from loadgen.statistics.agreement import (
     NOT_FINITE,
     Agreement,
@@ -78,11 +79,14 @@ class ParityTarget:
 
 
 def check_parity(
-    arms: Mapping[Label, ParityTarget], batch_sizes: Collection[int], tolerance: Tolerance
+    arms: Mapping[Label, ParityTarget],
+    batch_sizes: Collection[int],
+    tolerance: Tolerance,
+    lengths: Collection[int] = (),
 ) -> ParityRecord:
     """Send every arm, the baseline first, the same inputs: alone, in mixed batches sent at once (so that dynamic
-    batching merges them), and in one batch of each size. Each arm's answers must equal the baseline's but for rounding,
-    and an arm's answers in a batch must equal its answers alone."""
+    batching merges them), and in one batch of each size, of each of these lengths if there are any. Each arm's answers
+    must equal the baseline's but for rounding, and an arm's answers in a batch must equal its answers alone."""
     rules = next(iter(arms.values())).rules(tolerance)
     limits = [rule.tolerance for rule in rules.values() if rule.kind != "labels"]
     limit = max(limits or [tolerance], key=lambda one: one.relative)
@@ -96,7 +100,8 @@ def check_parity(
     )
     try:
         alone = _alone(arms)
-        cases = _cases(arms, alone, sorted(set(batch_sizes)), rules)
+        inputs = next(iter(arms.values())).inputs
+        cases = _cases(arms, alone, batches_to_send(inputs, batch_sizes, lengths), rules)
     except (ParityError, AnswerError, ConnectionRefused, InputError) as exc:
         return msgspec.structs.replace(record, error=str(exc))
     alike = {label: tuple(name for name in rules if all_alike([one[name] for one in alone[label]])) for label in arms}
@@ -114,19 +119,9 @@ def _alone(arms: Mapping[Label, ParityTarget]) -> dict[Label, list[Answer]]:
 def _cases(
     arms: Mapping[Label, ParityTarget],
     alone: Mapping[Label, Sequence[Answer]],
-    batch_sizes: Sequence[int],
+    sent: Mapping[str, Sequence[tuple[int, ...]]],
     rules: Rules,
 ) -> list[ParityCase]:
-    count = min(map(len, alone.values()))
-    inputs = next(iter(arms.values())).inputs
-    alike = max(([item for item in group if item < count] for group in inputs.groups()), key=len)  # they share batches
-    batches = [tuple(alike[item] for item in batch) for batch in mixed_batches(len(alike), max(batch_sizes))]
-    sent = {f"mixed batches of {', '.join(str(len(batch)) for batch in batches)} at once": batches}
-    sent |= {
-        f"one batch of {size}": [tuple(alike[item % len(alike)] for item in range(size))]
-        for size in batch_sizes
-        if size > 1
-    }
     batched = {
         label: {name: _ask_all(label, arm, together, at_once=len(together)) for name, together in sent.items()}
         for label, arm in arms.items()
@@ -149,14 +144,34 @@ def _cases(
     return cases
 
 
-def mixed_batches(items: int, max_batch_size: int) -> list[tuple[int, ...]]:
-    """Batches of different sizes with different items in each, as far as the items last."""
+def batches_to_send(
+    inputs: SampleInputs, batch_sizes: Collection[int], lengths: Collection[int] = ()
+) -> dict[str, list[tuple[int, ...]]]:
+    """The batches of each case by its name; those of one case are sent at once."""
+    sizes = sorted(set(batch_sizes))
+    mixed = mixed_batches(inputs.groups(), sizes[-1])
+    sent = {f"mixed batches of {', '.join(str(len(batch)) for batch in mixed)} at once": mixed}
+    each: Sequence[int | None] = sorted(lengths) or [None]
+    for length in each:
+        group = max(inputs.groups(length), key=len)
+        of_length = "" if length is None else f", length {length}"
+        for size in sizes:
+            if size > 1:
+                sent[f"one batch of {size}{of_length}"] = [tuple(group[item % len(group)] for item in range(size))]
+    return sent
+
+
+def mixed_batches(groups: Sequence[Sequence[int]], max_batch_size: int) -> list[tuple[int, ...]]:
+    """Batches of different sizes, each of items that may share one, with different items in each as far as they
+    last."""
     batches = []
-    following = 0
-    for size in _MIXED_SIZES:
-        size = min(size, max_batch_size, items)
-        batches.append(tuple((following + offset) % items for offset in range(size)))
-        following += size
+    following = [0] * len(groups)
+    for place, wanted in enumerate(_MIXED_SIZES):
+        chosen = place % len(groups)
+        group = groups[chosen]
+        size = min(wanted, max_batch_size, len(group))
+        batches.append(tuple(group[(following[chosen] + offset) % len(group)] for offset in range(size)))
+        following[chosen] += size
     return batches
 
 
@@ -226,7 +241,7 @@ def ask(arm: ParityTarget, items: Sequence[int]) -> Answer:
     request = arm.target.sendable(prepare(arm.target.transport, arm.inputs, arm.signature, items))
     connection = arm.target.connection((request,), timeout_s=_TIMEOUT_S)
     try:
-        answer = read_answer(connection, connection.send(request), batched=arm.signature.batched)
+        answer = read_answer(connection, connection.send(request))
     finally:
         connection.close()
     expected = sorted(output.name for output in arm.signature.outputs)
@@ -372,7 +387,8 @@ def _judged(
 
 def _ask_alone(reference: ParityTarget, variation: Variation | None, seed: int, kept: _Kept) -> list[Answer]:
     inputs, answer = reference.inputs, kept.answer
-    items = choose_items(inputs, kept.workload.batch_size, seed, length=kept.workload.sequence_length)[answer.body]
+    workload = kept.workload
+    items = choose_items(inputs, workload.batch_size, seed, length=workload.sequence_length)[answer.body]
     alone = []
     for row in answer.rows:
         if variation is None:

@@ -3,7 +3,7 @@
     DIR/experiment.json    Experiment     what was requested; written first
     DIR/environment.json   Environment    host, versions, GPU
     DIR/arms.json          list[ArmRecord]
-    DIR/parity.json        ParityRecord
+    DIR/parity.json        ParityRecord   see `loadgen.records.parity`
     DIR/blocks/NNNN.json   BlockRecord    written when the block is complete, after its samples
     DIR/samples/NNNN.npy   see `loadgen.records.samples`
     DIR/calibration.json   Calibration    of the load generator on this machine, if it was calibrated
@@ -406,7 +406,21 @@ class Environment(Record, frozen=True, kw_only=True):
     gpu: dict[str, object]
     """The /gpu-info document of this machine, without processes; `status` says whether there is a GPU."""
     inputs: dict[str, str | int] = msgspec.field(default_factory=dict)
-    """The inputs: kind, item, count, lengths, seed, source, sha256; random values were once called synthetic."""
+    """The inputs: kind, item (what one is called), count, seed, source, sha256, and of sequences length_min,
+    length_median, length_max and length_sum; random values were once called synthetic."""
+
+    @property
+    def item(self) -> str:
+        """What one of the inputs is called: image, sequence, item."""
+        named = self.inputs.get("item")
+        return str(named or ("image" if self.inputs.get("kind", "photographs") == "photographs" else "item"))
+
+    def tokens_per_item(self, workload: Workload) -> float | None:
+        """Mean length of the sequences that a workload sends, without padding; None for other inputs."""
+        if workload.sequence_length is not None:
+            return float(workload.sequence_length)
+        total, count = self.inputs.get("length_sum"), self.inputs.get("count")
+        return total / count if isinstance(total, int) and isinstance(count, int) and count else None
 
 
 class ArmRecord(Record, frozen=True, kw_only=True):
@@ -429,65 +443,6 @@ class ArmRecord(Record, frozen=True, kw_only=True):
     gpu_info: dict[str, object] | None
     artefact: dict[str, object] | None
     """The manifest of the exported file that the arm executes."""
-
-
-class ParityCase(Record, frozen=True, kw_only=True):
-    """Outputs for the same items. `reference` compares an arm with the baseline; `alone` an arm's mixed batch with its
-    own single responses."""
-
-    name: str
-    label: Label
-    """The arm whose outputs are compared."""
-    kind: Literal["reference", "alone"]
-    images: int
-    cosine_min: float
-    max_abs: float
-    ok: bool
-    relative_max: float | None = None
-    """Largest relative error of an item: ‖answer − expected‖ over ‖expected‖; see `loadgen.statistics.agreement`."""
-    element_max: float | None = None
-    """Largest relative error of an element, except elements that are small relative to the others."""
-    output: str | None = None
-    """The first output that differs by more than rounding, if it failed."""
-    fault: str | None = None
-    """How that output differs, in words that follow its name."""
-    top1: float | None = None
-    """Share of items with the same highest logit; None without logits."""
-    top5: float | None = None
-    """Share of items with the same five highest logits; None without logits, or with five classes or fewer."""
-
-
-class ParityRecord(Record, frozen=True, kw_only=True):
-    """Whether all arms compute the same function; if not, speed is not compared."""
-
-    FILE = "parity.json"
-    cases: tuple[ParityCase, ...]
-    ok: bool
-    error: str | None = None
-    precision: str | None = None
-    """The coarsest precision of all arms, which decides the tolerance."""
-    tolerance_relative: float | None = None
-    """Largest relative error of an item that passes."""
-    tolerance_element: float | None = None
-    """Largest relative error of an element that passes."""
-    threshold_cosine: float | None = None
-    """Threshold in older runs, in which the cosine decided."""
-    kinds: dict[str, str] = {}
-    """How each output was compared: embedding, logits, labels (equal), tensor; empty in older runs."""
-    alike: dict[Label, tuple[str, ...]] | None = None
-    """The outputs of each arm with the same values for every input; None with one input, and in older runs."""
-
-    @property
-    def lowest_cosine(self) -> float | None:
-        return min((case.cosine_min for case in self.cases), default=None)
-
-    @property
-    def largest_relative_error(self) -> float | None:
-        return max((case.relative_max for case in self.cases if case.relative_max is not None), default=None)
-
-    def lowest_share(self, name: Literal["top1", "top5"]) -> float | None:
-        """The lowest share of items with the same highest logits."""
-        return min((share for case in self.cases if (share := getattr(case, name)) is not None), default=None)
 
 
 class RunState(Record, frozen=True, kw_only=True):

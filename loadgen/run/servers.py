@@ -11,7 +11,8 @@ from loadgen.bench.answers import ParityTarget, check_parity
 from loadgen.bench.arms import Arm
 from loadgen.bench.bench import Bench
 from loadgen.bench.preparation import READY_SECONDS, make_deployment, model_name
-from loadgen.records.run import ArmRecord, Label, ParityRecord, option_of, shown
+from loadgen.records.parity import ParityRecord
+from loadgen.records.run import ArmRecord, Label, option_of, shown
 from loadgen.statistics.agreement import Tolerance
 from loadgen.targets.compose import ComposeDeployment, require_one_way
 from loadgen.targets.embedded import EmbeddedDeployment
@@ -124,7 +125,8 @@ def require_parity(bench: Bench, tolerance: Tolerance) -> None:
         label: ParityTarget(arm.target, bench.signatures[label], bench.inputs[arm.payload])
         for label, arm in bench.arms.items()
     }
-    record = check_parity(arms, {largest, *(size for size in used if size < largest)}, tolerance)
+    lengths = {one.sequence_length for one in bench.experiment.workloads if one.sequence_length is not None}
+    record = check_parity(arms, {largest, *(size for size in used if size < largest)}, tolerance, lengths)
     bench.store.write(record)
     bench.progress.parity_done(record)
     if record.error is not None:

@@ -119,7 +119,7 @@ class SampleInputs:
         if self.lengths:
             ordered = sorted(self.lengths)
             lengths = {"length_min": ordered[0], "length_median": ordered[(len(ordered) - 1) // 2]}
-            lengths["length_max"] = ordered[-1]
+            lengths |= {"length_max": ordered[-1], "length_sum": sum(ordered)}
         return {
             "kind": self.kind, "item": self.item, "count": self.count, **lengths, **self.about,
             "sha256": digest.hexdigest(),

@@ -118,6 +118,19 @@ for _one in _SAME:
     _declare_same(*_one)
 
 
+@fairness(
+    "same padding of batches",
+    "invalidates",
+    "Give every arm the same --pad-to: padding decides which requests share a batch, and how much each computes.",
+    unknown="warns",
+    threshold="equal",
+)
+def same_pad_to(facts: Facts) -> list[Outcome]:
+    """Skipped where no arm has a padded axis."""
+    known = any(arm.in_effect.get("pad_to") is not None for arm in facts.run.arms)
+    return _compare(facts, "pad_to") if known else []
+
+
 @fairness("requested settings took effect", "warns", "Correct the setting, or find out why the server overrode it.")
 @per_arm
 def settings_in_effect(arm: ArmRecord, _: Facts) -> Outcome:

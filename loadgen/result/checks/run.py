@@ -11,7 +11,8 @@ from loadgen.comparison.claims import join
 from loadgen.comparison.comparisons import MIN_PAIRS, Comparison
 from loadgen.comparison.facts import PLAN, Facts, WorkloadFacts, workload_scope
 from loadgen.quantities import number, share
-from loadgen.records.run import Label, ParityRecord, Workload, shown
+from loadgen.records.parity import ParityRecord
+from loadgen.records.run import Label, Workload, shown
 from loadgen.result.checks.registry import Outcome, check, per_comparison, per_load
 from loadgen.studies.answers.records import AnswersCompared
 from loadgen.studies.fairness.records import CacheProbe

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.bench.answers import ParityError, compare_answers, mixed_batches
-from loadgen.records.run import ParityCase
+from loadgen.bench.answers import ParityError, batches_to_send, compare_answers, mixed_batches
+from loadgen.records.parity import ParityCase
 from loadgen.statistics.agreement import Tolerance, rules_of, tolerance_of
+from loadgen.transport.inputs import SampleInputs
 
 REFERENCE = np.random.default_rng(0).standard_normal((6, 512))
 FP32, FP16 = tolerance_of(["fp32"]), tolerance_of(["fp16", "fp32"])
@@ -135,8 +136,29 @@ def test_an_item_that_was_padded_in_its_batch_is_compared_as_far_as_it_goes_alon
 
 @pytest.mark.parametrize(("items", "limit"), [(18, 32), (6, 32), (18, 4), (1, 1)])
 def test_mixed_batches_stay_within_the_limits_and_never_repeat_an_image_inside(items: int, limit: int) -> None:
-    batches = mixed_batches(items, limit)
+    batches = mixed_batches([range(items)], limit)
     assert all(len(set(batch)) == len(batch) <= min(items, limit) for batch in batches)
     assert {item for batch in batches for item in batch} == set(range(min(items, sum(map(len, batches)))))
     if limit > 1 and items > 1:
         assert len({len(batch) for batch in batches}) > 1
+
+
+def sequences(mixed: bool) -> SampleInputs:
+    """Eight items of length 3, four of 5."""
+    lengths = (3,) * 8 + (5,) * 4
+    shapes = tuple((length,) for length in lengths)
+    return SampleInputs({"x": np.zeros((12, 5), "f4")}, "token ids", "sequence", lengths, {"x": shapes}, mixed)
+
+
+def test_a_batch_of_every_size_is_sent_at_every_length() -> None:
+    sent = batches_to_send(sequences(mixed=True), {1, 6}, {3, 5})
+    assert list(sent)[1:] == ["one batch of 6, length 3", "one batch of 6, length 5"]
+    assert set(sent["one batch of 6, length 5"][0]) == {8, 9, 10, 11}
+    (mixed,) = [batches for name, batches in sent.items() if name.startswith("mixed")]
+    assert any(set(batch) & set(range(8)) and set(batch) & set(range(8, 12)) for batch in mixed)
+
+
+def test_items_that_cannot_share_a_request_never_do() -> None:
+    for batches in batches_to_send(sequences(mixed=False), {1, 6}).values():
+        for batch in batches:
+            assert set(batch) <= set(range(8)) or set(batch) <= set(range(8, 12))
