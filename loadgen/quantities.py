@@ -91,6 +91,16 @@ def inverse(interval: Interval | None) -> Interval | None:
     return None if interval is None else (1.0 / interval[1], 1.0 / interval[0])
 
 
+def items(item: str) -> str:
+    """Several of what one input is called: "images" """
+    return f"{item}s"
+
+
+def per_second(item: str) -> str:
+    """The unit of a throughput: "images/s" """
+    return f"{items(item)}/s"
+
+
 def sentence(text: str) -> str:
     """With a capital letter and a full stop."""
     return text[0].upper() + text[1:].rstrip(".") + "."

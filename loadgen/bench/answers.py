@@ -12,25 +12,38 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
-from math import inf, isfinite
+from math import isfinite
 from typing import Literal
 
 import msgspec
-import numpy as np
 
 from loadgen.bench.arms import Arm
 from loadgen.bench.preparation import Inputs
 from loadgen.generator.kept_answers import unpacked
 from loadgen.generator.messages import KeptAnswer, Open, Outcome
-from loadgen.records.run import Label, ParityCase, ParityRecord, Workload
-from loadgen.statistics.agreement import Tolerance, difference, root_mean_square
+from loadgen.records.parity import ParityCase, ParityRecord
+from loadgen.records.run import Label, Workload
+from loadgen.statistics.agreement import (
+    NOT_FINITE,
+    Agreement,
+    Array,
+    Rule,
+    Tolerance,
+    agree,
+    all_alike,
+    root_mean_square,
+    rules_of,
+    trimmed,
+    worst_of,
+)
 from loadgen.storage.store import RunStore
 from loadgen.studies.answers.records import AnswersCompared
 from loadgen.transport.bodies import AnswerError, choose_items
 from loadgen.transport.endpoint import Signature
 from loadgen.transport.exchange import ConnectionRefused
-from loadgen.transport.inputs import Array, InputError, SampleInputs
+from loadgen.transport.inputs import InputError, SampleInputs
 from loadgen.transport.transports import Target, prepare, read_answer
 from loadgen.transport.variation import Variation, find_variation
 
@@ -42,6 +55,9 @@ _MIXED_SIZES = (2, 3, 1, 5, 1, 4, 7, 1, 8)
 _TIMEOUT_S = 120.0
 
 Answer = Mapping[str, Array]
+"""The outputs for one item, or for several; the first dimension is the item."""
+Rules = Mapping[str, Rule]
+"""How each output is compared."""
 
 
 class ParityError(Exception):
@@ -56,107 +72,168 @@ class ParityTarget:
     signature: Signature
     inputs: SampleInputs
 
+    def rules(self, tolerance: Tolerance) -> Rules:
+        """How its outputs are compared, by their kinds and datatypes."""
+        datatypes = {output.name: output.datatype for output in self.signature.outputs}
+        return rules_of(datatypes, self.inputs.kinds, tolerance)
+
 
 def check_parity(
-    arms: Mapping[Label, ParityTarget], batch_sizes: Collection[int], tolerance: Tolerance
+    arms: Mapping[Label, ParityTarget],
+    batch_sizes: Collection[int],
+    tolerance: Tolerance,
+    lengths: Collection[int] = (),
 ) -> ParityRecord:
     """Send every arm, the baseline first, the same inputs: alone, in mixed batches sent at once (so that dynamic
-    batching merges them), and in one batch of each size. Each arm's answers must equal the baseline's but for rounding,
-    and an arm's answers in a batch must equal its answers alone."""
+    batching merges them), and in one batch of each size, of each of these lengths if there are any. Each arm's answers
+    must equal the baseline's but for rounding, and an arm's answers in a batch must equal its answers alone."""
+    rules = next(iter(arms.values())).rules(tolerance)
+    limits = [rule.tolerance for rule in rules.values() if rule.kind != "labels"]
+    limit = max(limits or [tolerance], key=lambda one: one.relative)
     record = ParityRecord(
         cases=(),
         ok=False,
         precision=tolerance.precision,
-        tolerance_relative=tolerance.relative,
-        tolerance_element=tolerance.element,
+        tolerance_relative=limit.relative,
+        tolerance_element=limit.element,
+        kinds={name: rule.kind for name, rule in rules.items()},
     )
     try:
-        cases = _cases(arms, sorted(set(batch_sizes)), tolerance)
+        alone = _alone(arms)
+        inputs = next(iter(arms.values())).inputs
+        cases = _cases(arms, alone, batches_to_send(inputs, batch_sizes, lengths), rules)
     except (ParityError, AnswerError, ConnectionRefused, InputError) as exc:
         return msgspec.structs.replace(record, error=str(exc))
-    return msgspec.structs.replace(record, cases=tuple(cases), ok=all(case.ok for case in cases))
+    alike = {label: tuple(name for name in rules if all_alike([one[name] for one in alone[label]])) for label in arms}
+    several = min(map(len, alone.values())) > 1
+    return msgspec.structs.replace(
+        record, cases=tuple(cases), ok=all(case.ok for case in cases), alike=alike if several else None
+    )
 
 
-def _cases(arms: Mapping[Label, ParityTarget], batch_sizes: Sequence[int], tolerance: Tolerance) -> list[ParityCase]:
+def _alone(arms: Mapping[Label, ParityTarget]) -> dict[Label, list[Answer]]:
     count = min(arm.inputs.count for arm in arms.values())
-    batches = mixed_batches(count, max(batch_sizes))
-    mixed = f"mixed batches of {', '.join(str(len(batch)) for batch in batches)} at once"
-    items_of = {mixed: [item for batch in batches for item in batch]}
-    items_of |= {f"one batch of {size}": [item % count for item in range(size)] for size in batch_sizes if size > 1}
-    alone: dict[Label, Answer] = {}
-    batched: dict[Label, dict[str, Answer]] = {}
-    for label, arm in arms.items():
-        try:
-            alone[label] = _ask_all(arm, [(item,) for item in range(count)], at_once=1)
-            batched[label] = {
-                name: _ask_all(arm, batches, at_once=len(batches)) if name == mixed else ask(arm, items)
-                for name, items in items_of.items()
-            }
-        except (AnswerError, ConnectionRefused) as exc:
-            raise ParityError(f"arm {label} does not answer the inputs of the parity check: {exc}") from exc
+    return {label: _ask_all(label, arm, [(item,) for item in range(count)], at_once=1) for label, arm in arms.items()}
+
+
+def _cases(
+    arms: Mapping[Label, ParityTarget],
+    alone: Mapping[Label, Sequence[Answer]],
+    sent: Mapping[str, Sequence[tuple[int, ...]]],
+    rules: Rules,
+) -> list[ParityCase]:
+    batched = {
+        label: {name: _ask_all(label, arm, together, at_once=len(together)) for name, together in sent.items()}
+        for label, arm in arms.items()
+    }
     first, *others = arms
     cases = []
     for label in others:
         of = "" if len(others) == 1 else f"{label}: "
-        name = f"{of}each input alone"
-        cases.append(compare_answers(name, label, "reference", alone[first], alone[label], tolerance))
-        for name, expected in batched[first].items():
-            actual = batched[label][name]
-            cases.append(compare_answers(of + name, label, "reference", expected, actual, tolerance))
+        compare = partial(compare_answers, label=label, kind="reference", rules=rules)
+        cases.append(compare(f"{of}each input alone", expected=alone[first], actual=alone[label]))
+        cases += [
+            compare(of + name, expected=expected, actual=batched[label][name])
+            for name, expected in batched[first].items()
+        ]
     for label in arms:
-        for name, items in items_of.items():
-            expected = {output: array[items] for output, array in alone[label].items()}
+        for name, together in sent.items():
+            expected = [alone[label][item] for item in chain.from_iterable(together)]
             title = f"{label}: {name} against alone"
-            cases.append(compare_answers(title, label, "alone", expected, batched[label][name], tolerance))
+            cases.append(compare_answers(title, expected, batched[label][name], label=label, kind="alone", rules=rules))
     return cases
 
 
-def mixed_batches(items: int, max_batch_size: int) -> list[tuple[int, ...]]:
-    """Batches of different sizes with different items in each, as far as the items last."""
+def batches_to_send(
+    inputs: SampleInputs, batch_sizes: Collection[int], lengths: Collection[int] = ()
+) -> dict[str, list[tuple[int, ...]]]:
+    """The batches of each case by its name; those of one case are sent at once."""
+    sizes = sorted(set(batch_sizes))
+    mixed = mixed_batches(inputs.groups(), sizes[-1])
+    sent = {f"mixed batches of {', '.join(str(len(batch)) for batch in mixed)} at once": mixed}
+    each: Sequence[int | None] = sorted(lengths) or [None]
+    for length in each:
+        group = max(inputs.groups(length), key=len)
+        of_length = "" if length is None else f", length {length}"
+        for size in sizes:
+            if size > 1:
+                sent[f"one batch of {size}{of_length}"] = [tuple(group[item % len(group)] for item in range(size))]
+    return sent
+
+
+def mixed_batches(groups: Sequence[Sequence[int]], max_batch_size: int) -> list[tuple[int, ...]]:
+    """Batches of different sizes, each of items that may share one, with different items in each as far as they
+    last."""
     batches = []
-    following = 0
-    for size in _MIXED_SIZES:
-        size = min(size, max_batch_size, items)
-        batches.append(tuple((following + offset) % items for offset in range(size)))
-        following += size
+    following = [0] * len(groups)
+    for place, wanted in enumerate(_MIXED_SIZES):
+        chosen = place % len(groups)
+        group = groups[chosen]
+        size = min(wanted, max_batch_size, len(group))
+        batches.append(tuple(group[(following[chosen] + offset) % len(group)] for offset in range(size)))
+        following[chosen] += size
     return batches
 
 
 def compare_answers(
-    name: str, label: Label, kind: Literal["reference", "alone"], expected: Answer, actual: Answer, tolerance: Tolerance
+    name: str,
+    expected: Sequence[Answer],
+    actual: Sequence[Answer],
+    *,
+    label: Label,
+    kind: Literal["reference", "alone"],
+    rules: Rules,
 ) -> ParityCase:
-    """One case over all items of all outputs. Raises `ParityError` when names or shapes differ or a value is not
-    finite."""
-    if expected.keys() != actual.keys():
-        raise ParityError(f"{name}: outputs {sorted(actual)} instead of {sorted(expected)}")
-    differences = {}
-    for output, reference in expected.items():
-        answer = actual[output]
-        if answer.shape != reference.shape:
-            raise ParityError(f"{name}: {output} has shape {answer.shape} instead of {reference.shape}")
-        if reference.size == 0:
-            raise ParityError(f"{name}: {output} is empty (shape {reference.shape})")
-        if not (_finite(reference) and _finite(answer)):
-            raise ParityError(f"{name}: {output} holds NaN or infinite values")
-        differences[output] = difference(reference, answer)
-    apart = differences.values()
-    wrong = [output for output, found in differences.items() if not tolerance.holds(found).all()]
+    """One case: the answers to the same items, one by one. Raises `ParityError` when names or shapes differ, or a value
+    is not finite."""
+    found: dict[str, list[Agreement]] = {}
+    for output, typical in _typical(expected).items():
+        for one, other in zip(expected, actual, strict=True):
+            agreement = _agreement(one, other, output, rules, typical, cut=kind == "alone")
+            if isinstance(agreement, str):
+                raise ParityError(f"{name}: {agreement}")
+            if agreement.fault == NOT_FINITE:
+                raise ParityError(f"{name}: {output} {NOT_FINITE}")
+            found.setdefault(output, []).append(agreement)
+    outputs = {output: worst_of(agreements) for output, agreements in found.items()}
+    whole = worst_of(list(outputs.values()))
+    wrong = next((output for output, one in outputs.items() if one.fault), None)
     return ParityCase(
         name=name,
         label=label,
         kind=kind,
-        images=len(next(iter(expected.values()))) if expected else 0,
-        cosine_min=min((float(found.cosine.min()) for found in apart), default=1.0),
-        max_abs=max((float(found.absolute.max()) for found in apart), default=0.0),
-        relative_max=max((float(found.relative.max()) for found in apart), default=0.0),
-        element_max=max((float(found.element.max()) for found in apart), default=0.0),
-        ok=not wrong,
-        output=wrong[0] if wrong else None,
+        images=len(expected),
+        cosine_min=whole.cosine,
+        max_abs=whole.absolute,
+        relative_max=whole.relative,
+        element_max=whole.element,
+        top1=whole.top1,
+        top5=whole.top5,
+        ok=wrong is None,
+        output=wrong,
+        fault=whole.fault,
     )
 
 
-def _finite(array: Array) -> bool:
-    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+def _agreement(
+    expected: Answer, actual: Answer, output: str, rules: Rules, typical: float, *, cut: bool
+) -> Agreement | str:
+    """How far one output of one item agrees, or why it cannot be compared. `cut`: other items of its batch may have
+    made it longer."""
+    if expected.keys() != actual.keys():
+        return f"outputs {sorted(actual)} instead of {sorted(expected)}"
+    reference, answer = expected[output], actual[output]
+    answer = trimmed(answer, reference) if cut else answer
+    if answer.shape != reference.shape:
+        return f"{output} has shape {answer.shape[1:]} instead of {reference.shape[1:]}"
+    if reference.size == 0:
+        return f"{output} is empty (shape {reference.shape[1:]})"
+    return agree(reference, answer, rules[output], typical)
+
+
+def _typical(answers: Sequence[Answer]) -> dict[str, float]:
+    """The root mean square of each output."""
+    return {name: root_mean_square([answer[name] for answer in answers if name in answer]) for name in answers[0]}
 
 
 def ask(arm: ParityTarget, items: Sequence[int]) -> Answer:
@@ -167,18 +244,27 @@ def ask(arm: ParityTarget, items: Sequence[int]) -> Answer:
         answer = read_answer(connection, connection.send(request))
     finally:
         connection.close()
+    expected = sorted(output.name for output in arm.signature.outputs)
+    if sorted(answer) != expected:
+        raise AnswerError(f"outputs {sorted(answer)} instead of {expected}, those of the model's metadata")
     for name, array in answer.items():
         if array.ndim == 0 or len(array) != len(items):
             raise AnswerError(f"output {name} has shape {array.shape} for a batch of {len(items)}")
-        if array.dtype.hasobject:
-            raise AnswerError(f"output {name} holds texts, which cannot be compared as numbers")
     return answer
 
 
-def _ask_all(arm: ParityTarget, batches: Sequence[tuple[int, ...]], *, at_once: int) -> Answer:
-    with ThreadPoolExecutor(max_workers=at_once) as pool:
-        answers = list(pool.map(lambda items: ask(arm, items), batches))
-    return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}
+def _ask_all(label: Label, arm: ParityTarget, batches: Sequence[tuple[int, ...]], *, at_once: int) -> list[Answer]:
+    """The answer to each item of each batch. Raises `ParityError`."""
+    try:
+        with ThreadPoolExecutor(max_workers=at_once) as pool:
+            answers = list(pool.map(lambda items: ask(arm, items), batches))
+    except (AnswerError, ConnectionRefused) as exc:
+        raise ParityError(f"arm {label} does not answer the inputs of the parity check: {exc}") from exc
+    return [
+        {name: array[place : place + 1] for name, array in answer.items()}
+        for items, answer in zip(batches, answers, strict=True)
+        for place in range(len(items))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +272,7 @@ class _Kept:
     workload: Workload
     label: Label
     block: str
+    users: int
     answer: KeptAnswer
 
 
@@ -207,14 +294,16 @@ class AnswersUnderLoad:
     def keeping(self, command: Open, workload: Workload, number: int) -> Open:
         """The command with a number of answers to keep; `number` is the block's. Rounds beyond the plan keep one per
         block."""
-        count = -(-LEAST_ANSWERS // max(1, workload.rounds)) if workload.has_blocks else ANSWERS_OF_A_TRIAL
-        if sum(kept.workload.name == workload.name for kept in self.kept) >= 2 * LEAST_ANSWERS:
+        planned = workload.has_blocks or workload.scenario == "ramp"
+        count = -(-LEAST_ANSWERS // max(1, workload.rounds)) if planned else ANSWERS_OF_A_TRIAL
+        cell = workload.name, command.concurrency
+        if sum((kept.workload.name, kept.users) == cell for kept in self.kept) >= 2 * LEAST_ANSWERS:
             count = 1
         return msgspec.structs.replace(command, keep_answers=count, keep_seed=self.seed * 1_000_003 + number)
 
-    def take(self, workload: Workload, label: Label, block: str, outcome: Outcome) -> None:
-        """Take over the answers that a block has kept; `block` is its name for messages."""
-        self.kept += [_Kept(workload, label, block, answer) for answer in outcome.answers]
+    def take(self, workload: Workload, label: Label, block: str, users: int, outcome: Outcome) -> None:
+        """Take over the answers that a block of so many users has kept; `block` is its name for messages."""
+        self.kept += [_Kept(workload, label, block, users, answer) for answer in outcome.answers]
 
     def compare(
         self, arms: Mapping[Label, Arm], signatures: Mapping[Label, Signature], inputs: Inputs, restart: int
@@ -232,7 +321,9 @@ class AnswersUnderLoad:
                 expected = [_ask_alone(asked, variation, self.seed, kept) for kept in own]
             except (AnswerError, ConnectionRefused, InputError) as exc:
                 error = f"arm {reference} does not answer the inputs of the load again: {exc}"
-            typical = _typical(expected)
+            alone = list(chain.from_iterable(expected))
+            typical = _typical(alone) if alone else {}
+            rules = asked.rules(self.tolerance)
             for workload in dict.fromkeys(kept.workload.name for kept in own):
                 record = AnswersCompared(
                     workload=workload, label=label, restart=restart, answers=0, items=0, wrong=0, relative_max=None,
@@ -240,68 +331,64 @@ class AnswersUnderLoad:
                 )  # fmt: skip
                 if error is None:
                     pairs = [pair for pair in zip(own, expected, strict=True) if pair[0].workload.name == workload]
-                    record = self._compared(record, pairs, typical)
+                    record = _compared(record, pairs, rules, typical)
                 self.compared.append(record)
         self.kept = []
         self.store.write_all(AnswersCompared, self.compared)
 
-    def _compared(
-        self, record: AnswersCompared, pairs: Sequence[tuple[_Kept, list[Answer]]], typical: Mapping[str, float]
-    ) -> AnswersCompared:
-        faults: list[str] = []
-        worst = 0.0
-        for kept, expected in pairs:
-            relative, fault = _fault(kept.answer, expected, typical, self.tolerance)
-            worst = max(worst, relative)
-            if fault is not None:
-                faults.append(f"{kept.block}, request {kept.answer.request + 1:,} of user {kept.answer.user}: {fault}")
-        return msgspec.structs.replace(
-            record,
-            answers=len(pairs),
-            items=sum(len(kept.answer.rows) for kept, _ in pairs),
-            wrong=len(faults),
-            relative_max=worst if isfinite(worst) else None,
-            fault=faults[0] if faults else None,
-        )
+
+def _compared(
+    record: AnswersCompared,
+    pairs: Sequence[tuple[_Kept, list[Answer]]],
+    rules: Rules,
+    typical: Mapping[str, float],
+) -> AnswersCompared:
+    faults: list[str] = []
+    found: list[Agreement] = []
+    for kept, expected in pairs:
+        agreements, fault = _judged(kept, expected, rules, typical)
+        found += agreements
+        if fault is not None:
+            faults.append(f"{kept.block}, request {kept.answer.request + 1:,} of user {kept.answer.user}: {fault}")
+    whole = worst_of(found)
+    return msgspec.structs.replace(
+        record,
+        answers=len(pairs),
+        items=sum(len(kept.answer.rows) for kept, _ in pairs),
+        wrong=len(faults),
+        relative_max=whole.relative if found and isfinite(whole.relative) else None,
+        top1=whole.top1,
+        top5=whole.top5,
+        fault=faults[0] if faults else None,
+    )
 
 
-def _typical(answers: Sequence[Sequence[Answer]]) -> dict[str, float]:
-    arrays: dict[str, list[Array]] = {}
-    for answer in chain.from_iterable(answers):
-        for name, array in answer.items():
-            arrays.setdefault(name, []).append(array.ravel())
-    return {name: root_mean_square(np.concatenate(parts)) for name, parts in arrays.items()}
-
-
-def _fault(
-    answer: KeptAnswer, expected: Sequence[Answer], typical: Mapping[str, float], tolerance: Tolerance
-) -> tuple[float, str | None]:
-    """The largest relative error of an item, and what is wrong with the answer."""
+def _judged(
+    kept: _Kept, expected: Sequence[Answer], rules: Rules, typical: Mapping[str, float]
+) -> tuple[list[Agreement], str | None]:
+    """How far each output of each kept item agrees, and what is wrong with the answer."""
+    answer = kept.answer
     if answer.error is not None:
-        return inf, answer.error
-    worst, fault = 0.0, None
-    actual = {tensor.name: unpacked(tensor) for tensor in answer.outputs}
+        return [], answer.error
+    outputs = {tensor.name: unpacked(tensor) for tensor in answer.outputs}
+    found: list[Agreement] = []
+    fault: str | None = None
     for place, (row, alone) in enumerate(zip(answer.rows, expected, strict=True)):
-        if alone.keys() != actual.keys():
-            return inf, f"outputs {sorted(actual)} instead of {sorted(alone)}"
-        for name, array in alone.items():
-            found = actual[name][place : place + 1]
-            if found.shape != array.shape:
-                return inf, f"output {name} of item {row + 1} has shape {found.shape[1:]}, alone {array.shape[1:]}"
-            apart = difference(array, found, typical[name])
-            worst = max(worst, float(apart.relative[0]))
-            if fault is None and not tolerance.holds(apart)[0]:
-                fault = (
-                    f"output {name} of item {row + 1} has a relative error of {apart.relative[0]:.2g} "
-                    f"(tolerance {tolerance.relative:.2g}), of one element {apart.element[0]:.2g} "
-                    f"(tolerance {tolerance.element:.2g})"
-                )
-    return worst, fault
+        item = {name: array[place : place + 1] for name, array in outputs.items()}
+        for name in alone:
+            agreement = _agreement(alone, item, name, rules, typical[name], cut=kept.workload.batch_size > 1)
+            if isinstance(agreement, str):
+                return found, f"item {row + 1}: {agreement}"
+            found.append(agreement)
+            if fault is None and agreement.fault is not None:
+                fault = f"output {name} of item {row + 1} {agreement.fault}"
+    return found, fault
 
 
 def _ask_alone(reference: ParityTarget, variation: Variation | None, seed: int, kept: _Kept) -> list[Answer]:
     inputs, answer = reference.inputs, kept.answer
-    items = choose_items(inputs.count, kept.workload.batch_size, seed)[answer.body]
+    workload = kept.workload
+    items = choose_items(inputs, workload.batch_size, seed, length=workload.sequence_length)[answer.body]
     alone = []
     for row in answer.rows:
         if variation is None:

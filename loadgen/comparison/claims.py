@@ -16,6 +16,14 @@ ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", 
 
 def place(workload: Workload) -> str:
     """A workload inside a sentence: "at concurrency 16", "at 50 requests/s"."""
+    return _at_load(workload) + _at_length(workload)
+
+
+def _at_length(workload: Workload) -> str:
+    return f" (length {workload.sequence_length})" if workload.sequence_length is not None else ""
+
+
+def _at_load(workload: Workload) -> str:
     if workload.latency_bound_ms is not None:
         return f"within p99 ≤ {workload.latency_bound_ms:g} ms"
     if workload.scenario == "ramp":
@@ -32,7 +40,9 @@ def place(workload: Workload) -> str:
 
 def places(workloads: Sequence[Workload]) -> str:
     """Several workloads: "one request at a time and at batch 4, 8"."""
-    batches = [str(workload.batch_size) for workload in workloads if workload.scenario == "batched"]
+    batches = [
+        f"{workload.batch_size}{_at_length(workload)}" for workload in workloads if workload.scenario == "batched"
+    ]
     names = [place(workload) for workload in workloads if workload.scenario != "batched"]
     names += [f"at batch {', '.join(batches)}"] if batches else []
     return join(names)
@@ -48,15 +58,16 @@ def do_not(labels: Sequence[str], what: str) -> str:
     return f"{join(labels)} {'do' if len(labels) > 1 else 'does'} not {what}"
 
 
-def weight(workload: Workload) -> tuple[int, int]:
+def weight(workload: Workload) -> tuple[int, int, int]:
     """Sorts workloads by load: closed loops by concurrency, before open loops by rate. Searches, ramps and cold starts
     come last, because they say nothing about the cause of a difference."""
+    length = workload.sequence_length or 0
     if workload.scenario in ("slo", "ramp", "cold-start"):
-        return (0, 0)
+        return (0, 0, length)
     return (
-        (0, round(workload.rate_per_s))
+        (0, round(workload.rate_per_s), length)
         if workload.rate_per_s is not None
-        else (workload.concurrency, workload.batch_size)
+        else (workload.concurrency, workload.batch_size, length)
     )
 
 

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from loadgen.comparison.pairs import Latencies, PairedMetric, leading_metric, pair_metrics
+from loadgen.comparison.pairs import Latencies, PairedMetric, leading_metric, pair_metrics, unit_of
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.quantities import Interval, inverse
 from loadgen.records.run import Experiment, Label, Pairing, Record
@@ -158,9 +158,10 @@ def compare_all(
     cold_starts: Sequence[ColdStart],
     found: Sequence[RateFound | RampFound] = (),
     latencies: Latencies | None = None,
+    item: str = "item",
 ) -> tuple[Comparison, ...]:
     """Every comparison of the experiment, before `invalidate`. `found` holds the values of searches and ramps,
-    `latencies` the samples for high percentiles."""
+    `latencies` the samples for high percentiles; `item` is what an input is called."""
     paired = pair_metrics(experiment, blocks, cold_starts, found, latencies)
     shared, allowance = shared_correlation(paired)
     estimates = [estimate_pairs(one, experiment, shared) for one in paired]
@@ -177,7 +178,7 @@ def compare_all(
             Comparison(
                 scenario=one.workload.name,
                 metric=metric.name,
-                unit=metric.unit,
+                unit=unit_of(metric, item),
                 higher_is_better=metric.higher_is_better,
                 baseline=one.pairing.baseline,
                 arm=one.pairing.arm,

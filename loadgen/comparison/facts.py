@@ -85,6 +85,11 @@ class Facts:
         return [load for load in self.planned if load.blocks]
 
     @property
+    def item(self) -> str:
+        """What an input is called: image, sequence, item."""
+        return self.run.environment.item if self.run.environment else "image"
+
+    @property
     def cores(self) -> int | None:
         """CPU cores of this machine, where the launched servers run."""
         cores = self.run.environment.host.get("cpu_count") if self.run.environment else None

@@ -11,6 +11,7 @@ import numpy as np
 
 from loadgen.comparison.summaries import BlockSummary, measured_samples
 from loadgen.experiment.arrivals import arrival_count
+from loadgen.quantities import per_second
 from loadgen.records.run import Experiment, Label, Pairing, Workload, shown
 from loadgen.records.samples import NS_PER_S, latencies_ms
 from loadgen.statistics.percentiles import samples_needed
@@ -37,8 +38,9 @@ class Metric(NamedTuple):
         return self.quantile is not None and self.quantile > 0.5
 
 
-THROUGHPUT = Metric("throughput", "throughput", "images/s", higher_is_better=True)
-ACHIEVED_RATE = Metric("achieved_rate", "achieved rate", "images/s", higher_is_better=True)
+PER_SECOND = per_second("item")
+THROUGHPUT = Metric("throughput", "throughput", PER_SECOND, higher_is_better=True)
+ACHIEVED_RATE = Metric("achieved_rate", "achieved rate", PER_SECOND, higher_is_better=True)
 """The achieved rate of an open loop: below the requested rate if an arm cannot sustain it."""
 LATENCIES = tuple(
     Metric(f"latency_p{percent}", f"p{percent} latency", "ms", higher_is_better=False, quantile=percent / 100)
@@ -48,12 +50,17 @@ TIME_TO_READY = Metric("time_to_ready", "time to ready", "s", higher_is_better=F
 TIME_TO_FIRST_ANSWER = Metric("time_to_first_answer", "time to first answer", "s", higher_is_better=False)
 SLO_RATE = Metric("slo_rate", "rate within the bound", "requests/s", higher_is_better=True)
 """The highest Poisson rate whose p99 holds the bound of the workload."""
-SATURATION = Metric("saturation", "throughput at saturation", "images/s", higher_is_better=True)
+SATURATION = Metric("saturation", "throughput at saturation", PER_SECOND, higher_is_better=True)
 """The highest throughput of a ramp."""
 METRICS = {
     m.name: m
     for m in (THROUGHPUT, ACHIEVED_RATE, *LATENCIES, TIME_TO_READY, TIME_TO_FIRST_ANSWER, SLO_RATE, SATURATION)
 }
+
+
+def unit_of(metric: Metric, item: str) -> str:
+    """The unit of a metric for inputs that are called `item`."""
+    return per_second(item) if metric.unit == PER_SECOND else metric.unit
 
 
 def metrics_of(workload: Workload) -> tuple[Metric, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from loadgen.experiment.arrivals import Offsets, arrival_count, due_offsets_ns
-from loadgen.records.run import Arrivals, Transport, WorkerRecord
+from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, Transport, WorkerRecord
 from loadgen.transport.endpoint import Signature
 
 
@@ -30,6 +30,8 @@ class Prepare(Message, frozen=True, kw_only=True):
     signature: Signature
     batch_sizes: tuple[int, ...]
     seed: int
+    lengths: tuple[int, ...] = ()
+    """Also make bodies whose items are all of one of these lengths."""
     transport: Transport = "http"
     key: str = ""
     """Two arms that are sent different bodies have two keys."""
@@ -47,9 +49,13 @@ class Open(Message, frozen=True, kw_only=True):
     timeout_s: float
     samples_path: str | None = None
     grpc_address: str | None = None
-    """HOST:PORT of the server's gRPC, needed for that transport."""
+    """Address of the server's gRPC, needed for that transport."""
+    access: Access = DEFAULT_ACCESS
+    """How a server given by URL is reached, with the values of its headers: this message is never stored."""
     key: str = ""
     """Key of the bodies to send, which also determine the transport and the model."""
+    length: int | None = None
+    """The length of all items; None: of any."""
     arrivals: Arrivals = "closed"
     rate_per_s: float | None = None
     """Rate of an open loop, where `concurrency` is the largest number of connections."""

@@ -1,28 +1,85 @@
-"""The payloads of an image, and the name of the model variant that takes each."""
+"""How the inputs of a model travel, and the names of models on servers."""
 
 from __future__ import annotations
 
-PAYLOADS = ("fp32", "uint8", "jpeg")
-"""The payloads: a float tensor, a byte tensor, a JPEG file."""
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+ImagePayload = Literal["fp32", "uint8", "jpeg"]
+IMAGE_PAYLOADS: tuple[ImagePayload, ...] = get_args(ImagePayload)
+"""The payloads of an image: the model's own float tensor, a byte tensor, a JPEG file."""
+Payload = Literal["tensors", "fp32", "uint8", "jpeg"]
+PAYLOADS: tuple[Payload, ...] = get_args(Payload)
+"""All payloads; of a model that takes no images only its own tensors."""
+OWN_TENSORS = ("tensors", "fp32")
+"""The two that are a model's own tensors."""
+
+DEFAULT_MODEL, DEFAULT_NAME = "open_clip:ViT-B-32", "openclip_vit_b32"
+"""The default model, and the name under which it is served."""
+_IMAGE_SOURCES = ("open_clip:", "torchvision:", "timm:")
 
 
 def variant_name(model: str, payload: str) -> str:
-    """The model's name on a server: `openclip_vit_b32` for fp32, `openclip_vit_b32_uint8`, `…_jpeg`. `model` may be
-    any of them."""
+    """The default model's name on a server: `openclip_vit_b32` for fp32, `openclip_vit_b32_uint8`, `…_jpeg`. `model`
+    may be any of them."""
     base = base_name(model)
-    return base if payload == "fp32" else f"{base}_{payload}"
+    return base if payload in OWN_TENSORS else f"{base}_{payload}"
 
 
 def base_name(model: str) -> str:
     """The FP32 model's name."""
-    for payload in PAYLOADS[1:]:
+    for payload in IMAGE_PAYLOADS[1:]:
         model = model.removesuffix(f"_{payload}")
     return model
 
 
+def is_default(model: str) -> bool:
+    """Whether a reference or a name on a server is that of the default model or of its variants."""
+    return model == DEFAULT_MODEL or base_name(model) == DEFAULT_NAME
+
+
+def reference(model: str) -> str:
+    """The model as `abserve` takes it with the payload beside it."""
+    return base_name(model) if is_default(model) else model
+
+
+def is_reference(model: str) -> bool:
+    """Whether `--model` is a reference, SOURCE:NAME or a path, and not a name on a server."""
+    return ":" in model or "/" in model or model.endswith((".py", ".onnx"))
+
+
+def served_name(model: str, payload: str) -> str | None:
+    """The name on a server that abserve does not start; None for a reference, which does not tell."""
+    if is_default(model):
+        return variant_name(DEFAULT_NAME if model == DEFAULT_MODEL else model, payload)
+    return None if is_reference(model) else model
+
+
 def implied_payload(model: str) -> str:
-    """The payload that a model's name implies; fp32 without a suffix."""
-    return next((payload for payload in PAYLOADS[1:] if model.endswith(f"_{payload}")), "fp32")
+    """The payload without a setting: for a model of images fp32 or that of its name, for any other its tensors."""
+    if is_default(model):
+        return next((payload for payload in IMAGE_PAYLOADS[1:] if model.endswith(f"_{payload}")), "fp32")
+    return "fp32" if model.startswith(_IMAGE_SOURCES) else "tensors"
+
+
+def takes_images(model: str) -> bool:
+    """Whether a model's name says that it takes images, so that a matrix has all their payloads."""
+    return implied_payload(model) != "tensors"
+
+
+def inputs_in_words(about: Mapping[str, str | int]) -> str:
+    """The stored description of the inputs in one line: what they are, how many, of which lengths, where from."""
+    item, kind = about.get("item", "item"), about.get("kind", "unknown")
+    parts = [f"{about.get('count', '?')} {item}s: {kind}"]
+    if "length_min" in about:
+        parts.append(
+            f"length {about['length_min']} to {about['length_max']}, median {about['length_median']}"
+            if about["length_min"] != about["length_max"]
+            else f"length {about['length_min']}"
+        )
+    parts += [f"seed {about['seed']}"] if "seed" in about else []
+    parts += [f"from {about['source']}"] if "source" in about else []
+    return ", ".join(parts)
 
 
 BACKEND_ENDINGS = ("_onnx", "_tensorrt")

@@ -3,7 +3,7 @@
     DIR/experiment.json    Experiment     what was requested; written first
     DIR/environment.json   Environment    host, versions, GPU
     DIR/arms.json          list[ArmRecord]
-    DIR/parity.json        ParityRecord
+    DIR/parity.json        ParityRecord   see `loadgen.records.parity`
     DIR/blocks/NNNN.json   BlockRecord    written when the block is complete, after its samples
     DIR/samples/NNNN.npy   see `loadgen.records.samples`
     DIR/calibration.json   Calibration    of the load generator on this machine, if it was calibrated
@@ -24,7 +24,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 import msgspec
 
-from loadgen.records.payloads import variant_name
+from loadgen.records.payloads import served_name
 
 Label = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_-]{0,23}$")]
 """The name of an arm: a, b, c, …, or a name from an experiment file."""
@@ -35,6 +35,8 @@ DeploymentKind = Literal["embedded", "compose"]
 
 EMBEDDED = ("native", "triton")
 """Targets that abserve starts itself."""
+MODEL_WEIGHTS = "the model's default"
+"""Recorded as the weights when none were asked for."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,6 +88,26 @@ def asked_for(settings: dict[str, str], key: str) -> str | None:
     return next((value for name, value in settings.items() if setting_key(name) == key), None)
 
 
+class Access(Record, frozen=True, kw_only=True):
+    """How requests reach a server that abserve does not start. Paths are files in PEM form."""
+
+    ca: str | None = None
+    """Certificates of the authorities that are trusted; without it those of the system."""
+    insecure: bool = False
+    """Whether the server's certificate is not verified."""
+    cert: str | None = None
+    """The client's certificate."""
+    key: str | None = None
+    """The key of that certificate, if it is in another file."""
+    version: str | None = None
+    """Version of the model; without it the server chooses."""
+    header: Mapping[str, str] = {}
+    """Headers or gRPC metadata of every request. A value is stored as a reference such as $TOKEN, or as …."""
+
+
+DEFAULT_ACCESS = Access()
+
+
 class ArmRequest(Record, frozen=True, kw_only=True):
     """One arm as requested. `target` is native, triton, or the URL of a running server."""
 
@@ -96,7 +118,17 @@ class ArmRequest(Record, frozen=True, kw_only=True):
     payload: str | None = None
     """If it differs from the experiment's; such a pair does not compare servers."""
     grpc: str | None = None
-    """HOST:PORT of the gRPC endpoint of a server given by URL."""
+    """Address of the gRPC endpoint of a server given by URL: HOST:PORT, grpc://… or grpcs://…."""
+    access: Access = DEFAULT_ACCESS
+    """How a server given by URL is reached."""
+    model: str | None = None
+    """If it differs from the experiment's: a reference for a server that abserve starts, the name on one at a URL."""
+
+    @property
+    def tls_addresses(self) -> tuple[str, ...]:
+        """Its addresses that are reached over TLS."""
+        given = (self.target, self.grpc or "")
+        return tuple(address for address in given if address.startswith(("https://", "grpcs://")))
 
     @property
     def embedded(self) -> bool:
@@ -124,6 +156,8 @@ class Workload(Record, frozen=True, kw_only=True):
     """Requests per second of an open loop; None in a closed one."""
     latency_bound_ms: float | None = None
     """X of a search for the highest Poisson rate with p99 ≤ X (the scenario slo)."""
+    sequence_length: int | None = None
+    """The length of all items; None: of the lengths that the samples have, or of a model without such an axis."""
 
     @property
     def has_blocks(self) -> bool:
@@ -137,17 +171,16 @@ class Workload(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Its name: cold-start, single, batched(8), concurrent(16), open(50/s), poisson(50/s), slo(p99≤50ms), ramp."""
+        """Its name: cold-start, single, batched(8), concurrent(16, length 128), poisson(50/s), slo(p99≤50ms), ramp."""
         if self.latency_bound_ms is not None:
             return f"slo(p99≤{self.latency_bound_ms:g}ms)"
         if self.is_open:
-            size = f", batch {self.batch_size}" if self.batch_size > 1 else ""
-            return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_per_s or 0.0:g}/s{size})"
-        if self.scenario == "batched":
-            return f"batched({self.batch_size})"
-        if self.scenario == "concurrent":
-            return f"concurrent({self.concurrency})"
-        return self.scenario
+            batch = f", batch {self.batch_size}" if self.batch_size > 1 else ""
+            return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_per_s or 0.0:g}/s{batch})"
+        size = {"batched": self.batch_size, "concurrent": self.concurrency}.get(self.scenario)
+        length = None if self.sequence_length is None else f"length {self.sequence_length}"
+        details = ", ".join(str(one) for one in (size, length) if one is not None)
+        return f"{self.scenario}({details})" if details else self.scenario
 
 
 class Experiment(Record, frozen=True, kw_only=True):
@@ -193,6 +226,14 @@ class Experiment(Record, frozen=True, kw_only=True):
     """Time limit of the ablations."""
     ceiling: bool = False
     """Whether the engines of embedded servers are measured alone after the servers are stopped."""
+    precision: str | None = None
+    """The precision of all servers that abserve starts, unless an arm's settings have another; None: their default."""
+    pad_to: tuple[int, ...] | None = None
+    """Sizes to which they pad batches of items of different lengths; None: no such axis, or samples not read yet."""
+    inputs: str | None = None
+    """The user's own inputs: a folder, a file, or random."""
+    sequence_length: str | None = None
+    """The lengths of the samples as asked for: text, or numbers."""
 
     @property
     def labels(self) -> tuple[Label, ...]:
@@ -226,9 +267,19 @@ class Experiment(Record, frozen=True, kw_only=True):
     def payload_of(self, arm: ArmRequest) -> str:
         return arm.payload or self.payload
 
-    def model_of(self, arm: ArmRequest) -> str:
-        """The name of the model variant that takes the arm's payload."""
-        return variant_name(self.model, self.payload_of(arm))
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths for which there are workloads; empty without a list of them."""
+        return tuple(dict.fromkeys(one.sequence_length for one in self.workloads if one.sequence_length is not None))
+
+    def reference_of(self, arm: ArmRequest) -> str:
+        """The model that a server which abserve starts for the arm is asked to serve."""
+        return asked_for(arm.settings, "model") or arm.model or self.model
+
+    def model_of(self, arm: ArmRequest) -> str | None:
+        """The arm's model on a server that abserve does not start, as far as the settings name it."""
+        own = None if arm.embedded else arm.model
+        return own or served_name(self.model, self.payload_of(arm))
 
 
 class StageTotals(Record, frozen=True, kw_only=True):
@@ -355,7 +406,21 @@ class Environment(Record, frozen=True, kw_only=True):
     gpu: dict[str, object]
     """The /gpu-info document of this machine, without processes; `status` says whether there is a GPU."""
     inputs: dict[str, str | int] = msgspec.field(default_factory=dict)
-    """The inputs: kind (photographs, or synthetic for an unknown model), count, sha256."""
+    """The inputs: kind, item (what one is called), count, seed, source, sha256, and of sequences length_min,
+    length_median, length_max and length_sum; random values were once called synthetic."""
+
+    @property
+    def item(self) -> str:
+        """What one of the inputs is called: image, sequence, item."""
+        named = self.inputs.get("item")
+        return str(named or ("image" if self.inputs.get("kind", "photographs") == "photographs" else "item"))
+
+    def tokens_per_item(self, workload: Workload) -> float | None:
+        """Mean length of the sequences that a workload sends, without padding; None for other inputs."""
+        if workload.sequence_length is not None:
+            return float(workload.sequence_length)
+        total, count = self.inputs.get("length_sum"), self.inputs.get("count")
+        return total / count if isinstance(total, int) and isinstance(count, int) and count else None
 
 
 class ArmRecord(Record, frozen=True, kw_only=True):
@@ -378,51 +443,6 @@ class ArmRecord(Record, frozen=True, kw_only=True):
     gpu_info: dict[str, object] | None
     artefact: dict[str, object] | None
     """The manifest of the exported file that the arm executes."""
-
-
-class ParityCase(Record, frozen=True, kw_only=True):
-    """Outputs for the same items. `reference` compares an arm with the baseline; `alone` an arm's mixed batch with its
-    own single responses."""
-
-    name: str
-    label: Label
-    """The arm whose outputs are compared."""
-    kind: Literal["reference", "alone"]
-    images: int
-    cosine_min: float
-    max_abs: float
-    ok: bool
-    relative_max: float | None = None
-    """Largest relative error of an item: ‖answer − expected‖ over ‖expected‖; see `loadgen.statistics.agreement`."""
-    element_max: float | None = None
-    """Largest relative error of an element, except elements that are small relative to the others."""
-    output: str | None = None
-    """The output with the largest relative error, if it failed."""
-
-
-class ParityRecord(Record, frozen=True, kw_only=True):
-    """Whether all arms compute the same function; if not, speed is not compared."""
-
-    FILE = "parity.json"
-    cases: tuple[ParityCase, ...]
-    ok: bool
-    error: str | None = None
-    precision: str | None = None
-    """The coarsest precision of all arms, which decides the tolerance."""
-    tolerance_relative: float | None = None
-    """Largest relative error of an item that passes."""
-    tolerance_element: float | None = None
-    """Largest relative error of an element that passes."""
-    threshold_cosine: float | None = None
-    """Threshold in older runs, in which the cosine decided."""
-
-    @property
-    def lowest_cosine(self) -> float | None:
-        return min((case.cosine_min for case in self.cases), default=None)
-
-    @property
-    def largest_relative_error(self) -> float | None:
-        return max((case.relative_max for case in self.cases if case.relative_max is not None), default=None)
 
 
 class RunState(Record, frozen=True, kw_only=True):

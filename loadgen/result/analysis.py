@@ -23,7 +23,7 @@ from loadgen.result.stopping import describe_stopping
 from loadgen.result.thresholds import judge_thresholds
 from loadgen.result.verdict import reach_verdict
 from loadgen.storage.stored_run import StoredRun, StoredRunError, read_run
-from loadgen.studies.rate_search.records import RatesFound
+from loadgen.studies.rate_search.records import RampFound, RateFound, RatesFound
 from loadgen.studies.registry import parts
 
 
@@ -56,12 +56,8 @@ def analyse_run(run: StoredRun) -> Result:
     findings = {found.STUDY: found for found in every}
     facts = replace(facts, findings=findings)
     searches = facts.of(RatesFound)
-    drafts = compare_all(
-        run.experiment, blocks, run.cold_starts, [*searches.rates, *searches.ramps], latencies_of(run.blocks)
-    )
-    if run.environment is not None and run.environment.inputs.get("kind") == "synthetic":
-        # Synthetic inputs are not images.
-        drafts = tuple(msgspec.structs.replace(one, unit=one.unit.replace("images", "items")) for one in drafts)
+    values: list[RateFound | RampFound] = [*searches.rates, *searches.ramps]
+    drafts = compare_all(run.experiment, blocks, run.cold_starts, values, latencies_of(run.blocks), facts.item)
     stopping = describe_stopping(run.experiment, run.state, drafts)
     if not is_self_comparison(run.experiment):
         drafts = apply_floor(drafts, run.noise_floors, run.experiment.equivalence_margin)

@@ -28,7 +28,7 @@ from typing import Literal
 
 from loadgen.comparison.claims import join, weight
 from loadgen.comparison.facts import Facts
-from loadgen.comparison.pairs import METRICS, TIME_TO_FIRST_ANSWER, TIME_TO_READY, metrics_of
+from loadgen.comparison.pairs import METRICS, TIME_TO_FIRST_ANSWER, TIME_TO_READY, metrics_of, unit_of
 from loadgen.comparison.summaries import LatencySummary
 from loadgen.experiment.plan import PlanError
 from loadgen.quantities import number
@@ -301,7 +301,7 @@ def _judge(condition: Condition, workload: Workload, facts: Facts) -> ThresholdO
     elif invalid:
         detail = f"{workload.name} is invalid: {invalid[0]}"
     else:
-        detail = ", ".join(f"{quantity} = {_shown(quantity, value)}" for quantity, value in values.items())
+        detail = ", ".join(f"{quantity} = {_shown(quantity, value, facts.item)}" for quantity, value in values.items())
         try:
             state = "broken" if condition.holds(values) else "kept"
         except UndefinedValueError as exc:
@@ -315,11 +315,11 @@ def _judge(condition: Condition, workload: Workload, facts: Facts) -> ThresholdO
     )
 
 
-def _shown(quantity: Quantity, value: float) -> str:
+def _shown(quantity: Quantity, value: float, item: str) -> str:
     if quantity.is_ratio:
         return f"{value:.4g}"
     name = quantity.metric
-    unit = "" if name == "errors" else METRICS[name].unit if name in METRICS else "ms"
+    unit = "" if name == "errors" else unit_of(METRICS[name], item) if name in METRICS else "ms"
     return f"{number(value, 4)} {unit}".rstrip()
 
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 from loadgen.bench.answers import ParityTarget, check_parity
 from loadgen.bench.arms import Arm
 from loadgen.bench.bench import Bench
-from loadgen.bench.preparation import READY_SECONDS, make_deployment
-from loadgen.records.run import ArmRecord, Label, ParityRecord, option_of, shown
+from loadgen.bench.preparation import READY_SECONDS, make_deployment, model_name
+from loadgen.records.parity import ParityRecord
+from loadgen.records.run import ArmRecord, Label, option_of, shown
 from loadgen.statistics.agreement import Tolerance
 from loadgen.targets.compose import ComposeDeployment, require_one_way
 from loadgen.targets.embedded import EmbeddedDeployment
@@ -29,7 +30,7 @@ def make_arms(bench: Bench) -> None:
     experiment = bench.experiment
     for request in experiment.arms:
         deployment = make_deployment(request, experiment, bench.store, bench.work, bench.abserve)
-        model, payload = experiment.model_of(request), experiment.payload_of(request)
+        model, payload = experiment.model_of(request) or experiment.model, experiment.payload_of(request)
         bench.arms[request.label] = Arm(request, deployment, model, experiment.transport, payload)
         bench.resources.callback(deployment.restore if isinstance(deployment, ComposeDeployment) else deployment.stop)
 
@@ -53,9 +54,11 @@ def _await(bench: Bench, label: Label) -> ArmRecord:
     bench.progress.now(f"waiting until {shown(label)} ({arm.request.target}) is ready")
     try:
         if isinstance(arm.deployment, ComposeDeployment):
-            asked_for = bench.experiment.model_of(arm.request)
-            arm = replace(arm, model=arm.deployment.await_model(asked_for, READY_SECONDS))
-            bench.arms[label] = arm
+            model = arm.deployment.await_model(arm.model, READY_SECONDS)
+        else:
+            deployments = {one: other.deployment for one, other in bench.arms.items()}
+            model = model_name(arm.request, bench.experiment, deployments)
+        bench.arms[label] = arm = replace(arm, model=model)
         arm.deployment.wait_ready(arm.model, READY_SECONDS if arm.deployment.launched else RUNNING_READY_SECONDS)
         record = arm.record()
     except (DeploymentError, EndpointError) as exc:
@@ -115,22 +118,19 @@ def require_parity(bench: Bench, tolerance: Tolerance) -> None:
     count = next(iter(bench.inputs.values())).count
     bench.progress.now(f"sending {count} inputs to every server, alone and in mixed batches")
     limits = [size for record in bench.records if isinstance(size := record.in_effect.get("max_batch_size"), int)]
+    limits += [1 for signature in bench.signatures.values() if not signature.batched]
     used = {workload.batch_size for workload in bench.experiment.workloads}
     largest = max(1, min([*limits, max({8, *used})]))
     arms = {
         label: ParityTarget(arm.target, bench.signatures[label], bench.inputs[arm.payload])
         for label, arm in bench.arms.items()
     }
-    record = check_parity(arms, {largest, *(size for size in used if size < largest)}, tolerance)
+    lengths = {one.sequence_length for one in bench.experiment.workloads if one.sequence_length is not None}
+    record = check_parity(arms, {largest, *(size for size in used if size < largest)}, tolerance, lengths)
     bench.store.write(record)
     bench.progress.parity_done(record)
     if record.error is not None:
         raise ParityFailedError(f"the arms' answers cannot be checked, so their speed is not compared: {record.error}")
     if not record.ok:
-        failed = ", ".join(
-            f"{case.name} (output {case.output}: relative error {case.relative_max or 0.0:.2g}, of one element "
-            f"{case.element_max or 0.0:.2g})"
-            for case in record.cases
-            if not case.ok
-        )
+        failed = ", ".join(f"{case.name} (output {case.output} {case.fault})" for case in record.cases if not case.ok)
         raise ParityFailedError(f"the arms do not give the same answers, so their speed is not compared: {failed}")

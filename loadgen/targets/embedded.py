@@ -25,7 +25,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     http_url: str
     grpc_address: str | None = None
     metrics_url: str | None = None
-    model: str | None = None
+    model: str
     title: str
     max_batch_size: int | None = None
     artefact: dict[str, object] | None = None
@@ -63,9 +63,9 @@ class EmbeddedDeployment(Deployment):
         self.started_ns = self._process.started_ns
 
     def check(self, model: str) -> None:  # noqa: ARG002 - the options name the model
-        """Plan a launch and start nothing."""
+        """Plan a launch and start nothing; then the model's name is known."""
         try:
-            self._make_plan()
+            self.model = self._make_plan().model
         finally:
             self.stop()
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import tritonclient.http as triton_http
-from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
+from tritonclient.utils import serialize_byte_tensor
 
 from loadgen.documents import DocumentError, one_line, read_json
 from loadgen.transport.endpoint import Signature
 from loadgen.transport.exchange import Exchange
-from loadgen.transport.inputs import InputError, SampleInputs
+from loadgen.transport.inputs import SAMPLE_TYPES, InputError, SampleInputs
 from loadgen.transport.requests import Address, Pieces, Request, cut, request_head
 from loadgen.transport.variation import Variation
 
@@ -36,19 +36,34 @@ class RawTensor:
 def raw_tensors(
     inputs: SampleInputs, signature: Signature, items: Sequence[int], variation: Variation | None = None
 ) -> tuple[RawTensor, ...]:
-    """The model's inputs for these items. Raises `InputError` when one is missing or has another datatype."""
+    """The model's inputs for these items. Raises `InputError` when one is missing or has another datatype or shape."""
     tensors = []
+    if len(items) > 1 and not signature.batched:
+        raise InputError(f"{signature.model} has no batch dimension, so a request cannot have {len(items)} items")
     for expected in signature.inputs:
         chosen = inputs.take(expected.name, items)
-        if np_to_triton_dtype(chosen.dtype) != expected.datatype:
+        if chosen.dtype != SAMPLE_TYPES.get(expected.datatype):
             raise InputError(
                 f"the samples do not fit input {expected.name}: the model takes {expected.datatype}, "
                 f"the samples are {chosen.dtype}"
             )
+        if not _fits(chosen.shape[1:], expected.shape[1:]):
+            raise InputError(
+                f"the samples do not fit input {expected.name}: the model takes items of shape "
+                f"{list(expected.shape[1:])}, the samples have {list(chosen.shape[1:])}"
+            )
         data = serialize_byte_tensor(chosen).item() if expected.datatype == "BYTES" else chosen.tobytes()
         places = variation.offsets(chosen, items) if variation and variation.name == expected.name else ()
-        tensors.append(RawTensor(expected.name, expected.datatype, chosen.shape, data, places))
+        shape = chosen.shape if signature.batched else chosen.shape[1:]
+        tensors.append(RawTensor(expected.name, expected.datatype, shape, data, places))
     return tuple(tensors)
+
+
+def _fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    """Whether a shape is one that the metadata allow."""
+    return len(shape) == len(expected) and all(
+        wanted in (-1, size) for size, wanted in zip(shape, expected, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +82,7 @@ class PreparedBody:
     def request(self, address: Address, model: str) -> Request:
         """The request for one server; the body is shared, not copied."""
         headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(self.json_bytes)}
-        path, length = f"/v2/models/{model}/infer", len(self.body)
+        path, length = f"{address.model_path(model)}/infer", len(self.body)
         head = request_head("POST", path, address, content_length=length, headers=headers)
         return Request(head, self.body, self.payload_bytes, self.pieces)
 
@@ -80,7 +95,7 @@ def prepare_body(
     tensors, places, start = [], [], 0
     for raw in raw_tensors(inputs, signature, items, variation):
         tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
-        tensor.set_data_from_numpy(inputs.take(raw.name, items), binary_data=True)
+        tensor.set_data_from_numpy(inputs.take(raw.name, items).reshape(raw.shape), binary_data=True)
         tensors.append(tensor)
         places += [start + place for place in raw.places]
         start += len(raw.data)
@@ -98,17 +113,27 @@ def body_count(batch_size: int) -> int:
 
 
 def choose_items(
-    available: int, batch_size: int, seed: int, *, count: int | None = None
+    inputs: SampleInputs, batch_size: int, seed: int, *, length: int | None = None, count: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """The items of each body of a batch size, the same for every transport and payload. Within a body, and over all of
-    them, items repeat as late as possible."""
-    random = np.random.default_rng((seed, batch_size))
+    """The items of each body of a batch size, of all lengths or of one; the same for every transport and payload.
+
+    Within a body, and over all of them, items repeat as late as possible. Where items of different shapes cannot share
+    a request, a body has items of one shape, drawn in proportion to their number. Raises `InputError` if no item has
+    that length.
+    """
+    random = np.random.default_rng((seed, batch_size) if length is None else (seed, batch_size, length))
     count = body_count(batch_size) if count is None else count
-    order = np.concatenate([random.permutation(available) for _ in range(-(-count * batch_size // available) + 1)])
-    return tuple(
-        tuple(int(item) for item in order[start : start + batch_size])
-        for start in range(0, count * batch_size, batch_size)
-    )
+    groups = inputs.groups(length)
+    sizes = np.array([len(group) for group in groups])
+    picks = random.choice(len(groups), count, p=sizes / sizes.sum()) if len(groups) > 1 else np.zeros(count, dtype=int)
+    order = [_endless(random, group) for group in groups]
+    return tuple(tuple(next(order[pick]) for _ in range(batch_size)) for pick in picks)
+
+
+def _endless(random: np.random.Generator, items: Sequence[int]) -> Iterator[int]:
+    """All items in random order, again and again."""
+    while True:
+        yield from (items[place] for place in random.permutation(len(items)))
 
 
 def failure_message(exchange: Exchange) -> str:

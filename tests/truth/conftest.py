@@ -35,16 +35,23 @@ def compare(tmp_path: Path) -> Iterator[Compare]:
         return ArmRequest(label=label, target=f"http://127.0.0.1:{http}", grpc=f"127.0.0.1:{grpc}")
 
     def run(
-        a: str, b: str, *workloads: Workload, others: Sequence[str] = (), margin: float = 0.05, **changes: object
+        a: str,
+        b: str,
+        *workloads: Workload,
+        others: Sequence[str] = (),
+        margin: float = 0.05,
+        samples: str = "",
+        **changes: object,
     ) -> Result:
         arms = tuple(start(label, options) for label, options in zip("abcdefgh", (a, b, *others), strict=False))
         fields: dict[str, object] = {
             "arms": arms, "model": "planted", "weights": "none", "payload": "fp32",
             "transport": "http", "workloads": workloads, "preset": "quick", "seed": 3, "equivalence_margin": margin,
-            "threads": 0,
+            "threads": 0, "inputs": None if samples else "random",
         }  # fmt: skip
         out = tmp_path / "run"
-        run_experiment(Experiment(**(fields | changes)), out, Progress(), abserve=NO_SAMPLES)  # type: ignore[arg-type]
+        abserve = (sys.executable, str(SERVER.with_name(samples))) if samples else NO_SAMPLES
+        run_experiment(Experiment(**(fields | changes)), out, Progress(), abserve=abserve)  # type: ignore[arg-type]
         return analyse(out)
 
     yield run

@@ -22,7 +22,7 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-MODEL, FEATURES, OUTPUTS = "planted", 64, 8
+MODEL, FEATURES, OUTPUTS, LARGEST = "planted", 64, 8, 32
 SPIN_NS = 2_500_000
 FAULTS = ("wrong", "zeros", "nan")
 MATRIX = np.random.default_rng(0).standard_normal((FEATURES, OUTPUTS)).astype("<f4")
@@ -32,6 +32,10 @@ METADATA = {
     "platform": "planted",
     "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, FEATURES]}],
     "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1, OUTPUTS]}],
+}
+SEQUENCES = METADATA | {
+    "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, -1]}],
+    "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1, -1, OUTPUTS]}],
 }
 
 
@@ -53,6 +57,10 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0, help="of every output")
     parser.add_argument("--fault", choices=FAULTS, help="of outputs …")
     parser.add_argument("--fault-from", type=int, default=1, help="… while so many requests are under way")
+    parser.add_argument("--fault-from-merged", type=int, default=0, help="… or of so many items executed together")
+    parser.add_argument("--fault-from-length", type=int, default=0, help="… or of items at least so long")
+    parser.add_argument("--merge", action="store_true", help="requests that wait together are executed together")
+    parser.add_argument("--sequences", action="store_true", help="items have a length, and an output at each place")
     parser.add_argument(
         "--short-every", type=int, default=0, help="a quarter of the outputs missing, every Nth request"
     )
@@ -80,13 +88,15 @@ class Planted:
         self.free_ns = 0
         self.under_way = 0
         self.known: Counter[bytes] = Counter()
+        self.waiting: list[tuple[int, asyncio.Future[int]]] = []
+        self.executing: asyncio.Task[None] | None = None
 
-    async def infer(self, tensor: bytes) -> np.ndarray | None:
+    async def infer(self, tensor: bytes, items: int) -> np.ndarray | None:
         """The outputs, not before the planted time is over; None for an answer without any. Raises `PlantedError`."""
         settings, now_ns = self.settings, time.monotonic_ns()
         self.requests += 1
         self.under_way += 1
-        most = self.under_way
+        most, merged = self.under_way, items
         counted = self.requests - settings.good_first
         try:
             if counted > 0 and self.random.random() < settings.hollow_share:
@@ -96,20 +106,47 @@ class Planted:
                 self.known[tensor] += 1
                 if self.known[tensor] >= settings.cache_from:
                     done_ns -= int((done_ns - now_ns) * settings.cache_saves)
-            await self.until(done_ns)
+            if settings.merge:
+                merged = await self.merged(items)
+            else:
+                await self.until(done_ns)
             most = max(most, self.under_way)
         finally:
             self.under_way -= 1
         if settings.error_every and counted > 0 and counted % settings.error_every == 0:
             raise PlantedError("the queue is full")
-        answer = np.frombuffer(tensor, dtype="<f4").reshape(-1, FEATURES) @ MATRIX * np.float32(settings.scale)
-        if (settings.wrong_batches and len(answer) > 1) or len(answer) == settings.wrong_batch:
+        rows = np.frombuffer(tensor, dtype="<f4").reshape(items, -1)
+        answer = rows[:, :, None] * MATRIX[0] if settings.sequences else rows @ MATRIX
+        answer = answer * np.float32(settings.scale)
+        if (settings.wrong_batches and items > 1) or (items == settings.wrong_batch and counted > 0):
             answer = answer[::-1]
-        if settings.fault and most >= settings.fault_from:
+        length, longest = settings.fault_from_length, rows.shape[1]
+        wrong = counted > 0 and most >= settings.fault_from and merged >= settings.fault_from_merged
+        if settings.fault and wrong and longest >= length:
             answer = {"wrong": -answer, "zeros": 0 * answer, "nan": np.nan * answer}[settings.fault]
         if settings.short_every and counted > 0 and counted % settings.short_every == 0:
-            answer = answer[:, : OUTPUTS * 3 // 4]
+            answer = answer[..., : OUTPUTS * 3 // 4]
         return np.ascontiguousarray(answer, dtype="<f4")
+
+    async def merged(self, items: int) -> int:
+        """Wait for an execution together with the requests that wait by then; how many items it had."""
+        executed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.waiting.append((items, executed))
+        if self.executing is None:
+            self.executing = asyncio.ensure_future(self.execute())
+        return await executed
+
+    async def execute(self) -> None:
+        """Execute what waits, up to `LARGEST` items at a time."""
+        while self.waiting:
+            together, size = [], 0
+            while self.waiting and (not together or size + self.waiting[0][0] <= LARGEST):
+                together.append(self.waiting.pop(0))
+                size += together[-1][0]
+            await self.until(self.done_ns(time.monotonic_ns()))
+            for _, executed in together:
+                executed.set_result(size)
+        self.executing = None
 
     def done_ns(self, now_ns: int) -> int:
         """When a request that arrives now is done."""
@@ -176,13 +213,14 @@ class HttpDoor(asyncio.Protocol):
     async def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
         documents = {
             "/v2": {"name": "planted", "version": "1.0", "extensions": ["binary_tensor_data"]},
-            f"/v2/models/{MODEL}": METADATA,
-            f"/v2/models/{MODEL}/config": {"name": MODEL, "max_batch_size": 32},
+            f"/v2/models/{MODEL}": SEQUENCES if self.planted.settings.sequences else METADATA,
+            f"/v2/models/{MODEL}/config": {"name": MODEL, "max_batch_size": LARGEST},
         }
         if method == "post" and path == f"/v2/models/{MODEL}/infer":
             json_bytes = int(headers["inference-header-content-length"])
             try:
-                answer = await self.planted.infer(body[json_bytes:])
+                items = json.loads(body[:json_bytes])["inputs"][0]["shape"][0]
+                answer = await self.planted.infer(body[json_bytes:], items)
                 if not self.used:
                     await asyncio.sleep(self.planted.settings.first_ms / 1000)
                 self.used = True
@@ -241,7 +279,7 @@ class GrpcDoor(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def infer(self, request: service_pb2.ModelInferRequest, context: grpc.aio.ServicerContext):
         try:
-            outputs = await self.planted.infer(request.raw_input_contents[0])
+            outputs = await self.planted.infer(request.raw_input_contents[0], request.inputs[0].shape[0])
         except PlantedError as exc:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(exc))
         answer = service_pb2.ModelInferResponse(model_name=MODEL, model_version="1")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+import msgspec
 import pytest
 
 from loadgen.records.run import Workload
@@ -76,6 +77,85 @@ def test_answers_that_are_wrong_in_an_open_loop_of_two_processes(compare: Compar
     server = "--delay-ms 40 --no-spin"
     result = compare(server, f"{server} --fault zeros --fault-from 12", workload, processes=2)
     require_invalid(result, "answers_under_load", "answers of B are wrong")
+
+
+def wrong_scopes(result: Result) -> set[str]:
+    """The workloads whose answers are wrong."""
+    found = [check for check in result.checks if check.name == "answers_under_load" and check.ok is False]
+    return {check.scope.removeprefix("workload ") for check in found}
+
+
+def test_answers_that_are_wrong_only_in_large_merged_batches(compare: Compare) -> None:
+    """B executes what waits together, and is wrong from 12 items on: never with 4 users, with 32 nearly always."""
+    few, many = users(concurrency=4), users(320, concurrency=32)
+    server = "--delay-ms 4 --no-spin --merge"
+    result = compare(server, f"{server} --fault wrong --fault-from-merged 12 --good-first 330", few, many)
+    require_invalid(result, "answers_under_load", "of 64 answers of B are wrong: block ", "output y of item 1 has")
+    assert wrong_scopes(result) == {many.name}
+    assert state(result, "parity") is True
+    assert f"In {many.name}, " in result.verdict.failed[0]
+    assert "request " in result.verdict.failed[0]
+
+
+def test_a_server_that_merges_requests_and_is_right_is_not_blamed(compare: Compare) -> None:
+    server = "--delay-ms 4 --no-spin --merge"
+    result = compare(server, server, users(concurrency=4), users(320, concurrency=32), batches(16))
+    for check in ("parity", "answers_under_load", "answers_depend_on_inputs", "request_errors"):
+        assert state(result, check) is True, check
+    compared = [check.detail for check in result.checks if check.name == "answers_under_load"]
+    assert all(detail.startswith("128 answers ") for detail in compared[:2]), compared
+
+
+def test_answers_that_are_wrong_under_load_only_at_batch_16(compare: Compare) -> None:
+    """They were right in the parity check, before the load."""
+    result = compare("", "--wrong-batch 16 --good-first 330", batches(8, 64), batches(16, 64), batches(32, 64))
+    require_invalid(result, "answers_under_load", "answers of B are wrong: block ", "output y of item ")
+    assert wrong_scopes(result) == {"batched(16)"}
+    assert state(result, "parity") is True
+
+
+def test_answers_that_are_wrong_only_under_overload(compare: Compare) -> None:
+    """B does 150 requests a second and is wrong while 20 or more wait."""
+    calm, stormy = (
+        Workload(
+            scenario="open", batch_size=1, concurrency=256, requests=1, seconds=1.0, max_seconds=1.0, rounds=2,
+            arrivals="poisson", rate_per_s=rate,
+        )
+        for rate in (60.0, 400.0)
+    )  # fmt: skip
+    planted = "--delay-ms 1 --no-spin --rate 150 --fault wrong --fault-from 20"
+    result = compare("--delay-ms 1 --no-spin", planted, calm, stormy)
+    require_invalid(result, "answers_under_load", "answers of B are wrong: block ", "output y of item 1 has")
+    assert wrong_scopes(result) == {stormy.name}
+    assert state(result, "parity") is True
+
+
+@pytest.mark.parametrize("planted", ["--fault wrong --fault-from-length 32", ""])
+def test_answers_that_are_wrong_only_for_long_sequences(compare: Compare, planted: str) -> None:
+    """They were right in the parity check, before the load."""
+    loads = [
+        msgspec.structs.replace(load, sequence_length=length)
+        for load in (batches(4, 64), users(200, concurrency=8))
+        for length in (16, 48)
+    ]
+    server = "--sequences --no-spin --good-first 400"
+    result = compare(server, f"{server} {planted}", *loads, samples="sequence_samples.py", sequence_length="16,48")
+    assert state(result, "parity") is True
+    assert {one.unit for one in result.comparisons if one.metric == "throughput"} == {"sequences/s"}
+    if planted:
+        require_invalid(result, "answers_under_load", "answers of B are wrong: block ", "output y of item ")
+    else:
+        assert state(result, "answers_under_load") is True
+    wrong = {"batched(4, length 48)", "concurrent(8, length 48)"}
+    assert wrong_scopes(result) == (wrong if planted else set())
+
+
+@pytest.mark.parametrize("fault", ["zeros", "nan"])
+def test_two_arms_that_are_wrong_alike(compare: Compare, fault: str) -> None:
+    """They agree, in that they compute nothing."""
+    result = compare(f"--fault {fault}", f"--fault {fault}", batches(1))
+    name, words = ("parity", "NaN") if fault == "nan" else ("answers_depend_on_inputs", "do not depend on the inputs")
+    require_invalid(result, name, words)
 
 
 def test_answers_that_are_wrong_only_at_one_batch_size(compare: Compare) -> None:

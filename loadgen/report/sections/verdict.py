@@ -56,18 +56,46 @@ def verdict(result: Result) -> doc.Section | None:
 
 
 def conditions_in_brief(result: Result) -> tuple[str, str]:
-    """Two lines: model, precision and hardware; payload, transport, batch sizes and date."""
+    """Two lines: model, weights, precision and hardware; inputs, transport, batches and date."""
     experiment = result.experiment
+    model = _per_arm(result, lambda arm: str(arm.in_effect.get("model") or experiment.model))
+    weights = _per_arm(result, lambda arm: str(arm.in_effect.get("weights") or ""))
     precision = _per_arm(result, lambda arm: str(arm.in_effect.get("precision") or "precision not reported"))
     sizes = sorted({workload.batch_size for workload in experiment.workloads if workload.has_blocks})
     started = result.environment.started_at if result.environment else ""
-    second = [f"{' and '.join(experiment.payloads)} over {TRANSPORTS[experiment.transport]}"]
+    sent = f"{inputs_in_brief(result)} as {' and '.join(experiment.payloads)}".removeprefix(" as ")
+    second = [f"{sent} over {TRANSPORTS[experiment.transport]}"]
     if sizes:
         second.append(f"batch size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}")
+    second.append(_padding(result))
     if started:
         second.append(f"{started[:16].replace('T', ' ')} UTC")
-    first = (experiment.model, precision, _per_arm(result, lambda arm: _hardware(result, arm)))
-    return " · ".join(filter(None, first)), " · ".join(second)
+    first = (
+        model if model and " " not in model else experiment.model,
+        weights,
+        precision,
+        _per_arm(result, lambda arm: _hardware(result, arm)),
+    )
+    return " · ".join(filter(None, first)), " · ".join(filter(None, second))
+
+
+def inputs_in_brief(result: Result) -> str:
+    """What was sent, and how long: "token ids of length 32, 128"; empty if it was not recorded."""
+    found = result.environment.inputs if result.environment else {}
+    kind = {"synthetic": "random values"}.get(str(found.get("kind")), str(found.get("kind", "")))
+    swept = {str(one.sequence_length) for one in result.experiment.workloads if one.sequence_length is not None}
+    low, middle, high = (found.get(f"length_{name}") for name in ("min", "median", "max"))
+    if swept:
+        return f"{kind} of length {', '.join(sorted(swept, key=int))}"
+    if high is None:
+        return kind
+    return f"{kind} of length {high}" if low == high else f"{kind} of {low} to {high} (median {middle})"
+
+
+def _padding(result: Result) -> str:
+    """Which items may share a batch; empty where the servers report no rule."""
+    rules = _per_arm(result, lambda arm: str(arm.in_effect.get("pad_to") or ""))
+    return {"": "", "none": "only equal lengths share a batch"}.get(rules, f"batches padded to {rules}")
 
 
 def _per_arm(result: Result, describe: Callable[[ArmRecord], str]) -> str:

@@ -11,7 +11,8 @@ from loadgen.comparison.claims import join
 from loadgen.comparison.comparisons import MIN_PAIRS, Comparison
 from loadgen.comparison.facts import PLAN, Facts, WorkloadFacts, workload_scope
 from loadgen.quantities import number, share
-from loadgen.records.run import Label, ParityRecord, Workload, shown
+from loadgen.records.parity import ParityRecord
+from loadgen.records.run import Label, Workload, shown
 from loadgen.result.checks.registry import Outcome, check, per_comparison, per_load
 from loadgen.studies.answers.records import AnswersCompared
 from loadgen.studies.fairness.records import CacheProbe
@@ -70,11 +71,44 @@ def parity(facts: Facts) -> Iterator[Outcome]:
 
 
 def parity_figures(record: ParityRecord) -> str:
-    """The figures of the worst case, as text."""
-    relative, cosine = record.largest_relative_error, f"lowest cosine {record.lowest_cosine or 0.0:.6f}"
-    if relative is None or record.tolerance_relative is None:
-        return cosine
-    return f"largest relative error {relative:.1e} (tolerance {record.tolerance_relative:.1e}), {cosine}"
+    """The figures of the worst case, as text, by the kinds of the outputs."""
+    relative, kinds = record.largest_relative_error, set(record.kinds.values())
+    found = [] if kinds and "embedding" not in kinds else [f"lowest cosine {record.lowest_cosine or 0.0:.6f}"]
+    if relative is not None and record.tolerance_relative is not None and kinds != {"labels"}:
+        found.insert(0, f"largest relative error {relative:.1e} (tolerance {record.tolerance_relative:.1e})")
+    found.append(order_words(record.lowest_share("top1"), record.lowest_share("top5")))
+    if "labels" in kinds:
+        equal = all(case.ok or record.kinds.get(str(case.output)) != "labels" for case in record.cases)
+        found.append("labels are equal" if equal else "labels differ")
+    return ", ".join(filter(None, found))
+
+
+def order_words(top1: float | None, top5: float | None) -> str:
+    """ "top-1 agrees on 100 %, top-5 on 98 %"; empty without logits."""
+    shares = [f"top-1 agrees on {share(top1, 3)}" if top1 is not None else "", f"top-5 on {share(top5, 3)}"]
+    return ", ".join(shares if top5 is not None else shares[:1])
+
+
+@check(
+    "the answers depend on the inputs",
+    "invalidates",
+    "Find out why that server answers every input alike: it may not compute at all.",
+)
+def answers_depend_on_inputs(facts: Facts) -> Iterator[Outcome]:
+    """Judge whether different inputs get different answers. Skipped without a record, and for the null engine; a model
+    whose labels alone are alike may be right."""
+    record = facts.run.parity
+    engines = {arm.label: arm.in_effect.get("engine") for arm in facts.run.arms}
+    if record is None or record.alike is None:
+        return
+    judged = {label: alike for label, alike in record.alike.items() if engines.get(label) != "null"}
+    same = [label for label, alike in judged.items() if alike and set(alike) == set(record.kinds)]
+    if same:
+        detail = f"the answers of {join(list(map(shown, same)))} do not depend on the inputs: all of them are alike"
+        only_labels = set(record.kinds.values()) == {"labels"}
+        yield Outcome(False, detail, len(same), severity="warns" if only_labels else None)
+    elif judged:
+        yield Outcome(True, "different inputs get different answers", 0)
 
 
 @check("every arm got the same payload", "invalidates", "Give every arm the same --payload.", threshold="equal")
@@ -89,6 +123,44 @@ def same_payload(facts: Facts) -> Iterator[Outcome]:
         yield Outcome(True, f"{first} over {experiment.transport}", first)
     else:
         yield Outcome(None, "nothing was sent", first)
+
+
+@check(
+    "the servers' certificates are verified",
+    "warns",
+    "Trust the server's authority with --a-ca FILE instead of --a-insecure.",
+    threshold="verified",
+    before_load=True,
+)
+def certificates(facts: Facts) -> Iterator[Outcome]:
+    """Skipped where no arm is reached over TLS."""
+    secured = [arm for arm in facts.run.experiment.arms if arm.tls_addresses]
+    open_arms = [shown(arm.label) for arm in secured if arm.access.insecure]
+    if open_arms:
+        detail = f"the certificate of {join(open_arms)} was not verified, so another server may have answered"
+        yield Outcome(False, detail, "not verified")
+    elif secured:
+        yield Outcome(True, f"verified for {join([shown(arm.label) for arm in secured])}", "verified")
+
+
+@check(
+    "all arms or none are reached over TLS",
+    "warns",
+    "Give every arm an https:// address, or none: encryption takes time on both sides.",
+    threshold="equal",
+    before_load=True,
+)
+def same_encryption(facts: Facts) -> Iterator[Outcome]:
+    """Skipped where no arm is reached over TLS."""
+    experiment = facts.run.experiment
+    encrypted = [
+        shown(arm.label)
+        for arm in experiment.arms
+        if (arm.grpc if experiment.transport == "grpc" else arm.target) in arm.tls_addresses
+    ]
+    if encrypted:
+        alike = len(encrypted) == len(experiment.arms)
+        yield Outcome(alike, "all use TLS" if alike else f"only {join(encrypted)} uses TLS", ", ".join(encrypted))
 
 
 @check(
@@ -172,6 +244,11 @@ def _answers(
             f"{sum(one.answers for one in found):,} answers ({sum(one.items for one in found):,} items) differ by "
             f"at most {worst:.1e} (tolerance {found[0].tolerance_relative:.1e})"
         )
+        first, fifth = (
+            min((value for one in found if (value := getattr(one, name)) is not None), default=None)
+            for name in ("top1", "top5")
+        )
+        detail = ", ".join(filter(None, (detail, order_words(first, fifth))))
     compared = not errors and not missing
     ok = False if wrong else True if compared else None
     return Outcome(

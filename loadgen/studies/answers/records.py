@@ -22,6 +22,10 @@ class AnswersCompared(Record, frozen=True, kw_only=True):
     relative_max: float | None
     """Largest relative error of an item; None without any, or if one is infinite."""
     tolerance_relative: float
+    top1: float | None = None
+    """Share of items with the same highest logit; None without logits."""
+    top5: float | None = None
+    """Share of items with the same five highest logits; None without logits, or with five classes or fewer."""
     fault: str | None = None
     """The first wrong answer: which request, and how it is wrong."""
     error: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import loadgen.report.document as doc
 from loadgen.quantities import number, share
 from loadgen.records.run import shown
+from loadgen.report.charts import rate_unit
 from loadgen.result.result_file import Result
 from loadgen.studies.ceiling.analyse import CeilingsFound
 
@@ -17,7 +18,7 @@ OPEN_LOOP = " In an open loop the requested rate limits the share."
 
 def ceilings(result: Result) -> doc.Section | None:
     """Each engine's ceiling, the share of it that is served, and why a ceiling is missing."""
-    found = result.of(CeilingsFound)
+    found, unit = result.of(CeilingsFound), rate_unit(result)
     rows = [
         (
             one.workload,
@@ -41,7 +42,7 @@ def ceilings(result: Result) -> doc.Section | None:
         said.append(f"{shown(gap.label)}{where} has no ceiling: {gap.reason}.")
     columns = (
         *doc.names("scenario", "arm"),
-        *doc.numbers("batch", "engine alone, images/s", "served, images/s", "share"),
+        *doc.numbers("batch", f"engine alone, {unit}", f"served, {unit}", "share"),
     )
     caption = CAPTION + (OPEN_LOOP if any(one.offered for one in found.shares) else "")
     return doc.section(

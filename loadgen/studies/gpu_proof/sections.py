@@ -34,7 +34,7 @@ class FindingRow:
     words: str
     style: doc.Style
     figures: tuple[str, ...]
-    """The figures: load, utilisation, power, J/image, J/image above idle."""
+    """The figures: load, utilisation, power, joules per item, the same above idle."""
     inputs: str
     why: str
     repeats: bool
@@ -56,7 +56,7 @@ def findings(result: Result) -> list[FindingRow]:
         ),
     )
     whole = {record.label: record for record in records if record.workload is None and not record.control}
-    return [_row(record, whole.get(record.label)) for record in records]
+    return [_row(record, whole.get(record.label), charts.item_of(result)) for record in records]
 
 
 def _records(result: Result) -> Sequence[EvidenceRecord]:
@@ -64,11 +64,11 @@ def _records(result: Result) -> Sequence[EvidenceRecord]:
     return evidence.records if evidence is not None else ()
 
 
-def _row(record: EvidenceRecord, whole: EvidenceRecord | None) -> FindingRow:
+def _row(record: EvidenceRecord, whole: EvidenceRecord | None, item: str) -> FindingRow:
     words = record.finding.value + (f" ({record.code})" if record.code is not None else "")
     figures = _figures(record)
     _, utilisation, power, joules, _ = figures
-    energy = "" if joules == "–" else f", {joules} J/image"
+    energy = "" if joules == "–" else f", {joules} J/{item}"
     measured = f"; busy {utilisation}, {power}{energy}" if record.inputs.gpu is not None else ""
     return FindingRow(
         arm=shown(record.label),
@@ -107,22 +107,22 @@ def _yes(value: bool | None) -> str:
 def gpu_verification(result: Result) -> doc.Section | None:
     """A terminal shows one line per finding that differs from the arm's finding over all scenarios; a page shows every
     finding with its figures."""
-    found = findings(result)
+    found, item = findings(result), charts.item_of(result)
     different = [row for row in found if not row.repeats]
     return doc.section(
         "GPU verification",
         doc.Items([doc.Item(row.line, row.style, f"{row.arm} {row.scenario}") for row in different], on=doc.TERMINAL),
-        _table(different, CAPTION),
-        doc.Fold("The same finding in each scenario", (_table([row for row in found if row.repeats]),)),
+        _table(different, item, CAPTION),
+        doc.Fold("The same finding in each scenario", (_table([row for row in found if row.repeats], item),)),
         gpu_chart(result),
     )
 
 
-def _table(rows: Sequence[FindingRow], caption: str = "") -> doc.Table:
+def _table(rows: Sequence[FindingRow], item: str, caption: str = "") -> doc.Table:
     return doc.Table(
         (
             *doc.names("arm", "scenario", "finding"),
-            *doc.numbers("load", "utilisation", "power", "J/image", "above idle"),
+            *doc.numbers("load", "utilisation", "power", f"J/{item}", "above idle"),
             doc.Column("why", "text", below=True),
             doc.Column("inputs", "text", below=True),
         ),

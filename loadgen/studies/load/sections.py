@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.quantities import measured, number, share
-from loadgen.records.run import shown
+from loadgen.comparison.comparisons import Comparison, advantage
+from loadgen.comparison.summaries import WorkloadSummary
+from loadgen.quantities import items, measured, number, ratio, share
+from loadgen.records.run import Pairing, Workload, shown
 from loadgen.result.result_file import Result
 from loadgen.studies.load.analyse import LoadFound
 
@@ -52,50 +57,209 @@ def latency(result: Result) -> doc.Section | None:
 
 
 def batch_sizes(result: Result) -> doc.Section | None:
-    """Throughput and median latency against the batch size of a request."""
-    sizes = {
-        workload.name: workload.batch_size for workload in result.experiment.workloads if workload.scenario == "batched"
-    }
+    """Throughput and median latency against the batch size of a request; with sequences of several lengths
+    `sequence_lengths` shows them."""
+    batched = [one for one in result.experiment.workloads if one.scenario == "batched"]
+    if not batched or _lengths(result):
+        return None
+    several = items(charts.item_of(result))
+    sizes = {one.name: one.batch_size for one in batched}
+    data = _speeds(result, sizes, "batch %{x}")
+    if not data:
+        return None
+    chart = doc.Chart(
+        "batch-sizes",
+        "Throughput and latency against batch size",
+        f"One request at a time with this many {several} in it. Bars are 95 % intervals over the blocks of one arm; "
+        "unlike the paired ratios, they include the machine's drift.",
+        data,
+        _speed_panels(result, f"{several} per request", sizes.values()),
+    )
+    return doc.section("Batch sizes", chart)
+
+
+def _speeds(result: Result, places: Mapping[str, int], at: str) -> list[doc.Figure]:
+    """Throughput and median latency of each arm in these workloads, each at its place; `at` names a place."""
+    rate = charts.rate_unit(result)
     data: list[doc.Figure] = []
-    for panel, unit in (("", "images/s"), ("2", "ms")):
+    for panel, unit in (("", rate), ("2", "ms")):
         for label in result.experiment.labels:
-            own = [s for s in result.summaries if s.workload in sizes and s.label == label]
+            own = [s for s in result.summaries if s.workload in places and s.label == label]
             if unit == "ms":
-                speeds = [(sizes[s.workload], s.latency.p50_ms, s.p50_ci95_ms) for s in own]
+                speeds = [(places[s.workload], s.latency.p50_ms, s.p50_ci95_ms) for s in own]
             else:
-                speeds = [(sizes[s.workload], s.throughput_per_s, s.throughput_ci95) for s in own]
+                speeds = [(places[s.workload], s.throughput_per_s, s.throughput_ci95) for s in own]
             found = [(size, value, bounds) for size, value, bounds in speeds if value is not None]
             if found:
-                batches, values, intervals = zip(*found, strict=True)
+                across, values, intervals = zip(*found, strict=True)
                 data.append(
                     charts.line(
                         result,
                         label,
-                        zip(batches, values, strict=True),
-                        f"batch %{{x}}: %{{y:.4~g}} {unit}",
+                        zip(across, values, strict=True),
+                        f"{at}: %{{y:.4~g}} {unit}",
                         showlegend=not panel,
                         xaxis=f"x{panel}",
                         yaxis=f"y{panel}",
                         error_y=charts.errors(values, intervals, color=charts.colour(result, label)),
                     )
                 )
+    return data
+
+
+def _speed_panels(result: Result, across: str, places: Iterable[int]) -> doc.Figure:
+    return charts.two_panels(
+        charts.tall(result, 380),
+        across,
+        charts.axis(charts.rate_unit(result), rangemode="tozero"),
+        charts.axis("p50 latency, ms", rangemode="tozero"),
+        charts.doubling(places),
+    )
+
+
+def _lengths(result: Result) -> list[int]:
+    """The lengths of sequences, each with workloads of its own."""
+    found = {one.sequence_length for one in result.experiment.workloads if one.sequence_length is not None}
+    return sorted(found) if len(found) > 1 else []
+
+
+def _size(workload: Workload) -> int:
+    """What a scenario varies beside the length: the users of `concurrent`, else the batch size."""
+    return workload.concurrency if workload.scenario == "concurrent" else workload.batch_size
+
+
+def sequence_lengths(result: Result) -> doc.Section | None:
+    """Throughput and latency against the length of the sequences and against batch size or users, and each arm's ratio
+    to the baseline over both."""
+    lengths = _lengths(result)
+    crossed = {
+        scenario: [
+            one for one in result.experiment.workloads if one.scenario == scenario and one.sequence_length in lengths
+        ]
+        for scenario in ("single", "batched", "concurrent")
+    }
+    blocks: list[doc.Block | None] = []
+    for scenario, workloads in crossed.items():
+        if len(workloads) > 1:
+            what = "users" if scenario == "concurrent" else "batch"
+            blocks += [
+                _ratio_table(result, pairing, scenario, what, workloads) for pairing in result.experiment.pairings
+            ]
+            blocks += [_crossed_chart(result, scenario, what, workloads), _ratio_map(result, scenario, what, workloads)]
+    return doc.section("Sequence lengths", *blocks, on=doc.READ)
+
+
+def _ratio_table(
+    result: Result, pairing: Pairing, scenario: str, what: str, workloads: Sequence[Workload]
+) -> doc.Table:
+    """The better arm's throughput ratio, a row per size and a column per length."""
+    ratios = _throughput_ratios(result, pairing)
+    lengths = sorted({one.sequence_length or 0 for one in workloads})
+    rows = []
+    for size in sorted(set(map(_size, workloads))):
+        names = {one.sequence_length: one.name for one in workloads if _size(one) == size}
+        found = [ratios.get(names.get(length, "")) for length in lengths]
+        rows.append((str(size), *("–" if one is None else _better(one) for one in found)))
+    whose = " and ".join(map(shown, pairing))
+    return doc.Table(
+        (*doc.numbers(what), *doc.numbers(*(f"length {length}" for length in lengths))),
+        rows,
+        title=f"{scenario}: throughput of {whose}, the better arm's ratio",
+    )
+
+
+def _throughput_ratios(result: Result, pairing: Pairing) -> dict[str, Comparison]:
+    """By workload."""
+    found = (one for one in result.comparisons if one.pairing == pairing and one.metric == "throughput")
+    return {one.scenario: one for one in found if one.ratio is not None}
+
+
+def _better(one: Comparison) -> str:
+    found = advantage(one)
+    if found is None:
+        return "–"
+    factor = ratio(found.factor, found.ci95)
+    return factor if found.better is None else f"{shown(found.better)} {factor}"
+
+
+def _crossed_chart(result: Result, scenario: str, what: str, workloads: Sequence[Workload]) -> doc.Chart | None:
+    """A view per size against the length, and a view per length against the size."""
+    data: list[doc.Figure] = []
+    views: list[doc.View] = []
+    for size in sorted(set(map(_size, workloads))):
+        places = {one.name: one.sequence_length or 0 for one in workloads if _size(one) == size}
+        traces = _speeds(result, places, "length %{x}")
+        if len(places) > 1 and traces:
+            panels = _speed_panels(result, "sequence length", places.values())
+            views.append(charts.add_view(data, f"{what} {size}", traces, **panels))
+    for length in sorted({one.sequence_length or 0 for one in workloads}):
+        places = {one.name: _size(one) for one in workloads if one.sequence_length == length}
+        traces = _speeds(result, places, f"{what} %{{x}}")
+        if len(places) > 1 and traces:
+            panels = _speed_panels(result, "users" if what == "users" else "batch size", places.values())
+            views.append(charts.add_view(data, f"length {length}", traces, **panels))
     if not data:
         return None
-    chart = doc.Chart(
-        "batch-sizes",
-        "Throughput and latency against batch size",
-        "One request at a time with this many images in it. Bars are 95 % intervals over the blocks of one arm; unlike "
-        "the paired ratios, they include the machine's drift.",
+    return doc.Chart(
+        f"lengths-{scenario}",
+        f"{scenario.capitalize()}: throughput and latency against length and {what}",
+        f"Each button holds one thing fixed, the {what} or the length of the sequences. Bars are 95 % intervals over "
+        "the blocks of one arm.",
         data,
-        charts.two_panels(
-            charts.tall(result, 380),
-            "images per request",
-            charts.axis("images/s", rangemode="tozero"),
-            charts.axis("p50 latency, ms", rangemode="tozero"),
-            charts.doubling(sizes.values()),
-        ),
+        {"height": charts.tall(result, 380), "legend": charts.LEGEND_ABOVE},
+        views,
     )
-    return doc.section("Batch sizes", chart)
+
+
+def _ratio_map(result: Result, scenario: str, what: str, workloads: Sequence[Workload]) -> doc.Chart | None:
+    """Each arm's throughput ratio to the baseline as a colour: neutral at 1, the arm's own where it is better."""
+    lengths = sorted({one.sequence_length or 0 for one in workloads})
+    sizes = sorted(set(map(_size, workloads)))
+    data: list[doc.Figure] = []
+    views: list[doc.View] = []
+    for pairing in result.experiment.pairings:
+        ratios = _throughput_ratios(result, pairing)
+        by_place = {(_size(one), one.sequence_length): ratios[one.name] for one in workloads if one.name in ratios}
+        logs = {place: math.log2(one.ratio or 1.0) for place, one in by_place.items()}
+        if not logs:
+            continue
+        reach = max(0.1, *map(abs, logs.values()))
+        trace = {
+            "type": "heatmap",
+            "x": [str(length) for length in lengths],
+            "y": [str(size) for size in sizes],
+            "z": [
+                [charts.rounded(logs[size, length]) if (size, length) in logs else None for length in lengths]
+                for size in sizes
+            ],
+            "text": [
+                [_better(by_place[size, length]) if (size, length) in by_place else "" for length in lengths]
+                for size in sizes
+            ],
+            "texttemplate": "%{text}",
+            "hovertemplate": f"{what} %{{y}}, length %{{x}}: %{{text}}<extra></extra>",
+            "colorscale": [
+                [0, charts.colour(result, pairing.baseline)], [0.5, "--card"], [1, charts.colour(result, pairing.arm)],
+            ],
+            "zmin": -charts.rounded(reach),
+            "zmax": charts.rounded(reach),
+            "showscale": False,
+        }  # fmt: skip
+        views.append(charts.add_view(data, f"{shown(pairing.arm)} against {shown(pairing.baseline)}", [trace]))
+    if not data:
+        return None
+    return doc.Chart(
+        f"length-ratios-{scenario}",
+        f"{scenario.capitalize()}: who serves more, over length and {what}",
+        "The ratio of the throughputs in the colour of the better arm; the deeper, the larger.",
+        data,
+        {
+            "height": 160 + 40 * len(sizes),
+            "xaxis": charts.axis("sequence length", type="category"),
+            "yaxis": charts.axis("users" if what == "users" else "batch size", type="category"),
+        },
+        views if len(views) > 1 else [],
+    )
 
 
 def measurements(result: Result) -> doc.Section | None:
@@ -107,6 +271,7 @@ def measurements(result: Result) -> doc.Section | None:
             f"{s.requests:,}",
             f"{s.errors:,}",
             measured(s.throughput_per_s, s.throughput_ci95),
+            _tokens_per_s(result, s),
             *(measured(ms, None) for ms in (s.latency.mean_ms, s.latency.p50_ms, s.latency.p90_ms, s.latency.p99_ms)),
             measured(s.executed_batch_mean, None),
             *("–" if size is None else f"{size:,.0f}" for size in (s.request_bytes, s.response_bytes)),
@@ -118,11 +283,30 @@ def measurements(result: Result) -> doc.Section | None:
     ]
     columns = (
         *doc.names("scenario", "arm"),
-        *doc.numbers("requests", "errors", "images/s", "mean ms", "p50 ms", "p90 ms", "p99 ms", "executed batch"),
+        *doc.numbers(
+            "requests",
+            "errors",
+            charts.rate_unit(result),
+            "tokens/s",
+            "mean ms",
+            "p50 ms",
+            "p90 ms",
+            "p99 ms",
+            "executed batch",
+        ),
         *doc.numbers("bytes sent", "bytes back", "server cores", "generator CPU"),
     )
     caption = "Complete blocks of each arm, pooled. A percentile needs enough samples: p50 11, p90 64, p99 662."
     return doc.section("Measurements", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.PAGES)
+
+
+def _tokens_per_s(result: Result, summary: WorkloadSummary) -> str:
+    """Throughput in tokens, without padding; empty where the inputs are no sequences."""
+    workload = next(one for one in result.experiment.workloads if one.name == summary.workload)
+    tokens = result.environment.tokens_per_item(workload) if result.environment else None
+    if tokens is None:
+        return ""
+    return measured(None if summary.throughput_per_s is None else tokens * summary.throughput_per_s, None)
 
 
 def executed_batches(result: Result) -> doc.Section | None:
@@ -182,7 +366,7 @@ def executed_batches(result: Result) -> doc.Section | None:
 
 
 def blocks(result: Result) -> doc.Section | None:
-    """Speed of every block over the run, relative to its arm's mean or in images/s; CSV gets all of its figures."""
+    """Speed of every block over the run, relative to its arm's mean or as a throughput; CSV gets all of its figures."""
     fields = [
         [getattr(block.latency if hasattr(block.latency, name) else block, name) for name in BLOCK_FIELDS]
         for block in result.blocks
@@ -197,6 +381,7 @@ def _block_chart(result: Result) -> doc.Chart | None:
     if not timed:
         return None
     means = {(s.workload, s.label): s.throughput_per_s for s in result.summaries}
+    rate = charts.rate_unit(result)
 
     def traces(workloads: set[str], hover: str, mode: str, relative: bool) -> list[doc.Figure]:
         found = []
@@ -218,8 +403,8 @@ def _block_chart(result: Result) -> doc.Chart | None:
     beside = {"title": {"text": "difference from the arm's mean, %"}}
     views = [charts.add_view(data, "all, relative", whole, yaxis=beside)]
     for workload in workloads:
-        own = traces({workload}, "%{y:.4~g} images/s", "lines+markers", relative=False)
-        views.append(charts.add_view(data, workload, own, yaxis={"title": {"text": "images/s"}}))
+        own = traces({workload}, f"%{{y:.4~g}} {rate}", "lines+markers", relative=False)
+        views.append(charts.add_view(data, workload, own, yaxis={"title": {"text": rate}}))
     return doc.Chart(
         "blocks",
         "Block by block",
@@ -281,4 +466,4 @@ def open_loops(result: Result) -> doc.Section | None:
     return doc.section("Open loops", doc.Table(columns, rows, caption=caption, grouped=True))
 
 
-SECTIONS = {"Detail": (latency, batch_sizes, open_loops, executed_batches, measurements, blocks)}
+SECTIONS = {"Detail": (latency, batch_sizes, sequence_lengths, open_loops, executed_batches, measurements, blocks)}

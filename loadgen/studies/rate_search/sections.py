@@ -119,7 +119,11 @@ def ramp(result: Result) -> doc.Section | None:
         )
         for one in result.of(RatesFound).ramps
     ]
-    columns = (*KEY, *doc.numbers("best, images/s", "users at the knee", "steps"), *doc.texts("note"))
+    columns = (
+        *KEY,
+        *doc.numbers(f"best, {charts.rate_unit(result)}", "users at the knee", "steps"),
+        *doc.texts("note"),
+    )
     return doc.section(
         "Ramp to saturation",
         doc.Table(columns, found, caption=RAMP_CAPTION, grouped=True),
@@ -138,7 +142,11 @@ def _first_ramps(result: Result, pairing: Pairing) -> doc.Table:
         (str(users), *(text for curve in curves for text in _rung(curve.get(users))))
         for users in sorted({users for curve in curves for users in curve})
     ]
-    figures = [f"{shown(label)}{what}" for label in pairing for what in (", images/s", " p50, ms", " p99, ms")]
+    figures = [
+        f"{shown(label)}{what}"
+        for label in pairing
+        for what in (f", {charts.rate_unit(result)}", " p50, ms", " p99, ms")
+    ]
     whose = "each arm" if len(result.experiment.arms) == 2 else " and of ".join(map(shown, pairing))
     return doc.Table(doc.numbers("users", *figures), rungs, title=f"The first ramp of {whose}")
 
@@ -151,11 +159,11 @@ def _rung(rung: RampRung | None) -> tuple[str, str, str]:
 
 def ramp_chart(result: Result) -> doc.Chart | None:
     """Throughput and latency over the number of users, one line per ramp."""
-    ramps = result.of(RatesFound).ramps
+    ramps, unit_per_s = result.of(RatesFound).ramps, charts.rate_unit(result)
     data: list[doc.Figure] = []
     named: set[tuple[str, str]] = set()
     for panel, attribute, what, unit in (
-        ("", "throughput_per_s", "", "images/s"),
+        ("", "throughput_per_s", "", unit_per_s),
         ("2", "p50_ms", ", p50", "ms"),
         ("2", "p99_ms", ", p99", "ms"),
     ):
@@ -194,7 +202,7 @@ def ramp_chart(result: Result) -> doc.Chart | None:
         charts.two_panels(
             charts.tall(result, 400),
             "users",
-            charts.axis("images/s", rangemode="tozero"),
+            charts.axis(unit_per_s, rangemode="tozero"),
             charts.axis("latency, ms", **charts.log_axis(latencies)),
             charts.doubling(rung.concurrency for found in ramps for rung in found.rungs),
         ),

@@ -5,15 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.bench.answers import ParityError, compare_answers, mixed_batches
-from loadgen.statistics.agreement import Tolerance, tolerance_of
+from loadgen.bench.answers import ParityError, batches_to_send, compare_answers, mixed_batches
+from loadgen.records.parity import ParityCase
+from loadgen.statistics.agreement import Tolerance, rules_of, tolerance_of
+from loadgen.transport.inputs import SampleInputs
 
 REFERENCE = np.random.default_rng(0).standard_normal((6, 512))
 FP32, FP16 = tolerance_of(["fp32"]), tolerance_of(["fp16", "fp32"])
+DATATYPES = {np.dtype("f2"): "FP16", np.dtype("f4"): "FP32", np.dtype("f8"): "FP64", np.dtype("O"): "BYTES"}
 
 
-def case(answer: np.ndarray, reference: np.ndarray = REFERENCE, tolerance: Tolerance = FP32):
-    return compare_answers("x", "b", "reference", {"embedding": reference}, {"embedding": answer}, tolerance)
+def rows(name: str, array: np.ndarray) -> list[dict[str, np.ndarray]]:
+    return [{name: array[place : place + 1]} for place in range(len(array))]
+
+
+def case(
+    answer: np.ndarray, reference: np.ndarray = REFERENCE, tolerance: Tolerance = FP32, kind: str = "tensor"
+) -> ParityCase:
+    rules = rules_of({"y": DATATYPES.get(reference.dtype, "INT64")}, {"y": kind} if kind else {}, tolerance)
+    return compare_answers("x", rows("y", reference), rows("y", answer), label="b", kind="reference", rules=rules)
 
 
 def test_equal_answers_agree_whatever_their_length() -> None:
@@ -60,7 +70,7 @@ def test_what_the_cosine_does_not_see(reference: np.ndarray, answer: np.ndarray)
     found = case(answer, reference, FP16)
     assert found.cosine_min == pytest.approx(1.0, abs=1e-4)
     assert not found.ok
-    assert found.output == "embedding"
+    assert found.output == "y"
 
 
 def test_what_cancels_to_nearly_nothing_may_keep_the_rounding_of_what_cancelled() -> None:
@@ -72,8 +82,10 @@ def test_what_cancels_to_nearly_nothing_may_keep_the_rounding_of_what_cancelled(
 
 def test_byte_strings_are_equal_or_not() -> None:
     words = np.array([[b"cat"], [b"dog"]], dtype=object)
-    assert case(words.copy(), words).ok
-    assert not case(words[::-1], words).ok
+    assert case(words.copy(), words, kind="").ok
+    found = case(words[::-1], words, kind="")
+    assert not found.ok
+    assert found.fault == "is b'dog' instead of b'cat'"
 
 
 def test_zero_against_something_is_no_agreement() -> None:
@@ -84,30 +96,69 @@ def test_zero_against_something_is_no_agreement() -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (REFERENCE[:3], r"shape \(3, 512\) instead of \(6, 512\)"),
+        (REFERENCE[:, :3], r"shape \(3,\) instead of \(512,\)"),
         (np.where(np.arange(512) == 7, np.nan, REFERENCE), "NaN or infinite"),
         (np.where(np.arange(512) == 7, np.inf, REFERENCE), "NaN or infinite"),
     ],
 )
 def test_what_cannot_be_compared_says_why(answer: np.ndarray, words: str) -> None:
-    with pytest.raises(ParityError, match=words):
-        case(answer)
+    for kind in ("tensor", "embedding", "logits", "labels"):
+        with pytest.raises(ParityError, match=words):
+            case(answer, kind=kind)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_the_same_nan_on_both_sides_is_no_agreement(value: float) -> None:
+    both = np.where(np.arange(512) == 7, value, REFERENCE)
+    with pytest.raises(ParityError, match="NaN or infinite"):
+        case(both.copy(), both)
 
 
 def test_empty_answers_of_both_arms_are_no_agreement() -> None:
     with pytest.raises(ParityError, match="empty"):
-        case(np.zeros((0, 512)), np.zeros((0, 512)))
+        case(np.zeros((2, 0)), np.zeros((2, 0)))
 
 
 def test_other_outputs_are_told() -> None:
     with pytest.raises(ParityError, match="outputs"):
-        compare_answers("x", "b", "alone", {"embedding": REFERENCE}, {"logits": REFERENCE}, FP32)
+        compare_answers("x", rows("embedding", REFERENCE), rows("logits", REFERENCE), label="b", kind="alone", rules={})
+
+
+def test_an_item_that_was_padded_in_its_batch_is_compared_as_far_as_it_goes_alone() -> None:
+    alone = REFERENCE.reshape(1, 6, 512)
+    padded = np.concatenate([alone, np.ones((1, 2, 512))], axis=1)
+    rules = rules_of({"y": "FP64"}, {"y": "embedding"}, FP32)
+    found = compare_answers("x", [{"y": alone}], [{"y": padded}], label="b", kind="alone", rules=rules)
+    assert found.ok
+    with pytest.raises(ParityError, match="shape"):
+        compare_answers("x", [{"y": alone}], [{"y": padded}], label="b", kind="reference", rules=rules)
 
 
 @pytest.mark.parametrize(("items", "limit"), [(18, 32), (6, 32), (18, 4), (1, 1)])
 def test_mixed_batches_stay_within_the_limits_and_never_repeat_an_image_inside(items: int, limit: int) -> None:
-    batches = mixed_batches(items, limit)
+    batches = mixed_batches([range(items)], limit)
     assert all(len(set(batch)) == len(batch) <= min(items, limit) for batch in batches)
     assert {item for batch in batches for item in batch} == set(range(min(items, sum(map(len, batches)))))
     if limit > 1 and items > 1:
         assert len({len(batch) for batch in batches}) > 1
+
+
+def sequences(mixed: bool) -> SampleInputs:
+    """Eight items of length 3, four of 5."""
+    lengths = (3,) * 8 + (5,) * 4
+    shapes = tuple((length,) for length in lengths)
+    return SampleInputs({"x": np.zeros((12, 5), "f4")}, "token ids", "sequence", lengths, {"x": shapes}, mixed)
+
+
+def test_a_batch_of_every_size_is_sent_at_every_length() -> None:
+    sent = batches_to_send(sequences(mixed=True), {1, 6}, {3, 5})
+    assert list(sent)[1:] == ["one batch of 6, length 3", "one batch of 6, length 5"]
+    assert set(sent["one batch of 6, length 5"][0]) == {8, 9, 10, 11}
+    (mixed,) = [batches for name, batches in sent.items() if name.startswith("mixed")]
+    assert any(set(batch) & set(range(8)) and set(batch) & set(range(8, 12)) for batch in mixed)
+
+
+def test_items_that_cannot_share_a_request_never_do() -> None:
+    for batches in batches_to_send(sequences(mixed=False), {1, 6}).values():
+        for batch in batches:
+            assert set(batch) <= set(range(8)) or set(batch) <= set(range(8, 12))

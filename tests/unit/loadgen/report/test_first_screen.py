@@ -86,10 +86,49 @@ def test_proof_says_what_stands_behind_it_and_what_does_not(tmp_path: Path, resu
 
 def test_the_first_lines_name_what_was_measured_and_on_what(result: Result) -> None:
     first, second = conditions_in_brief(result)
-    assert first == "openclip_vit_b32 · fp32 · Simulated CPU 2.0 GHz"
+    assert first == "openclip_vit_b32 · random weights (seed 0) · fp32 · Simulated CPU 2.0 GHz"
     assert second == "fp32 over HTTP · batch sizes 1, 4, 8, 16, 32 · 2026-03-02 10:00 UTC"
     page = render_html(result_document(result)).split("<body>")[1]
     assert page.index(first) < page.index("<h3>Overview</h3>")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "length", "words"),
+    [
+        ({"kind": "photographs", "count": 18}, None, "photographs as fp32 over HTTP"),
+        ({"kind": "synthetic", "count": 16}, None, "random values as fp32 over HTTP"),
+        (
+            {"kind": "token ids", "length_min": 9, "length_median": 40, "length_max": 381}, None,
+            "token ids of 9 to 381 (median 40) as fp32 over HTTP",
+        ),
+        (
+            {"kind": "token ids", "length_min": 64, "length_median": 64, "length_max": 64}, None,
+            "token ids of length 64 as fp32 over HTTP",
+        ),
+        (
+            {"kind": "token ids", "length_min": 32, "length_median": 32, "length_max": 128}, 128,
+            "token ids of length 128 as fp32 over HTTP",
+        ),
+    ],
+)  # fmt: skip
+def test_the_second_line_names_the_inputs_and_what_shares_a_batch(
+    result: Result, inputs: dict[str, str | int], length: int | None, words: str
+) -> None:
+    assert result.environment is not None
+    environment = msgspec.structs.replace(result.environment, inputs=inputs)
+    workloads = tuple(msgspec.structs.replace(one, sequence_length=length) for one in result.experiment.workloads)
+    changed = msgspec.structs.replace(
+        result, environment=environment, experiment=msgspec.structs.replace(result.experiment, workloads=workloads)
+    )
+    assert conditions_in_brief(changed)[1].startswith(f"{words} · batch sizes 1, 4")
+    for pad_to, rule in (("none", "only equal lengths share a batch"), ("32,64", "batches padded to 32,64")):
+        arms = tuple(
+            msgspec.structs.replace(arm, in_effect={**arm.in_effect, "pad_to": pad_to, "model": "bert:base"})
+            for arm in result.arms
+        )
+        first, second = conditions_in_brief(msgspec.structs.replace(changed, arms=arms))
+        assert f" · {rule} · 2026" in second
+        assert first.startswith("bert:base · ")
 
 
 def test_what_a_server_does_not_report_is_not_claimed(result: Result) -> None:

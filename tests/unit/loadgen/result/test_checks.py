@@ -84,6 +84,11 @@ def disagree(directory: Path) -> None:
     path.write_text(json.dumps(parity))
 
 
+def answer_alike(directory: Path) -> None:
+    """Every answer of both arms holds the same values."""
+    edit_json(directory / "parity.json", kinds={"y": "embedding"}, alike={"a": ["y"], "b": ["y"]})
+
+
 def fail_a_start(directory: Path) -> None:
     path = directory / "cold_starts.json"
     starts = json.loads(path.read_text())
@@ -102,6 +107,7 @@ FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
     ("gpu_present", "informs", None, Plan(**SMALL)),
     ("run_finished", "invalidates", None, Plan(state="interrupted", cut_after=50, **SMALL)),
     ("parity", "invalidates", disagree, Plan(**SMALL)),
+    ("answers_depend_on_inputs", "invalidates", answer_alike, Plan(**SMALL)),
     ("same_payload", "invalidates", sent_other_payloads, Plan(**SMALL)),
     ("request_errors", "invalidates", None, Plan(failing_block=3, **SMALL)),
     ("answers_under_load", "invalidates", lambda d: answered(d, "single", wrong=2, fault="y is 0"), Plan(**SMALL)),
@@ -308,6 +314,21 @@ def test_a_failed_workload_leaves_the_other_workloads_their_verdict(tmp_path: Pa
     assert verdicts == {"single": {"invalid"}, "concurrent(16)": {"arm_better"}}
     assert not result.valid
     assert result.verdict.sentence.startswith("No verdict on 1 of 8 workloads")
+
+
+def test_answers_that_are_all_alike_are_expected_of_the_null_engine_and_possible_for_labels(tmp_path: Path) -> None:
+    write_run(tmp_path, Plan(**SMALL))
+    answer_alike(tmp_path)
+    for arm in range(2):
+        edit_arm(tmp_path, arm, engine="null")
+    result = analyse(tmp_path)
+    assert result.valid
+    assert "answers_depend_on_inputs" not in {found.name for found in result.checks}
+    edit_arm(tmp_path, 1, engine="torch")
+    edit_json(tmp_path / "parity.json", kinds={"y": "labels"})
+    found = check(analyse(tmp_path), "answers_depend_on_inputs")
+    assert (found.ok, found.severity) == (False, "warns")
+    assert found.detail == "the answers of B do not depend on the inputs: all of them are alike"
 
 
 def test_failed_parity_leaves_no_verdict_at_all(tmp_path: Path) -> None:

@@ -83,6 +83,15 @@ def test_the_arm_that_differs_is_named_and_the_others_are_not(
     assert ok
 
 
+def test_the_padding_of_batches_is_compared_where_there_is_any() -> None:
+    padded: dict[str, object] = {"pad_to": "32,64"}
+    assert before(run_of(), "same_pad_to") == []
+    assert before(run_of(a=padded, b=padded, c=padded), "same_pad_to") == [(True, "invalidates", "32,64")]
+    ((ok, effect, text),) = before(run_of(a=padded, b={"pad_to": "none"}, c=padded), "same_pad_to")
+    assert (ok, effect) == (False, "invalidates")
+    assert "pad_to differs (A 32,64, B none)" in text
+
+
 def test_what_was_asked_for_is_told_apart_from_what_was_not() -> None:
     """B was asked for FP16, C fell to TF32 by itself."""
     run = run_of(asked={"b": {"precision": "fp16"}}, b={"precision": "fp16"}, c={"precision": "tf32"})

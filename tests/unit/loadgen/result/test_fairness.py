@@ -58,7 +58,8 @@ NATIVE: dict[str, Any] = {
     "dynamic_batching": {"preferred_batch_size": [], "max_queue_delay_microseconds": 0},
     "instance_group": [{"kind": "KIND_CPU", "count": 1, "gpus": []}],
     "parameters": {key: {"string_value": value} for key, value in
-                   {"engine": "torch", "precision": "fp32", "device": "cpu", "threads": "2"}.items()},
+                   {"engine": "torch", "precision": "fp32", "device": "cpu", "threads": "2",
+                    "pad_to": "none"}.items()},
     "model_warmup": [],
 }  # fmt: skip
 

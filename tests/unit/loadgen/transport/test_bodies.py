@@ -52,7 +52,7 @@ def test_the_head_names_both_lengths_and_the_model() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 4, 8, 16, 32])
 def test_bodies_of_a_batch_size_differ_and_use_different_images(batch_size: int) -> None:
-    chosen = choose_items(INPUTS.count, batch_size, seed=0)
+    chosen = choose_items(INPUTS, batch_size, seed=0)
     bodies = [prepare_body(INPUTS, SIGNATURE, items) for items in chosen]
     assert len(bodies) == body_count(batch_size) >= 4
     assert len({body.body for body in bodies}) >= min(len(bodies), 18)
@@ -60,7 +60,7 @@ def test_bodies_of_a_batch_size_differ_and_use_different_images(batch_size: int)
         assert len(set(items)) >= min(batch_size, 18) * 0.6, "a batch of few different images"
     used = Counter(item for items in chosen for item in items)
     assert max(used.values()) - min(used.values()) <= 2
-    assert chosen == choose_items(INPUTS.count, batch_size, seed=0)
+    assert chosen == choose_items(INPUTS, batch_size, seed=0)
 
 
 def test_missing_or_misfitting_inputs_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""A model whose outputs are texts, which parity cannot compare."""
+"""A model whose outputs are texts: they are equal, or the answers are wrong."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import numpy as np
 
 from loadgen.bench.answers import ParityTarget, check_parity
+from loadgen.result.checks.run import parity_figures
 from loadgen.statistics.agreement import tolerance_of
 from loadgen.transport.endpoint import Signature, TensorSignature
 from loadgen.transport.inputs import SampleInputs
@@ -14,13 +15,19 @@ from loadgen.transport.transports import Target
 from tests.hostile_server import hostile_server
 
 
-def test_texts_are_not_compared_as_numbers() -> None:
+def test_texts_are_compared_as_they_are() -> None:
     output = {"name": "y", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 5}}
     text = json.dumps({"outputs": [output]}).encode()
     headers = {"Inference-Header-Content-Length": str(len(text))}
     signature = Signature("m", (TensorSignature("x", "FP32", (-1, 2)),), (TensorSignature("y", "BYTES", (-1,)),))
     inputs = SampleInputs({"x": np.zeros((1, 2), "<f4")}, "synthetic")
-    with hostile_server() as server:
-        server.answers["/v2/models/m/infer"] = (200, headers, text + b"\x01\0\0\0a")
-        arm = ParityTarget(Target("http", server.url, "m"), signature, inputs)
-        assert "y holds texts" in (check_parity({"a": arm, "b": arm}, [1], tolerance_of(["fp32"])).error or "")
+    with hostile_server() as one, hostile_server() as other:
+        one.answers["/v2/models/m/infer"] = (200, headers, text + b"\x01\0\0\0a")
+        other.answers["/v2/models/m/infer"] = (200, headers, text + b"\x01\0\0\0b")
+        a, b = (ParityTarget(Target("http", server.url, "m"), signature, inputs) for server in (one, other))
+        same = check_parity({"a": a, "b": a}, [1], tolerance_of(["fp32"]))
+        different = check_parity({"a": a, "b": b}, [1], tolerance_of(["fp32"]))
+    assert (same.ok, same.error, same.kinds) == (True, None, {"y": "labels"})
+    assert (different.ok, different.error) == (False, None)
+    assert different.cases[0].fault == "is b'b' instead of b'a'"
+    assert parity_figures(different) == "labels differ"

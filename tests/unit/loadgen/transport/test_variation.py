@@ -121,8 +121,8 @@ def test_of_several_inputs_the_one_with_most_room_varies() -> None:
 
 
 def test_no_two_requests_of_a_process_share_a_number() -> None:
-    _, _, variation = case("fp32")
-    items = choose_items(6, 3, seed=0)
+    inputs, _, variation = case("fp32")
+    items = choose_items(inputs, 3, seed=0)
     fresh = FreshItems(variation, items, FreshNumbers())
     seen: set[bytes] = set()
     for request in range(200):

@@ -1,0 +1,270 @@
+"""Reads the user's own inputs: arrays, raw files, or perf_analyzer's JSON, checked against the model's metadata.
+
+    FILE.npz     one array per input, the items in its first dimension
+    FILE.json    perf_analyzer's --input-data: {"data": [{"INPUT": VALUES, …}, …]}; the steps of streams are items too
+    FILE.jsonl   one item per line in the same form
+    DIR          JPEG files; or, as perf_analyzer's --input-data DIR, one file per input with the values of one item
+                 (for BYTES a text of one element per line)
+
+VALUES are a list of one item's values, {"content": [...], "shape": [...]} or {"b64": "..."} of the raw bytes. Items may
+differ in shape; nothing pads them, so those of different shapes never share a request.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from loadgen.documents import one_line
+from loadgen.transport.endpoint import Signature, TensorSignature
+from loadgen.transport.inputs import GIVEN, SAMPLE_TYPES, Array, InputError, Shape, write_folder
+
+Kind = Literal["npz", "json", "jsonl", "images", "raw files"]
+RANDOM_INPUTS = "random"
+"""In place of a path: random values of the shapes in the server's metadata."""
+_JPEG = (".jpg", ".jpeg")
+_FLOATS = {"FP16", "FP32", "FP64"}
+Items = list[dict[str, Array]]
+"""The inputs of each item by name."""
+
+
+def kind_of(path: Path) -> Kind:
+    """What a path holds, by its name. Raises `InputError`."""
+    if path.is_dir():
+        names = [entry for entry in path.iterdir() if entry.is_file() and not entry.name.startswith(".")]
+        if not names:
+            raise InputError(f"--inputs {path} holds no files; give JPEG files, or one file per input")
+        return "images" if all(entry.suffix.lower() in _JPEG for entry in names) else "raw files"
+    if not path.exists():
+        raise InputError(f"--inputs {path} does not exist; give a folder, a file, or random")
+    for kind in ("npz", "json", "jsonl"):
+        if path.suffix.lower() == f".{kind}":
+            return kind
+    raise InputError(f"--inputs {path} is of no known kind; give a folder, or a file ending with .npz, .json or .jsonl")
+
+
+def write_given(path: Path, signature: Signature, directory: Path, payload: str) -> None:
+    """Write the user's inputs as a folder of samples. Raises `InputError` with the item and the input at fault."""
+    source = path.name
+    try:
+        match kind_of(path):
+            case "npz":
+                items = _read_npz(path, signature)
+            case "raw files":
+                items = [_read_raw(path, signature)]
+            case "jsonl":
+                items = _read_lines(path, signature)
+            case _:
+                items, ignored = _read_json(path, signature)
+                source += f" ({ignored} ignored)" if ignored else ""
+        stacked = {tensor.name: _stack([item[tensor.name] for item in items]) for tensor in signature.inputs}
+        arrays = {name: array for name, (array, _) in stacked.items()}
+        shapes = {name: own for name, (_, own) in stacked.items() if len(set(own)) > 1}
+        write_folder(directory, payload, arrays, {"kind": GIVEN, "source": source, "shapes": shapes})
+    except (InputError, OSError, ValueError, MemoryError, zipfile.BadZipFile, EOFError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+        raise InputError(f"--inputs {path}: {one_line(reason, 400)}") from exc
+
+
+def _stack(items: Sequence[Array]) -> tuple[Array, list[Shape]]:
+    """All items of an input in one array, with the shape of each; smaller ones have zeros behind. Raises `InputError`
+    without any."""
+    if not items:
+        raise InputError("it holds no items")
+    shapes = [item.shape for item in items]
+    whole = np.zeros((len(items), *map(max, *shapes, shapes[0])), items[0].dtype)
+    if whole.dtype.hasobject:
+        whole.fill(b"")
+    for place, item in enumerate(items):
+        whole[(place, *map(slice, item.shape))] = item
+    return whole, shapes
+
+
+def _read_npz(path: Path, signature: Signature) -> Items:
+    with np.load(path, allow_pickle=False) as content:
+        _check_names(content.files, signature, "the file")
+        arrays = {tensor.name: _of_npz(content[tensor.name], tensor) for tensor in signature.inputs}
+    counts = {name: len(array) for name, array in arrays.items()}
+    if len(set(counts.values())) > 1:
+        raise InputError(f"its arrays have different numbers of items: {counts}")
+    return [{name: array[item] for name, array in arrays.items()} for item in range(next(iter(counts.values())))]
+
+
+def _of_npz(array: Array, tensor: TensorSignature) -> Array:
+    if tensor.datatype == "BYTES" and array.dtype.kind in "SU":
+        array = (np.char.encode(array.astype(str), "utf-8") if array.dtype.kind == "U" else array).astype(object)
+    wanted = SAMPLE_TYPES.get(tensor.datatype)
+    if array.ndim == 0 or wanted is None or array.dtype != wanted:
+        raise InputError(
+            f"the model's input {tensor.name} is {tensor.datatype}, and the array is {array.dtype}; convert it with "
+            f"astype({np.dtype('S' if wanted == 'O' else wanted or 'f4').name!r})"
+        )
+    _check_shape(array.shape[1:], tensor, "")
+    return array
+
+
+def _read_raw(folder: Path, signature: Signature) -> dict[str, Array]:
+    _check_names([path.name for path in folder.iterdir() if path.is_file()], signature, "the folder")
+    item = {}
+    for tensor in signature.inputs:
+        content = (folder / tensor.name).read_bytes()
+        values = _bytes_of(content.splitlines()) if tensor.datatype == "BYTES" else _from_buffer(content, tensor, "")
+        item[tensor.name] = _shaped(values, None, tensor, "")
+    return item
+
+
+def _read_json(path: Path, signature: Signature) -> tuple[Items, str]:
+    """The items of perf_analyzer's file, and what in it is not used."""
+    document = json.loads(path.read_bytes())
+    data = document.get("data") if isinstance(document, dict) else None
+    if not isinstance(data, list):
+        raise InputError('it has no list "data", as in {"data": [{"INPUT": [1, 2]}]}')
+    ignored = ", ".join(sorted(set(document) - {"data"}))
+    return [_item(step, signature, f"item {number}") for number, step in enumerate(_steps(data), start=1)], ignored
+
+
+def _steps(data: Sequence[object]) -> Iterator[object]:
+    """The items, also those inside streams."""
+    for entry in data:
+        yield from entry if isinstance(entry, list) else (entry,)
+
+
+def _read_lines(path: Path, signature: Signature) -> Items:
+    items = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+        if line.strip():
+            try:
+                content = json.loads(line)
+            except ValueError as exc:
+                raise InputError(f"line {number} is not JSON: {exc}") from exc
+            items += [_item(step, signature, f"line {number}") for step in _steps([content])]
+    return items
+
+
+def _item(content: object, signature: Signature, place: str) -> dict[str, Array]:
+    if not isinstance(content, dict):
+        raise InputError(f"{place} is not an object of inputs")
+    _check_names(content, signature, place)
+    return {tensor.name: _values(content[tensor.name], tensor, f"{place}, ") for tensor in signature.inputs}
+
+
+def _check_names(found: Sequence[str] | Mapping[str, object], signature: Signature, place: str) -> None:
+    wanted = [tensor.name for tensor in signature.inputs]
+    if missing := [name for name in wanted if name not in found]:
+        raise InputError(f"{place} has no input {missing[0]}; the model takes {', '.join(wanted)}")
+    if odd := sorted(set(found) - set(wanted)):
+        raise InputError(f"{place} has {odd[0]}, which the model does not take; its inputs are {', '.join(wanted)}")
+
+
+def _values(given: object, tensor: TensorSignature, place: str) -> Array:
+    """One item's values of one input."""
+    content, shape = given, None
+    if isinstance(given, dict):
+        content = given.get("content", given)
+        shape = given.get("shape")
+        if shape is not None and not (isinstance(shape, list) and all(type(size) is int for size in shape)):
+            raise InputError(f"{place}input {tensor.name}: the shape {shape} is not a list of whole numbers")
+    if isinstance(content, dict):
+        if not isinstance(content.get("b64"), str):
+            raise InputError(f'{place}input {tensor.name} has neither "content" nor "b64"')
+        try:
+            decoded = base64.b64decode(content["b64"], validate=True)
+        except ValueError as exc:
+            raise InputError(f"{place}input {tensor.name} is not base64: {exc}") from exc
+        values = _bytes_of([decoded]) if tensor.datatype == "BYTES" else _from_buffer(decoded, tensor, place)
+        return _shaped(values, shape, tensor, place)
+    listed = content if isinstance(content, list) else [content]
+    nested = _nested_shape(listed)
+    flat = _flat(listed, len(nested))
+    values = _bytes_of(flat, tensor, place) if tensor.datatype == "BYTES" else _numbers(flat, tensor, place)
+    return _shaped(values, shape if shape is not None else nested if len(nested) > 1 else None, tensor, place)
+
+
+def _nested_shape(content: list[Any]) -> list[int]:
+    shape: list[int] = []
+    level: object = content
+    while isinstance(level, list):
+        shape.append(len(level))
+        level = level[0] if level else None
+    return shape
+
+
+def _flat(content: list[Any], depth: int) -> list[Any]:
+    for _ in range(depth - 1):
+        content = [value for inner in content for value in (inner if isinstance(inner, list) else [inner])]
+    return content
+
+
+def _bytes_of(values: Sequence[object], tensor: TensorSignature | None = None, place: str = "") -> Array:
+    array = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        if not isinstance(value, str | bytes):
+            name = "" if tensor is None else tensor.name
+            raise InputError(f"{place}input {name} takes texts, and {one_line(repr(value), 40)} is not one")
+        array[index] = value.encode() if isinstance(value, str) else value
+    return array
+
+
+def _numbers(values: list[Any], tensor: TensorSignature, place: str) -> Array:
+    """The values in the input's datatype, none of them changed by it except for rounding."""
+    wanted, array = SAMPLE_TYPES.get(tensor.datatype), np.array(values if values else [0])
+    kinds = "biuf" if tensor.datatype in _FLOATS else "biu"
+    fits = wanted is not None and array.dtype.kind in kinds and array.ndim == 1
+    if fits and tensor.datatype == "BOOL":
+        fits = bool(np.isin(array, (0, 1)).all())
+    elif fits and tensor.datatype not in _FLOATS:
+        limits = np.iinfo(np.dtype(wanted))
+        fits = int(array.min()) >= limits.min and int(array.max()) <= limits.max
+    if not fits:
+        raise InputError(f"{place}input {tensor.name} has values that {tensor.datatype} cannot hold")
+    return array[: len(values)].astype(wanted)
+
+
+def _from_buffer(content: bytes, tensor: TensorSignature, place: str) -> Array:
+    dtype = np.dtype(SAMPLE_TYPES.get(tensor.datatype, "O"))
+    if dtype.hasobject:
+        raise InputError(f"{place}input {tensor.name} is {tensor.datatype}, which cannot be read from raw bytes")
+    if len(content) % dtype.itemsize:
+        raise InputError(
+            f"{place}input {tensor.name} has {len(content):,} bytes, which is not a multiple of {dtype.itemsize} "
+            f"({tensor.datatype})"
+        )
+    return np.frombuffer(content, dtype)
+
+
+def _shaped(values: Array, shape: Sequence[int] | None, tensor: TensorSignature, place: str) -> Array:
+    """The values in the given shape, else in that of the metadata, where one size may follow from their number."""
+    expected = tensor.shape[1:]
+    if shape is None:
+        fixed = math.prod(size for size in expected if size >= 0)
+        free = sum(size < 0 for size in expected)
+        if free > 1 or (free == 1 and (fixed == 0 or len(values) % fixed)):
+            raise InputError(
+                f"{place}input {tensor.name} has {len(values):,} values, and the model takes the shape "
+                f"{list(expected)}; write the shape of the item beside its content"
+            )
+        shape = [len(values) // fixed if size < 0 else size for size in expected]
+    if math.prod(shape) != len(values):
+        raise InputError(
+            f"{place}input {tensor.name} has {len(values):,} values, and the shape {list(shape)} needs "
+            f"{math.prod(shape):,}"
+        )
+    _check_shape(tuple(shape), tensor, place)
+    return values.reshape(tuple(shape))
+
+
+def _check_shape(shape: Shape, tensor: TensorSignature, place: str) -> None:
+    expected = tensor.shape[1:]
+    if len(shape) != len(expected) or any(
+        size < 0 or wanted not in (-1, size) for size, wanted in zip(shape, expected, strict=True)
+    ):
+        raise InputError(
+            f"{place}input {tensor.name} has items of shape {list(shape)}, and the model takes {list(expected)}"
+        )
