@@ -45,7 +45,7 @@ def watched(out: Path, *options: str, **environment: str) -> tuple[int, str, str
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
     )
-    arguments = set()
+    arguments, own = set(), " ".join(psutil.Process(process.pid).cmdline())
     while process.poll() is None:
         for child in psutil.Process(process.pid).children(recursive=True):
             try:
@@ -53,6 +53,7 @@ def watched(out: Path, *options: str, **environment: str) -> tuple[int, str, str
                 child.wait(0.01)
             except (psutil.NoSuchProcess, psutil.TimeoutExpired):
                 continue
+    arguments.discard(own)  # of a child that has not yet executed its own program
     assert process.stdout is not None
     with process.stdout:
         return process.returncode, process.stdout.read(), "\n".join(arguments)
@@ -88,6 +89,21 @@ def test_a_run_over_tls_with_a_header_and_a_version_keeps_the_secrets(
     checks = {check["name"]: check for check in result["checks"]}
     assert (checks["certificates"]["state"], checks["same_encryption"]["state"]) == ("failed", "passed")
     assert "the certificate of B was not verified" in checks["certificates"]["detail"]
+
+
+def test_a_server_that_repeats_a_secret_does_not_get_it_stored(tmp_path: Path, fake_url: Callable[..., str]) -> None:
+    url = fake_url("--model", "fake", "--error-every", "3", "--good-first", "160")
+    header = ("--a-header", "Authorization=Bearer $TOKEN_A")
+    _, output, _ = watched(tmp_path / "run", "--a", url, *header, "--b", url, TOKEN_A="s3cret-of-a")
+    messages = [
+        text
+        for path in (tmp_path / "run/blocks").glob("*.json")
+        for text in json.loads(path.read_bytes())["error_messages"]
+    ]
+    assert "HTTP 503: the queue is full for bearer …" in messages, output
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert [path for path in files if b"s3cret" in path.read_bytes()] == []
+    assert "s3cret" not in output
 
 
 @pytest.mark.parametrize(
