@@ -45,7 +45,7 @@ def watched(out: Path, *options: str, **environment: str) -> tuple[int, str, str
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
     )
-    arguments, own = set(), " ".join(psutil.Process(process.pid).cmdline())
+    arguments = set()
     while process.poll() is None:
         for child in psutil.Process(process.pid).children(recursive=True):
             try:
@@ -53,7 +53,7 @@ def watched(out: Path, *options: str, **environment: str) -> tuple[int, str, str
                 child.wait(0.01)
             except (psutil.NoSuchProcess, psutil.TimeoutExpired):
                 continue
-    arguments.discard(own)  # of a child that has not yet executed its own program
+    arguments.discard(" ".join(command))  # of a child that has not yet executed its own program
     assert process.stdout is not None
     with process.stdout:
         return process.returncode, process.stdout.read(), "\n".join(arguments)
