@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from locust import User
 
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.generator.users import Traffic
+from loadgen.headers import HeaderError, read_headers
 from loadgen.locustfile.workers import WorkerFile
 from loadgen.records.payloads import PAYLOADS, base_name, variant_name
-from loadgen.records.run import Arrivals, Transport
+from loadgen.records.run import Access, Arrivals, Transport
 from loadgen.records.samples import SampleWriter
 from loadgen.transport.bodies import choose_items
 from loadgen.transport.endpoint import Endpoint, Signature
@@ -46,6 +48,12 @@ _HELP = {
     "rate": "Requests per second in the scenario OpenLoop, over all workers.",
     "arrivals": "Arrival process of OpenLoop.",
     "request_timeout": "Seconds until a request counts as failed.",
+    "header": "NAME=VALUE, sent with every request; the value may be $VARIABLE; repeatable.",
+    "ca": "CA certificates to trust, a PEM file.",
+    "insecure": "Do not verify the server's certificate.",
+    "cert": "Client certificate, a PEM file.",
+    "key": "Key of that certificate, if it is in another PEM file.",
+    "model_version": "Version of the model; default: the server chooses.",
 }
 
 
@@ -62,6 +70,12 @@ class LoadOptions(msgspec.Struct, frozen=True):
     rate: float = 0.0
     arrivals: Arrivals = "poisson"
     request_timeout: float = 60.0
+    header: tuple[str, ...] = ()
+    ca: str = ""
+    insecure: bool = False
+    cert: str = ""
+    key: str = ""
+    model_version: str = ""
 
     @classmethod
     def add_to(cls, parser: Any) -> None:
@@ -70,12 +84,17 @@ class LoadOptions(msgspec.Struct, frozen=True):
         def add(name: str, default: object, text: str, **extra: object) -> None:
             variable = f"ABSERVE_LOAD_{name.upper()}"
             option = f"--{name.replace('_', '-')}"
-            parser.add_argument(option, default=default, type=type(default), env_var=variable, help=text, **extra)
+            if "action" not in extra:
+                extra["type"] = type(default)
+            parser.add_argument(option, default=default, env_var=variable, help=text, **extra)
 
         choices = {"payload": PAYLOADS, "protocol": TRANSPORTS, "arrivals": ("poisson", "constant")}
+        extra: dict[str, dict[str, Any]] = {name: {"choices": list(values)} for name, values in choices.items()}
+        extra["header"] = {"action": "append", "include_in_web_ui": False}
+        extra["insecure"] = {"action": "store_true"}
         for field in msgspec.structs.fields(cls):
-            extra = {"choices": list(choices[field.name])} if field.name in choices else {}
-            add(field.name, field.default, _HELP[field.name], **extra)
+            default = [] if field.default == () else field.default
+            add(field.name, default, _HELP[field.name], **extra.get(field.name, {}))
         hidden = {"include_in_web_ui": False}
         add("metrics_port", 0, "Port of the generator's Prometheus metrics; 0: no metrics.", **hidden)
         add("metrics_host", "127.0.0.1", "Address of the generator's Prometheus metrics.", **hidden)
@@ -85,6 +104,18 @@ class LoadOptions(msgspec.Struct, frozen=True):
         """The current values: the web page may have changed them."""
         given = vars(environment.parsed_options)
         return msgspec.convert({name: given[name] for name in cls.__struct_fields__}, cls, strict=False)
+
+    @property
+    def access(self) -> Access:
+        """How the server is reached. Raises `AddressError` for a header that cannot be sent."""
+        try:
+            header = read_headers({name: value for name, _, value in (one.partition("=") for one in self.header)})
+        except HeaderError as exc:
+            raise AddressError(f"--header: {exc}") from None
+        return Access(
+            ca=self.ca or None, insecure=self.insecure, cert=self.cert or None, key=self.key or None,
+            version=self.model_version or None, header=header,
+        )  # fmt: skip
 
     @property
     def variant(self) -> str:
@@ -110,7 +141,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
             raise AddressError(
                 f"--protocol shm needs a server on this machine, and {address.url} is not; use http or grpc"
             )
-        return Target(self.protocol, address.url, self.variant, grpc)
+        return Target(self.protocol, address.url, self.variant, grpc, self.access)
 
 
 class FailedRequestError(Exception):
@@ -162,9 +193,9 @@ class Session:
     """One test in one process, from test start to test stop."""
 
     def __init__(self, environment: Any, options: LoadOptions) -> None:
-        """Raises `AddressError` for a host that cannot be used, such as an https:// address."""
+        """Raises `AddressError` for a host or a header that cannot be used."""
         self.options = options
-        self._address = Address.parse(environment.host)
+        self._address = Address.parse(environment.host, options.access)
         self._open: list[tuple[str, Path | None, Traffic]] = []
         self._signature: Signature | None = None
         self._inputs: SampleInputs | None = None
@@ -183,9 +214,9 @@ class Session:
     def traffic(self, name: str, batch_size: int, *, bodies: int | None = None) -> Traffic:
         """The traffic of one user class. Raises `EndpointError`, `InputError`, `OSError`."""
         if self._signature is None:
-            self._signature = Endpoint(self._address.url, timeout_s=self.options.request_timeout).signature(
-                self.options.variant
-            )
+            self._signature = Endpoint(
+                self._address.url, timeout_s=self.options.request_timeout, access=self._address.access
+            ).signature(self.options.variant)
         if self._inputs is None:
             self.load_inputs()
         if self._inputs is None:
@@ -198,7 +229,7 @@ class Session:
         prepared = prepare_bodies(
             transport, inputs, signature, find_variation(inputs, signature), chosen, self._numbers
         )
-        target = self.options.target(self._address)
+        target = replace(self.options.target(self._address), batched=signature.batched)
         path: Path | None = None
         if self.options.samples_out:
             stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
