@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 HIDDEN = "…"
 """Stands for a value in records and messages."""
@@ -16,6 +16,7 @@ _REFUSED = {
     "upgrade",
 }  # fmt: skip
 """Headers that follow from the request and the connection."""
+_LEAST = 6
 _OPTION = re.compile(r"--(?:[a-z]-)?header")
 
 
@@ -74,6 +75,14 @@ def _read_value(name: str, given: object) -> HeaderValue:
     value = HeaderValue(text if reference is not None else HIDDEN)
     value.secret = secret
     return value
+
+
+def secrets_in(headers: Iterable[object]) -> tuple[str, ...]:
+    """What must not be stored, even where a server repeats it: values and their last words, unless they are so short
+    that they may stand for something else."""
+    secrets = [secret_of(value) for value in headers if isinstance(value, HeaderValue)]
+    found = {part for secret in secrets for part in (secret, secret.rpartition(" ")[2]) if len(part) >= _LEAST}
+    return tuple(sorted(found, key=len, reverse=True))
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:

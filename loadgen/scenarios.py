@@ -30,6 +30,11 @@ Options beside Locust's own (its web page shows them, its --help does not), each
     --rate RATE                ABSERVE_LOAD_RATE              requests per second in OpenLoop, over all workers
     --arrivals KIND            ABSERVE_LOAD_ARRIVALS          arrival process of OpenLoop: poisson or constant
     --request-timeout SECONDS  ABSERVE_LOAD_REQUEST_TIMEOUT   until a request counts as failed
+    --header NAME=VALUE        ABSERVE_LOAD_HEADER            sent with every request; repeatable
+    --ca FILE                  ABSERVE_LOAD_CA                CA certificates to trust, for an https:// host
+    --insecure                 ABSERVE_LOAD_INSECURE          do not verify the server's certificate
+    --cert FILE, --key FILE    ABSERVE_LOAD_CERT, …_KEY       client certificate
+    --model-version V          ABSERVE_LOAD_MODEL_VERSION     version of the model
     --metrics-port PORT        ABSERVE_LOAD_METRICS_PORT      Prometheus metrics of the generator; 0: none
     --metrics-host HOST        ABSERVE_LOAD_METRICS_HOST      address of these metrics
 
@@ -135,7 +140,7 @@ class ColdStart(InferenceUser):
             raise StopUser from exc
         self.started_ns = perf_counter_ns()
         options = self.session.options
-        endpoint = Endpoint(self.environment.host, timeout_s=options.request_timeout)
+        endpoint = Endpoint(self.environment.host, timeout_s=options.request_timeout, access=options.access)
         self._await("server live", endpoint.live)
         try:
             model = self.session.model
@@ -303,7 +308,7 @@ def _problem(environment: Any) -> str | None:
     if OpenLoop in environment.user_classes and options.rate == 0.0:
         return "OpenLoop needs a rate; give the requests per second, as in --rate 50"
     try:
-        session, endpoint = Session(environment, options), Endpoint(environment.host)
+        session, endpoint = Session(environment, options), Endpoint(environment.host, access=options.access)
         if options.served is None:
             session.load_inputs()
         model = session.model

@@ -204,7 +204,9 @@ class FakeServer:
         if number and settings.drop_every and number % settings.drop_every == 0:
             return None
         if number and settings.error_every and number % settings.error_every == 0:
-            return 503, {}, b'{"error": "zu sp\xe4t"}' if settings.latin1 else b'{"error": "the queue is full"}'
+            repeated = f" for {headers['authorization']}" if "authorization" in headers else ""
+            words = f'{{"error": "the queue is full{repeated}"}}'.encode()
+            return 503, {}, b'{"error": "zu sp\xe4t"}' if settings.latin1 else words
         length = int(headers["inference-header-content-length"])
         shape = json.loads(body[:length])["inputs"][0]["shape"]
         pixels = np.frombuffer(body, dtype="<f4", offset=length).reshape(shape)

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from locust import User
 
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.generator.users import Traffic
+from loadgen.headers import HeaderError, read_headers
 from loadgen.locustfile.workers import WorkerFile
 from loadgen.records.payloads import DEFAULT_NAME, PAYLOADS, implied_payload, inputs_in_words, reference, served_name
-from loadgen.records.run import Arrivals, Transport
+from loadgen.records.run import Access, Arrivals, Transport
 from loadgen.records.samples import SampleWriter
 from loadgen.transport.bodies import choose_items
 from loadgen.transport.endpoint import Endpoint, Signature
@@ -56,6 +58,12 @@ _HELP = {
     "rate": "Requests per second in the scenario OpenLoop, over all workers.",
     "arrivals": "Arrival process of OpenLoop.",
     "request_timeout": "Seconds until a request counts as failed.",
+    "header": "NAME=VALUE, sent with every request; the value may be $VARIABLE; repeatable.",
+    "ca": "CA certificates to trust, a PEM file.",
+    "insecure": "Do not verify the server's certificate.",
+    "cert": "Client certificate, a PEM file.",
+    "key": "Key of that certificate, if it is in another PEM file.",
+    "model_version": "Version of the model; default: the server chooses.",
 }
 
 
@@ -74,6 +82,12 @@ class LoadOptions(msgspec.Struct, frozen=True):
     rate: float = 0.0
     arrivals: Arrivals = "poisson"
     request_timeout: float = 60.0
+    header: tuple[str, ...] = ()
+    ca: str = ""
+    insecure: bool = False
+    cert: str = ""
+    key: str = ""
+    model_version: str = ""
 
     @classmethod
     def add_to(cls, parser: Any) -> None:
@@ -82,12 +96,17 @@ class LoadOptions(msgspec.Struct, frozen=True):
         def add(name: str, default: object, text: str, **extra: object) -> None:
             variable = f"ABSERVE_LOAD_{name.upper()}"
             option = f"--{name.replace('_', '-')}"
-            parser.add_argument(option, default=default, type=type(default), env_var=variable, help=text, **extra)
+            if "action" not in extra:
+                extra["type"] = type(default)
+            parser.add_argument(option, default=default, env_var=variable, help=text, **extra)
 
         choices = {"payload": ("", *PAYLOADS), "protocol": TRANSPORTS, "arrivals": ("poisson", "constant")}
+        extra: dict[str, dict[str, Any]] = {name: {"choices": list(values)} for name, values in choices.items()}
+        extra["header"] = {"action": "append", "include_in_web_ui": False}
+        extra["insecure"] = {"action": "store_true"}
         for field in msgspec.structs.fields(cls):
-            extra = {"choices": list(choices[field.name])} if field.name in choices else {}
-            add(field.name, field.default, _HELP[field.name], **extra)
+            default = [] if field.default == () else field.default
+            add(field.name, default, _HELP[field.name], **extra.get(field.name, {}))
         hidden = {"include_in_web_ui": False}
         add("metrics_port", 0, "Port of the generator's Prometheus metrics; 0: no metrics.", **hidden)
         add("metrics_host", "127.0.0.1", "Address of the generator's Prometheus metrics.", **hidden)
@@ -108,6 +127,17 @@ class LoadOptions(msgspec.Struct, frozen=True):
         """The model's name on the server; None for a reference, whose samples tell it."""
         return served_name(self.model, self.carried)
 
+    def access(self) -> Access:
+        """How the server is reached. Raises `AddressError` for a header that cannot be sent."""
+        try:
+            header = read_headers({name: value for name, _, value in (one.partition("=") for one in self.header)})
+        except HeaderError as exc:
+            raise AddressError(f"--header: {exc}") from None
+        return Access(
+            ca=self.ca or None, insecure=self.insecure, cert=self.cert or None, key=self.key or None,
+            version=self.model_version or None, header=header,
+        )  # fmt: skip
+
     def problem(self) -> str | None:
         """A sentence about the first invalid value, with the remedy."""
         if self.batch_size < 1:
@@ -127,7 +157,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
             raise AddressError(
                 f"--protocol shm needs a server on this machine, and {address.url} is not; use http or grpc"
             )
-        return Target(self.protocol, address.url, model, grpc)
+        return Target(self.protocol, address.url, model, grpc, self.access)
 
 
 class FailedRequestError(Exception):
@@ -179,9 +209,9 @@ class Session:
     """One test in one process, from test start to test stop."""
 
     def __init__(self, environment: Any, options: LoadOptions) -> None:
-        """Raises `AddressError` for a host that cannot be used, such as an https:// address."""
+        """Raises `AddressError` for a host or a header that cannot be used."""
         self.options = options
-        self._address = Address.parse(environment.host)
+        self._address = Address.parse(environment.host, options.access)
         self._open: list[tuple[str, Path | None, Traffic]] = []
         self._signature: Signature | None = None
         self._inputs: SampleInputs | None = None
@@ -239,7 +269,9 @@ class Session:
         if self._signature is None:
             if self._inputs is None:
                 self.load_inputs()
-            endpoint = Endpoint(self._address.url, timeout_s=self.options.request_timeout)
+            endpoint = Endpoint(
+                self._address.url, timeout_s=self.options.request_timeout, access=self.options.access
+            )
             self._signature = endpoint.signature(self.model)
         return self._signature
 
@@ -255,7 +287,7 @@ class Session:
         prepared = prepare_bodies(
             transport, inputs, signature, find_variation(inputs, signature), chosen, self._numbers
         )
-        target = self.options.target(self._address, self.model)
+        target = replace(self.options.target(self._address, self.model), batched=signature.batched)
         path: Path | None = None
         if self.options.samples_out:
             stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")

@@ -88,7 +88,7 @@ def run_experiment(
         except KeyboardInterrupt:
             ended = "interrupted"
         except RUN_ERRORS as exc:
-            ended, error = "failed", str(exc)
+            ended, error = "failed", store.without_secrets(str(exc))
         except BaseException as exc:
             with suppress(StorageError):
                 store.write(RunState(state="failed", phase=run.phase, error=repr(exc), finished_at=utc_now()))

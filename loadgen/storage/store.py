@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.headers import HeaderValue
-from loadgen.records.run import BlockRecord, Record
+from loadgen.headers import HIDDEN, HeaderValue, secrets_in
+from loadgen.records.run import BlockRecord, Experiment, Record
 from loadgen.studies.rate_search.records import Trial
 
 
@@ -23,6 +23,7 @@ class RunStore:
     def __init__(self, directory: Path) -> None:
         """Raises `StorageError` if the folder already holds a run or cannot be created."""
         self.directory = directory
+        self._secrets: tuple[str, ...] = ()
         try:
             str(directory.absolute()).encode()
         except UnicodeEncodeError:  # paths travel to the generator in JSON
@@ -36,7 +37,9 @@ class RunStore:
             raise StorageError(f"cannot write to {directory}: {exc.strerror or exc}; choose another --out") from exc
 
     def write(self, record: Record) -> None:
-        """Write one record with its own file."""
+        """Write one record with its own file. No later record holds the values of this experiment's headers."""
+        if isinstance(record, Experiment):
+            self._secrets = secrets_in(value for arm in record.arms for value in arm.access.header.values())
         self._write(record.FILE, record)
 
     def write_all(self, kind: type[Record], records: Sequence[Record]) -> None:
@@ -69,11 +72,20 @@ class RunStore:
         """The log file of a process."""
         return self.directory / "logs" / f"{name}.log"
 
+    def without_secrets(self, text: str) -> str:
+        """A text in which a server may have repeated the value of a header."""
+        for secret in self._secrets:
+            text = text.replace(secret, HIDDEN)
+        return text
+
     def _write(self, name: str, record: object) -> None:
         path = self.directory / name
         part = path.with_name(path.name + ".part")
         try:
-            part.write_bytes(msgspec.json.format(msgspec.json.encode(record, enc_hook=_text), indent=1) + b"\n")
+            content = msgspec.json.format(msgspec.json.encode(record, enc_hook=_text), indent=1) + b"\n"
+            for secret in self._secrets:
+                content = content.replace(msgspec.json.encode(secret)[1:-1], HIDDEN.encode())
+            part.write_bytes(content)
             os.replace(part, path)  # noqa: PTH105 (the rename is the point)
         except OSError as exc:
             part.unlink(missing_ok=True)

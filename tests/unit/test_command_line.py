@@ -58,7 +58,11 @@ def test_help_names_every_command_that_is_not_hidden() -> None:
     ("arguments", "status", "sentence"),
     [
         (("comparee",), 2, "No such command 'comparee'. Did you mean 'compare'"),
-        (("compare", "--concurency", "4"), 2, "No such option: --concurency (Possible options: --concurrency)"),
+        (
+            ("compare", "--concurency", "4"),
+            2,
+            "No such option: --concurency (Possible options: --c-insecure, --concurrency)",
+        ),
         (("diff", "no-such-run", "other"), 2, "no-such-run does not exist; give a folder that"),
         (("engine", "--seconds", "-1"), 2, "error: --seconds -1.0: must be greater than or equal to 0.01"),
         (("engine", "--json", "/proc/none/x.json"), 2, "--json /proc/none/x.json: give the path of a file in a folder"),

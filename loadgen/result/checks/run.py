@@ -130,7 +130,6 @@ def same_payload(facts: Facts) -> Iterator[Outcome]:
     "warns",
     "Trust the server's authority with --a-ca FILE instead of --a-insecure.",
     threshold="verified",
-    before_load=True,
 )
 def certificates(facts: Facts) -> Iterator[Outcome]:
     """Skipped where no arm is reached over TLS."""
@@ -148,7 +147,6 @@ def certificates(facts: Facts) -> Iterator[Outcome]:
     "warns",
     "Give every arm an https:// address, or none: encryption takes time on both sides.",
     threshold="equal",
-    before_load=True,
 )
 def same_encryption(facts: Facts) -> Iterator[Outcome]:
     """Skipped where no arm is reached over TLS."""

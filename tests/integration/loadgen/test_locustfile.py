@@ -72,9 +72,9 @@ def test_batches_single_users_and_processes(fake_url: Callable[..., str], images
 
 def test_a_host_that_cannot_be_used_is_one_sentence_also_for_a_cold_start(fake_url: Callable[..., str]) -> None:
     for scenario in ("ColdStart", "Concurrent"):
-        done = locust(fake_url().replace("http://", "https://"), scenario)
+        done = locust(fake_url().replace("http://", "wss://"), scenario)
         assert done.returncode == 1
-        assert "is not a plain http:// address" in done.stderr
+        assert "is not an http:// or https:// address" in done.stderr
         assert "Traceback" not in done.stderr
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +13,11 @@ import psutil
 import pytest
 
 from tests.certificates import Authority
-from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
+from tests.integration.loadgen.conftest import FAKE, UNWATCHED_ABSERVE
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
+LOCUSTFILE = Path(__file__).parents[3] / "loadgen" / "scenarios.py"
 QUICK = ("--scenarios", "single", "--rounds", "2", "--no-gpu-control", "--model", "fake")
 
 
@@ -53,6 +55,7 @@ def watched(out: Path, *options: str, **environment: str) -> tuple[int, str, str
                 child.wait(0.01)
             except (psutil.NoSuchProcess, psutil.TimeoutExpired):
                 continue
+    arguments.discard(" ".join(command))  # of a child that has not yet executed its own program
     assert process.stdout is not None
     with process.stdout:
         return process.returncode, process.stdout.read(), "\n".join(arguments)
@@ -88,6 +91,21 @@ def test_a_run_over_tls_with_a_header_and_a_version_keeps_the_secrets(
     checks = {check["name"]: check for check in result["checks"]}
     assert (checks["certificates"]["state"], checks["same_encryption"]["state"]) == ("failed", "passed")
     assert "the certificate of B was not verified" in checks["certificates"]["detail"]
+
+
+def test_a_server_that_repeats_a_secret_does_not_get_it_stored(tmp_path: Path, fake_url: Callable[..., str]) -> None:
+    url = fake_url("--model", "fake", "--error-every", "3", "--good-first", "160")
+    header = ("--a-header", "Authorization=Bearer $TOKEN_A")
+    _, output, _ = watched(tmp_path / "run", "--a", url, *header, "--b", url, TOKEN_A="s3cret-of-a")
+    messages = [
+        text
+        for path in (tmp_path / "run/blocks").glob("*.json")
+        for text in json.loads(path.read_bytes())["error_messages"]
+    ]
+    assert "HTTP 503: the queue is full for bearer …" in messages, output
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert [path for path in files if b"s3cret" in path.read_bytes()] == []
+    assert "s3cret" not in output
 
 
 @pytest.mark.parametrize(
@@ -155,3 +173,27 @@ def test_the_stored_experiment_asks_for_its_hidden_values_again(tmp_path: Path) 
     )  # fmt: skip
     assert again.returncode == 2
     assert "the value of the header A was not stored; give it again" in " ".join(again.stderr.split())
+
+
+def test_locust_takes_the_same_options(tmp_path: Path, authority: Authority, fake_url: Callable[..., str]) -> None:
+    subprocess.run([sys.executable, str(FAKE), "samples", "--out", str(tmp_path / "images")], check=True)
+    served = ("--tls", str(authority.folder / "server.pem"), "--version", "7", "--want-header", "x-key=s3cret")
+    url = fake_url(*served).replace("http:", "https:")
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", url, "--headless", "--only-summary"]
+    command += ["-u", "2", "-r", "2", "-t", "2s", "--samples-dir", str(tmp_path / "images")]
+    command += ["--samples-out", str(tmp_path / "raw"), "--model-version", "7", "--ca", str(authority.file)]
+    environment = {**os.environ, "KEY_OF_TEST": "s3cret"}
+    done = subprocess.run(
+        [*command, "--header", "X-Key=$KEY_OF_TEST"],
+        capture_output=True, text=True, timeout=90, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "raw").glob("*.json")
+    about = json.loads(path.read_bytes())
+    assert (about["requests"] > 5, about["errors"]) == (True, 0)
+    assert "s3cret" not in done.stdout + done.stderr + path.read_text()
+    missing = subprocess.run(
+        [*command, "--header", "X-Key=$NOT_SET_ANYWHERE"], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert missing.returncode == 1
+    assert "the variable NOT_SET_ANYWHERE for the header X-Key is not set" in missing.stderr
