@@ -18,11 +18,13 @@ HOST` on the others) share the users and the rate; see docs/load.md.
 
 Options beside Locust's own (its web page shows them, its --help does not), each also as an environment variable:
 
-    --model NAME               ABSERVE_LOAD_MODEL             the model's name on the server
+    --model NAME               ABSERVE_LOAD_MODEL             the model's name on the server, or its reference
     --batch-size N             ABSERVE_LOAD_BATCH_SIZE        inputs per request in Batched
-    --payload PAYLOAD          ABSERVE_LOAD_PAYLOAD           format of an image: fp32, uint8, jpeg
+    --payload PAYLOAD          ABSERVE_LOAD_PAYLOAD           fp32, uint8, jpeg of an image; tensors of other models
     --protocol TRANSPORT       ABSERVE_LOAD_PROTOCOL          http, grpc or shm (shared memory, on the server's machine)
     --grpc HOST:PORT           ABSERVE_LOAD_GRPC              the server's gRPC; default: the host, HTTP port + 1
+    --inputs PATH              ABSERVE_LOAD_INPUTS            your inputs: a folder, a file, or random
+    --sequence-length LENGTHS  ABSERVE_LOAD_SEQUENCE_LENGTH   text, a number or a list, for a model of text
     --samples-dir DIR          ABSERVE_LOAD_SAMPLES_DIR       inputs to send, from `abserve samples --out DIR`
     --samples-out DIR          ABSERVE_LOAD_SAMPLES_OUT       raw samples in nanoseconds, one .npy per class and process
     --rate RATE                ABSERVE_LOAD_RATE              requests per second in OpenLoop, over all workers
@@ -135,8 +137,9 @@ class ColdStart(InferenceUser):
         options = self.session.options
         endpoint = Endpoint(self.environment.host, timeout_s=options.request_timeout)
         self._await("server live", endpoint.live)
-        self._await("model ready", lambda: endpoint.ready(options.variant))
         try:
+            model = self.session.model
+            self._await("model ready", lambda: endpoint.ready(model))
             self.traffic = self.session.traffic(type(self).__name__, 1, bodies=1)
             self.connection = self.traffic.connection()
         except (AddressError, EndpointError, InputError) as exc:
@@ -299,11 +302,15 @@ def _problem(environment: Any) -> str | None:
         return problem
     if OpenLoop in environment.user_classes and options.rate == 0.0:
         return "OpenLoop needs a rate; give the requests per second, as in --rate 50"
-    model = options.variant
     try:
-        endpoint = Endpoint(environment.host)
-        options.target(endpoint.address)
+        session, endpoint = Session(environment, options), Endpoint(environment.host)
+        if options.served is None:
+            session.load_inputs()
+        model = session.model
+        options.target(endpoint.address, model)
         endpoint.signature(model)
+    except InputError as exc:
+        return str(exc)
     except AddressError as exc:
         return f"--host: {exc}"
     except EndpointError as exc:

@@ -32,8 +32,17 @@ PORTS: dict[int, str] = {
     _TRITON["grpc_port"].default: "Triton gRPC",
     _TRITON["metrics_port"].default: "Triton metrics",
 }
-PACKAGES = {"torch": "torch", "open_clip": "open_clip_torch", "onnxruntime": "onnxruntime-gpu", "fastapi": "fastapi"}
-"""Modules that the servers need, and the package of each."""
+PACKAGES = {
+    "torch": "torch",
+    "open_clip": "open_clip_torch",
+    "torchvision": "torchvision",
+    "timm": "timm",
+    "transformers": "transformers",
+    "onnx": "onnx",
+    "onnxruntime": "onnxruntime-gpu",
+    "fastapi": "fastapi",
+}
+"""Modules that the servers and the sources of models need, and the package of each."""
 GPU_REMEDIES = {
     "driver_mismatch": "reboot, so that the driver's kernel module and library match again",
     "no_permission": "run the container with --gpus all, or give this user access to /dev/nvidia*",

@@ -35,6 +35,8 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--work-dir")
     parser.add_argument("--weights")
     parser.add_argument("--threads")
+    parser.add_argument("--precision", help="taken, and not used")
+    parser.add_argument("--pad-to", help="taken, and not used")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--print-launch", action="store_true")
     parser.add_argument("--startup-ms", type=float, default=0)
@@ -64,7 +66,9 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tell-engine", help="what it says that it executes with; see `measure_engine`")
     parser.add_argument("--lies", type=Path, help="JSON: path → [body, status, after so many inferences]")
     parser.add_argument("--children", type=int, default=0, help="child processes that just sleep")
-    return parser.parse_args(argv)
+    settings = parser.parse_args(argv)
+    settings.model = {"open_clip:ViT-B-32": MODEL}.get(settings.model, settings.model)
+    return settings
 
 
 def embed(pixels: np.ndarray) -> np.ndarray:

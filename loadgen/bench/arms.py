@@ -56,7 +56,9 @@ class Arm:
         """The target of inference requests."""
         return Target(self.transport, self.deployment.url, self.model, self.deployment.grpc_address)
 
-    def bodies(self, samples: Path, signature: Signature, batch_sizes: Sequence[int], seed: int) -> Prepare:
+    def bodies(
+        self, samples: Path, signature: Signature, batch_sizes: Sequence[int], seed: int, lengths: Sequence[int] = ()
+    ) -> Prepare:
         """The command that makes the generator prepare this arm's request bodies."""
         return Prepare(
             samples_directory=str(samples),
@@ -64,6 +66,7 @@ class Arm:
             signature=signature,
             batch_sizes=tuple(sorted(set(batch_sizes))),
             seed=seed,
+            lengths=tuple(lengths),
             transport=self.transport,
             key=self.body_key,
         )
@@ -75,6 +78,7 @@ class Arm:
             grpc_address=self.deployment.grpc_address,
             key=self.body_key,
             batch_size=workload.batch_size,
+            length=workload.sequence_length,
             concurrency=workload.concurrency,
             requests=workload.requests,
             seconds=workload.seconds,

@@ -59,12 +59,14 @@ class LoadRunner:
     def warm_up(self, workloads: Sequence[Workload]) -> dict[str, float]:
         """Run every load shape on every arm without storing samples. Returns by workload how many seconds a request
         takes on the slowest arm. Raises `LoadError`."""
-        slowest: dict[tuple[int, int], float] = {}
+        slowest: dict[_Shape, float] = {}
         for label, arm in self.arms.items():
-            for batch_size, concurrency in sorted({_warm_up_shape(workload) for workload in workloads}):
-                self.progress.now(f"{shown(label)}: batch {batch_size}, concurrency {concurrency}")
+            shapes = dict.fromkeys(_warm_up_shape(workload) for workload in workloads)
+            for batch_size, concurrency, length in sorted(shapes, key=lambda one: (*one[:2], one[2] or 0)):
+                of_length = "" if length is None else f", length {length}"
+                self.progress.now(f"{shown(label)}: batch {batch_size}, concurrency {concurrency}{of_length}")
                 requests = 2 * concurrency if batch_size > 1 or concurrency > 1 else 5
-                shape = closed_loop(concurrency, requests, batch_size=batch_size, max_seconds=60.0)
+                shape = closed_loop(concurrency, requests, batch_size=batch_size, max_seconds=60.0, length=length)
                 outcome = self._generate(f"warm-up of arm {label}", arm, arm.load(shape, None))
                 if outcome.errors:
                     raise LoadError(
@@ -75,7 +77,8 @@ class LoadRunner:
                     raise _cut_short(f"warm-up of arm {label}", outcome.cut_reason, arm)
                 seconds = (outcome.window_end_ns - outcome.window_start_ns) / _NS_PER_S
                 took = concurrency * seconds / max(outcome.requests + outcome.cool_down, 1)
-                slowest[batch_size, concurrency] = max(took, slowest.get((batch_size, concurrency), 0.0))
+                shape_key = batch_size, concurrency, length
+                slowest[shape_key] = max(took, slowest.get(shape_key, 0.0))
         return {workload.name: slowest[_warm_up_shape(workload)] for workload in workloads}
 
     def run(
@@ -252,12 +255,18 @@ class _Readings:
 
 
 def closed_loop(
-    concurrency: int, requests: int, *, batch_size: int = 1, seconds: float = 0.0, max_seconds: float
+    concurrency: int,
+    requests: int,
+    *,
+    batch_size: int = 1,
+    seconds: float = 0.0,
+    max_seconds: float,
+    length: int | None = None,
 ) -> Workload:
     """A load that is not one of the experiment's workloads."""
     return Workload(
         scenario="concurrent", batch_size=batch_size, concurrency=concurrency, requests=requests, seconds=seconds,
-        max_seconds=max_seconds, rounds=1,
+        max_seconds=max_seconds, rounds=1, sequence_length=length,
     )  # fmt: skip
 
 
@@ -292,8 +301,10 @@ def _wall_clock_ahead_ns() -> int:
     return time_ns() - perf_counter_ns()
 
 
-def _warm_up_shape(workload: Workload) -> tuple[int, int]:
-    """Batch size and concurrency; few users for an open loop, whose connections are only a limit."""
-    return workload.batch_size, min(
-        workload.concurrency, OPEN_WARM_UP_USERS
-    ) if workload.is_open else workload.concurrency
+_Shape = tuple[int, int, int | None]
+
+
+def _warm_up_shape(workload: Workload) -> _Shape:
+    """Batch size, concurrency and length; few users for an open loop, whose connections are only a limit."""
+    users = min(workload.concurrency, OPEN_WARM_UP_USERS) if workload.is_open else workload.concurrency
+    return workload.batch_size, users, workload.sequence_length

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from loadgen.invocation import ABSERVE
-from loadgen.records.payloads import base_name
-from loadgen.records.run import ArmRequest, Experiment, Label
+from loadgen.records.payloads import OWN_TENSORS, reference
+from loadgen.records.run import MODEL_WEIGHTS, ArmRequest, Experiment, Label, asked_for
 from loadgen.storage.store import RunStore
 from loadgen.targets.compose import ComposeDeployment
 from loadgen.targets.containers import PROJECT
@@ -16,10 +18,20 @@ from loadgen.targets.embedded import EmbeddedDeployment
 from loadgen.targets.interface import Deployment, RemoteDeployment
 from loadgen.targets.process import ChildProcess
 from loadgen.transport.endpoint import Signature
-from loadgen.transport.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
+from loadgen.transport.input_files import RANDOM_INPUTS, kind_of, write_given
+from loadgen.transport.inputs import (
+    InputError,
+    SampleInputs,
+    largest_length,
+    read_inputs,
+    write_samples,
+    write_synthetic,
+)
 
 READY_SECONDS = 300.0
 """Time limit for a launched server to start."""
+PAD_TO = (32, 64, 128, 256, 512)
+"""Sizes to which batches of texts are padded where no others are asked for."""
 Inputs = Mapping[str, SampleInputs]
 """Sample inputs by payload, all made from the same pictures."""
 
@@ -51,9 +63,15 @@ def _deployment(
         return RemoteDeployment(arm.target, arm.grpc)
     if experiment.deployment == "compose":
         return ComposeDeployment(arm.target, experiment.compose_project or PROJECT)
-    options = {"model": base_name(experiment.model), "weights": experiment.weights, "threads": str(experiment.threads)}
-    if experiment.payload_of(arm) != "fp32":
+    options = {"model": reference(experiment.reference_of(arm)), "threads": str(experiment.threads)}
+    if experiment.weights != MODEL_WEIGHTS:
+        options["weights"] = experiment.weights
+    if experiment.precision is not None:
+        options["precision"] = experiment.precision
+    if experiment.payload_of(arm) not in OWN_TENSORS:
         options["payloads"] = experiment.payload_of(arm)
+    if experiment.pad_to and asked_for(arm.settings, "pad_to") is None:
+        options["pad-to"] = ",".join(map(str, experiment.pad_to))
     if experiment.transport == "shm" and arm.target == "native":  # Triton always offers it
         options["allow-shared-memory"] = "true"
     if arm.target == "triton":
@@ -62,26 +80,48 @@ def _deployment(
     return EmbeddedDeployment(arm.target, {**options, **arm.settings}, log_path, abserve=abserve)
 
 
+def model_name(arm: ArmRequest, experiment: Experiment, deployments: Mapping[Label, Deployment]) -> str:
+    """The name under which the arm's server serves its model: by its launch plan, by the settings, or as the servers
+    that abserve starts with the same model call it."""
+    own = deployments.get(arm.label)
+    if own is not None and own.model is not None:
+        return own.model
+    alike = (
+        one
+        for one in experiment.arms
+        if one.model == arm.model and experiment.payload_of(one) == experiment.payload_of(arm)
+    )
+    known = (deployments[one.label].model for one in alike if one.label in deployments)
+    return experiment.model_of(arm) or next(filter(None, known), experiment.model)
+
+
 def export_artefacts(
     experiment: Experiment, store: RunStore, say: Callable[[str], None], abserve: Sequence[str] = ABSERVE
 ) -> None:
-    """Run `abserve export` for the arms that need it, once per file, and pass its output lines on. Raises
-    `PreparationError`."""
+    """Run `abserve export` for the arms that need it, once per file, and pass its output lines on. A model that is a
+    file itself needs none. Raises `PreparationError`."""
     wanted = {
         (
+            reference(experiment.reference_of(arm)),
             arm.settings.get("artefacts", ""),
-            "fp32" if experiment.payload_of(arm) == "fp32" else "uint8",
-            "fp16" if arm.settings.get("precision") == "fp16" else "fp32",
+            "" if experiment.payload_of(arm) in OWN_TENSORS else "uint8",
+            "fp16" if arm.settings.get("precision", experiment.precision) == "fp16" else "fp32",
         )
         for arm in experiment.arms
-        if needs_artefact(arm)
+        if needs_artefact(arm) and not _is_file(experiment.reference_of(arm))
     }  # a JPEG variant executes the file of the UINT8 one, TF32 that of FP32
-    for place, payload, precision in sorted(wanted):
-        argv = [*abserve, "export", "--model", base_name(experiment.model), "--weights", experiment.weights]
-        argv += ["--payload", payload] if payload != "fp32" else []
+    for model, place, payload, precision in sorted(wanted):
+        argv = [*abserve, "export", "--model", model]
+        argv += ["--weights", experiment.weights] if experiment.weights != MODEL_WEIGHTS else []
+        argv += ["--payload", payload] if payload else []
         argv += ["--precision", precision] if precision != "fp32" else []
         argv += ["--artefacts", place] if place else []
         _export(argv, store.log_path("export"), say)
+
+
+def _is_file(model: str) -> bool:
+    """Whether the model is an ONNX file, alone or in a folder for Triton."""
+    return model.endswith(".onnx") or (Path(model).expanduser() / "config.pbtxt").is_file()
 
 
 def _export(argv: Sequence[str], log_path: Path, say: Callable[[str], None]) -> None:
@@ -108,25 +148,70 @@ def _error_line(log_path: Path) -> str | None:
     return None
 
 
-def prepare_inputs(experiment: Experiment, folder: Path, abserve: Sequence[str] = ABSERVE) -> Inputs | None:
-    """The sample inputs in every payload that an arm takes; None for a model that only the remote servers know.
-    Raises `InputError`."""
+def prepare_inputs(
+    experiment: Experiment, folder: Path, abserve: Sequence[str] = ABSERVE
+) -> tuple[Experiment, Inputs | None]:
+    """The sample inputs in every payload that an arm takes, and the experiment with the sizes to pad to. No inputs if
+    the user's own must be checked against a server's metadata first. Raises `InputError`."""
+    starts = experiment.deployment == "embedded" and any(arm.embedded for arm in experiment.arms)
+    images = _image_folder(experiment)
+    own = experiment.inputs is not None and images is None
+    if own and not starts:
+        return experiment, None
+    place = folder.with_name("model") if own else folder
     try:
-        write_samples(base_name(experiment.model), folder, abserve)
-    except InputError:
-        if any(arm.embedded for arm in experiment.arms):
+        write_samples(
+            reference(experiment.model), place, abserve,
+            sequence_length=experiment.sequence_length, seed=experiment.seed, images=images,
+        )  # fmt: skip
+    except InputError as exc:
+        if own:  # they are only asked for the model's axis
+            return experiment, None
+        if starts:
             raise
+        raise InputError(
+            f"{exc}; give your own with --inputs DIR or FILE, or --inputs random for random values of the right shapes"
+        ) from exc
+    described = {payload: read_inputs(place, payload) for payload in experiment.payloads}
+    return _with_padding(experiment, next(iter(described.values())), place), None if own else described
+
+
+def _image_folder(experiment: Experiment) -> Path | None:
+    """The user's folder of JPEG files, if the inputs are one."""
+    if experiment.inputs in (None, RANDOM_INPUTS):
         return None
-    return {payload: read_inputs(folder, payload) for payload in experiment.payloads}
+    path = Path(experiment.inputs or "")
+    return path.absolute() if kind_of(path) == "images" else None
 
 
-def synthesise_inputs(experiment: Experiment, folder: Path, signatures: Mapping[Label, Signature]) -> Inputs:
-    """Random values of the shapes in the server's metadata. Raises `InputError`, also for several payloads: random
-    values are not the same picture in two payloads."""
+def _with_padding(experiment: Experiment, samples: SampleInputs, folder: Path) -> Experiment:
+    """The experiment with the sizes to which servers pad. Raises `InputError` for settings that the model has no axis
+    for, and for lengths that the samples do not have."""
+    asked = [("--sequence-length", experiment.sequence_length), ("--pad-to", experiment.pad_to)]
+    if samples.axis is None:
+        if option := next((option for option, value in asked if value), None):
+            raise InputError(f"{experiment.model} has no inputs of variable length; leave {option} out")
+        return msgspec.structs.replace(experiment, pad_to=None)
+    for length in experiment.lengths:
+        samples.groups(length)
+    if experiment.pad_to is not None:
+        return experiment
+    if experiment.sequence_length not in (None, "text"):
+        return msgspec.structs.replace(experiment, pad_to=())
+    largest = max(min(PAD_TO[-1], largest_length(folder)), *samples.lengths)
+    return msgspec.structs.replace(experiment, pad_to=(*(size for size in PAD_TO if size < largest), largest))
+
+
+def make_inputs(experiment: Experiment, folder: Path, signatures: Mapping[Label, Signature]) -> Inputs:
+    """The user's own inputs, or random values, as the server's metadata demand. Raises `InputError`, also for several
+    payloads: they would not be the same picture in two payloads."""
     if len(experiment.payloads) > 1:
-        raise InputError(f"{experiment.model} has no sample inputs in two payloads; use the same payload for all arms")
-    payload = experiment.payload_of(experiment.baseline)
-    write_synthetic(signatures[experiment.baseline.label], folder, payload, experiment.seed)
+        raise InputError(f"--inputs {experiment.inputs} are of one payload; use the same payload for all arms")
+    payload, signature = experiment.payload_of(experiment.baseline), signatures[experiment.baseline.label]
+    if experiment.inputs in (None, RANDOM_INPUTS):
+        write_synthetic(signature, folder, payload, experiment.seed)
+    else:
+        write_given(Path(experiment.inputs or ""), signature, folder, payload)
     return {payload: read_inputs(folder, payload)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.records.run import ArmRecord, BlockRecord, ParityRecord
@@ -21,6 +21,9 @@ class Progress:
 
     def now(self, text: str) -> None:
         """The current step."""
+
+    def inputs_ready(self, about: Mapping[str, str | int]) -> None:
+        """The inputs are made, as described in the stored environment."""
 
     def arm_ready(self, record: ArmRecord) -> None:
         """A server is up."""

@@ -27,7 +27,7 @@ from loadgen.machine.calibration import CalibrationError, read_machine
 from loadgen.machine.environment import command_line, utc_now
 from loadgen.machine.fingerprint import fingerprint
 from loadgen.records.machine import Calibration, CalibrationWorkload, TimingError
-from loadgen.records.payloads import PAYLOADS
+from loadgen.records.payloads import IMAGE_PAYLOADS
 from loadgen.records.run import Transport
 from loadgen.records.samples import good, latencies_ms, read_samples
 from loadgen.statistics.percentiles import percentile
@@ -55,7 +55,7 @@ class CalibrationRequest:
     memory."""
 
     transports: Sequence[Transport] = TRANSPORTS
-    payloads: Sequence[str] = PAYLOADS
+    payloads: Sequence[str] = IMAGE_PAYLOADS
     batch_sizes: Sequence[int] = (1, 32)
     concurrency: int = 16
     seconds: float = 2.0

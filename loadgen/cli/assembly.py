@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,6 +14,8 @@ from loadgen.experiment.plan import (
     AS_SERVED,
     Combination,
     PlanError,
+    buckets,
+    check_models,
     check_restarts,
     check_stack,
     expects_gpu,
@@ -23,10 +26,12 @@ from loadgen.experiment.plan import (
     plan_combinations,
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, ExperimentSettings
-from loadgen.records.run import ArmRequest, Experiment, Transport, option_of
+from loadgen.records.run import MODEL_WEIGHTS, ArmRequest, Experiment, Label, Transport, option_of
 from loadgen.result.thresholds import plan_conditions
 from loadgen.studies.ceiling.plan import has_own_engines
 from loadgen.transport.grpc import parse_grpc_address
+from loadgen.transport.input_files import RANDOM_INPUTS, kind_of
+from loadgen.transport.inputs import InputError
 from loadgen.transport.requests import Address, AddressError
 
 
@@ -45,6 +50,8 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     for arm, combination in product(arms, combinations):
         check_reachable(arm, combination.transport)
     check_stack(settings, arms, combinations)
+    check_models(settings, arms)
+    check_inputs(settings, combinations)
     workloads = make_workloads(settings, measurable_scenarios(settings, arms), gpu=expects_gpu(*arms))
     has_load = any(workload.has_blocks for workload in workloads)
     if expects_gpu(*arms) and not has_load:
@@ -66,7 +73,11 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
         return Experiment(
             arms=arms,
             model=own.model,
-            weights=AS_SERVED if compose else own.weights,
+            weights=AS_SERVED if compose else own.weights or MODEL_WEIGHTS,
+            precision=own.precision,
+            pad_to=buckets(own),
+            inputs=own.inputs,
+            sequence_length=own.sequence_length,
             payload=combination.payload,
             transport=combination.transport,
             workloads=workloads,
@@ -109,25 +120,43 @@ def check_reachable(arm: ArmRequest, transport: Transport) -> None:
         raise PlanError(f"{option} {arm.target} is on another machine, which shares no memory; use --transport http")
 
 
+def check_inputs(settings: ExperimentSettings, combinations: Sequence[Combination]) -> None:
+    """Raises `PlanError` for inputs that do not exist, or that contradict another setting."""
+    if settings.inputs is None:
+        return
+    if settings.sequence_length is not None:
+        raise PlanError("--inputs have lengths of their own; leave --sequence-length out")
+    images = False
+    if settings.inputs != RANDOM_INPUTS:
+        try:
+            images = kind_of(Path(settings.inputs)) == "images"
+        except (InputError, OSError) as exc:
+            raise PlanError(str(exc)) from exc
+    if not images and len({one.payload for one in combinations}) > 1:
+        raise PlanError(f"--inputs {settings.inputs} are of one payload; give one --payload")
+
+
 def check_servers(experiments: Sequence[Experiment]) -> None:
     """Check the servers of a run before anything is written: servers that run must be ready, and `abserve serve` checks
     the model, the weights and every option of the others. Raises `PlanError`."""
-    from loadgen.bench.preparation import make_deployment
+    from loadgen.bench.preparation import make_deployment, model_name
     from loadgen.storage.store import RunStore
-    from loadgen.targets.interface import DeploymentError
+    from loadgen.targets.interface import Deployment, DeploymentError
     from loadgen.transport.endpoint import EndpointError
 
     checked = set()
     with TemporaryDirectory(prefix="abserve-check-") as folder:
         for experiment in experiments:
-            for arm in experiment.arms:
+            deployments: dict[Label, Deployment] = {}
+            for arm in sorted(experiment.arms, key=lambda one: not one.embedded):  # these tell the model's name
                 key = (arm.label, experiment.payload_of(arm))
                 if key in checked:
                     continue
                 checked.add(key)
                 try:
                     deployment = make_deployment(arm, experiment, RunStore(Path(folder)), Path(folder))
-                    deployment.check(experiment.model_of(arm))
+                    deployments[arm.label] = deployment
+                    deployment.check(model_name(arm, experiment, deployments))
                 except (DeploymentError, EndpointError) as exc:
                     reason = str(exc).removeprefix(f"abserve serve {arm.target} cannot start: ")
                     raise PlanError(f"{option_of(arm.label)} {arm.target}: {reason}") from exc
@@ -150,7 +179,8 @@ def check_out(out: Path | None) -> None:
 
 def default_out(model: str) -> Path:
     """A new folder results/TIME-MODEL, in UTC, with a number appended where another run began in the same second."""
-    name = f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{model}"
+    name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2], flags=re.ASCII).strip("-.") or "model"
+    name = f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{name[:80]}"
     folder, number = Path("results") / name, 1
     while True:
         try:

@@ -12,7 +12,7 @@ import typer
 from loadgen.cli.json_output import check_files, fail, write_json
 from loadgen.experiment.plan import unknown
 from loadgen.experiment.settings import LOAD, MEASUREMENT, OUTPUT
-from loadgen.records.payloads import PAYLOADS
+from loadgen.records.payloads import IMAGE_PAYLOADS
 from loadgen.transport.transports import TRANSPORTS
 
 EXIT_FAILED = 1
@@ -22,7 +22,7 @@ T = TypeVar("T", bound=str)
 
 def calibrate(
     transports: Annotated[str, _LOAD(metavar="LIST", help="Transports to measure.")] = ",".join(TRANSPORTS),
-    payloads: Annotated[str, _LOAD(metavar="LIST", help="Payloads to measure.")] = ",".join(PAYLOADS),
+    payloads: Annotated[str, _LOAD(metavar="LIST", help="Payloads to measure.")] = ",".join(IMAGE_PAYLOADS),
     batch_sizes: Annotated[
         str, _LOAD(metavar="LIST", help="Batch sizes to measure; others are interpolated.")
     ] = "1,32",
@@ -43,7 +43,7 @@ def calibrate(
     Stored in $XDG_CACHE_HOME/abserve for this machine and these versions, where `abserve compare` finds it.
     """
     chosen = _known(transports, TRANSPORTS, "--transports")
-    kinds = _known(payloads, PAYLOADS, "--payloads")
+    kinds = _known(payloads, IMAGE_PAYLOADS, "--payloads")
     sizes = _sizes(batch_sizes)
     check_files({"--out": out, "--json": json_file})
     # After the argument checks: grpc takes half a second to import.

@@ -16,8 +16,8 @@ from typing import get_args
 
 import msgspec
 
-from loadgen.experiment.settings import DEFAULT_SCENARIOS, DEFAULT_WEIGHTS, ArmSettings, ExperimentSettings
-from loadgen.records.payloads import PAYLOADS, implied_payload
+from loadgen.experiment.settings import DEFAULT_SCENARIOS, ArmSettings, ExperimentSettings
+from loadgen.records.payloads import IMAGE_PAYLOADS, implied_payload, served_name, takes_images
 from loadgen.records.run import EMBEDDED, ArmRequest, Label, Scenario, Transport, Workload, option_of
 from loadgen.statistics.early_stopping import queries_needed
 
@@ -93,7 +93,7 @@ def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
         raise PlanError(f"{option_of(label, 'option')} {port} has no effect, because abserve chooses free ports")
     elif arm.grpc is not None:
         raise PlanError(f"{option_of(label, 'grpc')} has no effect on {target}, because abserve chooses its address")
-    return ArmRequest(label=label, target=target, settings=options, payload=arm.payload, grpc=arm.grpc)
+    return ArmRequest(label=label, target=target, settings=options, payload=arm.payload, grpc=arm.grpc, model=arm.model)
 
 
 def expects_gpu(*arms: ArmRequest) -> bool:
@@ -128,7 +128,8 @@ def plan_combinations(arms: Sequence[ArmRequest], settings: ExperimentSettings) 
     """Every transport with every payload, in the order given; all of them in a matrix. Raises `PlanError` where an
     arm has its own payload and there are several."""
     transports: tuple[Transport, ...] = settings.transport or (get_args(Transport) if settings.matrix else ("http",))
-    payloads = settings.payload or (PAYLOADS if settings.matrix else (implied_payload(settings.model),))
+    every = settings.matrix and takes_images(settings.model)
+    payloads = settings.payload or (IMAGE_PAYLOADS if every else (implied_payload(settings.model),))
     for arm in arms:
         if arm.payload is not None and len(payloads) > 1:
             raise PlanError(f"{option_of(arm.label, 'payload')} contradicts several payloads; give one --payload")
@@ -158,12 +159,18 @@ def check_stack(settings: ExperimentSettings, arms: Sequence[ArmRequest], combin
             raise PlanError(
                 f"{option_of(arm.label, 'option')} has no effect with --deployment compose: set it {_IN_ENV}"
             )
-    for option, name, changed in (
-        ("--weights", "WEIGHTS", settings.weights != DEFAULT_WEIGHTS),
-        ("--threads", "THREADS", settings.threads != 0),
+        if arm.model is not None:
+            raise PlanError(
+                f"{option_of(arm.label, 'model')} has no effect with --deployment compose: set MODEL {_IN_ENV}"
+            )
+    for option, remedy, changed in (
+        ("--weights", f"set WEIGHTS {_IN_ENV}", settings.weights is not None),
+        ("--threads", f"set THREADS {_IN_ENV}", settings.threads != 0),
+        ("--precision", f"set NATIVE_PRECISION {_IN_ENV}", settings.precision is not None),
+        ("--pad-to", "leave it out", settings.pad_to is not None),
     ):
         if changed:
-            raise PlanError(f"{option} has no effect with --deployment compose: set {name} {_IN_ENV}")
+            raise PlanError(f"{option} has no effect with --deployment compose: {remedy}")
     transports = {one.transport for one in combinations}
     if "shm" in transports:
         raise PlanError("containers share no memory with this process; use --transport http or grpc")
@@ -172,6 +179,35 @@ def check_stack(settings: ExperimentSettings, arms: Sequence[ArmRequest], combin
             "cold starts of containers are measured over HTTP; leave cold-start out of --scenarios or use "
             "--transport http"
         )
+
+
+def check_models(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> None:
+    """Raises `PlanError` for a URL where nothing tells the model's name on that server."""
+    if settings.deployment == "compose" or any(arm.embedded and arm.model is None for arm in arms):
+        return
+    for arm in arms:
+        if (
+            not arm.embedded
+            and arm.model is None
+            and served_name(settings.model, implied_payload(settings.model)) is None
+        ):
+            raise PlanError(
+                f"{option_of(arm.label)} {arm.target}: {settings.model} is not a name on a server; add "
+                f"{option_of(arm.label, 'model')} NAME, as that server calls the model"
+            )
+
+
+def sweep(settings: ExperimentSettings) -> tuple[int, ...]:
+    """The lengths of a list, with which the workloads are crossed; empty for one length or a text's."""
+    lengths = (settings.sequence_length or "text").split(",")
+    return tuple(dict.fromkeys(int(one) for one in lengths)) if len(lengths) > 1 else ()
+
+
+def buckets(settings: ExperimentSettings) -> tuple[int, ...] | None:
+    """The sizes to pad to as asked for; empty for none, None without the setting."""
+    if settings.pad_to is None:
+        return None
+    return tuple(sorted({int(size) for size in settings.pad_to.split(",") if size != "none"}))
 
 
 # Repetition
@@ -259,15 +295,21 @@ def make_workloads(
         workloads.append(
             like_single(scenario="cold-start", requests=1, seconds=0.0, max_seconds=300.0, rounds=preset.cold_starts)
         )
+    lengths = sweep(settings) or (None,)
     if "single" in scenarios:
-        workloads.append(single)
+        workloads += [like_single(sequence_length=length) for length in lengths]
     if "batched" in scenarios:
-        workloads += [like_single(scenario="batched", batch_size=size) for size in sorted(set(settings.batch_sizes))]
+        workloads += [
+            like_single(scenario="batched", batch_size=size, sequence_length=length)
+            for size in sorted(set(settings.batch_sizes))
+            for length in lengths
+        ]
     if "concurrent" in scenarios:
         most = max(settings.requests, requests)
         workloads += [
-            like_single(scenario="concurrent", concurrency=users, requests=most)
+            like_single(scenario="concurrent", concurrency=users, requests=most, sequence_length=length)
             for users in sorted(set(settings.concurrency))
+            for length in lengths
         ]
     due = max(settings.open_seconds, seconds)
     workloads += [

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
+from loadgen.records.payloads import DEFAULT_MODEL, Payload
 from loadgen.records.run import DeploymentKind, Scenario, Transport
 from loadgen.statistics.early_stopping import queries_needed
 
@@ -27,7 +28,6 @@ MAIN, TARGET, LOAD, MEASUREMENT, OUTPUT = PANELS = ("Main options", "Target", "L
 REPEATED = "repeated"
 """Marks a tuple whose values hold commas or spaces: the option is given once per value and has no variable."""
 DEFAULT_SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "concurrent")
-DEFAULT_WEIGHTS = "random:0"
 DEFAULT_PROJECT = "abserve"
 
 
@@ -55,6 +55,12 @@ def _text_of(value: object) -> object:
     return str(value) if isinstance(value, int | float) else value
 
 
+def _joined(value: object) -> object:
+    """A number or a list from a file as the command line has it: 32,128."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return ",".join(map(str, values)) if all(type(one) is int for one in values) else value
+
+
 def _one_or_more(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
@@ -62,11 +68,12 @@ def _one_or_more(value: object) -> object:
 _SEPARATED = BeforeValidator(_separated)
 Scenarios = Annotated[tuple[Scenario, ...], _SEPARATED, Field(min_length=1)]
 Transports = Annotated[tuple[Transport, ...], _SEPARATED, Field(min_length=1)]
-Payload = Literal["fp32", "uint8", "jpeg"]
 Payloads = Annotated[tuple[Payload, ...], _SEPARATED, Field(min_length=1)]
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], _SEPARATED]
 Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, le=RATE_LIMIT_PER_S)], ...], _SEPARATED]
 Bounds = Annotated[tuple[Annotated[float, Field(gt=0.0, le=60_000.0)], ...], _SEPARATED]
+Lengths = Annotated[str, BeforeValidator(_joined), Field(pattern=r"^(text|[1-9][0-9]{0,5}( *, *[1-9][0-9]{0,5})*)$")]
+Buckets = Annotated[str, BeforeValidator(_joined), Field(pattern=r"^(none|[1-9][0-9]{0,5}( *, *[1-9][0-9]{0,5})*)$")]
 Lines = Annotated[tuple[str, ...], BeforeValidator(_one_or_more), REPEATED]
 
 
@@ -85,6 +92,9 @@ class ArmSettings(Settings):
     )
     payload: Payload | None = Field(None, description="Send arm {arm} another payload; then no winner is named.")
     grpc: str | None = Field(None, description="gRPC address HOST:PORT of arm {arm}, if its target is a URL.")
+    model: str | None = Field(
+        None, min_length=1, description="Another model for arm {arm}, or its name on the server at a URL."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -119,12 +129,26 @@ class ExperimentSettings(Settings):
     """One experiment as asked for, with every default filled in."""
 
     arms: dict[str, ArmSettings] = Field(description="The arms by their names, the baseline first.")
-    model: str = _main("openclip_vit_b32", description="Model to serve: a registered name, or the name on the URLs.")
+    model: str = _main(
+        DEFAULT_MODEL,
+        min_length=1,
+        description="Model: SOURCE:NAME (see `abserve models`), a file or folder, or the name on the URLs.",
+    )
     transport: Transports | None = _main(
         None, description="http, grpc or shm (default: http); several run one comparison each."
     )
     payload: Payloads | None = _main(
-        None, description="fp32, uint8 or jpeg (default: fp32); several run one comparison each."
+        None,
+        description="fp32, uint8 or jpeg for images (default: fp32), tensors for other models; several run one "
+        "comparison each.",
+    )
+    inputs: str | None = _main(
+        None,
+        min_length=1,
+        description="Your inputs: DIR (JPEG or raw files), FILE.npz, perf_analyzer's FILE.json, FILE.jsonl, or random.",
+    )
+    sequence_length: Lengths | None = _main(
+        None, description="Length of the inputs of a model of text: text (the default), N, or a list to sweep."
     )
     scenarios: Scenarios = _main(
         DEFAULT_SCENARIOS,
@@ -137,7 +161,16 @@ class ExperimentSettings(Settings):
     explain: bool | None = _main(
         None, description="Find out why the arms differ by ablations (default: with --preset full)."
     )
-    weights: str = _target(DEFAULT_WEIGHTS, description="random:SEED, a pretrained tag or a checkpoint file.")
+    weights: str | None = _target(
+        None, description="random:SEED, a pretrained tag or a checkpoint file (default: the model's)."
+    )
+    precision: Literal["fp32", "tf32", "fp16"] | None = _target(
+        None, description="Precision of all arms that have no such option (default: fp32)."
+    )
+    pad_to: Buckets | None = _target(
+        None,
+        description="Pad batches of different lengths to these sizes, or none (default: 32,64,128,256,512 for text).",
+    )
     threads: int = _target(0, ge=0, description="Engine threads of each server; 0 uses all cores.")
     matrix: bool = _target(False, description="Run every transport with every payload.")
     deployment: DeploymentKind = _target(

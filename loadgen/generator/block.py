@@ -7,6 +7,8 @@ a block ends with the last answer.
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns, process_time_ns
@@ -30,6 +32,9 @@ from loadgen.transport.variation import FreshNumbers, find_variation
 _FLUSH_SECONDS = 0.5
 _GATHER_SECONDS = 30.0
 
+Shape = tuple[int, int | None]
+"""The batch size of a body, and the length of all its items; None: of any."""
+
 
 class BlockError(Exception):
     """A block cannot start; nothing of it is stored."""
@@ -38,7 +43,7 @@ class BlockError(Exception):
 class Block:
     """One block of load: `gather`, then `run` once, or `discard`."""
 
-    def __init__(self, command: Open, prepared: Prepare, bodies: dict[int, Bodies]) -> None:
+    def __init__(self, command: Open, prepared: Prepare, bodies: Mapping[Shape, Bodies]) -> None:
         target = Target(prepared.transport, command.url, prepared.signature.model, command.grpc_address)
         target.connection((), timeout_s=command.timeout_s)  # refused here and not in every user's greenlet
         self.window = LoadWindow(
@@ -48,9 +53,9 @@ class Block:
         self._path = None if command.samples_path is None else Path(command.samples_path)
         self._users = range(command.first_user, command.first_user + command.concurrency)
         self._writer = SampleWriter(self._path)
-        self._settling = target.sendable(bodies[1].requests[0])
+        self._settling = target.sendable(bodies[1, None].requests[0])
         """The request that every user has answered before the window."""
-        chosen = bodies[command.batch_size]
+        chosen = bodies[command.batch_size, command.length]
         self._traffic = Traffic(
             target, tuple(target.sendable(body) for body in chosen.requests), command.batch_size, self._writer,
             timeout_s=command.timeout_s, others=(self._settling,), fresh=chosen.fresh,
@@ -205,7 +210,7 @@ class LocalGenerator:
     """Holds the bodies and at most one block."""
 
     def __init__(self) -> None:
-        self._prepared: dict[str, tuple[Prepare, dict[int, Bodies]]] = {}
+        self._prepared: dict[str, tuple[Prepare, dict[Shape, Bodies]]] = {}
         self._numbers = FreshNumbers()
         self._block: Block | None = None
 
@@ -237,17 +242,18 @@ class LocalGenerator:
         inputs, signature = read_inputs(Path(command.samples_directory), command.payload), command.signature
         variation = find_variation(inputs, signature)
         bodies = {}
-        for size in sorted({1, *command.batch_sizes}):
-            chosen = choose_items(inputs.count, size, command.seed)
-            bodies[size] = prepare_bodies(command.transport, inputs, signature, variation, chosen, self._numbers)
+        for shape in product(sorted({1, *command.batch_sizes}), (None, *command.lengths)):
+            chosen = choose_items(inputs, shape[0], command.seed, length=shape[1])
+            bodies[shape] = prepare_bodies(command.transport, inputs, signature, variation, chosen, self._numbers)
         self._prepared[command.key] = command, bodies
         return Done()
 
     def _open(self, command: Open) -> Done:
         self.close()
         prepared, bodies = self._prepared.get(command.key, (None, {}))
-        if prepared is None or command.batch_size not in bodies:
-            raise BlockError(f"no bodies of batch size {command.batch_size} are prepared")
+        if prepared is None or (command.batch_size, command.length) not in bodies:
+            of_length = "" if command.length is None else f" and length {command.length}"
+            raise BlockError(f"no bodies of batch size {command.batch_size}{of_length} are prepared")
         self._block = Block(command, prepared, bodies)
         self._block.gather()
         return Done()

@@ -30,6 +30,8 @@ class Prepare(Message, frozen=True, kw_only=True):
     signature: Signature
     batch_sizes: tuple[int, ...]
     seed: int
+    lengths: tuple[int, ...] = ()
+    """Also make bodies whose items are all of one of these lengths."""
     transport: Transport = "http"
     key: str = ""
     """Two arms that are sent different bodies have two keys."""
@@ -50,6 +52,8 @@ class Open(Message, frozen=True, kw_only=True):
     """HOST:PORT of the server's gRPC, needed for that transport."""
     key: str = ""
     """Key of the bodies to send, which also determine the transport and the model."""
+    length: int | None = None
+    """The length of all items; None: of any."""
     arrivals: Arrivals = "closed"
     rate_per_s: float | None = None
     """Rate of an open loop, where `concurrency` is the largest number of connections."""

@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from locust import User
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
 from loadgen.generator.users import Traffic
 from loadgen.locustfile.workers import WorkerFile
-from loadgen.records.payloads import PAYLOADS, base_name, variant_name
+from loadgen.records.payloads import DEFAULT_NAME, PAYLOADS, implied_payload, inputs_in_words, reference, served_name
 from loadgen.records.run import Arrivals, Transport
 from loadgen.records.samples import SampleWriter
 from loadgen.transport.bodies import choose_items
@@ -26,7 +26,15 @@ from loadgen.transport.endpoint import Endpoint, Signature
 from loadgen.transport.exchange import ConnectionRefused
 from loadgen.transport.expected_outputs import ExpectedOutputs
 from loadgen.transport.grpc import parse_grpc_address
-from loadgen.transport.inputs import InputError, SampleInputs, read_inputs, write_samples, write_synthetic
+from loadgen.transport.input_files import RANDOM_INPUTS, kind_of, write_given
+from loadgen.transport.inputs import (
+    InputError,
+    SampleInputs,
+    read_inputs,
+    served_model,
+    write_samples,
+    write_synthetic,
+)
 from loadgen.transport.requests import Address, AddressError
 from loadgen.transport.transports import TRANSPORTS, Target, prepare_bodies
 from loadgen.transport.variation import FreshNumbers, find_variation
@@ -36,11 +44,13 @@ logger = logging.getLogger("abserve")
 
 _MOST_TIMEOUT_S = 3600.0
 _HELP = {
-    "model": "The model's name on the server.",
+    "model": "The model's name on the server, or its reference, such as transformers:bert-base-uncased.",
     "batch_size": "Inputs per request in the scenario Batched.",
-    "payload": "Format of an image in a request.",
+    "payload": "What a request carries; default: an image's or the model's own tensors.",
     "protocol": "Transport.",
     "grpc": "HOST:PORT of the server's gRPC; default: the host and the port after its HTTP port.",
+    "inputs": "Your inputs: a folder, a file, or random.",
+    "sequence_length": "Length of the inputs of a model of text: text (default), a number, or a list.",
     "samples_dir": "Inputs to send, from `abserve samples --out DIR`; default: made for the test.",
     "samples_out": "Folder for raw samples, one .npy file per user class and process; default: none.",
     "rate": "Requests per second in the scenario OpenLoop, over all workers.",
@@ -52,11 +62,13 @@ _HELP = {
 class LoadOptions(msgspec.Struct, frozen=True):
     """The options that the locustfile adds to Locust's, with their defaults."""
 
-    model: str = "openclip_vit_b32"
+    model: str = DEFAULT_NAME
     batch_size: int = 8
-    payload: str = "fp32"
+    payload: str = ""
     protocol: Transport = "http"
     grpc: str = ""
+    inputs: str = ""
+    sequence_length: str = ""
     samples_dir: str = ""
     samples_out: str = ""
     rate: float = 0.0
@@ -72,7 +84,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
             option = f"--{name.replace('_', '-')}"
             parser.add_argument(option, default=default, type=type(default), env_var=variable, help=text, **extra)
 
-        choices = {"payload": PAYLOADS, "protocol": TRANSPORTS, "arrivals": ("poisson", "constant")}
+        choices = {"payload": ("", *PAYLOADS), "protocol": TRANSPORTS, "arrivals": ("poisson", "constant")}
         for field in msgspec.structs.fields(cls):
             extra = {"choices": list(choices[field.name])} if field.name in choices else {}
             add(field.name, field.default, _HELP[field.name], **extra)
@@ -87,9 +99,14 @@ class LoadOptions(msgspec.Struct, frozen=True):
         return msgspec.convert({name: given[name] for name in cls.__struct_fields__}, cls, strict=False)
 
     @property
-    def variant(self) -> str:
-        """The model's name for the payload."""
-        return variant_name(self.model, self.payload)
+    def carried(self) -> str:
+        """The payload in effect."""
+        return self.payload or implied_payload(self.model)
+
+    @property
+    def served(self) -> str | None:
+        """The model's name on the server; None for a reference, whose samples tell it."""
+        return served_name(self.model, self.carried)
 
     def problem(self) -> str | None:
         """A sentence about the first invalid value, with the remedy."""
@@ -101,7 +118,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
             return f"--rate {self.rate:g} is not possible; give 0 to {RATE_LIMIT_PER_S:g} requests per second"
         return None
 
-    def target(self, address: Address) -> Target:
+    def target(self, address: Address, model: str) -> Target:
         """The server for inference. Raises `AddressError`."""
         grpc = self.grpc or f"{address.authority.rpartition(':')[0]}:{address.port + 1}"
         if self.protocol == "grpc":
@@ -110,7 +127,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
             raise AddressError(
                 f"--protocol shm needs a server on this machine, and {address.url} is not; use http or grpc"
             )
-        return Target(self.protocol, address.url, self.variant, grpc)
+        return Target(self.protocol, address.url, model, grpc)
 
 
 class FailedRequestError(Exception):
@@ -168,37 +185,77 @@ class Session:
         self._open: list[tuple[str, Path | None, Traffic]] = []
         self._signature: Signature | None = None
         self._inputs: SampleInputs | None = None
+        self._sampled: str | None = None
+        """The model's name on our servers, by the samples."""
         self._numbers = FreshNumbers()
 
+    @property
+    def model(self) -> str:
+        """The model's name on the server. Raises `InputError` when neither the options nor the samples tell it."""
+        name = self.options.served or self._sampled
+        if name is None:
+            raise InputError(f"--model {self.options.model} is not a name on a server; give the name that it has there")
+        return name
+
     def load_inputs(self) -> None:
-        """Read or make the inputs, if that needs no server. Raises `InputError` for a folder without inputs."""
+        """Read or make the inputs, if that needs no server. Raises `InputError` for a folder without inputs, and for a
+        model that has none."""
         options = self.options
+        images = None
+        if options.inputs:
+            if options.inputs == RANDOM_INPUTS or kind_of(Path(options.inputs)) != "images":
+                return
+            images = Path(options.inputs).absolute()
         if options.samples_dir:
-            self._inputs = read_inputs(Path(options.samples_dir), options.payload)
+            self._read(Path(options.samples_dir))
             return
-        with _temporary_folder() as folder, suppress(InputError):
-            write_samples(base_name(options.variant), folder)
-            self._inputs = read_inputs(folder, options.payload)
+        with _temporary_folder() as folder:
+            try:
+                write_samples(
+                    reference(options.model), folder, sequence_length=options.sequence_length or None, images=images
+                )
+            except InputError as exc:
+                raise InputError(
+                    f"{exc}; give your own with --inputs, or --inputs random for random values of the right shapes"
+                ) from exc
+            self._read(folder)
+
+    def _read(self, folder: Path) -> None:
+        self._inputs = read_inputs(folder, self.options.carried)
+        self._sampled = served_model(folder, self.options.carried)
+
+    def _given(self, signature: Signature) -> SampleInputs:
+        """The inputs that depend on the model's metadata."""
+        payload = self.options.carried
+        with _temporary_folder() as folder:
+            if self.options.inputs == RANDOM_INPUTS:
+                write_synthetic(signature, folder, payload, seed=0)
+            else:
+                write_given(Path(self.options.inputs), signature, folder, payload)
+            return read_inputs(folder, payload)
+
+    def signature(self) -> Signature:
+        """The model's metadata. Raises `EndpointError`, `InputError`."""
+        if self._signature is None:
+            if self._inputs is None:
+                self.load_inputs()
+            endpoint = Endpoint(self._address.url, timeout_s=self.options.request_timeout)
+            self._signature = endpoint.signature(self.model)
+        return self._signature
 
     def traffic(self, name: str, batch_size: int, *, bodies: int | None = None) -> Traffic:
         """The traffic of one user class. Raises `EndpointError`, `InputError`, `OSError`."""
-        if self._signature is None:
-            self._signature = Endpoint(self._address.url, timeout_s=self.options.request_timeout).signature(
-                self.options.variant
-            )
+        signature = self.signature()
         if self._inputs is None:
-            self.load_inputs()
-        if self._inputs is None:
-            logger.warning(f"there are no sample inputs for the model {self.options.variant}; sending random values")
-            with _temporary_folder() as folder:
-                write_synthetic(self._signature, folder, self.options.payload, seed=0)
-                self._inputs = read_inputs(folder, self.options.payload)
-        transport, inputs, signature = self.options.protocol, self._inputs, self._signature
-        chosen = choose_items(inputs.count, batch_size, os.getpid(), count=bodies)
+            self._inputs = self._given(signature)
+        if not self._open:
+            logger.info(f"inputs: {inputs_in_words(self._inputs.describe())}")
+        transport, inputs = self.options.protocol, self._inputs
+        chosen = choose_items(inputs, batch_size, os.getpid(), count=bodies)
         prepared = prepare_bodies(
             transport, inputs, signature, find_variation(inputs, signature), chosen, self._numbers
         )
-        target = self.options.target(self._address)
+        target = self.options.target(self._address, self.model)
         path: Path | None = None
         if self.options.samples_out:
             stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
@@ -235,8 +292,8 @@ class Session:
             if path is not None:
                 about = {
                     "url": self._address.url,
-                    "model": self.options.variant,
-                    "payload": self.options.payload,
+                    "model": self.model,
+                    "payload": self.options.carried,
                     "transport": self.options.protocol,
                     "inputs": self._inputs.describe() if self._inputs else None,
                     "batch_size": traffic.batch_size,

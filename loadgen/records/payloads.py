@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 ImagePayload = Literal["fp32", "uint8", "jpeg"]
@@ -37,6 +38,11 @@ def is_default(model: str) -> bool:
     return model == DEFAULT_MODEL or base_name(model) == DEFAULT_NAME
 
 
+def reference(model: str) -> str:
+    """The model as `abserve` takes it with the payload beside it."""
+    return base_name(model) if is_default(model) else model
+
+
 def is_reference(model: str) -> bool:
     """Whether `--model` is a reference, SOURCE:NAME or a path, and not a name on a server."""
     return ":" in model or "/" in model or model.endswith((".py", ".onnx"))
@@ -59,6 +65,21 @@ def implied_payload(model: str) -> str:
 def takes_images(model: str) -> bool:
     """Whether a model's name says that it takes images, so that a matrix has all their payloads."""
     return implied_payload(model) != "tensors"
+
+
+def inputs_in_words(about: Mapping[str, str | int]) -> str:
+    """The stored description of the inputs in one line: what they are, how many, of which lengths, where from."""
+    item, kind = about.get("item", "item"), about.get("kind", "unknown")
+    parts = [f"{about.get('count', '?')} {item}s: {kind}"]
+    if "length_min" in about:
+        parts.append(
+            f"length {about['length_min']} to {about['length_max']}, median {about['length_median']}"
+            if about["length_min"] != about["length_max"]
+            else f"length {about['length_min']}"
+        )
+    parts += [f"seed {about['seed']}"] if "seed" in about else []
+    parts += [f"from {about['source']}"] if "source" in about else []
+    return ", ".join(parts)
 
 
 BACKEND_ENDINGS = ("_onnx", "_tensorrt")

@@ -24,7 +24,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 import msgspec
 
-from loadgen.records.payloads import variant_name
+from loadgen.records.payloads import served_name
 
 Label = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_-]{0,23}$")]
 """The name of an arm: a, b, c, …, or a name from an experiment file."""
@@ -35,6 +35,8 @@ DeploymentKind = Literal["embedded", "compose"]
 
 EMBEDDED = ("native", "triton")
 """Targets that abserve starts itself."""
+MODEL_WEIGHTS = "the model's default"
+"""Recorded as the weights when none were asked for."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,6 +99,8 @@ class ArmRequest(Record, frozen=True, kw_only=True):
     """If it differs from the experiment's; such a pair does not compare servers."""
     grpc: str | None = None
     """HOST:PORT of the gRPC endpoint of a server given by URL."""
+    model: str | None = None
+    """If it differs from the experiment's: a reference for a server that abserve starts, the name on one at a URL."""
 
     @property
     def embedded(self) -> bool:
@@ -195,6 +199,15 @@ class Experiment(Record, frozen=True, kw_only=True):
     """Time limit of the ablations."""
     ceiling: bool = False
     """Whether the engines of embedded servers are measured alone after the servers are stopped."""
+    precision: str | None = None
+    """The precision of all servers that abserve starts, unless an arm's settings have another; None: their default."""
+    pad_to: tuple[int, ...] | None = None
+    """Sizes to which these servers pad batches of items of different lengths; empty: they do not; None: the model has
+    no such axis, or its samples were not read yet."""
+    inputs: str | None = None
+    """The user's own inputs: a folder, a file, or random."""
+    sequence_length: str | None = None
+    """The lengths of the samples as asked for: text, or numbers."""
 
     @property
     def labels(self) -> tuple[Label, ...]:
@@ -228,9 +241,21 @@ class Experiment(Record, frozen=True, kw_only=True):
     def payload_of(self, arm: ArmRequest) -> str:
         return arm.payload or self.payload
 
-    def model_of(self, arm: ArmRequest) -> str:
-        """The name of the model variant that takes the arm's payload."""
-        return variant_name(self.model, self.payload_of(arm))
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths for which there are workloads; empty without a list of them."""
+        return tuple(dict.fromkeys(one.sequence_length for one in self.workloads if one.sequence_length is not None))
+
+    def reference_of(self, arm: ArmRequest) -> str:
+        """The model that a server which abserve starts for the arm is asked to serve."""
+        return asked_for(arm.settings, "model") or arm.model or self.model
+
+    def model_of(self, arm: ArmRequest) -> str | None:
+        """The name under which a server that abserve does not start serves the arm's model, as far as the settings tell
+        it."""
+        if arm.model is not None and not arm.embedded:
+            return arm.model
+        return served_name(self.model, self.payload_of(arm))
 
 
 class StageTotals(Record, frozen=True, kw_only=True):
@@ -357,8 +382,9 @@ class Environment(Record, frozen=True, kw_only=True):
     gpu: dict[str, object]
     """The /gpu-info document of this machine, without processes; `status` says whether there is a GPU."""
     inputs: dict[str, str | int] = msgspec.field(default_factory=dict)
-    """The inputs: kind (photographs, token ids, random values, given), item (what one is called), count, sha256, and
-    the lengths of sequences: length_min, length_median, length_max, length_sum."""
+    """The inputs: kind (photographs, token ids, random values, given), item (what one is called), count, lengths
+    (length_min, length_median, length_max, length_sum), seed, source, sha256. In older records random values are called
+    synthetic."""
 
     @property
     def item(self) -> str:

@@ -7,7 +7,7 @@ only finished things are printed, a line each.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import monotonic
 from types import TracebackType
 
@@ -23,6 +23,7 @@ from loadgen.bench.progress import Progress
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.quantities import number
+from loadgen.records.payloads import inputs_in_words
 from loadgen.records.run import ArmRecord, BlockRecord, Pairing, ParityRecord, shown
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.report.sections.comparisons import better_of
@@ -82,6 +83,10 @@ class RichProgress(Progress):
     def arm_ready(self, record: ArmRecord) -> None:
         """Name the server behind an arm."""
         self._say(f"{shown(record.label)} is {record.title} at {record.url}")
+
+    def inputs_ready(self, about: Mapping[str, str | int]) -> None:
+        """Name what is sent."""
+        self._say(f"inputs: {inputs_in_words(about)}")
 
     def cold_start_done(self, record: ColdStart) -> None:
         """Print one cold start."""

@@ -25,8 +25,8 @@ from loadgen.bench.preparation import (
     PreparationError,
     describe_inputs,
     export_artefacts,
+    make_inputs,
     prepare_inputs,
-    synthesise_inputs,
 )
 from loadgen.bench.progress import Progress
 from loadgen.experiment.plan import sized
@@ -107,9 +107,11 @@ class _Run(Bench):
         studies = measurements(experiment)
         progress.plan(self.forecast.remaining_s())
         self._make_room()
-        make_arms(self)  # first, so that a missing stack is reported before anything is prepared
         self.enter("preparing inputs")
-        inputs = prepare_inputs(experiment, self.samples_folder, self.abserve)
+        self.experiment, inputs = prepare_inputs(experiment, self.samples_folder, self.abserve)
+        experiment = self.experiment
+        store.write(experiment)
+        make_arms(self)
         store.write(read_environment({"status": "unknown"}, {} if inputs is None else describe_inputs(inputs)))
         if experiment.deployment == "embedded":
             self.enter("exporting the model")
@@ -123,10 +125,10 @@ class _Run(Bench):
             start_servers(self)
             self.forecast.start_takes(monotonic() - started)
             if restart == 0:
-                if inputs is None:
-                    inputs = synthesise_inputs(experiment, self.samples_folder, self.signatures)
-                self.inputs = inputs
-                environment = read_environment(self._gpu_info(), describe_inputs(self.inputs))
+                self.inputs = inputs or make_inputs(experiment, self.samples_folder, self.signatures)
+                described = describe_inputs(self.inputs)
+                progress.inputs_ready(described)
+                environment = read_environment(self._gpu_info(), described)
                 store.write(environment)
                 store.write_all(NoiseFloor, own_floors(environment, experiment))
             self.enter("checking parity")

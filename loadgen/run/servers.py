@@ -10,7 +10,7 @@ from dataclasses import replace
 from loadgen.bench.answers import ParityTarget, check_parity
 from loadgen.bench.arms import Arm
 from loadgen.bench.bench import Bench
-from loadgen.bench.preparation import READY_SECONDS, make_deployment
+from loadgen.bench.preparation import READY_SECONDS, make_deployment, model_name
 from loadgen.records.run import ArmRecord, Label, ParityRecord, option_of, shown
 from loadgen.statistics.agreement import Tolerance
 from loadgen.targets.compose import ComposeDeployment, require_one_way
@@ -29,7 +29,7 @@ def make_arms(bench: Bench) -> None:
     experiment = bench.experiment
     for request in experiment.arms:
         deployment = make_deployment(request, experiment, bench.store, bench.work, bench.abserve)
-        model, payload = experiment.model_of(request), experiment.payload_of(request)
+        model, payload = experiment.model_of(request) or experiment.model, experiment.payload_of(request)
         bench.arms[request.label] = Arm(request, deployment, model, experiment.transport, payload)
         bench.resources.callback(deployment.restore if isinstance(deployment, ComposeDeployment) else deployment.stop)
 
@@ -53,9 +53,11 @@ def _await(bench: Bench, label: Label) -> ArmRecord:
     bench.progress.now(f"waiting until {shown(label)} ({arm.request.target}) is ready")
     try:
         if isinstance(arm.deployment, ComposeDeployment):
-            asked_for = bench.experiment.model_of(arm.request)
-            arm = replace(arm, model=arm.deployment.await_model(asked_for, READY_SECONDS))
-            bench.arms[label] = arm
+            model = arm.deployment.await_model(arm.model, READY_SECONDS)
+        else:
+            deployments = {one: other.deployment for one, other in bench.arms.items()}
+            model = model_name(arm.request, bench.experiment, deployments)
+        bench.arms[label] = arm = replace(arm, model=model)
         arm.deployment.wait_ready(arm.model, READY_SECONDS if arm.deployment.launched else RUNNING_READY_SECONDS)
         record = arm.record()
     except (DeploymentError, EndpointError) as exc:

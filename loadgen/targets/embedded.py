@@ -25,6 +25,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     http_url: str
     grpc_address: str | None = None
     metrics_url: str | None = None
+    model: str
     title: str
     max_batch_size: int | None = None
     artefact: dict[str, object] | None = None
@@ -54,7 +55,7 @@ class EmbeddedDeployment(Deployment):
         self.stop()
         plan = self._make_plan()
         self.url, self.grpc_address, self.metrics_url = plan.http_url, plan.grpc_address, plan.metrics_url
-        self.title, self.argv, self.artefact = plan.title, plan.argv, plan.artefact
+        self.model, self.title, self.argv, self.artefact = plan.model, plan.title, plan.argv, plan.artefact
         try:
             self._process = ChildProcess(plan.argv, log_path=self._log_path, env=plan.env | self.environment)
         except ProcessError as exc:
@@ -62,9 +63,9 @@ class EmbeddedDeployment(Deployment):
         self.started_ns = self._process.started_ns
 
     def check(self, model: str) -> None:  # noqa: ARG002 - the options name the model
-        """Plan a launch and start nothing."""
+        """Plan a launch and start nothing; then the model's name is known."""
         try:
-            self._make_plan()
+            self.model = self._make_plan().model
         finally:
             self.stop()
 

@@ -46,6 +46,8 @@ class Deployment:
     """The URL where it answers HTTP; set by `start` for a launched server, like the rest."""
     grpc_address: str | None = None
     """HOST:PORT where it answers gRPC."""
+    model: str | None = None
+    """The name under which a launched server serves the model, by its launch plan; known after `check` or `start`."""
     title: str | None = None
     """The name in its launch plan."""
     argv: tuple[str, ...] | None = None

@@ -27,6 +27,8 @@ from loadgen.transport.endpoint import Signature, TensorSignature
 from loadgen.transport.inputs import GIVEN, SAMPLE_TYPES, Array, InputError, Shape, write_folder
 
 Kind = Literal["npz", "json", "jsonl", "images", "raw files"]
+RANDOM_INPUTS = "random"
+"""In place of a path: random values of the shapes in the server's metadata."""
 _JPEG = (".jpg", ".jpeg")
 _FLOATS = {"FP16", "FP32", "FP64"}
 Items = list[dict[str, Array]]
@@ -97,8 +99,7 @@ def _read_npz(path: Path, signature: Signature) -> Items:
 
 def _of_npz(array: Array, tensor: TensorSignature) -> Array:
     if tensor.datatype == "BYTES" and array.dtype.kind in "SU":
-        encoded = np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array
-        array = encoded.astype(object)
+        array = (np.char.encode(array.astype(str), "utf-8") if array.dtype.kind == "U" else array).astype(object)
     wanted = SAMPLE_TYPES.get(tensor.datatype)
     if array.ndim == 0 or wanted is None or array.dtype != wanted:
         raise InputError(

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median_low
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -118,8 +117,9 @@ class SampleInputs:
                 digest.update(part)
         lengths: dict[str, str | int] = {}
         if self.lengths:
-            lengths = {"length_min": min(self.lengths), "length_median": median_low(self.lengths)}
-            lengths |= {"length_max": max(self.lengths), "length_sum": sum(self.lengths)}
+            ordered = sorted(self.lengths)
+            lengths = {"length_min": ordered[0], "length_median": ordered[(len(ordered) - 1) // 2]}
+            lengths |= {"length_max": ordered[-1], "length_sum": sum(ordered)}
         return {
             "kind": self.kind, "item": self.item, "count": self.count, **lengths, **self.about,
             "sha256": digest.hexdigest(),
@@ -163,6 +163,13 @@ def served_model(directory: Path, payload: str) -> str | None:
     variants = read_manifest(directory).get("variants")
     found = (_first_of(variants, payload) if isinstance(variants, dict) else None) or {}
     return str(found["model"]) if isinstance(found, dict) and "model" in found else None
+
+
+def largest_length(directory: Path) -> int:
+    """The largest size of the axis that the model takes, by the samples' description; 0 if it does not say so."""
+    axis = read_manifest(directory).get("axis")
+    largest = axis.get("largest") if isinstance(axis, dict) else None
+    return largest if isinstance(largest, int) else 0
 
 
 def read_inputs(directory: Path, payload: str) -> SampleInputs:

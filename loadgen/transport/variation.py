@@ -76,7 +76,7 @@ class Variation:
         arrays = {name: inputs.take(name, (item,)) for name in inputs.arrays}
         array, place, patch = arrays[self.name], self.places[item % len(self.places)], self.patch(item, number)
         if array.dtype.hasobject:
-            element = array.flat[0]
+            element = bytes(array.flat[0])
             array.flat[0] = element[:place] + patch + element[place + len(patch) :]
         else:
             data = bytearray(array.tobytes())
@@ -137,8 +137,8 @@ def _of_input(name: str, inputs: SampleInputs) -> Variation | None:
         table = tuple(level.tobytes() for level in levels)
     elif array.dtype == np.uint8 and array.max() > 1:
         table = tuple(bytes([level]) for level in range(_LEVELS))
-    elif array.dtype.kind != "b" and (levels := _integers(name, inputs)) is not None:
-        table = tuple(level.tobytes() for level in levels)
+    elif array.dtype.kind != "b" and (integers := _integers(name, inputs)) is not None:
+        table = tuple(level.tobytes() for level in integers)
         if own > 2:  # the first and the last token of a text have a meaning of their own
             digits, place = min(DIGITS, own - 2), array.itemsize
     else:  # one bit of the digit per element

@@ -1,35 +1,189 @@
-"""`abserve samples`: write a model's sample inputs for a load generator."""
+"""`abserve models` describes models; `abserve samples` writes sample inputs for a load generator."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variant
+from servers.models.registry import (
+    DEFAULT_MODEL,
+    SOURCES,
+    UnknownModelError,
+    all_names,
+    get_base,
+    known_references,
+    payload_variants,
+)
+from servers.models.specification import ModelSpecification
 from servers.options import fail
+
+SCHEMA = "abserve.models/1"
 
 
 def samples(
     out: Annotated[Path, typer.Option("--out", envvar="ABSERVE_SAMPLES_OUT", help="Folder to write.")],
     model: Annotated[
-        str, typer.Option("--model", envvar="ABSERVE_SAMPLES_MODEL", help="A registered model.")
+        str, typer.Option("--model", envvar="ABSERVE_SAMPLES_MODEL", help="Model, as `abserve models` names it.")
     ] = DEFAULT_MODEL,
+    sequence_length: Annotated[
+        str,
+        typer.Option("--sequence-length", metavar="TEXT", help="text, as real text has it, or whole numbers: 32,128."),
+    ] = "text",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of generated inputs.")] = 0,
+    images: Annotated[Path | None, typer.Option("--images", help="Folder of JPEG files to use.")] = None,
 ) -> None:
-    """Write sample inputs (photographs as FP32, UINT8 and JPEG) and samples.json; does nothing when up to date."""
+    """Write sample inputs and samples.json; does nothing when up to date."""
     from servers.models.atomic_folder import FolderError
-    from servers.models.samples import write_samples
+    from servers.models.samples import SamplesError, write_samples
 
     try:
-        specification = get_variant(model, "fp32")
-    except UnknownModelError as exc:
+        written = write_samples(get_base(model), out, sequence_length, seed, images)
+    except (UnknownModelError, SamplesError) as exc:
         fail(str(exc), exc, status=2)
-    try:
-        written = write_samples(specification, out)
     except FolderError as exc:
         fail(str(exc), exc)
-    Console().print(
-        f"{'wrote' if written else 'up to date:'} {out}", highlight=False, soft_wrap=True, markup=False, emoji=False
+    _print(f"{'wrote' if written else 'up to date:'} {out}")
+
+
+def models(
+    reference: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A model, or a source for its names.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Output")] = False,
+) -> None:
+    """List the sources of models and well-known models, all names of a source, or the details of one model.
+
+    Sources are open_clip, torchvision, timm and transformers, as in timm:resnet50; FILE.py:FUNCTION, FILE.onnx, and
+    folders with a model of transformers or of Triton. Nothing is downloaded.
+    """
+    if reference in SOURCES and (listed := all_names(reference)):
+        names = [f"{reference}:{name}" for name in listed]
+        _print(_json({"schema": SCHEMA, "names": names}) if json else "\n".join(names))
+        return
+    try:
+        wanted = [reference] if reference else list(known_references())
+        described = [_described(get_base(one)) for one in wanted]
+    except UnknownModelError as exc:
+        fail(str(exc), exc, status=2)
+    if json:
+        _print(_json({"schema": SCHEMA, "models": described}))
+    elif reference is None:
+        _show_list(described)
+    else:
+        _show_one(described[0])
+
+
+def _described(specification: ModelSpecification) -> dict[str, Any]:
+    from servers.models.model_size import measure_size
+    from servers.models.weights import WeightsError, parse_weights
+
+    try:
+        size = measure_size(specification)
+        label = parse_weights(specification.default_weights).label
+    except WeightsError as exc:
+        fail(str(exc), exc)
+    return {
+        "reference": specification.label,
+        "name": specification.name,
+        "title": specification.title,
+        "item": specification.item,
+        "inputs": [_tensor(specification, one) for one in specification.inputs],
+        "outputs": [
+            {**_tensor(specification, one), "kind": specification.kind_of(one.name)} for one in specification.outputs
+        ],
+        "axes": [
+            {"name": one.name, "default": one.default, "largest": one.largest, "padding": dict(one.padding)}
+            for one in specification.axes
+        ],
+        "definition_sha256": specification.definition_sha256,
+        "payloads": [variant.payload for variant in payload_variants(specification)],
+        "max_batch_size": specification.max_batch_size,
+        "default_weights": label,
+        "pretrained_tags": list(specification.pretrained_tags()),
+        "parameters": size.parameters,
+        "flops_per_item": size.flops_per_item,
+    }
+
+
+def _tensor(specification: ModelSpecification, tensor: Any) -> dict[str, Any]:
+    """Its shape has names where the size is free."""
+    shape: list[int | str] = ["batch", *tensor.item_shape]
+    for axis in specification.axes:
+        if tensor.name in axis.places:
+            shape[axis.places[tensor.name]] = axis.name
+    return {"name": tensor.name, "datatype": tensor.datatype, "shape": shape}
+
+
+def _show_list(described: list[dict[str, Any]]) -> None:
+    for one in described:
+        _print(f"{one['reference']}: {one['title']}, {_size(one)}")
+        _print(f"    {_brief(one['inputs'])} → {_brief(one['outputs'])}")
+    libraries = "|".join(source for source in SOURCES if all_names(source))
+    _print(
+        f"\nAll names of a library: abserve models {libraries}. Other models: FILE.py:FUNCTION, FILE.onnx, a folder of "
+        "transformers or of Triton."
     )
+
+
+def _show_one(one: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    tags = one["pretrained_tags"]
+    axes = [
+        f"{axis['name']}: {axis['default']} by default, at most {axis['largest']}, "
+        f"{'padded' if axis['padding'] else 'not padded'}"
+        for axis in one["axes"]
+    ]
+    for name, value in (
+        ("Model", one["reference"]),
+        ("Title", one["title"]),
+        ("Name on servers", one["name"]),
+        ("Inputs", "\n".join(map(_line, one["inputs"]))),
+        ("Outputs", "\n".join(f"{_line(output)}, compared as {output['kind']}" for output in one["outputs"])),
+        ("Variable sizes", "\n".join(axes)),
+        ("Payloads", ", ".join(one["payloads"])),
+        ("Largest batch", str(one["max_batch_size"])),
+        ("Size", _size(one)),
+        ("File, SHA-256", one["definition_sha256"]),
+        ("Default weights", one["default_weights"]),
+        ("Weights by tag", ", ".join(tags)),
+    ):
+        if value:
+            table.add_row(name, value)
+    Console(highlight=False, markup=False).print(table)
+
+
+def _brief(tensors: list[dict[str, Any]]) -> str:
+    """The tensors of an item, those of one type and shape together."""
+    groups: dict[str, list[str]] = {}
+    for tensor in tensors:
+        groups.setdefault(f"{tensor['datatype']} [{', '.join(map(str, tensor['shape'][1:]))}]", []).append(
+            tensor["name"]
+        )
+    return "; ".join(f"{', '.join(names)} {kind}" for kind, names in groups.items())
+
+
+def _line(tensor: dict[str, Any]) -> str:
+    return f"{tensor['name']} {tensor['datatype']} [{', '.join(map(str, tensor['shape']))}]"
+
+
+def _size(one: dict[str, Any]) -> str:
+    parameters, flops = one["parameters"], one["flops_per_item"]
+    counted = f"{parameters / 1e6:,.1f} million" if parameters >= 10**6 else f"{parameters:,}"
+    return f"{counted} parameters" + ("" if flops is None else f", {flops / 1e9:.4g} GFLOP per {one['item']}")
+
+
+def _json(document: object) -> str:
+    import orjson
+
+    return orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()
+
+
+def _print(text: str) -> None:
+    Console().print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)

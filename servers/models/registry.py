@@ -21,7 +21,7 @@ from types import MappingProxyType, ModuleType
 from servers.contract.tensors import TensorSpec
 from servers.models import sources
 from servers.models.sources import open_clip
-from servers.models.specification import PAYLOADS, ModelSpecification, choose_from
+from servers.models.specification import PAYLOADS, ModelSpecification, choose_from, closest
 from servers.models.specification import UnknownModelError as UnknownModelError
 
 DEFAULT_MODEL = open_clip.SPECIFICATION.reference
@@ -64,8 +64,9 @@ def _variants(reference: str) -> Mapping[str, ModelSpecification]:
     if separator and source in SOURCES:
         found = source_module(source).specify(name)
         if found is None:
-            known = [f"{source}:{one}" for one in all_names(source)]
-            raise UnknownModelError(f"unknown model {reference!r}; {choose_from(reference, known)}")
+            close = closest(name, all_names(source))
+            known = source_module(source).names() if close is None else [close]
+            raise UnknownModelError(f"unknown model {reference!r}; {choose_from(name, known)}")
     else:
         taking = (module for module in map(source_module, SOURCES) if hasattr(module, "takes"))
         found = next((module.specify(reference) for module in taking if module.takes(reference)), None)

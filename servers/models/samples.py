@@ -1,93 +1,239 @@
 """Writes a model's sample inputs to a folder, so that a load generator can send them without this package.
 
-They are the same for all payload variants of a model:
+    INPUT.PAYLOAD.npy   items of one input [items, …], its name quoted as in a URL; elements that are bytes are in
+                        INPUT.PAYLOAD.json, as lists of base64 strings; for images:
+        pixel_values.fp32.npy    float32 (N, 3, s, s)    normalised: the model's input
+        pixel_values.uint8.npy   uint8   (N, s, s, 3)    RGB, resized and cropped
+        jpeg/NN.jpg                                      as photographed, any size
+    samples.json        schema abserve.samples/2: kind, model, item, axis with each item's length, variants, files
 
-    pixel_values.fp32.npy    float32 (N, 3, 224, 224)    normalised: the model's input
-    pixel_values.uint8.npy   uint8   (N, 224, 224, 3)    RGB, resized and cropped
-    jpeg/NN.jpg                                          as photographed, any size
-    samples.json             schema abserve.samples/1: model, tensor, variants, files with SHA-256, credits
-
-An item index means the same picture in all three: `normalise` of the UINT8 item is the FP32 item, and a server
-decodes the JPEG file to the UINT8 item, bit for bit. Imports no torch.
+The kind is `photographs` (our corpus), `given` (the user's pictures, or the samples of a user's module), `token ids` or
+`random values`. An item index means the same item in all payloads: `normalise` of the UINT8 item is the FP32 item, and
+a server decodes the JPEG file to the UINT8 item, bit for bit. Items of different lengths are padded to the longest with
+the model's padding, so a batch is a slice cut at its own longest item. Imports no torch.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
-from servers.contract.tensors import TensorSpec
+from servers.contract.tensors import Array
 from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256
 from servers.models.corpus import credits_text, jpeg_paths
-from servers.models.preprocessing import decode_jpeg, normalise, resize_and_crop
+from servers.models.items import item_bytes, main_axis, random_items
+from servers.models.preprocessing import ImageError, decode_jpeg, normalise, resize_and_crop
 from servers.models.registry import payload_variants
-from servers.models.specification import ModelSpecification
+from servers.models.sequence_lengths import text_lengths
+from servers.models.specification import Axis, ModelSpecification, Preprocessing
 
-SCHEMA = "abserve.samples/1"
+SCHEMA = "abserve.samples/2"
 MANIFEST = "samples.json"
+TEXT = "text"
+GENERATED_ITEMS = 64
+_MOST_BYTES = 2**28
+"""Limit for the generated items together; at least 8 are made all the same."""
 
 
-def write_samples(specification: ModelSpecification, folder: Path) -> bool:
+class SamplesError(Exception):
+    """The model takes no such samples; the message says which it takes."""
+
+
+def write_samples(
+    specification: ModelSpecification,
+    folder: Path,
+    sequence_length: str = TEXT,
+    seed: int = 0,
+    images: Path | None = None,
+) -> bool:
     """Write the samples unless `folder` already holds the same ones with untouched files; True when it wrote.
 
-    `specification` is the FP32 variant. Raises `FolderError` when the place cannot be written or holds something else.
+    `specification` is the model itself, not a variant. `sequence_length` is `text`, for lengths as real text has them,
+    or one or several whole numbers. `images` is a folder of JPEG files. Raises `SamplesError`, and `FolderError` when
+    the place cannot be written or holds something else.
     """
-    source, existing = _source_digest(specification), _read(folder)
-    if existing.get("source_sha256") == source and _untouched(folder, existing):
+    if images is not None and specification.payload != "fp32":
+        raise SamplesError(f"{specification.label} takes no images; leave out --images")
+    if specification.payload == "fp32" and specification.samples is None:
+        return _write_images(specification, folder, images)
+    return _write_items(specification, folder, sequence_length, seed)
+
+
+def _write_images(specification: ModelSpecification, folder: Path, images: Path | None) -> bool:
+    preprocessing = specification.preprocessing
+    paths = jpeg_paths() if images is None else _jpegs(images)
+    document = _document(specification, "photographs" if images is None else "given", len(paths))
+    if images is None:
+        document["credits"] = credits_text()
+    digest = hashlib.sha256(repr((document, preprocessing)).encode())
+    for path in paths:
+        digest.update(path.name.encode() + bytes.fromhex(file_sha256(path)))
+    document["source_sha256"] = digest.hexdigest()
+    if _up_to_date(folder, document):
         return False
-    if existing.get("schema") != SCHEMA and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise FolderError(f"{folder} exists and holds something other than samples; choose another folder")
-    tensor, preprocessing = specification.inputs[0], specification.preprocessing
-    paths = jpeg_paths()
+    pixels = np.stack([_decode(path, preprocessing) for path in paths])
+    name = specification.inputs[0].name
     with atomic_folder(folder) as fresh:
-        pixels = np.stack([resize_and_crop(decode_jpeg(path.read_bytes()), preprocessing) for path in paths])
-        np.save(fresh / f"{tensor.name}.fp32.npy", normalise(pixels, preprocessing))
-        np.save(fresh / f"{tensor.name}.uint8.npy", pixels)
+        document["files"] = {
+            "fp32": [_save(fresh, name, "fp32", normalise(pixels, preprocessing))],
+            "uint8": [_save(fresh, name, "uint8", pixels)],
+            "jpeg": [],
+        }
         (fresh / "jpeg").mkdir()
         for index, path in enumerate(paths):
-            (fresh / "jpeg" / f"{index:02d}.jpg").write_bytes(path.read_bytes())
-        document = {
-            "schema": SCHEMA,
-            "kind": "photographs",
-            "model": specification.name,
-            **_signature(tensor),
-            "count": len(paths),
-            "variants": {
-                variant.payload: {"model": variant.name, **_signature(variant.inputs[0])}
-                for variant in payload_variants(specification)
-            },
-            "files": {
-                "fp32": _entry(fresh, f"{tensor.name}.fp32.npy", datatype="FP32", item_shape=tensor.item_shape),
-                "uint8": _entry(fresh, f"{tensor.name}.uint8.npy", datatype="UINT8", item_shape=pixels.shape[1:]),
-                "jpeg": [_entry(fresh, f"jpeg/{i:02d}.jpg", original=path.name) for i, path in enumerate(paths)],
-            },
-            "source_sha256": source,
-            "credits": credits_text(),
-        }
-        (fresh / MANIFEST).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            copied = fresh / "jpeg" / f"{index:0{max(2, len(str(len(paths) - 1)))}d}.jpg"
+            copied.write_bytes(path.read_bytes())
+            document["files"]["jpeg"].append({**_entry(fresh, copied), "original": path.name})
+        _write_manifest(fresh, document)
     return True
 
 
-def _signature(tensor: TensorSpec) -> dict[str, object]:
-    return {"tensor": tensor.name, "datatype": tensor.datatype, "item_shape": tensor.item_shape}
+def _jpegs(folder: Path) -> Sequence[Path]:
+    if not folder.is_dir():
+        raise SamplesError(f"--images {folder}: no such folder")
+    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".jpg", ".jpeg"))
+    if not found:
+        raise SamplesError(f"--images {folder}: no .jpg or .jpeg files in it")
+    return found
 
 
-def _entry(folder: Path, name: str, **more: object) -> dict[str, object]:
-    path = folder / name
-    return {"path": name, "sha256": file_sha256(path), "bytes": path.stat().st_size, **more}
+def _decode(path: Path, preprocessing: Preprocessing) -> Any:
+    try:
+        return resize_and_crop(decode_jpeg(path.read_bytes()), preprocessing)
+    except (ImageError, OSError) as exc:
+        raise SamplesError(f"{path.name}: {exc}") from exc
 
 
-def _source_digest(specification: ModelSpecification) -> str:
-    """A hash of everything that the samples are made from: pictures, preprocessing, the input's signature."""
-    source = (SCHEMA, specification.name, specification.inputs, specification.preprocessing)
-    digest = hashlib.sha256(repr(source).encode())
-    for path in jpeg_paths():
-        digest.update(path.name.encode() + bytes.fromhex(file_sha256(path)))
-    return digest.hexdigest()
+def _write_items(specification: ModelSpecification, folder: Path, sequence_length: str, seed: int) -> bool:
+    axis = main_axis(specification)
+    if specification.samples is not None:
+        arrays, kind = specification.samples, "given"
+        lengths = _lengths_of(arrays, axis)
+    else:
+        lengths = _lengths(specification, axis, sequence_length, seed)
+        integers = all(tensor.dtype.kind in "iu" for tensor in specification.inputs)
+        kind = "token ids" if axis is not None and axis.padded and integers else "random values"
+        arrays = (specification.make_items or _default_items(specification))(seed, lengths)
+    document = _document(specification, kind, len(lengths))
+    if axis is not None:
+        taken = {tensor.name for tensor in specification.inputs}
+        places = {name: place for name, place in axis.places.items() if name in taken}
+        document["axis"] = {"name": axis.name, "places": places, "default": axis.default, "largest": axis.largest}
+        document["lengths"] = lengths
+    digest = hashlib.sha256(repr(document).encode())
+    for array in arrays.values():
+        digest.update(repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes())
+    document["source_sha256"] = digest.hexdigest()
+    if _up_to_date(folder, document):
+        return False
+    with atomic_folder(folder) as fresh:
+        payload = specification.payload
+        document["files"] = {payload: [_save(fresh, name, payload, array) for name, array in arrays.items()]}
+        _write_manifest(fresh, document)
+    return True
+
+
+def _default_items(specification: ModelSpecification) -> Any:
+    return lambda seed, lengths: random_items(specification, seed, lengths)
+
+
+def _lengths_of(arrays: Mapping[str, Array], axis: Axis | None) -> list[int]:
+    """The length of each item that the user supplies: all have that of the array."""
+    count = len(next(iter(arrays.values())))
+    found = [arrays[name].shape[place] for name, place in axis.places.items() if name in arrays] if axis else [1]
+    return [found[0]] * count
+
+
+def _lengths(specification: ModelSpecification, axis: Axis | None, text: str, seed: int) -> list[int]:
+    """One length per item. Raises `SamplesError` for lengths that the model does not take."""
+    if axis is None:
+        if text != TEXT:
+            raise SamplesError(f"{specification.label} takes no sequences; leave out --sequence-length")
+        return [1] * _count(specification, None)
+    if text == TEXT:
+        count = _count(specification, axis.largest if axis.padded else axis.default)
+        return text_lengths(count, seed, axis.largest) if axis.padded else [axis.default] * count
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= axis.largest for part in parts):
+        raise SamplesError(
+            f"--sequence-length {text}: give {TEXT}, or whole numbers from 1 to {axis.largest}, as in 32,128"
+        )
+    sizes = list(dict.fromkeys(map(int, parts)))
+    if len(sizes) > 1 and not axis.padded:
+        raise SamplesError(f"--sequence-length {text}: {specification.label} has no padding; give one length")
+    return [size for size in sizes for _ in range(_count(specification, max(sizes)))]
+
+
+def _count(specification: ModelSpecification, length: int | None) -> int:
+    return max(8, min(GENERATED_ITEMS, _MOST_BYTES // max(1, item_bytes(specification, length))))
+
+
+def _document(specification: ModelSpecification, kind: str, count: int) -> dict[str, Any]:
+    own = specification.samples is not None  # an author's items are tensors, also those of images
+    variants = [specification] if own else payload_variants(specification)
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "reference": specification.label,
+        "model": specification.name,
+        "title": specification.title,
+        "item": specification.item,
+        "kinds": {output.name: specification.kind_of(output.name) for output in specification.outputs},
+        "count": count,
+        "axis": None,
+        "lengths": None,
+        "variants": {
+            variant.payload: {
+                "model": variant.name,
+                "inputs": [
+                    {"name": one.name, "datatype": one.datatype, "item_shape": list(one.item_shape)}
+                    for one in variant.inputs
+                ],
+            }
+            for variant in variants
+        },
+    }
+
+
+def _save(folder: Path, name: str, payload: str, array: Array) -> dict[str, object]:
+    stem = f"{quote(name, safe='')}.{payload}"
+    if array.dtype.hasobject:
+        path = folder / f"{stem}.json"
+        path.write_text(json.dumps(_base64(array.tolist())) + "\n", encoding="utf-8")
+    else:
+        path = folder / f"{stem}.npy"
+        np.save(path, array)
+    return {"input": name, **_entry(folder, path)}
+
+
+def _base64(value: Any) -> Any:
+    return [_base64(one) for one in value] if isinstance(value, list) else base64.b64encode(value).decode()
+
+
+def _entry(folder: Path, path: Path) -> dict[str, object]:
+    return {"path": str(path.relative_to(folder)), "sha256": file_sha256(path), "bytes": path.stat().st_size}
+
+
+def _write_manifest(folder: Path, document: Mapping[str, Any]) -> None:
+    (folder / MANIFEST).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _up_to_date(folder: Path, document: Mapping[str, Any]) -> bool:
+    """Whether the folder holds these samples, untouched. Raises `FolderError` if it holds something else."""
+    existing = _read(folder)
+    if existing.get("source_sha256") == document["source_sha256"] and _untouched(folder, existing):
+        return True
+    ours = str(existing.get("schema")).startswith("abserve.samples/")
+    if not ours and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FolderError(f"{folder} exists and holds something other than samples; choose another folder")
+    return False
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -101,7 +247,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _untouched(folder: Path, document: dict[str, Any]) -> bool:
     try:
-        entries = [document["files"]["fp32"], document["files"]["uint8"], *document["files"]["jpeg"]]
+        entries = [entry for files in document["files"].values() for entry in files]
         return all(file_sha256(folder / entry["path"]) == entry["sha256"] for entry in entries)
-    except (OSError, KeyError, TypeError):
+    except (OSError, KeyError, TypeError, AttributeError):
         return False

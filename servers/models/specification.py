@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from servers.contract.tensors import Array, TensorSpec
 
@@ -89,6 +89,8 @@ class ModelSpecification:
     """What one row of a batch is: image, sequence, item."""
     flops_per_item: int | None = None
     """Floating-point operations per item at the axes' default sizes, a multiply-add counted as two; None: unknown."""
+    definition_sha256: str | None = None
+    """Of the user's file that defines the model: with other content it is another model, also with equal weights."""
     file: Path | None = None
     """The ONNX file of a model without a module; engines that execute files take it unchanged."""
     make_items: Callable[[int, Sequence[int]], Mapping[str, Array]] | None = None
@@ -183,8 +185,20 @@ def served_name(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_") or "model"
 
 
+def refuse_tag(reference: str, tag: str, known: Iterable[str]) -> NoReturn:
+    """Raises `UnknownModelError`: the library has the model, and no such weights for it."""
+    raise UnknownModelError(f"{reference} has no weights {tag!r}; {choose_from(tag, known)}")
+
+
 def choose_from(value: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown value: the closest known one, or all of them if none is close."""
+    names = list(known)
+    close = closest(value, names)
+    return f"use one of: {', '.join(names)}" if close is None else f"did you mean {close}?"
+
+
+def closest(value: str, known: Iterable[str]) -> str | None:
+    """The known name that begins with `value` or is most like it, if one is."""
     names, lower = list(known), value.lower()
-    close = [name for name in names if lower and name.startswith(lower)] or get_close_matches(lower, names, n=1)
-    return f"did you mean {close[0]}?" if close else f"use one of: {', '.join(names)}"
+    close = [name for name in names if lower and name.lower().startswith(lower)]
+    return next(iter(close or get_close_matches(value, names, n=1) or get_close_matches(lower, names, n=1)), None)

@@ -34,8 +34,8 @@ class UInt8Images(torch.nn.Module):
 
 
 def executed_module(specification: ModelSpecification, tower: torch.nn.Module) -> torch.nn.Module:
-    """The module that takes this variant's input, FP32 or UINT8; `tower` takes normalised pixels."""
-    return tower if specification.payload == "fp32" else UInt8Images(tower, specification.preprocessing).eval()
+    """The module that takes this variant's inputs; `tower` takes the model's own, such as normalised pixels."""
+    return UInt8Images(tower, specification.preprocessing).eval() if specification.payload == "uint8" else tower
 
 
 def to_precision(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:

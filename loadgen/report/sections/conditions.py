@@ -9,6 +9,7 @@ import loadgen.report.document as doc
 from loadgen.comparison.claims import join
 from loadgen.quantities import share
 from loadgen.records.machine import own_devices, used_gpu
+from loadgen.records.payloads import inputs_in_words
 from loadgen.records.run import ArmRecord, Experiment, setting_key, shown
 from loadgen.report.charts import several
 from loadgen.result.result_file import Result
@@ -66,6 +67,7 @@ def experiment_rows(result: Result) -> list[tuple[str, str]]:
         *(stack if e.deployment == "compose" else []),
         ("model", e.model),
         ("weights", _given(e, e.weights)),
+        *([("inputs", inputs_in_words(sent))] if (sent := result.environment and result.environment.inputs) else []),
         ("payload", ", ".join(e.payloads)),
         ("transport", e.transport),
         ("preset", e.preset),

@@ -16,7 +16,7 @@ from loadgen.comparison.facts import Facts
 from loadgen.experiment.schedule import load_workloads
 from loadgen.records.model_config import accelerators, backend_of, groups, kind_of, listed, mapping, whole
 from loadgen.records.payloads import base_name, without_backend
-from loadgen.records.run import ArmRecord, Experiment, Workload, asked_for, setting_key, shown
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Workload, asked_for, setting_key, shown
 from loadgen.result.checks.registry import Outcome, Severity, fairness, per_arm
 
 NATIVE = "abserve-native"
@@ -44,22 +44,30 @@ def _compare(facts: Facts, key: str) -> list[Outcome]:
     outcomes = []
     first, *rest = known or [experiment.baseline.label]
     for on_purpose in (False, True):
-        wanted = asked_for(experiment.arm(first).settings, key)
+        wanted = _asked_for(experiment.arm(first), key)
         apart = [
             label
             for label in rest
             if not _equal(known[first], known[label])
-            and (asked_for(experiment.arm(label).settings, key) != wanted) == on_purpose
+            and (_asked_for(experiment.arm(label), key) != wanted) == on_purpose
         ]
         if apart:
             text = ", ".join(f"{shown(label)} {known[label]}" for label in (first, *apart))
-            why = "as requested: this compares settings, not only servers" if on_purpose else "which was not requested"
+            why = "which was not requested"
+            if on_purpose and key == "model":
+                why = "as requested: only the parity check shows whether they compute the same"
+            elif on_purpose:
+                why = "as requested: this compares settings, not only servers"
             outcomes.append(
                 Outcome(False, f"{key} differs ({text}), {why}", text, severity="warns" if on_purpose else None)
             )
     if silent := [shown(label) for label in have if label not in known]:
         outcomes.append(Outcome(None, f"{do_not(silent, 'report')} it"))
     return outcomes or [Outcome(True, known[first], known[first])]
+
+
+def _asked_for(arm: ArmRequest, key: str) -> str | None:
+    return asked_for(arm.settings, key) or (arm.model if key == "model" else None)
 
 
 def _comparable(value: str, key: str, experiment: Experiment) -> str:

@@ -9,7 +9,7 @@ from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.comparison.facts import Facts, WorkloadFacts
 from loadgen.comparison.stages import OVERLAP_LIMIT
 from loadgen.quantities import detectable, number, share
-from loadgen.records.run import shown
+from loadgen.records.run import MODEL_WEIGHTS, shown
 from loadgen.result.checks.registry import Outcome, Severity, check, per_comparison, per_load
 from loadgen.result.noise_floor import is_self_comparison
 from loadgen.studies.ceiling.analyse import CeilingsFound
@@ -179,7 +179,7 @@ def trained_weights(facts: Facts) -> Iterator[Outcome]:
     """Judge by each server's report; an embedded server was given the experiment's weights."""
     experiment = facts.run.experiment
     weights = {arm.label: str(w) for arm in facts.run.arms if (w := arm.in_effect.get("weights")) is not None}
-    if experiment.deployment == "embedded":
+    if experiment.deployment == "embedded" and experiment.weights != MODEL_WEIGHTS:
         weights |= {arm.label: experiment.weights for arm in experiment.arms if arm.embedded}
     silent = [shown(label) for label in experiment.labels if label not in weights]
     named = ", ".join(dict.fromkeys(weights.values()))

@@ -107,7 +107,8 @@ def _run_ablation(bench: Bench, ablation: Ablation, prepared: set[str]) -> None:
             if arm.body_key not in prepared:
                 signature = arm.endpoint.signature(arm.model)
                 sizes = [workload.batch_size for workload in workloads]
-                bench.generator.prepare(arm.bodies(bench.samples_folder, signature, sizes, seed))
+                lengths = bench.experiment.lengths
+                bench.generator.prepare(arm.bodies(bench.samples_folder, signature, sizes, seed, lengths))
                 prepared.add(arm.body_key)
         runner = LoadRunner({AS_IS: as_is, WITHOUT: without}, bench.generator, store, Progress(), seed=seed)
         runner.warm_up(workloads)
@@ -132,7 +133,7 @@ def _arm(bench: Bench, label: Label, variant: Variant, store: RunStore, name: st
     arm = replace(
         own,
         request=request,
-        model=own.model if variant.payload == own.payload else varied.model_of(request),
+        model=own.model if variant.payload == own.payload else varied.model_of(request) or own.model,
         transport=variant.transport,
         payload=variant.payload,
     )
@@ -143,8 +144,9 @@ def _arm(bench: Bench, label: Label, variant: Variant, store: RunStore, name: st
     deployment = make_deployment(request, varied, store, bench.work / store.directory.name / name, bench.abserve)
     try:
         deployment.start()
+        arm = replace(arm, deployment=deployment, model=deployment.model or arm.model)
         deployment.wait_ready(arm.model, READY_SECONDS)
-        yield replace(arm, deployment=deployment)
+        yield arm
     finally:
         deployment.stop()
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from loadgen.records.payloads import base_name
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, Workload, setting_key
+from loadgen.records.payloads import OWN_TENSORS, reference
+from loadgen.records.run import MODEL_WEIGHTS, ArmRecord, ArmRequest, Experiment, Label, Workload, setting_key
 from loadgen.studies.ceiling.records import Ceiling
 
 MAX_SIZES = 8
@@ -83,13 +83,14 @@ def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord) -> Eng
     if not sizes:
         return f"every request exceeds its largest batch, {largest}"
     asked = {setting_key(name): value for name, value in request.settings.items()}
-    payload = "fp32" if experiment.payload_of(request) == "fp32" else "uint8"  # a JPEG is decoded to bytes
+    own = experiment.payload_of(request) in OWN_TENSORS
+    weights = asked.get("weights", None if experiment.weights == MODEL_WEIGHTS else experiment.weights)
     options: dict[str, str] = {
         "engine": kind,
         **{name: str(effect[name]) for name in ("precision", "mode", "device") if effect.get(name)},
-        "payload": payload,
-        "model": base_name(asked.get("model", experiment.model)),
-        "weights": asked.get("weights", experiment.weights),
+        **({} if own else {"payload": "uint8"}),  # a JPEG is decoded to bytes
+        "model": reference(experiment.reference_of(request)),
+        **({} if weights is None else {"weights": weights}),
         "threads": str(effect.get("threads") or asked.get("threads", experiment.threads)),
         "max-batch-size": str(largest),
         **({"artefacts": asked["artefacts"]} if "artefacts" in asked else {}),

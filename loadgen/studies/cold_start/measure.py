@@ -71,9 +71,7 @@ def measure_cold_starts(
         if not isinstance(arm.deployment, ComposeDeployment):
             return _start_process(arm, repetition, prepare(arm.transport, samples, signatures[label], [0]))
         bodies = {
-            size: prepare_body(
-                samples, signatures[label], choose_items(samples.count, size, experiment.seed, count=1)[0]
-            )
+            size: prepare_body(samples, signatures[label], choose_items(samples, size, experiment.seed, count=1)[0])
             for size in sizes
         }
         record = measure_container_cold_start(

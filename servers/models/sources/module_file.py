@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from servers.contract.tensors import DATATYPES, Array, TensorSpec
+from servers.models.atomic_folder import file_sha256
 from servers.models.checkpoints import load_strictly, option_of, read_checkpoint, ready
 from servers.models.items import main_axis, random_items
 from servers.models.specification import (
@@ -71,7 +72,7 @@ def _function(path: Path, name: str | None) -> Callable[[], object]:
         module = _executed(path)
     except Exception as exc:
         raise UnknownModelError(f"{path.name} cannot be imported: {_cause(exc, path)}") from exc
-    known = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+    known = [one for one, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
     made = getattr(module, name or "", None)
     if not callable(made):
         problem = f"there is no function {name}" if name else "name its function, as in FILE.py:FUNCTION"
@@ -147,6 +148,7 @@ def _specification(path: Path, function: str, make: Callable[[], object], made: 
         max_batch_size=made.max_batch_size,
         load_module=partial(_load, path, function, make),
         default_weights=str(path),
+        definition_sha256=file_sha256(path),
         image=made.image,
         payload="tensors" if made.image is None else "fp32",
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers.contract.tensors import TensorSpec
+from servers.models.atomic_folder import file_sha256
 from servers.models.specification import Axis, ModelSpecification, UnknownModelError, served_name
 from servers.models.weights import WeightsError, WeightsSource
 
@@ -65,6 +66,7 @@ def specify(reference: str) -> ModelSpecification | None:
         max_batch_size=32,
         load_module=partial(refuse_module, path),
         file=path,
+        definition_sha256=file_sha256(path),
         default_weights=str(path),
     )
 

@@ -28,7 +28,7 @@ from servers.models.checkpoints import (
     ready,
     refuse_other_preprocessing,
 )
-from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification
+from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification, refuse_tag
 from servers.models.weights import (
     FindPretrained,
     PretrainedWeights,
@@ -207,8 +207,10 @@ def specify(name: str) -> ModelSpecification | None:
     if name in all_names():
         return _specify(name)
     architecture, _, tag = name.rpartition(".")
-    if architecture not in all_names() or tag not in pretrained_tags(architecture):
+    if architecture not in all_names():
         return None
+    if tag not in pretrained_tags(architecture):
+        refuse_tag(f"open_clip:{architecture}", tag, pretrained_tags(architecture))
     return replace(_specify(architecture, tag), default_weights=tag)
 
 

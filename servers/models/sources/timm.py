@@ -27,6 +27,7 @@ from servers.models.specification import (
     UnknownModelError,
     choose_from,
     image_specification,
+    refuse_tag,
 )
 from servers.models.weights import (
     CheckpointWeights,
@@ -66,7 +67,7 @@ def specify(name: str) -> ModelSpecification | None:
         return None
     tags = {key.partition(".")[2]: config for key, config in get_arch_pretrained_cfgs(architecture).items()}
     if tag and tag not in tags:
-        return None
+        refuse_tag(f"timm:{architecture}", tag, tags)
     config = tags[tag] if tag else get_pretrained_cfg(architecture)
     served = None if config is None else _preprocessing(config)
     if served is None:

@@ -16,7 +16,7 @@ from servers.models.checkpoints import (
     ready,
     refuse_other_preprocessing,
 )
-from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification
+from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification, refuse_tag
 from servers.models.weights import (
     CheckpointWeights,
     PretrainedWeights,
@@ -56,7 +56,7 @@ def specify(name: str) -> ModelSpecification | None:
         return None
     known = models.get_model_weights(architecture)
     if tag and tag not in known.__members__:
-        return None
+        refuse_tag(f"torchvision:{architecture}", tag, known.__members__)
     chosen = known[tag] if tag else known.DEFAULT
     served, classes = _preprocessing(chosen), len(chosen.meta["categories"])
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from servers.contract.tensors import Array, TensorSpec
+from servers.models.atomic_folder import file_sha256
 from servers.models.checkpoints import hub_file, option_of, read_checkpoint, read_state, ready, refuse_misfits
 from servers.models.specification import Axis, ModelSpecification, UnknownModelError, choose_from, served_name
 from servers.models.weights import (
@@ -97,6 +98,7 @@ def specify(name: str) -> ModelSpecification | None:
         reference=str(path),
         title=path.name,
         default_weights=_weights_of(path),
+        definition_sha256=file_sha256(path if path.is_file() else path / "config.json"),
     )
 
 

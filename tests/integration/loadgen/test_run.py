@@ -6,6 +6,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -216,18 +217,46 @@ def test_a_server_that_cannot_start_says_its_last_words(tmp_path: Path) -> None:
     assert "cannot open the model" in state.error
 
 
-def test_remote_arms_need_no_statistics_and_an_unknown_model_gets_synthetic_inputs(tmp_path: Path, fake_url) -> None:
-    urls = [fake_url("--model", "other", "--no-stats"), fake_url("--model", "other", "--no-stats")]
-    experiment = make_experiment(
-        a=ArmRequest(label="a", target=urls[0]), b=ArmRequest(label="b", target=urls[1]), model="other"
+def test_remote_arms_need_no_statistics_and_an_unknown_model_gets_random_values_if_asked_for(
+    tmp_path: Path, fake_url
+) -> None:
+    urls = [fake_url("--model", "other", "--no-stats"), fake_url("--model", "another", "--no-stats")]
+    a, b = ArmRequest(label="a", target=urls[0]), ArmRequest(label="b", target=urls[1], model="another")
+    experiment = make_experiment(a=a, b=b, model="other", payload="tensors")
+    broken = (sys.executable, "-c", "exit('no images here')")
+    state = run_experiment(experiment, tmp_path / "refused", Progress(), abserve=broken)
+    assert state.state == "failed"
+    assert state.error == (
+        "no sample inputs for other: no images here; give your own with --inputs DIR or FILE, or --inputs random for "
+        "random values of the right shapes"
     )
     out = tmp_path / "run"
-    state = run_experiment(experiment, out, Progress(), abserve=(sys.executable, "-c", "exit(1)"))
+    asked = msgspec.structs.replace(experiment, inputs="random")
+    state = run_experiment(asked, out, Progress(), abserve=broken)
     assert (state.state, state.error) == ("finished", None)
-    assert stored(out / "environment.json", Environment).inputs["kind"] == "synthetic"
+    about = stored(out / "environment.json", Environment).inputs
+    assert (about["kind"], about["item"], about["count"], about["seed"]) == ("random values", "item", 16, 1)
+    assert [record.model_config["name"] for record in stored(out / "arms.json", list[ArmRecord])] == [
+        "other",
+        "another",
+    ]
     for record in blocks(out):
         assert (record.stages, record.server_cpu_ns, record.complete) == (None, None, True)
     assert stored(out / "arms.json", list[ArmRecord])[0].title == "fake 1.0 fp32"
+
+
+def test_the_users_own_inputs_are_sent_and_checked_against_the_metadata(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).standard_normal((3, 3, 224, 224)).astype("<f4")
+    np.savez(tmp_path / "own.npz", pixel_values=pixels)
+    out = tmp_path / "run"
+    state = run(make_experiment(inputs=str(tmp_path / "own.npz")), out)
+    assert (state.state, state.error) == ("finished", None)
+    about = stored(out / "environment.json", Environment).inputs
+    assert (about["kind"], about["source"], about["count"]) == ("given", "own.npz", 3)
+    np.savez(tmp_path / "wrong.npz", pixel_values=pixels[:, :2])
+    state = run(make_experiment(inputs=str(tmp_path / "wrong.npz")), tmp_path / "wrong")
+    assert state.state == "failed"
+    assert "input pixel_values has items of shape [2, 224, 224], and the model takes [3, 224, 224]" in str(state.error)
 
 
 def test_nobody_at_the_url_is_one_sentence(tmp_path: Path, unused_url: str) -> None:

@@ -20,7 +20,7 @@ from loadgen.bench.answers import ParityTarget, check_parity
 from loadgen.experiment.arrivals import due_offsets_ns
 from loadgen.generator.messages import Open, Outcome, Prepare
 from loadgen.generator.process import GeneratorError, GeneratorProcess
-from loadgen.records.payloads import PAYLOADS, variant_name
+from loadgen.records.payloads import IMAGE_PAYLOADS, variant_name
 from loadgen.records.run import Transport
 from loadgen.statistics.agreement import tolerance_of
 from loadgen.targets.embedded import EmbeddedDeployment
@@ -48,12 +48,12 @@ def samples() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedDeployment]:
     """A native server whose answers take 300 ms without keeping it busy."""
-    options = {"engine": "null", "payloads": ",".join(PAYLOADS), "added-delay-ms": str(1000 * DELAY_S)}
+    options = {"engine": "null", "payloads": ",".join(IMAGE_PAYLOADS), "added-delay-ms": str(1000 * DELAY_S)}
     options |= {"model": MODEL, "allow-shared-memory": "true"}
     deployment = EmbeddedDeployment("native", options, tmp_path_factory.mktemp("server") / "log", abserve=ABSERVE)
     deployment.start()
     try:
-        for payload in PAYLOADS:
+        for payload in IMAGE_PAYLOADS:
             deployment.wait_ready(variant_name(MODEL, payload), 90)
         yield deployment
     finally:
@@ -136,7 +136,7 @@ def test_an_open_loop_keeps_its_schedule_over_every_transport(
     assert not regions_of_load()
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("payload", IMAGE_PAYLOADS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_users_do_not_wait_for_each_other(
     server: EmbeddedDeployment, generator: GeneratorProcess, samples: Path, tmp_path: Path,
@@ -163,7 +163,7 @@ def test_users_do_not_wait_for_each_other(
     assert registered(server.url) == []
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("payload", IMAGE_PAYLOADS)
 def test_the_answer_does_not_depend_on_the_transport(server: EmbeddedDeployment, samples: Path, payload: str) -> None:
     answers = [ask(question(server, samples, transport, payload), [3, 0, 5])["embedding"] for transport in TRANSPORTS]
     assert answers[0].shape == (3, 512)

@@ -38,17 +38,29 @@ def test_the_three_forms_hold_the_same_pictures(folder: Path, specification: Mod
 
 def test_the_manifest_describes_every_file(folder: Path) -> None:
     document = json.loads((folder / "samples.json").read_text())
-    entries = [document["files"]["fp32"], document["files"]["uint8"], *document["files"]["jpeg"]]
+    assert document["schema"] == "abserve.samples/2"
+    entries = [entry for files in document["files"].values() for entry in files]
     for entry in entries:
         assert hashlib.sha256((folder / entry["path"]).read_bytes()).hexdigest() == entry["sha256"]
     named = {entry["path"] for entry in entries} | {"samples.json"}
     assert named == {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert document["count"] == len(document["files"]["jpeg"])
-    assert (document["tensor"], document["datatype"], document["item_shape"]) == ("pixel_values", "FP32", [3, 224, 224])
-    assert {payload: (v["model"], v["tensor"], v["datatype"]) for payload, v in document["variants"].items()} == {
-        "fp32": ("openclip_vit_b32", "pixel_values", "FP32"),
-        "uint8": ("openclip_vit_b32_uint8", "pixel_values", "UINT8"),
-        "jpeg": ("openclip_vit_b32_jpeg", "image", "BYTES"),
+    assert [entry["input"] for entry in (*document["files"]["fp32"], *document["files"]["uint8"])] == [
+        "pixel_values"
+    ] * 2
+    assert document["count"] == len(document["files"]["jpeg"]) == len(jpeg_paths())
+    assert (document["kind"], document["item"], document["axis"], document["lengths"]) == (
+        "photographs", "image", None, None,
+    )  # fmt: skip
+    assert (document["reference"], document["model"]) == ("open_clip:ViT-B-32", "openclip_vit_b32")
+    assert document["kinds"] == {"embedding": "embedding"}
+    assert "CC0" in document["credits"]
+    assert document["variants"] == {
+        payload: {"model": model, "inputs": [{"name": name, "datatype": datatype, "item_shape": shape}]}
+        for payload, model, name, datatype, shape in (
+            ("fp32", "openclip_vit_b32", "pixel_values", "FP32", [3, 224, 224]),
+            ("uint8", "openclip_vit_b32_uint8", "pixel_values", "UINT8", [224, 224, 3]),
+            ("jpeg", "openclip_vit_b32_jpeg", "image", "BYTES", [1]),
+        )
     }
 
 

@@ -183,7 +183,7 @@ def test_the_hash_is_of_what_is_asked_for_and_not_of_how_it_is_written(tmp_path:
         ("model: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
         ("preset: fulll\n", "e.yaml: preset: unknown value fulll; did you mean full?"),
         ("scenarios: [single, batchd]\n", "e.yaml: scenarios.1: unknown value batchd; did you mean batched?"),
-        ("payload: png\n", "e.yaml: payload.0: unknown value png; choose from fp32, uint8, jpeg"),
+        ("payload: png\n", "e.yaml: payload.0: unknown value png; choose from tensors, fp32, uint8, jpeg"),
         ("transport: []\n", "e.yaml: transport: give at least one value"),
         ("rates: [[50]]\n", "e.yaml: rates.0: must be a valid number"),
         ("scenarios: [{single: 1}]\n", "e.yaml: scenarios.0: unknown value {'single': 1}"),

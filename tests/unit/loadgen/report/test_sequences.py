@@ -71,7 +71,12 @@ def test_every_format_counts_in_what_was_sent(tmp_path: Path, inputs: dict[str, 
     document = result_document(result)
     stream = io.StringIO()
     print_document(document, Console(file=stream, width=200))
-    texts = [stream.getvalue(), render_markdown(document), render_junit({"run": document}), render_csv({"run": document}, "comparisons")]
+    texts = [
+        stream.getvalue(),
+        render_markdown(document),
+        render_junit({"run": document}),
+        render_csv({"run": document}, "comparisons"),
+    ]
     texts.append("".join(str(block.layout) + str(block.data) for block in blocks_of(document, "Batch sizes")))  # type: ignore[attr-defined]
     assert all(f"{unit}/s" in text for text in (texts[0], texts[1], texts[-1]))
     if unit != "images":

@@ -1,0 +1,301 @@
+"""The models of open_clip, torchvision, timm and transformers against the libraries themselves, with random weights."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import timm
+import torch
+import torchvision
+import transformers
+from PIL import Image
+
+from servers.models.corpus import jpeg_paths
+from servers.models.model_size import count_flops, measure_size
+from servers.models.preprocessing import decode_jpeg, normalise, resize_and_crop
+from servers.models.registry import UnknownModelError, get_base, get_specification, known_references, payload_variants
+from servers.models.specification import ModelSpecification
+from servers.models.weights import (
+    CheckpointWeights,
+    PretrainedWeights,
+    RandomWeights,
+    WeightsError,
+    parse_weights,
+    pin,
+)
+
+SMALL = ("torchvision:resnet18", "timm:vit_tiny_patch16_224", "timm:resnet18", "timm:vit_small_patch16_224.dino")
+
+
+def answers(module: torch.nn.Module, *given: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return module(*given)
+
+
+def arguments(specification: ModelSpecification, lengths: list[int], seed: int = 0) -> list[torch.Tensor]:
+    assert specification.make_items is not None
+    return [torch.from_numpy(array) for array in specification.make_items(seed, lengths).values()]
+
+
+@pytest.mark.parametrize("reference", SMALL)
+def test_an_image_model_is_the_librarys_own(reference: str) -> None:
+    specification = get_specification(reference)
+    module = specification.load_module(RandomWeights(3))
+    library, _, name = reference.partition(":")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        own: Any = timm.create_model(name) if library == "timm" else torchvision.models.get_model(name)
+    images = torch.randn(2, *specification.inputs[0].item_shape, generator=torch.Generator().manual_seed(1))
+    answer = answers(module, images)
+    assert answer.shape[1:] == specification.outputs[0].item_shape
+    torch.testing.assert_close(answer, answers(own.eval(), images), rtol=0, atol=0)
+    assert [variant.payload for variant in payload_variants(specification)] == ["fp32", "uint8", "jpeg"]
+
+
+def test_a_model_without_a_classifier_answers_with_an_embedding() -> None:
+    specification = get_specification("timm:vit_small_patch16_224.dino")
+    assert (specification.outputs[0].name, specification.outputs[0].shape) == ("embedding", (-1, 384))
+    assert specification.kinds == {"embedding": "embedding"}
+    assert specification.default_weights == "dino"
+    assert get_specification("timm:resnet18").kinds == {"logits": "logits"}
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "torchvision:resnet50",
+        "torchvision:vit_b_16.IMAGENET1K_SWAG_E2E_V1",
+        "timm:resnet18",
+        "timm:vit_base_patch16_siglip_224",
+    ],
+)
+@pytest.mark.parametrize("path", [jpeg_paths()[3], jpeg_paths()[9]], ids=lambda path: path.stem)
+def test_preprocessing_is_the_librarys_own(reference: str, path: Path) -> None:
+    preprocessing = get_specification(reference).preprocessing
+    library, _, name = reference.partition(":")
+    transform: Any
+    if library == "timm":
+        config = timm.data.resolve_data_config(timm.get_pretrained_cfg(name).to_dict())
+        transform = timm.data.create_transform(**config)
+    else:
+        architecture, _, tag = name.partition(".")
+        weights = torchvision.models.get_model_weights(architecture)
+        transform = (weights[tag] if tag else weights.DEFAULT).transforms()
+    data = path.read_bytes()
+    ours = normalise(resize_and_crop(decode_jpeg(data), preprocessing)[np.newaxis], preprocessing)[0]
+    theirs = transform(Image.open(io.BytesIO(data)).convert("RGB")).numpy()
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_every_architecture_and_tag_of_open_clip_has_a_specification() -> None:
+    for architecture in open_clip.list_models():
+        specification = get_specification(f"open_clip:{architecture}")
+        assert specification.outputs[0].shape == (-1, open_clip.get_model_config(architecture)["embed_dim"])
+    for architecture, tag in open_clip.list_pretrained():
+        config = open_clip.get_pretrained_cfg(architecture, tag)
+        assert config["resize_mode"] in ("shortest", "squash")
+        found = get_specification(f"open_clip:{architecture}.{tag}").preprocessing
+        assert (found.mean, found.interpolation) == (tuple(config["mean"]), config["interpolation"])
+
+
+@pytest.mark.parametrize("architecture", ["RN50", "ViT-S-16-alt"])
+def test_another_architecture_of_open_clip_is_its_own_visual(architecture: str) -> None:
+    specification = get_specification(f"open_clip:{architecture}")
+    module = specification.load_module(RandomWeights(0))
+    own: Any = open_clip.create_model(architecture, pretrained=None).eval().visual
+    own.load_state_dict(module.state_dict())
+    images = torch.randn(1, *specification.inputs[0].item_shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(answers(module, images), answers(own, images), rtol=0, atol=0)
+    assert specification.fused_tower is (architecture != "RN50")
+
+
+@pytest.mark.parametrize("reference", [*SMALL[:2], "open_clip:RN50"])
+def test_a_checkpoint_gives_its_own_answers_and_must_fit(reference: str, tmp_path: Path) -> None:
+    specification = get_specification(reference)
+    path = tmp_path / "mine.pt"
+    state = specification.load_module(RandomWeights(5)).state_dict()
+    torch.save(state, path)
+    source = pin(parse_weights(str(path)), specification.find_pretrained)
+    loaded = specification.load_module(source).state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in state.items())
+    first = next(iter(state))
+    torch.save({key: value for key, value in state.items() if key != first}, path)
+    with pytest.raises(WeightsError, match=f"lacks 1 tensors, {first}"):
+        specification.load_module(CheckpointWeights(path))
+    with pytest.raises(WeightsError, match="but the pin requires"):
+        specification.load_module(source)
+
+
+def test_a_tag_with_another_preprocessing_is_refused_with_the_model_that_has_it() -> None:
+    for reference, tag in (
+        ("torchvision:resnet50", "IMAGENET1K_V1"),
+        ("timm:vit_base_patch16_224", "augreg_in1k"),
+        ("open_clip:ViT-L-14", "laion2b_s32b_b82k"),
+    ):
+        specification = get_specification(reference)
+        assert tag in specification.pretrained_tags()
+        assert specification.find_pretrained is not None
+        if get_specification(f"{reference}.{tag}").image == specification.image:
+            continue
+        with pytest.raises(WeightsError, match=f"another preprocessing; use --model {reference}.{tag}"):
+            specification.find_pretrained(PretrainedWeights(tag))
+
+
+def test_a_tag_of_torchvision_is_loaded_from_torchs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    specification = get_specification("torchvision:resnet18")
+    state = specification.load_module(RandomWeights(2)).state_dict()
+    (tmp_path / "checkpoints").mkdir()
+    torch.save(state, tmp_path / "checkpoints/resnet18-f37072fd.pth")
+    source = pin(parse_weights("IMAGENET1K_V1"), specification.find_pretrained)
+    assert isinstance(source, PretrainedWeights)
+    assert source.sha256
+    assert torch.equal(specification.load_module(source).state_dict()["fc.weight"], state["fc.weight"])
+    with pytest.raises(WeightsError, match="torchvision has no such tag for resnet18; did you mean IMAGENET1K_V1"):
+        specification.load_module(PretrainedWeights("IMAGENET1K_V9"))
+
+
+@pytest.mark.parametrize("reference", ["timm:vit_tiny_patch16_224", "transformers:distilbert-base-uncased"])
+def test_a_tag_is_loaded_from_the_hubs_cache(reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from safetensors.torch import save_file
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    specification = get_specification(reference)
+    tag = specification.pretrained_tags()[0]
+    with pytest.raises(WeightsError, match=f"--weights {tag}: the download failed"):
+        specification.load_module(PretrainedWeights(tag))
+    repository = "distilbert--distilbert-base-uncased" if tag == "pretrained" else f"timm--vit_tiny_patch16_224.{tag}"
+    commit = "a" * 40
+    folder = tmp_path / f"models--{repository}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text(commit)
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    module = specification.load_module(RandomWeights(4))
+    state = {key.removeprefix("model."): value for key, value in module.state_dict().items()}
+    save_file(state, folder / "snapshots" / commit / "model.safetensors")
+    source = pin(PretrainedWeights(tag), specification.find_pretrained)
+    assert isinstance(source, PretrainedWeights)
+    assert source.revision == commit
+    loaded = specification.load_module(source).state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in module.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder and a classifier of two layers, as transformers saves them, and what it saves besides."""
+    root = tmp_path_factory.mktemp("hf")
+    small: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    config = transformers.BertConfig(**small, vocab_size=200)
+    transformers.BertForMaskedLM(config).save_pretrained(root / "Tiny-BERT")
+    config.num_labels = 3
+    transformers.BertForSequenceClassification(config).save_pretrained(root / "classifier")
+    transformers.RobertaConfig(**small, vocab_size=200, type_vocab_size=1).save_pretrained(root / "roberta")
+    transformers.T5Config().save_pretrained(root / "t5")
+    return root
+
+
+def test_a_folder_of_transformers_is_served_with_its_own_weights(folders: Path) -> None:
+    encoder, classifier = get_base(str(folders / "Tiny-BERT")), get_base(f"transformers:{folders / 'classifier'}")
+    assert (encoder.name, encoder.label, encoder.outputs[0].shape) == ("tiny_bert", "Tiny-BERT", (-1, -1, 32))
+    assert (classifier.outputs[0].shape, dict(classifier.kinds)) == ((-1, 3), {"logits": "logits"})
+    for specification, kind in (
+        (encoder, transformers.AutoModel),
+        (classifier, transformers.AutoModelForSequenceClassification),
+    ):
+        own: Any = kind.from_pretrained(specification.reference).eval()
+        weights = pin(parse_weights(specification.default_weights), None)
+        assert weights.label.startswith("checkpoint model.safetensors, SHA-256 ")
+        given = arguments(specification, [4, 7])
+        names = [tensor.name for tensor in specification.inputs]
+        assert names == ["input_ids", "attention_mask", "token_type_ids"]
+        with torch.inference_mode():
+            expected = own(**dict(zip(names, given, strict=True)))[0]
+        torch.testing.assert_close(answers(specification.load_module(weights), *given), expected, rtol=0, atol=1e-6)
+    with pytest.raises(WeightsError, match=r"not the weights of classifier: it lacks .* tensors, bert\.pooler"):
+        classifier.load_module(parse_weights(encoder.default_weights))
+
+
+def test_padding_does_not_change_the_answers_of_real_tokens(folders: Path) -> None:
+    for name in ("Tiny-BERT", "roberta"):
+        specification = get_base(str(folders / name))
+        module = specification.load_module(RandomWeights(0))
+        given = arguments(specification, [5, 9])
+        alone = answers(module, *(tensor[:1, :5] for tensor in given))
+        torch.testing.assert_close(answers(module, *given)[:1, :5], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_an_encoder_can_be_exported_and_traced_for_any_size(folders: Path) -> None:
+    specification = get_base(str(folders / "Tiny-BERT"))
+    module = specification.load_module(RandomWeights(0))
+    given, other = arguments(specification, [5, 9]), arguments(specification, [3, 7, 11], seed=1)
+    sizes = tuple({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC} for _ in given)
+    exported = torch.export.export(module, tuple(given), dynamic_shapes=sizes).module()
+    traced: Any = torch.jit.trace(module, tuple(given), check_trace=False)
+    for form in (exported, traced):
+        torch.testing.assert_close(answers(form, *other), answers(module, *other), rtol=1e-5, atol=1e-5)
+
+
+def test_positions_that_count_from_the_padding_token_leave_fewer_tokens(folders: Path) -> None:
+    specification = get_base(str(folders / "roberta"))
+    (axis,) = specification.axes
+    assert axis.largest == 512 - 2
+    assert [tensor.name for tensor in specification.inputs] == ["input_ids", "attention_mask"]
+    assert axis.padding["input_ids"] == 1
+    assert specification.default_weights == "random:0"
+    module = specification.load_module(RandomWeights(0))
+    assert answers(module, *arguments(specification, [axis.largest])).shape == (1, axis.largest, 32)
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        answers(module, *arguments(specification, [axis.largest + 1]))
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("transformers:bert", "did you mean bert-base-uncased"),
+        ("transformers:org/model", "download the model with: hf download org/model"),
+        ("torchvision:resnet51", "did you mean resnet50"),
+        ("torchvision:resnet50.IMAGENET1K_V3", "torchvision:resnet50 has no weights .*; did you mean IMAGENET1K_V"),
+        ("timm:resnet18.no_tag", "timm:resnet18 has no weights 'no_tag'; use one of: "),
+        ("open_clip:ViT-B-16.opena", "open_clip:ViT-B-16 has no weights .*; did you mean openai"),
+        ("open_clip:ViT-B-33", "did you mean ViT-B-32"),
+        ("open_clip:xyz", "use one of: ViT-B-32, ViT-B-16"),
+    ],
+)
+def test_an_unknown_name_gets_the_closest(reference: str, message: str) -> None:
+    with pytest.raises(UnknownModelError, match=message):
+        get_specification(reference)
+
+
+def test_a_model_that_is_neither_encoder_nor_classifier_is_refused(folders: Path) -> None:
+    with pytest.raises(UnknownModelError, match="a t5 model is not an encoder of text or a sequence classifier"):
+        get_base(str(folders / "t5"))
+
+
+def test_counted_operations_are_those_that_the_libraries_publish(folders: Path) -> None:
+    resnet = get_base("torchvision:resnet18")
+    assert measure_size(resnet).parameters == 11_689_512
+    assert resnet.flops_per_item == count_flops(resnet) == pytest.approx(2 * 1.814e9, rel=1e-3)
+    assert count_flops(get_base("timm:resnet18")) == pytest.approx(resnet.flops_per_item, rel=0.01)
+    tokens, hidden, inner = 128, 32, 64
+    layer = 2 * tokens * (4 * hidden**2 + 2 * hidden * inner) + 2 * 2 * tokens**2 * hidden
+    assert count_flops(get_base(str(folders / "Tiny-BERT"))) == 2 * layer + 2 * hidden**2  # and the pooler
+
+
+def test_well_known_names_are_cheap_to_describe() -> None:
+    for reference in known_references():
+        specification = get_base(reference)
+        assert specification.reference == reference
+        assert specification.default_weights == "random:0"

@@ -1,0 +1,125 @@
+"""The number of files that a person touches: none for a library's model, one for their own, one for a new source."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+from typer.testing import CliRunner
+
+from loadgen.entry import Command
+from servers.models import sources
+from servers.models.command import models
+
+ROOT = Path(__file__).resolve().parents[3]
+
+SOURCE = '''
+"""Models that add a number."""
+import torch
+from servers.contract.tensors import TensorSpec
+from servers.models.specification import ModelSpecification
+
+class Add(torch.nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.number = torch.nn.Parameter(torch.tensor(float(number)))
+    def forward(self, x):
+        return x + self.number
+
+def names():
+    return ("one",)
+
+def specify(name):
+    if name not in names():
+        return None
+    tensors = [TensorSpec(name, "FP32", (-1, 4)) for name in ("x", "y")]
+    return ModelSpecification(
+        name="add_one", reference=f"add:{name}", title="adds 1", version="1", inputs=(tensors[0],),
+        outputs=(tensors[1],), max_batch_size=4, load_module=lambda source: Add(1).eval().requires_grad_(False),
+    )
+'''
+
+USE = """
+import sys
+import numpy as np
+from servers.models import sources
+sources.__path__.append(sys.argv[1])
+from servers.engines.factory import build_engine
+from servers.engines.settings import EngineSettings
+from servers.models.registry import SOURCES, get_base, known_references
+from servers.models.weights import RandomWeights
+assert "add" in SOURCES and "add:one" in known_references()
+engine = build_engine(get_base("add:one"), RandomWeights(0), EngineSettings("torch", device="cpu"), None)
+engine.load()
+(answer,) = engine.infer({"x": np.zeros((2, 4), np.float32)}).values()
+assert (answer == 1).all(), answer
+"""
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    app = typer.Typer()
+    app.command(cls=Command)(models)
+    result = CliRunner().invoke(app, [*arguments])
+    return result.exit_code, result.output
+
+
+def test_a_new_source_is_one_file_and_its_models_are_served(tmp_path: Path) -> None:
+    (tmp_path / "add.py").write_text(SOURCE)
+    done = subprocess.run(
+        [sys.executable, "-c", USE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (Path(sources.__path__[0]) / "add.py").exists()
+
+
+def test_a_new_model_is_described_without_touching_a_file_of_ours(tmp_path: Path) -> None:
+    text = (ROOT / "docs/models.md").read_text().partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "mine.py").write_text(text)
+    status, output = run(f"{tmp_path / 'mine.py'}:scorer", "--json")
+    assert status == 0
+    (described,) = json.loads(output)["models"]
+    assert described["inputs"][0] == {"name": "ids", "datatype": "INT64", "shape": ["batch", "sequence"]}
+    assert described["outputs"] == [{"name": "scores", "datatype": "FP32", "shape": ["batch", 2], "kind": "logits"}]
+    assert described["axes"] == [
+        {"name": "sequence", "default": 128, "largest": 512, "padding": {"ids": 0, "mask": 0}},
+    ]
+    assert described["default_weights"] == "module file mine.py"
+    assert described["definition_sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    assert str(tmp_path) not in output
+
+
+def test_the_list_has_every_source_with_parameters_and_operations() -> None:
+    status, output = run()
+    assert status == 0
+    for line in (
+        "open_clip:ViT-B-32: OpenCLIP ViT-B-32 image tower, 87.8 million parameters, 8.818 GFLOP per image",
+        "torchvision:resnet50: torchvision resnet50, 25.6 million parameters, 8.178 GFLOP per image",
+        "timm:resnet50: timm resnet50, 25.6 million parameters, 8.178 GFLOP per image",
+        "transformers:bert-base-uncased: bert-base-uncased, 109.5 million parameters, 22.35 GFLOP per sequence",
+    ):
+        assert line in output.splitlines()
+
+
+def test_one_model_and_the_names_of_a_source() -> None:
+    status, output = run("torchvision:resnet18")
+    assert status == 0
+    assert "logits FP32 [batch, 1000], compared as logits" in output
+    assert "fp32, uint8, jpeg" in output
+    status, output = run("torchvision", "--json")
+    assert "torchvision:alexnet" in json.loads(output)["names"]
+    status, output = run("torchvision:resnet17")
+    assert status == 2
+    assert "did you mean resnet" in output
+
+
+def test_the_default_model_is_described_without_its_library() -> None:
+    code = (
+        "import sys; from servers.models.registry import DEFAULT_MODEL, get_base; get_base(DEFAULT_MODEL);"
+        "print({'open_clip', 'torch', 'transformers', 'timm', 'torchvision', 'onnx'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

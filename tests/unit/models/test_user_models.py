@@ -1,0 +1,302 @@
+"""A user's own model: a module in a file, an ONNX file, a folder of Triton; and how each is refused in one sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+from servers.models.model_size import measure_size
+from servers.models.registry import UnknownModelError, get_base, get_specification
+from servers.models.samples import write_samples
+from servers.models.weights import CheckpointWeights, RandomWeights, WeightsError, parse_weights, pin
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs/models.md"
+
+
+def example() -> str:
+    """The complete file that the docs show."""
+    return DOCUMENT.read_text().partition("```python\n")[2].partition("```")[0]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[str], str]:
+    """Writes a user's file, my_model.py: the imports of the docs' example, then the text. Returns its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "my_model.py"
+        path.write_text(f"import torch\nfrom servers.models import Input, Output, Preprocessing, UserModel\n{text}\n")
+        return str(path)
+
+    return write
+
+
+def test_the_example_of_the_docs_is_one_short_file_that_works(tmp_path: Path) -> None:
+    path = tmp_path / "my_model.py"
+    path.write_text(example())
+    assert len(example().strip().splitlines()) <= 20
+    specification = get_base(f"{path}:scorer")
+    assert (specification.name, specification.label) == ("my_model_scorer", "my_model.py:scorer")
+    assert specification.kinds == {"scores": "logits"}
+    assert specification.make_items is not None
+    weights = pin(parse_weights(specification.default_weights), specification.find_pretrained)
+    assert re.fullmatch("module file my_model.py, SHA-256 [0-9a-f]{64}", weights.label)
+    items = specification.make_items(0, [3, 5])
+    np.testing.assert_array_equal(items["mask"], [[1, 1, 1, 0, 0], [1] * 5])
+    module = specification.load_module(weights)
+    with torch.inference_mode():
+        assert module(*(torch.from_numpy(array) for array in items.values())).shape == (2, 2)
+    size = measure_size(specification)
+    assert (size.parameters, size.flops_per_item) == (1000 * 32 + 32 * 2 + 2, 2 * 32 * 2)
+    assert write_samples(specification, tmp_path / "samples", "16")
+    path.write_text(example().replace("1000, 32", "1001, 32"))
+    with pytest.raises(WeightsError, match="but the pin requires"):
+        specification.load_module(weights)
+
+
+def test_the_file_is_executed_once_and_seeds_and_checkpoints_are_those_asked_for(
+    file: Callable[[str], str], tmp_path: Path
+) -> None:
+    path = file(
+        "with open(__file__ + '.log', 'a') as log:\n    log.write('executed ')\n"
+        "def linear():\n"
+        "    x, y = Input('x', 'FP32', ('batch', 3)), Output('y', 'FP32', ('batch', 2))\n"
+        "    return UserModel(torch.nn.Linear(3, 2), [x], [y])\n"
+        "def other():\n    return linear()"
+    )
+    specification = get_base(f"{path}:linear")
+    states = [specification.load_module(RandomWeights(seed)).state_dict()["weight"] for seed in (1, 1, 2)]
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+    get_base(f"{path}:other").load_module(RandomWeights(0))
+    assert Path(f"{path}.log").read_text() == "executed "
+    checkpoint = tmp_path / "w.pt"
+    torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, checkpoint)
+    assert specification.load_module(CheckpointWeights(checkpoint)).state_dict()["weight"].sum() == 6
+    torch.save({"weight": torch.ones(2, 4), "bias": torch.ones(2)}, checkpoint)
+    with pytest.raises(
+        WeightsError, match=r"not the weights of my_model.py:linear: it has another shape for 1 tensors"
+    ):
+        specification.load_module(CheckpointWeights(checkpoint))
+
+
+def test_samples_that_the_user_supplies_are_sent_as_they_are(file: Callable[[str], str], tmp_path: Path) -> None:
+    path = file(
+        "def f():\n    return UserModel(torch.nn.Flatten(), [Input('x', 'FP32', ('batch', 2, 2))],\n"
+        "        [Output('y', 'FP32', ('batch', 4))], samples={'x': torch.arange(12.).reshape(3, 2, 2)})"
+    )
+    specification = get_base(f"{path}:f")
+    assert write_samples(specification, tmp_path / "samples")
+    assert specification.make_items is not None
+    assert specification.make_items(0, [1] * 4)["x"][3, 0, 0] == 0, "the first follows the last"
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "samples/x.tensors.npy"), np.arange(12, dtype=np.float32).reshape(3, 2, 2)
+    )
+    assert '"kind": "given"' in (tmp_path / "samples/samples.json").read_text()
+
+
+def test_several_inputs_outputs_and_free_sizes(file: Callable[[str], str]) -> None:
+    path = file(
+        "class Two(torch.nn.Module):\n    def forward(self, a, b):\n        return a + 1, b.sum(1).sum(1) > 0\n"
+        "def two():\n    a = Input('a', 'UINT8', ('batch', 'width'))\n"
+        "    b = Input('b', 'INT32', ('batch', 'height', 'width'))\n"
+        "    outputs = [Output('c', 'UINT8', ('batch', 'width')), Output('d', 'BOOL', ('batch',), 'labels')]\n"
+        "    return UserModel(Two(), [a, b], outputs, {'width': (4, 9), 'height': (3, 3)})"
+    )
+    specification = get_base(f"{path}:two")
+    assert [tensor.shape for tensor in specification.inputs] == [(-1, -1), (-1, -1, -1)]
+    assert [(axis.name, dict(axis.places)) for axis in specification.axes] == [
+        ("width", {"a": 1, "b": 2, "c": 1}),
+        ("height", {"b": 1}),
+    ]
+    assert specification.padded_axis is None
+    assert specification.kind_of("d") == "labels"
+    specification.load_module(RandomWeights(0))
+
+
+def test_a_users_model_of_images_takes_every_payload(file: Callable[[str], str], tmp_path: Path) -> None:
+    path = file(
+        "def f():\n    shape = ('batch', 3, 8, 8)\n"
+        "    return UserModel(torch.nn.Flatten(), [Input('x', 'FP32', shape)], [Output('y', 'FP32', ('batch', 192))],\n"
+        "        item='image', image=Preprocessing(8, (0.5,) * 3, (0.5,) * 3))"
+    )
+    assert write_samples(get_base(f"{path}:f"), tmp_path / "samples")
+    assert np.load(tmp_path / "samples/x.uint8.npy").shape[1:] == (8, 8, 3)
+    assert (tmp_path / "samples/jpeg/00.jpg").is_file()
+
+
+X, Y = "Input('x', 'FP32', ('batch', 3))", "Output('y', 'FP32', ('batch', 3))"
+VARIABLE = "Input('x', 'FP32', ('batch', 'n'){})"
+
+
+def returning(expression: str) -> str:
+    return f"def f():\n    return {expression}"
+
+
+def model(module: str = "None", inputs: str = X, outputs: str = Y, more: str = "") -> str:
+    """A file whose function returns this model."""
+    return returning(f"UserModel({module}, [{inputs}], [{outputs}], {more})")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def g(): pass", r"my_model\.py: there is no function f; use one of: g"),
+        ("f = 3", r"there is no function f"),
+        ("import nothing_of_the_name", r"my_model\.py cannot be imported: ModuleNotFoundError: .* \(line 3\)"),
+        ("def f(:", "cannot be imported: SyntaxError"),
+        ("def f():\n    raise KeyError('a')", r"my_model\.py:f failed: KeyError: 'a' \(line 4\)"),
+        ("def f(x): pass", "f failed: TypeError"),
+        (returning("torch.nn.Identity()"), "returned a Identity; return servers.models.UserModel"),
+        (model(inputs=""), "inputs must be a list of at least one Input"),
+        (model(outputs=X), "outputs must be a list of at least one Output"),
+        (model(inputs=f"{X}, {X}"), "two tensors have the same name"),
+        (model(inputs=X.replace("FP32", "float32")), "x has the unknown datatype 'float32'"),
+        (model(inputs=X.replace("batch", "n")), 'of x must begin with "batch"'),
+        (model(inputs=X.replace("3)", "0)")), "sizes from 1 up"),
+        (model(outputs=f"{Y[:-1]}, 'scores')"), "unknown kind 'scores' of y; use one of: embedding"),
+        (model(inputs=VARIABLE.format("")), "sizes must give the default and the largest size of n"),
+        (model(outputs=Y.replace("3)", "'n')")), "no input has the dimension n of y"),
+        (model(inputs=f"{X[:-1]}, padding=0)"), "padding needs one dimension of variable size"),
+        (model(more="samples={}"), "samples have no x"),
+        (model(more="samples={'x': [[1, 2]]}"), r"the samples of x are int64 \[1, 2\], not FP32"),
+        (model(more="image=Preprocessing(3, (0,) * 3, (1,) * 3)"), "takes one FP32 input of 3 × 3"),
+    ],
+)
+def test_a_file_that_describes_no_model_is_refused(text: str, message: str, file: Callable[[str], str]) -> None:
+    with pytest.raises(UnknownModelError, match=message) as caught:
+        get_base(f"{file(text)}:f")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (model(), "the module is a NoneType"),
+        (model("torch.nn.Linear(3, 2)"), r"y is float32 \[2, 2\]; .* float32 \[2, 3\]"),
+        (model("torch.nn.Linear(4, 2)"), "fails on inputs of its description: RuntimeError"),
+        (model("torch.nn.Identity()", outputs=f"{Y}, {Y.replace('y', 'z')}"), "1 tensors; described outputs: 2"),
+        (model("torch.nn.Identity()", outputs=Y.replace("FP32", "FP64")), "is float32 .* it is float64"),
+        (
+            "class Mean(torch.nn.Module):\n    def forward(self, x):\n        return x.mean(1, True).expand(-1, 3)\n"
+            + model("Mean()", VARIABLE.format(", padding=0"), more="{'n': (8, 8)}"),
+            "padding changes the answer y",
+        ),
+    ],
+)
+def test_a_module_that_is_not_as_described_is_refused_when_it_is_loaded(
+    text: str, message: str, file: Callable[[str], str]
+) -> None:
+    specification = get_base(f"{file(text)}:f")
+    with pytest.raises(WeightsError, match=message) as caught:
+        specification.load_module(RandomWeights(0))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("no_such.py:f", r"no_such\.py: no such file in "),
+        ("no_such.onnx", r"no_such\.onnx: no such file in "),
+        ("./no/such", "give FILE.py:FUNCTION, FILE.onnx, or a folder"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused(reference: str, message: str) -> None:
+    with pytest.raises(UnknownModelError, match=message):
+        get_specification(reference)
+
+
+def write_onnx(path: Path, shape: list[Any], element: int = TensorProto.FLOAT) -> None:
+    """y = x · w for the last dimension, which is 3."""
+    out = [*shape[:-1], 2] if shape else []
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", element, shape)],
+        [helper.make_tensor_value_info("y", element, out)],
+        [helper.make_tensor("w", TensorProto.FLOAT, [3, 2], [1.0] * 6)],
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(helper.make_model(graph), path)
+
+
+def test_an_onnx_file_has_the_signature_and_the_axes_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "My Product.onnx"
+    write_onnx(path, ["n", "rows", 3])
+    specification = get_base(str(path))
+    assert (specification.name, specification.label, specification.file) == ("my_product", "My Product.onnx", path)
+    assert (specification.inputs[0].shape, specification.outputs[0].shape) == ((-1, -1, 3), (-1, -1, 2))
+    (axis,) = specification.axes
+    assert (axis.name, dict(axis.places), axis.padded) == ("rows", {"x": 1, "y": 1}, False)
+    weights = pin(parse_weights(specification.default_weights), specification.find_pretrained)
+    assert weights.label.startswith("ONNX file My Product.onnx, SHA-256 ")
+    assert measure_size(specification).parameters == 6
+    with pytest.raises(WeightsError, match="torch does not execute; use --engine onnxruntime or tensorrt"):
+        specification.load_module(weights)
+
+
+@pytest.mark.parametrize(
+    ("shape", "element", "message"),
+    [
+        ([1, 3], TensorProto.FLOAT, "x has a fixed batch dimension of 1"),
+        ([], TensorProto.FLOAT, "x has no shape, or no batch dimension"),
+        (["n", 3], TensorProto.BFLOAT16, "x has the type BFLOAT16, which the protocol does not have"),
+    ],
+)
+def test_an_onnx_file_that_takes_no_batches_is_refused(
+    shape: list[Any], element: int, message: str, tmp_path: Path
+) -> None:
+    write_onnx(tmp_path / "a.onnx", shape, element)
+    with pytest.raises(UnknownModelError, match=message):
+        get_base(str(tmp_path / "a.onnx"))
+    (tmp_path / "b.onnx").write_text("no graph")
+    with pytest.raises(UnknownModelError, match="is not an ONNX file that can be read"):
+        get_base(str(tmp_path / "b.onnx"))
+
+
+def tensors(side: str, name: str, datatype: str, dims: str) -> str:
+    return f'{side} [{{ name: "{name}" data_type: TYPE_{datatype} dims: {dims} }}]\n'
+
+
+CONFIG = "max_batch_size: 8\n" + tensors("input", "x", "FP32", "[4, 3]") + tensors("output", "y", "FP32", "[-1, 2]")
+
+
+def test_a_triton_folder_has_the_names_and_sizes_of_its_configuration(tmp_path: Path) -> None:
+    folder = tmp_path / "Product"
+    write_onnx(folder / "1/model.onnx", ["n", "rows", 3])
+    write_onnx(folder / "12/model.onnx", ["n", "rows", 3])
+    (folder / "config.pbtxt").write_text(f'backend: "onnxruntime"\n{CONFIG}')
+    specification = get_base(str(folder))
+    assert (specification.name, specification.label, specification.max_batch_size) == ("Product", "Product", 8)
+    assert specification.file == folder / "12/model.onnx"
+    assert (specification.inputs[0].shape, specification.outputs[0].shape) == ((-1, 4, 3), (-1, -1, 2))
+    assert specification.axes == (), "no input has a free size"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("what?", "config.pbtxt cannot be read"),
+        (CONFIG.replace("8", "0"), "allows no batches; set max_batch_size"),
+        (
+            CONFIG.replace("FP32 dims: [4", "INT32 dims: [4"),
+            r"has x as INT32 \[4, 3\]; the ONNX file has FP32 \[-1, 3\]",
+        ),
+        (CONFIG.replace('"x"', '"z"'), "the ONNX file has no such tensor"),
+        (CONFIG.replace("[4, 3]", "[4, 5]"), "the ONNX file has FP32"),
+        (CONFIG.replace("[4, 3]", "[12] reshape { shape: [4, 3] }"), "reshapes x, which only Triton does"),
+        (CONFIG + 'default_model_filename: "model.plan"', "only a model with VERSION/model.onnx can be served"),
+    ],
+)
+def test_a_triton_folder_that_cannot_be_served_is_refused(config: str, message: str, tmp_path: Path) -> None:
+    write_onnx(tmp_path / "m/1/model.onnx", ["n", "rows", 3])
+    (tmp_path / "m/config.pbtxt").write_text(config)
+    with pytest.raises(UnknownModelError, match=message):
+        get_base(str(tmp_path / "m"))
