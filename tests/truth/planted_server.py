@@ -139,7 +139,8 @@ class Planted:
     async def execute(self) -> None:
         """Execute what waits, up to `LARGEST` items at a time."""
         while self.waiting:
-            together, size = [], 0
+            together: list[tuple[int, asyncio.Future[int]]] = []
+            size = 0
             while self.waiting and (not together or size + self.waiting[0][0] <= LARGEST):
                 together.append(self.waiting.pop(0))
                 size += together[-1][0]

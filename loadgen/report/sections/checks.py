@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import loadgen.report.document as doc
+from loadgen.quantities import share
 from loadgen.records.run import shown
 from loadgen.report.charts import several
 from loadgen.result.checks.registry import CHECKS, Check
@@ -15,6 +16,9 @@ WORDS: dict[doc.Style, str] = {
     "failed": "failed", "warning": "warning", "unknown": "not available", "note": "noted", "ok": "ok",
 }  # fmt: skip
 """The states of checks, the worst first."""
+
+_KINDS = {"labels": "equal values", "tensor": "numbers"}
+"""How an output was compared, for readers, where the name of its kind does not say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +197,8 @@ def same_answers(result: Result) -> doc.Section | None:
             f"Tolerance of the relative error ({parity.precision}): {parity.tolerance_relative:.1e}, of one element "
             f"{parity.tolerance_element:.1e}."
         )
+    if parity.kinds:
+        limit += f" Outputs: {', '.join(f'{name} ({_KINDS.get(kind, kind)})' for name, kind in parity.kinds.items())}."
     base = shown(result.experiment.baseline.label)
     rows = [
         (
@@ -202,14 +208,16 @@ def same_answers(result: Result) -> doc.Section | None:
             "–" if case.relative_max is None else f"{case.relative_max:.1e}",
             f"{case.max_abs:.2g}",
             f"{case.cosine_min:.6f}",
+            *("" if value is None else share(value, 3) for value in (case.top1, case.top5)),
             doc.Cell("ok", "ok") if case.ok else doc.Cell("failed", "failed"),
+            "" if case.fault is None else f"output {case.output} {case.fault}",
         )
         for case in parity.cases
     ]
-    figures = doc.numbers("items", "largest relative error", "largest difference", "lowest cosine")
+    figures = doc.numbers("items", "largest relative error", "largest difference", "lowest cosine", "top-1", "top-5")
     return doc.section(
         "Same answers",
-        doc.Table((*doc.names("case", "kind"), *figures, *doc.names("")), rows),
+        doc.Table((*doc.names("case", "kind"), *figures, *doc.names(""), doc.Column("why", "text", below=True)), rows),
         doc.Text(f"Answers of {'all' if several(result) else 'both'} arms to the same inputs. {limit}", "note"),
         on=doc.PAGES,
     )

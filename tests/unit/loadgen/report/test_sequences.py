@@ -79,8 +79,8 @@ def test_every_format_counts_in_what_was_sent(tmp_path: Path, inputs: dict[str, 
     ]
     texts.append("".join(str(block.layout) + str(block.data) for block in blocks_of(document, "Batch sizes")))  # type: ignore[attr-defined]
     assert all(f"{unit}/s" in text for text in (texts[0], texts[1], texts[-1]))
-    if unit != "images":
-        assert not any("image" in text for text in texts)
+    if unit != "images":  # the case of parity that is named so is stored in the run
+        assert not any("image" in text.replace("single images", "") for text in texts)
 
 
 def test_tokens_stand_beside_sequences_where_lengths_are_known(tmp_path: Path, result: Result) -> None:
