@@ -127,6 +127,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
         """The model's name on the server; None for a reference, whose samples tell it."""
         return served_name(self.model, self.carried)
 
+    @property
     def access(self) -> Access:
         """How the server is reached. Raises `AddressError` for a header that cannot be sent."""
         try:
@@ -269,9 +270,7 @@ class Session:
         if self._signature is None:
             if self._inputs is None:
                 self.load_inputs()
-            endpoint = Endpoint(
-                self._address.url, timeout_s=self.options.request_timeout, access=self.options.access
-            )
+            endpoint = Endpoint(self._address.url, timeout_s=self.options.request_timeout, access=self.options.access)
             self._signature = endpoint.signature(self.model)
         return self._signature
 

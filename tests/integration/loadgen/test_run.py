@@ -237,7 +237,7 @@ def test_remote_arms_need_no_statistics_and_an_unknown_model_gets_random_values_
     assert (state.state, state.error) == ("finished", None)
     about = stored(out / "environment.json", Environment).inputs
     assert (about["kind"], about["item"], about["count"], about["seed"]) == ("random values", "item", 16, 1)
-    assert [record.model_config["name"] for record in stored(out / "arms.json", list[ArmRecord])] == [
+    assert [(record.model_config or {})["name"] for record in stored(out / "arms.json", list[ArmRecord])] == [
         "other",
         "another",
     ]

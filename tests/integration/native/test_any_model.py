@@ -96,7 +96,7 @@ def test_mixed_lengths_at_once_get_their_own_answers(protocol: str, server: Any,
     lengths = LENGTHS * 4
     with ThreadPoolExecutor(len(lengths)) as threads:
         for length, answer in zip(lengths, threads.map(ask, lengths), strict=True):
-            np.testing.assert_allclose(answer, expected[length][1], atol=1e-5)
+            np.testing.assert_allclose(np.asarray(answer, np.float32), expected[length][1], atol=1e-5)
     executions = server.model_stats()["execution_count"] - before
     # Without sizes to pad to, neighbours in the queue have different lengths and share no batch.
     assert executions < len(lengths) or pad_to(server) == "none"
@@ -121,7 +121,7 @@ def test_a_bad_request_of_a_batch_harms_no_other(server: Any, expected: Any) -> 
                 assert isinstance(answer, str)
                 assert "its ids are 0 to 199" in answer
             else:
-                np.testing.assert_allclose(answer, expected[5][1], atol=1e-5)
+                np.testing.assert_allclose(np.asarray(answer, np.float32), expected[5][1], atol=1e-5)
     assert server.status("/v2/health/ready") == 200
 
 
