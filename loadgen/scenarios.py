@@ -33,7 +33,8 @@ Options beside Locust's own (its web page shows them, its --help does not), each
     --header NAME=VALUE        ABSERVE_LOAD_HEADER            sent with every request; repeatable
     --ca FILE                  ABSERVE_LOAD_CA                CA certificates to trust, for an https:// host
     --insecure                 ABSERVE_LOAD_INSECURE          do not verify the server's certificate
-    --cert FILE, --key FILE    ABSERVE_LOAD_CERT, …_KEY       client certificate
+    --cert FILE                ABSERVE_LOAD_CERT              client certificate
+    --key FILE                 ABSERVE_LOAD_KEY               its key, if it is in another file
     --model-version V          ABSERVE_LOAD_MODEL_VERSION     version of the model
     --metrics-port PORT        ABSERVE_LOAD_METRICS_PORT      Prometheus metrics of the generator; 0: none
     --metrics-host HOST        ABSERVE_LOAD_METRICS_HOST      address of these metrics
