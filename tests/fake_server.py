@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import sys
 import time
 from collections import Counter
@@ -65,6 +66,10 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cpu-burn-ms", type=float, default=0, help="of work in every inference on the device cpu")
     parser.add_argument("--tell-engine", help="what it says that it executes with; see `measure_engine`")
     parser.add_argument("--lies", type=Path, help="JSON: path → [body, status, after so many inferences]")
+    parser.add_argument("--tls", type=Path, help="speak TLS with this certificate and its key")
+    parser.add_argument("--client-ca", type=Path, help="want a client certificate of this authority")
+    parser.add_argument("--want-header", help="NAME=VALUE: 401 without it")
+    parser.add_argument("--version", help="the only version, also under /versions/…; without it there are no versions")
     parser.add_argument("--children", type=int, default=0, help="child processes that just sleep")
     settings = parser.parse_args(argv)
     settings.model = {"open_clip:ViT-B-32": MODEL}.get(settings.model, settings.model)
@@ -133,6 +138,12 @@ class FakeServer:
             writer.close()
 
     async def answer(self, method: str, path: str, headers: dict, body: bytes):
+        if self.settings.want_header:
+            name, _, value = self.settings.want_header.lower().partition("=")
+            if headers.get(name) != value:
+                return 401, {}, json.dumps({"error": f"no {name}"}).encode()
+        if self.settings.version:
+            path = path.replace(f"/versions/{self.settings.version}", "")
         if path in self.lies:
             text, status, first_inference = self.lies[path]
             if self.inferences >= first_inference:
@@ -241,9 +252,22 @@ class FakeServer:
         }
 
 
+def tls(settings: argparse.Namespace) -> ssl.SSLContext | None:
+    if settings.tls is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(settings.tls)
+    if settings.client_ca is not None:
+        context.load_verify_locations(settings.client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 async def listen(settings: argparse.Namespace) -> None:
     server = FakeServer(settings)
-    listener = await asyncio.start_server(server.connection, "127.0.0.1", settings.http_port, limit=2**26)
+    listener = await asyncio.start_server(
+        server.connection, "127.0.0.1", settings.http_port, limit=2**26, ssl=tls(settings)
+    )
     stop = asyncio.Event()
     if settings.ignore_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

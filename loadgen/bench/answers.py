@@ -23,7 +23,8 @@ from loadgen.bench.arms import Arm
 from loadgen.bench.preparation import Inputs
 from loadgen.generator.kept_answers import unpacked
 from loadgen.generator.messages import KeptAnswer, Open, Outcome
-from loadgen.records.run import Label, ParityCase, ParityRecord, Workload
+from loadgen.records.parity import ParityCase, ParityRecord
+from loadgen.records.run import Label, Workload
 from loadgen.statistics.agreement import (
     NOT_FINITE,
     Agreement,

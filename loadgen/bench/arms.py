@@ -44,17 +44,19 @@ class Arm:
     @property
     def endpoint(self) -> Endpoint:
         """The endpoint for all requests except inference."""
-        return Endpoint(self.deployment.url)
+        return Endpoint(self.deployment.url, access=self.deployment.access)
 
     @property
     def body_key(self) -> str:
-        """Arms with the same key get the same requests; a gRPC request contains the model's name."""
-        return f"{self.model} {self.payload} {self.transport}"
+        """Arms with the same key get the same requests; a gRPC request contains the model's name and
+        version."""
+        return f"{self.model} {self.payload} {self.transport} {self.deployment.access.version}"
 
     @property
     def target(self) -> Target:
         """The target of inference requests."""
-        return Target(self.transport, self.deployment.url, self.model, self.deployment.grpc_address)
+        deployment = self.deployment
+        return Target(self.transport, deployment.url, self.model, deployment.grpc_address, deployment.access)
 
     def bodies(
         self, samples: Path, signature: Signature, batch_sizes: Sequence[int], seed: int, lengths: Sequence[int] = ()
@@ -76,6 +78,7 @@ class Arm:
         return Open(
             url=self.deployment.url,
             grpc_address=self.deployment.grpc_address,
+            access=self.deployment.access,
             key=self.body_key,
             batch_size=workload.batch_size,
             length=workload.sequence_length,
@@ -102,7 +105,7 @@ class Arm:
         """The settings in effect according to the server. Raises `EndpointError` when it does not answer."""
         endpoint = self.endpoint
         server = endpoint.document("/v2") or {}
-        config = endpoint.document(f"/v2/models/{self.model}/config")
+        config = endpoint.config(self.model)
         gpu_info: dict[str, object] | None = None
         with suppress(EndpointError):
             gpu_info = endpoint.document("/gpu-info")

@@ -20,6 +20,8 @@ from loadgen.targets.process import ChildProcess
 from loadgen.transport.endpoint import Signature
 from loadgen.transport.input_files import RANDOM_INPUTS, kind_of, write_given
 from loadgen.transport.inputs import (
+    GIVEN,
+    PHOTOGRAPHS,
     InputError,
     SampleInputs,
     largest_length,
@@ -60,7 +62,7 @@ def _deployment(
     arm: ArmRequest, experiment: Experiment, store: RunStore, work: Path, abserve: Sequence[str]
 ) -> Deployment:
     if not arm.embedded:
-        return RemoteDeployment(arm.target, arm.grpc)
+        return RemoteDeployment(arm.target, arm.grpc if experiment.transport == "grpc" else None, arm.access)
     if experiment.deployment == "compose":
         return ComposeDeployment(arm.target, experiment.compose_project or PROJECT)
     options = {"model": reference(experiment.reference_of(arm)), "threads": str(experiment.threads)}
@@ -215,7 +217,10 @@ def make_inputs(experiment: Experiment, folder: Path, signatures: Mapping[Label,
     return {payload: read_inputs(folder, payload)}
 
 
-def describe_inputs(inputs: Inputs) -> dict[str, str | int]:
-    """A description for the stored record: the first payload's description and the digests of the others."""
+def describe_inputs(inputs: Inputs, seed: int) -> dict[str, str | int]:
+    """A description for the stored record: the first payload's description, the seed of generated inputs, and the
+    digests of the other payloads."""
     first, *rest = inputs.items()
-    return first[1].describe() | {f"sha256_{name}": more.describe()["sha256"] for name, more in rest}
+    about = first[1].describe()
+    seeded = {"seed": seed} if about["kind"] not in (PHOTOGRAPHS, GIVEN) else {}
+    return about | seeded | {f"sha256_{name}": more.describe()["sha256"] for name, more in rest}

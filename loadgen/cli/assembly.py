@@ -33,6 +33,7 @@ from loadgen.transport.grpc import parse_grpc_address
 from loadgen.transport.input_files import RANDOM_INPUTS, kind_of
 from loadgen.transport.inputs import InputError
 from loadgen.transport.requests import Address, AddressError
+from loadgen.transport.tls import TlsError, tls_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +110,11 @@ def check_reachable(arm: ArmRequest, transport: Transport) -> None:
         return
     option = option_of(arm.label)
     try:
-        address = Address.parse(arm.target)
+        address = Address.parse(arm.target, arm.access)
         if arm.grpc is not None:
-            parse_grpc_address(arm.grpc)
-    except AddressError as exc:
+            parse_grpc_address(arm.grpc, arm.access)
+        tls_context(arm.access, "h2")
+    except (AddressError, TlsError) as exc:
         raise PlanError(f"{option}: {exc}") from None
     if transport == "grpc" and arm.grpc is None:
         raise PlanError(f"{option} {arm.target} has no gRPC address; add {option_of(arm.label, 'grpc')} HOST:PORT")

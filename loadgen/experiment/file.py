@@ -20,6 +20,7 @@ from loadgen.documents import one_line
 from loadgen.experiment.options import SettingOption
 from loadgen.experiment.plan import PlanError, unknown
 from loadgen.experiment.settings import DEFAULT_TARGETS, ArmSettings, ExperimentSettings, gather_arms
+from loadgen.headers import HIDDEN
 
 _MOST_BYTES = 1 << 16
 _MOST_NODES = 2000
@@ -138,7 +139,8 @@ def parse_options(flag: str, options: list[str]) -> dict[str, str]:
         name, separator, value = option.partition("=")
         name = name.strip().lstrip("-")
         if not separator or not name:
-            raise ExperimentFileError(f"{flag} {option}: write it as KEY=VALUE, as in max-queue-delay-us=0")
+            shown = f"{flag} {option}" if not flag.endswith("-header") else f"{flag} {HIDDEN}"
+            raise ExperimentFileError(f"{shown}: write it as KEY=VALUE, as in max-queue-delay-us=0")
         parsed[name] = value.strip()
     return parsed
 
@@ -170,7 +172,7 @@ def _line(error: ErrorDetails, path: Path | None, flags: Mapping[tuple[str, ...]
         place = ": ".join([str(path), *([".".join(location[:-1])] if arm else [])])
         return unknown(place, location[-1], known, "key")
     place = next((name for at, name in flags.items() if location[: len(at)] == at), f"{path}: {'.'.join(location)}")
-    given = error["input"]
+    given = None if "header" in location else error["input"]  # never shows the value of a header
     if kind == "literal_error":
         return unknown(place, str(given), re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected"))))
     what = "give at least one value" if kind == "too_short" else error["msg"]

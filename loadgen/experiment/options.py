@@ -74,7 +74,7 @@ class SettingOption:
             panel = MAIN
         text = (self.field.description or "").replace("{arm}", arm.upper())
         if self.flag == f"--{_LAST_SHOWN}":
-            text += f" --d to --{LETTERS[-1]} add more arms; each has -option, -payload, -model and -grpc."
+            text += f" --d to --{LETTERS[-1]} add more arms; each has the options of A."
         option = typer.Option(
             f"{self.flag}/--no-{self.flag[2:]}" if kind is bool else self.flag,
             envvar=self.variable,

@@ -18,7 +18,7 @@ import msgspec
 
 from loadgen.experiment.settings import DEFAULT_SCENARIOS, ArmSettings, ExperimentSettings
 from loadgen.records.payloads import IMAGE_PAYLOADS, implied_payload, served_name, takes_images
-from loadgen.records.run import EMBEDDED, ArmRequest, Label, Scenario, Transport, Workload, option_of
+from loadgen.records.run import EMBEDDED, Access, ArmRequest, Label, Scenario, Transport, Workload, option_of
 from loadgen.statistics.early_stopping import queries_needed
 
 GPU_WINDOW_S = 11.0
@@ -93,7 +93,43 @@ def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
         raise PlanError(f"{option_of(label, 'option')} {port} has no effect, because abserve chooses free ports")
     elif arm.grpc is not None:
         raise PlanError(f"{option_of(label, 'grpc')} has no effect on {target}, because abserve chooses its address")
-    return ArmRequest(label=label, target=target, settings=options, payload=arm.payload, grpc=arm.grpc, model=arm.model)
+    access = Access(
+        ca=arm.ca, insecure=arm.insecure, cert=arm.cert, key=arm.key, version=arm.version, header=arm.header
+    )
+    request = ArmRequest(
+        label=label,
+        target=target,
+        settings=options,
+        payload=arm.payload,
+        grpc=arm.grpc,
+        model=arm.model,
+        access=access,
+    )
+    _check_access(request)
+    return request
+
+
+def _check_access(arm: ArmRequest) -> None:
+    """Raises `PlanError` for settings of an access that have no effect or contradict each other."""
+    label, access = arm.label, arm.access
+    given = [name for name in Access.__struct_fields__ if getattr(access, name)]
+    if arm.embedded and given:
+        raise PlanError(
+            f"{option_of(label, given[0])} has no effect on {arm.target}, because abserve starts that server; it is "
+            "for the URL of a running one"
+        )
+    tls = [name for name in given if name in ("ca", "insecure", "cert", "key")]
+    if tls and not arm.tls_addresses:
+        raise PlanError(
+            f"{option_of(label, tls[0])} has no effect without TLS; give an address with https:// or grpcs://"
+        )
+    if access.insecure and access.ca is not None:
+        raise PlanError(
+            f"{option_of(label, 'insecure')} does not verify the certificate, so that {option_of(label, 'ca')} has no "
+            "effect; give one of them"
+        )
+    if access.key is not None and access.cert is None:
+        raise PlanError(f"{option_of(label, 'key')} is the key of a certificate; add {option_of(label, 'cert')} FILE")
 
 
 def expects_gpu(*arms: ArmRequest) -> bool:

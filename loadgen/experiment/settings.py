@@ -16,9 +16,19 @@ from functools import partial
 from keyword import iskeyword
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SkipValidation,
+    field_validator,
+    model_validator,
+)
 
 from loadgen.experiment.arrivals import RATE_LIMIT_PER_S
+from loadgen.headers import read_headers
 from loadgen.records.payloads import DEFAULT_MODEL, Payload
 from loadgen.records.run import DeploymentKind, Scenario, Transport
 from loadgen.statistics.early_stopping import queries_needed
@@ -65,6 +75,16 @@ def _one_or_more(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _read_headers(value: object) -> object:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ValueError("write headers as NAME: VALUE")
+    return read_headers(value)
+
+
+def _shown_headers(headers: dict[str, str]) -> dict[str, str]:
+    return {name: str(value) for name, value in headers.items()}
+
+
 _SEPARATED = BeforeValidator(_separated)
 Scenarios = Annotated[tuple[Scenario, ...], _SEPARATED, Field(min_length=1)]
 Transports = Annotated[tuple[Transport, ...], _SEPARATED, Field(min_length=1)]
@@ -74,6 +94,7 @@ Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, le=RATE_LIMIT_PER_S)], ..
 Bounds = Annotated[tuple[Annotated[float, Field(gt=0.0, le=60_000.0)], ...], _SEPARATED]
 Lengths = Annotated[str, BeforeValidator(_joined), Field(pattern=r"^(text|[1-9][0-9]{0,5}( *, *[1-9][0-9]{0,5})*)$")]
 Buckets = Annotated[str, BeforeValidator(_joined), Field(pattern=r"^(none|[1-9][0-9]{0,5}( *, *[1-9][0-9]{0,5})*)$")]
+Headers = Annotated[dict[str, SkipValidation[str]], BeforeValidator(_read_headers), PlainSerializer(_shown_headers)]
 Lines = Annotated[tuple[str, ...], BeforeValidator(_one_or_more), REPEATED]
 
 
@@ -84,17 +105,31 @@ class Settings(BaseModel):
 
 
 class ArmSettings(Settings):
-    """One arm; in a file its target is enough. On the command line --a, --a-option, --a-payload and --a-grpc."""
+    """One arm; in a file its target is enough. On the command line --a, --a-option, --a-payload and so on."""
 
     target: str = Field(description="Server of arm {arm}: native, triton or the URL of a running server.")
     options: dict[str, Annotated[str, BeforeValidator(_text_of)]] = Field(
         default={}, description="Set an option of `abserve serve` for arm {arm}; repeatable."
     )
     payload: Payload | None = Field(None, description="Send arm {arm} another payload; then no winner is named.")
-    grpc: str | None = Field(None, description="gRPC address HOST:PORT of arm {arm}, if its target is a URL.")
+    grpc: str | None = Field(
+        None, description="gRPC address of arm {arm}, if its target is a URL: HOST:PORT, or grpcs://HOST:PORT with TLS."
+    )
     model: str | None = Field(
         None, min_length=1, description="Another model for arm {arm}, or its name on the server at a URL."
     )
+    version: Annotated[str, BeforeValidator(_text_of), Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = (
+        Field(None, description="Model version on arm {arm}, if its target is a URL.")
+    )
+    header: Headers = Field(
+        default={},
+        description="Send a header, or gRPC metadata, to arm {arm} if its target is a URL; the value may be $VARIABLE "
+        "or 'Bearer $VARIABLE' and is never stored; repeatable.",
+    )
+    ca: str | None = Field(None, description="Trust the CA certificates in this PEM file for arm {arm} (TLS).")
+    insecure: bool = Field(False, description="Do not verify the TLS certificate of arm {arm}.")
+    cert: str | None = Field(None, description="Client certificate for arm {arm}, a PEM file (TLS).")
+    key: str | None = Field(None, description="Key of that certificate, if it is in another PEM file.")
 
     @model_validator(mode="before")
     @classmethod

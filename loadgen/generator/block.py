@@ -44,7 +44,10 @@ class Block:
     """One block of load: `gather`, then `run` once, or `discard`."""
 
     def __init__(self, command: Open, prepared: Prepare, bodies: Mapping[Shape, Bodies]) -> None:
-        target = Target(prepared.transport, command.url, prepared.signature.model, command.grpc_address)
+        target = Target(
+            prepared.transport, command.url, prepared.signature.model, command.grpc_address, command.access,
+            prepared.signature.batched,
+        )  # fmt: skip
         target.connection((), timeout_s=command.timeout_s)  # refused here and not in every user's greenlet
         self.window = LoadWindow(
             command.requests, command.seconds, command.max_seconds,

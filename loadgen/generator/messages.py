@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from loadgen.experiment.arrivals import Offsets, arrival_count, due_offsets_ns
-from loadgen.records.run import Arrivals, Transport, WorkerRecord
+from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, Transport, WorkerRecord
 from loadgen.transport.endpoint import Signature
 
 
@@ -49,7 +49,9 @@ class Open(Message, frozen=True, kw_only=True):
     timeout_s: float
     samples_path: str | None = None
     grpc_address: str | None = None
-    """HOST:PORT of the server's gRPC, needed for that transport."""
+    """Address of the server's gRPC, needed for that transport."""
+    access: Access = DEFAULT_ACCESS
+    """How a server given by URL is reached, with the values of its headers: this message is never stored."""
     key: str = ""
     """Key of the bodies to send, which also determine the transport and the model."""
     length: int | None = None

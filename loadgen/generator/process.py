@@ -16,6 +16,7 @@ import msgspec
 
 from loadgen.generator.distribution import Contribution, merge, shares
 from loadgen.generator.messages import Abort, Alive, Command, Done, Go, Open, Outcome, Prepare, Refusal, Reply
+from loadgen.headers import secret_of
 from loadgen.invocation import OWN_MODULE
 from loadgen.targets.process import ChildProcess
 from loadgen.transport.shared_memory import sweep
@@ -46,7 +47,7 @@ class _Worker:
         self.heard_s = 0.0
 
     def send(self, command: Command) -> None:
-        if self.lost is None and not self.child.send(msgspec.json.encode(command)):
+        if self.lost is None and not self.child.send(msgspec.json.encode(command, enc_hook=secret_of)):
             self.lost = self.child.ended()
 
     def receive(self) -> None:

@@ -93,7 +93,9 @@ class Traffic:
             self.unmeasured_ns += exchange.end_ns - exchange.send_ns
             self.last_end_ns = exchange.end_ns
         if slot is not None and fault is None:
-            self.kept.keep(slot, number, user, body, first, keep_answer(connection, exchange))
+            self.kept.keep(
+                slot, number, user, body, first, keep_answer(connection, exchange, batched=self.target.batched)
+            )
         return exchange, fault
 
     def _record(self, exchange: Exchange, fault: str | None, body: int, user: int, intended_ns: int | None) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from loadgen.headers import without_secrets
 from loadgen.records.run import Environment
 
 PACKAGES = (
@@ -44,8 +45,8 @@ def read_environment(gpu: dict[str, object], inputs: dict[str, str | int]) -> En
 
 
 def command_line() -> str:
-    """The command that runs; bytes that are not UTF-8, as in a folder's name, become escapes."""
-    given = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """The command that runs, without the values of headers; bytes that are not UTF-8 become escapes."""
+    given = shlex.join([Path(sys.argv[0]).name, *without_secrets(sys.argv[1:])])
     return given.encode("utf-8", "backslashreplace").decode()
 
 

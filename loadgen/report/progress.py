@@ -23,8 +23,9 @@ from loadgen.bench.progress import Progress
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.quantities import number
+from loadgen.records.parity import ParityRecord
 from loadgen.records.payloads import inputs_in_words
-from loadgen.records.run import ArmRecord, BlockRecord, Pairing, ParityRecord, shown
+from loadgen.records.run import ArmRecord, BlockRecord, Pairing, shown
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.report.sections.comparisons import better_of
 from loadgen.result.checks.registry import Check

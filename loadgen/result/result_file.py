@@ -18,7 +18,8 @@ from loadgen.comparison.stages import LatencyBreakdown
 from loadgen.comparison.summaries import BlockSummary, WorkloadSummary
 from loadgen.documents import DocumentError, read_record
 from loadgen.records.machine import NoiseFloor
-from loadgen.records.run import ArmRecord, Environment, Experiment, Found, ParityRecord, Record, RunState
+from loadgen.records.parity import ParityRecord
+from loadgen.records.run import ArmRecord, Environment, Experiment, Found, Record, RunState
 from loadgen.result.checks.registry import Check
 from loadgen.result.stopping import Stopping
 from loadgen.result.thresholds import ThresholdOutcome

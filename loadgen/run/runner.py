@@ -112,7 +112,9 @@ class _Run(Bench):
         experiment = self.experiment
         store.write(experiment)
         make_arms(self)
-        store.write(read_environment({"status": "unknown"}, {} if inputs is None else describe_inputs(inputs)))
+        store.write(
+            read_environment({"status": "unknown"}, {} if inputs is None else describe_inputs(inputs, experiment.seed))
+        )
         if experiment.deployment == "embedded":
             self.enter("exporting the model")
             export_artefacts(experiment, store, progress.now, self.abserve)
@@ -126,7 +128,7 @@ class _Run(Bench):
             self.forecast.start_takes(monotonic() - started)
             if restart == 0:
                 self.inputs = inputs or make_inputs(experiment, self.samples_folder, self.signatures)
-                described = describe_inputs(self.inputs)
+                described = describe_inputs(self.inputs, experiment.seed)
                 progress.inputs_ready(described)
                 environment = read_environment(self._gpu_info(), described)
                 store.write(environment)

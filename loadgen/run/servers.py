@@ -11,7 +11,8 @@ from loadgen.bench.answers import ParityTarget, check_parity
 from loadgen.bench.arms import Arm
 from loadgen.bench.bench import Bench
 from loadgen.bench.preparation import READY_SECONDS, make_deployment, model_name
-from loadgen.records.run import ArmRecord, Label, ParityRecord, option_of, shown
+from loadgen.records.parity import ParityRecord
+from loadgen.records.run import ArmRecord, Label, option_of, shown
 from loadgen.statistics.agreement import Tolerance
 from loadgen.targets.compose import ComposeDeployment, require_one_way
 from loadgen.targets.embedded import EmbeddedDeployment
@@ -117,6 +118,7 @@ def require_parity(bench: Bench, tolerance: Tolerance) -> None:
     count = next(iter(bench.inputs.values())).count
     bench.progress.now(f"sending {count} inputs to every server, alone and in mixed batches")
     limits = [size for record in bench.records if isinstance(size := record.in_effect.get("max_batch_size"), int)]
+    limits += [1 for signature in bench.signatures.values() if not signature.batched]
     used = {workload.batch_size for workload in bench.experiment.workloads}
     largest = max(1, min([*limits, max({8, *used})]))
     arms = {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from loadgen.headers import HeaderValue
 from loadgen.records.run import BlockRecord, Record
 from loadgen.studies.rate_search.records import Trial
 
@@ -72,11 +73,18 @@ class RunStore:
         path = self.directory / name
         part = path.with_name(path.name + ".part")
         try:
-            part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(record, enc_hook=_text), indent=1) + b"\n")
             os.replace(part, path)  # noqa: PTH105 (the rename is the point)
         except OSError as exc:
             part.unlink(missing_ok=True)
             raise StorageError(storage_sentence(path, exc.strerror or str(exc))) from exc
+
+
+def _text(value: object) -> str:
+    """The values of headers as they may be stored. Raises `NotImplementedError` for anything else."""
+    if isinstance(value, HeaderValue):
+        return str(value)
+    raise NotImplementedError
 
 
 def storage_sentence(path: Path, reason: str) -> str:

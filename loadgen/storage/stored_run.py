@@ -13,16 +13,8 @@ from typing import TypeVar, cast
 
 from loadgen.documents import DocumentError, read_record
 from loadgen.records.machine import Calibration, NoiseFloor
-from loadgen.records.run import (
-    ArmRecord,
-    BlockRecord,
-    Environment,
-    Experiment,
-    ParityRecord,
-    Record,
-    RunState,
-    Workload,
-)
+from loadgen.records.parity import ParityRecord
+from loadgen.records.run import ArmRecord, BlockRecord, Environment, Experiment, Record, RunState, Workload
 from loadgen.records.samples import Samples, read_samples
 from loadgen.storage.run_lock import is_running
 from loadgen.studies.answers.records import AnswersCompared

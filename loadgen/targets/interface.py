@@ -6,8 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic, perf_counter_ns, sleep
 
+from loadgen.records.run import DEFAULT_ACCESS, Access
 from loadgen.transport.endpoint import Endpoint
+from loadgen.transport.exchange import ConnectionRefused, TlsRefused
+from loadgen.transport.grpc import GrpcConnection, parse_grpc_address
+from loadgen.transport.http import HttpConnection
 from loadgen.transport.requests import Address
+from loadgen.transport.tls import speaks_tls
 
 RUNNING_READY_SECONDS = 5.0
 """How long a server at a URL, which runs already, may take to be ready."""
@@ -45,7 +50,9 @@ class Deployment:
     url: str
     """The URL where it answers HTTP; set by `start` for a launched server, like the rest."""
     grpc_address: str | None = None
-    """HOST:PORT where it answers gRPC."""
+    """Address where it answers gRPC."""
+    access: Access = DEFAULT_ACCESS
+    """How its URL is reached."""
     model: str | None = None
     """The name under which a launched server serves the model, by its launch plan; known after `check` or `start`."""
     title: str | None = None
@@ -67,7 +74,7 @@ class Deployment:
         """Ask `live`, then `ready`, every 5 ms until the model is ready. Raises `DeploymentError` when the server ends
         or the time is up."""
         started_ns = perf_counter_ns() if self.started_ns is None else self.started_ns
-        endpoint = Endpoint(self.url, timeout_s=timeout_s)
+        endpoint = Endpoint(self.url, timeout_s=timeout_s, access=self.access)
         deadline_s = monotonic() + timeout_s
         late = f"after {timeout_s:g} s"
         self.wait_until(
@@ -111,21 +118,61 @@ class Deployment:
 class RemoteDeployment(Deployment):
     """A server at a URL that is already running. Cold starts cannot be measured on it."""
 
-    def __init__(self, url: str, grpc_address: str | None = None) -> None:
-        """Raises `AddressError` for anything but plain HTTP."""
-        self.url = Address.parse(url).url
+    def __init__(self, url: str, grpc_address: str | None = None, access: Access = DEFAULT_ACCESS) -> None:
+        """Raises `AddressError` for anything but HTTP."""
+        self._address = Address.parse(url, access)
+        self.url = self._address.url
         self.grpc_address = grpc_address
+        self.access = access
 
     def check(self, model: str) -> None:
-        """Wait a moment for a server that was started just now, then read its configuration if it has one."""
+        """Wait a moment for a server that was started just now, then read its configuration if it has one, and connect
+        to its gRPC."""
         self.wait_ready(model, RUNNING_READY_SECONDS)
-        limit = (Endpoint(self.url).document(f"/v2/models/{model}/config") or {}).get("max_batch_size")
+        limit = (Endpoint(self.url, access=self.access).config(model) or {}).get("max_batch_size")
+        if self.largest_batch > 1 and not Endpoint(self.url, access=self.access).signature(model).batched:
+            raise DeploymentError(
+                f"the load has batches of {self.largest_batch}, but model {model} has no batch dimension; leave "
+                "batched out of --scenarios"
+            )
         if isinstance(limit, int) and 0 < limit < self.largest_batch:
             raise DeploymentError(batch_sentence(limit, self.largest_batch))
+        if self.grpc_address is not None:
+            grpc = GrpcConnection(self.grpc_address, timeout_s=RUNNING_READY_SECONDS, access=self.access)
+            try:
+                grpc.connect()
+            except ConnectionRefused as exc:
+                remedy = _tls_remedy(parse_grpc_address(self.grpc_address), "grpcs")
+                raise DeploymentError(f"gRPC: {exc}{remedy}") from exc
+            finally:
+                grpc.close()
 
     def wait_ready(self, model: str, timeout_s: float) -> StartTimes:
         """Wait until the server is ready; the error says what its owner can do."""
+        address = self._address
+        if address.tls:
+            self._shake_hands()
         try:
             return super().wait_ready(model, timeout_s)
         except DeploymentError as exc:
-            raise DeploymentError(f"{exc}; start it, or correct the URL or --model") from exc
+            remedy = _tls_remedy(address, "https") or "; start it, or correct the URL or --model"
+            raise DeploymentError(f"{exc}{remedy}") from exc
+
+    def _shake_hands(self) -> None:
+        """Raises `DeploymentError` for what would fail on every connection, without waiting for the server."""
+        connection = HttpConnection(self._address, timeout_s=RUNNING_READY_SECONDS)
+        try:
+            connection.connect()
+        except TlsRefused as exc:
+            raise DeploymentError(str(exc)) from exc
+        except ConnectionRefused:
+            return
+        finally:
+            connection.close()
+
+
+def _tls_remedy(address: Address, scheme: str) -> str:
+    """The end of a sentence about a server that was asked in plain text and speaks TLS; empty for others."""
+    if address.tls or not speaks_tls(address.host, address.port, RUNNING_READY_SECONDS):
+        return ""
+    return f"; it speaks TLS: give {scheme}://{address.authority}{address.base_path}"

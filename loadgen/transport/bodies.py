@@ -38,6 +38,8 @@ def raw_tensors(
 ) -> tuple[RawTensor, ...]:
     """The model's inputs for these items. Raises `InputError` when one is missing or has another datatype or shape."""
     tensors = []
+    if len(items) > 1 and not signature.batched:
+        raise InputError(f"{signature.model} has no batch dimension, so a request cannot have {len(items)} items")
     for expected in signature.inputs:
         chosen = inputs.take(expected.name, items)
         if chosen.dtype != SAMPLE_TYPES.get(expected.datatype):
@@ -52,7 +54,8 @@ def raw_tensors(
             )
         data = serialize_byte_tensor(chosen).item() if expected.datatype == "BYTES" else chosen.tobytes()
         places = variation.offsets(chosen, items) if variation and variation.name == expected.name else ()
-        tensors.append(RawTensor(expected.name, expected.datatype, chosen.shape, data, places))
+        shape = chosen.shape if signature.batched else chosen.shape[1:]
+        tensors.append(RawTensor(expected.name, expected.datatype, shape, data, places))
     return tuple(tensors)
 
 
@@ -79,7 +82,7 @@ class PreparedBody:
     def request(self, address: Address, model: str) -> Request:
         """The request for one server; the body is shared, not copied."""
         headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(self.json_bytes)}
-        path, length = f"/v2/models/{model}/infer", len(self.body)
+        path, length = f"{address.model_path(model)}/infer", len(self.body)
         head = request_head("POST", path, address, content_length=length, headers=headers)
         return Request(head, self.body, self.payload_bytes, self.pieces)
 
@@ -92,7 +95,7 @@ def prepare_body(
     tensors, places, start = [], [], 0
     for raw in raw_tensors(inputs, signature, items, variation):
         tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
-        tensor.set_data_from_numpy(inputs.take(raw.name, items), binary_data=True)
+        tensor.set_data_from_numpy(inputs.take(raw.name, items).reshape(raw.shape), binary_data=True)
         tensors.append(tensor)
         places += [start + place for place in raw.places]
         start += len(raw.data)

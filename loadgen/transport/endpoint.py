@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from loadgen.documents import MOST_BYTES, DocumentError, read_json
+from loadgen.records.run import DEFAULT_ACCESS, Access
 from loadgen.transport.exchange import ConnectionRefused, Exchange
 from loadgen.transport.http import HttpConnection
 from loadgen.transport.requests import Address, Request, request_head
@@ -37,13 +38,19 @@ class Signature:
     model: str
     inputs: tuple[TensorSignature, ...]
     outputs: tuple[TensorSignature, ...]
+    version: str | None = None
+    """The version that is asked for; None: the server chooses."""
+    batched: bool = True
+    """Whether requests have a batch dimension. Without one the shapes here begin with -1 all the same, and a request,
+    which takes one item, leaves it out."""
 
 
 class Endpoint:
     """Requests other than inference, each on a new connection; not for measurements."""
 
-    def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
-        self.address = Address.parse(url)
+    def __init__(self, url: str, *, timeout_s: float = 10.0, access: Access = DEFAULT_ACCESS) -> None:
+        """Raises `AddressError`."""
+        self.address = Address.parse(url, access)
         self._timeout_s = timeout_s
 
     def _get(self, path: str) -> Exchange:
@@ -89,24 +96,39 @@ class Endpoint:
 
     def ready(self, model: str) -> bool:
         """Whether the model is ready."""
-        return self.status(f"/v2/models/{model}/ready") == 200
+        return self.status(f"{self.address.model_path(model)}/ready") == 200
+
+    def config(self, model: str) -> dict[str, Any] | None:
+        """The model's configuration; None if the server does not have that extension. Raises `EndpointError`."""
+        return self.document(f"{self.address.model_path(model)}/config")
 
     def signature(self, model: str) -> Signature:
         """The model's metadata. Raises `EndpointError` when the server or the model cannot be reached."""
-        document = self.document(f"/v2/models/{model}")
+        document, version = self.document(self.address.model_path(model)), self.address.access.version
         if document is None:
             known = "" if self.live() else ", which does not answer /v2/health/live either"
-            raise EndpointError(f"no model {model} at {self.address.url}{known}; name another with --model")
-        return Signature(model, read_tensors(document, "inputs"), read_tensors(document, "outputs"))
+            wanted = f"model {model}" if version is None else f"version {version} of model {model}"
+            raise EndpointError(f"no {wanted} at {self.address.url}{known}; name another with --model")
+        inputs, outputs = read_tensors(document, "inputs"), read_tensors(document, "outputs")
+        if not all(one.shape and one.shape[0] in (-1, 1) for one in inputs) or (
+            any(len(one.shape) == 1 for one in inputs) and (self.config(model) or {}).get("max_batch_size") == 0
+        ):
+            return Signature(model, _items_of(inputs), _items_of(outputs), version, batched=False)
+        return Signature(model, inputs, outputs, version)
 
     def statistics(self, model: str) -> dict[str, Any] | None:
         """`model_stats[0]` of the statistics extension; None if the server does not have it."""
         try:
-            document = self.document(f"/v2/models/{model}/stats")
+            document = self.document(f"{self.address.model_path(model)}/stats")
         except EndpointError:
             return None
         entries = (document or {}).get("model_stats")
         return entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else None
+
+
+def _items_of(tensors: tuple[TensorSignature, ...]) -> tuple[TensorSignature, ...]:
+    """With a batch dimension before the shapes."""
+    return tuple(msgspec.structs.replace(one, shape=(-1, *one.shape)) for one in tensors)
 
 
 def read_tensors(document: Mapping[str, Any], key: str) -> tuple[TensorSignature, ...]:

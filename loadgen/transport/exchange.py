@@ -18,6 +18,10 @@ class ConnectionRefused(Exception):  # noqa: N818 (an outcome that callers branc
     """No connection could be made; nothing was sent."""
 
 
+class TlsRefused(ConnectionRefused):
+    """No connection could be made because of TLS; trying again does not help."""
+
+
 _EMPTY = memoryview(b"")
 
 
@@ -71,18 +75,6 @@ def find_header(head: bytes, key: bytes) -> bytes | None:
         return None
     start += len(key)
     return head[start : head.index(b"\r\n", start)].strip()
-
-
-def open_socket(host: str, port: int, shown: str, timeout_s: float) -> socket.socket:
-    """A connection without Nagle's delay. Raises `ConnectionRefused` with a sentence about the address `shown`."""
-    try:
-        connection = socket.create_connection((host, port), timeout=timeout_s)
-    except TimeoutError:
-        raise ConnectionRefused(f"no connection to {shown} within {timeout_s:g} s") from None
-    except OSError as exc:
-        raise ConnectionRefused(f"no connection to {shown}: {exc.strerror or exc}") from None
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
 
 
 class Deadline:

@@ -13,7 +13,7 @@ from loadgen.documents import one_line
 from loadgen.records.run import Transport
 from loadgen.transport.endpoint import Signature
 from loadgen.transport.exchange import Exchange
-from loadgen.transport.outputs import HEADER_LENGTH, byte_size, read_document
+from loadgen.transport.outputs import HEADER_LENGTH, byte_size, read_document, typed_values
 
 _MOST_KNOWN = 1_000
 
@@ -25,7 +25,11 @@ class ExpectedOutputs:
         self._outputs = {
             output.name: (
                 output.datatype,
-                (batch_size, *output.shape[1:]) if output.shape and output.shape[0] < 0 else output.shape,
+                output.shape[1:]
+                if not signature.batched
+                else (batch_size, *output.shape[1:])
+                if output.shape and output.shape[0] < 0
+                else output.shape,
             )
             for output in signature.outputs
         }
@@ -83,10 +87,14 @@ class ExpectedOutputs:
         message = service_pb2.ModelInferResponse.FromString(bytes(body))
         outputs = [(output.name, output.datatype, tuple(output.shape)) for output in message.outputs]
         wrong = self._shapes_fault(outputs)
+        if wrong is None and not message.raw_output_contents:
+            for output in message.outputs:
+                typed_values(output)
+            return None
         if wrong is None and len(message.raw_output_contents) != len(outputs):
             return f"{len(message.raw_output_contents)} of {len(outputs)} outputs are binary"
-        for output, raw in zip(outputs, message.raw_output_contents, strict=False):
-            wrong = wrong or _size_fault(*output, len(raw))
+        for described, raw in zip(outputs, message.raw_output_contents, strict=False):
+            wrong = wrong or _size_fault(*described, len(raw))
         in_order = [name for name, _, _ in outputs] == list(self._outputs)
         if wrong is None and placed and in_order and len(self._known) < _MOST_KNOWN:
             self._known.add((bytes(body[:start]), start))

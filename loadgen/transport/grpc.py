@@ -13,9 +13,12 @@ from time import perf_counter_ns
 from urllib.parse import unquote
 
 from loadgen.documents import one_line
-from loadgen.transport.exchange import GRPC_STATUS, MOST_ANSWER_BYTES, ConnectionRefused, Exchange, open_socket
+from loadgen.headers import secret_of
+from loadgen.records.run import DEFAULT_ACCESS, Access
+from loadgen.transport.exchange import GRPC_STATUS, MOST_ANSWER_BYTES, ConnectionRefused, Exchange
 from loadgen.transport.http2 import Http2Connection, Http2Error, header_block
-from loadgen.transport.requests import AddressError, Pieces, assemble, is_host
+from loadgen.transport.requests import Address, AddressError, Pieces, assemble, is_host, open_socket
+from loadgen.transport.tls import reason
 
 SERVICE = "/inference.GRPCInferenceService/"
 MOST_ADDRESS_BYTES = 126
@@ -48,54 +51,68 @@ class GrpcRequest:
     pieces: Pieces = ()
 
 
-def parse_grpc_address(address: str) -> tuple[str, int]:
-    """Host and port. Raises `AddressError`."""
-    host, separator, port = address.rpartition(":")
+def parse_grpc_address(address: str, access: Access = DEFAULT_ACCESS) -> Address:
+    """HOST:PORT, grpc://HOST:PORT or, with TLS, grpcs://HOST:PORT; after a scheme also a path. Raises
+    `AddressError`."""
+    scheme, separator, rest = address.rpartition("://")
+    authority, slash, path = rest.partition("/") if separator else (rest, "", "")
+    host, colon, port = authority.rpartition(":")
     host = host.strip("[]")
-    possible = separator and host and is_host(host) and "/" not in address and len(address) <= MOST_ADDRESS_BYTES
+    possible = colon and host and is_host(host) and "/" not in authority and "@" not in authority
+    possible = possible and scheme in ("", "grpc", "grpcs") and len(authority) <= MOST_ADDRESS_BYTES
     if not possible or not port.isascii() or not port.isdigit() or int(port) > MOST_PORT:
-        raise AddressError(f"no gRPC address can be read from {address!r}; give one like 127.0.0.1:8101")
-    return host, int(port)
+        raise AddressError(
+            f"no gRPC address can be read from {address!r}; give one like 127.0.0.1:8101 or grpcs://HOST:PORT"
+        )
+    return Address(host, int(port), (slash + path).rstrip("/"), scheme == "grpcs", access)
 
 
 class GrpcConnection:
     """One connection. `timeout_s` bounds connecting, the HTTP/2 greeting and, as its deadline, each call; a response of
     more than `most_bytes` is a failure."""
 
-    def __init__(self, address: str, *, timeout_s: float = 60.0, most_bytes: int = MOST_ANSWER_BYTES) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = 60.0,
+        most_bytes: int = MOST_ANSWER_BYTES,
+        access: Access = DEFAULT_ACCESS,
+    ) -> None:
         """Raises `AddressError`."""
         self.address = address
         self.timeout_s = timeout_s
         self._most_bytes = most_bytes
         self.reconnects = 0
         """Connections that the server had closed and that were made again for a request, inside its latency."""
-        self._peer = parse_grpc_address(address)
+        self._peer = peer = parse_grpc_address(address, access)
         self._connection: Http2Connection | None = None
         self._exchange = Exchange()
-        self._head = header_block(
-            [
-                (b":method", b"POST"),
-                (b":scheme", b"http"),
-                (b":path", f"{SERVICE}ModelInfer".encode()),
-                (b":authority", address.encode()),
-                (b"te", b"trailers"),
-                (b"content-type", b"application/grpc"),
-                (b"user-agent", b"abserve"),
-                (b"grpc-timeout", f"{max(1, round(timeout_s * 1000))}m".encode()),
-            ]
-        )
+        fields = {
+            ":method": "POST",
+            ":scheme": "https" if peer.tls else "http",
+            ":path": f"{peer.base_path}{SERVICE}ModelInfer",
+            ":authority": peer.authority,
+            "te": "trailers",
+            "content-type": "application/grpc",
+            "user-agent": "abserve",
+            "grpc-timeout": f"{max(1, round(timeout_s * 1000))}m",
+        }
+        for name, value in access.header.items():
+            fields[":authority" if name == "Host" else name.lower()] = secret_of(value)
+        self._head = header_block((name.encode(), value.encode()) for name, value in fields.items())
 
     def connect(self) -> None:
         """Connect unless connected. Raises `ConnectionRefused`, also if the server does not speak gRPC."""
         if self._connection is not None:
             return
-        opened = open_socket(*self._peer, self.address, self.timeout_s)
+        opened = open_socket(self._peer, self.timeout_s, "h2")
         try:
             self._connection = Http2Connection(opened, timeout_s=self.timeout_s, most_bytes=self._most_bytes)
         except (Http2Error, OSError) as exc:
             opened.close()
-            reason = f"no response within {self.timeout_s:g} s" if isinstance(exc, TimeoutError) else exc
-            raise ConnectionRefused(f"the server at {self.address} does not speak gRPC: {reason}") from None
+            words = f"no response within {self.timeout_s:g} s" if isinstance(exc, TimeoutError) else reason(exc)
+            raise ConnectionRefused(f"the server at {self.address} does not speak gRPC: {words}") from None
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -132,7 +149,7 @@ class GrpcConnection:
         except Http2Error as exc:
             self._fail(exchange, UNAVAILABLE, str(exc), midway=True)
         except OSError as exc:
-            self._fail(exchange, UNAVAILABLE, exc.strerror or str(exc), midway=True)
+            self._fail(exchange, UNAVAILABLE, reason(exc), midway=True)
         return exchange
 
     def _finish(self, exchange: Exchange, connection: Http2Connection) -> None:

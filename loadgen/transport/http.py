@@ -5,7 +5,8 @@ and yields to other users in one that gevent has patched (Locust does).
 
 Cost per request on this side: one `sendmsg` of head and body without joining them, one `recv_into` a reused buffer for
 a response that fits, no copy of the body in either direction, no object but the `Exchange`, which is reused too. A
-request is never sent twice.
+request is never sent twice. Over TLS the `ssl` module copies every byte. The handshake is a part of connecting, which
+comes before the measured requests except where the server has closed the connection.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import socket
 from collections.abc import Sequence
 from time import perf_counter_ns
 
-from loadgen.transport.exchange import MOST_ANSWER_BYTES, Deadline, Exchange, find_header, open_socket
-from loadgen.transport.requests import Address, Request, assemble, send_parts
+from loadgen.transport.exchange import MOST_ANSWER_BYTES, Deadline, Exchange, find_header
+from loadgen.transport.requests import Address, Request, assemble, open_socket, send_parts
+from loadgen.transport.tls import reason
 
 _BUFFER_BYTES = 64 * 1024
 _MAX_HEAD_BYTES = 64 * 1024
@@ -51,8 +53,7 @@ class HttpConnection:
     def connect(self) -> None:
         """Connect unless connected. Raises `ConnectionRefused` with a sentence."""
         if self._socket is None:
-            address = self.address
-            self._socket = open_socket(address.host, address.port, address.authority, self.timeout_s)
+            self._socket = open_socket(self.address, self.timeout_s)
             self._deadline.reset()
 
     def close(self) -> None:
@@ -96,7 +97,7 @@ class HttpConnection:
         except ConnectionResetError:
             self._fail(exchange, "connection reset by the server")
         except OSError as exc:
-            self._fail(exchange, f"connection failed: {exc.strerror or exc}")
+            self._fail(exchange, f"connection failed: {reason(exc)}")
         return exchange
 
     def _fail(self, exchange: Exchange, message: str) -> None:

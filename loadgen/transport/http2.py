@@ -5,7 +5,7 @@ threads, queues and events around every call. Here a request is one `sendmsg` of
 as the server's flow control allows, and a response is one `recv_into` a reused buffer.
 
 It uses the `socket` module of its process, so it blocks in a plain process and yields to other users in one that gevent
-has patched. Plain text only: no TLS, no upgrade, no push, no concurrent streams.
+has patched. No upgrade, no push, no concurrent streams.
 """
 
 from __future__ import annotations

@@ -20,6 +20,13 @@ _MOST_DIMENSIONS = 32
 _BYTES_PREFIX = 4
 _MOST_DIGITS = 10
 
+_CONTENTS = {
+    "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
+    "INT64": "int64_contents", "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
+    "UINT64": "uint64_contents", "FP32": "fp32_contents", "FP64": "fp64_contents", "BYTES": "bytes_contents",
+}  # fmt: skip
+"""The field of `InferTensorContents` by datatype."""
+
 Size = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
@@ -95,14 +102,44 @@ def read_message(message: Any) -> dict[str, Array]:
     """The outputs of a gRPC `ModelInferResponse`. Raises `DocumentError`."""
     outputs = [Output(output.name, output.datatype, list(output.shape)) for output in message.outputs]
     raw = message.raw_output_contents
-    if len(raw) != len(outputs):
+    if raw and len(raw) != len(outputs):
         raise DocumentError(f"{len(raw)} of its {len(outputs)} outputs are binary")
     found = {}
-    for output, data in zip(_with_different_names(outputs), raw, strict=True):
+    for number, output in enumerate(_with_different_names(outputs)):
         if len(output.shape) > _MOST_DIMENSIONS or any(not 0 <= size < 2**31 for size in output.shape):
             raise DocumentError(f"output {one_line(output.name)} has an impossible shape")
-        found[output.name] = read_tensor(output, memoryview(data))
+        if raw:
+            found[output.name] = read_tensor(output, memoryview(raw[number]))
+        else:
+            found[output.name] = _read_values(output, typed_values(message.outputs[number]))
     return found
+
+
+def typed_values(output: Any) -> Sequence[Any]:
+    """The values of an `InferOutputTensor` that is not in `raw_output_contents`. Raises `DocumentError` when there are
+    fewer or more than its shape needs, or for a datatype that has no such values (FP16, BF16)."""
+    field = _CONTENTS.get(output.datatype)
+    if field is None:
+        raise DocumentError(f"output {one_line(output.name)} is {one_line(output.datatype)}, which has to be binary")
+    values: Sequence[Any] = getattr(output.contents, field)
+    if len(values) != math.prod(output.shape):
+        raise DocumentError(
+            f"output {one_line(output.name)} has {len(values):,} elements, but its shape needs "
+            f"{math.prod(output.shape):,}"
+        )
+    return values
+
+
+def _read_values(output: Output, values: Sequence[Any]) -> Array:
+    if output.datatype == "BYTES":
+        array = np.empty(len(values), dtype=object)
+        array[:] = values
+        return array.reshape(output.shape)
+    given = np.array(values)
+    found: Array = given.astype(NUMPY_TYPES[output.datatype])
+    if found.dtype.kind in "iu" and not np.array_equal(found, given):
+        raise DocumentError(f"output {output} has a value that its datatype cannot hold")
+    return found.reshape(output.shape)
 
 
 def byte_size(datatype: str, shape: Sequence[int]) -> int | None:
@@ -125,6 +162,16 @@ def read_tensor(output: Output, data: memoryview) -> Array:
     dtype = "<u2" if output.datatype == "BF16" else NUMPY_TYPES[output.datatype]
     values = np.frombuffer(data, dtype).reshape(output.shape)
     return (values.astype(np.uint32) << 16).view(np.float32) if output.datatype == "BF16" else values.copy()
+
+
+def elements_end(data: memoryview, count: int) -> int | None:
+    """Where the last of `count` elements of BYTES ends; None if they do not fit."""
+    end = 0
+    for _ in range(count):
+        if end + _BYTES_PREFIX > len(data):
+            return None
+        end += _BYTES_PREFIX + int.from_bytes(data[end : end + _BYTES_PREFIX], "little")
+    return end if end <= len(data) else None
 
 
 def _read_bytes(output: Output, data: memoryview) -> Array:

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
-from loadgen.transport.exchange import Deadline
+from loadgen.headers import secret_of
+from loadgen.records.run import DEFAULT_ACCESS, Access
+from loadgen.transport.exchange import ConnectionRefused, Deadline, TlsRefused
+from loadgen.transport.tls import Protocol, TlsError, secured, tls_context
 
 _UNQUOTED = "/-._~%!$&'()*+,;=:@?"
 """Characters that are not quoted in a path; a model's name may hold any character."""
@@ -29,26 +32,31 @@ def is_host(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens, from a URL such as http://127.0.0.1:8100."""
+    """Where a server listens, from a URL such as http://127.0.0.1:8100, and how it is reached there."""
 
     host: str
     port: int
     base_path: str = ""
+    tls: bool = False
+    access: Access = DEFAULT_ACCESS
 
     @classmethod
-    def parse(cls, url: str) -> Address:
-        """Raises `AddressError` for anything but plain HTTP with a host."""
+    def parse(cls, url: str, access: Access = DEFAULT_ACCESS) -> Address:
+        """Raises `AddressError` for anything but HTTP with a host."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
         except ValueError as exc:
             raise AddressError(f"{url} is not an address ({exc}); give one like http://127.0.0.1:8100") from None
-        if parts.scheme != "http" or not parts.hostname or not is_host(parts.hostname):
-            raise AddressError(f"{url} is not a plain http:// address; give one like http://127.0.0.1:8100")
+        if parts.username is not None:
+            raise AddressError("an address with a user name or a password would be stored; send them with a header")
+        if parts.scheme not in ("http", "https") or not parts.hostname or not is_host(parts.hostname):
+            raise AddressError(f"{url} is not an http:// or https:// address; give one like http://127.0.0.1:8100")
+        tls = parts.scheme == "https"
         try:
-            port = parts.port or 80
+            port = parts.port or (443 if tls else 80)
         except ValueError:
             raise AddressError(f"{url} has no valid port; give one like http://127.0.0.1:8100") from None
-        return cls(parts.hostname, port, parts.path.rstrip("/"))
+        return cls(parts.hostname, port, parts.path.rstrip("/"), tls, access)
 
     @property
     def authority(self) -> str:
@@ -64,7 +72,31 @@ class Address:
     @property
     def url(self) -> str:
         """The normalised URL, without a trailing slash."""
-        return f"http://{self.authority}{self.base_path}"
+        return f"{'https' if self.tls else 'http'}://{self.authority}{self.base_path}"
+
+    def model_path(self, model: str) -> str:
+        """The path of a model, or of its version, below which its requests go."""
+        version = self.access.version
+        return f"/v2/models/{model}" if version is None else f"/v2/models/{model}/versions/{version}"
+
+
+def open_socket(address: Address, timeout_s: float, protocol: Protocol = "http/1.1") -> socket.socket:
+    """A connection without Nagle's delay, after the TLS handshake if there is one. Raises `ConnectionRefused` with a
+    sentence."""
+    shown = address.authority
+    try:
+        connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
+    except TimeoutError:
+        raise ConnectionRefused(f"no connection to {shown} within {timeout_s:g} s") from None
+    except OSError as exc:
+        raise ConnectionRefused(f"no connection to {shown}: {exc.strerror or exc}") from None
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if not address.tls:
+        return connection
+    try:
+        return secured(connection, tls_context(address.access, protocol), address.host, protocol)
+    except (TlsError, TimeoutError) as exc:
+        raise TlsRefused(f"no connection to {shown}: {exc}") from None
 
 
 Pieces = tuple[bytes | memoryview, ...]
@@ -116,13 +148,13 @@ class Request:
 def request_head(
     method: str, path: str, address: Address, *, content_length: int = 0, headers: dict[str, str] | None = None
 ) -> bytes:
-    """The request line and headers. They ask for `identity`, since Triton compresses if it may (8.7 → 38 ms)."""
-    lines = [
-        f"{method} {quote(address.base_path + path, safe=_UNQUOTED)} HTTP/1.1",
-        f"Host: {address.authority}",
-        "Accept-Encoding: identity",
-    ]
+    """The request line and headers, with those of the address. They ask for `identity`, since Triton compresses if it
+    may (8.7 → 38 ms)."""
+    fields = {"Host": address.authority, "Accept-Encoding": "identity"}
     if content_length or method == "POST":
-        lines.append(f"Content-Length: {content_length}")
-    lines.extend(f"{name}: {value}" for name, value in (headers or {}).items())
+        fields["Content-Length"] = str(content_length)
+    fields |= headers or {}
+    fields |= {name: secret_of(value) for name, value in address.access.header.items()}
+    lines = [f"{method} {quote(address.base_path + path, safe=_UNQUOTED)} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in fields.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")

@@ -10,6 +10,7 @@ killed process leaves no memory behind. `sweep` removes the names that a process
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from loadgen.transport.bodies import RawTensor
 from loadgen.transport.exchange import ConnectionRefused, Exchange
 from loadgen.transport.http import HttpConnection
 from loadgen.transport.inputs import Array
-from loadgen.transport.outputs import byte_size, read_document, read_tensor
+from loadgen.transport.outputs import byte_size, elements_end, read_document, read_tensor
 from loadgen.transport.requests import Address, Request, request_head
 
 FOLDER = Path("/dev/shm")
@@ -187,10 +188,13 @@ class SharedMemoryConnection:
         starts = dict(zip(request.output_bytes, request.output_starts(), strict=False))
         found = {}
         for output in read_document(exchange.body):
+            place = request.output_bytes.get(output.name, -1)
+            start = starts.get(output.name, 0)
             used = byte_size(output.datatype, output.shape)
-            if used is None or used > request.output_bytes.get(output.name, -1) or output.data is not None:
+            if output.datatype == "BYTES":
+                used = elements_end(memoryview(memory[start : start + max(place, 0)]), math.prod(output.shape))
+            if used is None or used > place or output.data is not None:
                 raise DocumentError(f"output {one_line(output.name)} is not in the shared memory")
-            start = starts[output.name]
             found[output.name] = read_tensor(output, memoryview(memory[start : start + used]))
         return found
 
@@ -240,7 +244,7 @@ class SharedMemoryConnection:
             outputs.append(output)
         body, _ = triton_http.InferenceServerClient.generate_request_body(tensors, outputs=outputs)
         body = body.encode() if isinstance(body, str) else bytes(body)
-        path = f"/v2/models/{self._model}/infer"
+        path = f"{self._address.model_path(self._model)}/infer"
         return self._post(path, body, request.payload_bytes), tuple(copies), tuple(places)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from loadgen.documents import DocumentError
-from loadgen.records.run import Transport
+from loadgen.records.run import DEFAULT_ACCESS, Access, Transport
 from loadgen.transport.bodies import (
     AnswerError,
     PreparedBody,
@@ -19,7 +21,7 @@ from loadgen.transport.bodies import (
     prepare_body,
     raw_tensors,
 )
-from loadgen.transport.endpoint import Signature
+from loadgen.transport.endpoint import Signature, TensorSignature
 from loadgen.transport.exchange import MOST_ANSWER_BYTES, Connection, Exchange
 from loadgen.transport.grpc import GrpcConnection, GrpcRequest
 from loadgen.transport.http import HttpConnection
@@ -31,8 +33,12 @@ from loadgen.transport.variation import FreshItems, FreshNumbers, Variation
 
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
+_ELEMENT_BYTES = 1024
+_VARIABLE_SIZE = 1024
+
 Body = PreparedBody | GrpcRequest | SharedMemoryRequest
 """A request that does not depend on the server."""
+Answer = Mapping[str, Array]
 Sendable = Request | GrpcRequest | SharedMemoryRequest
 
 
@@ -44,16 +50,21 @@ class Target:
     url: str
     model: str
     grpc_address: str | None = None
+    access: Access = DEFAULT_ACCESS
+    batched: bool = True
+    """Whether its answers have a batch dimension; see `Signature`."""
 
     def sendable(self, body: Body) -> Sendable:
         """The request for this server; the bytes are shared."""
-        return body.request(Address.parse(self.url), self.model) if isinstance(body, PreparedBody) else body
+        return (
+            body.request(Address.parse(self.url, self.access), self.model) if isinstance(body, PreparedBody) else body
+        )
 
     def connection(self, requests: Sequence[Sendable], *, timeout_s: float) -> Connection:
         """A connection, not yet open. Over shared memory it can send only these requests. Raises `AddressError`."""
         if self.transport == "grpc":
-            return GrpcConnection(self.grpc_address or "", timeout_s=timeout_s)
-        address = Address.parse(self.url)
+            return GrpcConnection(self.grpc_address or "", timeout_s=timeout_s, access=self.access)
+        address = Address.parse(self.url, self.access)
         if self.transport == "shm":
             through_memory = tuple(request for request in requests if isinstance(request, SharedMemoryRequest))
             return SharedMemoryConnection(address, self.model, through_memory, timeout_s=timeout_s)
@@ -73,12 +84,9 @@ def prepare(
         return prepare_body(inputs, signature, items, variation)
     tensors = raw_tensors(inputs, signature, items, variation)
     if transport == "shm":
-        sizes = {
-            output.name: _output_bytes(output.name, output.datatype, (len(items), *output.shape[1:]))
-            for output in signature.outputs
-        }
+        sizes = {output.name: _output_bytes(output, tensors, signature, len(items)) for output in signature.outputs}
         return SharedMemoryRequest(tensors, sizes)
-    message = service_pb2.ModelInferRequest(model_name=signature.model)
+    message = service_pb2.ModelInferRequest(model_name=signature.model, model_version=signature.version or "")
     for tensor in tensors:
         message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         message.raw_input_contents.append(tensor.data)
@@ -100,15 +108,22 @@ def _places(message: bytes, tensors: Sequence[RawTensor]) -> list[int]:
     return places
 
 
-def _output_bytes(name: str, datatype: str, shape: Sequence[int]) -> int:
-    size = byte_size(datatype, shape)
+def _output_bytes(output: TensorSignature, inputs: Sequence[RawTensor], signature: Signature, batch_size: int) -> int:
+    """The place for an output. Where its size is not fixed, a variable dimension counts as the largest variable
+    dimension of the inputs, and an element of BYTES as `_ELEMENT_BYTES`."""
+    variable = [
+        size
+        for expected, given in zip(signature.inputs, inputs, strict=True)
+        for wanted, size in zip(expected.shape[1:], given.shape[-len(expected.shape[1:]) :], strict=False)
+        if wanted < 0
+    ]
+    longest = max(variable, default=_VARIABLE_SIZE)
+    shape = (batch_size, *(longest if size < 0 else size for size in output.shape[1:]))
+    size = math.prod(shape) * _ELEMENT_BYTES if output.datatype == "BYTES" else byte_size(output.datatype, shape)
     if size is None:
-        raise InputError(
-            f"output {name} has no fixed size ({datatype} {list(shape)}), which shared memory needs; "
-            "use --transport http or grpc"
-        )
+        raise InputError(f"output {output.name} has a datatype that the protocol does not define ({output.datatype})")
     if size > MOST_ANSWER_BYTES:
-        raise InputError(f"output {name} has {size:,} bytes, more than the limit of {MOST_ANSWER_BYTES:,}")
+        raise InputError(f"output {output.name} has {size:,} bytes, more than the limit of {MOST_ANSWER_BYTES:,}")
     return size
 
 
@@ -134,17 +149,25 @@ def prepare_bodies(
     return Bodies(requests, None if variation is None else FreshItems(variation, chosen, numbers))
 
 
-def keep_answer(connection: Connection, exchange: Exchange) -> Callable[[], Mapping[str, Array]]:
+def keep_answer(connection: Connection, exchange: Exchange, *, batched: bool = True) -> Callable[[], Answer]:
     """Copy the connection's last response; the returned function reads it later, as `read_answer` does."""
     kept = connection.keep_outputs() if isinstance(connection, SharedMemoryConnection) else None
     copied = exchange.copy()
-    return lambda: read_answer(connection, copied, kept)
+    return lambda: read_answer(connection, copied, kept, batched=batched)
 
 
-def read_answer(connection: Connection, exchange: Exchange, kept: KeptOutputs | None = None) -> Mapping[str, Array]:
-    """Copies of the outputs of the connection's last response, or of one that was kept. Raises `AnswerError`."""
+def read_answer(
+    connection: Connection, exchange: Exchange, kept: KeptOutputs | None = None, *, batched: bool = True
+) -> Answer:
+    """Copies of the outputs of the connection's last response, or of one that was kept, with a batch dimension also
+    where the response has none. Raises `AnswerError`."""
     if not exchange.good:
         raise AnswerError(failure_message(exchange))
+    found = _read(connection, exchange, kept)
+    return found if batched else {name: array[np.newaxis] for name, array in found.items()}
+
+
+def _read(connection: Connection, exchange: Exchange, kept: KeptOutputs | None) -> Answer:
     try:
         if isinstance(connection, SharedMemoryConnection):
             return connection.read_outputs(exchange, kept)

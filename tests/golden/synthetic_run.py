@@ -16,17 +16,8 @@ import msgspec
 import numpy as np
 
 from loadgen.records.machine import Calibration, CalibrationWorkload
-from loadgen.records.run import (
-    ArmRequest,
-    BlockRecord,
-    Experiment,
-    MachineLoad,
-    ParityCase,
-    ParityRecord,
-    RunState,
-    StageTotals,
-    Workload,
-)
+from loadgen.records.parity import ParityCase, ParityRecord
+from loadgen.records.run import ArmRequest, BlockRecord, Experiment, MachineLoad, RunState, StageTotals, Workload
 from loadgen.records.samples import SAMPLE_DTYPE
 from loadgen.statistics.agreement import tolerance_of
 from loadgen.studies.answers.records import AnswersCompared

@@ -11,7 +11,8 @@ from loadgen.comparison.claims import join
 from loadgen.comparison.comparisons import MIN_PAIRS, Comparison
 from loadgen.comparison.facts import PLAN, Facts, WorkloadFacts, workload_scope
 from loadgen.quantities import number, share
-from loadgen.records.run import Label, ParityRecord, Workload, shown
+from loadgen.records.parity import ParityRecord
+from loadgen.records.run import Label, Workload, shown
 from loadgen.result.checks.registry import Outcome, check, per_comparison, per_load
 from loadgen.studies.answers.records import AnswersCompared
 from loadgen.studies.fairness.records import CacheProbe
@@ -122,6 +123,44 @@ def same_payload(facts: Facts) -> Iterator[Outcome]:
         yield Outcome(True, f"{first} over {experiment.transport}", first)
     else:
         yield Outcome(None, "nothing was sent", first)
+
+
+@check(
+    "the servers' certificates are verified",
+    "warns",
+    "Trust the server's authority with --a-ca FILE instead of --a-insecure.",
+    threshold="verified",
+    before_load=True,
+)
+def certificates(facts: Facts) -> Iterator[Outcome]:
+    """Skipped where no arm is reached over TLS."""
+    secured = [arm for arm in facts.run.experiment.arms if arm.tls_addresses]
+    open_arms = [shown(arm.label) for arm in secured if arm.access.insecure]
+    if open_arms:
+        detail = f"the certificate of {join(open_arms)} was not verified, so another server may have answered"
+        yield Outcome(False, detail, "not verified")
+    elif secured:
+        yield Outcome(True, f"verified for {join([shown(arm.label) for arm in secured])}", "verified")
+
+
+@check(
+    "all arms or none are reached over TLS",
+    "warns",
+    "Give every arm an https:// address, or none: encryption takes time on both sides.",
+    threshold="equal",
+    before_load=True,
+)
+def same_encryption(facts: Facts) -> Iterator[Outcome]:
+    """Skipped where no arm is reached over TLS."""
+    experiment = facts.run.experiment
+    encrypted = [
+        shown(arm.label)
+        for arm in experiment.arms
+        if (arm.grpc if experiment.transport == "grpc" else arm.target) in arm.tls_addresses
+    ]
+    if encrypted:
+        alike = len(encrypted) == len(experiment.arms)
+        yield Outcome(alike, "all use TLS" if alike else f"only {join(encrypted)} uses TLS", ", ".join(encrypted))
 
 
 @check(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import SystemRandom
 from statistics import median
@@ -162,7 +163,7 @@ def probe_cache(arm: Arm, inputs: SampleInputs, signature: Signature) -> CachePr
     """Send one item per request over HTTP, whatever the transport of the load: a cache serves all of them. A failure is
     in the record, not raised."""
     try:
-        fresh, repeated = _probe_times(Target("http", arm.deployment.url, arm.model), inputs, signature)
+        fresh, repeated = _probe_times(replace(arm.target, transport="http"), inputs, signature)
     except (ConnectionRefused, InputError) as exc:
         return CacheProbe(label=arm.request.label, fresh_ns=(), repeated_ns=(), error=str(exc))
     return CacheProbe(label=arm.request.label, fresh_ns=tuple(fresh), repeated_ns=tuple(repeated))

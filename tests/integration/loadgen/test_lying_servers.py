@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from loadgen.bench.progress import Progress
-from loadgen.records.run import ParityRecord, RunState, Workload
+from loadgen.records.parity import ParityRecord
+from loadgen.records.run import RunState, Workload
 from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment
 from tests.hostile_names import HOSTILE, check_reports

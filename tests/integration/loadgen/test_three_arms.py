@@ -13,7 +13,8 @@ import pytest
 
 from loadgen.bench.progress import Progress
 from loadgen.experiment.schedule import schedule
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, ParityRecord, RunState, Workload
+from loadgen.records.parity import ParityRecord
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
 from loadgen.report import write_reports
 from loadgen.result.analysis import analyse
 from loadgen.run.runner import run_experiment

@@ -36,7 +36,7 @@ def of_studies(*modules: str) -> tuple[str, ...]:
 # before the storage that reads them, then what it computes, what it measures and what it shows. What needs a part of
 # every study gets it from the registry, which imports them when they are asked for.
 LOADGEN = (
-    "quantities", "documents", "invocation", "records", "statistics", "transport", "targets", "experiment",
+    "quantities", "documents", "headers", "invocation", "records", "statistics", "transport", "targets", "experiment",
     "generator", "locustfile", "studies.registry", *of_studies("records"), "studies.gpu_proof.readings", "storage",
     "comparison", "studies", "result", "machine", "bench", *of_studies(*MEASURING[:-1]), *of_studies("measure"),
     "report.document", "report.charts", "report.renderers", *of_studies("sections"), "run", "calibration", "report",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loadgen.bench.answers import ParityError, batches_to_send, compare_answers, mixed_batches
-from loadgen.records.run import ParityCase
+from loadgen.records.parity import ParityCase
 from loadgen.statistics.agreement import Tolerance, rules_of, tolerance_of
 from loadgen.transport.inputs import SampleInputs
 

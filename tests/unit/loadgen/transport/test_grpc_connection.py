@@ -13,7 +13,7 @@ import pytest
 
 from loadgen.transport.exchange import ConnectionRefused
 from loadgen.transport.grpc import SERVICE, GrpcConnection, GrpcRequest, parse_grpc_address
-from loadgen.transport.requests import AddressError
+from loadgen.transport.requests import Address, AddressError
 
 REQUEST = GrpcRequest(b"question", 5)
 
@@ -155,5 +155,7 @@ def test_bad_addresses(text: str) -> None:
 
 
 def test_good_addresses() -> None:
-    assert parse_grpc_address("box:8001") == ("box", 8001)
-    assert parse_grpc_address("[::1]:8001") == ("::1", 8001)
+    assert parse_grpc_address("box:8001") == Address("box", 8001)
+    assert parse_grpc_address("[::1]:8001") == Address("::1", 8001)
+    assert parse_grpc_address("grpc://box:8001/a/b/") == Address("box", 8001, "/a/b")
+    assert parse_grpc_address("grpcs://[::1]:443").url == "https://[::1]:443"

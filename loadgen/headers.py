@@ -1,0 +1,96 @@
+"""Headers that a user adds to requests to a server: their values are sent, and never stored or shown."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+HIDDEN = "…"
+"""Stands for a value in records and messages."""
+_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_REFERENCE = re.compile(r"(?:(?P<scheme>[A-Za-z]{1,20}) )?(?:\$|env:)(?P<variable>[A-Za-z_][A-Za-z0-9_]*)")
+_REFUSED = {
+    "accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect",
+    "inference-header-content-length", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding",
+    "upgrade",
+}  # fmt: skip
+"""Headers that follow from the request and the connection."""
+_OPTION = re.compile(r"--(?:[a-z]-)?header")
+
+
+class HeaderError(ValueError):
+    """A header cannot be sent; the message names it without its value."""
+
+
+class HeaderValue(str):
+    """The value of a header. As text it is what may be stored: a reference such as $TOKEN, or `HIDDEN`."""
+
+    secret: str
+    """What is sent."""
+
+    __slots__ = ("secret",)
+
+
+def secret_of(value: object) -> str:
+    """What is sent for a header's value."""
+    return value.secret if isinstance(value, HeaderValue) else str(value)
+
+
+def read_headers(given: Mapping[str, object]) -> dict[str, HeaderValue]:
+    """The headers by their names, with the values of the variables that they refer to: $NAME or env:NAME, with or
+    without one word before it, as in "Bearer $TOKEN". Raises `HeaderError`."""
+    found: dict[str, HeaderValue] = {}
+    for given_name, text in given.items():
+        name = "Host" if given_name.lower() == "host" else given_name
+        if not _NAME.fullmatch(name):
+            raise HeaderError("a header has a name with characters that HTTP does not allow; write NAME=VALUE")
+        if name.lower() in _REFUSED or name.lower().startswith("grpc-"):
+            raise HeaderError(f"the header {name} follows from the request and cannot be set; leave it out")
+        if name.lower() in {other.lower() for other in found}:
+            raise HeaderError(f"the header {name} is given twice; give it once")
+        found[name] = _read_value(name, text)
+    return found
+
+
+def _read_value(name: str, given: object) -> HeaderValue:
+    if isinstance(given, HeaderValue):
+        return given
+    text = given if isinstance(given, str) else ""
+    if text == HIDDEN:
+        raise HeaderError(f"the value of the header {name} was not stored; give it again, best as $VARIABLE")
+    reference = _REFERENCE.fullmatch(text)
+    secret, source = text, f"the value of the header {name}"
+    if reference is not None:
+        variable = reference["variable"]
+        secret, source = os.environ.get(variable, ""), f"the variable {variable} for the header {name}"
+        if not secret:
+            raise HeaderError(f"{source} is not set or empty; set it, or give the value itself")
+        secret = f"{reference['scheme']} {secret}" if reference["scheme"] else secret
+    if not secret:
+        raise HeaderError(f"{source} is empty; write NAME=VALUE or NAME=$VARIABLE")
+    if not secret.isascii() or not secret.isprintable():
+        raise HeaderError(f"{source} holds a line break, a control character or a letter outside ASCII; remove it")
+    value = HeaderValue(text if reference is not None else HIDDEN)
+    value.secret = secret
+    return value
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """Arguments of a command, with the values of headers replaced."""
+    shown: list[str] = []
+    for argument in arguments:
+        option, joined, value = argument.partition("=")
+        if shown and _OPTION.fullmatch(shown[-1]):
+            argument = _shown(argument)
+        elif joined and _OPTION.fullmatch(option):
+            argument = f"{option}={_shown(value)}"
+        shown.append(argument)
+    return shown
+
+
+def _shown(header: str) -> str:
+    name, joined, value = header.partition("=")
+    if not joined:
+        return HIDDEN
+    return header if _REFERENCE.fullmatch(value.strip()) else f"{name}={HIDDEN}"

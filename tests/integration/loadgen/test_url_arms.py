@@ -1,0 +1,157 @@
+"""`abserve compare` on servers given by URL: TLS, headers whose values stay secret, versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.certificates import Authority
+from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
+
+pytestmark = pytest.mark.usefixtures("no_process_left")
+
+QUICK = ("--scenarios", "single", "--rounds", "2", "--no-gpu-control", "--model", "fake")
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    made = Authority(tmp_path_factory.mktemp("authority"))
+    made.sign("server")
+    return made
+
+
+def compare(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A comparison that ends before it runs."""
+    command = [*UNWATCHED_ABSERVE, "compare", *QUICK, *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment}
+    )
+
+
+def here(url: str) -> str:
+    """HOST:PORT of a URL."""
+    return url.rpartition("/")[2]
+
+
+def watched(out: Path, *options: str, **environment: str) -> tuple[int, str, str]:
+    """A comparison with the arguments of all processes that it starts: its status, output, and the arguments."""
+    command = [*UNWATCHED_ABSERVE, "compare", *QUICK, "--out", str(out), *options]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
+    )
+    arguments = set()
+    while process.poll() is None:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            try:
+                arguments.add(" ".join(child.cmdline()))
+                child.wait(0.01)
+            except (psutil.NoSuchProcess, psutil.TimeoutExpired):
+                continue
+    assert process.stdout is not None
+    with process.stdout:
+        return process.returncode, process.stdout.read(), "\n".join(arguments)
+
+
+def test_a_run_over_tls_with_a_header_and_a_version_keeps_the_secrets(
+    tmp_path: Path, authority: Authority, fake_url: Callable[..., str]
+) -> None:
+    """One value comes from a variable, the other from the command line; no file and no process may show either."""
+    common = ("--model", "fake", "--tls", str(authority.folder / "server.pem"), "--client-ca", str(authority.file))
+    first = fake_url(*common, "--version", "7", "--want-header", "authorization=bearer s3cret-of-a")
+    second = fake_url(*common, "--want-header", "x-key=s3cret-of-b")
+    client = str(authority.sign("client"))
+    status, output, arguments = watched(
+        tmp_path / "run",
+        *("--a", first.replace("http:", "https:"), "--a-version", "7", "--a-header", "Authorization=Bearer $TOKEN_A"),
+        *("--a-ca", str(authority.file), "--a-cert", client),
+        *("--b", second.replace("http:", "https:"), "--b-header", "X-Key=s3cret-of-b", "--b-insecure"),
+        *("--b-cert", client),
+        TOKEN_A="s3cret-of-a",
+    )  # fmt: skip
+    assert status in (0, 1), output
+    result = json.loads((tmp_path / "run/result.json").read_bytes())
+    assert json.loads((tmp_path / "run/run.json").read_bytes())["state"] == "finished", output
+    assert all(not json.loads(path.read_bytes())["errors"] for path in (tmp_path / "run/blocks").glob("*.json"))
+    assert "loadgen.generator" in arguments
+    assert "s3cret" not in arguments
+    assert "s3cret" not in output
+    kept = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+    assert kept == []
+    stored = json.loads((tmp_path / "run/experiment.json").read_bytes())
+    assert [arm["access"]["header"] for arm in stored["arms"]] == [{"Authorization": "Bearer $TOKEN_A"}, {"X-Key": "…"}]
+    checks = {check["name"]: check for check in result["checks"]}
+    assert (checks["certificates"]["state"], checks["same_encryption"]["state"]) == ("failed", "passed")
+    assert "the certificate of B was not verified" in checks["certificates"]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--a-header", "s3cret"), "--a-header …: write it as KEY=VALUE"),
+        (("--a-header", "A=s3cret\r\nEvil: 1"), "header A holds a line break"),
+        (("--a-header", "A=$NOT_SET_ANYWHERE"), "the variable NOT_SET_ANYWHERE for the header A is not set"),
+        (("--a-header", "Transfer-Encoding=s3cret"), "Transfer-Encoding follows from the request"),
+        (("--a-header", "Inference-Header-Content-Length=9"), "cannot be set"),
+        (("--a-header", "A B=s3cret"), "a name with characters that HTTP does not allow"),
+        (("--a-header", "A=s3cret", "--a-header", "a=s3cret"), "the header a is given twice"),
+        (("--a-ca", "x.pem"), "--a-ca has no effect without TLS"),
+        (("--a", "https://127.0.0.1:1", "--a-key", "x.pem"), "add --a-cert FILE"),
+        (("--a", "https://127.0.0.1:1", "--a-ca", "none.pem"), "none.pem is not a file of CA certificates"),
+        (("--a", "https://me:s3cret@127.0.0.1:1"), "send them with a header"),
+        (("--a", "native", "--a-version", "2"), "--a-version has no effect on native"),
+        (("--a-version", "../2"), "--a-version ../2"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_without_showing_a_value(options: tuple[str, ...], words: str) -> None:
+    done = compare("--a", "http://127.0.0.1:1", "--b", "http://127.0.0.1:1", *options)
+    assert done.returncode == 2
+    shown = " ".join(done.stderr.split())
+    assert words in shown
+    assert "s3cret" not in shown
+    assert "Traceback" not in shown
+
+
+def test_a_server_that_is_not_what_its_url_says_is_refused_at_the_start(
+    tmp_path: Path, authority: Authority, fake_url: Callable[..., str]
+) -> None:
+    authority.sign("old", expired=True)
+    plain = fake_url("--model", "fake")
+    expired = fake_url("--model", "fake", "--tls", str(authority.folder / "old.pem"))
+    grpc = ("--transport", "grpc", "--b-grpc", here(plain))
+    for options, words in (
+        (("--a", plain.replace("http:", "https:")), "if the server does not speak TLS, give its address with http://"),
+        (("--a", expired), "it speaks TLS: give https://127.0.0.1:"),
+        (("--a", expired.replace("http:", "https:")), "signed by an unknown authority"),
+        (("--a", expired.replace("http:", "https:"), "--a-ca", str(authority.file)), "certificate has expired"),
+        (("--a", plain, "--a-version", "3"), "model fake is not ready"),
+        (("--a", plain, *grpc, "--a-grpc", here(plain)), "does not speak gRPC"),
+        (("--a", plain, *grpc, "--a-grpc", here(expired)), "it speaks TLS: give grpcs://127.0.0.1:"),
+        (("--a", plain, *grpc, "--a-grpc", f"grpcs://{here(expired)}"), "signed by an unknown authority"),
+    ):
+        done = compare("--b", plain, *options, "--out", str(tmp_path / "run"))
+        assert (done.returncode, words in " ".join(done.stderr.split())) == (2, True), done.stderr
+        assert not (tmp_path / "run").exists()
+
+
+def test_the_stored_experiment_asks_for_its_hidden_values_again(tmp_path: Path) -> None:
+    command = [*UNWATCHED_ABSERVE, "compare", "--a", "http://127.0.0.1:1", "--b", "http://127.0.0.1:1"]
+    printed = subprocess.run(
+        [*command, "--a-header", "A=s3cret", "--b-header", "B=$TOKEN_A", "--print-experiment"],
+        capture_output=True, text=True, check=True, env={**os.environ, "TOKEN_A": "s3cret"},
+    ).stdout  # fmt: skip
+    assert "s3cret" not in printed
+    assert "B: $TOKEN_A" in printed
+    file = tmp_path / "experiment.yaml"
+    file.write_text(printed)
+    again = subprocess.run(
+        [*UNWATCHED_ABSERVE, "compare", str(file)], capture_output=True, text=True, check=False,
+        env={**os.environ, "TOKEN_A": "s3cret"},
+    )  # fmt: skip
+    assert again.returncode == 2
+    assert "the value of the header A was not stored; give it again" in " ".join(again.stderr.split())
