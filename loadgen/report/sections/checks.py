@@ -200,7 +200,7 @@ def same_answers(result: Result) -> doc.Section | None:
     if parity.kinds:
         limit += f" Outputs: {', '.join(f'{name} ({_KINDS.get(kind, kind)})' for name, kind in parity.kinds.items())}."
     base = shown(result.experiment.baseline.label)
-    rows: list[Sequence[doc.Value]] = [
+    rows: list[tuple[doc.Value, ...]] = [
         (
             case.name,
             f"{shown(case.label)} against {base}" if case.kind == "reference" else "mixed batch against single",
