@@ -83,6 +83,21 @@ def ready(module: torch.nn.Module) -> torch.nn.Module:
     return module.float().eval().requires_grad_(False)
 
 
+def fill_zero_weights(module: torch.nn.Module) -> torch.nn.Module:
+    """Draw weights for layers that their library initialises with zeros, from torch's generator.
+
+    With them a model would answer zeros, or leave out whole branches, and a wrong answer could not be told from a right
+    one. Biases may stay zero.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("weight") and not parameter.is_meta and not parameter.any():
+                parameter.normal_(std=0.02 if parameter.ndim > 1 else 0.1)
+    return module
+
+
 def hub_file(source: PretrainedWeights, repository: str, names: Sequence[str]) -> Path:
     """The first of the files that the hub's repository has, downloaded if it is missing. Raises `WeightsError`."""
     from huggingface_hub import hf_hub_download

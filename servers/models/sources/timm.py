@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from servers.contract.tensors import TensorSpec
 from servers.models.checkpoints import (
+    fill_zero_weights,
     hub_file,
     load_strictly,
     option_of,
@@ -95,7 +96,7 @@ def specify(name: str) -> ModelSpecification | None:
                 raise WeightsError(f"{option}: timm cannot load the tag's file into {architecture}") from exc
             return ready(model)
         with seeded(source.seed if isinstance(source, RandomWeights) else 0):
-            module: torch.nn.Module = timm.create_model(name)
+            module: torch.nn.Module = fill_zero_weights(timm.create_model(name))
         if isinstance(source, CheckpointWeights):
             return load_strictly(module, read_checkpoint(source), option_of(source), f"timm {architecture}")
         return ready(module)

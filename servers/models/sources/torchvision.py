@@ -9,6 +9,7 @@ from urllib.parse import urlparse
 from servers.contract.tensors import TensorSpec
 from servers.models.checkpoints import (
     downloaded,
+    fill_zero_weights,
     load_strictly,
     option_of,
     read_checkpoint,
@@ -72,7 +73,7 @@ def specify(name: str) -> ModelSpecification | None:
         if architecture.startswith("vit_"):
             arguments["image_size"] = served.size
         with seeded(source.seed if isinstance(source, RandomWeights) else 0):
-            module: torch.nn.Module = models.get_model(architecture, weights=None, **arguments)
+            module: torch.nn.Module = fill_zero_weights(models.get_model(architecture, weights=None, **arguments))
         if isinstance(source, RandomWeights):
             return ready(module)
         if isinstance(source, CheckpointWeights):

@@ -17,7 +17,15 @@ import numpy as np
 
 from servers.contract.tensors import Array, TensorSpec
 from servers.models.atomic_folder import file_sha256
-from servers.models.checkpoints import hub_file, option_of, read_checkpoint, read_state, ready, refuse_misfits
+from servers.models.checkpoints import (
+    fill_zero_weights,
+    hub_file,
+    option_of,
+    read_checkpoint,
+    read_state,
+    ready,
+    refuse_misfits,
+)
 from servers.models.specification import Axis, ModelSpecification, UnknownModelError, choose_from, served_name
 from servers.models.weights import (
     CheckpointWeights,
@@ -166,6 +174,7 @@ def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsS
     if isinstance(source, RandomWeights):
         with seeded(source.seed), _quiet():
             model = auto.from_config(config, attn_implementation=_attention(auto, config), dtype="float32")
+            fill_zero_weights(model)
         return _first_output(ready(model))
     option = option_of(source)
     if isinstance(source, CheckpointWeights):

@@ -36,7 +36,7 @@ def values(datatype: str, rows: int, width: int, seed: int) -> Array:
         words[...] = [[f"w{seed}·{value}".encode() for value in row] for row in random.integers(0, 99, (rows, width))]
         words[0, 0] = b""
         return words
-    dtype = DATATYPES[datatype]
+    dtype: Any = DATATYPES[datatype]
     if dtype.kind == "f":
         array = random.standard_normal((rows, width)).astype(dtype)
         array[0, 0] = np.finfo(dtype).max
@@ -119,10 +119,10 @@ def _json(echo: Any, sent: dict[str, Array]) -> dict[str, Array]:
     for output in json.loads(answer.body)["outputs"]:
         name = output["datatype"]
         if name == "BYTES":
-            array: Array = np.array([element.encode() for element in output["data"]], object)
+            flat: Array = np.array([element.encode() for element in output["data"]], object)
         else:
-            array = np.array(output["data"], DATATYPES[name])
-        found[name] = array.reshape(output["shape"])
+            flat = np.array(output["data"], DATATYPES[name])
+        found[name] = flat.reshape(output["shape"])
     return found
 
 

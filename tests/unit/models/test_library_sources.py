@@ -299,3 +299,13 @@ def test_well_known_names_are_cheap_to_describe() -> None:
         specification = get_base(reference)
         assert specification.reference == reference
         assert specification.default_weights == "random:0"
+
+
+def test_random_weights_leave_no_layer_at_zero() -> None:
+    """torchvision starts the head of its vision transformers at zero, so every answer would be zero."""
+    specification = get_specification("torchvision:vit_b_32")
+    module = specification.load_module(RandomWeights(0))
+    weights = {name: value for name, value in module.named_parameters() if name.endswith("weight")}
+    assert all(value.any() for value in weights.values())
+    one, other = answers(module, torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0)))
+    assert not torch.allclose(one, other)
