@@ -57,7 +57,9 @@ def _add_service(families: dict[str, list[str]], service: InferenceService) -> N
         add("counter", "stage_seconds_total", help_text, times["ns"] / 1e9, stage=stage)
     add("gauge", "pending_requests", "Requests waiting for the engine or for their images.", service.pending)
     add("gauge", "ready", "1 when inference requests are answered.", int(service.ready))
-    add("gauge", "engine_info", "The engine's settings in effect.", 1, **parameters_in_effect(service))
+    parameters = parameters_in_effect(service)
+    info = {"reference" if key == "model" else key: value for key, value in parameters.items()}
+    add("gauge", "engine_info", "The engine's settings in effect.", 1, **info)
     duration, queue, compute = counters.request_duration, counters.queue_duration, counters.compute_duration
     add_histogram("request_duration_seconds", "From the request's head to its answer.", duration, 1e9)
     add_histogram("queue_duration_seconds", "Waiting for the engine and for other requests to join.", queue, 1e9)

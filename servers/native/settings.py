@@ -166,7 +166,7 @@ class NativeSettings(BaseSettings):
         return self.model_copy(
             update={
                 "engine": engine if self.engine == "auto" else self.engine,
-                "weights": self.weights or specification.default_weights,
+                "weights": specification.default_weights if self.weights is None else self.weights,
             }
         )
 

@@ -79,6 +79,7 @@ def test_describes_itself(client):
         "device": "cpu",
         "threads": "1",
         "weights": "none",
+        "model": "open_clip:ViT-B-32",
         "payload": "fp32",
     }
 
