@@ -104,6 +104,7 @@ def _response(answer: Mapping[str, Array] | Exception, request: Any) -> Any:
     if isinstance(answer, Exception):  # a client must never see a traceback
         pb_utils.Logger.log_error(f"a request failed: {''.join(traceback.format_exception(answer))}")
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(FAILED))
+    wanted = set(request.requested_output_names())
     return pb_utils.InferenceResponse(
-        [pb_utils.Tensor(name, answer[name]) for name in request.requested_output_names()]
+        [pb_utils.Tensor(name, array) for name, array in answer.items() if name in wanted]
     )

@@ -1,4 +1,4 @@
-"""Models of the user's in a real Triton: a text model with mixed lengths at once, and tensors of any datatype."""
+"""Models of the user's in a real Triton: a text model with mixed lengths at once."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import tritonclient.http as http_client
-from onnx import TensorProto, helper
 from tritonclient.utils import InferenceServerException
 
 from servers.contract.tensors import Array
@@ -39,7 +36,6 @@ CONFIG = {
     "hidden_dim": 64,
     "max_position_embeddings": 128,
 }
-TYPES = {"BYTES": TensorProto.STRING, "BOOL": TensorProto.BOOL, "FP16": TensorProto.FLOAT16, "INT64": TensorProto.INT64}
 
 
 @pytest.fixture(scope="module")
@@ -121,24 +117,3 @@ def test_nothing_that_clients_read_shows_the_models_folder(address: str) -> None
     client.close()
     assert config["parameters"]["model"]["string_value"] == "tiny"
     assert "secret" not in json.dumps(config)
-
-
-def test_elements_of_any_length_and_each_output_that_is_asked_for(tmp_path: Path, start: Callable[..., str]) -> None:
-    text = helper.make_tensor_value_info("text", TensorProto.STRING, ["batch", 2])
-    outputs = [helper.make_tensor_value_info(f"out_{name}", kind, ["batch", 2]) for name, kind in TYPES.items()]
-    nodes = [helper.make_node("Cast", ["text"], [f"out_{name}"], to=kind) for name, kind in TYPES.items()]
-    onnx.save(helper.make_model(helper.make_graph(nodes, "texts", [text], outputs)), str(tmp_path / "texts.onnx"))
-    specification = get_specification(str(tmp_path / "texts.onnx"))
-    address = start(specification, engine="null")
-    words = np.array([[b"one", b""], ["zwölf".encode(), b"\xff\x00"]], object)
-    for wanted in (("out_BYTES", "out_BOOL", "out_FP16", "out_INT64"), ("out_INT64",)):
-        answer = infer(address, specification.name, {"text": words}, "BYTES", *wanted)
-        for name, expected in {
-            "out_BYTES": words,
-            "out_BOOL": np.array([[True, False], [True, True]]),
-            "out_FP16": np.array([[3, 0], [6, 2]], np.float16),
-            "out_INT64": np.array([[3, 0], [6, 2]]),
-        }.items():
-            if name in wanted:
-                assert answer[name].dtype == expected.dtype
-                np.testing.assert_array_equal(answer[name], expected)

@@ -89,6 +89,7 @@ def test_the_config_tells_what_is_in_effect(triton: Any, client: Any, artefact: 
     config = client.get_model_config(MODEL)
     parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
     assert parameters == {
+        "model": "open_clip:ViT-B-32",
         "engine": "onnxruntime",
         "precision": "fp32",
         "mode": "session",
