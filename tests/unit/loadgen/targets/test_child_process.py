@@ -47,6 +47,14 @@ def test_a_dead_process_tells_how_and_what_it_said(tmp_path: Path) -> None:
     await_true(process.failure)
     assert "ended with exit status 4" in (process.failure() or "")
     assert "port taken" in (process.failure() or "")
+
+
+def test_a_triton_that_loads_no_model_says_why(tmp_path: Path) -> None:
+    table = "| bert  | 1       | UNAVAILABLE: Internal: EngineError: no GPU here |"
+    script = f"print({table!r}); print('+--+'); print('\\n'.join(['stopping'] * 9)); raise SystemExit(1)"
+    process = ChildProcess([sys.executable, "-c", script], log_path=tmp_path / "t.log")
+    process.popen.wait(10)
+    assert (process.failure() or "").endswith("which says: EngineError: no GPU here")
     assert process.cpu_ns() is None or process.cpu_ns() == 0
     process.stop()
 
