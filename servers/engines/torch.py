@@ -172,7 +172,9 @@ class TorchEngine(RunnerEngine):
         if (tower := self._tower) is None:
             raise self._not_loaded()
         parameters = tower.parameters
-        dtype = next((p.dtype for p in parameters if p.is_floating_point()), tower.dtype)
+        floating = [p for p in parameters if p.is_floating_point()]
+        # Of the largest: a tower in FP16 may keep a few small parameters in FP32.
+        dtype = max(floating, key=torch.Tensor.numel).dtype if floating else tower.dtype
         details: dict[str, object] = {
             "parameters": sum(p.numel() for p in parameters),
             "parameters_by_device": dict(Counter(str(p.device) for p in parameters)),
