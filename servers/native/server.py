@@ -22,6 +22,7 @@ import uvicorn
 from servers.engines.interface import Engine
 from servers.launch_plan import host_in_url
 from servers.listener import ListenerError
+from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 from servers.native.app import create_app
@@ -159,7 +160,9 @@ def _service(settings: NativeSettings, specification: ModelSpecification, weight
     def build() -> Engine:
         from servers.engines.factory import LIBRARIES, build_engine  # in the engine thread, after the port answers
 
-        for library in LIBRARIES[settings.engine]:  # so that a cold start's log separates imports from weights
+        source = executed.reference.partition(":")[0]
+        own = (source,) if settings.engine == "torch" and source in SOURCES else ()
+        for library in (*LIBRARIES[settings.engine], *own):  # so that a cold start's log separates imports from weights
             with suppress(ImportError):  # loading the engine says what to install
                 importlib.import_module(library)
         return build_engine(executed, weights, engine, getattr(settings, artefact_field(executed)))
