@@ -194,7 +194,10 @@ def test_wrong_answers_end_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_pa
     def doubled(specification: ModelSpecification, expected: Arrays, answers: Arrays, precision: str) -> Disagreement:
         """The engine's answers with a fault planted at batch 2."""
         return disagreement(
-            specification, expected, {name: array * len(array) for name, array in answers.items()}, precision
+            specification,
+            expected,
+            {name: np.multiply(array, len(array)) for name, array in answers.items()},
+            precision,
         )
 
     monkeypatch.setattr("servers.engines.measurement.disagreement", doubled)
