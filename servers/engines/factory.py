@@ -12,7 +12,6 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
 KINDS_WITH_FILE = tuple(name for name, kind in KINDS.items() if kind.executes_file)
-LIBRARIES = {name: kind.libraries for name, kind in KINDS.items()}
 
 
 def check_engine(specification: ModelSpecification, settings: EngineSettings) -> None:
