@@ -70,8 +70,8 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     from servers.export.artefacts import ExecutedFile, executed_file
 
     specifications = get_variants(settings.model, settings.payloads)
-    engine = settings.resolved_engine()
     try:
+        engine = settings.resolved_engine()
         check_engine(specifications[0].executed, engine)
         padding_of(specifications[0], engine.pad_to)
     except EngineError as exc:
