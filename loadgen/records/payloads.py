@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 ImagePayload = Literal["fp32", "uint8", "jpeg"]
@@ -67,16 +67,22 @@ def takes_images(model: str) -> bool:
     return implied_payload(model) != "tensors"
 
 
+def inputs_in_brief(about: Mapping[str, str | int], swept: Iterable[int] = ()) -> str:
+    """What the stored description says is sent, and how long: "token ids of length 32, 128", the lengths that a sweep
+    has; empty if nothing was recorded."""
+    kind = {"synthetic": "random values"}.get(str(about.get("kind")), str(about.get("kind", "")))
+    lengths = ", ".join(map(str, sorted(set(swept))))
+    if not lengths and "length_max" in about:
+        low, middle, high = (about[f"length_{name}"] for name in ("min", "median", "max"))
+        if low != high:
+            return f"{kind} of length {low} to {high} (median {middle})"
+        lengths = str(high)
+    return f"{kind} of length {lengths}" if lengths else kind
+
+
 def inputs_in_words(about: Mapping[str, str | int]) -> str:
     """The stored description of the inputs in one line: what they are, how many, of which lengths, where from."""
-    item, kind = about.get("item", "item"), about.get("kind", "unknown")
-    parts = [f"{about.get('count', '?')} {item}s: {kind}"]
-    if "length_min" in about:
-        parts.append(
-            f"length {about['length_min']} to {about['length_max']}, median {about['length_median']}"
-            if about["length_min"] != about["length_max"]
-            else f"length {about['length_min']}"
-        )
+    parts = [f"{about.get('count', '?')} {about.get('item', 'item')}s: {inputs_in_brief(about) or 'unknown'}"]
     parts += [f"seed {about['seed']}"] if "seed" in about else []
     parts += [f"from {about['source']}"] if "source" in about else []
     return ", ".join(parts)

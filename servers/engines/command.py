@@ -105,6 +105,10 @@ def engine(
             json.write_bytes(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2) + b"\n")
         except OSError as exc:
             fail(f"cannot write {json}: {exc.strerror or exc}", exc)
+    if wrong := [result for result in results if result.fault is not None and description.kind != "null"]:
+        for result in wrong:
+            console.print(f"WRONG ANSWERS at batch {result.batch}: {result.fault}", style="bold red", markup=False)
+        raise typer.Exit(1)
 
 
 def _measure(
@@ -230,9 +234,6 @@ def _show(
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     console.print(table)
-    for result in results:
-        if result.fault is not None and d.kind != "null":
-            console.print(f"WRONG ANSWERS at batch {result.batch}: {result.fault}", style="bold red", markup=False)
 
 
 def _columns(specification: ModelSpecification, null: bool, results: list[BatchMeasurement]) -> dict[str, list[str]]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from servers.engines.interface import Engine, EngineError
+from servers.engines.interface import Engine, EngineError, export_command
 from servers.engines.settings import KINDS as KINDS
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
 KINDS_WITH_FILE = tuple(name for name, kind in KINDS.items() if kind.executes_file)
-LIBRARIES = {name: kind.libraries for name, kind in KINDS.items()}
 
 
 def check_engine(specification: ModelSpecification, settings: EngineSettings) -> None:
@@ -42,9 +41,7 @@ def build_engine(
     check_engine(specification, settings)
     kind = KINDS[settings.kind]
     if kind.executes_file and artefact_path is None:
-        to = " --to tensorrt" if settings.kind == "tensorrt" else ""
-        payload = " --payload uint8" if specification.payload == "uint8" else ""
-        command = f"abserve export{to} --model {specification.reference}{payload}"
+        command = export_command(specification, "--to tensorrt" if settings.kind == "tensorrt" else "")
         raise EngineError(f"the {settings.kind} engine needs an exported file; run: {command}")
     module, _, name = kind.engine.partition(":")
     try:

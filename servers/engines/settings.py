@@ -23,7 +23,8 @@ class EngineKind:
     modes: Mapping[str, tuple[str, ...]]
     precisions: Mapping[str, tuple[str, ...]]
     libraries: tuple[str, ...] = ()
-    """The libraries that `load` imports first. A server imports them earlier to time them separately."""
+    """The libraries that `load` imports first, besides the model's own. A server imports them earlier to time them
+    separately."""
     executes_file: bool = False
     """Whether it executes an exported file and not the model's own module."""
 
@@ -34,7 +35,7 @@ KINDS: Mapping[str, EngineKind] = {
         "torch:TorchEngine",
         {"cpu": ("eager", "traced", "scripted"), "cuda": ("graph", "compile", "eager", "traced", "scripted")},
         {"cpu": ("fp32",), "cuda": PRECISIONS},
-        ("torch", "open_clip"),
+        ("torch",),
     ),
     "onnxruntime": EngineKind(
         "onnxruntime:OnnxRuntimeEngine",

@@ -61,19 +61,9 @@ def artefact_folder(
     root: Path, specification: ModelSpecification, weights: WeightsSource, form: FileForm = PLAIN
 ) -> Path:
     """The folder of one model with one set of weights in one form."""
-    path = user_path(specification)
-    of_path = "" if path is None else f"-{hashlib.sha256(specification.reference.encode()).hexdigest()[:12]}"
+    from_file = specification.definition_sha256 is not None
+    of_path = f"-{hashlib.sha256(specification.reference.encode()).hexdigest()[:12]}" if from_file else ""
     return root / f"{specification.name}{of_path}" / f"{weights.slug}{form.suffix}"
-
-
-def user_path(specification: ModelSpecification) -> Path | None:
-    """The file or folder of the user that defines the model; None for one of a library."""
-    reference = specification.reference
-    text = reference if reference.startswith("/") else reference.partition(":")[2]  # SOURCE:FOLDER
-    if not text.startswith("/"):
-        return None
-    path = Path(text)
-    return path if path.exists() else Path(text.rpartition(":")[0])  # FILE.py:FUNCTION
 
 
 def plan_of(root: Path, specification: ModelSpecification, weights: WeightsSource, form: FileForm) -> Path:
@@ -187,26 +177,13 @@ def _required(specification: ModelSpecification, weights: WeightsSource, form: F
     return {
         "model": specification.name,
         "model_version": specification.version,
-        "model_sha256": _model_sha256(specification),
+        "model_sha256": specification.definition_sha256,
         "payload": specification.payload,
         "precision": form.precision,
         "weights": weights.label,
         "weights_sha256": None if isinstance(weights, RandomWeights) else weights.sha256,
         "versions": package_versions(),
     }
-
-
-def _model_sha256(specification: ModelSpecification) -> str | None:
-    """Of the user's file, or of the JSON files of the user's folder; None for a model of a library."""
-    path = user_path(specification)
-    try:
-        if path is None:
-            return None
-        if path.is_file():
-            return file_sha256(path)
-        return hashlib.sha256("".join(file_sha256(one) for one in sorted(path.glob("*.json"))).encode()).hexdigest()
-    except OSError as exc:
-        raise ExportError(f"cannot read {path}: {exc.strerror or exc}") from exc
 
 
 def _manifest_of(specification: ModelSpecification, weights: WeightsSource, user: UserFile) -> Manifest:

@@ -29,6 +29,9 @@ HEADER = "# Generated from the model specification; do not edit. To generate it 
 MODEL_PY = """# servers.triton.preprocess_model decodes the images, so this package must be installed beside Triton.
 from servers.triton.preprocess_model import TritonPythonModel as TritonPythonModel
 """
+REFERENCE = "reference.txt"
+"""Beside model.py: the path of a user's model."""
+_EMPTY = {".gitkeep": ""}
 
 BACKENDS = ("onnx", "tensorrt")
 LONGEST_WAIT_US = 600_000_000
@@ -57,30 +60,30 @@ def write_model_repository(root: Path, specifications: Iterable[ModelSpecificati
     """Write `<model>_onnx` and `<model>_tensorrt` of every specification under `root`; returns the written files.
 
     For JPEG these are ensembles, and there is `<model>_preprocess`. Each has a version folder `1` for the artefact; a
-    `.gitkeep` keeps an empty one.
+    `.gitkeep` keeps an empty one, and `reference.txt` tells the decoding model the path of a user's model.
     """
     written = []
     for specification in specifications:
-        for name, text, model_py in _models(specification):
+        for name, text, files in _models(specification):
             folder = root / name
             (folder / "1").mkdir(parents=True, exist_ok=True)
-            beside = ("model.py", model_py) if model_py else (".gitkeep", "")
-            for path, content in ((folder / "config.pbtxt", text), (folder / "1" / beside[0], beside[1])):
+            beside = {folder / "1" / file: content for file, content in files.items()}
+            for path, content in {folder / "config.pbtxt": text, **beside}.items():
                 path.write_text(content, encoding="utf-8")
                 written.append(path)
     return tuple(written)
 
 
-def _models(specification: ModelSpecification) -> Iterator[tuple[str, str, str]]:
-    """Name, config and model.py of each model."""
+def _models(specification: ModelSpecification) -> Iterator[tuple[str, str, Mapping[str, str]]]:
+    """Name, config and the files in the version folder of each model."""
     if specification.payload != "jpeg":
-        yield f"{specification.name}_onnx", onnxruntime_config(specification), ""
-        yield f"{specification.name}_tensorrt", tensorrt_config(specification), ""
+        yield f"{specification.name}_onnx", onnxruntime_config(specification), _EMPTY
+        yield f"{specification.name}_tensorrt", tensorrt_config(specification), _EMPTY
         return
-    yield preprocess_name(specification), preprocess_config(specification), MODEL_PY
+    yield preprocess_name(specification), preprocess_config(specification), preprocess_files(specification)
     for backend in BACKENDS:
         name, executing = f"{specification.name}_{backend}", f"{specification.executed.name}_{backend}"
-        yield name, ensemble_config(specification, name, executing), ""
+        yield name, ensemble_config(specification, name, executing), _EMPTY
 
 
 def onnxruntime_config(specification: ModelSpecification, max_queue_delay_us: int = MAX_QUEUE_DELAY_US) -> str:
@@ -139,6 +142,12 @@ def preprocess_name(specification: ModelSpecification) -> str:
     return f"{specification.base}_preprocess"
 
 
+def preprocess_files(specification: ModelSpecification) -> Mapping[str, str]:
+    """The files of the decoding model's version folder. A user's model is found by its path, which no config shows."""
+    private = {} if specification.reference == specification.label else {REFERENCE: specification.reference}
+    return {"model.py": MODEL_PY, **private}
+
+
 def preprocess_config(specification: ModelSpecification) -> str:
     """`specification` is the JPEG variant. A bad image is an INVALID_ARG of this step, so the ensemble answers 400."""
     return f"""{_header(specification)}name: {quote(preprocess_name(specification))}
@@ -150,7 +159,7 @@ output [ {", ".join(map(_tensor, specification.executed.inputs))} ]
 instance_group [ {{ kind: KIND_CPU count: 1 }} ]
 # Waiting requests are decoded together; no request waits for others here, only in the next step.
 dynamic_batching {{ max_queue_delay_microseconds: 0 }}
-parameters {{ key: "model" value: {{ string_value: {quote(specification.reference)} }} }}
+parameters {{ key: "model" value: {{ string_value: {quote(specification.label)} }} }}
 # 0: one thread per core, at most four.
 parameters {{ key: "decode_threads" value: {{ string_value: "0" }} }}
 parameters {{ key: "max_image_pixels" value: {{ string_value: "{MAX_PIXELS}" }} }}

@@ -26,7 +26,7 @@ class Input:
     shape: Shape
     values: tuple[int, int] | None = None
     """Generated values: from the first, below the second. Default: bytes for UINT8, 0 or 1 for other integers, else
-    normally distributed."""
+    normally distributed. If an embedding of the module has as many rows as the second, servers refuse other ids."""
     padding: int | None = None
     """The value of places beyond an item's own length; None: items of different lengths share no batch."""
 

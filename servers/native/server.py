@@ -20,8 +20,10 @@ import structlog
 import uvicorn
 
 from servers.engines.interface import Engine
+from servers.engines.settings import KINDS
 from servers.launch_plan import host_in_url
 from servers.listener import ListenerError
+from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 from servers.native.app import create_app
@@ -152,14 +154,20 @@ def run(
     return serve(settings, ServedModels(services, settings.allow_model_control), listener)
 
 
+def imported_first(engine: str, specification: ModelSpecification) -> tuple[str, ...]:
+    """Libraries of an engine and of a model's module, so that a cold start's log separates imports from weights."""
+    source = specification.reference.partition(":")[0]
+    return (*KINDS[engine].libraries, *([source] if engine == "torch" and source in SOURCES else []))
+
+
 def _service(settings: NativeSettings, specification: ModelSpecification, weights: WeightsSource) -> InferenceService:
     executed = specification.executed
     engine = settings.engine_settings()
 
     def build() -> Engine:
-        from servers.engines.factory import LIBRARIES, build_engine  # in the engine thread, after the port answers
+        from servers.engines.factory import build_engine  # in the engine thread, after the port answers
 
-        for library in LIBRARIES[settings.engine]:  # so that a cold start's log separates imports from weights
+        for library in imported_first(settings.engine, executed):
             with suppress(ImportError):  # loading the engine says what to install
                 importlib.import_module(library)
         return build_engine(executed, weights, engine, getattr(settings, artefact_field(executed)))

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from servers.export.triton_config import REFERENCE
 from servers.models.image_decoder import ImageDecoder
 from servers.models.preprocessing import ImageError
 from servers.models.registry import get_variant
@@ -24,7 +26,9 @@ class TritonPythonModel:
         """Read the model and the decoding settings from the config."""
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
-        specification = get_variant(parameters["model"], "jpeg")
+        private = Path(args["model_repository"]) / args["model_version"] / REFERENCE
+        reference = private.read_text(encoding="utf-8") if private.is_file() else parameters["model"]
+        specification = get_variant(reference, "jpeg")
         self._files = specification.inputs[0].name
         self._pixels = specification.executed.inputs[0].name
         self._decoder = ImageDecoder(specification.preprocessing, decoding_from_parameters(parameters))

@@ -8,6 +8,7 @@ import loadgen.report.document as doc
 from loadgen.comparison.comparisons import leading_comparisons
 from loadgen.quantities import sentence, share
 from loadgen.records.machine import own_devices, used_gpu
+from loadgen.records.payloads import inputs_in_brief
 from loadgen.records.run import ArmRecord, shown
 from loadgen.report.charts import arm_style, base_and_arm, several, titles
 from loadgen.report.sections.checks import CheckRow, check_rows, counts
@@ -63,7 +64,9 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
     precision = _per_arm(result, lambda arm: str(arm.in_effect.get("precision") or "precision not reported"))
     sizes = sorted({workload.batch_size for workload in experiment.workloads if workload.has_blocks})
     started = result.environment.started_at if result.environment else ""
-    sent = f"{inputs_in_brief(result)} as {' and '.join(experiment.payloads)}".removeprefix(" as ")
+    described = result.environment.inputs if result.environment else {}
+    swept = [one.sequence_length for one in experiment.workloads if one.sequence_length is not None]
+    sent = f"{inputs_in_brief(described, swept)} as {' and '.join(experiment.payloads)}".removeprefix(" as ")
     second = [f"{sent} over {TRANSPORTS[experiment.transport]}"]
     if sizes:
         second.append(f"batch size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}")
@@ -77,19 +80,6 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
         _per_arm(result, lambda arm: _hardware(result, arm)),
     )
     return " · ".join(filter(None, first)), " · ".join(filter(None, second))
-
-
-def inputs_in_brief(result: Result) -> str:
-    """What was sent, and how long: "token ids of length 32, 128"; empty if it was not recorded."""
-    found = result.environment.inputs if result.environment else {}
-    kind = {"synthetic": "random values"}.get(str(found.get("kind")), str(found.get("kind", "")))
-    swept = {str(one.sequence_length) for one in result.experiment.workloads if one.sequence_length is not None}
-    low, middle, high = (found.get(f"length_{name}") for name in ("min", "median", "max"))
-    if swept:
-        return f"{kind} of length {', '.join(sorted(swept, key=int))}"
-    if high is None:
-        return kind
-    return f"{kind} of length {high}" if low == high else f"{kind} of {low} to {high} (median {middle})"
 
 
 def _padding(result: Result) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
@@ -144,6 +144,7 @@ def _specification(path: Path, function: str, make: Callable[[], object], made: 
         outputs=tuple(tensors[count:]),
         kinds={output.name: output.kind for output in made.outputs},
         axes=tuple(_axes(made)),
+        id_counts=_id_counts(made),
         item=made.item,
         max_batch_size=made.max_batch_size,
         load_module=partial(_load, path, function, make),
@@ -200,6 +201,20 @@ def _axes(made: UserModel) -> Sequence[Axis]:
     if padding or sum(axis.padded for axis in axes) > 1:
         raise ValueError("padding needs one dimension of variable size, the same for all inputs that have it")
     return axes
+
+
+def _id_counts(made: UserModel) -> dict[str, int]:
+    """By input of integers whose generated values end where one of the module's embeddings does: its number of rows."""
+    modules: Iterable[object] = getattr(made.module, "modules", tuple)()
+    rows = {getattr(module, "num_embeddings", None) for module in modules}
+    return {
+        one.name: one.values[1]
+        for one in made.inputs
+        if one.values is not None
+        and one.datatype in ("INT32", "INT64")
+        and one.values[1] in rows
+        and 0 <= (one.padding or 0) < one.values[1]
+    }
 
 
 def _with_items(

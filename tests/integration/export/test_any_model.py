@@ -19,6 +19,7 @@ from servers.engines.settings import EngineSettings
 from servers.export.artefacts import artefact_folder, ensure_artefact, executed_file, find_artefact, plan_of
 from servers.export.errors import ExportError, ParityError
 from servers.export.file_form import FileForm, executed_form
+from servers.models.atomic_folder import file_sha256
 from servers.models.registry import get_specification, get_variant
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
@@ -195,14 +196,17 @@ def test_a_users_file_has_its_own_folder_and_is_exported_again_when_it_changes(t
         path.parent.mkdir()
         path.write_text("# a module")
     model, root = mixed(), tmp_path / "artefacts"
-    of_one, of_two = (replace(model, reference=f"{path}:build") for path in (one, two))
+    of_one, of_two = (
+        replace(model, reference=f"{path}:build", definition_sha256=file_sha256(path)) for path in (one, two)
+    )
     folders = {artefact_folder(root, specification, WEIGHTS) for specification in (model, of_one, of_two)}
     assert len(folders) == 3
     assert ensure_artefact(of_one, WEIGHTS, root).made_now
     assert not ensure_artefact(of_one, WEIGHTS, root).made_now
     one.write_text("# an edited module")
-    assert find_artefact(root, of_one, WEIGHTS) is None
-    assert ensure_artefact(of_one, WEIGHTS, root).made_now
+    edited = replace(of_one, definition_sha256=file_sha256(one))
+    assert find_artefact(root, edited, WEIGHTS) is None
+    assert ensure_artefact(edited, WEIGHTS, root).made_now
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +222,9 @@ def users_file(tmp_path_factory: pytest.TempPathFactory) -> ModelSpecification:
     def load(_: WeightsSource) -> torch.nn.Module:
         pytest.fail("a file has no module")
 
-    return replace(bert, name="mine", reference=str(path), file=path, load_module=load)
+    return replace(
+        bert, name="mine", reference=str(path), file=path, definition_sha256=file_sha256(path), load_module=load
+    )
 
 
 def test_a_users_onnx_file_is_executed_as_it_is(users_file: ModelSpecification, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from loadgen.entry import build
 from servers.contract.tensors import Array, TensorSpec
+from servers.engines.agreement import Disagreement, disagreement
 from servers.engines.batches import random_inputs
 from servers.engines.measurement import (
     MAX_REPEATS,
@@ -30,6 +31,8 @@ from servers.engines.settings import EngineSettings
 from servers.models.registry import get_specification
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
+
+Arrays = Mapping[str, Array]
 
 
 class SlowEngine(NullEngine):
@@ -185,6 +188,30 @@ def test_a_mistake_is_one_sentence_before_anything_is_written(options: list[str]
     assert message in done.output
     assert done.output.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_wrong_answers_end_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def doubled(specification: ModelSpecification, expected: Arrays, answers: Arrays, precision: str) -> Disagreement:
+        """The engine's answers with a fault planted at batch 2."""
+        return disagreement(
+            specification,
+            expected,
+            {name: np.multiply(array, len(array)) for name, array in answers.items()},
+            precision,
+        )
+
+    monkeypatch.setattr("servers.engines.measurement.disagreement", doubled)
+    module = tmp_path / "mine.py"
+    module.write_text(
+        "import torch\nfrom servers.models import Input, Output, UserModel\n\n"
+        "def build():\n    return UserModel(torch.nn.Linear(4, 3), [Input('x', 'FP32', ('batch', 4))], "
+        "[Output('y', 'FP32', ('batch', 3))])\n"
+    )
+    options = ["--model", f"{module}:build", "--device", "cpu", "--batches", "1,2", "--seconds", "0.01"]
+    done = CliRunner().invoke(build(), ["engine", *options])
+    assert done.exit_code == 1
+    assert "WRONG ANSWERS at batch 2" in done.output
+    assert "WRONG ANSWERS at batch 1" not in done.output
 
 
 @pytest.mark.slow

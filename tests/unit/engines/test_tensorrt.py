@@ -42,7 +42,10 @@ def test_without_tensorrt_the_remedy_is_named(specification: ModelSpecification,
         ({"mode": "eager"}, "has no mode 'eager'; use one of: auto, graph"),
         ({"precision": "bf16"}, "has no precision 'bf16'; did you mean"),
         ({"precision": "fp16", "device": "cpu"}, "no TensorRT plan at missing.plan"),
-        ({"precision": "fp16"}, "no TensorRT plan at missing.plan; run: abserve export --to tensorrt"),
+        (
+            {"precision": "fp16"},
+            "missing.plan; run: abserve export --model open_clip:ViT-B-32 --to tensorrt",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
@@ -55,7 +58,7 @@ def test_what_cannot_be_honoured_is_refused(
 
 
 def test_a_plan_must_be_given(specification: ModelSpecification) -> None:
-    with pytest.raises(EngineError, match="needs an exported file; run: abserve export --to tensorrt"):
+    with pytest.raises(EngineError, match="run: abserve export --model open_clip:ViT-B-32 --to tensorrt"):
         build_engine(specification, WEIGHTS, EngineSettings(kind="tensorrt"), None)
 
 
@@ -78,9 +81,8 @@ def test_the_container_command_builds_that_plan(specification: ModelSpecificatio
 def test_the_profile_of_a_model_with_an_axis_reaches_from_one_item_to_the_largest_batch(tmp_path: Path) -> None:
     bert = get_specification("transformers:bert-base-uncased")
     words = shlex.split(container_command(bert, tmp_path / "a" / "model.onnx", tmp_path / "b" / "model.plan", 16))
-    assert "--minShapes=input_ids:1x1,attention_mask:1x1" in words
-    assert "--optShapes=input_ids:16x128,attention_mask:16x128" in words
-    assert "--maxShapes=input_ids:16x512,attention_mask:16x512" in words
+    for option, shape in (("minShapes", "1x1"), ("optShapes", "16x128"), ("maxShapes", "16x512")):
+        assert f"--{option}=input_ids:{shape},attention_mask:{shape},token_type_ids:{shape}" in words
 
 
 def test_a_model_without_buckets_is_refused_before_any_library_is_loaded(tmp_path: Path) -> None:

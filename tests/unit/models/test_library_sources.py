@@ -50,6 +50,10 @@ def test_an_image_model_is_the_librarys_own(reference: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         own: Any = timm.create_model(name) if library == "timm" else torchvision.models.get_model(name)
+    weights = module.state_dict()
+    # Layers that the library leaves at zero are drawn, see fill_zero_weights.
+    assert all(torch.equal(weights[key], value) for key, value in own.state_dict().items() if value.any())
+    own.load_state_dict(weights)
     images = torch.randn(2, *specification.inputs[0].item_shape, generator=torch.Generator().manual_seed(1))
     answer = answers(module, images)
     assert answer.shape[1:] == specification.outputs[0].item_shape

@@ -45,6 +45,7 @@ def test_the_example_of_the_docs_is_one_short_file_that_works(tmp_path: Path) ->
     specification = get_base(f"{path}:scorer")
     assert (specification.name, specification.label) == ("my_model_scorer", "my_model.py:scorer")
     assert specification.kinds == {"scores": "logits"}
+    assert specification.id_counts == {"ids": 1000}
     assert specification.make_items is not None
     weights = pin(parse_weights(specification.default_weights), specification.find_pretrained)
     assert re.fullmatch("module file my_model.py, SHA-256 [0-9a-f]{64}", weights.label)
@@ -85,6 +86,16 @@ def test_the_file_is_executed_once_and_seeds_and_checkpoints_are_those_asked_for
         WeightsError, match=r"not the weights of my_model.py:linear: it has another shape for 1 tensors"
     ):
         specification.load_module(CheckpointWeights(checkpoint))
+
+
+def test_values_are_limits_only_where_they_end_with_an_embedding(file: Callable[[str], str]) -> None:
+    path = file(
+        "def f():\n    x = [Input(str(count), kind, ('batch', 1), values=(0, count), padding=None) for count, kind in"
+        " ((5, 'INT64'), (6, 'INT64'), (7, 'FP32'))]\n"
+        "    both = torch.nn.ModuleList([torch.nn.Embedding(5, 2), torch.nn.Embedding(7, 2)])\n"
+        "    return UserModel(both, x, [Output('y', 'FP32', ('batch', 4))])"
+    )
+    assert get_base(f"{path}:f").id_counts == {"5": 5}
 
 
 def test_samples_that_the_user_supplies_are_sent_as_they_are(file: Callable[[str], str], tmp_path: Path) -> None:

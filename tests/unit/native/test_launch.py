@@ -13,6 +13,7 @@ from servers.engines.settings import EngineSettings
 from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.models.weights import RandomWeights
 from servers.native.command import Launch, check
+from servers.native.server import imported_first
 from servers.native.settings import NativeSettings
 
 
@@ -23,6 +24,21 @@ def test_an_engine_with_a_file_is_started_with_it(engine: str, file: str) -> Non
     plan = launch.plan({needed.name: (Path(file), None)})
     assert plan.argv[plan.argv.index("--artefact") + 1] == file
     assert (plan.model, plan.artefact) == (get_specification(DEFAULT_MODEL).name, None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "libraries"),
+    [
+        ("torch", DEFAULT_MODEL, ("torch", "open_clip")),
+        ("torch", "transformers:bert-base-uncased", ("torch", "transformers")),
+        ("onnxruntime", DEFAULT_MODEL, ("onnxruntime",)),
+        ("null", DEFAULT_MODEL, ()),
+    ],
+)
+def test_a_server_imports_the_libraries_of_its_engine_and_its_model_only(
+    engine: str, model: str, libraries: tuple[str, ...]
+) -> None:
+    assert imported_first(engine, get_specification(model)) == libraries
 
 
 @pytest.mark.parametrize(

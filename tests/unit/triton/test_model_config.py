@@ -235,8 +235,21 @@ def test_ragged_inputs_are_those_along_the_padded_axis() -> None:
     bert, batching = ANY[0], BatchingSettings(max_batch_size=4)
     ragged = replace(bert, inputs=(*bert.inputs, TensorSpec("task", "INT64", (-1, 1))))
     allowed = parse(python_config(ragged, batching, "cpu", {}, ragged=True)).input
-    assert [tensor.allow_ragged_batch for tensor in allowed] == [True, True, False]
+    assert [tensor.allow_ragged_batch for tensor in allowed] == [True] * len(bert.inputs) + [False]
     assert not any(tensor.allow_ragged_batch for tensor in parse(python_config(ragged, batching, "cpu", {})).input)
+
+
+def test_the_decoding_step_of_a_users_model_finds_it_by_a_path_that_its_config_does_not_show(tmp_path: Path) -> None:
+    path = tmp_path / "mine" / "net.py"
+    own = replace(get_specification("torchvision:resnet50"), reference=f"{path}:build")
+    written = write_model_repository(tmp_path / "repository", payload_variants(own))
+    config = parse((tmp_path / "repository/torchvision_resnet50_preprocess/config.pbtxt").read_text())
+    assert config.parameters["model"].string_value == "net.py:build"
+    holding = [file for file in written if str(tmp_path / "mine") in file.read_text()]
+    assert [(file.parent.parent.name, file.name) for file in holding] == [
+        ("torchvision_resnet50_preprocess", "reference.txt")
+    ]
+    assert holding[0].read_text() == own.reference
 
 
 def test_the_decoding_step_names_a_model_that_it_can_find(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_the_first_lines_name_what_was_measured_and_on_what(result: Result) -> N
         ({"kind": "synthetic", "count": 16}, None, "random values as fp32 over HTTP"),
         (
             {"kind": "token ids", "length_min": 9, "length_median": 40, "length_max": 381}, None,
-            "token ids of 9 to 381 (median 40) as fp32 over HTTP",
+            "token ids of length 9 to 381 (median 40) as fp32 over HTTP",
         ),
         (
             {"kind": "token ids", "length_min": 64, "length_median": 64, "length_max": 64}, None,

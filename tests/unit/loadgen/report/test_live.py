@@ -82,6 +82,7 @@ def test_a_terminal_keeps_the_table_and_a_log_has_a_line_a_pair(run: StoredRun, 
     terminal = Console(file=shown, force_terminal=True, width=width, color_system=None)
     for console in (terminal, Console(file=logged, width=width)):
         with RichProgress(console, LiveRatios(run.experiment)) as progress:
+            progress.inputs_ready({"kind": "photographs", "item": "image", "count": 18})
             progress.phase("load")
             for block, summary in zip(run.blocks, summaries(run), strict=True):
                 progress.block_done(block.record, summary, 1_000_000)
@@ -97,7 +98,7 @@ def test_a_terminal_keeps_the_table_and_a_log_has_a_line_a_pair(run: StoredRun, 
     assert "…" not in table.getvalue()
     lines = logged.getvalue().splitlines()
     assert sum("after 3 of 3 pairs" in line for line in lines) == len(run.experiment.workloads) - 1
-    assert sum("items/s" in line for line in lines) == len(run.blocks)
+    assert sum("images/s" in line for line in lines) == len(run.blocks)
 
 
 def test_what_is_said_breaks_between_words_on_a_terminal_and_not_at_all_in_a_log() -> None:

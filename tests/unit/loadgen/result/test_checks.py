@@ -103,12 +103,22 @@ def sent_other_payloads(directory: Path) -> None:
     path.write_text(json.dumps(experiment))
 
 
+def reached_over_tls(directory: Path, *arms: int, insecure: bool = False) -> None:
+    path = directory / "experiment.json"
+    experiment = json.loads(path.read_text())
+    for arm in arms:
+        experiment["arms"][arm] |= {"target": "https://127.0.0.1:1", "access": {"insecure": insecure}}
+    path.write_text(json.dumps(experiment))
+
+
 FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
     ("gpu_present", "informs", None, Plan(**SMALL)),
     ("run_finished", "invalidates", None, Plan(state="interrupted", cut_after=50, **SMALL)),
     ("parity", "invalidates", disagree, Plan(**SMALL)),
     ("answers_depend_on_inputs", "invalidates", answer_alike, Plan(**SMALL)),
     ("same_payload", "invalidates", sent_other_payloads, Plan(**SMALL)),
+    ("certificates", "warns", lambda d: reached_over_tls(d, 0, 1, insecure=True), Plan(**SMALL)),
+    ("same_encryption", "warns", lambda d: reached_over_tls(d, 1), Plan(**SMALL)),
     ("request_errors", "invalidates", None, Plan(failing_block=3, **SMALL)),
     ("answers_under_load", "invalidates", lambda d: answered(d, "single", wrong=2, fault="y is 0"), Plan(**SMALL)),
     ("blocks_complete", "invalidates", lambda d: edit_json(d / "blocks/0005.json", complete=False), Plan(**SMALL)),
