@@ -95,7 +95,7 @@ def test_ctrl_c_in_a_block_leaves_neither_memory_nor_processes(tmp_path: Path, t
     [
         (("--transport", "grpc", "--b", "http://127.0.0.1:1"), "--b-grpc HOST:PORT"),
         (("--transport", "shm", "--b", "http://192.0.2.1:8000"), "on another machine"),
-        (("--payload", "png"), "choose from fp32, uint8, jpeg"),
+        (("--payload", "png"), "choose from tensors, fp32, uint8, jpeg"),
         (("--a-grpc", "127.0.0.1:8001"), "--a-grpc has no effect on native"),
     ],
 )
