@@ -70,9 +70,12 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     from servers.export.artefacts import ExecutedFile, executed_file
 
     specifications = get_variants(settings.model, settings.payloads)
-    engine = settings.resolved_engine()
-    check_engine(specifications[0].executed, engine)
-    padding_of(specifications[0], engine.pad_to)
+    try:
+        engine = settings.resolved_engine()
+        check_engine(specifications[0].executed, engine)
+        padding_of(specifications[0], engine.pad_to)
+    except EngineError as exc:
+        raise TritonOptionError(str(exc)) from exc
     requested = parse_weights(settings.weights or specifications[0].default_weights)
     assert_ready(settings)  # before the export, which takes most of a minute
     weights = pin(requested, specifications[0].find_pretrained)

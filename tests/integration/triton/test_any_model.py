@@ -162,7 +162,7 @@ def values(datatype: str, rows: int) -> Array:
 
 @pytest.mark.parametrize("module", [http_client, grpc_client], ids=["http", "grpc"])
 def test_every_datatype_comes_back_from_a_merged_batch(module: Any, echo: LaunchPlan) -> None:
-    address = echo.http_url.removeprefix("http://") if module is http_client else echo.grpc_address
+    address = echo.http_url.removeprefix("http://") if module is http_client else str(echo.grpc_address)
     wanted = [name for name in ELEMENTS if name != "INT8"]  # only the outputs that are asked for are answered
 
     def ask(rows: int) -> dict[str, Array]:
