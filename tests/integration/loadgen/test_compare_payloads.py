@@ -68,7 +68,7 @@ def test_a_matrix_on_both_real_servers(tmp_path: Path) -> None:
             assert (sent < 1000).all() if transport == "shm" else (sent > 150_528).all()
         assert f"uint8 over {transport}" in index
         assert f'href="{transport}-uint8/report.html"' in page
-    assert index.count("| single | throughput |") == 3
+    assert index.count("| single | throughput, images/s |") == 3
     assert regions_of_load() == []
 
 
