@@ -136,7 +136,7 @@ def test_markdown_is_written_or_the_error_says_why(toy: str, tmp_path: Path) -> 
     assert "Conforms: 15a." in (tmp_path / "report.md").read_text()
     code, _, err = invoke(*arguments, str(tmp_path / "no_such" / "report.md"))
     assert code == 2
-    assert "cannot be written" in err
+    assert "give the path of a file in a folder that exists" in err
 
 
 def test_a_remote_server_is_left_running(toy: str) -> None:

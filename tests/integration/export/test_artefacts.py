@@ -183,7 +183,8 @@ def test_each_engine_gets_the_file_that_it_executes(specification: ModelSpecific
     onnx_file = executed_file("onnxruntime", "fp32", model, RandomWeights(0), tmp_path)
     assert onnx_file.manifest is not None
     assert onnx_file.path.name == onnx_file.manifest.file == "model.onnx"
-    with pytest.raises(ExportError, match=r"no TensorRT plan .*: abserve export --to tensorrt --precision fp32 --mod"):
+    command = "abserve export --model open_clip:ViT-B-32 --to tensorrt --precision fp32"
+    with pytest.raises(ExportError, match=f"no TensorRT plan .*: {command}"):
         executed_file("tensorrt", "fp32", model, RandomWeights(0), tmp_path)
     plan = plan_path(ensure_artefact(model, RandomWeights(0), tmp_path).path)
     plan.parent.mkdir()
@@ -285,10 +286,7 @@ def test_a_disk_that_fills_up_gives_one_sentence_and_no_half_artefact(tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--model", "resnet"],
-            "error: unknown model 'resnet'; use one of: openclip_vit_b32, openclip_vit_b32_uint8, ",
-        ),
+        (["--model", "resnet"], "error: unknown model 'resnet'; did you mean timm:resnet50?\n"),
         (["--weights", "random:x"], "error: --weights random:x: the seed must be a whole number"),
         (["--weights", "./none.pt"], "error: --weights ./none.pt: no such file\n"),
     ],

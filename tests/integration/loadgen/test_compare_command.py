@@ -46,6 +46,7 @@ def test_20_ms_added_to_every_answer_is_found_with_an_interval_that_holds_it(tmp
     assert abs(np.median(medians["b"]) - np.median(medians["a"]) - 20) < 5
 
 
+@pytest.mark.slow  # test_any_model.py has the same with a small model
 @pytest.mark.triton
 @pytest.mark.timeout(600)  # 40 s on two idle cores
 def test_both_real_servers(tmp_path: Path, artefact_dir: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.integration.loadgen.conftest import await_true
+from tests.integration.loadgen.conftest import await_true, regions_of_load
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
@@ -22,10 +22,6 @@ NATIVE = ["--a", "native", "--b", "native", "--a-option", "engine=null", "--b-op
 def compare(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [*COMPARE, "--out", str(out), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
-
-
-def regions() -> list[str]:
-    return [path.name for path in Path("/dev/shm").glob("abserve-load-*")]
 
 
 def test_arms_with_different_payloads_are_measured_and_no_winner_is_named(tmp_path: Path) -> None:
@@ -72,8 +68,8 @@ def test_a_matrix_on_both_real_servers(tmp_path: Path) -> None:
             assert (sent < 1000).all() if transport == "shm" else (sent > 150_528).all()
         assert f"uint8 over {transport}" in index
         assert f'href="{transport}-uint8/report.html"' in page
-    assert index.count("| single | throughput |") == 3
-    assert regions() == []
+    assert index.count("| single | throughput, images/s |") == 3
+    assert regions_of_load() == []
 
 
 @pytest.mark.slow
@@ -87,7 +83,7 @@ def test_ctrl_c_in_a_block_leaves_neither_memory_nor_processes(tmp_path: Path, t
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors.decode()
-    assert regions() == []
+    assert regions_of_load() == []
 
 
 @pytest.mark.parametrize(
@@ -95,7 +91,7 @@ def test_ctrl_c_in_a_block_leaves_neither_memory_nor_processes(tmp_path: Path, t
     [
         (("--transport", "grpc", "--b", "http://127.0.0.1:1"), "--b-grpc HOST:PORT"),
         (("--transport", "shm", "--b", "http://192.0.2.1:8000"), "on another machine"),
-        (("--payload", "png"), "choose from fp32, uint8, jpeg"),
+        (("--payload", "png"), "choose from tensors, fp32, uint8, jpeg"),
         (("--a-grpc", "127.0.0.1:8001"), "--a-grpc has no effect on native"),
     ],
 )

@@ -27,9 +27,8 @@ from loadgen.targets.embedded import EmbeddedDeployment
 from loadgen.transport.endpoint import Endpoint
 from loadgen.transport.exchange import ConnectionRefused
 from loadgen.transport.inputs import SampleInputs, read_inputs, write_samples
-from loadgen.transport.shared_memory import FOLDER
 from loadgen.transport.transports import TRANSPORTS, Target, prepare, read_answer
-from tests.integration.loadgen.conftest import await_true
+from tests.integration.loadgen.conftest import await_true, regions_of_load
 
 ABSERVE = (sys.executable, "-P", "-m", "loadgen.entry")
 MODEL = "openclip_vit_b32"
@@ -97,10 +96,6 @@ def open_block(generator: GeneratorProcess, arm: ParityTarget, samples: Path, pa
     command = Open(**{**fields, **changes})  # type: ignore[arg-type]
     generator.open(command)
     return command
-
-
-def regions_of_load() -> list[str]:
-    return [path.name for path in FOLDER.glob("abserve-load-*")]
 
 
 def registered(url: str) -> object:

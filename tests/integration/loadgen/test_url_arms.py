@@ -18,7 +18,7 @@ from tests.integration.loadgen.conftest import FAKE, UNWATCHED_ABSERVE
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
 LOCUSTFILE = Path(__file__).parents[3] / "loadgen" / "scenarios.py"
-QUICK = ("--scenarios", "single", "--rounds", "2", "--no-gpu-control", "--model", "fake")
+QUICK = ("--scenarios", "single", "--rounds", "2", "--no-gpu-control", "--model", "fake", "--inputs", "random")
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from servers.export.file_form import executed_form
 from servers.models.corpus import jpeg_paths
 from servers.models.image_decoder import DecodingSettings
 from servers.models.preprocessing import decode_jpeg, resize_and_crop
-from servers.models.registry import get_variant
-from servers.models.specification import PAYLOADS, ModelSpecification, Payload
+from servers.models.registry import get_specification, payload_variants
+from servers.models.specification import ModelSpecification, Payload
 from servers.models.weights import RandomWeights
 from servers.triton.launch import prepare
 from servers.triton.repository import PlacedModel
@@ -32,7 +32,7 @@ from servers.triton.settings import TritonSettings
 from servers.triton.watch import TritonProcess
 
 MODEL = "openclip_vit_b32"
-VARIANTS = {payload: get_variant(MODEL, payload) for payload in PAYLOADS}
+VARIANTS = {variant.payload: variant for variant in payload_variants(get_specification(MODEL))}
 READY_SECONDS = 150
 HEADER = "Inference-Header-Content-Length"
 DECODING = DecodingSettings(threads=2, max_pixels=40_000_000)

@@ -1,21 +1,25 @@
-"""Models of the user's in a real Triton: a text model with mixed lengths at once."""
+"""Models of the user's in a real Triton: a text model with mixed lengths at once, and tensors of every datatype."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
-from tritonclient.utils import InferenceServerException
+from onnx import TensorProto, helper
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from servers.contract.tensors import Array
+from servers.contract.tensors import DATATYPES, Array
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
+from servers.launch_plan import LaunchPlan
 from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
@@ -36,19 +40,25 @@ CONFIG = {
     "hidden_dim": 64,
     "max_position_embeddings": 128,
 }
+ELEMENTS = {
+    "BYTES": TensorProto.STRING,
+    **{name: helper.np_dtype_to_tensor_dtype(dtype) for name, dtype in DATATYPES.items()},
+}
+"""By datatype of the protocol, ONNX's."""
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    """Starts a Triton with a model and returns its address."""
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LaunchPlan]]:
+    """Starts a Triton with a model."""
     with ExitStack() as servers:
 
-        def start(specification: ModelSpecification, **options: Any) -> str:
+        def start(specification: ModelSpecification, **options: Any) -> LaunchPlan:
             folder = tmp_path_factory.mktemp("triton")
-            plan = prepare(settings(folder, device="cpu", **options), [PlacedModel(specification)], RandomWeights(0))
+            placed = PlacedModel(specification, specification.file)
+            plan = prepare(settings(folder, device="cpu", **options), [placed], RandomWeights(0))
             process = servers.enter_context(TritonProcess(plan, folder / "log"))
             assert process.wait_ready(READY_SECONDS)
-            return plan.http_url.removeprefix("http://")
+            return plan
 
         yield start
 
@@ -62,23 +72,23 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> ModelSpecification:
 
 
 @pytest.fixture(scope="module", params=["32,64", ""])
-def address(request: pytest.FixtureRequest, bert: ModelSpecification, start: Callable[..., str]) -> str:
-    return start(bert, engine="torch", threads=1, pad_to=request.param, max_queue_delay_us=20_000)
+def address(request: pytest.FixtureRequest, bert: ModelSpecification, start: Callable[..., LaunchPlan]) -> str:
+    plan = start(bert, engine="torch", threads=1, pad_to=request.param, max_queue_delay_us=20_000)
+    return plan.http_url.removeprefix("http://")
 
 
-def infer(address: str, model: str, inputs: dict[str, Array], datatype: str, *outputs: str) -> dict[str, Array]:
-    client = http_client.InferenceServerClient(address)
-    try:
+def infer(
+    address: str, model: str, inputs: dict[str, Array], outputs: list[str], module: Any = http_client
+) -> dict[str, Array]:
+    with closing(module.InferenceServerClient(address)) as client:
         tensors = []
         for name, array in inputs.items():
-            tensor = http_client.InferInput(name, list(array.shape), datatype)
+            tensor = module.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
             tensor.set_data_from_numpy(array)
             tensors.append(tensor)
-        answer = client.infer(model, tensors, outputs=[http_client.InferRequestedOutput(name) for name in outputs])
-        assert [output["name"] for output in answer.get_response()["outputs"]] == list(outputs)
+        answer = client.infer(model, tensors, outputs=[module.InferRequestedOutput(name) for name in outputs])
+        assert {name for name in (*outputs, "out_INT8") if answer.get_output(name) is not None} == set(outputs)
         return {name: answer.as_numpy(name) for name in outputs}
-    finally:
-        client.close()
 
 
 def test_mixed_lengths_at_once_get_their_own_answers(address: str, bert: ModelSpecification) -> None:
@@ -89,7 +99,7 @@ def test_mixed_lengths_at_once_get_their_own_answers(address: str, bert: ModelSp
     lengths = LENGTHS * 3
 
     def ask(length: int) -> Array:
-        return infer(address, "tiny", inputs[length], "INT64", "last_hidden_state")["last_hidden_state"]
+        return infer(address, "tiny", inputs[length], ["last_hidden_state"])["last_hidden_state"]
 
     with ThreadPoolExecutor(len(lengths)) as threads:
         for length, answer in zip(lengths, threads.map(ask, lengths), strict=True):
@@ -107,7 +117,7 @@ def test_what_the_model_does_not_take_is_the_clients_error(
 ) -> None:
     ids = np.full((1, length), first_id, np.int64)
     with pytest.raises(InferenceServerException, match=problem) as caught:
-        infer(address, "tiny", {"input_ids": ids, "attention_mask": np.ones_like(ids)}, "INT64", "last_hidden_state")
+        infer(address, "tiny", {"input_ids": ids, "attention_mask": np.ones_like(ids)}, ["last_hidden_state"])
     assert caught.value.status() == "400"
 
 
@@ -117,3 +127,51 @@ def test_nothing_that_clients_read_shows_the_models_folder(address: str) -> None
     client.close()
     assert config["parameters"]["model"]["string_value"] == "tiny"
     assert "secret" not in json.dumps(config)
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory, start: Callable[..., LaunchPlan]) -> LaunchPlan:
+    """ONNX Runtime with a file that answers an input of every datatype with itself."""
+    path = tmp_path_factory.mktemp("onnx") / "echo.onnx"
+    inputs, outputs = (
+        [helper.make_tensor_value_info(f"{end}_{name}", element, ["batch", 3]) for name, element in ELEMENTS.items()]
+        for end in ("in", "out")
+    )
+    nodes = [helper.make_node("Identity", [f"in_{name}"], [f"out_{name}"]) for name in ELEMENTS]
+    graph = helper.make_graph(nodes, "echo", inputs, outputs)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), str(path))
+    return start(get_specification(str(path)), engine="onnxruntime", threads=1, max_queue_delay_us=20_000)
+
+
+def values(datatype: str, rows: int) -> Array:
+    """The extremes of the datatype, and by row another value."""
+    dtype: Any = DATATYPES.get(datatype, np.dtype(object))
+    array = np.empty((rows, 3), dtype)
+    if datatype == "BYTES":
+        array[:, :2] = b"", "zwölf, 十二 \0".encode()
+        array[:, 2] = [b"." * row for row in range(rows)]
+        return array
+    if dtype.kind == "b":
+        array[:, :2] = False, True
+    else:
+        limits: Any = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+        array[:, :2] = limits.min, limits.max
+    array[:, 2] = np.arange(rows).astype(dtype)
+    return array
+
+
+@pytest.mark.parametrize("module", [http_client, grpc_client], ids=["http", "grpc"])
+def test_every_datatype_comes_back_from_a_merged_batch(module: Any, echo: LaunchPlan) -> None:
+    address = echo.http_url.removeprefix("http://") if module is http_client else str(echo.grpc_address)
+    wanted = [name for name in ELEMENTS if name != "INT8"]  # only the outputs that are asked for are answered
+
+    def ask(rows: int) -> dict[str, Array]:
+        sent = {f"in_{name}": values(name, rows) for name in ELEMENTS}
+        return infer(address, "echo", sent, [f"out_{name}" for name in wanted], module)
+
+    with ThreadPoolExecutor(4) as threads:
+        for rows, answer in zip((1, 2, 3, 4), threads.map(ask, (1, 2, 3, 4)), strict=True):
+            for name in wanted:
+                expected = values(name, rows)
+                assert answer[f"out_{name}"].dtype == expected.dtype
+                np.testing.assert_array_equal(answer[f"out_{name}"], expected, err_msg=name)

@@ -151,7 +151,7 @@ def test_a_failing_batch_is_an_error_without_a_traceback_and_the_next_one_is_ser
         url = own_plan.http_url.removeprefix("http://")
         with pytest.raises(http_client.InferenceServerException) as error:
             infer(url, np.full((2, 3, 224, 224), 7, np.float32))
-        assert error.value.message() == "the engine failed; the cause is in the server's log"
+        assert error.value.message() == "the engine failed; the server's log has the cause"
         assert error.value.status() == "500"
         assert "out of memory" in log_file.read_text()
         answer = infer(url, np.ones((2, 3, 224, 224), np.float32))

@@ -1,0 +1,106 @@
+"""`abserve compare` on real servers with models other than the default: a text model, and a file against a module."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
+
+pytestmark = pytest.mark.usefixtures("no_process_left")
+
+FEW = ("--rounds", "1", "--requests", "8", "--concurrency", "4", "--batch-sizes", "4", "--threads", "1")
+BERT = {
+    "model_type": "bert",
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+}
+MODULE = """
+import torch
+from servers.models import Input, Output, UserModel
+
+
+def scores():
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10)).eval()
+    return UserModel(
+        module, [Input("x", "FP32", ["batch", 16])], [Output("y", "FP32", ["batch", 10], "logits")], item="sequence"
+    )
+"""
+EXPORT = """
+import torch
+from mine import scores
+
+inputs, batch = (torch.zeros(2, 16),), ({0: torch.export.Dim("batch")},)
+torch.onnx.export(
+    scores().module, inputs, "mine.onnx", input_names=["x"], output_names=["y"], dynamic_shapes=batch, dynamo=True,
+    verbose=False,
+)
+"""
+
+
+def compare(out: Path, *options: str) -> dict[str, Any]:
+    """The result of a run that finished, with equal answers before and under load, and no error in any block."""
+    command = [*UNWATCHED_ABSERVE, "compare", "--out", str(out), *FEW, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False, cwd=out.parent)
+    assert done.returncode in (0, 1), done.stderr
+    assert json.loads((out / "run.json").read_bytes())["state"] == "finished", done.stderr
+    result: dict[str, Any] = json.loads((out / "result.json").read_bytes())
+    assert result["parity"]["ok"], result["parity"]
+    under_load = [check for check in result["checks"] if check["name"] == "answers_under_load"]
+    assert {check["state"] for check in under_load} == {"passed"}, under_load
+    assert not any(summary["errors"] for summary in result["summaries"])
+    return result
+
+
+def check(result: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = [check for check in result["checks"] if check["name"] == name]
+    return dict(found)
+
+
+@pytest.mark.triton
+def test_a_text_model_on_both_real_servers(tmp_path: Path) -> None:
+    """PyTorch behind the native server against ONNX Runtime behind a real tritonserver, with texts of any length."""
+    out, folder = tmp_path / "run", tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(BERT))
+    scenarios = ("single", "batched", "concurrent")
+    options = ("--b-option", "artefacts=artefacts", "--scenarios", ",".join(scenarios))
+    result = compare(out, "--model", "tiny", *options)
+    effect = {arm["label"]: arm["in_effect"] for arm in result["arms"]}
+    assert {label: (one["engine"], one["pad_to"]) for label, one in effect.items()} == {
+        "a": ("torch", "32,64,128"), "b": ("onnxruntime", "32,64,128"),
+    }  # fmt: skip
+    assert check(result, "same_pad_to")["state"] == "passed"
+    summaries = {(one["workload"].partition("(")[0], one["label"]) for one in result["summaries"]}
+    assert summaries == {(scenario, label) for scenario in scenarios for label in "ab"}
+    for path in (out / "blocks").glob("*.json"):
+        block = json.loads(path.read_bytes())
+        assert block["complete"]
+        counted = block["requests"] + block["cool_down"]
+        assert block["stages"]["requests"] == counted, "the server counted what the client counted"
+        assert (block["stages"]["receive_ns"] is not None) == (block["label"] == "a")
+    summary = (out / "summary.md").read_text()
+    assert "sequences/s" in summary
+    assert "images/s" not in summary
+
+
+def test_a_users_onnx_file_against_the_module_that_it_was_exported_from(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    subprocess.run([sys.executable, "-c", EXPORT], cwd=tmp_path, check=True, capture_output=True)
+    arms = ("--a", "native", "--a-model", "mine.onnx", "--a-option", "engine=onnxruntime", "--b", "native")
+    result = compare(tmp_path / "run", *arms, "--model", "mine.py:scores", "--scenarios", "single,concurrent")
+    effect = {arm["label"]: arm["in_effect"] for arm in result["arms"]}
+    assert {label: (one["engine"], one["model"]) for label, one in effect.items()} == {
+        "a": ("onnxruntime", "mine.onnx"), "b": ("torch", "mine.py:scores"),
+    }  # fmt: skip
+    assert "logits" in result["parity"]["kinds"].values()
