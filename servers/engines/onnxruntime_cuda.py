@@ -106,7 +106,7 @@ def assert_on_gpu(placement: NodePlacement) -> None:
 
 
 def measure_cpu_time_ratio(profile: Callable[[Path], Path]) -> float:
-    """Share of node time on the CPU in a profile, without the nodes that compute shapes by their names and their output.
+    """Share of node time on the CPU in a profile, without small shapes: shape operators with at most `MAX_SHAPE_BYTES`.
 
     `profile` executes some batches of a session that profiles into the folder given, and returns the profile's path.
     The CUDA provider's nodes count with their launches alone, so the share is an upper bound. Without that exception it
