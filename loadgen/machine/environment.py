@@ -21,7 +21,7 @@ from loadgen.records.run import Environment
 
 PACKAGES = (
     "abserve", "fastapi", "gevent", "locust", "numpy", "nvidia-pytriton", "onnx", "onnxruntime", "onnxruntime-gpu",
-    "open_clip_torch", "torch", "tritonclient", "uvicorn",
+    "open_clip_torch", "timm", "torch", "torchvision", "transformers", "tritonclient", "uvicorn",
 )  # fmt: skip
 """Packages whose versions affect a result."""
 

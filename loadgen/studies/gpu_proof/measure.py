@@ -107,9 +107,9 @@ def _run_control(bench: Bench, recording: GpuRecording, request: ArmRequest) -> 
 
 
 def control_request(request: ArmRequest) -> ArmRequest:
-    """The arm on the CPU, in the engine's default mode and precision there (every engine offers FP32)."""
+    """The arm on the CPU, in the engine's default mode there and in FP32, which every engine offers."""
     kept = {name: value for name, value in request.settings.items() if setting_key(name) not in ("mode", "precision")}
-    return msgspec.structs.replace(request, settings={**kept, "device": "cpu"})
+    return msgspec.structs.replace(request, settings={**kept, "precision": "fp32", "device": "cpu"})
 
 
 def control_workload(experiment: Experiment) -> Workload:
