@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -142,7 +143,7 @@ def test_a_server_that_is_not_what_its_url_says_is_refused_at_the_start(
     plain = fake_url("--model", "fake")
     expired = fake_url("--model", "fake", "--tls", str(authority.folder / "old.pem"))
     grpc = ("--transport", "grpc", "--b-grpc", here(plain))
-    for options, words in (
+    refusals = (
         (("--a", plain.replace("http:", "https:")), "if the server does not speak TLS, give its address with http://"),
         (("--a", expired), "it speaks TLS: give https://127.0.0.1:"),
         (("--a", expired.replace("http:", "https:")), "signed by an unknown authority"),
@@ -151,10 +152,12 @@ def test_a_server_that_is_not_what_its_url_says_is_refused_at_the_start(
         (("--a", plain, *grpc, "--a-grpc", here(plain)), "does not speak gRPC"),
         (("--a", plain, *grpc, "--a-grpc", here(expired)), "it speaks TLS: give grpcs://127.0.0.1:"),
         (("--a", plain, *grpc, "--a-grpc", f"grpcs://{here(expired)}"), "signed by an unknown authority"),
-    ):
-        done = compare("--b", plain, *options, "--out", str(tmp_path / "run"))
+    )
+    with ThreadPoolExecutor(len(refusals)) as threads:  # most of the time is waiting for a server that may be starting
+        ends = threads.map(lambda one: compare("--b", plain, *one[0], "--out", str(tmp_path / "run")), refusals)
+    for (_, words), done in zip(refusals, ends, strict=True):
         assert (done.returncode, words in " ".join(done.stderr.split())) == (2, True), done.stderr
-        assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_stored_experiment_asks_for_its_hidden_values_again(tmp_path: Path) -> None:
