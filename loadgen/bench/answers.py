@@ -13,8 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from math import isfinite
+from time import monotonic
 from typing import Literal
 
 import msgspec
@@ -49,6 +50,9 @@ from loadgen.transport.variation import Variation, find_variation
 
 LEAST_ANSWERS = 64
 """Answers compared per workload and arm over the run, if there are that many."""
+PARITY_SECONDS = 20.0
+"""A slow model is sent as many inputs alone as the baseline answers in this time, but at least `LEAST_PARITY_ITEMS`."""
+LEAST_PARITY_ITEMS = 8
 ANSWERS_OF_A_TRIAL = 4
 """Few, because a search has dozens of trials."""
 _MIXED_SIZES = (2, 3, 1, 5, 1, 4, 7, 1, 8)
@@ -99,26 +103,44 @@ def check_parity(
         kinds={name: rule.kind for name, rule in rules.items()},
     )
     try:
-        alone = _alone(arms)
+        alone = _alone(arms, lengths)
         inputs = next(iter(arms.values())).inputs
-        cases = _cases(arms, alone, batches_to_send(inputs, batch_sizes, lengths), rules)
+        cases = _cases(arms, alone, batches_to_send(inputs, batch_sizes, lengths, next(iter(alone.values()))), rules)
     except (ParityError, AnswerError, ConnectionRefused, InputError) as exc:
         return msgspec.structs.replace(record, error=str(exc))
-    alike = {label: tuple(name for name in rules if all_alike([one[name] for one in alone[label]])) for label in arms}
+    alike = {
+        label: tuple(name for name in rules if all_alike([one[name] for one in answers.values()]))
+        for label, answers in alone.items()
+    }
     several = min(map(len, alone.values())) > 1
     return msgspec.structs.replace(
         record, cases=tuple(cases), ok=all(case.ok for case in cases), alike=alike if several else None
     )
 
 
-def _alone(arms: Mapping[Label, ParityTarget]) -> dict[Label, list[Answer]]:
+def _alone(arms: Mapping[Label, ParityTarget], lengths: Collection[int]) -> dict[Label, dict[int, Answer]]:
+    """Each arm's answer to each input, by the input's number. A slow baseline limits the inputs, but not to fewer than
+    one of each length."""
     count = min(arm.inputs.count for arm in arms.values())
-    return {label: _ask_all(label, arm, [(item,) for item in range(count)], at_once=1) for label, arm in arms.items()}
+    (baseline, first), *others = arms.items()
+    each: Sequence[int | None] = sorted(lengths) or [None]
+    groups = list(chain.from_iterable(map(first.inputs.groups, each)))
+    wanted = [item for items in zip_longest(*groups) for item in items if item is not None and item < count]
+    answers: dict[int, Answer] = {}
+    ends_s = monotonic() + PARITY_SECONDS
+    for item in wanted:
+        if len(answers) >= max(LEAST_PARITY_ITEMS, len(groups)) and monotonic() > ends_s:
+            break
+        [answers[item]] = _ask_all(baseline, first, [(item,)], at_once=1)
+    return {baseline: answers} | {
+        label: dict(zip(answers, _ask_all(label, arm, [(item,) for item in answers], at_once=1), strict=True))
+        for label, arm in others
+    }
 
 
 def _cases(
     arms: Mapping[Label, ParityTarget],
-    alone: Mapping[Label, Sequence[Answer]],
+    alone: Mapping[Label, Mapping[int, Answer]],
     sent: Mapping[str, Sequence[tuple[int, ...]]],
     rules: Rules,
 ) -> list[ParityCase]:
@@ -127,15 +149,14 @@ def _cases(
         for label, arm in arms.items()
     }
     first, *others = arms
+    asked, count = len(alone[first]), arms[first].inputs.count
+    title_alone = "each input alone" if asked == count else f"each of {asked} of {count} inputs alone"
     cases = []
     for label in others:
         of = "" if len(others) == 1 else f"{label}: "
         compare = partial(compare_answers, label=label, kind="reference", rules=rules)
-        cases.append(compare(f"{of}each input alone", expected=alone[first], actual=alone[label]))
-        cases += [
-            compare(of + name, expected=expected, actual=batched[label][name])
-            for name, expected in batched[first].items()
-        ]
+        cases.append(compare(of + title_alone, [*alone[first].values()], [*alone[label].values()]))
+        cases += [compare(of + name, expected, batched[label][name]) for name, expected in batched[first].items()]
     for label in arms:
         for name, together in sent.items():
             expected = [alone[label][item] for item in chain.from_iterable(together)]
@@ -145,15 +166,20 @@ def _cases(
 
 
 def batches_to_send(
-    inputs: SampleInputs, batch_sizes: Collection[int], lengths: Collection[int] = ()
+    inputs: SampleInputs, batch_sizes: Collection[int], lengths: Collection[int], items: Collection[int]
 ) -> dict[str, list[tuple[int, ...]]]:
-    """The batches of each case by its name; those of one case are sent at once."""
+    """The batches of these items for each case, by its name; those of one case are sent at once."""
+
+    def groups(length: int | None = None) -> list[list[int]]:
+        chosen = ([item for item in group if item in items] for group in inputs.groups(length))
+        return [group for group in chosen if group]
+
     sizes = sorted(set(batch_sizes))
-    mixed = mixed_batches(inputs.groups(), sizes[-1])
+    mixed = mixed_batches(groups(), sizes[-1])
     sent = {f"mixed batches of {', '.join(str(len(batch)) for batch in mixed)} at once": mixed}
     each: Sequence[int | None] = sorted(lengths) or [None]
     for length in each:
-        group = max(inputs.groups(length), key=len)
+        group = max(groups(length), key=len)
         of_length = "" if length is None else f", length {length}"
         for size in sizes:
             if size > 1:

@@ -24,8 +24,10 @@ from loadgen.transport.inputs import (
     PHOTOGRAPHS,
     InputError,
     SampleInputs,
+    as_model_inputs,
     largest_length,
     read_inputs,
+    signature_of,
     write_samples,
     write_synthetic,
 )
@@ -154,7 +156,7 @@ def prepare_inputs(
     experiment: Experiment, folder: Path, abserve: Sequence[str] = ABSERVE
 ) -> tuple[Experiment, Inputs | None]:
     """The sample inputs in every payload that an arm takes, and the experiment with the sizes to pad to. No inputs if
-    the user's own must be checked against a server's metadata first. Raises `InputError`."""
+    only a server's metadata tell what the user's own must be. Raises `InputError`."""
     starts = experiment.deployment == "embedded" and any(arm.embedded for arm in experiment.arms)
     images = _image_folder(experiment)
     own = experiment.inputs is not None and images is None
@@ -175,7 +177,11 @@ def prepare_inputs(
             f"{exc}; give your own with --inputs DIR or FILE, or --inputs random for random values of the right shapes"
         ) from exc
     described = {payload: read_inputs(place, payload) for payload in experiment.payloads}
-    return _with_padding(experiment, next(iter(described.values())), place), None if own else described
+    padded = _with_padding(experiment, next(iter(described.values())), place)
+    if not own:
+        return padded, described
+    signature = signature_of(place, experiment.payload_of(experiment.baseline))
+    return padded, None if signature is None else _own_inputs(experiment, signature, folder, place)
 
 
 def _image_folder(experiment: Experiment) -> Path | None:
@@ -205,16 +211,25 @@ def _with_padding(experiment: Experiment, samples: SampleInputs, folder: Path) -
 
 
 def make_inputs(experiment: Experiment, folder: Path, signatures: Mapping[Label, Signature]) -> Inputs:
-    """The user's own inputs, or random values, as the server's metadata demand. Raises `InputError`, also for several
-    payloads: they would not be the same picture in two payloads."""
+    """The user's own inputs, or random values, as the server's metadata demand. Raises `InputError`."""
+    return _own_inputs(experiment, signatures[experiment.baseline.label], folder, None)
+
+
+def _own_inputs(experiment: Experiment, signature: Signature, folder: Path, model: Path | None) -> Inputs:
+    """Write the user's own inputs, or random values, and read them; `model` is a folder with samples of the model.
+    Raises `InputError`, also for several payloads: they would not be the same picture in two payloads."""
     if len(experiment.payloads) > 1:
         raise InputError(f"--inputs {experiment.inputs} are of one payload; use the same payload for all arms")
-    payload, signature = experiment.payload_of(experiment.baseline), signatures[experiment.baseline.label]
+    payload = experiment.payload_of(experiment.baseline)
     if experiment.inputs in (None, RANDOM_INPUTS):
         write_synthetic(signature, folder, payload, experiment.seed)
     else:
         write_given(Path(experiment.inputs or ""), signature, folder, payload)
-    return {payload: read_inputs(folder, payload)}
+    inputs = read_inputs(folder, payload)
+    try:
+        return {payload: inputs if model is None else as_model_inputs(inputs, model, payload)}
+    except InputError as exc:
+        raise InputError(f"--inputs {experiment.inputs}: {exc}") from exc
 
 
 def describe_inputs(inputs: Inputs, seed: int) -> dict[str, str | int]:

@@ -140,8 +140,8 @@ def check_inputs(settings: ExperimentSettings, combinations: Sequence[Combinatio
 
 def check_servers(experiments: Sequence[Experiment]) -> None:
     """Check the servers of a run before anything is written: servers that run must be ready, and `abserve serve` checks
-    the model, the weights and every option of the others. Raises `PlanError`."""
-    from loadgen.bench.preparation import make_deployment, model_name
+    the model, the weights and every option of the others; then the user's inputs and lengths. Raises `PlanError`."""
+    from loadgen.bench.preparation import make_deployment, model_name, prepare_inputs
     from loadgen.storage.store import RunStore
     from loadgen.targets.interface import Deployment, DeploymentError
     from loadgen.transport.endpoint import EndpointError
@@ -162,6 +162,12 @@ def check_servers(experiments: Sequence[Experiment]) -> None:
                 except (DeploymentError, EndpointError) as exc:
                     reason = str(exc).removeprefix(f"abserve serve {arm.target} cannot start: ")
                     raise PlanError(f"{option_of(arm.label)} {arm.target}: {reason}") from exc
+        try:
+            for number, experiment in enumerate(experiments):
+                if experiment.inputs or experiment.sequence_length or experiment.pad_to:  # these may not fit the model
+                    prepare_inputs(experiment, Path(folder) / str(number) / "samples")
+        except InputError as exc:
+            raise PlanError(str(exc)) from exc
 
 
 def check_out(out: Path | None) -> None:

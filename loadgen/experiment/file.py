@@ -175,7 +175,8 @@ def _line(error: ErrorDetails, path: Path | None, flags: Mapping[tuple[str, ...]
     given = None if "header" in location else error["input"]  # never shows the value of a header
     if kind == "literal_error":
         return unknown(place, str(given), re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected"))))
-    what = "give at least one value" if kind == "too_short" else error["msg"]
+    remedies = {"too_short": "give at least one value", "string_pattern_mismatch": "use letters, digits, and . _ -"}
+    what = remedies.get(kind, error["msg"])
     what = what.removeprefix("Value error, ").replace("Input should be", "must be").partition(", unable")[0]
     shown = f" {given}" if isinstance(given, str | int | float) and len(str(given)) <= 80 else ""
     return f"{place}{shown}: {what}"

@@ -65,10 +65,17 @@ def _text_of(value: object) -> object:
     return str(value) if isinstance(value, int | float) else value
 
 
-def _joined(value: object) -> object:
-    """A number or a list from a file as the command line has it: 32,128."""
-    values = value if isinstance(value, list | tuple) else [value]
-    return ",".join(map(str, values)) if all(type(one) is int for one in values) else value
+def _sizes_or(word: str) -> BeforeValidator:
+    """A text with this word or whole numbers separated by commas; a file may hold a number or a list."""
+
+    def checked(value: object) -> str:
+        values = value if isinstance(value, list | tuple) else [value]
+        text = ",".join(map(str, values))
+        if text != word and re.fullmatch(r"[1-9][0-9]{0,5}( *, *[1-9][0-9]{0,5})*", text) is None:
+            raise ValueError(f"give {word}, or whole numbers of at least 1, as in 32,128")
+        return text
+
+    return BeforeValidator(checked)
 
 
 def _one_or_more(value: object) -> object:
@@ -92,8 +99,8 @@ Payloads = Annotated[tuple[Payload, ...], _SEPARATED, Field(min_length=1)]
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], _SEPARATED]
 Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, le=RATE_LIMIT_PER_S)], ...], _SEPARATED]
 Bounds = Annotated[tuple[Annotated[float, Field(gt=0.0, le=60_000.0)], ...], _SEPARATED]
-Lengths = Annotated[str, BeforeValidator(_joined), Field(pattern=r"^(text|[1-9][0-9]{0,5}( *, *[1-9][0-9]{0,5})*)$")]
-Buckets = Annotated[str, BeforeValidator(_joined), Field(pattern=r"^(none|[1-9][0-9]{0,5}( *, *[1-9][0-9]{0,5})*)$")]
+Lengths = Annotated[str, _sizes_or("text")]
+Buckets = Annotated[str, _sizes_or("none")]
 Headers = Annotated[dict[str, SkipValidation[str]], BeforeValidator(_read_headers), PlainSerializer(_shown_headers)]
 Lines = Annotated[tuple[str, ...], BeforeValidator(_one_or_more), REPEATED]
 

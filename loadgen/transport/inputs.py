@@ -14,16 +14,17 @@ import math
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from loadgen.invocation import ABSERVE
-from loadgen.transport.endpoint import Signature
+from loadgen.transport.endpoint import Signature, TensorSignature
 
 Array = npt.NDArray[np.generic]
 Shape = tuple[int, ...]
@@ -163,6 +164,37 @@ def served_model(directory: Path, payload: str) -> str | None:
     variants = read_manifest(directory).get("variants")
     found = (_first_of(variants, payload) if isinstance(variants, dict) else None) or {}
     return str(found["model"]) if isinstance(found, dict) and "model" in found else None
+
+
+def signature_of(directory: Path, payload: str) -> Signature | None:
+    """The inputs of the samples' model for a payload, if the samples say so."""
+    variants = read_manifest(directory).get("variants")
+    found = (_first_of(variants, payload) if isinstance(variants, dict) else None) or {}
+    try:
+        inputs = [{**one, "shape": [-1, *one["item_shape"]]} for one in found["inputs"]]
+        return Signature(str(found["model"]), msgspec.convert(tuple(inputs), tuple[TensorSignature, ...]), ())
+    except (TypeError, KeyError, msgspec.ValidationError):
+        return None
+
+
+def as_model_inputs(inputs: SampleInputs, directory: Path, payload: str) -> SampleInputs:
+    """The user's own inputs with what the samples of the model tell: what an item is, the kinds of the outputs, and
+    each item's length. Raises `InputError` for an item that has several lengths, or that is longer than the model
+    takes."""
+    known = read_inputs(directory, payload)
+    inputs = replace(inputs, item=known.item, kinds=known.kinds, axis=known.axis)
+    axis, largest = read_manifest(directory).get("axis") or {}, largest_length(directory)
+    places = {name: int(at) - 1 for name, at in axis.get("places", {}).items() if name in inputs.arrays}
+    lengths = []
+    for item in range(inputs.count) if places else ():
+        sizes = {name: inputs.own_shape(name, item)[at] for name, at in places.items()}
+        if len(set(sizes.values())) > 1:
+            told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise InputError(f"item {item + 1} has several lengths along the {axis['name']} axis: {told}")
+        lengths.append(max(sizes.values()))
+        if lengths[-1] > largest:
+            raise InputError(f"item {item + 1} has the length {lengths[-1]}, and the model takes at most {largest}")
+    return replace(inputs, lengths=tuple(lengths))
 
 
 def largest_length(directory: Path) -> int:

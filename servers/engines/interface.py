@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 from servers.contract.tensors import Array
@@ -62,13 +63,16 @@ class Engine(ABC):
     def warm_up(self, batch_sizes: Sequence[int]) -> None:
         """Execute every given batch size once, so that no compilation or allocation is left for a request.
 
-        A model with a padded axis executes each at every size of `pad_to`, without those at the axis' default size.
+        A model with a padded axis executes each at every size of `pad_to`, without those at the axis' default size. A
+        CPU prepares nothing for a shape, and large ones take it minutes: there each size is executed once.
         """
         axis, pad_to = self._specification.padded_axis, self._settings.pad_to
         sizes = [{axis.name: size} for size in pad_to if size <= axis.largest] if axis is not None else []
-        for rows in batch_sizes:
-            for along in sizes or [{}]:
-                self.infer(valid_inputs(self._specification, rows, along))
+        shapes = list(product(batch_sizes, sizes or [{}]))
+        if sizes and self.describe().device == "cpu":
+            shapes = [(rows, along) for rows, along in shapes if rows == batch_sizes[0] or along is sizes[0]]
+        for rows, along in shapes:
+            self.infer(valid_inputs(self._specification, rows, along))
 
     @abstractmethod
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
@@ -104,3 +106,28 @@ def test_a_users_onnx_file_against_the_module_that_it_was_exported_from(tmp_path
         "a": ("onnxruntime", "mine.onnx"), "b": ("torch", "mine.py:scores"),
     }  # fmt: skip
     assert "logits" in result["parity"]["kinds"].values()
+
+
+def test_inputs_that_the_model_cannot_take_are_refused_before_a_server_starts(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(BERT))
+    sizes = {"long": (200, 200), "unequal": (20, 21)}
+    for name, (ids, mask) in sizes.items():
+        arrays = {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids}
+        np.savez(tmp_path / f"{name}.npz", **{tensor: np.ones((4, size), "i8") for tensor, size in arrays.items()})
+    options = {
+        "long.npz": "item 1 has the length 200, and the model takes at most 128",
+        "unequal.npz": "item 1 has several lengths along the sequence axis: input_ids 20, attention_mask 21",
+    }
+    null = ("--a", "native", "--a-option", "engine=null", "--b", "native", "--b-option", "engine=null")
+    command = [*UNWATCHED_ABSERVE, "compare", "--model", "tiny", *null, "--out", str(tmp_path / "run"), "--inputs"]
+
+    def refused(file: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, file], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
+
+    with ThreadPoolExecutor(len(options)) as threads:
+        ends = list(threads.map(refused, options))
+    for words, done in zip(options.values(), ends, strict=True):
+        assert (done.returncode, words in " ".join(done.stderr.split())) == (2, True), done.stderr
+    assert not (tmp_path / "run").exists()

@@ -182,6 +182,20 @@ def test_parity_is_asked_through_the_arms_own_doors(server: EmbeddedDeployment, 
     assert regions_of_load() == []
 
 
+def test_a_slow_model_answers_fewer_inputs_alone_but_each_length(
+    server: EmbeddedDeployment, samples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loadgen.bench.answers.PARITY_SECONDS", 0.0)
+    arm = question(server, samples, "http", "uint8")
+    lengths = (3,) * 12 + (5,) * 4  # labels only: the model has no axis
+    inputs = SampleInputs({name: array[:16] for name, array in arm.inputs.arrays.items()}, "given", lengths=lengths)
+    arms = {label: ParityTarget(arm.target, arm.signature, inputs) for label in ("a", "b")}
+    record = check_parity(arms, [6], tolerance_of(["fp32"]), (3, 5))
+    assert record.ok, record.error
+    assert (record.cases[0].name, record.cases[0].images) == ("each of 8 of 16 inputs alone", 8)
+    assert {"one batch of 6, length 3", "one batch of 6, length 5"} < {case.name for case in record.cases}
+
+
 def test_a_server_that_shares_no_memory_says_what_to_do(samples: Path, tmp_path: Path) -> None:
     options = {"engine": "null", "payloads": "uint8", "model": MODEL}
     deployment = EmbeddedDeployment("native", options, tmp_path / "log", abserve=ABSERVE)

@@ -237,6 +237,14 @@ def test_the_given_sizes_are_prepared_and_longer_ones_on_demand(
     assert set(executed) == {(1, 32)}
 
 
+def test_a_cpu_is_warm_after_each_batch_size_and_each_length_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = loaded(encoder(), pad_to=(10, 24))
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(engine, "infer", lambda inputs: shapes.append(inputs["ids"].shape))
+    engine.warm_up([1, 2, 4])
+    assert sorted(shapes) == [(1, 10), (1, 24), (2, 10), (4, 10)]
+
+
 def test_wrong_graphs_are_refused_at_load(
     graph_engine: Callable[..., TorchEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

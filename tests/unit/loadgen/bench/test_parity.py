@@ -151,7 +151,7 @@ def sequences(mixed: bool) -> SampleInputs:
 
 
 def test_a_batch_of_every_size_is_sent_at_every_length() -> None:
-    sent = batches_to_send(sequences(mixed=True), {1, 6}, {3, 5})
+    sent = batches_to_send(sequences(mixed=True), {1, 6}, {3, 5}, range(99))
     assert list(sent)[1:] == ["one batch of 6, length 3", "one batch of 6, length 5"]
     assert set(sent["one batch of 6, length 5"][0]) == {8, 9, 10, 11}
     (mixed,) = [batches for name, batches in sent.items() if name.startswith("mixed")]
@@ -159,6 +159,6 @@ def test_a_batch_of_every_size_is_sent_at_every_length() -> None:
 
 
 def test_items_that_cannot_share_a_request_never_do() -> None:
-    for batches in batches_to_send(sequences(mixed=False), {1, 6}).values():
+    for batches in batches_to_send(sequences(mixed=False), {1, 6}, (), range(99)).values():
         for batch in batches:
             assert set(batch) <= set(range(8)) or set(batch) <= set(range(8, 12))
