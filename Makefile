@@ -22,9 +22,10 @@ $(VENV)/.ready: pyproject.toml docker/constraints.txt .ci/setup
 compare: setup ## compare both servers: start them, measure, print the verdict, write the report
 	@$(BIN)/abserve compare $(ARGS)
 
-# Tests that start no servers run two at a time; those that do run alone, since some of them watch time pass.
-SIDE_BY_SIDE := tests/unit tests/golden tests/compose
-ALONE        := tests/conformance tests/integration tests/truth
+# Tests that put load on servers run alone, since some of them watch time pass; the others run two at a time.
+ALONE        := tests/integration/loadgen tests/truth --ignore-glob='*_keep_their_promises.py'
+SIDE_BY_SIDE := tests/unit tests/golden tests/compose tests/conformance tests/integration \
+	tests/truth/test_*_keep_their_promises.py --ignore=tests/integration/loadgen
 
 test: setup ## run the tests (about 12 minutes on 2 cores)
 ifeq ($(strip $(ARGS)),)
