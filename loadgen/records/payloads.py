@@ -70,7 +70,8 @@ def takes_images(model: str) -> bool:
 def inputs_in_brief(about: Mapping[str, str | int], swept: Iterable[int] = ()) -> str:
     """What the stored description says is sent, and how long: "token ids of length 32, 128", the lengths that a sweep
     has; empty if nothing was recorded."""
-    kind = {"synthetic": "random values"}.get(str(about.get("kind")), str(about.get("kind", "")))
+    kind = str(about.get("kind", ""))
+    kind = {"synthetic": "random values", "given": "your own inputs"}.get(kind, kind)
     lengths = ", ".join(map(str, sorted(set(swept))))
     if not lengths and "length_max" in about:
         low, middle, high = (about[f"length_{name}"] for name in ("min", "median", "max"))
