@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from servers.contract.tensors import Array
+from servers.contract.tensors import Array, TensorSpec
 from servers.models.items import random_array as random_array
 from servers.models.specification import Axis, ModelSpecification
 
 SMALLEST_AXIS_BUCKET = 16
+
+
+class Bucket(NamedTuple):
+    """What one CUDA graph executes."""
+
+    rows: int
+    size: int | None = None
+    """Along the model's padded axis; None for a model without one."""
+
+    def shape_of(self, specification: ModelSpecification, tensor: TensorSpec) -> tuple[int, ...]:
+        """The shape of an input or output."""
+        return (self.rows, *specification.item_shape(tensor, specification.along(self.size)))
 
 
 def bucket_sizes(max_batch_size: int, *, halves: bool = True) -> tuple[int, ...]:

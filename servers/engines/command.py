@@ -182,7 +182,7 @@ def _sizes(settings: MeasurementSettings) -> list[int]:
 
 def _lengths(specification: ModelSpecification, settings: MeasurementSettings) -> list[dict[str, int]]:
     """The sizes of the model's axis to measure, one mapping from its name per size; an empty one: the defaults."""
-    axis, text = specification.padded_axis or next(iter(specification.axes), None), settings.sequence_length
+    axis, text = specification.main_axis, settings.sequence_length
     if axis is None:
         if text:
             raise EngineError(f"--sequence-length {text}: {specification.name} has no axis of variable size")
@@ -192,7 +192,7 @@ def _lengths(specification: ModelSpecification, settings: MeasurementSettings) -
         raise EngineError(f"--sequence-length {max(lengths)}: {specification.name} takes at most {axis.largest}")
     if settings.profile and len(lengths) > 1:
         raise EngineError(f"--profile takes one --sequence-length, not {text}")
-    return [{axis.name: length} for length in lengths]
+    return [specification.along(length) for length in lengths]
 
 
 def _numbers(option: str, text: str, example: str) -> list[int]:

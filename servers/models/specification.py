@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args
 
 from servers.contract.tensors import Array, TensorSpec
 
@@ -22,6 +22,9 @@ PAYLOADS: tuple[Payload, ...] = get_args(Payload)
 
 OutputKind = Literal["embedding", "logits", "labels", "tensor"]
 """How answers are compared: direction and length of a vector; scores and their order; equality; element by element."""
+
+
+_Batch = TypeVar("_Batch", Array, "torch.Tensor")
 
 
 class UnknownModelError(Exception):
@@ -61,6 +64,23 @@ class Axis:
     def padded(self) -> bool:
         """Whether an item can be padded without changing its answer."""
         return bool(self.padding)
+
+    def size_of(self, arrays: Mapping[str, Array]) -> int:
+        """The size of a batch along the axis."""
+        return next(arrays[name].shape[place] for name, place in self.places.items() if name in arrays)
+
+    def cut(self, name: str, batch: _Batch, size: int) -> _Batch:
+        """The view of a tensor's batch up to `size` along the axis; all of a tensor without it."""
+        place = self.places.get(name)
+        return batch if place is None else batch[(slice(None),) * place + (slice(size),)]
+
+    def pad(self, name: str, batch: Array, lengths: Iterable[int]) -> None:
+        """Write the padding, zero for an output, to the places beyond each item's own length."""
+        place = self.places.get(name)
+        if place is not None and place < batch.ndim:
+            value = b"" if batch.dtype.hasobject else self.padding.get(name, 0)
+            for row, length in enumerate(lengths):
+                batch[(row, *(slice(None),) * (place - 1), slice(length, None))] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +161,15 @@ class ModelSpecification:
     def padded_axis(self) -> Axis | None:
         """The axis along which batches may be padded; None without one."""
         return next((axis for axis in self.axes if axis.padded), None)
+
+    @property
+    def main_axis(self) -> Axis | None:
+        """The axis along which items have their length: the padded one, else the first."""
+        return self.padded_axis or next(iter(self.axes), None)
+
+    def along(self, size: int | None) -> dict[str, int]:
+        """The sizes by axis with this one of the main axis; None, and a model without axes: the defaults."""
+        return {} if size is None or (axis := self.main_axis) is None else {axis.name: size}
 
     def kind_of(self, output: str) -> OutputKind:
         """How the answers of an output are compared."""

@@ -22,7 +22,7 @@ import numpy as np
 from servers.contract.tensors import DATATYPES, Array, TensorSpec
 from servers.models.atomic_folder import file_sha256
 from servers.models.checkpoints import load_strictly, option_of, read_checkpoint, ready
-from servers.models.items import main_axis, random_items
+from servers.models.items import random_items, valid_items
 from servers.models.specification import (
     Axis,
     ModelSpecification,
@@ -281,18 +281,16 @@ def _check(module: torch.nn.Module, specification: ModelSpecification, label: st
 
     Raises `WeightsError`.
     """
-    axis = main_axis(specification)
+    axis = specification.main_axis
     size = 1 if axis is None else axis.default
     if axis is None or not axis.padded:
         _run(module, specification, random_items(specification, 0, [size, size]), size, label)
         return
     short = max(1, size // 2)
-    make = specification.make_items or partial(random_items, specification)
-    items = make(0, [short, size])
+    items = valid_items(specification, 0, [short, size])
 
     def shorter(arrays: Mapping[str, Array]) -> dict[str, Array]:
-        cut = {name: (slice(None),) * place + (slice(short),) for name, place in axis.places.items()}
-        return {name: array[:1][cut.get(name, ())] for name, array in arrays.items()}
+        return {name: axis.cut(name, array[:1], short) for name, array in arrays.items()}
 
     together = shorter(_run(module, specification, items, size, label))
     alone = _run(module, specification, shorter(items), short, label)
@@ -325,13 +323,13 @@ def _run(
     if not isinstance(answers, tuple | list) or not all(isinstance(one, torch.Tensor) for one in answers):
         kind = type(answer).__name__
         raise WeightsError(f"{label}: the module returned a {kind}; return one tensor or a tuple of tensors")
-    outputs, axis = specification.outputs, main_axis(specification)
+    outputs = specification.outputs
     if len(answers) != len(outputs):
         raise WeightsError(f"{label}: the module returned {len(answers)} tensors; described outputs: {len(outputs)}")
     found = {tensor.name: one.numpy() for tensor, one in zip(outputs, answers, strict=True)}
     for tensor in outputs:
         array = found[tensor.name]
-        expected = (len(given[0]), *specification.item_shape(tensor, {axis.name: size} if axis else {}))
+        expected = (len(given[0]), *specification.item_shape(tensor, specification.along(size)))
         if array.shape != expected or array.dtype != tensor.dtype:
             raise WeightsError(
                 f"{label}: the module's {tensor.name} is {array.dtype} {list(array.shape)}; by its description it is "
