@@ -62,7 +62,7 @@ def engine(
         specification = (
             get_variant(settings.model, settings.payload) if settings.payload else get_specification(settings.model)
         )
-        weights = parse_weights(specification.default_weights if settings.weights is None else settings.weights)
+        weights = parse_weights(settings.weights, specification.default_weights)
         sizes, lengths = _sizes(settings), _lengths(specification, settings)
         requested = settings.engine_settings(settings.max_batch_size or max(sizes))
         requested = replace(requested, pad_to=tuple(sorted({length for one in lengths for length in one.values()})))

@@ -70,7 +70,7 @@ def export(**options: object) -> None:
     try:
         model, payload = settings.model, settings.payload
         specification = get_specification(model) if payload is None else get_variant(model, payload)
-        weights = parse_weights(specification.default_weights if settings.weights is None else settings.weights)
+        weights = parse_weights(settings.weights, specification.default_weights)
         form = _form(settings)
         check_form(specification, form)
         source = pin(weights, specification.find_pretrained)

@@ -57,9 +57,15 @@ def payload_variants(specification: ModelSpecification) -> tuple[ModelSpecificat
     return specification, uint8, jpeg
 
 
+_SERVED = MappingProxyType({variant.name: variant.payload for variant in payload_variants(open_clip.SPECIFICATION)})
+"""The default model's variants may also be named as they are served."""
+
+
 @cache
 def _variants(reference: str) -> Mapping[str, ModelSpecification]:
     """The variants of a model by payload. Raises `UnknownModelError`."""
+    if reference in _SERVED:
+        return _variants(DEFAULT_MODEL)
     source, separator, name = reference.partition(":")
     if separator and source in SOURCES:
         found = source_module(source).specify(name)
@@ -81,10 +87,6 @@ def _variants(reference: str) -> Mapping[str, ModelSpecification]:
     return MappingProxyType({variant.payload: variant for variant in payload_variants(found)})
 
 
-_SERVED = MappingProxyType({variant.name: variant for variant in _variants(DEFAULT_MODEL).values()})
-"""The default model's variants, which may also be named as they are served."""
-
-
 def known_references() -> Iterator[str]:
     """The well-known models of every source; others exist."""
     for source in SOURCES:
@@ -100,21 +102,19 @@ def all_names(source: str) -> tuple[str, ...]:
 
 def get_specification(reference: str) -> ModelSpecification:
     """The specification of a model. Raises `UnknownModelError`."""
-    if reference in _SERVED:
-        return _SERVED[reference]
-    return next(iter(_variants(reference).values()))
+    return get_variant(reference, _SERVED[reference]) if reference in _SERVED else get_base(reference)
 
 
 def get_base(reference: str) -> ModelSpecification:
     """The specification of a model itself, whichever of its variants is named. Raises `UnknownModelError`."""
-    return next(iter(_variants(_SERVED[reference].reference if reference in _SERVED else reference).values()))
+    return next(iter(_variants(reference).values()))
 
 
 def get_variant(reference: str, payload: str) -> ModelSpecification:
     """The variant of a model for `payload`. Raises `UnknownModelError`."""
     if payload not in PAYLOADS:
         raise UnknownModelError(f"unknown payload {payload!r}; {choose_from(payload, PAYLOADS)}")
-    variants = _variants(_SERVED[reference].reference if reference in _SERVED else reference)
+    variants = _variants(reference)
     if payload not in variants:
         raise UnknownModelError(
             f"{reference} has no payload {payload}; use {' or '.join(variants)}, or leave the payload out"

@@ -21,7 +21,7 @@ import numpy as np
 
 from servers.contract.tensors import DATATYPES, Array, TensorSpec
 from servers.models.atomic_folder import file_sha256
-from servers.models.checkpoints import load_strictly, option_of, read_checkpoint, ready
+from servers.models.checkpoints import load_strictly, option_of, read_state, ready
 from servers.models.items import random_items, valid_items
 from servers.models.specification import (
     Axis,
@@ -256,8 +256,6 @@ def _load(path: Path, function: str, make: Callable[[], object], source: Weights
     import torch
 
     label = f"{path.name}:{function}"
-    if not isinstance(source, RandomWeights | CheckpointWeights):
-        raise WeightsError(f"{option_of(source)}: {label} has no tags; give a checkpoint file, or random:SEED")
     try:
         made = _call(make, path, label, source.seed if isinstance(source, RandomWeights) else 0)
         specification = _specification(path, function, make, made)
@@ -268,8 +266,8 @@ def _load(path: Path, function: str, make: Callable[[], object], source: Weights
         raise WeightsError(f"{label}: the module is a {type(module).__name__}, not a torch.nn.Module")
     if isinstance(source, CheckpointWeights) and source.path == path:
         verify(path, path.name, source.sha256)
-    elif isinstance(source, CheckpointWeights):
-        load_strictly(module, read_checkpoint(source), option_of(source), label)
+    elif not isinstance(source, RandomWeights):
+        load_strictly(module, read_state(source)[0], option_of(source), label)
     ready(module)
     if not any(parameter.is_meta for parameter in module.parameters()):
         _check(module.cpu(), specification, label)
