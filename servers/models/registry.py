@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType, ModuleType
+from typing import NoReturn
 
 from servers.contract.tensors import TensorSpec
 from servers.models import sources
@@ -70,9 +71,7 @@ def _variants(reference: str) -> Mapping[str, ModelSpecification]:
     if separator and source in SOURCES:
         found = source_module(source).specify(name)
         if found is None:
-            close = closest(name, all_names(source))
-            known = source_module(source).names() if close is None else [close]
-            raise UnknownModelError(f"unknown model {reference!r}; {choose_from(name, known)}")
+            _refuse(reference, name, {one: f"{source}:{one}" for one in all_names(source)}, f" {source}")
     else:
         taking = (module for module in map(source_module, SOURCES) if hasattr(module, "takes"))
         found = next((module.specify(reference) for module in taking if module.takes(reference)), None)
@@ -83,8 +82,16 @@ def _variants(reference: str) -> Mapping[str, ModelSpecification]:
             )
         if found is None:
             known = [*_SERVED, *known_references()]
-            raise UnknownModelError(f"unknown model {reference!r}; {choose_from(reference, known)}")
+            names = {one.partition(":")[2]: one for one in known}
+            _refuse(reference, reference, names | dict(zip(known, known, strict=True)))
     return MappingProxyType({variant.payload: variant for variant in payload_variants(found)})
+
+
+def _refuse(reference: str, name: str, known: Mapping[str, str], source: str = "") -> NoReturn:
+    """Raises `UnknownModelError` with the references of the known names that are closest to `name`."""
+    close = " or ".join(dict.fromkeys(known[one] for one in closest(name, known)))
+    hint = f"did you mean {close}? List" if close else "list"
+    raise UnknownModelError(f"unknown model {reference!r}; {hint} all names with: abserve models{source}")
 
 
 def known_references() -> Iterator[str]:

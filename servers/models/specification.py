@@ -223,11 +223,11 @@ def choose_from(value: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown value: the closest known one, or all of them if none is close."""
     names = list(known)
     close = closest(value, names)
-    return f"use one of: {', '.join(names)}" if close is None else f"did you mean {close}?"
+    return f"did you mean {close[0]}?" if close else f"use one of: {', '.join(names)}"
 
 
-def closest(value: str, known: Iterable[str]) -> str | None:
-    """The known name that begins with `value` or is most like it, if one is."""
+def closest(value: str, known: Iterable[str]) -> list[str]:
+    """Up to three known names that begin with `value`, the shortest first, or else are most like it."""
     names, lower = list(known), value.lower()
-    close = [name for name in names if lower and name.lower().startswith(lower)]
-    return next(iter(close or get_close_matches(value, names, n=1) or get_close_matches(lower, names, n=1)), None)
+    close = sorted((name for name in names if lower and name.lower().startswith(lower)), key=len)
+    return close[:3] or get_close_matches(value, names) or get_close_matches(lower, names)

@@ -268,14 +268,16 @@ def test_positions_that_count_from_the_padding_token_leave_fewer_tokens(folders:
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("transformers:bert", "did you mean bert-base-uncased"),
+        ("transformers:bert", "did you mean transformers:bert-base-uncased or transformers:bert-large-uncased"),
         ("transformers:org/model", "download the model with: hf download org/model"),
-        ("torchvision:resnet51", "did you mean resnet50"),
+        ("torchvision:resnet51", "did you mean torchvision:resnet50 or .*List all names with: abserve models torch"),
         ("torchvision:resnet50.IMAGENET1K_V3", "torchvision:resnet50 has no weights .*; did you mean IMAGENET1K_V"),
         ("timm:resnet18.no_tag", "timm:resnet18 has no weights 'no_tag'; use one of: "),
         ("open_clip:ViT-B-16.opena", "open_clip:ViT-B-16 has no weights .*; did you mean openai"),
-        ("open_clip:ViT-B-33", "did you mean ViT-B-32"),
-        ("open_clip:xyz", "use one of: ViT-B-32, ViT-B-16"),
+        ("open_clip:ViT-B-33", "did you mean open_clip:ViT-B-32"),
+        ("open_clip:xyz", "unknown model 'open_clip:xyz'; list all names with: abserve models open_clip$"),
+        ("vit_base", "did you mean timm:vit_base_patch16_224"),
+        ("nosuch", "unknown model 'nosuch'; list all names with: abserve models$"),
     ],
 )
 def test_an_unknown_name_gets_the_closest(reference: str, message: str) -> None:
