@@ -1,4 +1,4 @@
-"""Batches: the buckets of CUDA graphs, random and empty inputs, and cosines between rows."""
+"""Batches: the buckets of CUDA graphs, and random and empty inputs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from servers.contract.tensors import Array, TensorSpec
-from servers.models.items import random_array as random_array
+from servers.models.items import random_array
 from servers.models.specification import Axis, ModelSpecification
 
 SMALLEST_AXIS_BUCKET = 16
@@ -114,11 +113,3 @@ def valid_inputs(
     if specification.make_items is None:
         return zero_inputs(specification, rows, sizes)
     return random_inputs(specification, rows, 0, sizes)
-
-
-def row_cosines(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
-    """Cosine of each row of `a` with the same row of `b`, computed in FP64; NaN where a row is zero or not finite."""
-    x, y = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        cosines: npt.NDArray[np.float64] = (x * y).sum(axis=1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))
-    return cosines

@@ -308,7 +308,7 @@ def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -
             run()
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Other threads of a server may free pinned memory meanwhile, which must not break the capture.
+    # Other threads of a server may free pinned memory during the capture, which must not break it.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run()
     return graph

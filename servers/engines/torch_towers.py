@@ -52,7 +52,8 @@ MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.05}
 """Largest ‖answer - own answer‖ / ‖own answer‖ of a row, by the type of both: fused code rounds elsewhere."""
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, OSError)
-"""The exceptions of torch.jit's compiler and interpreter, which have no common base. OSError: there is no source."""
+"""The exceptions of torch.jit's compiler and interpreter, which share no base class. OSError: a function's source file
+is missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@
 
 Each file has its own folder and manifest. An artefact is up to date when its manifest names the same model, weights and
 package versions and the file has the manifest's hash; for a model from the user's file that has to be the same, too. It
-appears whole, after its parity check, or not at all. A user's ONNX file is executed as it is and gets no folder.
+appears whole, after its parity check, or not at all. A user's ONNX file is executed unchanged and gets no folder.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _required(specification: ModelSpecification, weights: WeightsSource, form: F
 
 
 def _manifest_of(specification: ModelSpecification, weights: WeightsSource, user: UserFile) -> Manifest:
-    """The manifest of a user's ONNX file that is executed as it is."""
+    """The manifest of a user's ONNX file that is executed unchanged."""
     assert specification.file is not None
     return Manifest(
         **_required(specification, weights, FileForm(user.precision)),

@@ -153,7 +153,7 @@ def _show(console: Console, artefact: Artefact) -> None:
         f"{manifest.operators} operators",
         "weights": manifest.weights + (f", revision {manifest.weights_revision}" if manifest.weights_revision else ""),
         "size": f"{manifest.bytes / 1e6:.1f} MB, SHA-256 {manifest.sha256}",
-        "parity": "; ".join(map(_parity, manifest.parity)) or "not compared: the file is executed as it is",
+        "parity": "; ".join(map(_parity, manifest.parity)) or "not compared: your file is executed unchanged",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     }
     for name, text in lines.items():

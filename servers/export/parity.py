@@ -20,7 +20,7 @@ from servers.models.preprocessing import UInt8Array, decode_jpeg, normalise, res
 from servers.models.specification import Axis, ModelSpecification
 
 BATCHES = (1, 2, 7)
-"""One, the exporter's own example size, and one that nothing was ever tuned for."""
+"""One, the size of the exporter's example, and a size for which nothing was tuned."""
 
 LONGEST_IN_DEFAULTS = 4
 """Batches along an axis are compared up to this many times its default size: a longer one takes minutes on a CPU."""

@@ -82,7 +82,7 @@ def refuse_misfits(option: str, title: str, missing: set[str], unexpected: set[s
 
 
 def ready(module: torch.nn.Module) -> torch.nn.Module:
-    """The module as it is served: FP32, eval mode, no gradients."""
+    """The module, ready to serve: FP32, eval mode, no gradients."""
     return module.float().eval().requires_grad_(False)
 
 

@@ -39,7 +39,7 @@ MANIFEST = "samples.json"
 TEXT = "text"
 GENERATED_ITEMS = 64
 _MOST_BYTES = 2**28
-"""Limit for the generated items together; at least 8 are made all the same."""
+"""Limit for all generated items together; at least 8 items are made even if they exceed it."""
 
 
 class SamplesError(Exception):

@@ -99,7 +99,7 @@ class ModelSpecification:
     and returns the output, or a tuple of the outputs in order. Imports torch itself, so that reading a specification
     stays cheap. Raises `WeightsError`, always for a model that is only a `file`."""
     reference: str = ""
-    """The model as `--model` takes it: open_clip:ViT-B-32, or an absolute path; `label` is the one to publish."""
+    """The value of `--model`: open_clip:ViT-B-32, or an absolute path. `label` has no folders: publish that one."""
     kinds: Mapping[str, OutputKind] = field(default_factory=dict)
     """By output; an output without an entry is a `tensor`."""
     axes: tuple[Axis, ...] = ()
@@ -131,7 +131,7 @@ class ModelSpecification:
     """What a request carries: the model's own tensors (`fp32` if they are normalised pixels), RGB bytes, or a JPEG
     file."""
     base_name: str | None = None
-    """For a variant, the name of its own model."""
+    """For a variant, the name of the model itself."""
     decodes_to: ModelSpecification | None = None
     """For JPEG, the variant that gets the decoded pixels."""
 
@@ -215,7 +215,7 @@ def served_name(text: str) -> str:
 
 
 def refuse_tag(reference: str, tag: str, known: Iterable[str]) -> NoReturn:
-    """Raises `UnknownModelError`: the library has the model, and no such weights for it."""
+    """Raises `UnknownModelError`: the library has the model, but not these weights of it."""
     raise UnknownModelError(f"{reference} has no weights {tag!r}; {choose_from(tag, known)}")
 
 

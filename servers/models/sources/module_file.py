@@ -42,7 +42,7 @@ _MAX_PADDING_ERROR = 1e-3
 
 
 def names() -> tuple[str, ...]:
-    """This source has no models of its own."""
+    """None: every model is a file of the user."""
     return ()
 
 
@@ -233,7 +233,7 @@ def _with_items(
             return {name: array.take(rows, axis=0, mode="wrap") for name, array in given.items()}
         return random_items(specification, seed, lengths, values)
 
-    # Other items of variable size are made by whoever knows the sizes.
+    # For other items of variable size the caller knows the sizes.
     fixed = not specification.axes or specification.padded_axis is not None
     makes = fixed and specification.image is None
     return replace(specification, samples=given, make_items=make_items if makes else None)

@@ -196,7 +196,7 @@ def all_names() -> tuple[str, ...]:
 
 
 def specify(name: str) -> ModelSpecification | None:
-    """The specification of ARCHITECTURE or ARCHITECTURE.TAG; None if there is none of that name."""
+    """The specification of ARCHITECTURE or ARCHITECTURE.TAG; None if open_clip has no such architecture."""
     if name == ARCHITECTURE:
         return SPECIFICATION
     if name in all_names():

@@ -57,7 +57,7 @@ def all_names() -> tuple[str, ...]:
 
 
 def specify(name: str) -> ModelSpecification | None:
-    """The specification of NAME or NAME.TAG; None if timm has none of that name."""
+    """The specification of NAME or NAME.TAG; None if timm has no such model."""
     import timm
     from timm.models import get_arch_pretrained_cfgs, get_pretrained_cfg
 

@@ -46,7 +46,7 @@ def all_names() -> tuple[str, ...]:
 
 
 def specify(name: str) -> ModelSpecification | None:
-    """The specification of NAME or NAME.TAG; None if torchvision has none of that name."""
+    """The specification of NAME or NAME.TAG; None if torchvision has no such classifier."""
     from torchvision import models
 
     architecture, _, tag = name.partition(".")

@@ -69,7 +69,7 @@ def takes(reference: str) -> bool:
 
 
 def specify(name: str) -> ModelSpecification | None:
-    """The specification of an encoder or a sequence classifier; None if there is none of that name."""
+    """The specification of an encoder or a sequence classifier; None if the name is neither known nor a folder."""
     from transformers import AutoConfig
 
     if name in _KNOWN:
