@@ -19,7 +19,7 @@ from servers.engines.factory import build_engine, check_engine
 from servers.engines.interface import EngineDescription, EngineError
 from servers.engines.processors import nvidia_device_present
 from servers.engines.settings import KINDS, EngineSettings
-from servers.models.registry import UnknownModelError, get_specification, get_variant
+from servers.models.registry import UnknownModelError, get_variant
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 from servers.options import EngineOptions, checked, fail, settings_of, takes_settings
 
@@ -59,9 +59,7 @@ def engine(
     if json is not None and not json.absolute().parent.is_dir():
         fail(f"--json {json}: give the path of a file in a folder that exists", status=2)
     try:
-        specification = (
-            get_variant(settings.model, settings.payload) if settings.payload else get_specification(settings.model)
-        )
+        specification = get_variant(settings.model, settings.payload)
         weights = parse_weights(settings.weights, specification.default_weights)
         sizes, lengths = _sizes(settings), _lengths(specification, settings)
         requested = settings.engine_settings(settings.max_batch_size or max(sizes))

@@ -43,7 +43,7 @@ class ExportSettings(ModelOptions):
 
     model_config = settings_of("ABSERVE_EXPORT_")
 
-    payload: str | None = Field(None, description="fp32 or uint8: the file's input; default: that of --model.")
+    payload: str = Field("", description="fp32 or uint8: the file's input; default: that of --model.")
     precision: str | None = Field(
         None, description="fp32 or fp16: the file's weights; default: fp32, and fp16 for TensorRT."
     )
@@ -68,8 +68,7 @@ def export(**options: object) -> None:
     settings = checked(ExportSettings, options)
     console = Console(highlight=False, soft_wrap=True)
     try:
-        model, payload = settings.model, settings.payload
-        specification = get_specification(model) if payload is None else get_variant(model, payload)
+        specification = get_variant(settings.model, settings.payload)
         weights = parse_weights(settings.weights, specification.default_weights)
         form = _form(settings)
         check_form(specification, form)

@@ -109,7 +109,7 @@ def all_names(source: str) -> tuple[str, ...]:
 
 def get_specification(reference: str) -> ModelSpecification:
     """The specification of a model. Raises `UnknownModelError`."""
-    return get_variant(reference, _SERVED[reference]) if reference in _SERVED else get_base(reference)
+    return get_variant(reference, "")
 
 
 def get_base(reference: str) -> ModelSpecification:
@@ -118,10 +118,11 @@ def get_base(reference: str) -> ModelSpecification:
 
 
 def get_variant(reference: str, payload: str) -> ModelSpecification:
-    """The variant of a model for `payload`. Raises `UnknownModelError`."""
-    if payload not in PAYLOADS:
+    """The variant of a model for `payload`; for an empty one the model `reference`. Raises `UnknownModelError`."""
+    if payload and payload not in PAYLOADS:
         raise UnknownModelError(f"unknown payload {payload!r}; {choose_from(payload, PAYLOADS)}")
     variants = _variants(reference)
+    payload = payload or _SERVED.get(reference) or next(iter(variants))
     if payload not in variants:
         raise UnknownModelError(
             f"{reference} has no payload {payload}; use {' or '.join(variants)}, or leave the payload out"
@@ -134,7 +135,5 @@ def get_variants(reference: str, payloads: str) -> tuple[ModelSpecification, ...
 
     Raises `UnknownModelError`.
     """
-    wanted = [payload.strip() for payload in payloads.split(",") if payload.strip()]
-    if not wanted:
-        return (get_specification(reference),)
-    return tuple(get_variant(reference, payload) for payload in dict.fromkeys(wanted))
+    wanted = dict.fromkeys(payload.strip() for payload in payloads.split(",") if payload.strip())
+    return tuple(get_variant(reference, payload) for payload in wanted or ("",))
