@@ -191,7 +191,7 @@ def test_the_command_measures_and_writes_everything_down(artefact_dir: Path, tmp
         (["--payload", "bmp"], "unknown payload 'bmp'"),
         (["--weights", "random:x"], "the seed must be a whole number"),
         (["--weights", "laion2b_s34b_b97k"], "did you mean laion2b_s34b_b79k?"),
-        (["--model", "openclip_vit_b23"], "did you mean openclip_vit_b32?"),
+        (["--model", "openclip_vit_b23"], "did you mean openclip_vit_b32 or "),
         (["--payload", "jpeg"], "use openclip_vit_b32_uint8 instead"),
         (["--engine", "onnx"], "did you mean onnxruntime?"),
         (["--engine", "onnxruntime", "--precision", "tf32"], "does not offer precision tf32 on cpu"),
