@@ -3,7 +3,6 @@
 from typing import Final
 
 HOST = "127.0.0.1"
-WEIGHTS = "random:0"
 PRECISION: Final = "fp32"
 MODE = "auto"
 DEVICE = "auto"

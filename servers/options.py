@@ -8,20 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from servers import defaults
+from servers.engines.padding import pad_to_text, parse_pad_to
 from servers.engines.settings import EngineSettings
 from servers.models.registry import DEFAULT_MODEL
 
 S = TypeVar("S", bound=BaseSettings)
 
-PAD_TO_HELP = (
-    "Sizes of the model's variable axis, such as 32,64,128: requests of any size share a batch padded to one of them; "
-    "empty: only requests of equal shapes do."
-)
+PadTo = Annotated[
+    str,
+    AfterValidator(lambda text: pad_to_text(parse_pad_to(text))),
+    Field(
+        title="Batching",
+        description="Sizes of the model's variable axis, such as 32,64,128: requests of any size share a batch padded "
+        "to one of them; empty: only requests of equal shapes do.",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,29 @@
-"""Batches: the buckets of CUDA graphs, random and empty inputs, and cosines between rows."""
+"""Batches: the buckets of CUDA graphs, and random and empty inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from servers.contract.tensors import Array
-from servers.models.items import random_array as random_array
+from servers.contract.tensors import Array, TensorSpec
+from servers.models.items import random_array
 from servers.models.specification import Axis, ModelSpecification
 
 SMALLEST_AXIS_BUCKET = 16
+
+
+class Bucket(NamedTuple):
+    """What one CUDA graph executes."""
+
+    rows: int
+    size: int | None = None
+    """Along the model's padded axis; None for a model without one."""
+
+    def shape_of(self, specification: ModelSpecification, tensor: TensorSpec) -> tuple[int, ...]:
+        """The shape of an input or output."""
+        return (self.rows, *specification.item_shape(tensor, specification.along(self.size)))
 
 
 def bucket_sizes(max_batch_size: int, *, halves: bool = True) -> tuple[int, ...]:
@@ -101,11 +113,3 @@ def valid_inputs(
     if specification.make_items is None:
         return zero_inputs(specification, rows, sizes)
     return random_inputs(specification, rows, 0, sizes)
-
-
-def row_cosines(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
-    """Cosine of each row of `a` with the same row of `b`, computed in FP64; NaN where a row is zero or not finite."""
-    x, y = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        cosines: npt.NDArray[np.float64] = (x * y).sum(axis=1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))
-    return cosines

@@ -19,7 +19,7 @@ from servers.engines.factory import build_engine, check_engine
 from servers.engines.interface import EngineDescription, EngineError
 from servers.engines.processors import nvidia_device_present
 from servers.engines.settings import KINDS, EngineSettings
-from servers.models.registry import UnknownModelError, get_specification, get_variant
+from servers.models.registry import UnknownModelError, get_variant
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 from servers.options import EngineOptions, checked, fail, settings_of, takes_settings
 
@@ -59,10 +59,8 @@ def engine(
     if json is not None and not json.absolute().parent.is_dir():
         fail(f"--json {json}: give the path of a file in a folder that exists", status=2)
     try:
-        specification = (
-            get_variant(settings.model, settings.payload) if settings.payload else get_specification(settings.model)
-        )
-        weights = parse_weights(specification.default_weights if settings.weights is None else settings.weights)
+        specification = get_variant(settings.model, settings.payload)
+        weights = parse_weights(settings.weights, specification.default_weights)
         sizes, lengths = _sizes(settings), _lengths(specification, settings)
         requested = settings.engine_settings(settings.max_batch_size or max(sizes))
         requested = replace(requested, pad_to=tuple(sorted({length for one in lengths for length in one.values()})))
@@ -182,7 +180,7 @@ def _sizes(settings: MeasurementSettings) -> list[int]:
 
 def _lengths(specification: ModelSpecification, settings: MeasurementSettings) -> list[dict[str, int]]:
     """The sizes of the model's axis to measure, one mapping from its name per size; an empty one: the defaults."""
-    axis, text = specification.padded_axis or next(iter(specification.axes), None), settings.sequence_length
+    axis, text = specification.main_axis, settings.sequence_length
     if axis is None:
         if text:
             raise EngineError(f"--sequence-length {text}: {specification.name} has no axis of variable size")
@@ -192,7 +190,7 @@ def _lengths(specification: ModelSpecification, settings: MeasurementSettings) -
         raise EngineError(f"--sequence-length {max(lengths)}: {specification.name} takes at most {axis.largest}")
     if settings.profile and len(lengths) > 1:
         raise EngineError(f"--profile takes one --sequence-length, not {text}")
-    return [{axis.name: length} for length in lengths]
+    return [specification.along(length) for length in lengths]
 
 
 def _numbers(option: str, text: str, example: str) -> list[int]:

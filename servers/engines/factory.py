@@ -6,8 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from servers.engines.interface import Engine, EngineError, export_command
-from servers.engines.settings import KINDS as KINDS
-from servers.engines.settings import EngineSettings
+from servers.engines.settings import KINDS, EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 

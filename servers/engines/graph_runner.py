@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from servers.contract.tensors import Array, TensorSpec
-from servers.engines.batches import bucket_of, check_sizes, random_inputs
+from servers.engines.batches import Bucket, bucket_of, check_sizes, random_inputs
 from servers.models.specification import ModelSpecification
 
 TORCH_TYPES: Mapping[str, torch.dtype] = {
@@ -44,14 +44,6 @@ def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class Bucket(NamedTuple):
-    """What one CUDA graph executes."""
-
-    rows: int
-    size: int | None = None
-    """Along the model's padded axis; None for a model without one."""
-
-
 Enqueue = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 """Enqueue one batch: the inputs on the device in, the outputs written to the second tensors; no synchronisation."""
 
@@ -60,13 +52,6 @@ Build = Callable[[Bucket], Enqueue]
 
 Call = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Execute one batch of any shape: the inputs on the device in, new tensors on the device out."""
-
-
-def bucket_shape(specification: ModelSpecification, tensor: TensorSpec, bucket: Bucket) -> tuple[int, ...]:
-    """The shape of an input or output in a bucket."""
-    axis = specification.padded_axis
-    sizes = {} if axis is None or bucket.size is None else {axis.name: bucket.size}
-    return (bucket.rows, *specification.item_shape(tensor, sizes))
 
 
 class _Memory:
@@ -137,10 +122,10 @@ class GraphRunner:
             fixed = all(-1 not in tensor.item_shape for tensor in specification.inputs)
             if build is not None or fixed:
                 for memory in self._inputs:
-                    memory.reserve(prod(bucket_shape(specification, memory.tensor, largest)))
+                    memory.reserve(prod(largest.shape_of(specification, memory.tensor)))
             if build is not None:
                 for memory in self._outputs:
-                    memory.reserve(prod(bucket_shape(specification, memory.tensor, largest)))
+                    memory.reserve(prod(largest.shape_of(specification, memory.tensor)))
                 prepared = self.sizes if at_load is None else tuple(sorted(at_load))
                 first = [Bucket(rows, size) for size in prepared or (None,) for rows in self.rows]
                 enqueue = {bucket: build(bucket) for bucket in first}
@@ -169,7 +154,8 @@ class GraphRunner:
         Raises `ValueError` for a batch beyond the largest bucket or the largest size of an axis.
         """
         check_sizes(self._specification, inputs)
-        rows, size = len(inputs[self._inputs[0].tensor.name]), self._size_of(inputs)
+        rows = len(inputs[self._inputs[0].tensor.name])
+        size = None if self._axis is None else self._axis.size_of(inputs)
         bucket = Bucket(bucket_of(self.rows, rows), None if size is None else bucket_of(self.sizes, size))
         with self._active():
             if self._build is not None and bucket not in self._replays:
@@ -177,7 +163,7 @@ class GraphRunner:
             given = self._copy_in(inputs, bucket)
             outputs = self._execute(bucket, given)
             fetched = [
-                self._fetch(index, self._cut(memory.tensor, output, rows, size))
+                self._fetch(index, self._cut(memory.tensor.name, output, rows, size))
                 for index, (memory, output) in enumerate(zip(self._outputs, outputs, strict=True))
             ]
         self._synchronise()
@@ -232,21 +218,14 @@ class GraphRunner:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _size_of(self, inputs: Mapping[str, Array]) -> int | None:
-        """The size of a batch along the padded axis; None where nothing is padded."""
-        if self._axis is None:
-            return None
-        return next(inputs[name].shape[place] for name, place in self._axis.places.items() if name in inputs)
-
     def _capture(self, bucket: Bucket, enqueue: Enqueue) -> None:
-        specification, axis = self._specification, self._axis
+        specification = self._specification
         if specification.make_items is not None:
             # As if every item were one shorter than the bucket, because a model may skip a mask that masks nothing.
-            size = None if axis is None or bucket.size is None else max(1, bucket.size - 1)
-            sizes = {} if axis is None or size is None else {axis.name: size}
+            sizes = specification.along(None if bucket.size is None else max(1, bucket.size - 1))
             self._copy_in(random_inputs(specification, bucket.rows, 0, sizes), bucket)
         given, out = (
-            [memory.on_device(bucket_shape(specification, memory.tensor, bucket)) for memory in memories]
+            [memory.on_device(bucket.shape_of(specification, memory.tensor)) for memory in memories]
             for memories in (self._inputs, self._outputs)
         )
         run = partial(enqueue, given, out)
@@ -261,7 +240,7 @@ class GraphRunner:
         for memory in self._inputs:
             array = inputs[memory.tensor.name]
             if self._axis is not None:
-                target = memory.on_device(bucket_shape(self._specification, memory.tensor, bucket))
+                target = memory.on_device(bucket.shape_of(self._specification, memory.tensor))
                 target.copy_(self._padded(memory, array, bucket), non_blocking=True)
             else:
                 rows = bucket.rows if self._build is not None else len(array)
@@ -273,7 +252,7 @@ class GraphRunner:
     def _padded(self, memory: _Memory, array: Array, bucket: Bucket) -> Tensor:
         """A batch padded to its bucket in host memory."""
         assert self._axis is not None
-        host = memory.host(bucket_shape(self._specification, memory.tensor, bucket))
+        host = memory.host(bucket.shape_of(self._specification, memory.tensor))
         filled, rows = host.numpy(), len(array)
         own = [slice(0, length) for length in array.shape]
         filled[:rows] = self._axis.padding.get(memory.tensor.name, 0)
@@ -295,20 +274,17 @@ class GraphRunner:
         if self._call is not None:
             return self._call(given)
         self._replays[bucket]()
-        return [memory.on_device(bucket_shape(self._specification, memory.tensor, bucket)) for memory in self._outputs]
+        return [memory.on_device(bucket.shape_of(self._specification, memory.tensor)) for memory in self._outputs]
 
     def _repeat(self, rows: int) -> None:
         bucket, shapes = self._executed[rows]
         self._execute(bucket, [memory.on_device(shape) for memory, shape in zip(self._inputs, shapes, strict=True)])
 
-    def _cut(self, tensor: TensorSpec, output: Tensor, rows: int, size: int | None) -> Tensor:
+    def _cut(self, name: str, output: Tensor, rows: int, size: int | None) -> Tensor:
         """An output without padding."""
         if self._build is None:
             return output
-        output = output[:rows]
-        if self._axis is not None and size is not None and (place := self._axis.places.get(tensor.name)) is not None:
-            output = output.narrow(place, 0, size)
-        return output
+        return output[:rows] if self._axis is None or size is None else self._axis.cut(name, output[:rows], size)
 
     def _fetch(self, index: int, output: Tensor) -> Tensor:
         """Enqueue the copy of an output to host memory: to the runner's own if it is small, else to a new one.
@@ -332,7 +308,7 @@ def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -
             run()
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Other threads of a server may free pinned memory meanwhile, which must not break the capture.
+    # Other threads of a server may free pinned memory during the capture, which must not break it.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run()
     return graph

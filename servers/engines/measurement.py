@@ -170,15 +170,20 @@ def references_of(
     """
     if specification.file is not None:
         return [Reference(random_inputs(specification, ITEMS, 0, along), None, None, along) for along in sizes]
-    from servers.engines.torch_towers import count_flops, expected_answers
+    import torch
 
-    module = specification.load_module(weights)
+    from servers.engines.torch_towers import expected_answers
+    from servers.models.model_size import count_flops
+    from servers.models.uint8_module import executed_module
+
+    module = executed_module(specification, specification.load_module(weights))
     references = []
     for along in sizes:
         inputs = photographs or random_inputs(specification, ITEMS, 0, along)
         flops = specification.flops_per_item
         if flops is None or any(along.get(axis.name, axis.default) != axis.default for axis in specification.axes):
-            flops = count_flops(specification, module, random_inputs(specification, 1, 0, along))
+            one = random_inputs(specification, 1, 0, along)
+            flops = count_flops(module, [torch.from_numpy(one[tensor.name]) for tensor in specification.inputs])
         references.append(Reference(inputs, expected_answers(specification, module, inputs), flops, along))
     return references
 

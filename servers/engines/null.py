@@ -63,12 +63,7 @@ class NullEngine(Engine):
     def _shapes_of(self, inputs: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
         """The shape of one item of each output."""
         specification = self._specification
-        sizes = {
-            axis.name: inputs[name].shape[place]
-            for axis in specification.axes
-            for name, place in axis.places.items()
-            if name in inputs
-        }
+        sizes = {axis.name: axis.size_of(inputs) for axis in specification.axes}
         shapes = {tensor.name: specification.item_shape(tensor, sizes) for tensor in specification.outputs}
         return {name: tuple(1 if size == -1 else size for size in shape) for name, shape in shapes.items()}
 

@@ -16,6 +16,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,7 @@ import numpy as np
 
 from servers.contract.tensors import Array, TensorSpec
 from servers.engines.agreement import disagreement
-from servers.engines.batches import bucket_of, check_sizes, random_inputs
+from servers.engines.batches import Bucket, bucket_of, check_sizes, random_inputs
 from servers.engines.interface import EngineError
 from servers.gpu.info import MAX_CPU_TIME_RATIO
 from servers.models.specification import ModelSpecification
@@ -129,11 +130,7 @@ def measure_cpu_time_ratio(profile: Callable[[Path], Path]) -> float:
     return times[CPU_PROVIDER] / total
 
 
-Size = tuple[int, int | None]
-"""Rows, and places along the padded axis; None for a model without one."""
-
-
-class _Bucket(NamedTuple):
+class _Graph(NamedTuple):
     staged: Mapping[str, Array]  # views of the staging memory
     inputs: Mapping[str, Any]  # OrtValues on the device
     outputs: Mapping[str, Any]
@@ -160,12 +157,12 @@ class GraphExecution:
         self._session, self._specification = session, specification
         self.buckets, self.axis_buckets = tuple(buckets), tuple(axis_buckets)
         self._axis = specification.padded_axis if axis_buckets else None
-        sizes: list[Size] = [(rows, along) for rows in self.buckets for along in (self.axis_buckets or (None,))]
-        largest = sizes[-1]
-        self._staging = {t.name: np.zeros(prod(self._shape(t, largest)), t.dtype) for t in specification.inputs}
+        sizes = [Bucket(rows, along) for rows in self.buckets for along in (self.axis_buckets or (None,))]
+        inputs, largest = specification.inputs, sizes[-1]
+        self._staging = {t.name: np.zeros(prod(largest.shape_of(specification, t)), t.dtype) for t in inputs}
         self.pinned = sum(map(pin, self._staging.values())) == len(self._staging)
         self._by_size = {size: self._prepare(size, number, device) for number, size in enumerate(sizes, start=1)}
-        self._executed: dict[int, Size] = {}
+        self._executed: dict[int, Bucket] = {}
         for size in reversed(sizes):  # the largest first, so that the arena grows once
             for _ in range(_RUNS_TO_CAPTURE):
                 self._replay(size)
@@ -174,22 +171,26 @@ class GraphExecution:
     def infer(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Execute one batch; the answers are new arrays. Raises `ValueError` for one beyond the largest."""
         check_sizes(self._specification, inputs)
-        rows, along = len(inputs[self._specification.inputs[0].name]), self._along(inputs)
-        size = self._bucket(rows, along)
-        bucket = self._by_size[size]
+        rows, axis = len(inputs[self._specification.inputs[0].name]), self._axis
+        along = None if axis is None else axis.size_of(inputs)
+        bucket = self._bucket(rows, along)
+        graph = self._by_size[bucket]
         for name, array in inputs.items():
-            staged = bucket.staged[name]
+            staged = graph.staged[name]
             if array.shape == staged.shape and array.flags.c_contiguous:
-                bucket.inputs[name].update_inplace(array)
+                graph.inputs[name].update_inplace(array)
                 continue
             if array.shape[1:] != staged.shape[1:]:
-                assert self._axis is not None
-                staged[:rows] = self._axis.padding.get(name, 0)
+                assert axis is not None
+                staged[:rows] = axis.padding.get(name, 0)
             staged[tuple(map(slice, array.shape))] = array
-            bucket.inputs[name].update_inplace(staged)
-        self._replay(size)
-        self._executed[rows] = size
-        return {name: self._cut(name, value.numpy(), rows, along) for name, value in bucket.outputs.items()}
+            graph.inputs[name].update_inplace(staged)
+        self._replay(bucket)
+        self._executed[rows] = bucket
+        answers = {name: value.numpy()[:rows] for name, value in graph.outputs.items()}
+        if axis is not None and along is not None:
+            answers = {name: axis.cut(name, array, along) for name, array in answers.items()}
+        return {name: array.copy() for name, array in answers.items()}
 
     def run_only(self, rows: int) -> None:
         """Execute the bucket of the last batch of `rows` on the contents of its buffers, and wait for it."""
@@ -202,42 +203,24 @@ class GraphExecution:
             unpin(array)
         self._staging.clear()
 
-    def _shape(self, tensor: TensorSpec, size: Size) -> tuple[int, ...]:
-        rows, along = size
-        sizes = {} if self._axis is None or along is None else {self._axis.name: along}
-        return (rows, *self._specification.item_shape(tensor, sizes))
+    def _bucket(self, rows: int, along: int | None) -> Bucket:
+        return Bucket(bucket_of(self.buckets, rows), None if along is None else bucket_of(self.axis_buckets, along))
 
-    def _along(self, inputs: Mapping[str, Array]) -> int | None:
-        """The size of a batch along the padded axis."""
-        if self._axis is None:
-            return None
-        return next(inputs[name].shape[place] for name, place in self._axis.places.items() if name in inputs)
+    def _replay(self, bucket: Bucket) -> None:
+        graph = self._by_size[bucket]
+        self._session.run_with_iobinding(graph.binding, graph.options)
 
-    def _bucket(self, rows: int, along: int | None) -> Size:
-        if self._axis is None or along is None:
-            return bucket_of(self.buckets, rows), None
-        return bucket_of(self.buckets, rows), bucket_of(self.axis_buckets, along)
-
-    def _cut(self, name: str, output: Array, rows: int, along: int | None) -> Array:
-        """The caller's own copy of an output without padding."""
-        place = None if self._axis is None else self._axis.places.get(name)
-        kept = (slice(rows),) if place is None else (slice(rows), *[slice(None)] * (place - 1), slice(along))
-        cut: Array = output[kept].copy()
-        return cut
-
-    def _replay(self, size: Size) -> None:
-        bucket = self._by_size[size]
-        self._session.run_with_iobinding(bucket.binding, bucket.options)
-
-    def _prepare(self, size: Size, number: int, device: tuple[str, int]) -> _Bucket:
+    def _prepare(self, bucket: Bucket, number: int, device: tuple[str, int]) -> _Graph:
         import onnxruntime as ort
 
+        shape_of = partial(bucket.shape_of, self._specification)
+
         def on_device(tensor: TensorSpec) -> Any:
-            return ort.OrtValue.ortvalue_from_shape_and_type([*self._shape(tensor, size)], tensor.dtype, *device)
+            return ort.OrtValue.ortvalue_from_shape_and_type([*shape_of(tensor)], tensor.dtype, *device)
 
         staged = {}
         for tensor in self._specification.inputs:
-            shape = self._shape(tensor, size)
+            shape = shape_of(tensor)
             staged[tensor.name] = self._staging[tensor.name][: prod(shape)].reshape(shape)
         inputs = {tensor.name: on_device(tensor) for tensor in self._specification.inputs}
         outputs = {tensor.name: on_device(tensor) for tensor in self._specification.outputs}
@@ -248,7 +231,7 @@ class GraphExecution:
             binding.bind_ortvalue_input(name, value)
         for name, value in outputs.items():
             binding.bind_ortvalue_output(name, value)
-        return _Bucket(staged, inputs, outputs, binding, options)
+        return _Graph(staged, inputs, outputs, binding, options)
 
     def _prove(self, precision: str) -> None:
         """Check that a replay reads the new input and not the captured one: compare with a run without any graph."""
@@ -257,7 +240,7 @@ class GraphExecution:
         options = ort.RunOptions()
         options.add_run_config_entry("gpu_graph_id", NO_GRAPH)
         # Between two buckets, so that the padding is proved as well.
-        sizes = {} if self._axis is None else {self._axis.name: max(1, self.axis_buckets[0] - 1)}
+        sizes = self._specification.along(max(1, self.axis_buckets[0] - 1) if self.axis_buckets else None)
         batch = random_inputs(self._specification, min(3, self.buckets[-1]), 2, sizes)
         names = [tensor.name for tensor in self._specification.outputs]
         expected = dict(zip(names, self._session.run(names, batch, options), strict=True))

@@ -52,18 +52,9 @@ class Padding:
             return shape[1:]
         return (*shape[1:place], -1, *shape[place + 1 :])
 
-    def size_of(self, arrays: Mapping[str, Array]) -> int:
-        """The size of a request along the axis."""
-        return next(arrays[name].shape[place] for name, place in self.axis.places.items() if name in arrays)
-
     def padded_size(self, size: int) -> int:
         """The smallest listed size that holds `size`; `size` itself if none does."""
         return next((listed for listed in self.sizes if listed >= size), size)
-
-    def cut(self, name: str, array: Array, size: int) -> Array:
-        """The places of an output that belong to an item of `size`."""
-        place = self.axis.places.get(name)
-        return array if place is None else array[(*[slice(None)] * place, slice(size))]
 
 
 def padding_of(specification: ModelSpecification, sizes: Sequence[int]) -> Padding | None:
@@ -101,7 +92,7 @@ class Staging:
 
     def reserve(self, specification: ModelSpecification) -> None:
         """Fill the memory of inputs with a known size once, so that no request pays for the first page faults."""
-        sizes = {} if self._padding is None else {self._padding.axis.name: self._padding.sizes[-1]}
+        sizes = specification.along(None if self._padding is None else self._padding.sizes[-1])
         for tensor in specification.inputs:
             if not tensor.dtype.hasobject and (sizes or -1 not in tensor.item_shape):
                 self._memory(tensor.name, specification.item_shape(tensor, sizes), tensor.dtype).fill(0)
@@ -112,10 +103,10 @@ class Staging:
         A single request that already is all of that is passed on; everything else is copied exactly once.
         """
         first, padding = requests[0], self._padding
-        size = 0 if padding is None else padding.padded_size(max(map(padding.size_of, requests)))
+        size = 0 if padding is None else padding.padded_size(max(map(padding.axis.size_of, requests)))
         if (
             len(requests) == 1
-            and (padding is None or padding.size_of(first) == size)
+            and (padding is None or padding.axis.size_of(first) == size)
             and all(array.flags.c_contiguous and array.flags.aligned for array in first.values())
         ):
             return first
@@ -179,6 +170,6 @@ def divide(
     if padding is None:
         return answers
     return [
-        {name: padding.cut(name, array, size) for name, array in answer.items()}
+        {name: padding.axis.cut(name, array, size) for name, array in answer.items()}
         for answer, size in zip(answers, sizes, strict=True)
     ]

@@ -13,6 +13,7 @@ import numpy as np
 
 from servers.contract.tensors import Array
 from servers.engines.batches import random_inputs
+from servers.models.items import valid_items
 from servers.models.specification import ModelSpecification
 
 Answer = Callable[[Mapping[str, Array]], Mapping[str, Array]]
@@ -21,7 +22,7 @@ Answer = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """One batch; `lengths` holds each item's size along the padded axis, and is empty for a model without one."""
+    """One batch; `lengths` holds each item's size along the padded axis, and is empty where no item is padded."""
 
     specification: ModelSpecification
     inputs: Mapping[str, Array]
@@ -29,10 +30,11 @@ class Proof:
 
     def expected(self, answer: Answer) -> dict[str, Array]:
         """The answers to each item alone, zero in the places of padding."""
-        if not self.lengths:
+        axis = self.specification.padded_axis
+        if axis is None or not self.lengths:
             return dict(answer(self.inputs))
         alone = [
-            answer({name: self._cut(name, array[row : row + 1], length) for name, array in self.inputs.items()})
+            answer({name: axis.cut(name, array[row : row + 1], length) for name, array in self.inputs.items()})
             for row, length in enumerate(self.lengths)
         ]
         stacked: dict[str, Array] = {}
@@ -46,32 +48,19 @@ class Proof:
 
     def without_padding(self, outputs: Mapping[str, Array]) -> dict[str, Array]:
         """Answers to the batch with zeros in the places of padding, as in `expected`."""
-        if not self.lengths:
-            return dict(outputs)
-        cleared: dict[str, Array] = {}
-        for name, array in outputs.items():
-            cleared[name] = np.zeros_like(array)
-            for row, length in enumerate(self.lengths):
-                part = self._cut(name, array[row : row + 1], length)
-                self._cut(name, cleared[name][row : row + 1], length)[...] = part
-        return cleared
-
-    def _cut(self, name: str, item: Array, length: int) -> Array:
-        """The view of an item, or of its answer, that is not padding."""
         axis = self.specification.padded_axis
-        place = None if axis is None else axis.places.get(name)
-        return item if place is None else item[(slice(None),) * place + (slice(0, length),)]
+        if axis is None or not self.lengths:
+            return dict(outputs)
+        cleared = {name: array.copy() for name, array in outputs.items()}
+        for name, array in cleared.items():
+            axis.pad(name, array, self.lengths)
+        return cleared
 
 
 def proof_batch(specification: ModelSpecification, rows: int, seed: int, share: float = 1.0) -> Proof:
     """Random items; the largest has this share of the axes' default sizes, the others of a padded axis less."""
     sizes = {axis.name: min(max(1, round(share * axis.default)), axis.largest) for axis in specification.axes}
-    inputs = {name: array.copy() for name, array in random_inputs(specification, rows, seed, sizes).items()}
     if (axis := specification.padded_axis) is None:
-        return Proof(specification, inputs)
+        return Proof(specification, random_inputs(specification, rows, seed, sizes))
     lengths = tuple(max(1, sizes[axis.name] * (rows - row) // rows) for row in range(rows))
-    for name, array in inputs.items():
-        if (place := axis.places.get(name)) is not None:
-            for row, length in enumerate(lengths):
-                array[(row, *(slice(None),) * (place - 1), slice(length, None))] = axis.padding.get(name, 0)
-    return Proof(specification, inputs, lengths)
+    return Proof(specification, valid_items(specification, seed, lengths), lengths)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from servers.engines.batches import axis_buckets, bucket_sizes, has_buckets
-from servers.engines.graph_runner import Bucket, Enqueue, bucket_shape
+from servers.engines.batches import Bucket, axis_buckets, bucket_sizes, has_buckets
+from servers.engines.graph_runner import Enqueue
 from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
 from servers.engines.torch_device import RunnerEngine, device_details, resolve_device
 
@@ -124,7 +124,7 @@ class TensorRTEngine(RunnerEngine):
         if context is None:
             raise EngineError("TensorRT cannot create an execution context: the GPU's memory is exhausted")
         for tensor in specification.inputs:
-            context.set_input_shape(tensor.name, bucket_shape(specification, tensor, bucket))
+            context.set_input_shape(tensor.name, bucket.shape_of(specification, tensor))
         self._contexts.append(context)
         names = [tensor.name for tensor in (*specification.inputs, *specification.outputs)]
 

@@ -41,6 +41,7 @@ from servers.engines.torch_towers import (
     fast_tower,
     own_tower,
 )
+from servers.models.uint8_module import executed_module
 from servers.models.weights import WeightsError
 
 PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -95,7 +96,7 @@ class TorchEngine(RunnerEngine):
         """Build the form of this mode from the FP32 module on the CPU, and compare it with that module."""
         specification, mode, largest = self._specification, self._mode, self._settings.max_batch_size
         proof = proof_batch(specification, min(PROOF_ROWS, largest), 1, PROOF_SHARE)
-        expected = proof.expected(partial(expected_answers, specification, module))
+        expected = proof.expected(partial(expected_answers, specification, executed_module(specification, module)))
         if mode in GRAPH_MODES:
             tower = fast_tower(module, specification, device, dtype, largest, compiled=mode == "compile")
             rows = bucket_sizes(largest, halves=mode == "graph")

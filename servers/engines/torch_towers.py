@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
 from servers.contract.tensors import Array
-from servers.engines.graph_runner import TORCH_TYPES, Bucket, Enqueue
+from servers.engines.batches import Bucket
+from servers.engines.graph_runner import TORCH_TYPES, Enqueue
 from servers.engines.interface import EngineError
 from servers.engines.proof import proof_batch
 from servers.engines.vit.tower import LeanVisionTower, UnsupportedTowerError
@@ -51,7 +52,8 @@ MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.05}
 """Largest ‖answer - own answer‖ / ‖own answer‖ of a row, by the type of both: fused code rounds elsewhere."""
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, OSError)
-"""The exceptions of torch.jit's compiler and interpreter, which have no common base. OSError: there is no source."""
+"""The exceptions of torch.jit's compiler and interpreter, which share no base class. OSError: a function's source file
+is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,23 +130,14 @@ def check_datatypes(specification: ModelSpecification) -> None:
 def expected_answers(
     specification: ModelSpecification, module: nn.Module, inputs: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """The answers of the model's own module to a batch, by output; `module` is that of `load_module`, on the CPU.
+    """The answers of a module on the CPU to a batch, by output.
 
     Raises `EngineError` for a module that does not return what the specification says.
     """
     given = [torch.from_numpy(inputs[tensor.name].copy()) for tensor in specification.inputs]
     with torch.no_grad():
-        answers = as_specified(specification, as_tuple(executed_module(specification, module)(*given)))
+        answers = as_specified(specification, as_tuple(module(*given)))
     return {tensor.name: answer.clone().numpy() for tensor, answer in zip(specification.outputs, answers, strict=True)}
-
-
-def count_flops(specification: ModelSpecification, module: nn.Module, inputs: Mapping[str, Array]) -> int | None:
-    """The floating-point operations of a batch in products, convolutions and attention; None if torch counts none."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        expected_answers(specification, module, inputs)
-    return counter.get_total_flops() or None
 
 
 def own_tower(

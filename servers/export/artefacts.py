@@ -8,7 +8,7 @@
 
 Each file has its own folder and manifest. An artefact is up to date when its manifest names the same model, weights and
 package versions and the file has the manifest's hash; for a model from the user's file that has to be the same, too. It
-appears whole, after its parity check, or not at all. A user's ONNX file is executed as it is and gets no folder.
+appears whole, after its parity check, or not at all. A user's ONNX file is executed unchanged and gets no folder.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from servers.engines.agreement import TOLERANCE
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, export_command
+from servers.engines.proof import Answer
 from servers.engines.settings import EngineSettings
 from servers.export.errors import ExportError
 from servers.export.file_form import OPSETS, PLAIN, PRECISIONS, FileForm, Operators, executed_form
 from servers.export.manifest import Manifest, package_versions, read_manifest
 from servers.export.onnx import UserFile, convert_to_fp16, read_user_file, write_onnx
-from servers.export.parity import Answers, assert_parity, measure_parity, torch_answers
+from servers.export.parity import assert_parity, measure_parity
 from servers.export.tensorrt_plan import plan_path
 from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256, remove_abandoned
 from servers.models.specification import ModelSpecification, choose_from
@@ -187,7 +189,7 @@ def _required(specification: ModelSpecification, weights: WeightsSource, form: F
 
 
 def _manifest_of(specification: ModelSpecification, weights: WeightsSource, user: UserFile) -> Manifest:
-    """The manifest of a user's ONNX file that is executed as it is."""
+    """The manifest of a user's ONNX file that is executed unchanged."""
     assert specification.file is not None
     return Manifest(
         **_required(specification, weights, FileForm(user.precision)),
@@ -222,7 +224,7 @@ class _Original:
 
     fp32_bytes: int
     write: Callable[[Path], tuple[float, str, int]]
-    answers: Answers
+    answers: Answer
 
 
 def _make(
@@ -271,6 +273,8 @@ def _original(
         with _loaded(specification, weights, file, "fp32") as engine:
             yield _Original(user.bytes, convert, engine.infer)
         return
+    from servers.engines.torch_towers import expected_answers
+
     progress(f"loading {weights.label}")
     module = specification.load_module(weights)
 
@@ -280,7 +284,7 @@ def _original(
         return seconds, operators, OPSETS[operators]
 
     parameter_bytes = sum(4 * parameter.numel() for parameter in module.parameters())
-    yield _Original(parameter_bytes, export, torch_answers(specification, module))
+    yield _Original(parameter_bytes, export, partial(expected_answers, specification, module))
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class ExportSettings(ModelOptions):
 
     model_config = settings_of("ABSERVE_EXPORT_")
 
-    payload: str | None = Field(None, description="fp32 or uint8: the file's input; default: that of --model.")
+    payload: str = Field("", description="fp32 or uint8: the file's input; default: that of --model.")
     precision: str | None = Field(
         None, description="fp32 or fp16: the file's weights; default: fp32, and fp16 for TensorRT."
     )
@@ -68,9 +68,8 @@ def export(**options: object) -> None:
     settings = checked(ExportSettings, options)
     console = Console(highlight=False, soft_wrap=True)
     try:
-        model, payload = settings.model, settings.payload
-        specification = get_specification(model) if payload is None else get_variant(model, payload)
-        weights = parse_weights(specification.default_weights if settings.weights is None else settings.weights)
+        specification = get_variant(settings.model, settings.payload)
+        weights = parse_weights(settings.weights, specification.default_weights)
         form = _form(settings)
         check_form(specification, form)
         source = pin(weights, specification.find_pretrained)
@@ -153,7 +152,7 @@ def _show(console: Console, artefact: Artefact) -> None:
         f"{manifest.operators} operators",
         "weights": manifest.weights + (f", revision {manifest.weights_revision}" if manifest.weights_revision else ""),
         "size": f"{manifest.bytes / 1e6:.1f} MB, SHA-256 {manifest.sha256}",
-        "parity": "; ".join(map(_parity, manifest.parity)) or "not compared: the file is executed as it is",
+        "parity": "; ".join(map(_parity, manifest.parity)) or "not compared: your file is executed unchanged",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     }
     for name, text in lines.items():

@@ -37,8 +37,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     `weights_revision` is the commit of the hub's repository that the file came from.
 
     `operators` are those in the file: `standard` also where fused ones were requested and do not cover the model.
-    `model_sha256` is the specification's `definition_sha256`. A user's ONNX file that is executed as it is has no
-    `parity`, which is with the model that a file was made from.
+    `model_sha256` is the specification's `definition_sha256`. A user's ONNX file that is executed unchanged has no
+    `parity`: there is no model to compare it with.
     """
 
     schema: Literal["abserve.artefact/1"] = "abserve.artefact/1"

@@ -169,7 +169,7 @@ class UserFile:
 
 
 def read_user_file(path: Path) -> UserFile:
-    """Read what a manifest says of a user's file. Raises `ExportError` for one that is missing or no ONNX."""
+    """Read what a manifest says of a user's file. Raises `ExportError` for one that is missing or not an ONNX file."""
     import onnx
 
     try:
@@ -190,7 +190,7 @@ def read_user_file(path: Path) -> UserFile:
     except OSError as exc:
         raise ExportError(f"cannot read {exc.filename or path}: {exc.strerror or exc}") from exc
     except Exception as exc:  # protobuf's DecodeError, of which each implementation has its own
-        raise ExportError(f"{path.name} is no ONNX file: {first_line(exc)}") from exc
+        raise ExportError(f"{path.name} is not an ONNX file: {first_line(exc)}") from exc
     versions = {entry.domain: entry.version for entry in model.opset_import}
     return UserFile(
         stored_precision(model),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,41 +11,33 @@ from servers.contract.tensors import Array
 from servers.engines.agreement import disagreement
 from servers.engines.batches import random_inputs
 from servers.engines.interface import Engine
+from servers.engines.proof import Answer, Proof
 from servers.export.errors import ParityError
 from servers.export.manifest import ParityMeasurement
 from servers.models.corpus import jpeg_paths
+from servers.models.items import valid_items
 from servers.models.preprocessing import UInt8Array, decode_jpeg, normalise, resize_and_crop
 from servers.models.specification import Axis, ModelSpecification
 
-if TYPE_CHECKING:
-    import torch
-
 BATCHES = (1, 2, 7)
-"""One, the exporter's own example size, and one that nothing was ever tuned for."""
+"""One, the size of the exporter's example, and a size for which nothing was tuned."""
 
 LONGEST_IN_DEFAULTS = 4
 """Batches along an axis are compared up to this many times its default size: a longer one takes minutes on a CPU."""
 
-Answers = Callable[[Mapping[str, Array]], Mapping[str, Array]]
-"""From the inputs of one batch to the outputs, both by name."""
-
 
 @dataclass(frozen=True, slots=True)
 class ParityBatch:
-    """One batch as the reference gets it and as it is sent to the engine; they differ for UINT8 pixels.
-
-    `lengths` are the items' own sizes along the padded axis, None where no item is padded.
-    """
+    """One batch for the reference and the same for the engine; they differ for UINT8 pixels."""
 
     rows: int
     reference: Mapping[str, Array]
-    sent: Mapping[str, Array]
+    sent: Proof
     sizes: Mapping[str, int] = field(default_factory=dict)
-    lengths: tuple[int, ...] | None = None
 
 
 def measure_parity(
-    specification: ModelSpecification, reference: Answers, engine: Engine, precision: str = "fp32"
+    specification: ModelSpecification, reference: Answer, engine: Engine, precision: str = "fp32"
 ) -> tuple[ParityMeasurement, ...]:
     """Compare a loaded engine with `reference`, whose answers are the model's in FP32, on `parity_batches`.
 
@@ -55,14 +46,14 @@ def measure_parity(
     """
     measurements = []
     for batch in parity_batches(specification):
-        expected = _without_padding(specification, batch, reference(batch.reference))
-        answers = _without_padding(specification, batch, engine.infer(batch.sent))
+        expected = batch.sent.without_padding(reference(batch.reference))
+        answers = batch.sent.without_padding(engine.infer(batch.sent.inputs))
         found = disagreement(specification, expected, answers, precision)
         measurements.append(
             ParityMeasurement(
                 batch=batch.rows,
                 sizes=dict(batch.sizes),
-                padded=batch.lengths is not None,
+                padded=bool(batch.sent.lengths),
                 cosine_min=found.cosine_min,
                 relative_error=found.relative_error,
                 max_abs=max((output.max_abs for output in found.outputs.values()), default=None),
@@ -83,19 +74,6 @@ def assert_parity(measurements: Sequence[ParityMeasurement]) -> None:
             )
 
 
-def torch_answers(specification: ModelSpecification, module: torch.nn.Module) -> Answers:
-    """The answers of a module as `specification.load_module` returns it."""
-    import torch
-
-    def answers(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        with torch.inference_mode():
-            found = module(*(torch.from_numpy(inputs[tensor.name]) for tensor in specification.inputs))
-        outputs = found if isinstance(found, tuple | list) else (found,)
-        return {tensor.name: out.numpy() for tensor, out in zip(specification.outputs, outputs, strict=True)}
-
-    return answers
-
-
 def parity_batches(specification: ModelSpecification) -> Iterator[ParityBatch]:
     """Batches of each of `BATCHES`: of other photographs, or of random items at several sizes of the axes.
 
@@ -107,30 +85,18 @@ def parity_batches(specification: ModelSpecification) -> Iterator[ParityBatch]:
         for end, rows in zip(np.cumsum(BATCHES), BATCHES, strict=True):
             part = slice(int(end) - rows, int(end))
             sent = (pixels if specification.payload == "uint8" else images)[part]
-            yield ParityBatch(rows, {name: images[part]}, {name: sent})
+            yield ParityBatch(rows, {name: images[part]}, Proof(specification, {name: sent}))
         return
     axes = specification.axes
     for seed, rows in enumerate(BATCHES):
         sizes = {axis.name: (axis.default, _longest(axis), _short(specification, axis))[seed] for axis in axes}
         inputs = random_inputs(specification, rows, seed, sizes)
-        yield ParityBatch(rows, inputs, inputs, sizes)
+        yield ParityBatch(rows, inputs, Proof(specification, inputs), sizes)
     if (padded := specification.padded_axis) is not None:
-        rows = BATCHES[-1]
-        lengths = tuple(int(length) for length in np.linspace(1, padded.default, rows))
-        inputs = padded_items(specification, padded, lengths)
-        yield ParityBatch(rows, inputs, inputs, {padded.name: padded.default}, lengths)
-
-
-def padded_items(specification: ModelSpecification, axis: Axis, lengths: Sequence[int]) -> Mapping[str, Array]:
-    """One random item per length along the axis, padded to the longest."""
-    if specification.make_items is not None:
-        return specification.make_items(len(BATCHES), lengths)
-    inputs = random_inputs(specification, len(lengths), len(BATCHES), {axis.name: max(lengths)})
-    for name, place in axis.places.items():
-        for row, length in enumerate(lengths):
-            if name in inputs:
-                _beyond(inputs[name], row, place, length)[...] = axis.padding.get(name, 0)
-    return inputs
+        lengths = tuple(int(length) for length in np.linspace(1, padded.default, BATCHES[-1]))
+        inputs = valid_items(specification, len(BATCHES), lengths)
+        sizes = {padded.name: padded.default}
+        yield ParityBatch(len(lengths), inputs, Proof(specification, inputs, lengths), sizes)
 
 
 def corpus_pixels(specification: ModelSpecification, count: int) -> UInt8Array:
@@ -147,24 +113,3 @@ def _longest(axis: Axis) -> int:
 def _short(specification: ModelSpecification, axis: Axis) -> int:
     """Random bits for an unknown model may be a mask, which hides a whole item if there are few of them."""
     return min(axis.largest, 2 if specification.make_items is not None else max(2, axis.default // 2))
-
-
-def _without_padding(
-    specification: ModelSpecification, batch: ParityBatch, outputs: Mapping[str, Array]
-) -> Mapping[str, Array]:
-    """The outputs with zeros in the places of padding."""
-    axis = specification.padded_axis
-    if axis is None or batch.lengths is None:
-        return outputs
-    cleared = {name: array.copy() for name, array in outputs.items()}
-    for name, array in cleared.items():
-        if (place := axis.places.get(name)) is not None and array.ndim > place:
-            for row, length in enumerate(batch.lengths):
-                _beyond(array, row, place, length)[...] = 0
-    return cleared
-
-
-def _beyond(array: Array, row: int, place: int, length: int) -> Array:
-    """The places of a row from `length` on along the dimension `place` of the whole array."""
-    beyond: Array = np.moveaxis(array, place, 1)[row, length:]
-    return beyond

@@ -22,7 +22,7 @@ from servers.engines.batches import axis_buckets, warm_up_sizes
 from servers.engines.processors import cuda_index
 from servers.models.preprocessing import MAX_PIXELS
 from servers.models.registry import DEFAULT_MODEL
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
 
 HEADER = "# Generated from the model specification; do not edit. To generate it again: abserve triton-repo{}\n"
 
@@ -285,21 +285,14 @@ def _dynamic_batching(batching: BatchingSettings) -> str:
 
 
 def _axis_sizes(specification: ModelSpecification) -> tuple[int | None, ...]:
-    """The sizes of the padded axis, or of the first one, that get a graph; (None,) for a model without axes."""
-    axis = _varied_axis(specification)
+    """The sizes of the main axis that get a graph; (None,) for a model without axes."""
+    axis = specification.main_axis
     return (None,) if axis is None else axis_buckets(axis)
-
-
-def _varied_axis(specification: ModelSpecification) -> Axis | None:
-    return specification.padded_axis or next(iter(specification.axes), None)
 
 
 def _item_dims(specification: ModelSpecification, tensor: TensorSpec, along: int | None) -> str:
     """The dims of one item with this size of the axis that varies, and the default of all others."""
-    axis = _varied_axis(specification)
-    return _listed(
-        specification.item_shape(tensor, {} if axis is None or along is None else {axis.name: along}) or (1,)
-    )
+    return _listed(specification.item_shape(tensor, specification.along(along)) or (1,))
 
 
 def _warmup(specification: ModelSpecification, batches: Iterable[int], sizes: Iterable[int | None], count: int) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from servers.models.specification import Preprocessing
-from servers.models.weights import CheckpointWeights, PretrainedWeights, WeightsError, verify
+from servers.models.weights import CheckpointWeights, FindPretrained, PretrainedWeights, WeightsError, verify
 
 if TYPE_CHECKING:
     import torch
@@ -16,28 +16,31 @@ if TYPE_CHECKING:
 State = Mapping[str, "torch.Tensor"]
 
 
-def read_checkpoint(source: CheckpointWeights) -> dict[str, torch.Tensor]:
-    """The state dict of a file that the user gave, its pin verified. Raises `WeightsError`."""
-    option = option_of(source)
-    verify(source.path, option, source.sha256)
-    return read_state(source.path, option)[0]
-
-
 def option_of(source: CheckpointWeights | PretrainedWeights) -> str:
     """How a message names the weights."""
     return f"--weights {source.tag if isinstance(source, PretrainedWeights) else source.path.name}"
 
 
-def read_state(path: Path, option: str) -> tuple[dict[str, torch.Tensor], bool]:
-    """The file's state dict on the CPU and whether it was a TorchScript archive. Executes no pickled code.
+def read_state(
+    source: CheckpointWeights | PretrainedWeights, find: FindPretrained | None = None
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """The state dict on the CPU and whether its file is a TorchScript archive. Executes no pickled code.
 
-    A state dict under the key `state_dict` is taken from there; the prefix `module.` of DataParallel goes. `option`
-    begins the message of a `WeightsError`.
+    The file must be the pinned one; `find` finds that of a tag. A state dict under the key `state_dict` is taken from
+    there; the prefix `module.` of DataParallel goes. Raises `WeightsError`.
     """
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    option = option_of(source)
+    if isinstance(source, CheckpointWeights):
+        path = source.path
+    elif find is None:
+        raise WeightsError(f"{option}: this model has no tags; give a checkpoint file, or random:SEED")
+    else:
+        path = find(source)
+    verify(path, option, source.sha256)
     try:
         if path.suffix == ".safetensors":
             return load_file(path), False
@@ -79,7 +82,7 @@ def refuse_misfits(option: str, title: str, missing: set[str], unexpected: set[s
 
 
 def ready(module: torch.nn.Module) -> torch.nn.Module:
-    """The module as it is served: FP32, eval mode, no gradients."""
+    """The module, ready to serve: FP32, eval mode, no gradients."""
     return module.float().eval().requires_grad_(False)
 
 

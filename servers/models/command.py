@@ -176,7 +176,10 @@ def _line(tensor: dict[str, Any]) -> str:
 def _size(one: dict[str, Any]) -> str:
     parameters, flops = one["parameters"], one["flops_per_item"]
     counted = f"{parameters / 1e6:,.1f} million" if parameters >= 10**6 else f"{parameters:,}"
-    return f"{counted} parameters" + ("" if flops is None else f", {flops / 1e9:.4g} GFLOP per {one['item']}")
+    if flops is None:
+        return f"{counted} parameters"
+    unit, prefix = next((one for one in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if flops >= one[0]), (1, ""))
+    return f"{counted} parameters, {flops / unit:.4g} {prefix}FLOP per {one['item']}"
 
 
 def _json(document: object) -> str:

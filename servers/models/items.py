@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from math import prod
 
 import numpy as np
 
-from servers.contract.tensors import Array, TensorSpec
-from servers.models.specification import Axis, ModelSpecification
+from servers.contract.tensors import Array
+from servers.models.specification import ModelSpecification
 
 Values = Mapping[str, tuple[int, int]]
 """By input, the least value and the one above the largest."""
@@ -37,6 +39,11 @@ def random_array(
     return normal
 
 
+def valid_items(specification: ModelSpecification, seed: int, lengths: Sequence[int]) -> Mapping[str, Array]:
+    """One item per length, padded to the longest: the model's own items if it describes some, else random ones."""
+    return (specification.make_items or partial(random_items, specification))(seed, lengths)
+
+
 def random_items(
     specification: ModelSpecification, seed: int, lengths: Sequence[int], values: Values | None = None
 ) -> dict[str, Array]:
@@ -44,32 +51,18 @@ def random_items(
 
     Lengths may differ only on a padded axis. Other axes have their default size.
     """
-    generator, axis = np.random.default_rng(seed), main_axis(specification)
-    sizes = {} if axis is None else {axis.name: max(lengths)}
+    generator, axis, sizes = np.random.default_rng(seed), specification.main_axis, specification.along(max(lengths))
     made = {}
     for tensor in specification.inputs:
         shape = (len(lengths), *specification.item_shape(tensor, sizes))
         array = random_array(generator, shape, tensor.dtype, (values or {}).get(tensor.name))
-        if axis is not None and tensor.name in axis.padding and (place := axis.places.get(tensor.name)) is not None:
-            for row, length in zip(array, lengths, strict=True):
-                beyond = [slice(None)] * row.ndim
-                beyond[place - 1] = slice(length, None)
-                row[tuple(beyond)] = axis.padding[tensor.name]
+        if axis is not None:
+            axis.pad(tensor.name, array, lengths)
         made[tensor.name] = array
     return made
 
 
-def main_axis(specification: ModelSpecification) -> Axis | None:
-    """The axis along which sample items have their length: the padded one, else the first."""
-    return specification.padded_axis or next(iter(specification.axes), None)
-
-
 def item_bytes(specification: ModelSpecification, length: int | None) -> int:
     """The size of one item's inputs; a BYTES element counts as 8 bytes."""
-    axis = main_axis(specification)
-    sizes = {} if axis is None or length is None else {axis.name: length}
-
-    def size(tensor: TensorSpec) -> int:
-        return int(np.prod(specification.item_shape(tensor, sizes), dtype=np.int64)) * tensor.dtype.itemsize
-
-    return sum(map(size, specification.inputs))
+    sizes = specification.along(length)
+    return sum(prod(specification.item_shape(one, sizes)) * one.dtype.itemsize for one in specification.inputs)

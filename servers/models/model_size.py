@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from servers.models.items import valid_items
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights, WeightsError
 
@@ -23,57 +25,45 @@ class ModelSize:
     flops_per_item: int | None
 
 
-def count_flops(specification: ModelSpecification) -> int | None:
-    """Operations per item at the axes' default sizes, a multiply-add counted as two.
-
-    Those of the specification, else counted as for `measure_size`.
-    """
-    return specification.flops_per_item or measure_size(specification).flops_per_item
-
-
 def measure_size(specification: ModelSpecification) -> ModelSize:
-    """Count parameters and operations on tensors without memory.
+    """Count parameters and operations on tensors without memory; the specification's operations come first.
 
-    Only matrix products, convolutions and attention count, as is usual. A module that torch cannot build or run so is
-    built as it is. An ONNX file has parameters, and its operations are not counted.
+    A module that torch cannot build or run so is built and run. The operations of an ONNX file are not counted.
     """
     if specification.file is not None:
         return ModelSize(_parameters_of_file(specification.file), None)
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    count = partial(_count, specification)
+    items = valid_items(specification, 0, [getattr(specification.main_axis, "default", 1)])
+    given = [torch.from_numpy(items[tensor.name]) for tensor in specification.inputs]
     try:
         with torch.device("meta"):
             module = specification.load_module(RandomWeights(0))
-        return count(module)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            module._apply(fake.from_tensor)  # type: ignore[no-untyped-call]
+            with next(module.parameters(), torch.empty(())).device as device:
+                counted = count_flops(module, [one.to(device) for one in given])
     except (RuntimeError, ValueError, TypeError, NotImplementedError, WeightsError):
-        return count(specification.load_module(RandomWeights(0)))
+        module = specification.load_module(RandomWeights(0))
+        counted = count_flops(module, given)
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    return ModelSize(parameters, specification.flops_per_item or counted)
 
 
-def _count(specification: ModelSpecification, module: torch.nn.Module) -> ModelSize:
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def count_flops(module: torch.nn.Module, given: Sequence[torch.Tensor]) -> int | None:
+    """The operations of a batch in matrix products, convolutions and attention; None if torch counts none.
+
+    A multiply-add counts as two. `module` is one that is `ready`.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
-    module.requires_grad_(True)  # without gradients torch runs whole blocks as one operator, which is not counted
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        device = next(module.parameters(), torch.empty(())).device
-        module._apply(fake.from_tensor)  # type: ignore[no-untyped-call]
-        given = [
-            torch.zeros((1, *specification.item_shape(tensor)), dtype=_torch_dtype(tensor.dtype.name), device=device)
-            for tensor in specification.inputs
-        ]
-        with FlopCounterMode(display=False) as counter, device:
-            module(*given)
-    return ModelSize(parameters, specification.flops_per_item or counter.get_total_flops())
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    import torch
-
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    for parameter in module.parameters():  # without gradients torch runs whole blocks as one operator: not counted
+        parameter.requires_grad_(parameter.is_floating_point())
+    with FlopCounterMode(display=False) as counter:
+        module(*given)
+    module.requires_grad_(False)
+    return counter.get_total_flops() or None
 
 
 @cache

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType, ModuleType
+from typing import NoReturn
 
 from servers.contract.tensors import TensorSpec
 from servers.models import sources
@@ -57,16 +58,20 @@ def payload_variants(specification: ModelSpecification) -> tuple[ModelSpecificat
     return specification, uint8, jpeg
 
 
+_SERVED = MappingProxyType({variant.name: variant.payload for variant in payload_variants(open_clip.SPECIFICATION)})
+"""The default model's variants may also be named as they are served."""
+
+
 @cache
 def _variants(reference: str) -> Mapping[str, ModelSpecification]:
     """The variants of a model by payload. Raises `UnknownModelError`."""
+    if reference in _SERVED:
+        return _variants(DEFAULT_MODEL)
     source, separator, name = reference.partition(":")
     if separator and source in SOURCES:
         found = source_module(source).specify(name)
         if found is None:
-            close = closest(name, all_names(source))
-            known = source_module(source).names() if close is None else [close]
-            raise UnknownModelError(f"unknown model {reference!r}; {choose_from(name, known)}")
+            _refuse(reference, name, {one: f"{source}:{one}" for one in all_names(source)}, f" {source}")
     else:
         taking = (module for module in map(source_module, SOURCES) if hasattr(module, "takes"))
         found = next((module.specify(reference) for module in taking if module.takes(reference)), None)
@@ -77,12 +82,16 @@ def _variants(reference: str) -> Mapping[str, ModelSpecification]:
             )
         if found is None:
             known = [*_SERVED, *known_references()]
-            raise UnknownModelError(f"unknown model {reference!r}; {choose_from(reference, known)}")
+            names = {one.partition(":")[2]: one for one in known}
+            _refuse(reference, reference, names | dict(zip(known, known, strict=True)))
     return MappingProxyType({variant.payload: variant for variant in payload_variants(found)})
 
 
-_SERVED = MappingProxyType({variant.name: variant for variant in _variants(DEFAULT_MODEL).values()})
-"""The default model's variants, which may also be named as they are served."""
+def _refuse(reference: str, name: str, known: Mapping[str, str], source: str = "") -> NoReturn:
+    """Raises `UnknownModelError` with the references of the known names that are closest to `name`."""
+    close = " or ".join(dict.fromkeys(known[one] for one in closest(name, known)))
+    hint = f"did you mean {close}? List" if close else "list"
+    raise UnknownModelError(f"unknown model {reference!r}; {hint} all names with: abserve models{source}")
 
 
 def known_references() -> Iterator[str]:
@@ -100,21 +109,20 @@ def all_names(source: str) -> tuple[str, ...]:
 
 def get_specification(reference: str) -> ModelSpecification:
     """The specification of a model. Raises `UnknownModelError`."""
-    if reference in _SERVED:
-        return _SERVED[reference]
-    return next(iter(_variants(reference).values()))
+    return get_variant(reference, "")
 
 
 def get_base(reference: str) -> ModelSpecification:
     """The specification of a model itself, whichever of its variants is named. Raises `UnknownModelError`."""
-    return next(iter(_variants(_SERVED[reference].reference if reference in _SERVED else reference).values()))
+    return next(iter(_variants(reference).values()))
 
 
 def get_variant(reference: str, payload: str) -> ModelSpecification:
-    """The variant of a model for `payload`. Raises `UnknownModelError`."""
-    if payload not in PAYLOADS:
+    """The variant of a model for `payload`; for an empty one the model `reference`. Raises `UnknownModelError`."""
+    if payload and payload not in PAYLOADS:
         raise UnknownModelError(f"unknown payload {payload!r}; {choose_from(payload, PAYLOADS)}")
-    variants = _variants(_SERVED[reference].reference if reference in _SERVED else reference)
+    variants = _variants(reference)
+    payload = payload or _SERVED.get(reference) or next(iter(variants))
     if payload not in variants:
         raise UnknownModelError(
             f"{reference} has no payload {payload}; use {' or '.join(variants)}, or leave the payload out"
@@ -127,7 +135,5 @@ def get_variants(reference: str, payloads: str) -> tuple[ModelSpecification, ...
 
     Raises `UnknownModelError`.
     """
-    wanted = [payload.strip() for payload in payloads.split(",") if payload.strip()]
-    if not wanted:
-        return (get_specification(reference),)
-    return tuple(get_variant(reference, payload) for payload in dict.fromkeys(wanted))
+    wanted = dict.fromkeys(payload.strip() for payload in payloads.split(",") if payload.strip())
+    return tuple(get_variant(reference, payload) for payload in wanted or ("",))

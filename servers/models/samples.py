@@ -28,7 +28,7 @@ import numpy as np
 from servers.contract.tensors import Array
 from servers.models.atomic_folder import FolderError, atomic_folder, file_sha256
 from servers.models.corpus import credits_text, jpeg_paths
-from servers.models.items import item_bytes, main_axis, random_items
+from servers.models.items import item_bytes, valid_items
 from servers.models.preprocessing import ImageError, decode_jpeg, normalise, resize_and_crop
 from servers.models.registry import payload_variants
 from servers.models.sequence_lengths import text_lengths
@@ -39,7 +39,7 @@ MANIFEST = "samples.json"
 TEXT = "text"
 GENERATED_ITEMS = 64
 _MOST_BYTES = 2**28
-"""Limit for the generated items together; at least 8 are made all the same."""
+"""Limit for all generated items together; at least 8 items are made even if they exceed it."""
 
 
 class SamplesError(Exception):
@@ -112,7 +112,7 @@ def _decode(path: Path, preprocessing: Preprocessing) -> Any:
 
 
 def _write_items(specification: ModelSpecification, folder: Path, sequence_length: str, seed: int) -> bool:
-    axis = main_axis(specification)
+    axis = specification.main_axis
     if specification.samples is not None:
         arrays, kind = specification.samples, "given"
         lengths = _lengths_of(arrays, axis)
@@ -120,7 +120,7 @@ def _write_items(specification: ModelSpecification, folder: Path, sequence_lengt
         lengths = _lengths(specification, axis, sequence_length, seed)
         integers = all(tensor.dtype.kind in "iu" for tensor in specification.inputs)
         kind = "token ids" if axis is not None and axis.padded and integers else "random values"
-        arrays = (specification.make_items or _default_items(specification))(seed, lengths)
+        arrays = valid_items(specification, seed, lengths)
     document = _document(specification, kind, len(lengths))
     if axis is not None:
         taken = {tensor.name for tensor in specification.inputs}
@@ -140,15 +140,9 @@ def _write_items(specification: ModelSpecification, folder: Path, sequence_lengt
     return True
 
 
-def _default_items(specification: ModelSpecification) -> Any:
-    return lambda seed, lengths: random_items(specification, seed, lengths)
-
-
 def _lengths_of(arrays: Mapping[str, Array], axis: Axis | None) -> list[int]:
     """The length of each item that the user supplies: all have that of the array."""
-    count = len(next(iter(arrays.values())))
-    found = [arrays[name].shape[place] for name, place in axis.places.items() if name in arrays] if axis else [1]
-    return [found[0]] * count
+    return [1 if axis is None else axis.size_of(arrays)] * len(next(iter(arrays.values())))
 
 
 def _lengths(specification: ModelSpecification, axis: Axis | None, text: str, seed: int) -> list[int]:

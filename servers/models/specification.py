@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args
 
 from servers.contract.tensors import Array, TensorSpec
 
@@ -22,6 +22,9 @@ PAYLOADS: tuple[Payload, ...] = get_args(Payload)
 
 OutputKind = Literal["embedding", "logits", "labels", "tensor"]
 """How answers are compared: direction and length of a vector; scores and their order; equality; element by element."""
+
+
+_Batch = TypeVar("_Batch", Array, "torch.Tensor")
 
 
 class UnknownModelError(Exception):
@@ -62,6 +65,23 @@ class Axis:
         """Whether an item can be padded without changing its answer."""
         return bool(self.padding)
 
+    def size_of(self, arrays: Mapping[str, Array]) -> int:
+        """The size of a batch along the axis."""
+        return next(arrays[name].shape[place] for name, place in self.places.items() if name in arrays)
+
+    def cut(self, name: str, batch: _Batch, size: int) -> _Batch:
+        """The view of a tensor's batch up to `size` along the axis; all of a tensor without it."""
+        place = self.places.get(name)
+        return batch if place is None else batch[(slice(None),) * place + (slice(size),)]
+
+    def pad(self, name: str, batch: Array, lengths: Iterable[int]) -> None:
+        """Write the padding, zero for an output, to the places beyond each item's own length."""
+        place = self.places.get(name)
+        if place is not None and place < batch.ndim:
+            value = b"" if batch.dtype.hasobject else self.padding.get(name, 0)
+            for row, length in enumerate(lengths):
+                batch[(row, *(slice(None),) * (place - 1), slice(length, None))] = value
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpecification:
@@ -79,7 +99,7 @@ class ModelSpecification:
     and returns the output, or a tuple of the outputs in order. Imports torch itself, so that reading a specification
     stays cheap. Raises `WeightsError`, always for a model that is only a `file`."""
     reference: str = ""
-    """The model as `--model` takes it: open_clip:ViT-B-32, or an absolute path; `label` is the one to publish."""
+    """The value of `--model`: open_clip:ViT-B-32, or an absolute path. `label` has no folders: publish that one."""
     kinds: Mapping[str, OutputKind] = field(default_factory=dict)
     """By output; an output without an entry is a `tensor`."""
     axes: tuple[Axis, ...] = ()
@@ -111,7 +131,7 @@ class ModelSpecification:
     """What a request carries: the model's own tensors (`fp32` if they are normalised pixels), RGB bytes, or a JPEG
     file."""
     base_name: str | None = None
-    """For a variant, the name of its own model."""
+    """For a variant, the name of the model itself."""
     decodes_to: ModelSpecification | None = None
     """For JPEG, the variant that gets the decoded pixels."""
 
@@ -141,6 +161,15 @@ class ModelSpecification:
     def padded_axis(self) -> Axis | None:
         """The axis along which batches may be padded; None without one."""
         return next((axis for axis in self.axes if axis.padded), None)
+
+    @property
+    def main_axis(self) -> Axis | None:
+        """The axis along which items have their length: the padded one, else the first."""
+        return self.padded_axis or next(iter(self.axes), None)
+
+    def along(self, size: int | None) -> dict[str, int]:
+        """The sizes by axis with this one of the main axis; None, and a model without axes: the defaults."""
+        return {} if size is None or (axis := self.main_axis) is None else {axis.name: size}
 
     def kind_of(self, output: str) -> OutputKind:
         """How the answers of an output are compared."""
@@ -186,7 +215,7 @@ def served_name(text: str) -> str:
 
 
 def refuse_tag(reference: str, tag: str, known: Iterable[str]) -> NoReturn:
-    """Raises `UnknownModelError`: the library has the model, and no such weights for it."""
+    """Raises `UnknownModelError`: the library has the model, but not these weights of it."""
     raise UnknownModelError(f"{reference} has no weights {tag!r}; {choose_from(tag, known)}")
 
 
@@ -194,11 +223,11 @@ def choose_from(value: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown value: the closest known one, or all of them if none is close."""
     names = list(known)
     close = closest(value, names)
-    return f"use one of: {', '.join(names)}" if close is None else f"did you mean {close}?"
+    return f"did you mean {close[0]}?" if close else f"use one of: {', '.join(names)}"
 
 
-def closest(value: str, known: Iterable[str]) -> str | None:
-    """The known name that begins with `value` or is most like it, if one is."""
+def closest(value: str, known: Iterable[str]) -> list[str]:
+    """Up to three known names that begin with `value`, the shortest first, or else are most like it."""
     names, lower = list(known), value.lower()
-    close = [name for name in names if lower and name.lower().startswith(lower)]
-    return next(iter(close or get_close_matches(value, names, n=1) or get_close_matches(lower, names, n=1)), None)
+    close = sorted((name for name in names if lower and name.lower().startswith(lower)), key=len)
+    return close[:3] or get_close_matches(value, names) or get_close_matches(lower, names)

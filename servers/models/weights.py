@@ -102,8 +102,12 @@ FindPretrained = Callable[[PretrainedWeights], Path]
 """The file of a tag on this machine, downloaded when it is missing. Raises `WeightsError`."""
 
 
-def parse_weights(text: str) -> WeightsSource:
-    """Read the `--weights` option. Raises `WeightsError` for a malformed seed or pin, or a missing file."""
+def parse_weights(given: str | None, default: str = "random:0") -> WeightsSource:
+    """Read the `--weights` option; None means `default`, which is the model's.
+
+    Raises `WeightsError` for a malformed seed or pin, or a missing file.
+    """
+    text = default if given is None else given
     if text.startswith("random:") or text == "random":
         seed = text.partition(":")[2] or "0"
         if not seed.isdecimal():

@@ -31,7 +31,7 @@ def main() -> int:
         specifications = get_variants(given.model, given.payloads)
         settings = given.resolved(specifications[0])
         padding_of(specifications[0], settings.pad_sizes)
-        weights = parse_weights(specifications[0].default_weights if settings.weights is None else settings.weights)
+        weights = parse_weights(settings.weights, specifications[0].default_weights)
         listener = bind(settings.host, settings.http_port)
         check_free(settings.host, settings.grpc_port, "--grpc-port")
     except ValidationError as error:

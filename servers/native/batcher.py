@@ -216,7 +216,7 @@ class Batcher:
             gathered_ns = time.perf_counter_ns()
             outputs = engine.infer(inputs)
             inferred_ns = time.perf_counter_ns()
-            sizes = [] if self._padding is None else [self._padding.size_of(request.inputs) for request in requests]
+            sizes = [] if self._padding is None else [self._padding.axis.size_of(one.inputs) for one in requests]
             answers = divide(outputs, rows, sizes, self._padding)
         except Exception:
             log.exception("inference failed", rows=sum(rows), requests=len(requests))

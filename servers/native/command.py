@@ -74,9 +74,7 @@ def check(options: Mapping[str, Any]) -> Launch:
     settings.engine_settings().check_here()
     check_engine(first.executed, settings.engine_settings())
     padding_of(first, settings.pad_sizes)
-    weights = pin(
-        parse_weights(first.default_weights if settings.weights is None else settings.weights), first.find_pretrained
-    )
+    weights = pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
     bind(settings.host, settings.http_port).close()
     check_free(settings.host, settings.grpc_port, "--grpc-port")
     # A path is absolute: a supervisor may start the server from another folder.

@@ -11,12 +11,12 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings
 
 from servers import defaults
-from servers.engines.padding import pad_to_text, parse_pad_to
+from servers.engines.padding import parse_pad_to
 from servers.engines.settings import EngineSettings
 from servers.models.preprocessing import MAX_PIXELS
 from servers.models.registry import DEFAULT_MODEL
 from servers.models.specification import ModelSpecification
-from servers.options import PAD_TO_HELP, Option, flag_of, settings_of
+from servers.options import Option, PadTo, flag_of, settings_of
 
 MAX_TIMEOUT_US = 3_600_000_000
 """Longest timeout in the queue that the server or a request may set."""
@@ -75,7 +75,7 @@ class NativeSettings(BaseSettings):
         title="Batching",
         description="Maximum time a batch waits for more requests (µs).",
     )
-    pad_to: str = Field("", title="Batching", description=PAD_TO_HELP)
+    pad_to: PadTo = ""
     queue_size: int = Field(
         defaults.QUEUE_SIZE,
         ge=1,
@@ -161,24 +161,14 @@ class NativeSettings(BaseSettings):
         return parse_pad_to(self.pad_to)
 
     def resolved(self, specification: ModelSpecification) -> NativeSettings:
-        """The settings with the model's own engine and weights where none were chosen."""
+        """The settings with the engine that `auto` means for the model."""
         engine = "torch" if specification.file is None else "onnxruntime"
-        return self.model_copy(
-            update={
-                "engine": engine if self.engine == "auto" else self.engine,
-                "weights": specification.default_weights if self.weights is None else self.weights,
-            }
-        )
+        return self.model_copy(update={"engine": engine}) if self.engine == "auto" else self
 
     def engine_settings(self) -> EngineSettings:
         """The options as an engine takes them; of resolved settings only."""
         engine, batch = self.engine, self.max_batch_size
         return EngineSettings(engine, self.precision, self.mode, self.device, self.threads, batch, self.pad_sizes)
-
-    @field_validator("pad_to")
-    @classmethod
-    def _sizes(cls, text: str) -> str:
-        return pad_to_text(parse_pad_to(text))
 
     @field_validator("grpc_port")
     @classmethod

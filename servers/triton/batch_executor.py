@@ -101,7 +101,7 @@ class BatchExecutor:
         try:
             outputs = self._engine.infer(self._staging.gather(requests))
             rows = [len(request[self._names[0]]) for request in requests]
-            sizes = [] if self._padding is None else [self._padding.size_of(request) for request in requests]
+            sizes = [] if self._padding is None else [self._padding.axis.size_of(request) for request in requests]
             return divide(outputs, rows, sizes, self._padding)
         except Exception as error:  # noqa: BLE001  the caller answers and logs it
             if len(requests) == 1:

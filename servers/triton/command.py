@@ -76,7 +76,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
         padding_of(specifications[0], engine.pad_to)
     except EngineError as exc:
         raise TritonOptionError(str(exc)) from exc
-    requested = parse_weights(settings.weights or specifications[0].default_weights)
+    requested = parse_weights(settings.weights, specifications[0].default_weights)
     assert_ready(settings)  # before the export, which takes most of a minute
     weights = pin(requested, specifications[0].find_pretrained)
     if not is_loopback(settings.host):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from servers import defaults
-from servers.engines.padding import pad_to_text, parse_pad_to
+from servers.engines.padding import parse_pad_to
 from servers.engines.processors import thread_count
 from servers.engines.settings import EngineSettings
 from servers.models.image_decoder import DecodingSettings
 from servers.models.registry import get_variants
-from servers.options import PAD_TO_HELP, EngineOptions, settings_of
+from servers.options import EngineOptions, PadTo, settings_of
 
 DECODING = DecodingSettings()
 
@@ -36,7 +36,7 @@ class TritonSettings(EngineOptions):
         title="Batching",
         description="Maximum time a batch waits for more requests (µs).",
     )
-    pad_to: str = Field("", title="Batching", description=PAD_TO_HELP)
+    pad_to: PadTo = ""
     queue_size: int = Field(defaults.QUEUE_SIZE, ge=1, title="Limits", description="Waiting requests; more get 503.")
     decode_threads: int = Field(DECODING.threads, ge=0, title="Limits", description="JPEG decoder threads; 0: up to 4.")
     max_image_pixels: int = Field(DECODING.max_pixels, ge=1, title="Limits", description="Largest JPEG, in pixels.")
@@ -61,11 +61,6 @@ class TritonSettings(EngineOptions):
         """The engine's settings without `auto`: Triton's config must name the device before the engine runs."""
         batch = self.max_batch_size or get_variants(self.model, self.payloads)[0].max_batch_size
         return replace(resolve_engine(self.engine_settings(batch)), pad_to=parse_pad_to(self.pad_to))
-
-    @field_validator("pad_to")
-    @classmethod
-    def _sizes(cls, text: str) -> str:
-        return pad_to_text(parse_pad_to(text))
 
 
 def resolve_engine(requested: EngineSettings) -> EngineSettings:

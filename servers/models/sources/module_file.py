@@ -21,8 +21,8 @@ import numpy as np
 
 from servers.contract.tensors import DATATYPES, Array, TensorSpec
 from servers.models.atomic_folder import file_sha256
-from servers.models.checkpoints import load_strictly, option_of, read_checkpoint, ready
-from servers.models.items import main_axis, random_items
+from servers.models.checkpoints import load_strictly, option_of, read_state, ready
+from servers.models.items import random_items, valid_items
 from servers.models.specification import (
     Axis,
     ModelSpecification,
@@ -42,7 +42,7 @@ _MAX_PADDING_ERROR = 1e-3
 
 
 def names() -> tuple[str, ...]:
-    """This source has no models of its own."""
+    """None: every model is a file of the user."""
     return ()
 
 
@@ -233,7 +233,7 @@ def _with_items(
             return {name: array.take(rows, axis=0, mode="wrap") for name, array in given.items()}
         return random_items(specification, seed, lengths, values)
 
-    # Other items of variable size are made by whoever knows the sizes.
+    # For other items of variable size the caller knows the sizes.
     fixed = not specification.axes or specification.padded_axis is not None
     makes = fixed and specification.image is None
     return replace(specification, samples=given, make_items=make_items if makes else None)
@@ -256,8 +256,6 @@ def _load(path: Path, function: str, make: Callable[[], object], source: Weights
     import torch
 
     label = f"{path.name}:{function}"
-    if not isinstance(source, RandomWeights | CheckpointWeights):
-        raise WeightsError(f"{option_of(source)}: {label} has no tags; give a checkpoint file, or random:SEED")
     try:
         made = _call(make, path, label, source.seed if isinstance(source, RandomWeights) else 0)
         specification = _specification(path, function, make, made)
@@ -268,8 +266,8 @@ def _load(path: Path, function: str, make: Callable[[], object], source: Weights
         raise WeightsError(f"{label}: the module is a {type(module).__name__}, not a torch.nn.Module")
     if isinstance(source, CheckpointWeights) and source.path == path:
         verify(path, path.name, source.sha256)
-    elif isinstance(source, CheckpointWeights):
-        load_strictly(module, read_checkpoint(source), option_of(source), label)
+    elif not isinstance(source, RandomWeights):
+        load_strictly(module, read_state(source)[0], option_of(source), label)
     ready(module)
     if not any(parameter.is_meta for parameter in module.parameters()):
         _check(module.cpu(), specification, label)
@@ -281,18 +279,16 @@ def _check(module: torch.nn.Module, specification: ModelSpecification, label: st
 
     Raises `WeightsError`.
     """
-    axis = main_axis(specification)
+    axis = specification.main_axis
     size = 1 if axis is None else axis.default
     if axis is None or not axis.padded:
         _run(module, specification, random_items(specification, 0, [size, size]), size, label)
         return
     short = max(1, size // 2)
-    make = specification.make_items or partial(random_items, specification)
-    items = make(0, [short, size])
+    items = valid_items(specification, 0, [short, size])
 
     def shorter(arrays: Mapping[str, Array]) -> dict[str, Array]:
-        cut = {name: (slice(None),) * place + (slice(short),) for name, place in axis.places.items()}
-        return {name: array[:1][cut.get(name, ())] for name, array in arrays.items()}
+        return {name: axis.cut(name, array[:1], short) for name, array in arrays.items()}
 
     together = shorter(_run(module, specification, items, size, label))
     alone = _run(module, specification, shorter(items), short, label)
@@ -325,13 +321,13 @@ def _run(
     if not isinstance(answers, tuple | list) or not all(isinstance(one, torch.Tensor) for one in answers):
         kind = type(answer).__name__
         raise WeightsError(f"{label}: the module returned a {kind}; return one tensor or a tuple of tensors")
-    outputs, axis = specification.outputs, main_axis(specification)
+    outputs = specification.outputs
     if len(answers) != len(outputs):
         raise WeightsError(f"{label}: the module returned {len(answers)} tensors; described outputs: {len(outputs)}")
     found = {tensor.name: one.numpy() for tensor, one in zip(outputs, answers, strict=True)}
     for tensor in outputs:
         array = found[tensor.name]
-        expected = (len(given[0]), *specification.item_shape(tensor, {axis.name: size} if axis else {}))
+        expected = (len(given[0]), *specification.item_shape(tensor, specification.along(size)))
         if array.shape != expected or array.dtype != tensor.dtype:
             raise WeightsError(
                 f"{label}: the module's {tensor.name} is {array.dtype} {list(array.shape)}; by its description it is "

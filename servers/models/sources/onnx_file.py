@@ -30,7 +30,7 @@ DEFAULT_SIZE, LARGEST_SIZE = 128, 512
 
 
 def names() -> tuple[str, ...]:
-    """This source has no models of its own."""
+    """None: every model is a file of the user."""
     return ()
 
 
@@ -58,7 +58,7 @@ def specify(reference: str) -> ModelSpecification | None:
         inputs=tuple(tensors[: len(inputs)]),
         outputs=tuple(tensors[len(inputs) :]),
         axes=tuple(
-            # An output may have a dimension of which no input tells the size.
+            # A dimension that only outputs have is not an axis: no input gives its size.
             Axis(name, DEFAULT_SIZE, LARGEST_SIZE, found)
             for name, found in places.items()
             if taken & found.keys()

@@ -36,7 +36,6 @@ from servers.models.weights import (
     WeightsError,
     WeightsSource,
     seeded,
-    verify,
 )
 
 if TYPE_CHECKING:
@@ -81,21 +80,17 @@ def load_image_tower(
     if isinstance(source, RandomWeights):
         with seeded(source.seed):
             return ready(_build(architecture, quick_gelu=False))
-    option = option_of(source)
+    state, is_archive = read_state(source, find or find_pretrained)
     if isinstance(source, PretrainedWeights):
-        path = (find or find_pretrained)(source)
         # OpenAI's weights and some others were trained with QuickGELU.
         quick_gelu = bool(_configuration(architecture, source.tag).get("quick_gelu", False))
     else:
-        path = source.path
         # A file does not store the activation, which is not a tensor; open_clip puts it into its file names.
-        quick_gelu = "quickgelu" in path.name.lower()
-    verify(path, option, source.sha256)
-    state, is_archive = read_state(path, option)
+        quick_gelu = "quickgelu" in source.path.name.lower()
     # TorchScript archives are OpenAI's own releases, which use QuickGELU.
     tower = _build(architecture, quick_gelu=quick_gelu or is_archive, hollow=True)
     visual = {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)}
-    return load_strictly(tower, visual or state, option, f"a {architecture} image tower")
+    return load_strictly(tower, visual or state, option_of(source), f"a {architecture} image tower")
 
 
 def pretrained_tags(architecture: str = ARCHITECTURE) -> tuple[str, ...]:
@@ -201,7 +196,7 @@ def all_names() -> tuple[str, ...]:
 
 
 def specify(name: str) -> ModelSpecification | None:
-    """The specification of ARCHITECTURE or ARCHITECTURE.TAG; None if there is none of that name."""
+    """The specification of ARCHITECTURE or ARCHITECTURE.TAG; None if open_clip has no such architecture."""
     if name == ARCHITECTURE:
         return SPECIFICATION
     if name in all_names():

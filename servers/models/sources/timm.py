@@ -16,7 +16,6 @@ from servers.models.checkpoints import (
     hub_file,
     load_strictly,
     option_of,
-    read_checkpoint,
     read_state,
     ready,
     refuse_other_preprocessing,
@@ -37,7 +36,6 @@ from servers.models.weights import (
     WeightsError,
     WeightsSource,
     seeded,
-    verify,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +57,7 @@ def all_names() -> tuple[str, ...]:
 
 
 def specify(name: str) -> ModelSpecification | None:
-    """The specification of NAME or NAME.TAG; None if timm has none of that name."""
+    """The specification of NAME or NAME.TAG; None if timm has no such model."""
     import timm
     from timm.models import get_arch_pretrained_cfgs, get_pretrained_cfg
 
@@ -87,18 +85,16 @@ def specify(name: str) -> ModelSpecification | None:
 
     def load(source: WeightsSource) -> torch.nn.Module:
         if isinstance(source, PretrainedWeights):
-            path, option = find(source), option_of(source)
-            verify(path, option, source.sha256)
-            overlay = {"state_dict": read_state(path, option)[0]}
+            overlay = {"state_dict": read_state(source, find)[0]}
             try:  # timm's own loader knows how to convert each tag's file
                 model = timm.create_model(f"{architecture}.{source.tag}", True, pretrained_cfg_overlay=overlay)
             except RuntimeError as exc:
-                raise WeightsError(f"{option}: timm cannot load the tag's file into {architecture}") from exc
+                raise WeightsError(f"{option_of(source)}: timm cannot load the tag's file into {architecture}") from exc
             return ready(model)
         with seeded(source.seed if isinstance(source, RandomWeights) else 0):
             module: torch.nn.Module = fill_zero_weights(timm.create_model(name))
         if isinstance(source, CheckpointWeights):
-            return load_strictly(module, read_checkpoint(source), option_of(source), f"timm {architecture}")
+            return load_strictly(module, read_state(source)[0], option_of(source), f"timm {architecture}")
         return ready(module)
 
     classes = config.num_classes

@@ -12,20 +12,17 @@ from servers.models.checkpoints import (
     fill_zero_weights,
     load_strictly,
     option_of,
-    read_checkpoint,
     read_state,
     ready,
     refuse_other_preprocessing,
 )
 from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification, refuse_tag
 from servers.models.weights import (
-    CheckpointWeights,
     PretrainedWeights,
     RandomWeights,
     WeightsError,
     WeightsSource,
     seeded,
-    verify,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +46,7 @@ def all_names() -> tuple[str, ...]:
 
 
 def specify(name: str) -> ModelSpecification | None:
-    """The specification of NAME or NAME.TAG; None if torchvision has none of that name."""
+    """The specification of NAME or NAME.TAG; None if torchvision has no such classifier."""
     from torchvision import models
 
     architecture, _, tag = name.partition(".")
@@ -76,12 +73,7 @@ def specify(name: str) -> ModelSpecification | None:
             module: torch.nn.Module = fill_zero_weights(models.get_model(architecture, weights=None, **arguments))
         if isinstance(source, RandomWeights):
             return ready(module)
-        if isinstance(source, CheckpointWeights):
-            state = read_checkpoint(source)
-        else:
-            path = find(source)
-            verify(path, option_of(source), source.sha256)
-            state, _ = read_state(path, option_of(source))
+        state, _ = read_state(source, find)
         return load_strictly(module, state, option_of(source), f"torchvision {architecture}")
 
     return image_specification(

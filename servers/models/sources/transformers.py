@@ -21,20 +21,17 @@ from servers.models.checkpoints import (
     fill_zero_weights,
     hub_file,
     option_of,
-    read_checkpoint,
     read_state,
     ready,
     refuse_misfits,
 )
 from servers.models.specification import Axis, ModelSpecification, UnknownModelError, choose_from, served_name
 from servers.models.weights import (
-    CheckpointWeights,
     PretrainedWeights,
     RandomWeights,
     WeightsError,
     WeightsSource,
     seeded,
-    verify,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +69,7 @@ def takes(reference: str) -> bool:
 
 
 def specify(name: str) -> ModelSpecification | None:
-    """The specification of an encoder or a sequence classifier; None if there is none of that name."""
+    """The specification of an encoder or a sequence classifier; None if the name is neither known nor a folder."""
     from transformers import AutoConfig
 
     if name in _KNOWN:
@@ -176,15 +173,7 @@ def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsS
             model = auto.from_config(config, attn_implementation=_attention(auto, config), dtype="float32")
             fill_zero_weights(model)
         return _first_output(ready(model))
-    option = option_of(source)
-    if isinstance(source, CheckpointWeights):
-        state = read_checkpoint(source)
-    elif find is None:
-        raise WeightsError(f"{option}: {title} has no tags; give a file, or random:SEED")
-    else:
-        path = find(source)
-        verify(path, option, source.sha256)
-        state, _ = read_state(path, option)
+    option, (state, _) = option_of(source), read_state(source, find)
     try:  # the library's own loader knows the names that older files use
         with _quiet():
             model, report = _class(auto, config).from_pretrained(

@@ -17,7 +17,7 @@ CONFIG = "config.pbtxt"
 
 
 def names() -> tuple[str, ...]:
-    """This source has no models of its own."""
+    """None: every model is a folder of the user."""
     return ()
 
 

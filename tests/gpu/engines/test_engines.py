@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from servers.engines.batches import row_cosines
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError, staging_of
 from servers.engines.measurement import matrix_tflops
@@ -22,6 +21,7 @@ from servers.models.preprocessing import normalise
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from tests.cosines import row_cosines
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from open_clip.transformer import VisionTransformer
 
-from servers.engines.graph_runner import Bucket, Enqueue, GraphRunner
+from servers.engines.batches import Bucket
+from servers.engines.graph_runner import Enqueue, GraphRunner
 from servers.engines.vit.fused import FusedVisionTower, FusedWeights, Workspace
 from servers.engines.vit.plans import CUBLAS, Plan, Tile
 from servers.engines.vit.tower import LeanVisionTower

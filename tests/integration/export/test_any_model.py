@@ -259,7 +259,7 @@ def test_fp16_of_a_users_file_is_a_converted_copy_that_was_compared(
         engine.load()
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "cannot read"), (b"no protobuf", "is no ONNX file")])
+@pytest.mark.parametrize(("content", "message"), [(None, "cannot read"), (b"no protobuf", "is not an ONNX file")])
 def test_a_file_that_is_no_model_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.onnx"
     if content is not None:

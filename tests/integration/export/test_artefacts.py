@@ -286,7 +286,7 @@ def test_a_disk_that_fills_up_gives_one_sentence_and_no_half_artefact(tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "resnet"], "error: unknown model 'resnet'; did you mean timm:resnet50?\n"),
+        (["--model", "resnet"], "error: unknown model 'resnet'; did you mean torchvision:resnet50? List all names"),
         (["--weights", "random:x"], "error: --weights random:x: the seed must be a whole number"),
         (["--weights", "./none.pt"], "error: --weights ./none.pt: no such file\n"),
     ],

@@ -15,7 +15,6 @@ import torch
 from open_clip.transformer import QuickGELU, VisionTransformer
 
 from servers.contract.tensors import Array, TensorSpec
-from servers.engines.batches import row_cosines
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import artefact_folder, ensure_artefact, find_artefact
@@ -26,6 +25,7 @@ from servers.models.preprocessing import UInt8Array, normalise
 from servers.models.registry import payload_variants
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
+from tests.cosines import row_cosines
 
 WEIGHTS = RandomWeights(0)
 FUSED_FP16 = FileForm("fp16", "fused")

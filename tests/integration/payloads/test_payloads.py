@@ -17,12 +17,12 @@ import pytest
 from PIL import Image
 
 from servers.contract.tensors import Array
-from servers.engines.batches import row_cosines
 from servers.export.triton_config import MODEL_PY, ensemble_config, preprocess_config, preprocess_name
 from servers.models.preprocessing import UInt8Array, normalise
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.triton.repository import PlacedModel
+from tests.cosines import row_cosines
 
 pytestmark = pytest.mark.triton
 Batch = Callable[..., Array]

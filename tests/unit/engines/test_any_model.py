@@ -14,8 +14,8 @@ import torch
 from servers.contract.tensors import DATATYPES, TensorSpec
 from servers.engines import settings
 from servers.engines import torch as torch_engine
-from servers.engines.batches import axis_buckets, has_buckets, random_inputs
-from servers.engines.graph_runner import Bucket, Enqueue, GraphRunner
+from servers.engines.batches import Bucket, axis_buckets, has_buckets, random_inputs
+from servers.engines.graph_runner import Enqueue, GraphRunner
 from servers.engines.interface import Engine, EngineError, staging_of
 from servers.engines.null import NullEngine
 from servers.engines.proof import proof_batch

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from servers.contract.tensors import TensorSpec
-from servers.engines.batches import row_cosines
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
@@ -24,6 +23,7 @@ from servers.export.parity import corpus_pixels
 from servers.models.preprocessing import normalise
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from tests.cosines import row_cosines
 
 WEIGHTS = RandomWeights(0)
 KINDS = ("torch", "onnxruntime")

@@ -89,6 +89,22 @@ def test_every_length_has_rates_of_sequences_and_of_tokens() -> None:
         assert (result.fault, result.cosine_to_fp32) == (None, None)
 
 
+def test_the_operations_of_a_transformer_count_although_torch_fuses_its_layers() -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+    module = torch.nn.TransformerEncoder(layer, 2).eval().requires_grad_(False)
+    specification = ModelSpecification(
+        name="m",
+        title="m",
+        version="1",
+        inputs=(TensorSpec("x", "FP32", (-1, 4, 8)),),
+        outputs=(TensorSpec("y", "FP32", (-1, 4, 8)),),
+        max_batch_size=4,
+        load_module=lambda _source: module,
+    )
+    (reference,) = references_of(specification, RandomWeights(0), [{}])
+    assert reference.flops_per_item == 2 * (2 * 4 * (4 * 8 * 8 + 2 * 8 * 16) + 2 * 2 * 4 * 4 * 8)
+
+
 class _Product(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +191,7 @@ def test_the_command_measures_and_writes_everything_down(artefact_dir: Path, tmp
         (["--payload", "bmp"], "unknown payload 'bmp'"),
         (["--weights", "random:x"], "the seed must be a whole number"),
         (["--weights", "laion2b_s34b_b97k"], "did you mean laion2b_s34b_b79k?"),
-        (["--model", "openclip_vit_b23"], "did you mean openclip_vit_b32?"),
+        (["--model", "openclip_vit_b23"], "did you mean openclip_vit_b32 or "),
         (["--payload", "jpeg"], "use openclip_vit_b32_uint8 instead"),
         (["--engine", "onnx"], "did you mean onnxruntime?"),
         (["--engine", "onnxruntime", "--precision", "tf32"], "does not offer precision tf32 on cpu"),

@@ -10,8 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from servers.engines import torch_towers
+from servers.engines.batches import Bucket
 from servers.engines.factory import build_engine
-from servers.engines.graph_runner import Bucket
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import KINDS, EngineSettings
 from servers.engines.torch_towers import APIS, OWN_MODULE, own_tower, to_torchscript

@@ -8,7 +8,8 @@ import open_clip.transformer
 import pytest
 import torch
 
-from servers.engines.graph_runner import Bucket, Build
+from servers.engines.batches import Bucket
+from servers.engines.graph_runner import Build
 from servers.engines.torch_towers import OWN_MODULE, fast_tower, own_tower
 from servers.engines.vit.plans import CUBLAS, hopper_plan, portable_plans
 from servers.engines.vit.tower import TowerShape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,35 +11,30 @@ import pytest
 import torch
 
 from servers.contract.tensors import Array, TensorSpec
-from servers.engines.batches import row_cosines
+from servers.engines.proof import Answer
+from servers.engines.torch_towers import expected_answers
 from servers.export.errors import ParityError
-from servers.export.parity import (
-    BATCHES,
-    Answers,
-    assert_parity,
-    corpus_pixels,
-    measure_parity,
-    padded_items,
-    torch_answers,
-)
+from servers.export.parity import BATCHES, assert_parity, corpus_pixels, measure_parity
+from servers.models.items import valid_items
 from servers.models.preprocessing import normalise
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
+from tests.cosines import row_cosines
 
 Alter = Callable[[np.ndarray], np.ndarray]
 
 
 class AlteredEngine:
-    """Answers as the reference does, each output changed by `alter`."""
+    """Answer as the reference does, each output changed by `alter`."""
 
-    def __init__(self, answers: Answers, alter: Alter) -> None:
+    def __init__(self, answers: Answer, alter: Alter) -> None:
         self._answers, self._alter = answers, alter
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         return {name: self._alter(output.copy()) for name, output in self._answers(inputs).items()}
 
 
-def altered(answers: Answers, alter: Alter) -> Any:
+def altered(answers: Answer, alter: Alter) -> Any:
     return AlteredEngine(answers, alter)
 
 
@@ -48,9 +44,9 @@ def module(specification: ModelSpecification) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def answers(specification: ModelSpecification, module: torch.nn.Module) -> Answers:
+def answers(specification: ModelSpecification, module: torch.nn.Module) -> Answer:
     """The module's answers; the batch of a size is always the same photographs, so each is computed once."""
-    compute = torch_answers(specification, module)
+    compute = partial(expected_answers, specification, module)
     known: dict[int, Mapping[str, Array]] = {}
 
     def answers(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -81,14 +77,14 @@ def nan_row(answer: np.ndarray) -> np.ndarray:
     ],
     ids=["reversed-rows", "shifted-rows", "nan", "zeros", "offset", "hundredfold", "shape", "datatype"],
 )
-def test_a_wrong_engine_fails(alter: Alter, batch: int, answers: Answers, specification: ModelSpecification) -> None:
+def test_a_wrong_engine_fails(alter: Alter, batch: int, answers: Answer, specification: ModelSpecification) -> None:
     measured = measure_parity(specification, answers, altered(answers, alter))
     with pytest.raises(ParityError, match=f"differs from the model at batch {batch}: embedding .*no artefact was kept"):
         assert_parity(measured)
 
 
 def test_the_same_answers_pass_and_are_measured_at_each_batch(
-    answers: Answers, specification: ModelSpecification
+    answers: Answer, specification: ModelSpecification
 ) -> None:
     measured = measure_parity(specification, answers, altered(answers, lambda answer: answer))
     assert_parity(measured)
@@ -142,9 +138,7 @@ def test_a_model_with_an_axis_is_compared_at_several_lengths_padded_and_not() ->
 
 
 def test_only_places_in_padding_may_differ() -> None:
-    axis = TWO_INPUTS.padded_axis
-    assert axis is not None
-    items = padded_items(TWO_INPUTS, axis, (1, 3))
+    items = valid_items(TWO_INPUTS, 0, (1, 3))
     assert items["values"][0, 1:].tolist() == [9, 9]
     assert items["weights"][0, 1:].tolist() == [0, 0]
 

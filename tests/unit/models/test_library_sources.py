@@ -16,7 +16,7 @@ import transformers
 from PIL import Image
 
 from servers.models.corpus import jpeg_paths
-from servers.models.model_size import count_flops, measure_size
+from servers.models.model_size import measure_size
 from servers.models.preprocessing import decode_jpeg, normalise, resize_and_crop
 from servers.models.registry import UnknownModelError, get_base, get_specification, known_references, payload_variants
 from servers.models.specification import ModelSpecification
@@ -268,14 +268,16 @@ def test_positions_that_count_from_the_padding_token_leave_fewer_tokens(folders:
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("transformers:bert", "did you mean bert-base-uncased"),
+        ("transformers:bert", "did you mean transformers:bert-base-uncased or transformers:bert-large-uncased"),
         ("transformers:org/model", "download the model with: hf download org/model"),
-        ("torchvision:resnet51", "did you mean resnet50"),
+        ("torchvision:resnet51", "did you mean torchvision:resnet50 or .*List all names with: abserve models torch"),
         ("torchvision:resnet50.IMAGENET1K_V3", "torchvision:resnet50 has no weights .*; did you mean IMAGENET1K_V"),
         ("timm:resnet18.no_tag", "timm:resnet18 has no weights 'no_tag'; use one of: "),
         ("open_clip:ViT-B-16.opena", "open_clip:ViT-B-16 has no weights .*; did you mean openai"),
-        ("open_clip:ViT-B-33", "did you mean ViT-B-32"),
-        ("open_clip:xyz", "use one of: ViT-B-32, ViT-B-16"),
+        ("open_clip:ViT-B-33", "did you mean open_clip:ViT-B-32"),
+        ("open_clip:xyz", "unknown model 'open_clip:xyz'; list all names with: abserve models open_clip$"),
+        ("vit_base", "did you mean timm:vit_base_patch16_224"),
+        ("nosuch", "unknown model 'nosuch'; list all names with: abserve models$"),
     ],
 )
 def test_an_unknown_name_gets_the_closest(reference: str, message: str) -> None:
@@ -291,11 +293,12 @@ def test_a_model_that_is_neither_encoder_nor_classifier_is_refused(folders: Path
 def test_counted_operations_are_those_that_the_libraries_publish(folders: Path) -> None:
     resnet = get_base("torchvision:resnet18")
     assert measure_size(resnet).parameters == 11_689_512
-    assert resnet.flops_per_item == count_flops(resnet) == pytest.approx(2 * 1.814e9, rel=1e-3)
-    assert count_flops(get_base("timm:resnet18")) == pytest.approx(resnet.flops_per_item, rel=0.01)
+    assert resnet.flops_per_item == measure_size(resnet).flops_per_item == pytest.approx(2 * 1.814e9, rel=1e-3)
+    assert measure_size(get_base("timm:resnet18")).flops_per_item == pytest.approx(resnet.flops_per_item, rel=0.01)
     tokens, hidden, inner = 128, 32, 64
     layer = 2 * tokens * (4 * hidden**2 + 2 * hidden * inner) + 2 * 2 * tokens**2 * hidden
-    assert count_flops(get_base(str(folders / "Tiny-BERT"))) == 2 * layer + 2 * hidden**2  # and the pooler
+    bert = measure_size(get_base(str(folders / "Tiny-BERT")))
+    assert bert.flops_per_item == 2 * layer + 2 * hidden**2  # and the pooler
 
 
 def test_well_known_names_are_cheap_to_describe() -> None:

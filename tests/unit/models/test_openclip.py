@@ -177,8 +177,6 @@ def test_every_tag_of_open_clip_was_trained_with_our_preprocessing(specification
         assert found == (preprocessing.mean, preprocessing.std, preprocessing.interpolation, "shortest"), tag
 
 
-def test_an_unknown_model_names_known_ones() -> None:
-    with pytest.raises(UnknownModelError, match=r"use one of: openclip_vit_b32, .*torchvision:resnet50, "):
-        get_specification("xyz")
-    with pytest.raises(UnknownModelError, match=r"did you mean openclip_vit_b32\?"):
+def test_an_unknown_model_names_the_closest() -> None:
+    with pytest.raises(UnknownModelError, match=r"did you mean openclip_vit_b32 or "):
         get_specification("openclip_vit")

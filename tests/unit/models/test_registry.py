@@ -90,6 +90,7 @@ def test_a_new_model_is_described_without_touching_a_file_of_ours(tmp_path: Path
     assert described["default_weights"] == "module file mine.py"
     assert described["definition_sha256"] == hashlib.sha256(text.encode()).hexdigest()
     assert str(tmp_path) not in output
+    assert "32,066 parameters, 128 FLOP per " in run(f"{tmp_path / 'mine.py'}:scorer")[1]
 
 
 def test_the_list_has_every_source_with_parameters_and_operations() -> None:
@@ -113,7 +114,7 @@ def test_one_model_and_the_names_of_a_source() -> None:
     assert "torchvision:alexnet" in json.loads(output)["names"]
     status, output = run("torchvision:resnet17")
     assert status == 2
-    assert "did you mean resnet" in output
+    assert "did you mean torchvision:resnet1" in output
 
 
 def test_the_default_model_is_described_without_its_library() -> None:

@@ -62,6 +62,19 @@ def test_the_example_of_the_docs_is_one_short_file_that_works(tmp_path: Path) ->
         specification.load_module(weights)
 
 
+def test_a_module_whose_path_depends_on_its_data_is_run_for_its_size(file: Callable[[str], str]) -> None:
+    path = file(
+        "class Halving(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x if x.sum().item() > 0 else x / 2)\n"
+        "def halving():\n"
+        "    return UserModel(Halving(4, 3, bias=False), [Input('x', 'FP32', ('batch', 4))], "
+        "[Output('y', 'FP32', ('batch', 3))])\n"
+    )
+    size = measure_size(get_base(f"{path}:halving"))
+    assert (size.parameters, size.flops_per_item) == (12, 24)
+
+
 def test_the_file_is_executed_once_and_seeds_and_checkpoints_are_those_asked_for(
     file: Callable[[str], str], tmp_path: Path
 ) -> None:
