@@ -415,10 +415,16 @@ class Environment(Record, frozen=True, kw_only=True):
         named = self.inputs.get("item")
         return str(named or ("image" if self.inputs.get("kind", "photographs") == "photographs" else "item"))
 
+    def length_of(self, workload: Workload) -> int | None:
+        """The length of every sequence that a workload sends; None if they differ, and for other inputs."""
+        least, largest = self.inputs.get("length_min"), self.inputs.get("length_max")
+        common = least if isinstance(least, int) and least == largest else None
+        return common if workload.sequence_length is None else workload.sequence_length
+
     def tokens_per_item(self, workload: Workload) -> float | None:
         """Mean length of the sequences that a workload sends, without padding; None for other inputs."""
-        if workload.sequence_length is not None:
-            return float(workload.sequence_length)
+        if (length := self.length_of(workload)) is not None:
+            return float(length)
         total, count = self.inputs.get("length_sum"), self.inputs.get("count")
         return total / count if isinstance(total, int) and isinstance(count, int) and count else None
 

@@ -146,7 +146,8 @@ class _Run(Bench):
             self._stop_servers()
         if wants_ceilings(experiment):
             self.enter("measuring the engines alone")
-            measure_ceilings(experiment, self.records, store, progress, self.work, self.abserve)
+            lengths = {length for samples in self.inputs.values() for length in samples.lengths}
+            measure_ceilings(experiment, self.records, store, progress, self.work, self.abserve, lengths=lengths)
         if repetitions_of(experiment) and any(arm.deployment.launched for arm in self.arms.values()):
             self.enter("cold starts")
             measure_cold_starts(
