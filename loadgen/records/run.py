@@ -409,12 +409,6 @@ class Environment(Record, frozen=True, kw_only=True):
     """The inputs: kind, item (what one is called), count, seed, source, sha256, and of sequences length_min,
     length_median, length_max and length_sum; random values were once called synthetic."""
 
-    @property
-    def item(self) -> str:
-        """What one of the inputs is called: image, sequence, item."""
-        named = self.inputs.get("item")
-        return str(named or ("image" if self.inputs.get("kind", "photographs") == "photographs" else "item"))
-
     def length_of(self, workload: Workload) -> int | None:
         """The length of every sequence that a workload sends; None if they differ, and for other inputs."""
         least, largest = self.inputs.get("length_min"), self.inputs.get("length_max")
@@ -427,6 +421,12 @@ class Environment(Record, frozen=True, kw_only=True):
             return float(length)
         total, count = self.inputs.get("length_sum"), self.inputs.get("count")
         return total / count if isinstance(total, int) and isinstance(count, int) and count else None
+
+
+def item_of(environment: Environment | None) -> str:
+    """What one of a run's inputs is called: image, sequence, item."""
+    inputs = {} if environment is None else environment.inputs
+    return str(inputs.get("item") or ("image" if inputs.get("kind", "photographs") == "photographs" else "item"))
 
 
 class ArmRecord(Record, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import loadgen.report.document as doc
 from loadgen.comparison.comparisons import Comparison, advantage
 from loadgen.comparison.summaries import WorkloadSummary
 from loadgen.quantities import items, measured, number, share
-from loadgen.records.run import Pairing, Workload, shown
+from loadgen.records.run import Pairing, Workload, item_of, shown
 from loadgen.result.result_file import Result
 from loadgen.studies.load.analyse import LoadFound
 
@@ -62,7 +62,7 @@ def batch_sizes(result: Result) -> doc.Section | None:
     batched = [one for one in result.experiment.workloads if one.scenario == "batched"]
     if not batched or _lengths(result):
         return None
-    several = items(charts.item_of(result))
+    several = items(item_of(result.environment))
     sizes = {one.name: one.batch_size for one in batched}
     data = _speeds(result, sizes, "batch %{x}")
     if not data:
