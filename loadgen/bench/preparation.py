@@ -18,7 +18,7 @@ from loadgen.targets.embedded import EmbeddedDeployment
 from loadgen.targets.interface import Deployment, RemoteDeployment
 from loadgen.targets.process import ChildProcess
 from loadgen.transport.endpoint import Signature
-from loadgen.transport.input_files import RANDOM_INPUTS, kind_of, write_given
+from loadgen.transport.input_files import image_folder, read_given
 from loadgen.transport.inputs import (
     GIVEN,
     PHOTOGRAPHS,
@@ -27,7 +27,6 @@ from loadgen.transport.inputs import (
     largest_length,
     read_inputs,
     write_samples,
-    write_synthetic,
 )
 
 READY_SECONDS = 300.0
@@ -156,7 +155,7 @@ def prepare_inputs(
     """The sample inputs in every payload that an arm takes, and the experiment with the sizes to pad to. No inputs if
     the user's own must be checked against a server's metadata first. Raises `InputError`."""
     starts = experiment.deployment == "embedded" and any(arm.embedded for arm in experiment.arms)
-    images = _image_folder(experiment)
+    images = image_folder(experiment.inputs)
     own = experiment.inputs is not None and images is None
     if own and not starts:
         return experiment, None
@@ -176,14 +175,6 @@ def prepare_inputs(
         ) from exc
     described = {payload: read_inputs(place, payload) for payload in experiment.payloads}
     return _with_padding(experiment, next(iter(described.values())), place), None if own else described
-
-
-def _image_folder(experiment: Experiment) -> Path | None:
-    """The user's folder of JPEG files, if the inputs are one."""
-    if experiment.inputs in (None, RANDOM_INPUTS):
-        return None
-    path = Path(experiment.inputs or "")
-    return path.absolute() if kind_of(path) == "images" else None
 
 
 def _with_padding(experiment: Experiment, samples: SampleInputs, folder: Path) -> Experiment:
@@ -210,11 +201,7 @@ def make_inputs(experiment: Experiment, folder: Path, signatures: Mapping[Label,
     if len(experiment.payloads) > 1:
         raise InputError(f"--inputs {experiment.inputs} are of one payload; use the same payload for all arms")
     payload, signature = experiment.payload_of(experiment.baseline), signatures[experiment.baseline.label]
-    if experiment.inputs in (None, RANDOM_INPUTS):
-        write_synthetic(signature, folder, payload, experiment.seed)
-    else:
-        write_given(Path(experiment.inputs or ""), signature, folder, payload)
-    return {payload: read_inputs(folder, payload)}
+    return {payload: read_given(experiment.inputs, signature, folder, payload, experiment.seed)}
 
 
 def describe_inputs(inputs: Inputs, seed: int) -> dict[str, str | int]:

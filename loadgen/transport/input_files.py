@@ -24,7 +24,19 @@ import numpy as np
 
 from loadgen.documents import one_line
 from loadgen.transport.endpoint import Signature, TensorSignature, fits
-from loadgen.transport.inputs import GIVEN, SAMPLE_TYPES, Array, InputError, Shape, byte_array, shape_of, write_folder
+from loadgen.transport.inputs import (
+    GIVEN,
+    SAMPLE_TYPES,
+    Array,
+    InputError,
+    SampleInputs,
+    Shape,
+    byte_array,
+    read_inputs,
+    shape_of,
+    write_folder,
+    write_synthetic,
+)
 
 Kind = Literal["npz", "json", "jsonl", "images", "raw files"]
 RANDOM_INPUTS = "random"
@@ -47,7 +59,24 @@ def kind_of(path: Path) -> Kind:
     for kind in ("npz", "json", "jsonl"):
         if path.suffix.lower() == f".{kind}":
             return kind
-    raise InputError(f"--inputs {path} is of no known kind; give a folder, or a file ending with .npz, .json or .jsonl")
+    raise InputError(f"--inputs {path} has an unknown ending; give a folder, or a file with .npz, .json or .jsonl")
+
+
+def image_folder(inputs: str | None) -> Path | None:
+    """The user's folder of JPEG files, if `--inputs` is one. Raises `InputError`, `OSError`."""
+    if inputs is None or inputs == RANDOM_INPUTS:
+        return None
+    return Path(inputs).absolute() if kind_of(Path(inputs)) == "images" else None
+
+
+def read_given(inputs: str | None, signature: Signature, directory: Path, payload: str, seed: int) -> SampleInputs:
+    """The user's inputs or random values, as the model's metadata demand, by way of a folder of samples. Raises
+    `InputError`."""
+    if inputs is None or inputs == RANDOM_INPUTS:
+        write_synthetic(signature, directory, payload, seed)
+    else:
+        write_given(Path(inputs), signature, directory, payload)
+    return read_inputs(directory, payload)
 
 
 def write_given(path: Path, signature: Signature, directory: Path, payload: str) -> None:

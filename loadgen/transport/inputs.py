@@ -151,7 +151,7 @@ def write_samples(
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """What `samples.json` says; empty when it is missing or damaged, for the arrays say what can be sent."""
+    """The content of `samples.json`; empty if it is missing or damaged, because the arrays alone can be sent."""
     with suppress(OSError, ValueError):
         manifest = json.loads((directory / MANIFEST).read_bytes())
         return manifest if isinstance(manifest, dict) else {}
@@ -166,7 +166,7 @@ def served_model(directory: Path, payload: str) -> str | None:
 
 
 def largest_length(directory: Path) -> int:
-    """The largest size of the axis that the model takes, by the samples' description; 0 if it does not say so."""
+    """The largest size of the axis that the model takes, by the samples' description; 0 if that has none."""
     axis = read_manifest(directory).get("axis")
     largest = axis.get("largest") if isinstance(axis, dict) else None
     return largest if isinstance(largest, int) else 0
