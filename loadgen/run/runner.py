@@ -21,13 +21,7 @@ from loadgen.bench.bench import Bench
 from loadgen.bench.gpu_recording import SAMPLER
 from loadgen.bench.interruption import interruptible, uninterrupted
 from loadgen.bench.load_runner import LoadError
-from loadgen.bench.preparation import (
-    PreparationError,
-    describe_inputs,
-    export_artefacts,
-    make_inputs,
-    prepare_inputs,
-)
+from loadgen.bench.preparation import PreparationError, describe_inputs, export_artefacts, make_inputs, prepare_inputs
 from loadgen.bench.progress import Progress
 from loadgen.experiment.plan import sized
 from loadgen.experiment.schedule import load_workloads, schedule

@@ -135,10 +135,7 @@ def comparisons(result: Result) -> doc.Section | None:
     """Every arm beside the baseline; comparisons that could not be made are listed with their reasons."""
     made = [one for one in result.comparisons if one.ratio is not None]
     missing = [one for one in result.comparisons if one.ratio is None]
-    counted = {
-        "pairs": lambda one: str(one.pairs),
-        "detectable": lambda one: detectable(one.minimal_detectable_effect),
-    }
+    counted = {"pairs": lambda one: str(one.pairs), "detectable": lambda one: detectable(one.minimal_detectable_effect)}
     if made:
         notes = [
             doc.Text(
