@@ -2,7 +2,7 @@
 
 The engine's rate is that of whole calls, with the copies that a server cannot avoid. It is taken at the size of a
 request where requests come one at a time, and where they can be merged at the measured size nearest to the mean
-executed batch; for sequences at the length of all that are sent.
+executed batch. For sequences it is that of the length which all requests of the workload have.
 """
 
 from __future__ import annotations

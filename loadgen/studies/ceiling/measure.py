@@ -44,7 +44,7 @@ def measure_ceilings(
     for run in runs:
         arms = " and ".join(shown(label) for label in run.labels)
         progress.now(f"the engine of {arms} alone, at batches of {', '.join(map(str, run.sizes))}")
-        shapes = len(run.sizes) * max(1, len(run.lengths))
+        shapes = len(run.sizes) * max(1, len(experiment.lengths))
         limit_s = LOAD_TIMEOUT_S + SIZE_TIMEOUT_S * shapes if timeout_s is None else timeout_s
         done.append(_measure(run, store, work, abserve, limit_s))
         store.write(Ceilings(measured=tuple(done)))
@@ -52,9 +52,8 @@ def measure_ceilings(
 
 def command_of(run: EngineRun) -> tuple[str, ...]:
     """The arguments of `abserve`, without the file."""
-    sizes, lengths = (",".join(map(str, numbers)) for numbers in (run.sizes, run.lengths))
-    of_lengths = (f"--sequence-length={lengths}",) if lengths else ()
-    return ("engine", *run.options, *of_lengths, f"--batches={sizes}", f"--seconds={SECONDS_A_SIZE:g}")
+    sizes = ",".join(map(str, run.sizes))
+    return ("engine", *run.options, f"--batches={sizes}", f"--seconds={SECONDS_A_SIZE:g}")
 
 
 def _measure(run: EngineRun, store: RunStore, work: Path, abserve: Sequence[str], limit_s: float) -> Ceiling:

@@ -26,8 +26,6 @@ class EngineRun:
     labels: tuple[Label, ...]
     options: tuple[str, ...]
     sizes: tuple[int, ...]
-    lengths: tuple[int, ...]
-    """Lengths of the sequences; empty for a model without them, or if they are not known."""
     reported: tuple[tuple[str, str], ...]
     """The engine's settings as servers report them, by the names in `abserve engine`'s document, which must agree."""
 
@@ -54,7 +52,7 @@ def plan_ceilings(
         if isinstance(planned, str):
             missing.append(Ceiling(labels=(record.label,), reason=planned))
             continue
-        key = (*planned.options, *map(str, planned.sizes))  # the lengths are the same for all arms
+        key = (*planned.options, *map(str, planned.sizes))
         runs[key] = replace(planned, labels=(*runs[key].labels, record.label)) if key in runs else planned
     return list(runs.values()), missing
 
@@ -102,8 +100,9 @@ def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord, length
         "threads": str(effect.get("threads") or asked.get("threads", experiment.threads)),
         "max-batch-size": str(largest),
         **({"artefacts": asked["artefacts"]} if "artefacts" in asked else {}),
+        **({"sequence-length": ",".join(map(str, lengths))} if lengths else {}),
     }
     arguments = tuple(f"--{name}={value}" for name, value in options.items())
     reported = {there: effect.get(here) for here, there in NAMED.items()}
     known = tuple((there, str(value)) for there, value in reported.items() if value not in (None, "", "auto"))
-    return EngineRun((record.label,), arguments, sizes, lengths, known)
+    return EngineRun((record.label,), arguments, sizes, known)
