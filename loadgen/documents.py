@@ -39,9 +39,9 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
-def read_json(content: bytes | memoryview, *, most_bytes: int = MOST_BYTES) -> Any:
+def read_json(content: bytes | memoryview) -> Any:
     """Plain values, each text one line of at most MOST_CHARACTERS. Raises `DocumentError`."""
-    return _clean(decode_json(content, Any, most_bytes=most_bytes), MOST_DEPTH)
+    return _clean(decode_json(content, Any, most_bytes=MOST_BYTES), MOST_DEPTH)
 
 
 def decode_json(content: bytes | memoryview, kind: Any, *, most_bytes: int) -> Any:

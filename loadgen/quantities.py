@@ -29,16 +29,15 @@ def supported_decimals(low: float, high: float) -> int:
     return -exponent + (1 if leading < 3.0 else 0)
 
 
-def measured(value: float | None, interval: Interval | None, unit: str = "") -> str:
-    """A value with its unit and the digits that its interval supports; three significant digits without one."""
+def measured(value: float | None, interval: Interval | None) -> str:
+    """A value with the digits that its interval supports; three significant digits without one."""
     if value is None:
         return "–"
-    suffix = f" {unit}" if unit else ""
     if interval is None:
-        return number(value) + suffix
+        return number(value)
     decimals = min(supported_decimals(*interval), 3 - math.floor(math.log10(abs(value))) if value else MAX_DECIMALS)
     text = f"{round(value, decimals):,.{min(max(decimals, 0), MAX_DECIMALS)}f}"
-    return (text if float(text.replace(",", "")) or not value else number(value, 1)) + suffix
+    return text if float(text.replace(",", "")) or not value else number(value, 1)
 
 
 def _ratio_decimals(low: float, high: float) -> int:

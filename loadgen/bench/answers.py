@@ -364,10 +364,7 @@ class AnswersUnderLoad:
 
 
 def _compared(
-    record: AnswersCompared,
-    pairs: Sequence[tuple[_Kept, list[Answer]]],
-    rules: Rules,
-    typical: Mapping[str, float],
+    record: AnswersCompared, pairs: Sequence[tuple[_Kept, list[Answer]]], rules: Rules, typical: Mapping[str, float]
 ) -> AnswersCompared:
     faults: list[str] = []
     found: list[Agreement] = []

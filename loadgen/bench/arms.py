@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 from loadgen.documents import one_line
 from loadgen.generator.messages import Open, Prepare
 from loadgen.records.model_config import groups, listed, mapping, whole
-from loadgen.records.run import ArmRecord, ArmRequest, StageTotals, Transport, Workload
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, StageTotals, Transport, Workload
 from loadgen.records.samples import NS_PER_MS
 from loadgen.targets.interface import Deployment
 from loadgen.transport.endpoint import Endpoint, EndpointError, Signature
@@ -59,16 +59,16 @@ class Arm:
         return Target(self.transport, deployment.url, self.model, deployment.grpc_address, deployment.access)
 
     def bodies(
-        self, samples: Path, signature: Signature, batch_sizes: Sequence[int], seed: int, lengths: Sequence[int] = ()
+        self, samples: Path, signature: Signature, batch_sizes: Iterable[int], experiment: Experiment
     ) -> Prepare:
-        """The command that makes the generator prepare this arm's request bodies."""
+        """The command that makes the generator prepare this arm's request bodies, also those of one length."""
         return Prepare(
             samples_directory=str(samples),
             payload=self.payload,
             signature=signature,
             batch_sizes=tuple(sorted(set(batch_sizes))),
-            seed=seed,
-            lengths=tuple(lengths),
+            seed=experiment.seed,
+            lengths=experiment.lengths,
             transport=self.transport,
             key=self.body_key,
         )

@@ -102,10 +102,7 @@ class Bench:
         self.progress.now("preparing request bodies")
         for label in {arm.body_key: label for label, arm in self.arms.items()}.values():
             arm, signature = self.arms[label], self.signatures[label]
-            of_one_length = self.experiment.lengths
-            self.generator.prepare(
-                arm.bodies(self.samples_folder, signature, batch_sizes, self.experiment.seed, of_one_length)
-            )
+            self.generator.prepare(arm.bodies(self.samples_folder, signature, batch_sizes, self.experiment))
 
     def warm_up(self, workloads: Sequence[Workload]) -> dict[str, float]:
         """Run every load shape of these workloads on every arm. Returns by name how many seconds a request takes on the

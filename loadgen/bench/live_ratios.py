@@ -14,7 +14,7 @@ from loadgen.comparison.comparisons import estimate_pairs
 from loadgen.comparison.pairs import PairedMetric, leading_metric, pair_metrics
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.experiment.schedule import load_workloads
-from loadgen.records.run import Experiment, Label, Workload
+from loadgen.records.run import Experiment, Label
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,7 @@ class LiveRatios:
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
-        self._workloads: dict[str, Workload] = {
-            workload.name: workload for workload in load_workloads(experiment.workloads)
-        }
+        self._workloads = {workload.name: workload for workload in load_workloads(experiment.workloads)}
         self._blocks: dict[str, list[BlockSummary]] = {name: [] for name in self._workloads}
         self._latest: dict[tuple[str, Label], LiveRatio] = {}
 

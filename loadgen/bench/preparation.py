@@ -18,7 +18,7 @@ from loadgen.targets.embedded import EmbeddedDeployment
 from loadgen.targets.interface import Deployment, RemoteDeployment
 from loadgen.targets.process import ChildProcess
 from loadgen.transport.endpoint import Signature
-from loadgen.transport.input_files import RANDOM_INPUTS, kind_of, write_given
+from loadgen.transport.input_files import image_folder, read_given
 from loadgen.transport.inputs import (
     GIVEN,
     PHOTOGRAPHS,
@@ -29,7 +29,6 @@ from loadgen.transport.inputs import (
     read_inputs,
     signature_of,
     write_samples,
-    write_synthetic,
 )
 
 READY_SECONDS = 300.0
@@ -158,7 +157,7 @@ def prepare_inputs(
     """The sample inputs in every payload that an arm takes, and the experiment with the sizes to pad to. No inputs if
     only a server's metadata tell what the user's own must be. Raises `InputError`."""
     starts = experiment.deployment == "embedded" and any(arm.embedded for arm in experiment.arms)
-    images = _image_folder(experiment)
+    images = image_folder(experiment.inputs)
     own = experiment.inputs is not None and images is None
     if own and not starts:
         return experiment, None
@@ -182,14 +181,6 @@ def prepare_inputs(
         return padded, described
     signature = signature_of(place, experiment.payload_of(experiment.baseline))
     return padded, None if signature is None else _own_inputs(experiment, signature, folder, place)
-
-
-def _image_folder(experiment: Experiment) -> Path | None:
-    """The user's folder of JPEG files, if the inputs are one."""
-    if experiment.inputs in (None, RANDOM_INPUTS):
-        return None
-    path = Path(experiment.inputs or "")
-    return path.absolute() if kind_of(path) == "images" else None
 
 
 def _with_padding(experiment: Experiment, samples: SampleInputs, folder: Path) -> Experiment:
@@ -221,11 +212,7 @@ def _own_inputs(experiment: Experiment, signature: Signature, folder: Path, mode
     if len(experiment.payloads) > 1:
         raise InputError(f"--inputs {experiment.inputs} are of one payload; use the same payload for all arms")
     payload = experiment.payload_of(experiment.baseline)
-    if experiment.inputs in (None, RANDOM_INPUTS):
-        write_synthetic(signature, folder, payload, experiment.seed)
-    else:
-        write_given(Path(experiment.inputs or ""), signature, folder, payload)
-    inputs = read_inputs(folder, payload)
+    inputs = read_given(experiment.inputs, signature, folder, payload, experiment.seed)
     try:
         return {payload: inputs if model is None else as_model_inputs(inputs, model, payload)}
     except InputError as exc:

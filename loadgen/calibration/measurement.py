@@ -59,7 +59,6 @@ class CalibrationRequest:
     batch_sizes: Sequence[int] = (1, 32)
     concurrency: int = 16
     seconds: float = 2.0
-    timing: bool = True
 
 
 class SinkProcesses:
@@ -191,7 +190,7 @@ class _Measurement:
         if before_ns is not None and after_ns is not None:
             sink_cores = (after_ns - before_ns) / (ended_ns - began_ns)
         timing: tuple[TimingError, ...] = ()
-        if request.timing and batch_size == 1:
+        if batch_size == 1:
             timing = (
                 self._time(1, _IDLE_DELAY_MS, rate, request.seconds),
                 self._time(users, _LOADED_DELAY * 1000.0 * users / rate, rate, request.seconds),

@@ -30,7 +30,7 @@ from loadgen.records.run import MODEL_WEIGHTS, ArmRequest, Experiment, Label, Tr
 from loadgen.result.thresholds import plan_conditions
 from loadgen.studies.ceiling.plan import has_own_engines
 from loadgen.transport.grpc import parse_grpc_address
-from loadgen.transport.input_files import RANDOM_INPUTS, kind_of
+from loadgen.transport.input_files import image_folder
 from loadgen.transport.inputs import InputError
 from loadgen.transport.requests import Address, AddressError
 from loadgen.transport.tls import TlsError, tls_context
@@ -127,14 +127,12 @@ def check_inputs(settings: ExperimentSettings, combinations: Sequence[Combinatio
     if settings.inputs is None:
         return
     if settings.sequence_length is not None:
-        raise PlanError("--inputs have lengths of their own; leave --sequence-length out")
-    images = False
-    if settings.inputs != RANDOM_INPUTS:
-        try:
-            images = kind_of(Path(settings.inputs)) == "images"
-        except (InputError, OSError) as exc:
-            raise PlanError(str(exc)) from exc
-    if not images and len({one.payload for one in combinations}) > 1:
+        raise PlanError("--inputs have their own lengths; leave --sequence-length out")
+    try:
+        images = image_folder(settings.inputs)
+    except (InputError, OSError) as exc:
+        raise PlanError(str(exc)) from exc
+    if images is None and len({one.payload for one in combinations}) > 1:
         raise PlanError(f"--inputs {settings.inputs} are of one payload; give one --payload")
 
 

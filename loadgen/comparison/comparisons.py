@@ -24,7 +24,8 @@ import msgspec
 from loadgen.comparison.pairs import Latencies, PairedMetric, leading_metric, pair_metrics, unit_of
 from loadgen.comparison.summaries import BlockSummary
 from loadgen.quantities import Interval, inverse
-from loadgen.records.run import Experiment, Label, Pairing, Record
+from loadgen.quantities import ratio as factor_words
+from loadgen.records.run import Experiment, Label, Pairing, Record, shown
 from loadgen.statistics.anytime import estimate_anytime
 from loadgen.statistics.ratios import (
     SIGNIFICANCE,
@@ -133,6 +134,12 @@ class Advantage(NamedTuple):
     """How many times better: 1.69 is "serves 1.69× the images/s" or "its latency is 1.69× lower". At least 1."""
     ci95: tuple[float, float] | None
     """Interval of the factor. Its low end is below 1 if the interval of the ratio includes 1."""
+
+    @property
+    def words(self) -> str:
+        """ "A 2.02×" """
+        factor = factor_words(self.factor, self.ci95)
+        return factor if self.better is None else f"{shown(self.better)} {factor}"
 
 
 def advantage(comparison: Comparison) -> Advantage | None:

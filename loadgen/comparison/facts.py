@@ -10,7 +10,7 @@ from typing import TypeVar
 from loadgen.comparison.comparisons import Comparison
 from loadgen.comparison.stages import ArmStages, LatencyBreakdown
 from loadgen.comparison.summaries import BlockSummary, WorkloadSummary
-from loadgen.records.run import Found, Workload
+from loadgen.records.run import Found, Workload, item_of
 from loadgen.storage.stored_run import StoredBlock, StoredRun
 
 F = TypeVar("F", bound=Found)
@@ -87,7 +87,7 @@ class Facts:
     @property
     def item(self) -> str:
         """What an input is called: image, sequence, item."""
-        return self.run.environment.item if self.run.environment else "image"
+        return item_of(self.run.environment)
 
     @property
     def cores(self) -> int | None:

@@ -97,13 +97,7 @@ def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
         ca=arm.ca, insecure=arm.insecure, cert=arm.cert, key=arm.key, version=arm.version, header=arm.header
     )
     request = ArmRequest(
-        label=label,
-        target=target,
-        settings=options,
-        payload=arm.payload,
-        grpc=arm.grpc,
-        model=arm.model,
-        access=access,
+        label=label, target=target, settings=options, payload=arm.payload, grpc=arm.grpc, model=arm.model, access=access
     )
     _check_access(request)
     return request

@@ -12,7 +12,7 @@ import numpy as np
 
 from loadgen.generator.messages import KeptAnswer, KeptTensor
 from loadgen.transport.bodies import AnswerError
-from loadgen.transport.inputs import Array
+from loadgen.transport.inputs import Array, byte_array
 
 MOST_ROWS = 1
 """Items of one answer that are compared; all of them are searched for NaN and infinity."""
@@ -102,7 +102,5 @@ def packed(name: str, array: Array) -> KeptTensor:
 
 def unpacked(tensor: KeptTensor) -> Array:
     if tensor.dtype == "O":
-        array = np.empty(math.prod(tensor.shape), dtype=object)
-        array[:] = msgspec.msgpack.decode(tensor.data, type=list[bytes])
-        return array.reshape(tensor.shape)
+        return byte_array(msgspec.msgpack.decode(tensor.data, type=list[bytes])).reshape(tensor.shape)
     return np.frombuffer(tensor.data, np.dtype(tensor.dtype)).reshape(tensor.shape)

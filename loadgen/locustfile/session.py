@@ -28,15 +28,8 @@ from loadgen.transport.endpoint import Endpoint, Signature
 from loadgen.transport.exchange import ConnectionRefused
 from loadgen.transport.expected_outputs import ExpectedOutputs
 from loadgen.transport.grpc import parse_grpc_address
-from loadgen.transport.input_files import RANDOM_INPUTS, kind_of, write_given
-from loadgen.transport.inputs import (
-    InputError,
-    SampleInputs,
-    read_inputs,
-    served_model,
-    write_samples,
-    write_synthetic,
-)
+from loadgen.transport.input_files import image_folder, read_given
+from loadgen.transport.inputs import InputError, SampleInputs, read_inputs, served_model, write_samples
 from loadgen.transport.requests import Address, AddressError
 from loadgen.transport.transports import TRANSPORTS, Target, prepare_bodies
 from loadgen.transport.variation import FreshNumbers, find_variation
@@ -232,11 +225,9 @@ class Session:
         """Read or make the inputs, if that needs no server. Raises `InputError` for a folder without inputs, and for a
         model that has none."""
         options = self.options
-        images = None
-        if options.inputs:
-            if options.inputs == RANDOM_INPUTS or kind_of(Path(options.inputs)) != "images":
-                return
-            images = Path(options.inputs).absolute()
+        images = image_folder(options.inputs or None)
+        if options.inputs and images is None:
+            return
         if options.samples_dir:
             self._read(Path(options.samples_dir))
             return
@@ -255,16 +246,6 @@ class Session:
         self._inputs = read_inputs(folder, self.options.carried)
         self._sampled = served_model(folder, self.options.carried)
 
-    def _given(self, signature: Signature) -> SampleInputs:
-        """The inputs that depend on the model's metadata."""
-        payload = self.options.carried
-        with _temporary_folder() as folder:
-            if self.options.inputs == RANDOM_INPUTS:
-                write_synthetic(signature, folder, payload, seed=0)
-            else:
-                write_given(Path(self.options.inputs), signature, folder, payload)
-            return read_inputs(folder, payload)
-
     def signature(self) -> Signature:
         """The model's metadata. Raises `EndpointError`, `InputError`."""
         if self._signature is None:
@@ -278,7 +259,8 @@ class Session:
         """The traffic of one user class. Raises `EndpointError`, `InputError`, `OSError`."""
         signature = self.signature()
         if self._inputs is None:
-            self._inputs = self._given(signature)
+            with _temporary_folder() as folder:
+                self._inputs = read_given(self.options.inputs, signature, folder, self.options.carried, seed=0)
         if not self._open:
             logger.info(f"inputs: {inputs_in_words(self._inputs.describe())}")
         transport, inputs = self.options.protocol, self._inputs

@@ -49,7 +49,7 @@ def is_reference(model: str) -> bool:
 
 
 def served_name(model: str, payload: str) -> str | None:
-    """The name on a server that abserve does not start; None for a reference, which does not tell."""
+    """The name on a server that abserve does not start; None for a reference, which does not name it."""
     if is_default(model):
         return variant_name(DEFAULT_NAME if model == DEFAULT_MODEL else model, payload)
     return None if is_reference(model) else model

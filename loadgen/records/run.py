@@ -409,18 +409,24 @@ class Environment(Record, frozen=True, kw_only=True):
     """The inputs: kind, item (what one is called), count, seed, source, sha256, and of sequences length_min,
     length_median, length_max and length_sum; random values were once called synthetic."""
 
-    @property
-    def item(self) -> str:
-        """What one of the inputs is called: image, sequence, item."""
-        named = self.inputs.get("item")
-        return str(named or ("image" if self.inputs.get("kind", "photographs") == "photographs" else "item"))
+    def length_of(self, workload: Workload) -> int | None:
+        """The length of every sequence that a workload sends; None if they differ, and for other inputs."""
+        least, largest = self.inputs.get("length_min"), self.inputs.get("length_max")
+        common = least if isinstance(least, int) and least == largest else None
+        return common if workload.sequence_length is None else workload.sequence_length
 
     def tokens_per_item(self, workload: Workload) -> float | None:
         """Mean length of the sequences that a workload sends, without padding; None for other inputs."""
-        if workload.sequence_length is not None:
-            return float(workload.sequence_length)
+        if (length := self.length_of(workload)) is not None:
+            return float(length)
         total, count = self.inputs.get("length_sum"), self.inputs.get("count")
         return total / count if isinstance(total, int) and isinstance(count, int) and count else None
+
+
+def item_of(environment: Environment | None) -> str:
+    """What one of a run's inputs is called: image, sequence, item."""
+    inputs = {} if environment is None else environment.inputs
+    return str(inputs.get("item") or ("image" if inputs.get("kind", "photographs") == "photographs" else "item"))
 
 
 class ArmRecord(Record, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import loadgen.report.document as doc
 from loadgen.documents import printable
 from loadgen.quantities import per_second
-from loadgen.records.run import Label, shown
+from loadgen.records.run import Label, item_of, shown
 from loadgen.result.result_file import Result
 
 MARKERS = ("circle", "diamond", "square", "triangle-up", "cross", "x", "pentagon", "triangle-down")
@@ -39,14 +39,9 @@ def arm_name(result: Result, label: Label) -> str:
     return label_text(f"{shown(label)} {titles(result)[label]}")
 
 
-def item_of(result: Result) -> str:
-    """What an input is called: image, sequence, item."""
-    return result.environment.item if result.environment else "image"
-
-
 def rate_unit(result: Result) -> str:
     """The unit of a throughput: images/s."""
-    return per_second(item_of(result))
+    return per_second(item_of(result.environment))
 
 
 def several(result: Result) -> bool:

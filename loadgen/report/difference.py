@@ -81,11 +81,7 @@ def _row(one: ComparisonChange, found: RunDifference, several: bool) -> tuple[st
     style = doc.ARM_STYLES[_labels(found).index(arm) % len(doc.ARM_STYLES)] if arm else None
     old, new, change = (
         better_of(pairing, value, ci95, metric.higher_is_better)
-        for value, ci95 in (
-            (one.old_ratio, one.old_ci95),
-            (one.new_ratio, one.new_ci95),
-            (one.change, one.change_ci95),
-        )
+        for value, ci95 in ((one.old_ratio, one.old_ci95), (one.new_ratio, one.new_ci95), (one.change, one.change_ci95))
     )
     return (
         one.scenario,

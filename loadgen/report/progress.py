@@ -22,7 +22,7 @@ from loadgen.bench.live_ratios import LiveRatio, LiveRatios
 from loadgen.bench.progress import Progress
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import BlockSummary
-from loadgen.quantities import number
+from loadgen.quantities import number, per_second
 from loadgen.records.parity import ParityRecord
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.run import ArmRecord, BlockRecord, Pairing, shown
@@ -47,7 +47,7 @@ class RichProgress(Progress):
         self._ratios = ratios
         self._unprinted = False
         self._last_block = ""
-        self._item = "item"
+        self._unit = per_second("item")
         self._started = monotonic()
         self._ends_at: float | None = None
         self._phase = ""
@@ -88,7 +88,7 @@ class RichProgress(Progress):
 
     def inputs_ready(self, about: Mapping[str, str | int]) -> None:
         """Name what is sent."""
-        self._item = str(about.get("item", "item"))
+        self._unit = per_second(str(about.get("item", "item")))
         self._say(f"inputs: {inputs_in_words(about)}")
 
     def cold_start_done(self, record: ColdStart) -> None:
@@ -118,7 +118,7 @@ class RichProgress(Progress):
     def block_done(self, record: BlockRecord, summary: BlockSummary, p50_ns: int | None) -> None:
         """Print throughput and median of one block, and after the second block of a pair the ratio."""
         seconds = (record.window_end_ns - record.window_start_ns) / 1e9
-        rate = f"{number(record.items / seconds) if seconds > 0 else '–':>9} {self._item}s/s"
+        rate = f"{number(record.items / seconds) if seconds > 0 else '–':>9} {self._unit}"
         p50 = "p50 –" if p50_ns is None else f"p50 {number(p50_ns / 1e6):>8} ms"
         problem = "" if record.complete and not record.errors else f"  {record.errors} errors {record.note or ''}"
         who = shown(record.label)

@@ -213,8 +213,7 @@ def explain_stages(breakdown: LatencyBreakdown) -> list[str]:
 
 
 def _percent(value: float) -> str:
-    size = f"{number(abs(value), 2)}×" if abs(value) >= 10.0 else share(abs(value))
-    return size if value >= 0 else f"−{size}"
+    return share(value) if value >= 0 else f"−{share(-value)}"
 
 
 def _explain_arm(summary: WorkloadSummary) -> list[str]:

@@ -21,13 +21,7 @@ from loadgen.bench.bench import Bench
 from loadgen.bench.gpu_recording import SAMPLER
 from loadgen.bench.interruption import interruptible, uninterrupted
 from loadgen.bench.load_runner import LoadError
-from loadgen.bench.preparation import (
-    PreparationError,
-    describe_inputs,
-    export_artefacts,
-    make_inputs,
-    prepare_inputs,
-)
+from loadgen.bench.preparation import PreparationError, describe_inputs, export_artefacts, make_inputs, prepare_inputs
 from loadgen.bench.progress import Progress
 from loadgen.experiment.plan import sized
 from loadgen.experiment.schedule import load_workloads, schedule
@@ -146,7 +140,8 @@ class _Run(Bench):
             self._stop_servers()
         if wants_ceilings(experiment):
             self.enter("measuring the engines alone")
-            measure_ceilings(experiment, self.records, store, progress, self.work, self.abserve)
+            lengths = {length for samples in self.inputs.values() for length in samples.lengths}
+            measure_ceilings(experiment, self.records, store, progress, self.work, self.abserve, lengths=lengths)
         if repetitions_of(experiment) and any(arm.deployment.launched for arm in self.arms.values()):
             self.enter("cold starts")
             measure_cold_starts(

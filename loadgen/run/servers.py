@@ -125,8 +125,8 @@ def require_parity(bench: Bench, tolerance: Tolerance) -> None:
         label: ParityTarget(arm.target, bench.signatures[label], bench.inputs[arm.payload])
         for label, arm in bench.arms.items()
     }
-    lengths = {one.sequence_length for one in bench.experiment.workloads if one.sequence_length is not None}
-    record = check_parity(arms, {largest, *(size for size in used if size < largest)}, tolerance, lengths)
+    sizes = {largest, *(size for size in used if size < largest)}
+    record = check_parity(arms, sizes, tolerance, bench.experiment.lengths)
     bench.store.write(record)
     bench.progress.parity_done(record)
     if record.error is not None:

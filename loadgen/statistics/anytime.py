@@ -37,7 +37,7 @@ def log_bayes_factors(logs: Sequence[float], mean: float, wider: float = 1.0) ->
     return np.asarray(0.5 * np.log(MIXTURE / (counts + MIXTURE)) - counts / 2.0 * np.log1p(-share))
 
 
-def half_width(logs: Sequence[float], significance: float = SIGNIFICANCE, wider: float = 1.0) -> float:
+def half_width(logs: Sequence[float], wider: float = 1.0) -> float:
     """Half the width of the interval around the mean of all log ratios; infinite with too few of them.
 
     BF(μ) < 1/α solved for (mean − μ)²: Q·(K−1) / (n·(1 − K·c²/(n+c²))) with K = (√((n+c²)/c²)/α)^(2/n) and Q the sum
@@ -45,7 +45,7 @@ def half_width(logs: Sequence[float], significance: float = SIGNIFICANCE, wider:
     """
     count = len(logs) / wider
     values = np.asarray(logs, dtype=np.float64)
-    bound = (math.sqrt((count + MIXTURE) / MIXTURE) / significance) ** (2.0 / count)
+    bound = (math.sqrt((count + MIXTURE) / MIXTURE) / SIGNIFICANCE) ** (2.0 / count)
     room = 1.0 - bound * MIXTURE / (count + MIXTURE)
     if count < 2 or room <= 0.0:
         return math.inf

@@ -39,13 +39,13 @@ def percentile(values: npt.ArrayLike, quantile: float) -> float | None:
     return float(np.quantile(array, quantile, method="median_unbiased"))
 
 
-def distribution(values: npt.ArrayLike, points: int = 201) -> tuple[tuple[float, float], ...]:
+def distribution(values: npt.ArrayLike) -> tuple[tuple[float, float], ...]:
     """Points of a chart (value, share of values at or below it), of observed values only: evenly spaced ranks, the
     extremes and a denser upper tail."""
     array = np.sort(np.asarray(values, dtype=np.float64))
     size = array.size
     if size == 0:
         return ()
-    shares = np.concatenate([np.linspace(0.0, 0.98, points), np.linspace(0.98, 1.0, points // 4)])
+    shares = np.concatenate([np.linspace(0.0, 0.98, 201), np.linspace(0.98, 1.0, 50)])
     ranks = np.unique(np.clip(np.ceil(shares * size).astype(np.int64), 1, size))
     return tuple((float(array[rank - 1]), float(rank / size)) for rank in ranks)

@@ -18,7 +18,6 @@ from functools import lru_cache
 import numpy as np
 from scipy import optimize, special, stats
 
-CONFIDENCE = 0.95
 SIGNIFICANCE = 0.05
 POWER = 0.80
 LEAST_CORRELATED = 4

@@ -129,8 +129,9 @@ class RemoteDeployment(Deployment):
         """Wait a moment for a server that was started just now, then read its configuration if it has one, and connect
         to its gRPC."""
         self.wait_ready(model, RUNNING_READY_SECONDS)
-        limit = (Endpoint(self.url, access=self.access).config(model) or {}).get("max_batch_size")
-        if self.largest_batch > 1 and not Endpoint(self.url, access=self.access).signature(model).batched:
+        endpoint = Endpoint(self.url, access=self.access)
+        limit = (endpoint.config(model) or {}).get("max_batch_size")
+        if self.largest_batch > 1 and not endpoint.signature(model).batched:
             raise DeploymentError(
                 f"the load has batches of {self.largest_batch}, but model {model} has no batch dimension; leave "
                 "batched out of --scenarios"

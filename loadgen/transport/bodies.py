@@ -10,7 +10,7 @@ import tritonclient.http as triton_http
 from tritonclient.utils import serialize_byte_tensor
 
 from loadgen.documents import DocumentError, one_line, read_json
-from loadgen.transport.endpoint import Signature
+from loadgen.transport.endpoint import Signature, fits
 from loadgen.transport.exchange import Exchange
 from loadgen.transport.inputs import SAMPLE_TYPES, InputError, SampleInputs
 from loadgen.transport.requests import Address, Pieces, Request, cut, request_head
@@ -47,7 +47,7 @@ def raw_tensors(
                 f"the samples do not fit input {expected.name}: the model takes {expected.datatype}, "
                 f"the samples are {chosen.dtype}"
             )
-        if not _fits(chosen.shape[1:], expected.shape[1:]):
+        if not fits(chosen.shape[1:], expected.shape[1:]):
             raise InputError(
                 f"the samples do not fit input {expected.name}: the model takes items of shape "
                 f"{list(expected.shape[1:])}, the samples have {list(chosen.shape[1:])}"
@@ -57,13 +57,6 @@ def raw_tensors(
         shape = chosen.shape if signature.batched else chosen.shape[1:]
         tensors.append(RawTensor(expected.name, expected.datatype, shape, data, places))
     return tuple(tensors)
-
-
-def _fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
-    """Whether a shape is one that the metadata allow."""
-    return len(shape) == len(expected) and all(
-        wanted in (-1, size) for size, wanted in zip(shape, expected, strict=True)
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -124,6 +124,13 @@ class Endpoint:
             return None
         entries = (document or {}).get("model_stats")
         return entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else None
+
+
+def fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    """Whether a shape is one that the metadata allow."""
+    return len(shape) == len(expected) and all(
+        size >= 0 and wanted in (-1, size) for size, wanted in zip(shape, expected, strict=True)
+    )
 
 
 def _items_of(tensors: tuple[TensorSignature, ...]) -> tuple[TensorSignature, ...]:

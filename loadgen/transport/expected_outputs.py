@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2
 
 from loadgen.documents import one_line
 from loadgen.records.run import Transport
-from loadgen.transport.endpoint import Signature
+from loadgen.transport.endpoint import Signature, fits
 from loadgen.transport.exchange import Exchange
 from loadgen.transport.outputs import HEADER_LENGTH, byte_size, read_document, typed_values
 
@@ -106,10 +106,7 @@ class ExpectedOutputs:
             return one_line(f"its outputs are {names} instead of {sorted(self._outputs)}")
         for name, datatype, shape in found:
             expected_type, expected = self._outputs[name]
-            fits = len(shape) == len(expected) and all(
-                size >= 0 and wanted in (size, -1) for size, wanted in zip(shape, expected, strict=True)
-            )
-            if datatype != expected_type or not fits:
+            if datatype != expected_type or not fits(shape, expected):
                 return one_line(
                     f"output {name} is {datatype} {list(shape)} instead of {expected_type} {list(expected)}"
                 )

@@ -23,8 +23,20 @@ from typing import Any, Literal
 import numpy as np
 
 from loadgen.documents import one_line
-from loadgen.transport.endpoint import Signature, TensorSignature
-from loadgen.transport.inputs import GIVEN, SAMPLE_TYPES, Array, InputError, Shape, write_folder
+from loadgen.transport.endpoint import Signature, TensorSignature, fits
+from loadgen.transport.inputs import (
+    GIVEN,
+    SAMPLE_TYPES,
+    Array,
+    InputError,
+    SampleInputs,
+    Shape,
+    byte_array,
+    read_inputs,
+    shape_of,
+    write_folder,
+    write_synthetic,
+)
 
 Kind = Literal["npz", "json", "jsonl", "images", "raw files"]
 RANDOM_INPUTS = "random"
@@ -47,7 +59,24 @@ def kind_of(path: Path) -> Kind:
     for kind in ("npz", "json", "jsonl"):
         if path.suffix.lower() == f".{kind}":
             return kind
-    raise InputError(f"--inputs {path} is of no known kind; give a folder, or a file ending with .npz, .json or .jsonl")
+    raise InputError(f"--inputs {path} has an unknown ending; give a folder, or a file with .npz, .json or .jsonl")
+
+
+def image_folder(inputs: str | None) -> Path | None:
+    """The user's folder of JPEG files, if `--inputs` is one. Raises `InputError`, `OSError`."""
+    if inputs is None or inputs == RANDOM_INPUTS:
+        return None
+    return Path(inputs).absolute() if kind_of(Path(inputs)) == "images" else None
+
+
+def read_given(inputs: str | None, signature: Signature, directory: Path, payload: str, seed: int) -> SampleInputs:
+    """The user's inputs or random values, as the model's metadata demand, by way of a folder of samples. Raises
+    `InputError`."""
+    if inputs is None or inputs == RANDOM_INPUTS:
+        write_synthetic(signature, directory, payload, seed)
+    else:
+        write_given(Path(inputs), signature, directory, payload)
+    return read_inputs(directory, payload)
 
 
 def write_given(path: Path, signature: Signature, directory: Path, payload: str) -> None:
@@ -181,19 +210,10 @@ def _values(given: object, tensor: TensorSignature, place: str) -> Array:
         values = _bytes_of([decoded]) if tensor.datatype == "BYTES" else _from_buffer(decoded, tensor, place)
         return _shaped(values, shape, tensor, place)
     listed = content if isinstance(content, list) else [content]
-    nested = _nested_shape(listed)
+    nested = shape_of(listed)
     flat = _flat(listed, len(nested))
     values = _bytes_of(flat, tensor, place) if tensor.datatype == "BYTES" else _numbers(flat, tensor, place)
     return _shaped(values, shape if shape is not None else nested if len(nested) > 1 else None, tensor, place)
-
-
-def _nested_shape(content: list[Any]) -> list[int]:
-    shape: list[int] = []
-    level: object = content
-    while isinstance(level, list):
-        shape.append(len(level))
-        level = level[0] if level else None
-    return shape
 
 
 def _flat(content: list[Any], depth: int) -> list[Any]:
@@ -203,13 +223,13 @@ def _flat(content: list[Any], depth: int) -> list[Any]:
 
 
 def _bytes_of(values: Sequence[object], tensor: TensorSignature | None = None, place: str = "") -> Array:
-    array = np.empty(len(values), dtype=object)
-    for index, value in enumerate(values):
-        if not isinstance(value, str | bytes):
-            name = "" if tensor is None else tensor.name
-            raise InputError(f"{place}input {name} takes texts, and {one_line(repr(value), 40)} is not one")
-        array[index] = value.encode() if isinstance(value, str) else value
-    return array
+    def encoded(value: object) -> bytes:
+        if isinstance(value, str | bytes):
+            return value.encode() if isinstance(value, str) else value
+        name = "" if tensor is None else tensor.name
+        raise InputError(f"{place}input {name} takes texts, and {one_line(repr(value), 40)} is not one")
+
+    return byte_array(list(values), encoded)
 
 
 def _numbers(values: list[Any], tensor: TensorSignature, place: str) -> Array:
@@ -262,9 +282,7 @@ def _shaped(values: Array, shape: Sequence[int] | None, tensor: TensorSignature,
 
 def _check_shape(shape: Shape, tensor: TensorSignature, place: str) -> None:
     expected = tensor.shape[1:]
-    if len(shape) != len(expected) or any(
-        size < 0 or wanted not in (-1, size) for size, wanted in zip(shape, expected, strict=True)
-    ):
+    if not fits(shape, expected):
         raise InputError(
             f"{place}input {tensor.name} has items of shape {list(shape)}, and the model takes {list(expected)}"
         )

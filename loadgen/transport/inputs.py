@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loadgen.invocation import ABSERVE
+from loadgen.records.payloads import OWN_TENSORS
 from loadgen.transport.endpoint import Signature, TensorSignature
 
 Array = npt.NDArray[np.generic]
@@ -32,8 +33,6 @@ Shape = tuple[int, ...]
 SYNTHETIC_ITEMS = 16
 MANIFEST, SCHEMA = "samples.json", "abserve.samples/2"
 PHOTOGRAPHS, RANDOM, GIVEN = "photographs", "random values", "given"
-OWN_TENSORS = ("tensors", "fp32")
-"""The payloads that are a model's own tensors; a folder has one of the two."""
 _MOST_VALUES = 2**28
 """Limit for all items of an input together."""
 
@@ -78,8 +77,8 @@ class SampleInputs:
         return min(len(array) for array in self.arrays.values())
 
     def take(self, name: str, items: Sequence[int]) -> Array:
-        """These items of one input, contiguous, cut at the largest of them. Raises `InputError` if there is no such
-        input, or if the items cannot share a request."""
+        """These items of one input, contiguous, cut at the largest of them. Raises `InputError` if the samples do not
+        have the input, or if the items cannot share a request."""
         array = self.arrays.get(name)
         if array is None:
             raise InputError(f"the model has an input {name}; the samples have {', '.join(sorted(self.arrays))}")
@@ -96,7 +95,8 @@ class SampleInputs:
         return self.shapes[name][item] if name in self.shapes else self.arrays[name].shape[1:]
 
     def groups(self, length: int | None = None) -> tuple[tuple[int, ...], ...]:
-        """The items that may share a request, all or those of one length. Raises `InputError` if there are none."""
+        """Groups of items that may share a request, of all items or those of one length. Raises `InputError` if no item
+        has that length."""
         items = [item for item in range(self.count) if length is None or self.lengths[item : item + 1] == (length,)]
         if not items:
             raise InputError(f"no {self.item} has the length {length}")
@@ -152,24 +152,29 @@ def write_samples(
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """What `samples.json` says; empty when it is missing or damaged, for the arrays say what can be sent."""
+    """The content of `samples.json`; empty if it is missing or damaged, because the arrays alone can be sent."""
     with suppress(OSError, ValueError):
         manifest = json.loads((directory / MANIFEST).read_bytes())
         return manifest if isinstance(manifest, dict) else {}
     return {}
 
 
+def _variant(directory: Path, payload: str) -> Mapping[str, Any]:
+    """What the samples say of their model with a payload; empty if that is nothing."""
+    variants = read_manifest(directory).get("variants")
+    known = [variants.get(name) for name in _names_of(payload)] if isinstance(variants, dict) else []
+    return next((one for one in known if isinstance(one, dict)), {})
+
+
 def served_model(directory: Path, payload: str) -> str | None:
     """The name under which our servers serve the samples' model for a payload, if the samples say so."""
-    variants = read_manifest(directory).get("variants")
-    found = (_first_of(variants, payload) if isinstance(variants, dict) else None) or {}
-    return str(found["model"]) if isinstance(found, dict) and "model" in found else None
+    found = _variant(directory, payload).get("model")
+    return None if found is None else str(found)
 
 
 def signature_of(directory: Path, payload: str) -> Signature | None:
     """The inputs of the samples' model for a payload, if the samples say so."""
-    variants = read_manifest(directory).get("variants")
-    found = (_first_of(variants, payload) if isinstance(variants, dict) else None) or {}
+    found = _variant(directory, payload)
     try:
         inputs = [{**one, "shape": [-1, *one["item_shape"]]} for one in found["inputs"]]
         return Signature(str(found["model"]), msgspec.convert(tuple(inputs), tuple[TensorSignature, ...]), ())
@@ -198,15 +203,15 @@ def as_model_inputs(inputs: SampleInputs, directory: Path, payload: str) -> Samp
 
 
 def largest_length(directory: Path) -> int:
-    """The largest size of the axis that the model takes, by the samples' description; 0 if it does not say so."""
+    """The largest size of the axis that the model takes, by the samples' description; 0 if that has none."""
     axis = read_manifest(directory).get("axis")
     largest = axis.get("largest") if isinstance(axis, dict) else None
     return largest if isinstance(largest, int) else 0
 
 
 def read_inputs(directory: Path, payload: str) -> SampleInputs:
-    """Read every input of a payload, JPEG files as an object array [items, 1] of `bytes`. Raises `InputError` if there
-    are none."""
+    """Read every input of a payload, JPEG files as an object array [items, 1] of `bytes`. Raises `InputError` if the
+    folder has none, or if its files or `samples.json` cannot be used."""
     manifest = read_manifest(directory)
     arrays = _read_jpegs(directory, manifest) if payload == "jpeg" else _read_arrays(directory, payload)
     counts = {name: len(array) for name, array in arrays.items()}
@@ -236,10 +241,9 @@ def _along(array: Array, place: int, lengths: Sequence[int]) -> tuple[Shape, ...
     return tuple((*array.shape[1:place], length, *array.shape[place + 1 :]) for length in lengths)
 
 
-def _first_of(found: Mapping[str, Any], payload: str) -> Any:
-    """The entry of a payload; a model's own tensors have either of two names."""
-    names = OWN_TENSORS if payload in OWN_TENSORS else (payload,)
-    return next((found[name] for name in (payload, *names) if name in found), None)
+def _names_of(payload: str) -> Sequence[str]:
+    """The names that a folder may have for a payload; a model's own tensors have either of two."""
+    return (payload, *OWN_TENSORS) if payload in OWN_TENSORS else (payload,)
 
 
 def _read_jpegs(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Array]:
@@ -251,11 +255,11 @@ def _read_jpegs(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Array
         name = str(variant["tensor"] if "tensor" in variant else variant["inputs"][0]["name"])
     except (KeyError, TypeError, IndexError):
         raise InputError(f"{directory / MANIFEST} does not say which input takes a JPEG file") from None
-    return {name: byte_array([[path.read_bytes()] for path in paths], (len(paths), 1))}
+    return {name: byte_array([[path.read_bytes()] for path in paths])}
 
 
 def _read_arrays(directory: Path, payload: str) -> dict[str, Array]:
-    for name in dict.fromkeys((payload, *(OWN_TENSORS if payload in OWN_TENSORS else ()))):
+    for name in _names_of(payload):
         paths = sorted([*directory.glob(f"*.{name}.npy"), *directory.glob(f"*.{name}.json")])
         if paths:
             return {unquote(path.stem.removesuffix(f".{name}")): _load(path) for path in paths}
@@ -269,7 +273,8 @@ def _nothing(directory: Path, pattern: str) -> str:
 def _load(path: Path) -> Array:
     """The items of one input. Raises `InputError` for anything but a file of at least one item."""
     try:
-        items = _load_bytes(path) if path.suffix == ".json" else np.load(path)
+        as_json = path.suffix == ".json"  # nested lists of base64 strings
+        items = byte_array(json.loads(path.read_bytes()), base64.b64decode) if as_json else np.load(path)
         if isinstance(items, np.ndarray) and items.ndim and len(items):
             return items
         reason = "it holds no items"
@@ -278,26 +283,25 @@ def _load(path: Path) -> Array:
     raise InputError(f"{path} cannot be used: {reason}; write the samples with: abserve samples --out {path.parent}")
 
 
-def _load_bytes(path: Path) -> Array:
-    """Nested lists of base64 strings as an object array of `bytes`."""
-    content = json.loads(path.read_bytes())
-    shape, level = [], content
-    while isinstance(level, list):
-        shape.append(len(level))
-        level = level[0] if level else None
-    return byte_array(content, shape, base64.b64decode)
+def shape_of(content: object) -> list[int]:
+    """The shape of nested lists, by the first list of each depth."""
+    shape: list[int] = []
+    while isinstance(content, list):
+        shape.append(len(content))
+        content = content[0] if content else None
+    return shape
 
 
-def byte_array(content: object, shape: Sequence[int], decode: Any = bytes) -> Array:
-    """Nested lists as an object array. Raises `ValueError` if they do not have this shape."""
-    leaves = [content]
+def byte_array(content: object, decode: Any = bytes) -> Array:
+    """Nested lists as an object array. Raises `ValueError` for lists of different lengths at the same depth."""
+    leaves, shape = [content], shape_of(content)
     for size in shape:
         if any(not isinstance(leaf, list) or len(leaf) != size for leaf in leaves):
             raise ValueError("its lists have different lengths")
         leaves = [inner for leaf in leaves for inner in leaf]  # type: ignore[attr-defined]  # a list, by the line above
     array = np.empty(math.prod(shape), dtype=object)
     array[:] = [decode(leaf) for leaf in leaves]
-    return array.reshape(tuple(shape))
+    return array.reshape(shape)
 
 
 def write_folder(directory: Path, payload: str, arrays: Mapping[str, Array], manifest: Mapping[str, object]) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from loadgen.documents import MOST_CHARACTERS, DocumentError, decode_json, one_line
-from loadgen.transport.inputs import NUMPY_TYPES, Array
+from loadgen.transport.inputs import NUMPY_TYPES, Array, byte_array
 
 HEADER_LENGTH = "inference-header-content-length"
 _MOST_JSON_BYTES = 2**26
@@ -132,9 +132,7 @@ def typed_values(output: Any) -> Sequence[Any]:
 
 def _read_values(output: Output, values: Sequence[Any]) -> Array:
     if output.datatype == "BYTES":
-        array = np.empty(len(values), dtype=object)
-        array[:] = values
-        return array.reshape(output.shape)
+        return byte_array(list(values)).reshape(output.shape)
     given = np.array(values)
     found: Array = given.astype(NUMPY_TYPES[output.datatype])
     if found.dtype.kind in "iu" and not np.array_equal(found, given):
@@ -188,6 +186,4 @@ def _read_bytes(output: Output, data: memoryview) -> Array:
         found.append(bytes(data[start:place]))
     if len(found) != expected:
         raise DocumentError(f"output {output} has {len(found):,} elements, but its shape needs {expected:,}")
-    array = np.empty(expected, dtype=object)
-    array[:] = found
-    return array.reshape(output.shape)
+    return byte_array(found).reshape(output.shape)

@@ -13,14 +13,7 @@ from tritonclient.grpc import service_pb2
 
 from loadgen.documents import DocumentError
 from loadgen.records.run import DEFAULT_ACCESS, Access, Transport
-from loadgen.transport.bodies import (
-    AnswerError,
-    PreparedBody,
-    RawTensor,
-    failure_message,
-    prepare_body,
-    raw_tensors,
-)
+from loadgen.transport.bodies import AnswerError, PreparedBody, RawTensor, failure_message, prepare_body, raw_tensors
 from loadgen.transport.endpoint import Signature, TensorSignature
 from loadgen.transport.exchange import MOST_ANSWER_BYTES, Connection, Exchange
 from loadgen.transport.grpc import GrpcConnection, GrpcRequest

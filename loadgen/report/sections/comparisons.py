@@ -10,7 +10,7 @@ from loadgen.comparison.claims import claim, figure, verdict_words
 from loadgen.comparison.comparisons import Comparison, Outcome, better_arm
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.ranking import neighbours
-from loadgen.quantities import Interval, detectable, inverse, ratio, ratio_interval, share
+from loadgen.quantities import Interval, detectable, inverse, ratio_interval, share
 from loadgen.records.run import Pairing, shown
 from loadgen.report.charts import arm_style, several
 from loadgen.result.result_file import Result
@@ -39,10 +39,7 @@ def against_baseline(result: Result) -> list[Comparison]:
 def better_of(pairing: Pairing, value: float | None, ci95: Interval | None, higher_is_better: bool) -> tuple[str, str]:
     """A ratio of arm to baseline, shown as the better arm's, with its interval: ("A 2.02×", "1.91–2.15")."""
     found = better_arm(pairing, value, ci95, higher_is_better)
-    if found is None:
-        return "–", "–"
-    factor = ratio(found.factor, found.ci95)
-    return (factor if found.better is None else f"{shown(found.better)} {factor}"), ratio_interval(found.ci95)
+    return ("–", "–") if found is None else (found.words, ratio_interval(found.ci95))
 
 
 def comparison_table(
@@ -138,10 +135,7 @@ def comparisons(result: Result) -> doc.Section | None:
     """Every arm beside the baseline; comparisons that could not be made are listed with their reasons."""
     made = [one for one in result.comparisons if one.ratio is not None]
     missing = [one for one in result.comparisons if one.ratio is None]
-    counted = {
-        "pairs": lambda one: str(one.pairs),
-        "detectable": lambda one: detectable(one.minimal_detectable_effect),
-    }
+    counted = {"pairs": lambda one: str(one.pairs), "detectable": lambda one: detectable(one.minimal_detectable_effect)}
     if made:
         notes = [
             doc.Text(

@@ -135,7 +135,10 @@ def brief_why(result: Result) -> doc.Section | None:
     main = result.verdict.main_scenario
     found = [one for one in result.verdict.scenarios if one.scenario == main and one.reasons]
     if not found:
-        blocks: list[doc.Block] = [doc.Text("Nothing was measured that explains a difference.")]
+        where = "" if main is None else f" in {main}"
+        blocks: list[doc.Block] = [doc.Text(f"No measurement explains a difference{where}.")]
+        if any(arm and not arm.contradictions for one in result.stages for arm in one.sides):
+            blocks.append(doc.Link("The latency breakdown", "#why"))
     else:
         blocks = [doc.Text(f"In {main}:", "note")]
         for one in found:

@@ -12,7 +12,7 @@ import numpy as np
 from loadgen.comparison.claims import join
 from loadgen.comparison.facts import Facts, WorkloadFacts, workload_scope
 from loadgen.comparison.summaries import BlockSummary
-from loadgen.quantities import number, share
+from loadgen.quantities import number, per_second, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s
 from loadgen.records.run import Label, Workload, shown
 from loadgen.result.checks.registry import Outcome, check, per_load
@@ -116,8 +116,9 @@ def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, flo
     if not measured:
         return Outcome(None, "the calibration does not cover this workload", scope=scope)
     used, label, speed, ceiling = max(measured)
+    unit = per_second(facts.item)
     detail = (
-        f"{shown(label)} reached {number(speed)} items/s, {share(used)} of the {number(ceiling)}/s that the load "
+        f"{shown(label)} reached {number(speed)} {unit}, {share(used)} of the {number(ceiling)}/s that the load "
         "generator can send"
     )
     return Outcome(used <= CEILING_SHARE_LIMIT, detail, used, scope=scope)

@@ -379,10 +379,7 @@ def samples_complete(load: WorkloadFacts, _: Facts) -> Outcome:
 
 
 @check(
-    "every cold start succeeded",
-    "invalidates",
-    "Read the log of the server that did not start.",
-    unknown="invalidates",
+    "every cold start succeeded", "invalidates", "Read the log of the server that did not start.", unknown="invalidates"
 )
 def cold_starts_succeeded(facts: Facts) -> Iterator[Outcome]:
     starts = facts.run.cold_starts

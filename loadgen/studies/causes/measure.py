@@ -105,10 +105,8 @@ def _run_ablation(bench: Bench, ablation: Ablation, prepared: set[str]) -> None:
     ):
         for arm in (as_is, without):
             if arm.body_key not in prepared:
-                signature = arm.endpoint.signature(arm.model)
-                sizes = [workload.batch_size for workload in workloads]
-                lengths = bench.experiment.lengths
-                bench.generator.prepare(arm.bodies(bench.samples_folder, signature, sizes, seed, lengths))
+                signature, sizes = arm.endpoint.signature(arm.model), {one.batch_size for one in workloads}
+                bench.generator.prepare(arm.bodies(bench.samples_folder, signature, sizes, bench.experiment))
                 prepared.add(arm.body_key)
         runner = LoadRunner({AS_IS: as_is, WITHOUT: without}, bench.generator, store, Progress(), seed=seed)
         runner.warm_up(workloads)

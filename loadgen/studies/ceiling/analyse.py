@@ -2,7 +2,7 @@
 
 The engine's rate is that of whole calls, with the copies that a server cannot avoid. It is taken at the size of a
 request where requests come one at a time, and where they can be merged at the measured size nearest to the mean
-executed batch.
+executed batch. For sequences it is that of the length which all requests of the workload have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from loadgen.comparison.summaries import WorkloadSummary
 from loadgen.quantities import number, share
 from loadgen.records.run import Found, Label, Record, Workload, shown
 from loadgen.records.samples import NS_PER_S
-from loadgen.studies.ceiling.plan import merges
+from loadgen.studies.ceiling.plan import DIFFERENT_LENGTHS, merges
 from loadgen.studies.ceiling.records import EngineDocument
 
 BatchOrigin = Literal["request", "mean executed batch"]
@@ -75,9 +75,12 @@ def analyse(facts: Facts) -> CeilingsFound:
             else:
                 missing.append(NoCeiling(label=label, workload=None, reason=one.reason or "nothing was measured"))
     shares: list[EngineShare] = []
+    environment = facts.run.environment
     for summary in facts.summaries:
         if summary.label in documents and summary.throughput_per_s and summary.workload in loads:
-            found = _divide(loads[summary.workload], summary, summary.throughput_per_s, documents[summary.label])
+            workload = loads[summary.workload]
+            length = None if environment is None else environment.length_of(workload)
+            found = _divide(workload, summary, summary.throughput_per_s, documents[summary.label], length)
             if isinstance(found, EngineShare):
                 shares.append(found)
             else:
@@ -91,9 +94,10 @@ def nearest_size(measured: Sequence[int], mean: float) -> int:
 
 
 def _divide(
-    workload: Workload, summary: WorkloadSummary, served: float, document: EngineDocument
+    workload: Workload, summary: WorkloadSummary, served: float, document: EngineDocument, length: int | None
 ) -> EngineShare | NoCeiling:
-    rates = {one.batch: one.batch * NS_PER_S / one.call_ns for one in document.batches if one.call_ns > 0}
+    alike = [one for one in document.batches if not one.sizes or length in one.sizes.values()]
+    rates = {one.batch: one.batch * NS_PER_S / one.call_ns for one in alike if one.call_ns > 0}
     mean = summary.executed_batch_mean
     origin: BatchOrigin = "mean executed batch" if merges(workload) else "request"
     if origin == "request" and workload.batch_size in rates:
@@ -102,6 +106,7 @@ def _divide(
         batch = nearest_size(list(rates), mean)
     else:
         why = "its server does not report its executions" if merges(workload) else "that batch size was not measured"
+        why = why if alike else DIFFERENT_LENGTHS
         return NoCeiling(label=summary.label, workload=workload.name, reason=why)
     part = served / rates[batch]
     at = f"batch {batch}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ from loadgen.targets.process import ChildProcess, ProcessError
 
 LOAD_TIMEOUT_S = 300.0
 SIZE_TIMEOUT_S = 60.0
-"""Seconds added per batch size: a large batch on a CPU takes seconds, and each size takes a dozen runs."""
+"""Seconds added per batch size and length: a large batch on a CPU takes seconds, and each size takes a dozen runs."""
 STOP_TIMEOUT_S = 5.0
 
 
@@ -34,15 +34,18 @@ def measure_ceilings(
     work: Path,
     abserve: Sequence[str],
     *,
+    lengths: Collection[int] = (),
     timeout_s: float | None = None,
 ) -> None:
-    """Measure all ceilings and store each. All servers must be stopped. Raises `StorageError`."""
-    runs, done = plan_ceilings(experiment, records)
+    """Measure all ceilings and store each; `lengths` are those of the samples. All servers must be stopped. Raises
+    `StorageError`."""
+    runs, done = plan_ceilings(experiment, records, lengths)
     store.write(Ceilings(measured=tuple(done)))
     for run in runs:
         arms = " and ".join(shown(label) for label in run.labels)
         progress.now(f"the engine of {arms} alone, at batches of {', '.join(map(str, run.sizes))}")
-        limit_s = LOAD_TIMEOUT_S + SIZE_TIMEOUT_S * len(run.sizes) if timeout_s is None else timeout_s
+        shapes = len(run.sizes) * max(1, len(experiment.lengths))
+        limit_s = LOAD_TIMEOUT_S + SIZE_TIMEOUT_S * shapes if timeout_s is None else timeout_s
         done.append(_measure(run, store, work, abserve, limit_s))
         store.write(Ceilings(measured=tuple(done)))
 

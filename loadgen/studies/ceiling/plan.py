@@ -5,7 +5,7 @@ The settings are those in effect, as the server reports them. Arms whose engines
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from loadgen.records.payloads import OWN_TENSORS, reference
@@ -14,6 +14,7 @@ from loadgen.studies.ceiling.records import Ceiling
 
 MAX_SIZES = 8
 SECONDS_A_SIZE = 0.5
+DIFFERENT_LENGTHS = "its requests differ in length, or their length is not known; --sequence-length sets one"
 NAMED = {"engine": "kind", "precision": "precision", "mode": "mode", "device": "device", "weights": "weights"}
 """Settings that a server reports → their names in the document of `abserve engine`."""
 
@@ -39,12 +40,15 @@ def has_own_engines(arms: Sequence[ArmRequest], deployment: str) -> bool:
     return deployment == "embedded" and any(arm.embedded for arm in arms)
 
 
-def plan_ceilings(experiment: Experiment, records: Sequence[ArmRecord]) -> tuple[list[EngineRun], list[Ceiling]]:
-    """The runs in the order of the arms, and the arms without one, each with its reason."""
+def plan_ceilings(
+    experiment: Experiment, records: Sequence[ArmRecord], lengths: Collection[int] = ()
+) -> tuple[list[EngineRun], list[Ceiling]]:
+    """The runs in the order of the arms, and the arms without one, each with its reason. `lengths`: those of the
+    samples."""
     runs: dict[tuple[str, ...], EngineRun] = {}
     missing: list[Ceiling] = []
     for record in records:
-        planned = _plan(experiment, experiment.arm(record.label), record)
+        planned = _plan(experiment, experiment.arm(record.label), record, experiment.lengths or tuple(set(lengths)))
         if isinstance(planned, str):
             missing.append(Ceiling(labels=(record.label,), reason=planned))
             continue
@@ -69,7 +73,7 @@ def sizes_to_measure(workloads: Sequence[Workload], max_batch_size: int) -> tupl
     return tuple(sorted([*own, *further[: max(0, MAX_SIZES - len(own))]]))
 
 
-def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord) -> EngineRun | str:
+def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord, lengths: tuple[int, ...]) -> EngineRun | str:
     """The run of one arm, or why it does not have one."""
     effect = record.in_effect
     kind, largest = effect.get("engine"), effect.get("max_batch_size")
@@ -82,6 +86,8 @@ def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord) -> Eng
     sizes = sizes_to_measure(experiment.workloads, largest)
     if not sizes:
         return f"every request exceeds its largest batch, {largest}"
+    if len(lengths) > 1 and not experiment.lengths:
+        return DIFFERENT_LENGTHS
     asked = {setting_key(name): value for name, value in request.settings.items()}
     own = experiment.payload_of(request) in OWN_TENSORS
     weights = asked.get("weights", None if experiment.weights == MODEL_WEIGHTS else experiment.weights)
@@ -94,6 +100,7 @@ def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord) -> Eng
         "threads": str(effect.get("threads") or asked.get("threads", experiment.threads)),
         "max-batch-size": str(largest),
         **({"artefacts": asked["artefacts"]} if "artefacts" in asked else {}),
+        **({"sequence-length": ",".join(map(str, lengths))} if lengths else {}),
     }
     arguments = tuple(f"--{name}={value}" for name, value in options.items())
     reported = {there: effect.get(here) for here, there in NAMED.items()}

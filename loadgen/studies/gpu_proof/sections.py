@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.quantities import number, share
-from loadgen.records.run import shown
+from loadgen.records.run import item_of, shown
 from loadgen.result.result_file import Result
 from loadgen.studies.gpu_proof.analyse import GpuFound
 from loadgen.studies.gpu_proof.records import EvidenceRecord, Finding
@@ -56,7 +56,7 @@ def findings(result: Result) -> list[FindingRow]:
         ),
     )
     whole = {record.label: record for record in records if record.workload is None and not record.control}
-    return [_row(record, whole.get(record.label), charts.item_of(result)) for record in records]
+    return [_row(record, whole.get(record.label), item_of(result.environment)) for record in records]
 
 
 def _records(result: Result) -> Sequence[EvidenceRecord]:
@@ -107,7 +107,7 @@ def _yes(value: bool | None) -> str:
 def gpu_verification(result: Result) -> doc.Section | None:
     """A terminal shows one line per finding that differs from the arm's finding over all scenarios; a page shows every
     finding with its figures."""
-    found, item = findings(result), charts.item_of(result)
+    found, item = findings(result), item_of(result.environment)
     different = [row for row in found if not row.repeats]
     return doc.section(
         "GPU verification",

@@ -9,8 +9,8 @@ import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.comparison.comparisons import Comparison, advantage
 from loadgen.comparison.summaries import WorkloadSummary
-from loadgen.quantities import items, measured, number, ratio, share
-from loadgen.records.run import Pairing, Workload, shown
+from loadgen.quantities import items, measured, number, share
+from loadgen.records.run import Pairing, Workload, item_of, shown
 from loadgen.result.result_file import Result
 from loadgen.studies.load.analyse import LoadFound
 
@@ -62,7 +62,7 @@ def batch_sizes(result: Result) -> doc.Section | None:
     batched = [one for one in result.experiment.workloads if one.scenario == "batched"]
     if not batched or _lengths(result):
         return None
-    several = items(charts.item_of(result))
+    several = items(item_of(result.environment))
     sizes = {one.name: one.batch_size for one in batched}
     data = _speeds(result, sizes, "batch %{x}")
     if not data:
@@ -118,7 +118,7 @@ def _speed_panels(result: Result, across: str, places: Iterable[int]) -> doc.Fig
 
 
 def _lengths(result: Result) -> list[int]:
-    """The lengths of sequences, each with workloads of its own."""
+    """The lengths of sequences, if the run has workloads of several."""
     found = {one.sequence_length for one in result.experiment.workloads if one.sequence_length is not None}
     return sorted(found) if len(found) > 1 else []
 
@@ -126,6 +126,10 @@ def _lengths(result: Result) -> list[int]:
 def _size(workload: Workload) -> int:
     """What a scenario varies beside the length: the users of `concurrent`, else the batch size."""
     return workload.concurrency if workload.scenario == "concurrent" else workload.batch_size
+
+
+def _length(workload: Workload) -> int:
+    return workload.sequence_length or 0
 
 
 def sequence_lengths(result: Result) -> doc.Section | None:
@@ -149,55 +153,52 @@ def sequence_lengths(result: Result) -> doc.Section | None:
     return doc.section("Sequence lengths", *blocks, on=doc.READ)
 
 
+def _places(workloads: Sequence[Workload]) -> tuple[list[int], list[int]]:
+    """All sizes and all lengths, ascending."""
+    return sorted(set(map(_size, workloads))), sorted(set(map(_length, workloads)))
+
+
+def _ratios(result: Result, pairing: Pairing, workloads: Sequence[Workload]) -> list[list[Comparison | None]]:
+    """The comparisons of the throughputs that have a ratio, a row per size and a column per length."""
+    own = [one for one in result.comparisons if one.pairing == pairing and one.metric == "throughput"]
+    found = {one.scenario: one for one in own if one.ratio is not None}
+    by_place = {(_size(one), _length(one)): found.get(one.name) for one in workloads}
+    sizes, lengths = _places(workloads)
+    return [[by_place.get((size, length)) for length in lengths] for size in sizes]
+
+
+def _better(one: Comparison | None) -> str:
+    found = None if one is None else advantage(one)
+    return "–" if found is None else found.words
+
+
 def _ratio_table(
     result: Result, pairing: Pairing, scenario: str, what: str, workloads: Sequence[Workload]
 ) -> doc.Table:
     """The better arm's throughput ratio, a row per size and a column per length."""
-    ratios = _throughput_ratios(result, pairing)
-    lengths = sorted({one.sequence_length or 0 for one in workloads})
-    rows = []
-    for size in sorted(set(map(_size, workloads))):
-        names = {one.sequence_length: one.name for one in workloads if _size(one) == size}
-        found = [ratios.get(names.get(length, "")) for length in lengths]
-        rows.append((str(size), *("–" if one is None else _better(one) for one in found)))
-    whose = " and ".join(map(shown, pairing))
+    sizes, lengths = _places(workloads)
+    rows = zip(sizes, _ratios(result, pairing, workloads), strict=True)
     return doc.Table(
         (*doc.numbers(what), *doc.numbers(*(f"length {length}" for length in lengths))),
-        rows,
-        title=f"{scenario}: throughput of {whose}, the better arm's ratio",
+        [(str(size), *map(_better, row)) for size, row in rows],
+        title=f"{scenario}: throughput of {' and '.join(map(shown, pairing))}, the better arm's ratio",
     )
-
-
-def _throughput_ratios(result: Result, pairing: Pairing) -> dict[str, Comparison]:
-    """By workload."""
-    found = (one for one in result.comparisons if one.pairing == pairing and one.metric == "throughput")
-    return {one.scenario: one for one in found if one.ratio is not None}
-
-
-def _better(one: Comparison) -> str:
-    found = advantage(one)
-    if found is None:
-        return "–"
-    factor = ratio(found.factor, found.ci95)
-    return factor if found.better is None else f"{shown(found.better)} {factor}"
 
 
 def _crossed_chart(result: Result, scenario: str, what: str, workloads: Sequence[Workload]) -> doc.Chart | None:
     """A view per size against the length, and a view per length against the size."""
     data: list[doc.Figure] = []
     views: list[doc.View] = []
-    for size in sorted(set(map(_size, workloads))):
-        places = {one.name: one.sequence_length or 0 for one in workloads if _size(one) == size}
-        traces = _speeds(result, places, "length %{x}")
-        if len(places) > 1 and traces:
-            panels = _speed_panels(result, "sequence length", places.values())
-            views.append(charts.add_view(data, f"{what} {size}", traces, **panels))
-    for length in sorted({one.sequence_length or 0 for one in workloads}):
-        places = {one.name: _size(one) for one in workloads if one.sequence_length == length}
-        traces = _speeds(result, places, f"{what} %{{x}}")
-        if len(places) > 1 and traces:
-            panels = _speed_panels(result, "users" if what == "users" else "batch size", places.values())
-            views.append(charts.add_view(data, f"length {length}", traces, **panels))
+    for held, along, name, across in (
+        (_size, _length, what, "sequence length"),
+        (_length, _size, "length", "users" if what == "users" else "batch size"),
+    ):
+        for value in sorted(set(map(held, workloads))):
+            places = {one.name: along(one) for one in workloads if held(one) == value}
+            traces = _speeds(result, places, f"{'length' if held is _size else what} %{{x}}")
+            if len(places) > 1 and traces:
+                panels = _speed_panels(result, across, places.values())
+                views.append(charts.add_view(data, f"{name} {value}", traces, **panels))
     if not data:
         return None
     return doc.Chart(
@@ -213,36 +214,29 @@ def _crossed_chart(result: Result, scenario: str, what: str, workloads: Sequence
 
 def _ratio_map(result: Result, scenario: str, what: str, workloads: Sequence[Workload]) -> doc.Chart | None:
     """Each arm's throughput ratio to the baseline as a colour: neutral at 1, the arm's own where it is better."""
-    lengths = sorted({one.sequence_length or 0 for one in workloads})
-    sizes = sorted(set(map(_size, workloads)))
+    sizes, lengths = _places(workloads)
     data: list[doc.Figure] = []
     views: list[doc.View] = []
     for pairing in result.experiment.pairings:
-        ratios = _throughput_ratios(result, pairing)
-        by_place = {(_size(one), one.sequence_length): ratios[one.name] for one in workloads if one.name in ratios}
-        logs = {place: math.log2(one.ratio or 1.0) for place, one in by_place.items()}
-        if not logs:
+        rows = _ratios(result, pairing, workloads)
+        logs = [[None if one is None else charts.rounded(math.log2(one.ratio or 1.0)) for one in row] for row in rows]
+        found = [abs(value) for row in logs for value in row if value is not None]
+        if not found:
             continue
-        reach = max(0.1, *map(abs, logs.values()))
+        reach = max(0.1, *found)
         trace = {
             "type": "heatmap",
             "x": [str(length) for length in lengths],
             "y": [str(size) for size in sizes],
-            "z": [
-                [charts.rounded(logs[size, length]) if (size, length) in logs else None for length in lengths]
-                for size in sizes
-            ],
-            "text": [
-                [_better(by_place[size, length]) if (size, length) in by_place else "" for length in lengths]
-                for size in sizes
-            ],
+            "z": logs,
+            "text": [list(map(_better, row)) for row in rows],
             "texttemplate": "%{text}",
             "hovertemplate": f"{what} %{{y}}, length %{{x}}: %{{text}}<extra></extra>",
             "colorscale": [
                 [0, charts.colour(result, pairing.baseline)], [0.5, "--card"], [1, charts.colour(result, pairing.arm)],
             ],
-            "zmin": -charts.rounded(reach),
-            "zmax": charts.rounded(reach),
+            "zmin": -reach,
+            "zmax": reach,
             "showscale": False,
         }  # fmt: skip
         views.append(charts.add_view(data, f"{shown(pairing.arm)} against {shown(pairing.baseline)}", [trace]))

@@ -107,6 +107,7 @@ def test_the_stopwatch_waits_for_the_server(unused_url: str, images: Path) -> No
         (False, [], "abserve serve native"),
         (True, ["--model", "other"], "no model other at"),
         (True, ["--samples-dir", "/no/such/folder"], "abserve samples --out /no/such/folder"),
+        (True, ["--inputs", "/no/such/file.npz"], "--inputs /no/such/file.npz does not exist"),
         (True, ["--batch-size", "0", "Batched"], "--batch-size 0 is not possible"),
         (True, ["--request-timeout", "0"], "--request-timeout 0 is not possible"),
         (True, ["--rate", "-5", "OpenLoop"], "--rate -5 is not possible; give 0 to 100000"),

@@ -229,6 +229,7 @@ def test_beyond_half_of_the_calibrated_ceiling_a_workload_is_flagged(
     ceiling = find(result, "generator_ceiling")
     assert (ceiling.ok, ceiling.severity) == (ok, "warns")
     assert ceiling.value == pytest.approx(50.0 / requests_per_s, rel=0.01)
+    assert " images/s, " in ceiling.detail
     assert result.valid
 
 

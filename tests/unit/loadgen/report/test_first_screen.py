@@ -11,10 +11,10 @@ import pytest
 
 from loadgen.records.run import Pairing
 from loadgen.report.contents import result_document
-from loadgen.report.document import Panel, Strip, Style, Table, Value, style_of, text_of
+from loadgen.report.document import HTML, Link, Panel, Strip, Style, Table, Text, Value, style_of, text_of
 from loadgen.report.renderers.html import STRIP_WIDTH, render_html, strip_x
 from loadgen.report.sections.comparisons import better_of
-from loadgen.report.sections.verdict import conditions_in_brief, overview, proof, verdict
+from loadgen.report.sections.verdict import brief_why, conditions_in_brief, overview, proof, verdict
 from loadgen.result.analysis import analyse
 from loadgen.result.result_file import Result
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
@@ -82,6 +82,22 @@ def test_proof_says_what_stands_behind_it_and_what_does_not(tmp_path: Path, resu
     states = [line.style for line in proof(bad)]
     assert states.count("failed") == 3
     assert any("“the arms give the same answers”" in line.text for line in proof(bad))
+
+
+def test_without_reasons_the_panel_names_the_scenario_and_links_to_a_latency_breakdown_that_the_page_has(
+    result: Result,
+) -> None:
+    silent = tuple(msgspec.structs.replace(one, reasons=()) for one in result.verdict.scenarios)
+    verdict = msgspec.structs.replace(result.verdict, scenarios=silent)
+    for stages in (result.stages, ()):
+        section = brief_why(msgspec.structs.replace(result, verdict=verdict, stages=stages))
+        assert section is not None
+        text, *links = section.blocks
+        assert isinstance(text, Text)
+        assert text.text == f"No measurement explains a difference in {result.verdict.main_scenario}."
+        assert [one for one in links if isinstance(one, Link)] == (
+            [Link("The latency breakdown", "#why", on=HTML)] if stages else []
+        )
 
 
 def test_the_first_lines_name_what_was_measured_and_on_what(result: Result) -> None:

@@ -143,7 +143,7 @@ def test_files_that_cannot_be_used_are_one_sentence(tmp_path: Path) -> None:
         "uneven.npz": "different numbers of items",
         "bad.jsonl": "line 1 has no input ids",
         "empty.jsonl": "it holds no items",
-        "note.txt": "is of no known kind",
+        "note.txt": "has an unknown ending",
         "missing.json": "does not exist",
         "empty": "holds no files",
     }.items():

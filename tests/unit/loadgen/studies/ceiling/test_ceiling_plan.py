@@ -16,12 +16,14 @@ from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, Workload
 from loadgen.studies.ceiling.measure import command_of, contradiction
 from loadgen.studies.ceiling.plan import (
+    DIFFERENT_LENGTHS,
     MAX_SIZES,
     EngineRun,
     plan_ceilings,
     sizes_to_measure,
     wants_ceilings,
 )
+from loadgen.studies.ceiling.records import Ceiling
 
 EFFECT: dict[str, object] = {
     "engine": "torch", "precision": "fp16", "mode": "graph", "device": "cuda:0", "weights": "random weights (seed 0)",
@@ -113,8 +115,8 @@ def test_every_option_is_one_of_abserve_engine() -> None:
     command = command_of(only(make_experiment(a=a), arm(threads="2", device="cpu")))
     assert "--threads=2" in command
     known = CliRunner().invoke(build(), ["engine", "--help"], env={"COLUMNS": "300"}).output
-    options = [part.split("=")[0] for part in command[1:]]
-    assert len(options) == 10
+    options = [part.split("=")[0] for part in (*command[1:], "--sequence-length=1")]
+    assert len(options) == 11
     assert [option for option in options if option not in known] == []
 
 
@@ -144,6 +146,21 @@ def test_who_has_no_ceiling() -> None:
     assert "did not start its server" in without(arm(), remote)
     beyond = make_experiment(workloads=(workload("batched", 128),))
     assert without(arm(), beyond) == "every request exceeds its largest batch, 64"
+
+
+def test_sequences_are_measured_at_the_lengths_that_the_workloads_have() -> None:
+    swept = make_experiment(workloads=tuple(workload("single", sequence_length=length) for length in (32, 128)))
+    for experiment, lengths, option in (
+        (make_experiment(), (), None),
+        (make_experiment(), (128, 128), "--sequence-length=128"),
+        (swept, (32, 128), "--sequence-length=32,128"),
+    ):
+        ((run,), _) = plan_ceilings(experiment, [arm()], lengths)
+        assert [one for one in command_of(run) if "length" in one] == ([] if option is None else [option])
+    assert plan_ceilings(make_experiment(), [arm()], (20, 58)) == (
+        [],
+        [Ceiling(labels=("a",), reason=DIFFERENT_LENGTHS)],
+    )
 
 
 def test_another_engine_than_the_servers_is_no_ceiling() -> None:

@@ -21,6 +21,7 @@ from loadgen.result.analysis import analyse
 from loadgen.result.result_file import Result, encode_result, read_result
 from loadgen.studies.ceiling.analyse import CeilingsFound, EngineShare, nearest_size
 from loadgen.studies.ceiling.measure import read_document
+from loadgen.studies.ceiling.plan import DIFFERENT_LENGTHS
 from loadgen.studies.ceiling.records import Ceiling, Ceilings, EngineBatch, EngineDocument
 from servers.engines.interface import EngineDescription
 from servers.engines.measurement import BatchMeasurement
@@ -126,6 +127,27 @@ def test_a_size_that_was_not_measured_and_a_server_that_tells_no_batches_have_no
     reasons = {gap.workload: gap.reason for gap in result.of(CeilingsFound).missing}
     assert reasons["batched(8)"] == "that batch size was not measured"
     assert reasons["concurrent(16)"] == "its server does not report its executions"
+
+
+@pytest.mark.parametrize("lengths", [None, (64, 64), (9, 64)])
+def test_sequences_are_compared_at_their_own_length_only(tmp_path: Path, lengths: tuple[int, int] | None) -> None:
+    short, long = document(3.0, 4.5), document(6.0, 9.0)
+    batches = [
+        msgspec.structs.replace(one, sizes={"sequence": size})
+        for size, of_size in ((64, short), (128, long))
+        for one in of_size.batches
+    ]
+    alone = msgspec.structs.replace(short, batches=tuple(batches))
+    write_measured(tmp_path, Ceiling(labels=("a",), document=alone))
+    path = tmp_path / "environment.json"
+    inputs = dict(zip(("length_min", "length_max"), lengths or (), strict=False))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"inputs": inputs}))
+    result = analyse(tmp_path)
+    if lengths == (64, 64):
+        assert of(result, "batched(4)").engine_images_per_s == pytest.approx(4 / 21 * 1e3)
+    else:
+        assert result.of(CeilingsFound).shares == ()
+        assert {gap.reason for gap in result.of(CeilingsFound).missing} == {DIFFERENT_LENGTHS}
 
 
 def test_a_share_above_its_ceiling_is_a_warning(tmp_path: Path) -> None:
