@@ -164,3 +164,13 @@ def test_a_model_without_a_batch_dimension_gets_one_item_without_one() -> None:
         deployment.largest_batch = 8
         with pytest.raises(DeploymentError, match="batches of 8, but model m has no batch dimension"):
             deployment.check("m")
+
+
+def test_one_value_per_item_becomes_a_list_of_one_where_the_server_takes_lists() -> None:
+    """Triton's metadata have it so for a model whose input is one value."""
+    inputs = SampleInputs({"x": np.arange(3, dtype="<f4")}, "synthetic")
+    for shape in ((-1, 1), (-1,)):
+        body = prepare("http", inputs, Signature("m", (TensorSignature("x", "FP32", shape),), ()), (0, 2))
+        assert isinstance(body, PreparedBody)
+        assert json.loads(body.body[: body.json_bytes])["inputs"][0]["shape"] == [2, *shape[1:]]
+        assert np.frombuffer(body.body[body.json_bytes :], "<f4").tolist() == [0.0, 2.0]
