@@ -67,7 +67,7 @@ class Launch:
 
 def check(options: Mapping[str, Any]) -> Launch:
     """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
-    given = NativeSettings(**options)
+    given = NativeSettings(**{name: value for name, value in options.items() if value is not None})
     specifications = get_variants(given.model, given.payloads)
     first = specifications[0]
     settings = given.resolved(first)

@@ -71,6 +71,9 @@ def test_the_model_chooses_engine_and_weights_that_the_user_did_not(tmp_path: Pa
     assert NativeSettings().resolved(file).engine == "onnxruntime"
     assert NativeSettings(engine="tensorrt", weights="random:7").resolved(file).engine == "tensorrt"
     assert NativeSettings(weights="random:7").resolved(file).weights == "random:7"
+    small = replace(file, max_batch_size=8)
+    assert NativeSettings().resolved(small).max_batch_size == 8, "as on Triton"
+    assert NativeSettings(max_batch_size=32).resolved(small).max_batch_size == 32
     with pytest.raises(EngineError, match="is an ONNX file, which the torch engine does not execute"):
         check_engine(file, EngineSettings("torch"))
 
