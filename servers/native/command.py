@@ -21,6 +21,7 @@ from servers.launch_plan import LaunchPlan, host_in_url
 from servers.listener import ListenerError, bind, check_free
 from servers.models.atomic_folder import FolderError
 from servers.models.registry import UnknownModelError, get_variants
+from servers.models.sources import module_file
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 from servers.native.settings import NativeSettings, artefact_field, to_argv
@@ -77,6 +78,8 @@ def check(options: Mapping[str, Any]) -> Launch:
     weights = pin(
         parse_weights(first.default_weights if settings.weights is None else settings.weights), first.find_pretrained
     )
+    if settings.engine == "torch" and module_file.takes(first.reference):
+        first.load_module(weights)  # runs two items: a module that is not as described starts no server
     bind(settings.host, settings.http_port).close()
     check_free(settings.host, settings.grpc_port, "--grpc-port")
     # A path is absolute: a supervisor may start the server from another folder.
