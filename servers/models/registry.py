@@ -69,7 +69,10 @@ def _variants(reference: str) -> Mapping[str, ModelSpecification]:
             raise UnknownModelError(f"unknown model {reference!r}; {choose_from(name, known)}")
     else:
         taking = (module for module in map(source_module, SOURCES) if hasattr(module, "takes"))
-        found = next((module.specify(reference) for module in taking if module.takes(reference)), None)
+        try:
+            found = next((module.specify(reference) for module in taking if module.takes(reference)), None)
+        except OSError as exc:  # a path that nobody may read, or that is too long
+            raise UnknownModelError(f"{reference:.200}: {exc.strerror or exc}") from exc
         if found is None and "/" in reference:
             raise UnknownModelError(
                 f"unknown model {reference!r}: give FILE.py:FUNCTION, FILE.onnx, or a folder with a config.json of "

@@ -227,6 +227,7 @@ def test_a_module_that_is_not_as_described_is_refused_when_it_is_loaded(
     [
         ("no_such.py:f", r"no_such\.py: no such file in "),
         ("no_such.onnx", r"no_such\.onnx: no such file in "),
+        ("x" * 300, "^x{200}: File name too long"),
         ("./no/such", "give FILE.py:FUNCTION, FILE.onnx, or a folder"),
     ],
 )
