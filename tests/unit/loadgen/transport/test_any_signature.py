@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
+from loadgen.bench.arms import Arm
 from loadgen.documents import DocumentError
+from loadgen.records.run import ArmRequest
 from loadgen.targets.interface import DeploymentError, RemoteDeployment
 from loadgen.transport.bodies import PreparedBody
 from loadgen.transport.endpoint import Endpoint, Signature, TensorSignature
@@ -174,3 +177,11 @@ def test_one_value_per_item_becomes_a_list_of_one_where_the_server_takes_lists()
         assert isinstance(body, PreparedBody)
         assert json.loads(body.body[: body.json_bytes])["inputs"][0]["shape"] == [2, *shape[1:]]
         assert np.frombuffer(body.body[body.json_bytes :], "<f4").tolist() == [0.0, 2.0]
+
+
+def test_arms_share_requests_only_if_their_metadata_agree() -> None:
+    """The bodies hold the shapes of their arm, and the expected answers are those of its metadata."""
+    arm = Arm(ArmRequest(label="a", target="http://one"), RemoteDeployment("http://one"), "m")
+    signatures = [Signature("m", (TensorSignature("x", "FP32", shape),), ()) for shape in ((-1,), (-1, 1), (-1, 1))]
+    keys = [replace(arm, signature=signature).body_key for signature in signatures]
+    assert keys[0] != keys[1] == keys[2]
