@@ -47,7 +47,7 @@ from __future__ import annotations
 import logging
 import sys
 from itertools import islice
-from time import perf_counter_ns
+from time import perf_counter_ns, time
 from typing import Any, ClassVar
 
 import gevent
@@ -230,6 +230,8 @@ def _test_start(environment: Any, **_: object) -> None:
         words = f"requests of batch size {options.batch_size} do not fit into memory; lower --batch-size"
         _give_up(environment, words)
         return
+    if environment.runner is not None:
+        environment.runner.stats.total.start_time = time()  # Locust's rates count from here, not from the preparation
     if OpenLoop in environment.user_classes:
         _start_open_loop(environment, options)
     worker = environment.abserve_worker

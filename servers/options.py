@@ -38,6 +38,8 @@ class Option:
     """False: the command sets the value itself."""
     hidden: bool = False
     """True: the help does not show it."""
+    of_model: bool = False
+    """True: where it is not given, the model decides, and the command passes None on."""
 
 
 def settings_of(prefix: str) -> SettingsConfigDict:
@@ -143,6 +145,7 @@ def _parameter(name: str, field: FieldInfo, prefix: str) -> inspect.Parameter:
         hidden=_option(field).hidden,
         rich_help_panel=field.title,
     )
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=field.default
-    )
+    default = field.default
+    if _option(field).of_model:
+        kind, default = kind | None, None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, option], default=default)

@@ -40,6 +40,8 @@ class Arm:
     """The name of the variant for the payload."""
     transport: Transport = "http"
     payload: str = "fp32"
+    signature: Signature | None = None
+    """Its inputs and outputs by the server's metadata, once the server is ready."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -48,9 +50,9 @@ class Arm:
 
     @property
     def body_key(self) -> str:
-        """Arms with the same key get the same requests; a gRPC request contains the model's name and
-        version."""
-        return f"{self.model} {self.payload} {self.transport} {self.deployment.access.version}"
+        """Arms with the same key get the same requests and owe the same answers; a gRPC request contains the model's
+        name and version."""
+        return f"{self.model} {self.payload} {self.transport} {self.deployment.access.version} {self.signature}"
 
     @property
     def target(self) -> Target:

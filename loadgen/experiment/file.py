@@ -139,8 +139,9 @@ def parse_options(flag: str, options: list[str]) -> dict[str, str]:
         name, separator, value = option.partition("=")
         name = name.strip().lstrip("-")
         if not separator or not name:
-            shown = f"{flag} {option}" if not flag.endswith("-header") else f"{flag} {HIDDEN}"
-            raise ExperimentFileError(f"{shown}: write it as KEY=VALUE, as in max-queue-delay-us=0")
+            header = flag.endswith("-header")
+            shown, example = (HIDDEN, "X-Team=search") if header else (option, "max-queue-delay-us=0")
+            raise ExperimentFileError(f"{flag} {shown}: write it as KEY=VALUE, as in {example}")
         parsed[name] = value.strip()
     return parsed
 

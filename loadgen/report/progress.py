@@ -106,7 +106,9 @@ class RichProgress(Progress):
         if record.ok:
             self._say(f"same answers: {len(record.cases)} cases, {parity_figures(record)}", style="green")
         else:
-            self._say(f"different answers: {record.error or 'see parity.json'}", style="red")
+            wrong = sum(not case.ok for case in record.cases)
+            why = record.error or f"in {wrong} of {len(record.cases)} cases; see parity.json"
+            self._say(f"different answers: {why}", style="red")
 
     def fairness_checked(self, checks: Sequence[Check]) -> None:
         """Print how many checks passed, and each of the others."""

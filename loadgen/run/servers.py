@@ -109,6 +109,8 @@ def _signatures(bench: Bench) -> dict[Label, Signature]:
         )
         bench.store.write(ParityRecord(cases=(), ok=False, error=message))
         raise ParityFailedError(message)
+    for label, arm in bench.arms.items():
+        bench.arms[label] = replace(arm, signature=signatures[label])
     return signatures
 
 
@@ -132,5 +134,9 @@ def require_parity(bench: Bench, tolerance: Tolerance) -> None:
     if record.error is not None:
         raise ParityFailedError(f"the arms' answers cannot be checked, so their speed is not compared: {record.error}")
     if not record.ok:
-        failed = ", ".join(f"{case.name} (output {case.output} {case.fault})" for case in record.cases if not case.ok)
-        raise ParityFailedError(f"the arms do not give the same answers, so their speed is not compared: {failed}")
+        first, *more = [case for case in record.cases if not case.ok]
+        others = f", and {len(more)} more of {len(record.cases)} cases" if more else ""
+        raise ParityFailedError(
+            "the arms do not give the same answers, so their speed is not compared: "
+            f"{first.name} (output {first.output} {first.fault}){others}"
+        )

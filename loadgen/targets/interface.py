@@ -81,10 +81,12 @@ class Deployment:
             endpoint.live, deadline_s, lambda: f"the server at {self.url} is not live {late} ({endpoint.silence()})"
         )
         live_ns = perf_counter_ns()
+        version = endpoint.address.access.version
+        wanted = f"model {model}" if version is None else f"version {version} of model {model}"
         self.wait_until(
             lambda: endpoint.ready(model),
             deadline_s,
-            lambda: f"the server at {self.url} is live, but model {model} is not ready {late}",
+            lambda: f"the server at {self.url} is live, but {wanted} is not ready {late}",
         )
         return StartTimes(started_ns, live_ns, perf_counter_ns())
 

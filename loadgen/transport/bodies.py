@@ -47,6 +47,8 @@ def raw_tensors(
                 f"the samples do not fit input {expected.name}: the model takes {expected.datatype}, "
                 f"the samples are {chosen.dtype}"
             )
+        if chosen.ndim == 1 and expected.shape[1:] == (1,):
+            chosen = chosen[:, np.newaxis]  # Triton takes one value per item as a list of one
         if not fits(chosen.shape[1:], expected.shape[1:]):
             raise InputError(
                 f"the samples do not fit input {expected.name}: the model takes items of shape "

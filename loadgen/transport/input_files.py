@@ -130,7 +130,9 @@ def _of_npz(array: Array, tensor: TensorSignature) -> Array:
     if tensor.datatype == "BYTES" and array.dtype.kind in "SU":
         array = (np.char.encode(array.astype(str), "utf-8") if array.dtype.kind == "U" else array).astype(object)
     wanted = SAMPLE_TYPES.get(tensor.datatype)
-    if array.ndim == 0 or wanted is None or array.dtype != wanted:
+    if array.ndim == 0:
+        raise InputError(f"the array {tensor.name} is a single value; its first dimension must be the items")
+    if wanted is None or array.dtype != wanted:
         raise InputError(
             f"the model's input {tensor.name} is {tensor.datatype}, and the array is {array.dtype}; convert it with "
             f"astype({np.dtype('S' if wanted == 'O' else wanted or 'f4').name!r})"
@@ -151,7 +153,10 @@ def _read_raw(folder: Path, signature: Signature) -> dict[str, Array]:
 
 def _read_json(path: Path, signature: Signature) -> tuple[Items, str]:
     """The items of perf_analyzer's file, and what in it is not used."""
-    document = json.loads(path.read_bytes())
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as exc:
+        raise InputError(f"it is not JSON: {exc}") from exc
     data = document.get("data") if isinstance(document, dict) else None
     if not isinstance(data, list):
         raise InputError('it has no list "data", as in {"data": [{"INPUT": [1, 2]}]}')

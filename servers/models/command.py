@@ -84,7 +84,7 @@ def _described(specification: ModelSpecification) -> dict[str, Any]:
         size = measure_size(specification)
         label = parse_weights(specification.default_weights).label
     except WeightsError as exc:
-        fail(str(exc), exc)
+        fail(str(exc), exc, status=2)
     return {
         "reference": specification.label,
         "name": specification.name,

@@ -74,7 +74,10 @@ def _variants(reference: str) -> Mapping[str, ModelSpecification]:
             _refuse(reference, name, {one: f"{source}:{one}" for one in all_names(source)}, f" {source}")
     else:
         taking = (module for module in map(source_module, SOURCES) if hasattr(module, "takes"))
-        found = next((module.specify(reference) for module in taking if module.takes(reference)), None)
+        try:
+            found = next((module.specify(reference) for module in taking if module.takes(reference)), None)
+        except OSError as exc:  # a path that nobody may read, or that is too long
+            raise UnknownModelError(f"{reference:.200}: {exc.strerror or exc}") from exc
         if found is None and "/" in reference:
             raise UnknownModelError(
                 f"unknown model {reference!r}: give FILE.py:FUNCTION, FILE.onnx, or a folder with a config.json of "

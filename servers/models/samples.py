@@ -60,7 +60,7 @@ def write_samples(
     the place cannot be written or holds something else.
     """
     if images is not None and specification.payload != "fp32":
-        raise SamplesError(f"{specification.label} takes no images; leave out --images")
+        raise SamplesError(f"{specification.label} takes no images; give it inputs of another kind")
     if specification.payload == "fp32" and specification.samples is None:
         return _write_images(specification, folder, images)
     return _write_items(specification, folder, sequence_length, seed)

@@ -21,6 +21,7 @@ from servers.launch_plan import LaunchPlan, host_in_url
 from servers.listener import ListenerError, bind, check_free
 from servers.models.atomic_folder import FolderError
 from servers.models.registry import UnknownModelError, get_variants
+from servers.models.sources import module_file
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 from servers.native.settings import NativeSettings, artefact_field, to_argv
@@ -67,7 +68,7 @@ class Launch:
 
 def check(options: Mapping[str, Any]) -> Launch:
     """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
-    given = NativeSettings(**options)
+    given = NativeSettings(**{name: value for name, value in options.items() if value is not None})
     specifications = get_variants(given.model, given.payloads)
     first = specifications[0]
     settings = given.resolved(first)
@@ -75,6 +76,8 @@ def check(options: Mapping[str, Any]) -> Launch:
     check_engine(first.executed, settings.engine_settings())
     padding_of(first, settings.pad_sizes)
     weights = pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
+    if settings.engine == "torch" and module_file.takes(first.reference):
+        first.load_module(weights)  # runs two items: a module that is not as described starts no server
     bind(settings.host, settings.http_port).close()
     check_free(settings.host, settings.grpc_port, "--grpc-port")
     # A path is absolute: a supervisor may start the server from another folder.

@@ -61,12 +61,12 @@ class NativeSettings(BaseSettings):
     artefact_uint8: Annotated[Path | None, Option(offered=False)] = Field(
         None, title="Engine", description="The file of UINT8 pixels, for engines that execute one."
     )
-    max_batch_size: int = Field(
+    max_batch_size: Annotated[int, Option(of_model=True)] = Field(
         defaults.MAX_BATCH_SIZE,
         ge=1,
         le=4096,
         title="Batching",
-        description="Largest batch that is executed or accepted.",
+        description="Largest batch that is executed or accepted; default: the model's.",
     )
     max_queue_delay_us: int = Field(
         defaults.MAX_QUEUE_DELAY_US,
@@ -161,9 +161,15 @@ class NativeSettings(BaseSettings):
         return parse_pad_to(self.pad_to)
 
     def resolved(self, specification: ModelSpecification) -> NativeSettings:
-        """The settings with the engine that `auto` means for the model."""
+        """The settings with the model's own engine and largest batch where none were chosen."""
         engine = "torch" if specification.file is None else "onnxruntime"
-        return self.model_copy(update={"engine": engine}) if self.engine == "auto" else self
+        chosen = "max_batch_size" in self.model_fields_set
+        return self.model_copy(
+            update={
+                "engine": engine if self.engine == "auto" else self.engine,
+                "max_batch_size": self.max_batch_size if chosen else specification.max_batch_size,
+            }
+        )
 
     def engine_settings(self) -> EngineSettings:
         """The options as an engine takes them; of resolved settings only."""

@@ -29,7 +29,7 @@ _MOST_SIZES = 4096
 UNREPORTED = Outcome(None, "does not report its configuration")
 
 
-def _compare(facts: Facts, key: str) -> list[Outcome]:
+def _compare(facts: Facts, key: str, noun: str) -> list[Outcome]:
     """Compare every arm with the baseline, or with the first arm that reports the setting.
 
     One outcome for unrequested differences, one for requested ones, one for arms that do not report the setting; a
@@ -54,12 +54,14 @@ def _compare(facts: Facts, key: str) -> list[Outcome]:
         if apart:
             text = ", ".join(f"{shown(label)} {known[label]}" for label in (first, *apart))
             why = "which was not requested"
-            if on_purpose and key == "model":
+            if on_purpose and key in ("model", "weights"):
                 why = "as requested: only the parity check shows whether they compute the same"
             elif on_purpose:
                 why = "as requested: this compares settings, not only servers"
             outcomes.append(
-                Outcome(False, f"{key} differs ({text}), {why}", text, severity="warns" if on_purpose else None)
+                Outcome(
+                    False, f"the arms differ in {noun} ({text}), {why}", text, severity="warns" if on_purpose else None
+                )
             )
     if silent := [shown(label) for label in have if label not in known]:
         outcomes.append(Outcome(None, f"{do_not(silent, 'report')} it"))
@@ -67,7 +69,8 @@ def _compare(facts: Facts, key: str) -> list[Outcome]:
 
 
 def _asked_for(arm: ArmRequest, key: str) -> str | None:
-    return asked_for(arm.settings, key) or (arm.model if key == "model" else None)
+    """The arm's own value of a setting; who asks for another model asks for other weights."""
+    return asked_for(arm.settings, key) or (arm.model if key in ("model", "weights") else None)
 
 
 def _comparable(value: str, key: str, experiment: Experiment) -> str:
@@ -97,7 +100,7 @@ def _declare_same(name: str, setting: str, title: str, severity: Severity) -> No
     """Declare the check that every arm has the same value of a setting."""
 
     def find(facts: Facts) -> list[Outcome]:
-        return _compare(facts, setting)
+        return _compare(facts, setting, title.removeprefix("same "))
 
     find.__name__ = name
     unknown: Severity = "warns" if severity == "invalidates" else "informs"
@@ -128,7 +131,7 @@ for _one in _SAME:
 def same_pad_to(facts: Facts) -> list[Outcome]:
     """Skipped where no arm has a padded axis."""
     known = any(arm.in_effect.get("pad_to") is not None for arm in facts.run.arms)
-    return _compare(facts, "pad_to") if known else []
+    return _compare(facts, "pad_to", "padding of batches") if known else []
 
 
 @fairness("requested settings took effect", "warns", "Correct the setting, or find out why the server overrode it.")

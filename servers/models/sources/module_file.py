@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args
@@ -63,6 +64,8 @@ def specify(reference: str) -> ModelSpecification | None:
         return _specification(path, found["function"], make, _call(make, path, label, 0))
     except ValueError as exc:
         raise UnknownModelError(f"{label}: {exc}") from exc
+    except (TypeError, AttributeError) as exc:
+        raise UnknownModelError(f"{label}: a field of its UserModel has the wrong type: {exc}") from exc
 
 
 def _function(path: Path, name: str | None) -> Callable[[], object]:
@@ -70,13 +73,14 @@ def _function(path: Path, name: str | None) -> Callable[[], object]:
         raise UnknownModelError(f"{path.name}: no such file in {path.parent}")
     try:
         module = _executed(path)
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         raise UnknownModelError(f"{path.name} cannot be imported: {_cause(exc, path)}") from exc
-    known = [one for one, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    known = [one for one, value in vars(module).items() if isfunction(value) and value.__module__ == module.__name__]
     made = getattr(module, name or "", None)
     if not callable(made):
         problem = f"there is no function {name}" if name else "name its function, as in FILE.py:FUNCTION"
-        raise UnknownModelError(f"{path.name}: {problem}; {choose_from(name or '', known)}")
+        choice = choose_from(name or "", known) if known else "the file defines none"
+        raise UnknownModelError(f"{path.name}: {problem}; {choice}")
     return made  # type: ignore[no-any-return]
 
 
@@ -111,7 +115,7 @@ def _call(make: Callable[[], object], path: Path, label: str, seed: int) -> User
     try:
         with seeded(seed):
             made = make()
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         raise UnknownModelError(f"{label} failed: {_cause(exc, path)}") from exc
     if not isinstance(made, UserModel):
         raise UnknownModelError(
@@ -134,11 +138,15 @@ def _specification(path: Path, function: str, make: Callable[[], object], made: 
             raise ValueError(
                 f"unknown kind {output.kind!r} of {output.name}; use one of: {', '.join(get_args(OutputKind))}"
             )
+    for one in made.inputs:
+        _check_values(one)
+    if made.max_batch_size < 1:
+        raise ValueError(f"max_batch_size is {made.max_batch_size}; it must be at least 1")
     count = len(made.inputs)
     specification = ModelSpecification(
         name=served_name(f"{path.stem}_{function}"),
         reference=f"{path}:{function}",
-        title=made.title or f"{function} of {path.name}",
+        title=str(made.title or f"{function} of {path.name}"),
         version="1",
         inputs=tuple(tensors[:count]),
         outputs=tuple(tensors[count:]),
@@ -161,12 +169,27 @@ def _specification(path: Path, function: str, make: Callable[[], object], made: 
     return _with_items(specification, values, made.samples)
 
 
+def _check_values(given: Input) -> None:
+    """Raises `ValueError` for `values` from which nothing can be drawn, and for any that the datatype cannot hold."""
+    dtype = DATATYPES[given.datatype]
+    limits = np.iinfo(dtype.name) if dtype.kind in "iu" else None
+    least, most = (0, 1) if limits is None else (limits.min, limits.max)
+    first, last = (least, most + 1) if given.values is None else given.values
+    if not first < last:
+        raise ValueError(f"the values of {given.name} are {given.values}; the second must be above the first")
+    used = [one for one in (first, last - 1, given.padding) if one is not None]
+    if dtype.kind != "f" and any(one != int(one) or not least <= one <= most for one in used):
+        raise ValueError(f"{given.name} is {given.datatype}, which cannot hold its values or its padding")
+
+
 def _described(made: UserModel) -> list[Input | Output]:
     return [*made.inputs, *made.outputs]
 
 
 def _tensor(described: Input | Output) -> TensorSpec:
     shape = tuple(described.shape)
+    if not described.name:
+        raise ValueError("a tensor has an empty name")
     if described.datatype not in DATATYPES:
         choice = choose_from(str(described.datatype), [*DATATYPES])
         raise ValueError(f"{described.name} has the unknown datatype {described.datatype!r}; {choice}")
@@ -314,7 +337,7 @@ def _run(
     try:
         with torch.inference_mode():
             answer = module(*given)
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         path = Path(specification.reference.rpartition(":")[0])
         raise WeightsError(f"{label}: the module fails on inputs of its description: {_cause(exc, path)}") from exc
     answers = [answer] if isinstance(answer, torch.Tensor) else answer

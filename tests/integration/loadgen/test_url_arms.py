@@ -112,7 +112,7 @@ def test_a_server_that_repeats_a_secret_does_not_get_it_stored(tmp_path: Path, f
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--a-header", "s3cret"), "--a-header …: write it as KEY=VALUE"),
+        (("--a-header", "s3cret"), "--a-header …: write it as KEY=VALUE, as in X-Team=search"),
         (("--a-header", "A=s3cret\r\nEvil: 1"), "header A holds a line break"),
         (("--a-header", "A=$NOT_SET_ANYWHERE"), "the variable NOT_SET_ANYWHERE for the header A is not set"),
         (("--a-header", "Transfer-Encoding=s3cret"), "Transfer-Encoding follows from the request"),
@@ -148,7 +148,7 @@ def test_a_server_that_is_not_what_its_url_says_is_refused_at_the_start(
         (("--a", expired), "it speaks TLS: give https://127.0.0.1:"),
         (("--a", expired.replace("http:", "https:")), "signed by an unknown authority"),
         (("--a", expired.replace("http:", "https:"), "--a-ca", str(authority.file)), "certificate has expired"),
-        (("--a", plain, "--a-version", "3"), "model fake is not ready"),
+        (("--a", plain, "--a-version", "3"), "version 3 of model fake is not ready"),
         (("--a", plain, *grpc, "--a-grpc", here(plain)), "does not speak gRPC"),
         (("--a", plain, *grpc, "--a-grpc", here(expired)), "it speaks TLS: give grpcs://127.0.0.1:"),
         (("--a", plain, *grpc, "--a-grpc", f"grpcs://{here(expired)}"), "signed by an unknown authority"),

@@ -192,7 +192,8 @@ def test_an_offset_and_a_size_whose_sum_overflows_are_refused(open_server):
 
 @pytest.mark.parametrize(
     "key",
-    ["../etc/passwd", "..", ".", "", "a/b", "n" * 256, "triton_python_backend_shm_region_1", "abserve_test_absent"],
+        "../etc/passwd", "..", ".", "", "a/b", "n" * 256, "triton_python_backend_shm_region_1", "abserve_test_absent"
+    ],
 )
 def test_keys_that_are_no_memory_of_the_client_are_refused_and_not_repeated(both, key):
     with pytest.raises(InferenceServerException) as caught:

@@ -191,6 +191,17 @@ def model(module: str = "None", inputs: str = X, outputs: str = Y, more: str = "
         (model(inputs=f"{X[:-1]}, padding=0)"), "padding needs one dimension of variable size"),
         (model(more="samples={}"), "samples have no x"),
         (model(more="samples={'x': [[1, 2]]}"), r"the samples of x are int64 \[1, 2\], not FP32"),
+        ("import sys\nsys.exit('bye')", r"my_model\.py cannot be imported: SystemExit: bye \(line 4\)"),
+        ("def f():\n    raise SystemExit(3)", "f failed: SystemExit: 3"),
+        ("x = 3", "there is no function f; the file defines none"),
+        (model(inputs=X.replace("('batch', 3)", "3")), "a field of its UserModel has the wrong type: 'int' object is"),
+        (model(inputs=VARIABLE.format(""), more="{'n': 5}"), "wrong type: cannot unpack"),
+        (model(more="samples=[1]"), "a field of its UserModel has the wrong type"),
+        (model(inputs=X.replace("'x'", "''")), "a tensor has an empty name"),
+        (model(more="max_batch_size=0"), "max_batch_size is 0; it must be at least 1"),
+        (model(inputs=f"{X[:-1]}, values=(5, 5))"), "the second must be above the first"),
+        (model(inputs=f"{X[:-1]}, values=(0, 300))".replace("FP32", "UINT8")), "UINT8, which cannot hold its values"),
+        (model(inputs=VARIABLE.format(", padding=0.5").replace("FP32", "INT64"), more="{'n': (4, 8)}"), "its padding"),
         (model(more="image=Preprocessing(3, (0,) * 3, (1,) * 3)"), "takes one FP32 input of 3 × 3"),
     ],
 )
@@ -229,6 +240,7 @@ def test_a_module_that_is_not_as_described_is_refused_when_it_is_loaded(
     [
         ("no_such.py:f", r"no_such\.py: no such file in "),
         ("no_such.onnx", r"no_such\.onnx: no such file in "),
+        ("x" * 300, "^x{200}: File name too long"),
         ("./no/such", "give FILE.py:FUNCTION, FILE.onnx, or a folder"),
     ],
 )

@@ -11,7 +11,7 @@ from servers.engines.factory import check_engine
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
 from servers.models.registry import DEFAULT_MODEL, get_specification
-from servers.models.weights import RandomWeights
+from servers.models.weights import RandomWeights, WeightsError
 from servers.native.command import Launch, check
 from servers.native.server import imported_first
 from servers.native.settings import NativeSettings
@@ -71,6 +71,9 @@ def test_the_model_chooses_engine_and_weights_that_the_user_did_not(tmp_path: Pa
     assert NativeSettings().resolved(file).engine == "onnxruntime"
     assert NativeSettings(engine="tensorrt", weights="random:7").resolved(file).engine == "tensorrt"
     assert NativeSettings(weights="random:7").resolved(file).weights == "random:7"
+    small = replace(file, max_batch_size=8)
+    assert NativeSettings().resolved(small).max_batch_size == 8, "as on Triton"
+    assert NativeSettings(max_batch_size=32).resolved(small).max_batch_size == 32
     with pytest.raises(EngineError, match="is an ONNX file, which the torch engine does not execute"):
         check_engine(file, EngineSettings("torch"))
 
@@ -82,6 +85,18 @@ def test_a_model_in_a_file_is_started_by_its_absolute_path(tmp_path: Path, monke
     plan = check({"model": "./tiny"}).plan({})
     assert plan.argv[plan.argv.index("--model") + 1] == str(tmp_path / "tiny")
     assert plan.model == "tiny"
+
+
+def test_a_users_module_that_is_not_as_described_is_refused_at_the_start(tmp_path: Path) -> None:
+    text = """
+import torch
+from servers.models import Input, Output, UserModel
+def f():
+    return UserModel(torch.nn.Identity(), [Input("x", "FP32", ("batch", 3))], [Output("y", "FP32", ("batch", 4))])
+"""
+    (tmp_path / "wrong.py").write_text(text)
+    with pytest.raises(WeightsError, match=r"wrong\.py:f: the module's y is float32 \[2, 3\]"):
+        check({"model": f"{tmp_path}/wrong.py:f"})
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,14 @@ def test_equal_answers_agree_whatever_their_length() -> None:
     assert found.cosine_min == pytest.approx(1.0)
 
 
+def test_one_value_per_item_may_be_a_list_of_one() -> None:
+    """Triton has no output without dimensions."""
+    values = REFERENCE[:, 0]
+    assert case(values[:, np.newaxis], values).ok
+    assert case(values, values[:, np.newaxis]).ok
+    assert not case(values[:, np.newaxis] + 1, values).ok
+
+
 def test_one_wrong_row_among_good_ones_is_found() -> None:
     answer = REFERENCE.copy()
     answer[4] = REFERENCE[3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
+from loadgen.bench.arms import Arm
 from loadgen.documents import DocumentError
+from loadgen.records.run import ArmRequest
 from loadgen.targets.interface import DeploymentError, RemoteDeployment
 from loadgen.transport.bodies import PreparedBody
 from loadgen.transport.endpoint import Endpoint, Signature, TensorSignature
@@ -164,3 +167,21 @@ def test_a_model_without_a_batch_dimension_gets_one_item_without_one() -> None:
         deployment.largest_batch = 8
         with pytest.raises(DeploymentError, match="batches of 8, but model m has no batch dimension"):
             deployment.check("m")
+
+
+def test_one_value_per_item_becomes_a_list_of_one_where_the_server_takes_lists() -> None:
+    """Triton's metadata have it so for a model whose input is one value."""
+    inputs = SampleInputs({"x": np.arange(3, dtype="<f4")}, "synthetic")
+    for shape in ((-1, 1), (-1,)):
+        body = prepare("http", inputs, Signature("m", (TensorSignature("x", "FP32", shape),), ()), (0, 2))
+        assert isinstance(body, PreparedBody)
+        assert json.loads(body.body[: body.json_bytes])["inputs"][0]["shape"] == [2, *shape[1:]]
+        assert np.frombuffer(body.body[body.json_bytes :], "<f4").tolist() == [0.0, 2.0]
+
+
+def test_arms_share_requests_only_if_their_metadata_agree() -> None:
+    """The bodies hold the shapes of their arm, and the expected answers are those of its metadata."""
+    arm = Arm(ArmRequest(label="a", target="http://one"), RemoteDeployment("http://one"), "m")
+    signatures = [Signature("m", (TensorSignature("x", "FP32", shape),), ()) for shape in ((-1,), (-1, 1), (-1, 1))]
+    keys = [replace(arm, signature=signature).body_key for signature in signatures]
+    assert keys[0] != keys[1] == keys[2]

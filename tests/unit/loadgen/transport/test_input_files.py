@@ -133,6 +133,8 @@ def test_files_that_cannot_be_used_are_one_sentence(tmp_path: Path) -> None:
     np.savez(tmp_path / "wrong.npz", ids=np.ones((2, 3)), scale=np.ones((2, 2), "<f4"), word=np.array([["a"]] * 2))
     np.savez(tmp_path / "uneven.npz", ids=np.ones((1, 3), "<i8"), scale=np.ones((2, 2), "<f4"),
              word=np.array([["a"]] * 2))  # fmt: skip
+    np.savez(tmp_path / "one.npz", ids=np.int64(3), scale=np.ones((2, 2), "<f4"), word=np.array([["a"]] * 2))
+    (tmp_path / "bad.json").write_text('{"data": [')
     (tmp_path / "bad.jsonl").write_text("{}\n{")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "note.txt").touch()
@@ -140,6 +142,8 @@ def test_files_that_cannot_be_used_are_one_sentence(tmp_path: Path) -> None:
     for name, message in {
         "bad.npz": "bad.npz: ",
         "wrong.npz": r"input ids is INT64, and the array is float64; convert it with astype\('int64'\)",
+        "one.npz": "the array ids is a single value; its first dimension must be the items",
+        "bad.json": "it is not JSON: Expecting value",
         "uneven.npz": "different numbers of items",
         "bad.jsonl": "line 1 has no input ids",
         "empty.jsonl": "it holds no items",
