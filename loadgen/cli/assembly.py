@@ -162,7 +162,8 @@ def check_servers(experiments: Sequence[Experiment]) -> None:
                     raise PlanError(f"{option_of(arm.label)} {arm.target}: {reason}") from exc
         try:
             for number, experiment in enumerate(experiments):
-                if experiment.inputs or experiment.sequence_length or experiment.pad_to:  # these may not fit the model
+                started = any(arm.embedded for arm in experiment.arms)
+                if not started or experiment.inputs or experiment.sequence_length or experiment.pad_to:
                     prepare_inputs(experiment, Path(folder) / str(number) / "samples")
         except InputError as exc:
             raise PlanError(str(exc)) from exc

@@ -190,11 +190,10 @@ def test_an_offset_and_a_size_whose_sum_overflows_are_refused(open_server):
         opened.client.unregister_system_shared_memory()
 
 
-@pytest.mark.parametrize(
-    "key",
-        "../etc/passwd", "..", ".", "", "a/b", "n" * 256, "triton_python_backend_shm_region_1", "abserve_test_absent"
-    ],
-)
+KEYS = ["../etc/passwd", "..", ".", "", "a/b", "n" * 256, "triton_python_backend_shm_region_1", "abserve_absent"]
+
+
+@pytest.mark.parametrize("key", KEYS)
 def test_keys_that_are_no_memory_of_the_client_are_refused_and_not_repeated(both, key):
     with pytest.raises(InferenceServerException) as caught:
         both.client.register_system_shared_memory("r", f"/{key}", 64)
