@@ -100,6 +100,11 @@ def per_second(item: str) -> str:
     return f"{items(item)}/s"
 
 
+def counted(count: int, noun: str) -> str:
+    """ "1 pair", "4 pairs" """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def sentence(text: str) -> str:
     """With a capital letter and a full stop."""
     return text[0].upper() + text[1:].rstrip(".") + "."

@@ -19,6 +19,8 @@ from loadgen.transport.endpoint import Endpoint, EndpointError, Signature
 from loadgen.transport.transports import Target
 
 REQUEST_TIMEOUT_S = 60.0
+BODIES_PER_TURN = 13
+"""Odd, so that successive rounds of a workload begin with each of its 4, 8, 16 or 32 bodies."""
 _MOST_INSTANCES = 2**31
 _MOST_TITLE = 120
 OWN_STAGES = "abserve_stages"
@@ -75,8 +77,10 @@ class Arm:
             key=self.body_key,
         )
 
-    def load(self, workload: Workload, samples: Path | None, *, arrivals_seed: int = 0, late_allowed: int = 0) -> Open:
-        """The command that opens a block on this arm with the prepared bodies."""
+    def load(
+        self, workload: Workload, samples: Path | None, *, turn: int = 0, arrivals_seed: int = 0, late_allowed: int = 0
+    ) -> Open:
+        """The command that opens a block on this arm with the prepared bodies; each turn begins with another body."""
         return Open(
             url=self.deployment.url,
             grpc_address=self.deployment.grpc_address,
@@ -84,6 +88,7 @@ class Arm:
             key=self.body_key,
             batch_size=workload.batch_size,
             length=workload.sequence_length,
+            first_body=turn * BODIES_PER_TURN,
             concurrency=workload.concurrency,
             requests=workload.requests,
             seconds=workload.seconds,

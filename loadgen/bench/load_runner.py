@@ -161,7 +161,8 @@ class LoadRunner:
         """Run and store one block, with readings of the server, the machine and the GPU."""
         arm, workload = self.arms[block.label], block.workload
         path = self.store.samples_path(block.index)
-        command = arm.load(workload, path, arrivals_seed=schedule_seed(self.seed, workload.name, block.round))
+        arrivals_seed = schedule_seed(self.seed, workload.name, block.round)
+        command = arm.load(workload, path, turn=block.round, arrivals_seed=arrivals_seed)
         readings = _Readings(block, arm, self._watch, self.gpu)
         outcome = self.load(block, command, block.index, "block", readings)
         readings.end(outcome)

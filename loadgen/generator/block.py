@@ -63,7 +63,7 @@ class Block:
             target, tuple(target.sendable(body) for body in chosen.requests), command.batch_size, self._writer,
             timeout_s=command.timeout_s, others=(self._settling,), fresh=chosen.fresh,
             expected=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
-            kept=KeptAnswers(command.keep_answers, command.keep_seed),
+            kept=KeptAnswers(command.keep_answers, command.keep_seed), first_body=command.first_body,
         )  # fmt: skip
         offsets = command.due_offsets_ns()
         self._offsets_ns: list[int] | None = (

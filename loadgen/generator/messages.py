@@ -56,6 +56,8 @@ class Open(Message, frozen=True, kw_only=True):
     """Key of the bodies to send, which also determine the transport and the model."""
     length: int | None = None
     """The length of all items; None: of any."""
+    first_body: int = 0
+    """The body to begin with: where inputs differ in length, no body should be the first of every block."""
     arrivals: Arrivals = "closed"
     rate_per_s: float | None = None
     """Rate of an open loop, where `concurrency` is the largest number of connections."""

@@ -26,7 +26,7 @@ class Traffic:
     def __init__(
         self, target: Target, requests: tuple[Sendable, ...], batch_size: int, writer: SampleWriter,
         *, timeout_s: float = 60.0, others: tuple[Sendable, ...] = (), fresh: FreshItems | None = None,
-        expected: ExpectedOutputs | None = None, kept: KeptAnswers | None = None,
+        expected: ExpectedOutputs | None = None, kept: KeptAnswers | None = None, first_body: int = 0,
     ) -> None:  # fmt: skip
         """`others` are further requests that a user may send. Without `fresh` the same bodies are sent again and again;
         without `expected` every answer with a good status is good."""
@@ -47,6 +47,7 @@ class Traffic:
         self.kept = kept or KeptAnswers(0, 0)
         self._fresh = fresh
         self._expected = expected
+        self._first_body = first_body
         self._request_numbers = count()
         self._sendable = (*requests, *others)
         self._connections: list[Connection] = []
@@ -71,7 +72,7 @@ class Traffic:
         Raises `ConnectionRefused`, after recording it, when the server no longer accepts connections.
         """
         number = next(self._request_numbers)
-        body = number % len(self.requests)
+        body = (self._first_body + number) % len(self.requests)
         slot = self.kept.slot(number) if measured else None
         first, patches = (0, ()) if self._fresh is None else self._fresh.patches(body)
         try:

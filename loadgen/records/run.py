@@ -135,6 +135,12 @@ class ArmRequest(Record, frozen=True, kw_only=True):
         return self.target in EMBEDDED
 
 
+def body_count(batch_size: int) -> int:
+    """How many different requests a workload sends in turn: enough that no cache can hold one response, few enough to
+    fit into memory."""
+    return max(4, 32 // batch_size)
+
+
 class Workload(Record, frozen=True, kw_only=True):
     """A workload: one scenario at one load. A block of it ends after `requests` requests or `seconds`, whichever is
     later, and never after more than `max_seconds` (requests in flight are finished and counted). In an open loop that
@@ -414,6 +420,10 @@ class Environment(Record, frozen=True, kw_only=True):
         least, largest = self.inputs.get("length_min"), self.inputs.get("length_max")
         common = least if isinstance(least, int) and least == largest else None
         return common if workload.sequence_length is None else workload.sequence_length
+
+    def is_mixed(self, workload: Workload) -> bool:
+        """Whether the sequences that a workload sends differ in length."""
+        return "length_max" in self.inputs and self.length_of(workload) is None
 
     def tokens_per_item(self, workload: Workload) -> float | None:
         """Mean length of the sequences that a workload sends, without padding; None for other inputs."""

@@ -22,7 +22,7 @@ from loadgen.bench.live_ratios import LiveRatio, LiveRatios
 from loadgen.bench.progress import Progress
 from loadgen.comparison.pairs import METRICS
 from loadgen.comparison.summaries import BlockSummary
-from loadgen.quantities import number, per_second
+from loadgen.quantities import counted, number, per_second
 from loadgen.records.parity import ParityRecord
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.run import ArmRecord, BlockRecord, Pairing, shown
@@ -180,12 +180,12 @@ def _better(one: LiveRatio) -> tuple[str, str]:
 
 def ratio_line(one: LiveRatio) -> str:
     """For a log: "concurrent(16)  throughput, B against A: B 1.31× (1.22–1.40) after 3 of 8 pairs"."""
-    of = "" if one.planned is None else f" of {one.planned}"
+    done = counted(one.pairs, "pair") if one.planned is None else f"{one.pairs} of {counted(one.planned, 'pair')}"
     better, interval = _better(one)
     bounds = f" ({interval})" if one.ci95 is not None else ""
     why = "" if one.ci95 is not None else f"; no interval: {one.reason}"
     arms = f"{shown(one.arm)} against {shown(one.baseline)}"
-    return f"{one.workload}  {one.metric}, {arms}: {better}{bounds} after {one.pairs}{of} pairs{why}"
+    return f"{one.workload}  {one.metric}, {arms}: {better}{bounds} after {done}{why}"
 
 
 def ratio_table(ratios: Sequence[LiveRatio], width: int) -> Table:

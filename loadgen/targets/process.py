@@ -19,8 +19,11 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _LOG_TAIL_BYTES = 8192
 _LOG_TAIL_LINES = 5
-_NOT_LOADED = re.compile(r"\|.*\| UNAVAILABLE: (?:Internal: )?(.+?) *\|")
-"""A row of Triton's table of models, which it prints before the lines of its end."""
+_NOT_LOADED = re.compile(
+    r"\|.*\| UNAVAILABLE: (?:Internal: )?(?P<triton>.+?) *\|"
+    r"|.*the model cannot be served.* reason=(?P<quote>['\"])(?P<native>.+)(?P=quote)"
+)
+"""A row of Triton's table of models, or the native server's line; the lines of the end follow both."""
 
 
 class ProcessError(Exception):
@@ -109,14 +112,14 @@ class ChildProcess:
         return self.failure() or "closed its output"
 
     def last_words(self) -> str:
-        """Where the log is, and why Triton could not load a model if it says so, else the log's end in one line."""
+        """Where the log is, and why the server could not load a model if it says so, else the log's end in one line."""
         tail: list[str] = []
         with suppress(OSError), self.log_path.open("rb") as log:
             log.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
             tail = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
         if not tail:
             return f"its log {self.log_path} is empty"
-        if causes := [found[1] for found in map(_NOT_LOADED.fullmatch, tail) if found]:
+        if causes := [found["triton"] or found["native"] for found in map(_NOT_LOADED.fullmatch, tail) if found]:
             return f"see {self.log_path}, which says: {causes[-1]}"
         return f"see {self.log_path}, which ends with: {' | '.join(tail[-_LOG_TAIL_LINES:])}"
 

@@ -10,6 +10,7 @@ import tritonclient.http as triton_http
 from tritonclient.utils import serialize_byte_tensor
 
 from loadgen.documents import DocumentError, one_line, read_json
+from loadgen.records.run import body_count
 from loadgen.transport.endpoint import Signature, fits
 from loadgen.transport.exchange import Exchange
 from loadgen.transport.inputs import SAMPLE_TYPES, InputError, SampleInputs
@@ -99,12 +100,6 @@ def prepare_body(
     body = bytes(encoded)
     pieces = () if variation is None else cut(body, [json_bytes + place for place in places], variation.byte_size)
     return PreparedBody(body, json_bytes, pieces)
-
-
-def body_count(batch_size: int) -> int:
-    """How many different bodies a batch size gets: enough that no cache can hold one response, few enough to fit
-    into memory."""
-    return max(4, 32 // batch_size)
 
 
 def choose_items(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import loadgen.report.document as doc
-from loadgen.quantities import share
+from loadgen.quantities import counted, share
 from loadgen.records.run import shown
 from loadgen.report.charts import several
 from loadgen.result.checks.registry import CHECKS, Check
@@ -56,9 +56,13 @@ def check_rows(result: Result) -> list[CheckRow]:
 
 
 def counts(rows: Sequence[CheckRow]) -> str:
-    """ "1 failed, 3 not available, 45 ok" """
+    """ "1 failed, 2 warnings, 3 not available, 45 ok" """
     found = {words: sum(row.style == style for row in rows) for style, words in WORDS.items()}
-    return ", ".join(f"{number} {words}" for words, number in found.items() if number)
+    return ", ".join(
+        counted(number, words) if words == "warning" else f"{number} {words}"
+        for words, number in found.items()
+        if number
+    )
 
 
 def _check_row(style: doc.Style, checks: Sequence[Check], arms: int) -> CheckRow:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import loadgen.report.document as doc
 from loadgen.comparison.comparisons import leading_comparisons
-from loadgen.quantities import sentence, share
+from loadgen.quantities import counted, sentence, share
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.payloads import inputs_in_brief
 from loadgen.records.run import ArmRecord, shown
@@ -28,7 +28,7 @@ def verdict(result: Result) -> doc.Section | None:
     """Valid or not, the finding, the conditions and arms, and every check that takes the verdict away."""
     found = result.verdict
     warned = sum(row.style == "warning" for row in check_rows(result))
-    warnings = f", {warned} warning{'s' if warned > 1 else ''}" if warned and found.valid else ""
+    warnings = f", {counted(warned, 'warning')}" if warned and found.valid else ""
     failed = [doc.Item(text, "failed") for text in found.failed]
     few = failed[:MOST_FAILED]
     if more := len(failed) - len(few):

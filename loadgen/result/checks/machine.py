@@ -21,7 +21,7 @@ from loadgen.comparison.facts import Facts, WorkloadFacts
 from loadgen.experiment.schedule import load_workloads
 from loadgen.quantities import number, share
 from loadgen.records.model_config import kind_of
-from loadgen.records.run import Label, MachineLoad, shown
+from loadgen.records.run import Label, MachineLoad, body_count, shown
 from loadgen.records.samples import NS_PER_S
 from loadgen.result.checks.registry import Find, Outcome, check, fairness, per_load
 from loadgen.studies.fairness.records import ArmConditions, Conditions
@@ -196,10 +196,18 @@ def machine_steady(facts: Facts) -> Iterator[Outcome]:
     variance), and the spread of the blocks about the mean of their arm and workload."""
     if not facts.blocks:
         return
-    margin = facts.run.experiment.equivalence_margin
+    margin, environment = facts.run.experiment.equivalence_margin, facts.run.environment
+    loads = [load for load in facts.loads if not load.workload.is_open]
+    mixed = [load for load in loads if environment is not None and environment.is_mixed(load.workload)]
+    unlike = [load for load in mixed if any(one.requests < body_count(load.workload.batch_size) for one in load.blocks)]
+    alike = [load for load in loads if load not in unlike]
+    if loads and not alike:
+        yield Outcome(
+            None, "a block sends fewer requests than there are inputs, and their lengths differ", None, margin
+        )
+        return
     blocks = sorted(
-        (block for load in facts.loads if not load.workload.is_open for block in load.blocks if block.complete),
-        key=lambda block: block.start_s,
+        (block for load in alike for block in load.blocks if block.complete), key=lambda block: block.start_s
     )
     speeds = np.log([block.throughput_per_s for block in blocks if block.throughput_per_s])
     names = [(block.workload, block.label) for block in blocks if block.throughput_per_s]

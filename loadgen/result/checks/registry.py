@@ -14,7 +14,7 @@ from typing import Literal
 
 from loadgen.comparison.comparisons import Comparison, leading_comparisons
 from loadgen.comparison.facts import PLAN, RUN, Facts, WorkloadFacts, workload_scope
-from loadgen.quantities import sentence
+from loadgen.quantities import counted, sentence
 from loadgen.records.run import ArmRecord, Record, shown
 
 Severity = Literal["invalidates", "warns", "informs"]
@@ -187,7 +187,7 @@ def complaints(checks: Sequence[Check]) -> tuple[str, ...]:
         groups.setdefault((check.name, check.ok), []).append(check)
     found = []
     for first, *more in groups.values():
-        others = f" and {len(more)} more workload{'s' if len(more) > 1 else ''}" if more else ""
+        others = f" and {counted(len(more), 'more workload')}" if more else ""
         covers = "" if first.scope in (RUN, PLAN) else f"In {first.scope.removeprefix('workload ')}{others}, "
         found.append(sentence(covers + _said(first)))
     return tuple(found)

@@ -10,7 +10,7 @@ import numpy as np
 from loadgen.comparison.claims import join
 from loadgen.comparison.comparisons import MIN_PAIRS, Comparison
 from loadgen.comparison.facts import PLAN, Facts, WorkloadFacts, workload_scope
-from loadgen.quantities import number, share
+from loadgen.quantities import counted, number, share
 from loadgen.records.parity import ParityRecord
 from loadgen.records.run import Label, Workload, shown
 from loadgen.result.checks.registry import Outcome, check, per_comparison, per_load
@@ -402,4 +402,4 @@ def cold_starts_succeeded(facts: Facts) -> Iterator[Outcome]:
 @per_comparison
 def enough_pairs(leading: Sequence[Comparison], _: Facts) -> Outcome:
     fewest = min(one.pairs for one in leading)
-    return Outcome(fewest >= MIN_PAIRS, f"{fewest} complete round{'' if fewest == 1 else 's'}", fewest)
+    return Outcome(fewest >= MIN_PAIRS, counted(fewest, "complete round"), fewest)

@@ -20,6 +20,7 @@ from loadgen.comparison.comparisons import compare_all
 from loadgen.comparison.pairs import latencies_of
 from loadgen.comparison.summaries import summarise_blocks
 from loadgen.experiment.schedule import OpenRound, ScheduledBlock, endless_passes, has_load, load_workloads, schedule
+from loadgen.quantities import counted
 from loadgen.records.run import Workload
 from loadgen.storage.stored_run import StoredBlock
 
@@ -74,7 +75,7 @@ class Rounds:
     def forecast(self) -> str:
         """How many rounds in how much time, for the title of the phase."""
         seconds = sum(self._bench.forecast.round_s(workload) for workload in self._workloads.values())
-        scenarios = f"{len(self._workloads)} scenario{'s' if len(self._workloads) > 1 else ''}"
+        scenarios = counted(len(self._workloads), "scenario")
         left = max(0.0, self._deadline - self._began)
         if self._bench.experiment.until_decided:
             return f"rounds of {scenarios} until all are decided, {left / 60.0:.1f} minutes at most"
@@ -141,5 +142,9 @@ class Rounds:
             own = [c for c in leading if c.scenario == name]
             if all(c.verdict in DECIDED and c.pairs >= workload.rounds for c in own):
                 del self._open[name]
-        standing = [f"{c.scenario}: {claim(c)} after {c.pairs} pairs" for c in leading if c.scenario in self._workloads]
+        standing = [
+            f"{c.scenario}: {claim(c)} after {counted(c.pairs, 'pair')}"
+            for c in leading
+            if c.scenario in self._workloads
+        ]
         self._bench.progress.now("; ".join(standing))

@@ -119,7 +119,7 @@ def _call(make: Callable[[], object], path: Path, label: str, seed: int) -> User
         raise UnknownModelError(f"{label} failed: {_cause(exc, path)}") from exc
     if not isinstance(made, UserModel):
         raise UnknownModelError(
-            f"{label} returned a {type(made).__name__}; return servers.models.UserModel(module, inputs, outputs)"
+            f"{label} returned {type(made).__name__}; return servers.models.UserModel(module, inputs, outputs)"
         )
     return made
 
@@ -343,7 +343,7 @@ def _run(
     answers = [answer] if isinstance(answer, torch.Tensor) else answer
     if not isinstance(answers, tuple | list) or not all(isinstance(one, torch.Tensor) for one in answers):
         kind = type(answer).__name__
-        raise WeightsError(f"{label}: the module returned a {kind}; return one tensor or a tuple of tensors")
+        raise WeightsError(f"{label}: the module returned {kind}; return one tensor or a tuple of tensors")
     outputs = specification.outputs
     if len(answers) != len(outputs):
         raise WeightsError(f"{label}: the module returned {len(answers)} tensors; described outputs: {len(outputs)}")

@@ -65,6 +65,7 @@ def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
 
     planned = schedule(experiment)
     records = blocks(out)
+    begun: dict[tuple[str, int], set[int]] = {}
     assert [(r.index, r.workload, r.round, r.label, r.position) for r in records] == [
         (b.index, b.workload.name, b.round, b.label, b.position) for b in planned
     ]
@@ -80,12 +81,17 @@ def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
         assert (samples["first_byte_ns"] <= samples["end_ns"]).all()
         assert set(samples["user"]) == set(range(block.workload.concurrency))
         assert len(set(samples["body"])) >= min(len(samples), 5)
+        begun.setdefault((block.workload.name, block.round), set()).add(
+            int(samples[samples["send_ns"].argmin()]["body"])
+        )
         assert record.stages is not None
         executed = record.requests + record.cool_down
         assert (record.stages.requests, record.stages.batches) == (executed, {1: executed})
         assert record.first_answer_ns
         assert record.generator_cpu_ns > 0
         assert record.server_cpu_ns is not None
+    assert all(len(bodies) == 1 for bodies in begun.values()), "the arms of a round begin with the same body"
+    assert begun["single", 0] != begun["single", 1]
     assert not list(out.rglob("*.part"))
 
 

@@ -178,7 +178,7 @@ def model(module: str = "None", inputs: str = X, outputs: str = Y, more: str = "
         ("def f(:", "cannot be imported: SyntaxError"),
         ("def f():\n    raise KeyError('a')", r"my_model\.py:f failed: KeyError: 'a' \(line 4\)"),
         ("def f(x): pass", "f failed: TypeError"),
-        (returning("torch.nn.Identity()"), "returned a Identity; return servers.models.UserModel"),
+        (returning("torch.nn.Identity()"), "returned Identity; return servers.models.UserModel"),
         (model(inputs=""), "inputs must be a list of at least one Input"),
         (model(outputs=X), "outputs must be a list of at least one Output"),
         (model(inputs=f"{X}, {X}"), "two tensors have the same name"),

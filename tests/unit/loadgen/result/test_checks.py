@@ -18,7 +18,7 @@ from loadgen.result.analysis import analyse
 from loadgen.result.checks.registry import CHECKS, Check, Outcome
 from loadgen.result.checks.registry import check as declare
 from loadgen.result.result_file import Result
-from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
+from tests.golden.synthetic_run import Plan, SimulatedArm, workloads, write_run
 
 SMALL: dict[str, Any] = {"pairs": 4, "requests": 80}
 Edit = Callable[[Path], None]
@@ -246,6 +246,17 @@ def test_a_machine_that_changed_its_speed_is_said_beside_the_verdict(
     assert (
         any("speed" in caveat and "%" in caveat for caveat in result.verdict.caveats if "weights" not in caveat) != ok
     )
+
+
+@pytest.mark.parametrize(("requests", "ok"), [(20, None), (120, False)])
+def test_blocks_that_send_other_lengths_are_no_speed_of_the_machine(
+    tmp_path: Path, requests: int, ok: bool | None
+) -> None:
+    one_at_a_time = [load for load in workloads(12, requests) if load.name in ("single", "concurrent(16)")]
+    write_run(tmp_path, Plan(pairs=12, workloads=tuple(one_at_a_time), drift=0.6))
+    environment = json.loads((tmp_path / "environment.json").read_bytes())
+    edit_json(tmp_path / "environment.json", inputs={**environment["inputs"], "length_min": 6, "length_max": 261})
+    assert check(analyse(tmp_path), "machine_steady").ok is ok
 
 
 def test_send_lag_is_judged_with_enough_samples_and_only_suspected_with_few(tmp_path: Path) -> None:

@@ -49,9 +49,13 @@ def test_a_dead_process_tells_how_and_what_it_said(tmp_path: Path) -> None:
     assert "port taken" in (process.failure() or "")
 
 
-def test_a_triton_that_loads_no_model_says_why(tmp_path: Path) -> None:
-    table = "| bert  | 1       | UNAVAILABLE: Internal: EngineError: no GPU here |"
-    script = f"print({table!r}); print('+--+'); print('\\n'.join(['stopping'] * 9)); raise SystemExit(1)"
+TRITON_SAYS = "| bert  | 1       | UNAVAILABLE: Internal: EngineError: no GPU here |"
+NATIVE_SAYS = "20:33:28 [error    ] the model cannot be served     reason='EngineError: no GPU here'"
+
+
+@pytest.mark.parametrize("line", [TRITON_SAYS, NATIVE_SAYS])
+def test_a_server_that_loads_no_model_says_why(tmp_path: Path, line: str) -> None:
+    script = f"print({line!r}); print('+--+'); print('\\n'.join(['stopping'] * 9)); raise SystemExit(1)"
     process = ChildProcess([sys.executable, "-c", script], log_path=tmp_path / "t.log")
     process.popen.wait(10)
     assert (process.failure() or "").endswith("which says: EngineError: no GPU here")

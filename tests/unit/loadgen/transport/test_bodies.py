@@ -8,7 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from loadgen.transport.bodies import AnswerError, body_count, choose_items, failure_message, prepare_body
+from loadgen.records.run import body_count
+from loadgen.transport.bodies import AnswerError, choose_items, failure_message, prepare_body
 from loadgen.transport.endpoint import Signature, TensorSignature
 from loadgen.transport.exchange import Exchange
 from loadgen.transport.http import HttpConnection
