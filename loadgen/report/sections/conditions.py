@@ -67,6 +67,7 @@ def experiment_rows(result: Result) -> list[tuple[str, str]]:
         *(stack if e.deployment == "compose" else []),
         ("model", e.model),
         ("weights", _given(e, e.weights)),
+        *([("precision", _given(e, e.precision))] if e.precision else []),
         *([("inputs", inputs_in_words(sent))] if (sent := result.environment and result.environment.inputs) else []),
         ("payload", ", ".join(e.payloads)),
         ("transport", e.transport),

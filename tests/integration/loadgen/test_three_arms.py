@@ -43,6 +43,7 @@ def single(pairs: int, requests: int = 5) -> Workload:
     )
 
 
+@pytest.mark.slow
 def test_20_ms_on_the_third_of_three_native_servers_are_found_and_the_other_two_are_not_told_apart(
     tmp_path: Path,
 ) -> None:
