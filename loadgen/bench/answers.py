@@ -104,8 +104,8 @@ def check_parity(
     )
     try:
         alone = _alone(arms, lengths)
-        inputs = next(iter(arms.values())).inputs
-        cases = _cases(arms, alone, batches_to_send(inputs, batch_sizes, lengths, next(iter(alone.values()))), rules)
+        label, first = next(iter(arms.items()))
+        cases = _cases(arms, alone, batches_to_send(first.inputs, batch_sizes, lengths, alone[label]), rules)
     except (ParityError, AnswerError, ConnectionRefused, InputError) as exc:
         return msgspec.structs.replace(record, error=str(exc))
     alike = {

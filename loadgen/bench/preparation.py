@@ -176,11 +176,18 @@ def prepare_inputs(
             f"{exc}; give your own with --inputs DIR or FILE, or --inputs random for random values of the right shapes"
         ) from exc
     described = {payload: read_inputs(place, payload) for payload in experiment.payloads}
-    padded = _with_padding(experiment, next(iter(described.values())), place)
+    samples = next(iter(described.values()))
+    padded = _with_padding(experiment, samples, place)
     if not own:
         return padded, described
     signature = signature_of(place, experiment.payload_of(experiment.baseline))
-    return padded, None if signature is None else _own_inputs(experiment, signature, folder, place)
+    if signature is None:
+        return padded, None
+    given = make_inputs(experiment, folder, signature)
+    try:
+        return padded, {payload: as_model_inputs(inputs, samples, place) for payload, inputs in given.items()}
+    except InputError as exc:
+        raise InputError(f"--inputs {experiment.inputs}: {exc}") from exc
 
 
 def _with_padding(experiment: Experiment, samples: SampleInputs, folder: Path) -> Experiment:
@@ -201,22 +208,13 @@ def _with_padding(experiment: Experiment, samples: SampleInputs, folder: Path) -
     return msgspec.structs.replace(experiment, pad_to=(*(size for size in PAD_TO if size < largest), largest))
 
 
-def make_inputs(experiment: Experiment, folder: Path, signatures: Mapping[Label, Signature]) -> Inputs:
-    """The user's own inputs, or random values, as the server's metadata demand. Raises `InputError`."""
-    return _own_inputs(experiment, signatures[experiment.baseline.label], folder, None)
-
-
-def _own_inputs(experiment: Experiment, signature: Signature, folder: Path, model: Path | None) -> Inputs:
-    """Write the user's own inputs, or random values, and read them; `model` is a folder with samples of the model.
-    Raises `InputError`, also for several payloads: they would not be the same picture in two payloads."""
+def make_inputs(experiment: Experiment, folder: Path, signature: Signature) -> Inputs:
+    """The user's own inputs, or random values, as the metadata demand. Raises `InputError`, also for several payloads:
+    they would not be the same picture in two payloads."""
     if len(experiment.payloads) > 1:
         raise InputError(f"--inputs {experiment.inputs} are of one payload; use the same payload for all arms")
     payload = experiment.payload_of(experiment.baseline)
-    inputs = read_given(experiment.inputs, signature, folder, payload, experiment.seed)
-    try:
-        return {payload: inputs if model is None else as_model_inputs(inputs, model, payload)}
-    except InputError as exc:
-        raise InputError(f"--inputs {experiment.inputs}: {exc}") from exc
+    return {payload: read_given(experiment.inputs, signature, folder, payload, experiment.seed)}
 
 
 def describe_inputs(inputs: Inputs, seed: int) -> dict[str, str | int]:

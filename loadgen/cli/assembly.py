@@ -163,6 +163,7 @@ def check_servers(experiments: Sequence[Experiment]) -> None:
         try:
             for number, experiment in enumerate(experiments):
                 started = any(arm.embedded for arm in experiment.arms)
+                # Otherwise the inputs come from `abserve samples` with its defaults, which fit a model that is served.
                 if not started or experiment.inputs or experiment.sequence_length or experiment.pad_to:
                     prepare_inputs(experiment, Path(folder) / str(number) / "samples")
         except InputError as exc:

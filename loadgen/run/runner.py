@@ -121,7 +121,9 @@ class _Run(Bench):
             start_servers(self)
             self.forecast.start_takes(monotonic() - started)
             if restart == 0:
-                self.inputs = inputs or make_inputs(experiment, self.samples_folder, self.signatures)
+                self.inputs = inputs or make_inputs(
+                    experiment, self.samples_folder, self.signatures[experiment.baseline.label]
+                )
                 described = describe_inputs(self.inputs, experiment.seed)
                 progress.inputs_ready(described)
                 environment = read_environment(self._gpu_info(), described)

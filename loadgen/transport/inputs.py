@@ -182,11 +182,10 @@ def signature_of(directory: Path, payload: str) -> Signature | None:
         return None
 
 
-def as_model_inputs(inputs: SampleInputs, directory: Path, payload: str) -> SampleInputs:
-    """The user's own inputs with what the samples of the model tell: what an item is, the kinds of the outputs, and
-    each item's length. Raises `InputError` for an item that has several lengths, or that is longer than the model
-    takes."""
-    known = read_inputs(directory, payload)
+def as_model_inputs(inputs: SampleInputs, known: SampleInputs, directory: Path) -> SampleInputs:
+    """The user's own inputs with what is known from the samples of the model in a folder: what an item is, the kinds of
+    the outputs, and each item's length. Raises `InputError` for an item that has several lengths, or that is longer
+    than the model takes."""
     inputs = replace(inputs, item=known.item, kinds=known.kinds, axis=known.axis)
     axis, largest = read_manifest(directory).get("axis") or {}, largest_length(directory)
     places = {name: int(at) - 1 for name, at in axis.get("places", {}).items() if name in inputs.arrays}

@@ -38,7 +38,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     `operators` are those in the file: `standard` also where fused ones were requested and do not cover the model.
     `model_sha256` is the specification's `definition_sha256`. A user's ONNX file that is executed unchanged has no
-    `parity`: there is no model to compare it with.
+    `parity`, which compares a file with the model that it was made from.
     """
 
     schema: Literal["abserve.artefact/1"] = "abserve.artefact/1"

@@ -185,6 +185,14 @@ def gpu_clocks(conditions: Conditions) -> Outcome:
     return Outcome(not slowed, detail, slowed or None)
 
 
+def _blocks_differ(load: WorkloadFacts, facts: Facts) -> bool:
+    """Whether a block may send other lengths than the next: too few requests for all bodies, and these of mixed
+    lengths."""
+    environment, bodies = facts.run.environment, body_count(load.workload.batch_size)
+    is_mixed = environment is not None and environment.is_mixed(load.workload)
+    return is_mixed and any(block.requests < bodies for block in load.blocks)
+
+
 @check(
     "the machine kept its speed",
     "warns",
@@ -196,11 +204,9 @@ def machine_steady(facts: Facts) -> Iterator[Outcome]:
     variance), and the spread of the blocks about the mean of their arm and workload."""
     if not facts.blocks:
         return
-    margin, environment = facts.run.experiment.equivalence_margin, facts.run.environment
+    margin = facts.run.experiment.equivalence_margin
     loads = [load for load in facts.loads if not load.workload.is_open]
-    mixed = [load for load in loads if environment is not None and environment.is_mixed(load.workload)]
-    unlike = [load for load in mixed if any(one.requests < body_count(load.workload.batch_size) for one in load.blocks)]
-    alike = [load for load in loads if load not in unlike]
+    alike = [load for load in loads if not _blocks_differ(load, facts)]
     if loads and not alike:
         yield Outcome(
             None, "a block sends fewer requests than there are inputs, and their lengths differ", None, margin

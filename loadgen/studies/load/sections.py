@@ -119,7 +119,7 @@ def _speed_panels(result: Result, across: str, places: Iterable[int]) -> doc.Fig
 
 def _lengths(result: Result) -> list[int]:
     """The lengths of sequences, if the run has workloads of several."""
-    found = {one.sequence_length for one in result.experiment.workloads if one.sequence_length is not None}
+    found = result.experiment.lengths
     return sorted(found) if len(found) > 1 else []
 
 

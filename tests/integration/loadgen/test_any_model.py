@@ -13,19 +13,11 @@ import numpy as np
 import pytest
 
 from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
+from tests.tiny_bert import write_tiny_bert
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
 FEW = ("--rounds", "1", "--requests", "8", "--concurrency", "4", "--batch-sizes", "4", "--threads", "1")
-BERT = {
-    "model_type": "bert",
-    "vocab_size": 200,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 128,
-}
 MODULE = """
 import torch
 from servers.models import Input, Output, UserModel
@@ -72,9 +64,8 @@ def check(result: dict[str, Any], name: str) -> dict[str, Any]:
 @pytest.mark.triton
 def test_a_text_model_on_both_real_servers(tmp_path: Path) -> None:
     """PyTorch behind the native server against ONNX Runtime behind a real tritonserver, with texts of any length."""
-    out, folder = tmp_path / "run", tmp_path / "tiny"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(BERT))
+    out = tmp_path / "run"
+    write_tiny_bert(tmp_path)
     scenarios = ("single", "batched", "concurrent")
     options = ("--b-option", "artefacts=artefacts", "--scenarios", ",".join(scenarios))
     result = compare(out, "--model", "tiny", *options)
@@ -109,9 +100,7 @@ def test_a_users_onnx_file_against_the_module_that_it_was_exported_from(tmp_path
 
 
 def test_inputs_that_the_model_cannot_take_are_refused_before_a_server_starts(tmp_path: Path) -> None:
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(BERT))
+    write_tiny_bert(tmp_path)
     sizes = {"long": (200, 200), "unequal": (20, 21)}
     for name, (ids, mask) in sizes.items():
         arrays = {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids}

@@ -19,26 +19,14 @@ from servers.engines.settings import EngineSettings
 from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from tests.tiny_bert import write_tiny_bert
 
 LENGTHS = (1, 5, 32, 40, 64, 100, 128)
-CONFIG = {
-    "model_type": "bert",
-    "vocab_size": 200,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 128,
-    "type_vocab_size": 2,
-}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("secret") / "tiny"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
+    return write_tiny_bert(tmp_path_factory.mktemp("secret"))
 
 
 @pytest.fixture(scope="module")
