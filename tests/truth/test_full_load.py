@@ -30,12 +30,12 @@ def test_a_slow_first_answer_of_a_connection_is_in_no_percentile(compare: Compar
 
 
 def test_of_three_arms_the_slow_one_is_named_and_the_like_ones_are_not_told_apart(compare: Compare) -> None:
-    result = compare("--delay-ms 4", "--delay-ms 4", users(1, 60, 6), others=["--delay-ms 12"])
+    """δ is a factor of 1.5, which noise is not: an interval of 95 % misses 1 once in 20 runs of equal servers."""
+    result = compare("--delay-ms 4", "--delay-ms 4", users(1, 60, 6), others=["--delay-ms 12"], margin=0.5)
     found = {(one.baseline, one.arm): one for one in result.comparisons if one.metric == "throughput"}
-    alike, *slow = (found["a", two].ci95 or (0.0, 9.0) for two in "bc")
-    between = found["b", "c"].ci95 or (0.0, 9.0)
-    assert alike[0] < 1.0 < alike[1]
-    assert all(low > 0.1 and high < 0.8 for low, high in (*slow, between))
+    assert found["a", "b"].winner is None
+    slow = (found[pair].ci95 or (0.0, 9.0) for pair in (("a", "c"), ("b", "c")))
+    assert all(low > 0.1 and high < 0.8 for low, high in slow)
     for round_ in range(6):
         positions = {block.label: block.position for block in result.blocks if block.round == round_}
         assert sorted(positions) == ["a", "b", "c"]
