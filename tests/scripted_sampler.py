@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic_ns, time_ns
 
@@ -33,8 +34,11 @@ class ObedientReader(ScriptedReader):  # type: ignore[misc]
 
     def edge(self, index: int) -> EdgeReading:
         found = super().edge(index)
-        siblings = psutil.Process(os.getppid()).children(recursive=True)
-        pids = [p.pid for p in siblings if p.pid != os.getpid() and "fake_server.py" in " ".join(p.cmdline())]
+        pids = []
+        for process in psutil.Process(os.getppid()).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it ended just now
+                if process.pid != os.getpid() and "fake_server.py" in " ".join(process.cmdline()):
+                    pids.append(process.pid)
         return EdgeReading(
             processes=tuple(GpuProcess(pid, 2**29) for pid in pids),
             ecc_errors=found.ecc_errors,

@@ -27,6 +27,7 @@ import msgspec
 from loadgen.bench.progress import Progress
 from loadgen.records.run import Experiment
 from loadgen.run.runner import run_experiment
+exec(sys.argv[3])
 experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
 state = run_experiment(experiment, Path(sys.argv[1]), Progress(), abserve=(sys.executable, sys.argv[2]))
 sys.exit({"finished": 0, "failed": 1, "interrupted": 130}[state.state])
@@ -47,13 +48,11 @@ main()
 """
 FAULTY_GENERATOR = (sys.executable, "-c", _FAULTY)
 """In place of the generator's command: a fault of its own at its sixth request."""
-_UNWATCHED = """
+UNWATCHED = """
 import loadgen.bench.machine_watch
 loadgen.bench.machine_watch.read_processors = lambda: None
-from loadgen.entry import main
-main()
 """
-UNWATCHED_ABSERVE = (sys.executable, "-P", "-c", _UNWATCHED)
+UNWATCHED_ABSERVE = (sys.executable, "-P", "-c", f"{UNWATCHED}from loadgen.entry import main\nmain()")
 """The command line for a test that needs a verdict on a machine whose other work may take it away."""
 T = TypeVar("T")
 
@@ -111,10 +110,11 @@ def blocks(out: Path) -> list[BlockRecord]:
     return [stored(path, BlockRecord) for path in sorted((out / "blocks").glob("*.json"))]
 
 
-def start_runner(experiment: Experiment, out: Path) -> subprocess.Popen[bytes]:
-    """A whole run on the fake servers in a process of its own, with its temporary folder beside `out`."""
+def start_runner(experiment: Experiment, out: Path, patch: str = "") -> subprocess.Popen[bytes]:
+    """A whole run on the fake servers in a process of its own, with its temporary folder beside `out`; the code `patch`
+    runs first."""
     process = subprocess.Popen(
-        [sys.executable, "-c", RUNNER, str(out), FAKE_ABSERVE[1]],
+        [sys.executable, "-c", RUNNER, str(out), FAKE_ABSERVE[1], patch],
         stdin=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(out.parent)},
     )

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from loadgen.bench.progress import Progress
-from loadgen.records.run import ArmRequest, Experiment, RunState, Workload
+from loadgen.records.run import ArmRequest, RunState, Workload
 from loadgen.report import write_reports
 from loadgen.result.analysis import analyse
 from loadgen.result.checks.registry import invalidating
@@ -27,25 +27,19 @@ from loadgen.result.result_file import Result
 from loadgen.run.runner import run_experiment
 from loadgen.studies.cold_start.analyse import ColdStartsFound
 from loadgen.studies.gpu_proof.analyse import GpuFound
-from tests.integration.loadgen.conftest import FAKE_ABSERVE, UNWATCHED_ABSERVE, await_true, make_experiment
+from tests.integration.loadgen.conftest import (
+    FAKE_ABSERVE,
+    UNWATCHED,
+    UNWATCHED_ABSERVE,
+    await_true,
+    make_experiment,
+    start_runner,
+)
 
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]
 
-RUNNER = """
-import sys
-from pathlib import Path
-import msgspec
-import loadgen.run.load_runner, loadgen.run.machine_watch
-from loadgen.run.progress import Progress
-from loadgen.records.run import Experiment
-from loadgen.run.runner import run_experiment
-loadgen.run.machine_watch.read_processors = lambda: None  # what else the machine of the tests does
-{patch}
-experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
-state = run_experiment(experiment, Path(sys.argv[1]), Progress(), abserve=(sys.executable, sys.argv[2]))
-sys.exit({{"finished": 0, "failed": 1, "interrupted": 130}}[state.state])
-"""
 STEPPED_CLOCK = """
+import loadgen.bench.load_runner
 from datetime import UTC, datetime, timedelta
 calls = []
 def stepped():
@@ -54,15 +48,6 @@ def stepped():
 loadgen.bench.load_runner.utc_now = stepped
 """
 SAMPLER = (sys.executable, str(Path(__file__).parents[2] / "scripted_sampler.py"))
-
-
-def start_runner(experiment: Experiment, out: Path, patch: str = "") -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", RUNNER.format(patch=patch), str(out), FAKE_ABSERVE[1]]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(experiment))
-    process.stdin.close()
-    return process
 
 
 def reported(out: Path) -> Result:
@@ -81,7 +66,9 @@ def single(rounds: int, seconds: float = 0.1) -> Workload:
 def test_ctrl_c_in_a_cold_start_keeps_the_blocks_and_the_starts_and_leaves_nobody(tmp_path: Path) -> None:
     out = tmp_path / "run"
     cold = Workload(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=3)
-    process = start_runner(make_experiment(workloads=(cold, single(2)), b_settings={"startup-ms": "4000"}), out)
+    process = start_runner(
+        make_experiment(workloads=(cold, single(2)), b_settings={"startup-ms": "4000"}), out, UNWATCHED
+    )
 
     def starts() -> list[dict[str, object]]:
         path = out / "cold_starts.json"
@@ -107,7 +94,7 @@ def test_ctrl_c_in_a_cold_start_keeps_the_blocks_and_the_starts_and_leaves_nobod
 
 def test_a_wall_clock_that_steps_by_hours_moves_no_latency_and_is_noted(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    assert start_runner(make_experiment(workloads=(single(3),)), out, STEPPED_CLOCK).wait(60) == 0
+    assert start_runner(make_experiment(workloads=(single(3),)), out, UNWATCHED + STEPPED_CLOCK).wait(60) == 0
     result = reported(out)
     (noted,) = [check for check in result.checks if check.name == "wall_clock"]
     assert noted.ok is False
@@ -184,7 +171,7 @@ def test_thresholds_decide_the_exit_status_of_a_valid_run_and_stand_in_its_files
     """B takes 20 ms longer; of a p99.9 there are too few samples to say anything."""
     written = tmp_path / "experiment.yaml"
     written.write_text(
-        "scenarios: single\npayload: uint8\npairs: 2\nb: {options: {added-delay-ms: 20}}\n"
+        "scenarios: single\npayload: uint8\nrounds: 2\nb: {options: {added-delay-ms: 20}}\n"
         "fail_if: [b.p50 > 1e9, b.p99_9 > 1e9]\n"
     )
     formats = ["--junit", str(tmp_path / "j.xml"), "--csv", str(tmp_path / "c.csv")]

@@ -24,7 +24,7 @@ def abserve(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.usefixtures("no_process_left")
 def test_a_floor_is_measured_kept_and_used(tmp_path: Path, fake_url: FakeUrl) -> None:
     url = fake_url("--model", "other", "--no-stats")
-    load = ("--model", "other", "--scenarios", "single", "--requests", "20")
+    load = ("--model", "other", "--inputs", "random", "--scenarios", "single", "--requests", "20")
     floor = abserve(tmp_path, "noise-floor", "--a", url, *load, "--rounds", "2", "--out", str(tmp_path / "floor"))
     assert floor.returncode == 0, floor.stdout + floor.stderr
     assert "identical arms differ by up to" in floor.stdout

@@ -289,3 +289,19 @@ def test_pynvml_is_imported_in_one_place() -> None:
 def test_modules_stay_small() -> None:
     long = {name: lines for name, path in MODULES.items() if (lines := len(path.read_text().splitlines())) > 500}
     assert long == {}
+
+
+def test_modules_that_a_program_in_a_string_imports_exist() -> None:
+    """mypy does not see them, and most such programs are in tests that only `make test-slow` runs."""
+    imported = re.compile(
+        r"^\s*(?:from|import) ((?:servers|loadgen)[\w.]*(?:, (?:servers|loadgen)[\w.]*)*)", re.MULTILINE
+    )
+    named = {
+        (path.relative_to(ROOT), module)
+        for folder in ("servers", "loadgen", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+        for line in imported.findall(path.read_text(encoding="utf-8"))
+        for module in line.split(", ")
+    }
+    places = {(path, ROOT / module.replace(".", "/")) for path, module in named if "toy" not in module}
+    assert [(path, place) for path, place in places if not (place.is_dir() or place.with_suffix(".py").is_file())] == []
