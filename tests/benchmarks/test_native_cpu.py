@@ -74,7 +74,7 @@ import sys
 from servers.contract.tensors import TensorSpec
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.models.specification import ModelSpecification, Preprocessing
+from servers.models.specification import ModelSpecification
 from servers.native.inference import InferenceService
 from servers.listener import bind
 from servers.native.served_models import ServedModels
@@ -82,9 +82,8 @@ from servers.native.server import serve
 from servers.native.settings import NativeSettings
 specification = ModelSpecification(
     name="null", title="null", version="1", inputs=(TensorSpec("x", "UINT8", (-1, -1)),),
-    outputs=(TensorSpec("y", "FP32", (-1, 512)),), max_batch_size=32, flops_per_item=0,
-    preprocessing=Preprocessing(1, (0, 0, 0), (1, 1, 1)), default_weights="random:0",
-    load_module=lambda weights: None, pretrained_tags=tuple)
+    outputs=(TensorSpec("y", "FP32", (-1, 512)),), max_batch_size=32,
+    load_module=lambda weights: None)
 service = InferenceService(
     specification, lambda: NullEngine(specification, EngineSettings(kind="null")),
     NativeSettings(max_queue_delay_us=0))
