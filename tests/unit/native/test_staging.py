@@ -41,7 +41,7 @@ def test_variable_shapes_share_the_memory_of_the_largest():
 
 
 def test_the_engines_own_memory_is_used_where_it_fits():
-    own = np.empty((4, 3), np.float32)
+    own = np.zeros((4, 3), np.float32)
     staging = Staging(4, engines={"x": own})
     merged = staging.gather([{"x": np.full((rows, 3), rows, np.float32)} for rows in (1, 2)])["x"]
     assert merged.ctypes.data == own.ctypes.data
