@@ -7,7 +7,7 @@ from typing import Literal
 
 from loadgen.comparison.comparisons import Comparison
 from loadgen.experiment.schedule import load_workloads
-from loadgen.quantities import number
+from loadgen.quantities import counted, number
 from loadgen.records.run import Experiment, Record, RunState
 
 WORTH_SAYING = 0.2
@@ -65,7 +65,7 @@ def _sentence(experiment: Experiment, ended: str | None, pairs: dict[str, int], 
     if not pairs:
         return "No round of blocks was planned."
     fewest, most = min(pairs.values()), max(pairs.values())
-    count = f"{fewest} round{'' if most == 1 else 's'}" if fewest == most else f"{fewest} to {most} rounds"
+    count = counted(fewest, "round") if fewest == most else f"{fewest} to {most} rounds"
     if ended == "decided":
         return f"Stopped when every workload was decided, after {count} of each."
     if ended == "time limit":
