@@ -79,20 +79,20 @@ def prepare(
     Each model gets its own process; the plan names the first model. Raises `TritonError`.
     """
     assert_ready(settings)
-    wheel = find_wheel(announce=announce)
+    installation = find_wheel(announce=announce)
     engine = settings.resolved_engine()
     remove_abandoned_regions()
     remove_abandoned_folders()
     shared_bytes = max(region_bytes(model.specification, engine.max_batch_size) for model in models)
     assert_space(shared_bytes * len(models))
     batching = BatchingSettings(engine.max_batch_size, settings.max_queue_delay_us, settings.queue_size)
-    repository = lay_out(settings.folder, wheel, models, weights, engine, batching, settings.decoding)
+    repository = lay_out(settings.folder, installation, models, weights, engine, batching, settings.decoding)
     address = _address(settings.host)
     reachable = host_in_url(WILDCARDS.get(address, address))
     first = models[0]
     # Triton keeps its default for everything that is not named here.
     argv = (
-        str(wheel.binary),
+        str(installation.binary),
         f"--model-repository={repository.models}",
         f"--backend-directory={repository.backends}",
         f"--http-address={address}",
@@ -120,7 +120,7 @@ def prepare(
     )
     # The stub embeds Python: it finds its virtual environment by the `python3` on PATH, and libpython by the loader.
     environment = {
-        "LD_LIBRARY_PATH": _path(wheel.libraries, repository.libraries, os.environ.get("LD_LIBRARY_PATH")),
+        "LD_LIBRARY_PATH": _path(installation.libraries, repository.libraries, os.environ.get("LD_LIBRARY_PATH")),
         "PATH": _path(Path(sys.executable).parent, os.environ.get("PATH")),
         "PYTHONUNBUFFERED": "1",  # the last output of a dying model explains its death
     }
@@ -131,7 +131,7 @@ def prepare(
         grpc_address=f"{reachable}:{settings.grpc_port}",
         metrics_url=f"http://{reachable}:{settings.metrics_port}/metrics",
         model=first.specification.name,
-        title=f"Triton {wheel.server_version} python backend, {engine.kind} {engine.precision}",
+        title=f"{installation.title} python backend, {engine.kind} {engine.precision}",
         max_batch_size=engine.max_batch_size,
         artefact=dict(first.manifest) if first.manifest is not None else None,
     )

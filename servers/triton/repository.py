@@ -3,7 +3,7 @@
     FOLDER/models/<model>/config.pbtxt      generated; clients can read its parameters
     FOLDER/models/<model>/1/model.py        one import of `servers.triton.python_model`
     FOLDER/models/<model>/1/engine.json     paths on this machine, which a published config must not show
-    FOLDER/backends/python/                 links into the wheel, with the stub in the place where Triton looks for it
+    FOLDER/backends/<name>/                 links into the installation, the stub in the place where Triton looks for it
     FOLDER/lib/libpython3.X.so.1.0          a link, so that the loader's path gains only this file
 
 Nothing large is copied; the artefact stays in its place.
@@ -25,7 +25,7 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 from servers.triton.engine_parameters import EngineFile, parameters_from_model, parameters_from_settings
 from servers.triton.errors import TritonOptionError
-from servers.triton.wheel import Wheel
+from servers.triton.installation import STUB, Installation
 
 MARKER = ".abserve-triton"
 MODEL_PY = """# The code is servers.triton.python_model, for every repository.
@@ -61,7 +61,7 @@ def assert_usable(folder: Path) -> None:
 
 def lay_out(
     folder: Path,
-    wheel: Wheel,
+    installation: Installation,
     placed: Sequence[PlacedModel],
     weights: WeightsSource,
     engine: EngineSettings,
@@ -93,17 +93,29 @@ def lay_out(
             (version / "model.py").write_text(MODEL_PY, encoding="utf-8")
             private = EngineFile(model=model.specification.reference, weights=weights.text, artefact=artefact)
             (version / "engine.json").write_bytes(msgspec.json.encode(private))
-        backend = repository.backends / "python"
-        backend.mkdir(parents=True)
-        for source in (*filter(Path.is_file, wheel.python_backend.iterdir()), wheel.stub):
-            (backend / source.name).symlink_to(source)
+        _link_backends(repository.backends, installation)
         repository.libraries.mkdir()
-        (repository.libraries / wheel.libpython.name).symlink_to(wheel.libpython)
+        if installation.libpython is not None:
+            (repository.libraries / installation.libpython.name).symlink_to(installation.libpython)
     except OSError as exc:
         raise TritonOptionError(
             f"cannot write the working folder {folder}: {exc.strerror or exc}; give another one with --work-dir"
         ) from exc
     return repository
+
+
+def _link_backends(folder: Path, installation: Installation) -> None:
+    """Every backend of the installation, and in the python backend's folder the stub for this Python."""
+    folder.mkdir(parents=True)
+    for name, source in installation.backends.items():
+        if name != "python" or installation.stub is None:
+            (folder / name).symlink_to(source)
+            continue
+        (folder / name).mkdir()
+        for file in source.iterdir():
+            if file.name != STUB and not file.is_dir():
+                (folder / name / file.name).symlink_to(file)
+        (folder / name / STUB).symlink_to(installation.stub)
 
 
 def _sha256(model: PlacedModel) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from servers.triton.wheel import Interpreter
+from servers.triton.interpreter import Interpreter
 
 LIBRARY = "libpython3.99.so.1.0"  # of a Python that no machine has, so that nothing real is ever found
 
@@ -23,7 +23,7 @@ def interpreter(tmp_path: Path) -> Interpreter:
     ):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("#!/bin/sh\n")
+        path.write_text("#!/bin/sh\n# libpython3.99.so.1.0\n")
         path.chmod(0o755)
     (package.parent / "nvidia_pytriton.libs").mkdir()
     folder = tmp_path / "lib"

@@ -15,8 +15,9 @@ from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.triton.errors import TritonOptionError
+from servers.triton.interpreter import Interpreter
 from servers.triton.repository import PlacedModel, Repository, lay_out
-from servers.triton.wheel import Interpreter, find_wheel
+from servers.triton.wheel import find_wheel
 
 ENGINE = EngineSettings(kind="onnxruntime", mode="session", device="cpu", threads=2, max_batch_size=8)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from servers.triton.errors import TritonUnavailableError
-from servers.triton.wheel import Interpreter, current_interpreter, diagnose, find_wheel
+from servers.triton.interpreter import Interpreter, current_interpreter
+from servers.triton.wheel import diagnose, find_wheel
 
 
 def failing(interpreter: Interpreter) -> dict[str, tuple[str, str]]:
@@ -22,9 +23,10 @@ def failing(interpreter: Interpreter) -> dict[str, tuple[str, str]]:
 def test_all_is_well(interpreter: Interpreter, tmp_path: Path) -> None:
     assert failing(interpreter) == {}
     wheel = find_wheel(interpreter)
-    assert wheel.server_version == "2.51"
+    assert wheel.version == "2.51"
     assert wheel.libpython == tmp_path / "lib" / "libpython3.99.so.1.0"
-    for path in (wheel.binary, wheel.python_backend, wheel.stub, wheel.libraries):
+    for path in (wheel.binary, wheel.backends["python"], wheel.stub, wheel.libraries):
+        assert path is not None
         assert path.exists()
 
 

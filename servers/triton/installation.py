@@ -1,0 +1,102 @@
+"""A tritonserver to start: the record of its files, and how one that is installed on this machine is read.
+
+In NVIDIA's images it is in /opt/tritonserver: bin/tritonserver, TRITON_VERSION and one folder per backend in backends/.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from servers.triton.errors import TritonOptionError
+from servers.triton.interpreter import Interpreter, find_libpython
+
+IMAGE_FOLDER = Path("/opt/tritonserver")
+BINARY = Path("bin", "tritonserver")
+STUB = "triton_python_backend_stub"
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """The files of one tritonserver."""
+
+    origin: str
+    """Where it comes from: a folder, or the wheel with its version."""
+    version: str
+    """As in "2.51"; empty where the installation does not say. A running server reports its own in its metadata."""
+    binary: Path
+    backends: Mapping[str, Path]
+    """The folder of each backend, by its name in a config."""
+    stub: Path | None = None
+    """The process of the python backend, for the Python that runs now; None without one."""
+    libraries: Path | None = None
+    """A folder of shared libraries that the binary needs."""
+    libpython: Path | None = None
+    """The library that the stub links to; None where the loader finds it."""
+
+    @property
+    def title(self) -> str:
+        """As in "Triton 2.51"."""
+        return f"Triton {self.version}".rstrip()
+
+
+def find_folder(requested: Path | None) -> Path | None:
+    """The folder of a tritonserver installed here: `requested`, that of the one on PATH, or NVIDIA's; else None.
+
+    Raises `TritonOptionError` where `requested` holds none.
+    """
+    if requested is not None:
+        if not os.access(requested / BINARY, os.X_OK):
+            raise TritonOptionError(
+                f"--tritonserver {requested}: it has no executable {BINARY}; give the folder that holds bin and "
+                f"backends, such as {IMAGE_FOLDER}"
+            )
+        return requested.absolute()
+    found = shutil.which("tritonserver")
+    if found is not None and (folder := Path(found).resolve().parents[1]) / BINARY == Path(found).resolve():
+        return folder
+    return IMAGE_FOLDER if os.access(IMAGE_FOLDER / BINARY, os.X_OK) else None
+
+
+def read_installation(folder: Path, interpreter: Interpreter) -> Installation:
+    """The tritonserver in `folder`. Its python backend counts only with a stub for this Python."""
+    backends = {path.name: path for path in sorted((folder / "backends").glob("*")) if path.is_dir()}
+    stub = None
+    if "python" in backends:
+        stub = _stub_for(interpreter, backends["python"] / STUB, folder / "python_backend_stubs")
+    libraries = folder / "lib"
+    return Installation(
+        origin=str(folder),
+        version=_version(folder),
+        binary=folder / BINARY,
+        backends=backends,
+        stub=stub,
+        libraries=libraries if libraries.is_dir() else None,
+        libpython=None if stub is None else find_libpython(interpreter),
+    )
+
+
+def stub_python(stub: Path) -> str | None:
+    """The Python that a stub links to, as in "3.12"; None for a file that names none."""
+    found = re.search(rb"libpython(3\.\d+)\.so", stub.read_bytes())
+    return None if found is None else found[1].decode()
+
+
+def _stub_for(interpreter: Interpreter, own: Path, others: Path) -> Path | None:
+    """NVIDIA's images have one stub, in the backend's folder; the wheel has one per Python beside the backends."""
+    candidates = (others / interpreter.minor / STUB, own)
+    return next((path for path in candidates if path.is_file() and stub_python(path) == interpreter.minor), None)
+
+
+def _version(folder: Path) -> str:
+    """Major and minor release; NVIDIA's images state it in a file and in a variable."""
+    try:
+        text = (folder / "TRITON_VERSION").read_text(encoding="utf-8")
+    except OSError:
+        text = os.environ.get("TRITON_SERVER_VERSION", "") if folder == IMAGE_FOLDER else ""
+    found = re.match(r"\d+\.\d+", text.strip())
+    return "" if found is None else found[0]
