@@ -16,8 +16,9 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     metrics_url: str
     model: str
     title: str
-    """A name for people, such as "native torch fp32" or "Triton 2.51 python backend, onnxruntime fp32"."""
-    max_batch_size: int
+    """A name for people, such as "native torch fp32" or "Triton 2.51, python backend, onnxruntime fp32"."""
+    max_batch_size: int | None
+    """None where only the running server tells."""
     artefact: dict[str, object] | None = None
     """The manifest of the exported file, if the server executes one."""
 

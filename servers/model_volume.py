@@ -31,7 +31,7 @@ from servers.export.artefacts import ensure_artefact
 from servers.export.errors import ExportError
 from servers.export.file_form import executed_form
 from servers.export.tensorrt_plan import profile_shapes
-from servers.export.triton_config import artefact_name, onnxruntime_config, tensorrt_config
+from servers.export.triton_config import BatchingSettings, artefact_name, onnxruntime_config, tensorrt_config
 from servers.models.atomic_folder import FolderError, file_sha256
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_specification
 from servers.models.samples import write_samples
@@ -113,6 +113,7 @@ def _lay_out_repository(
 ) -> None:
     """`<model>_onnx` with its file, and `<model>_tensorrt` without: its plan is built where its TensorRT is."""
     repository, request_file = root / "repository", root / "plan" / "request.json"
+    batching = BatchingSettings(specification.max_batch_size, max_queue_delay_us)
     places = {name: repository / f"{specification.name}_{BACKENDS[name]}" for name in backends}
     for folder in repository.glob("*"):
         if folder not in places.values():
@@ -121,7 +122,7 @@ def _lay_out_repository(
         form = executed_form("onnxruntime", "fp32")
         artefact = ensure_artefact(specification, weights, root / "artefacts", form=form, progress=say)
         link_whole(artefact.path, places["onnxruntime"] / "1" / artefact_name(specification, "onnx"))
-        config = onnxruntime_config(specification, max_queue_delay_us)
+        config = onnxruntime_config(specification, batching)
         write_whole(places["onnxruntime"] / "config.pbtxt", config.encode())
     if "tensorrt" not in backends:
         request_file.unlink(missing_ok=True)
@@ -129,7 +130,7 @@ def _lay_out_repository(
     # TensorRT 11 networks are strongly typed: an FP16 plan needs an FP16 file.
     form = executed_form("tensorrt", "fp16")
     artefact = ensure_artefact(specification, weights, root / "artefacts", form=form, progress=say)
-    config = tensorrt_config(specification, max_queue_delay_us)
+    config = tensorrt_config(specification, batching)
     write_whole(places["tensorrt"] / "config.pbtxt", config.encode())
     (places["tensorrt"] / "1").mkdir(exist_ok=True)
     link_whole(artefact.path, request_file.with_name(artefact.path.name))

@@ -46,7 +46,7 @@ class PreparationError(Exception):
 def needs_artefact(arm: ArmRequest) -> bool:
     """Whether the arm executes an exported file instead of the torch module."""
     engine = arm.settings.get("engine", "onnxruntime" if arm.target == "triton" else "torch")
-    return arm.embedded and engine == "onnxruntime"
+    return arm.embedded and not arm.own_repository and engine == "onnxruntime"
 
 
 def make_deployment(
@@ -66,7 +66,13 @@ def _deployment(
         return RemoteDeployment(arm.target, arm.grpc if experiment.transport == "grpc" else None, arm.access)
     if experiment.deployment == "compose":
         return ComposeDeployment(arm.target, experiment.compose_project or PROJECT)
-    options = {"model": reference(experiment.reference_of(arm)), "threads": str(experiment.threads)}
+    log_path = store.log_path(f"{arm.label}-{arm.target}")
+    options = {"model": reference(experiment.reference_of(arm))}
+    if arm.target == "triton":
+        options["work-dir"] = str(work / f"triton-{arm.label}")
+    if arm.own_repository:
+        return EmbeddedDeployment(arm.target, {**options, **arm.settings}, log_path, abserve=abserve)
+    options["threads"] = str(experiment.threads)
     if experiment.weights != MODEL_WEIGHTS:
         options["weights"] = experiment.weights
     if experiment.precision is not None:
@@ -77,9 +83,6 @@ def _deployment(
         options["pad-to"] = ",".join(map(str, experiment.pad_to))
     if experiment.transport == "shm" and arm.target == "native":  # Triton always offers it
         options["allow-shared-memory"] = "true"
-    if arm.target == "triton":
-        options["work-dir"] = str(work / f"triton-{arm.label}")
-    log_path = store.log_path(f"{arm.label}-{arm.target}")
     return EmbeddedDeployment(arm.target, {**options, **arm.settings}, log_path, abserve=abserve)
 
 
@@ -156,7 +159,9 @@ def prepare_inputs(
 ) -> tuple[Experiment, Inputs | None]:
     """The sample inputs in every payload that an arm takes, and the experiment with the sizes to pad to. No inputs if
     only a server's metadata tell what the user's own must be. Raises `InputError`."""
-    starts = experiment.deployment == "embedded" and any(arm.embedded for arm in experiment.arms)
+    starts = experiment.deployment == "embedded" and any(
+        arm.embedded and not arm.own_repository for arm in experiment.arms
+    )
     images = image_folder(experiment.inputs)
     own = experiment.inputs is not None and images is None
     if own and not starts:

@@ -19,7 +19,7 @@ from loadgen.experiment.plan import (
     check_restarts,
     check_stack,
     expects_gpu,
-    make_arm,
+    make_arms,
     make_workloads,
     measurable_scenarios,
     minutes_of,
@@ -46,7 +46,7 @@ class ExperimentPlan:
 
 def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     """What to run. Raises `PlanError` for options that contradict each other or cannot be measured."""
-    arms = tuple(make_arm(label, arm) for label, arm in settings.arms.items())
+    arms = make_arms(settings)
     combinations = plan_combinations(arms, settings)
     for arm, combination in product(arms, combinations):
         check_reachable(arm, combination.transport)
@@ -162,7 +162,7 @@ def check_servers(experiments: Sequence[Experiment]) -> None:
                     raise PlanError(f"{option_of(arm.label)} {arm.target}: {reason}") from exc
         try:
             for number, experiment in enumerate(experiments):
-                started = any(arm.embedded for arm in experiment.arms)
+                started = any(arm.embedded and not arm.own_repository for arm in experiment.arms)
                 # Otherwise the inputs come from `abserve samples` with its defaults, which fit a model that is served.
                 if not started or experiment.inputs or experiment.sequence_length or experiment.pad_to:
                     prepare_inputs(experiment, Path(folder) / str(number) / "samples")

@@ -18,7 +18,17 @@ import msgspec
 
 from loadgen.experiment.settings import DEFAULT_SCENARIOS, ArmSettings, ExperimentSettings
 from loadgen.records.payloads import IMAGE_PAYLOADS, implied_payload, served_name, takes_images
-from loadgen.records.run import EMBEDDED, Access, ArmRequest, Label, Scenario, Transport, Workload, option_of
+from loadgen.records.run import (
+    EMBEDDED,
+    Access,
+    ArmRequest,
+    Label,
+    Scenario,
+    Transport,
+    Workload,
+    option_of,
+    setting_key,
+)
 from loadgen.statistics.early_stopping import queries_needed
 
 GPU_WINDOW_S = 11.0
@@ -76,6 +86,25 @@ def unknown(place: str, value: str, known: Sequence[str], kind: str = "value") -
 
 
 # The arms
+
+
+def make_arms(settings: ExperimentSettings) -> tuple[ArmRequest, ...]:
+    """The arms, those of Triton with the options that all of them share. Raises `PlanError` as `make_arm` does."""
+    names = ("tritonserver", "backend", "triton_repository")
+    shared = {setting: value for setting in names if (value := getattr(settings, setting)) is not None}
+    if shared and not any(arm.target == "triton" for arm in settings.arms.values()):
+        raise PlanError(f"--{next(iter(shared)).replace('_', '-')} has no effect, because no arm is triton")
+    arms = [make_arm(label, arm) for label, arm in settings.arms.items()]
+    return tuple(
+        msgspec.structs.replace(arm, settings=_with_shared(shared, arm.settings)) if arm.target == "triton" else arm
+        for arm in arms
+    )
+
+
+def _with_shared(shared: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """An arm's own value of an option replaces the shared one, whatever its spelling."""
+    given = {setting_key(name) for name in own}
+    return {name.replace("_", "-"): value for name, value in shared.items() if name not in given} | dict(own)
 
 
 def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:

@@ -209,6 +209,18 @@ class ExperimentSettings(Settings):
     precision: Literal["fp32", "tf32", "fp16"] | None = _target(
         None, description="Precision of all arms that have no such option (default: fp32)."
     )
+    tritonserver: str | None = _target(
+        None,
+        min_length=1,
+        description="Folder of an installed tritonserver for the arms triton (default: on PATH or in "
+        "/opt/tritonserver, else the wheel's).",
+    )
+    backend: Literal["auto", "tensorrt", "onnxruntime", "python"] | None = _target(
+        None, description="Triton's backend (default: auto, the first of these that is installed and has its file)."
+    )
+    triton_repository: str | None = _target(
+        None, min_length=1, description="Your own model repository for the arms triton, served unchanged."
+    )
     pad_to: Buckets | None = _target(
         None,
         description="Pad batches of different lengths to these sizes, or none (default: 32,64,128,256,512 for text).",

@@ -89,6 +89,8 @@ def inputs_in_words(about: Mapping[str, str | int]) -> str:
     return ", ".join(parts)
 
 
+NATIVE_BACKENDS = ("onnxruntime", "tensorrt")
+"""Triton's own backends for an exported file."""
 BACKEND_ENDINGS = ("_onnx", "_tensorrt")
 """Suffixes of the models for Triton's own backends in our model repository."""
 

@@ -134,6 +134,11 @@ class ArmRequest(Record, frozen=True, kw_only=True):
     def embedded(self) -> bool:
         return self.target in EMBEDDED
 
+    @property
+    def own_repository(self) -> bool:
+        """Whether it serves a model repository of the user, to which no other option applies."""
+        return asked_for(self.settings, "triton_repository") is not None
+
 
 def body_count(batch_size: int) -> int:
     """How many different requests a workload sends in turn: enough that no cache can hold one response, few enough to

@@ -13,7 +13,8 @@ from loadgen.targets.interface import Deployment, DeploymentError, batch_sentenc
 from loadgen.targets.ports import PortReservation
 from loadgen.targets.process import ChildProcess, ProcessError
 
-_PLAN_SECONDS = 300.0
+_PLAN_SECONDS = 1800.0
+"""Includes an export and the building of a TensorRT plan."""
 _STOP_SECONDS = 15.0
 
 
@@ -111,7 +112,7 @@ class EmbeddedDeployment(Deployment):
             raise DeploymentError(f"{serve} --print-launch printed no launch plan ({exc})") from exc
         if plan.max_batch_size is None or self.largest_batch <= plan.max_batch_size:
             return plan
-        if "max-batch-size" in self._options:
+        if {"max-batch-size", "triton-repository"} & set(self._options):
             raise DeploymentError(batch_sentence(plan.max_batch_size, self.largest_batch))
         self._options["max-batch-size"] = str(self.largest_batch)
         self._ports.release()

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 
 from servers.contract.tensors import TensorSpec
 from servers.defaults import MAX_QUEUE_DELAY_US, QUEUE_SIZE
@@ -32,6 +33,7 @@ from servers.triton.preprocess_model import TritonPythonModel as TritonPythonMod
 REFERENCE = "reference.txt"
 """Beside model.py: the path of a user's model."""
 _EMPTY = {".gitkeep": ""}
+NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 
 BACKENDS = ("onnx", "tensorrt")
 LONGEST_WAIT_US = 600_000_000
@@ -86,41 +88,68 @@ def _models(specification: ModelSpecification) -> Iterator[tuple[str, str, Mappi
         yield name, ensemble_config(specification, name, executing), _EMPTY
 
 
-def onnxruntime_config(specification: ModelSpecification, max_queue_delay_us: int = MAX_QUEUE_DELAY_US) -> str:
-    """`<model>_onnx`: the native onnxruntime backend on GPU 0, FP32 without TF32."""
-    return f"""{_header(specification)}name: {quote(specification.name + "_onnx")}
-backend: "onnxruntime"
-default_model_filename: {quote(artefact_name(specification, "onnx"))}
-{_signature(specification, specification.max_batch_size)}
+def onnxruntime_config(
+    specification: ModelSpecification,
+    batching: BatchingSettings | None = None,
+    device: str = "cuda:0",
+    parameters: Mapping[str, str] = NO_PARAMETERS,
+) -> str:
+    """`<model>_onnx`: the native onnxruntime backend on `device`, cpu or cuda:N.
+
+    `parameters` are the settings of a launch (precision, weights …), which the config shows to clients.
+    """
+    largest = specification.max_batch_size
+    if device == "cpu":
+        where = f"""instance_group [ {{ kind: KIND_CPU count: 1 }} ]
+parameters {{ key: "intra_op_thread_count" value: {{ string_value: {quote(parameters.get("threads", "0"))} }} }}"""
+        warm = _warmup(specification, warm_up_sizes(largest), (None,), count=1)
+    else:
+        tf32 = int(parameters.get("precision") == "tf32")
+        where = f"""\
 # KIND_GPU, written out: without it Triton falls back to the CPU without a message where it cannot use the GPU.
-instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] }} ]
-{_dynamic_batching(_gpu_batching(specification, max_queue_delay_us))}
+{_gpu_group(device)}
 # Only as a top-level parameter: Triton's own defaults overwrite this key inside the accelerator block below.
 # 1 is HEURISTIC. Triton's default 0, EXHAUSTIVE, searches again at each new batch size.
 parameters {{ key: "cudnn_conv_algo_search" value: {{ string_value: "1" }} }}
-# TF32 off, so that FP32 means FP32 on both arms. No CUDA graphs: this backend ignores optimization.cuda.graphs, and
-# ONNX Runtime's own enable_cuda_graph would replay stale inputs, since Triton binds new buffers at each execution.
+# TF32 only where it was asked for, so that FP32 means FP32. No CUDA graphs: this backend ignores
+# optimization.cuda.graphs, and ONNX Runtime's own enable_cuda_graph would replay stale inputs, since Triton binds new
+# buffers at each execution.
 optimization {{ execution_accelerators {{
-  gpu_execution_accelerator: [ {{ name: "cuda" parameters {{ key: "use_tf32" value: "0" }} }} ]
+  gpu_execution_accelerator: [ {{ name: "cuda" parameters {{ key: "use_tf32" value: "{tf32}" }} }} ]
 }} }}
-# Every size: the CUDA provider plans its convolutions anew for each batch size, and the batcher forms all of them.
-{_warmup(specification, range(1, specification.max_batch_size + 1), (None,), count=1)}
+# Every size: the CUDA provider plans its convolutions anew for each batch size, and the batcher forms all of them."""
+        warm = _warmup(specification, range(1, largest + 1), (None,), count=1)
+    return f"""{_header(specification, parameters)}name: {quote(specification.name + "_onnx")}
+backend: "onnxruntime"
+default_model_filename: {quote(artefact_name(specification, "onnx"))}
+{_signature(specification, largest)}
+{_dynamic_batching(batching or BatchingSettings(largest))}
+{_parameter_lines(parameters)}{where}
+{warm}
 {_NO_CACHE}"""
 
 
-def tensorrt_config(specification: ModelSpecification, max_queue_delay_us: int = MAX_QUEUE_DELAY_US) -> str:
-    """`<model>_tensorrt`: the native tensorrt backend on GPU 0 with a CUDA graph for every batch size."""
+def tensorrt_config(
+    specification: ModelSpecification,
+    batching: BatchingSettings | None = None,
+    device: str = "cuda:0",
+    parameters: Mapping[str, str] = NO_PARAMETERS,
+) -> str:
+    """`<model>_tensorrt`: the native tensorrt backend on `device` with a CUDA graph for every batch size.
+
+    `parameters` as for `onnxruntime_config`.
+    """
     sizes, along = warm_up_sizes(specification.max_batch_size), _axis_sizes(specification)
     exact = _EXACT_SIZES if specification.axes else ""
-    return f"""{_header(specification)}name: {quote(specification.name + "_tensorrt")}
+    return f"""{_header(specification, parameters)}name: {quote(specification.name + "_tensorrt")}
 backend: "tensorrt"
 # FP16 or FP32 is a property of the plan: TensorRT 11 networks are strongly typed, there is no flag for it here.
 default_model_filename: {quote(artefact_name(specification, "plan"))}
 {_signature(specification, specification.max_batch_size)}
 # One optimisation profile, 1 to {specification.max_batch_size}; so there is no batch size to prefer, see below.
-instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] profile: [ "0" ] }} ]
-{_dynamic_batching(_gpu_batching(specification, max_queue_delay_us))}
-optimization {{ cuda {{
+{_gpu_group(device, ' profile: [ "0" ]')}
+{_dynamic_batching(batching or BatchingSettings(specification.max_batch_size))}
+{_parameter_lines(parameters)}optimization {{ cuda {{
   graphs: true
   # One CPU core spins while the GPU computes: lower latency at the price of CPU time.
   busy_wait_events: true
@@ -203,19 +232,14 @@ def python_config(
     """
     index = cuda_index(device)
     group = "kind: KIND_CPU count: 1" if index is None else f"kind: KIND_GPU count: 1 gpus: [ {index} ]"
-    lines = "\n".join(
-        f"parameters {{ key: {quote(key)} value: {{ string_value: {quote(value)} }} }}"
-        for key, value in parameters.items()
-    )
-    return f"""{HEADER.format("").replace("triton-repo", "serve triton")}name: {quote(specification.name)}
+    return f"""{_header(specification, parameters)}name: {quote(specification.name)}
 backend: "python"
 {_signature(specification, batching.max_batch_size, ragged=ragged)}
 # One instance is one process with one engine; several would compete for the same cores or GPU.
 instance_group [ {{ {group} }} ]
 {_dynamic_batching(batching)}
 # The model compares these with the settings of its engine. No model_warmup: the model warms its engine itself.
-{lines}
-{_NO_CACHE}"""
+{_parameter_lines(parameters)}{_NO_CACHE}"""
 
 
 def quote(text: str) -> str:
@@ -232,12 +256,22 @@ response_cache { enable: false }
 """
 
 
-def _header(specification: ModelSpecification) -> str:
+def _header(specification: ModelSpecification, parameters: Mapping[str, str] = NO_PARAMETERS) -> str:
+    """Only a launch has parameters."""
+    if parameters:
+        return HEADER.format("").replace("triton-repo", "serve triton")
     return HEADER.format("" if specification.reference == DEFAULT_MODEL else f" --model {specification.label}")
 
 
-def _gpu_batching(specification: ModelSpecification, max_queue_delay_us: int) -> BatchingSettings:
-    return BatchingSettings(specification.max_batch_size, max_queue_delay_us, queue_timeout_us=500_000)
+def _gpu_group(device: str, more: str = "") -> str:
+    return f"instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ {cuda_index(device)} ]{more} }} ]"
+
+
+def _parameter_lines(parameters: Mapping[str, str]) -> str:
+    return "".join(
+        f"parameters {{ key: {quote(key)} value: {{ string_value: {quote(value)} }} }}\n"
+        for key, value in parameters.items()
+    )
 
 
 def _signature(specification: ModelSpecification, max_batch_size: int, *, ragged: bool = False) -> str:

@@ -22,7 +22,15 @@ from servers.models.registry import UnknownModelError, get_variants
 from servers.models.weights import WeightsError, parse_weights, pin
 from servers.options import checked, fail, takes_settings
 from servers.triton.errors import TritonDiedError, TritonError, TritonOptionError
-from servers.triton.launch import assert_ready, is_loopback, prepare
+from servers.triton.launch import (
+    assert_python,
+    assert_ready,
+    choose_backend,
+    find_installation,
+    is_loopback,
+    prepare,
+    prepare_repository,
+)
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
 from servers.triton.watch import TritonProcess
@@ -44,7 +52,7 @@ def serve_triton(
     ] = False,
     **options: object,
 ) -> None:
-    """Run a real tritonserver without a container: the one inside NVIDIA's wheel nvidia-pytriton."""
+    """Run a real tritonserver: one installed here, as in NVIDIA's images, or that of the wheel nvidia-pytriton."""
     settings = checked(TritonSettings, options)
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     with _stdout_for_results() as results:
@@ -66,37 +74,53 @@ def serve_triton(
 def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     """Check the options and the machine, export the model if its file is missing, and lay out the repository."""
     from servers.engines.factory import KINDS_WITH_FILE, check_engine
-    from servers.engines.padding import padding_of
-    from servers.export.artefacts import ExecutedFile, executed_file
+    from servers.engines.padding import padding_of, parse_pad_to
+    from servers.export.artefacts import ExecutedFile, executed_file, plan_of
+    from servers.export.file_form import executed_form
 
-    specifications = get_variants(settings.model, settings.payloads)
-    try:
-        engine = settings.resolved_engine()
-        check_engine(specifications[0].executed, engine)
-        padding_of(specifications[0], engine.pad_to)
-    except EngineError as exc:
-        raise TritonOptionError(str(exc)) from exc
-    requested = parse_weights(settings.weights, specifications[0].default_weights)
-    assert_ready(settings)  # before the export, which takes most of a minute
-    weights = pin(requested, specifications[0].find_pretrained)
-    if not is_loopback(settings.host):
+    installation = find_installation(settings, announce=console.print)
+    if not is_loopback(settings.host) and installation.version == "2.51":
         console.print(
             f"warning: Triton 2.51 is from 2024 and gets no fixes; only trusted clients may reach {settings.host}"
         )
+    if settings.triton_repository is not None:
+        return prepare_repository(settings, installation)
+    specifications = get_variants(settings.model, settings.payloads)
+    assert_ready(settings)  # before the export, which takes most of a minute
+    requested = parse_weights(settings.weights, specifications[0].default_weights)
+    weights = pin(requested, specifications[0].find_pretrained)
+
+    def has_plan() -> bool:
+        form = executed_form("tensorrt", settings.precision)
+        return all(plan_of(settings.artefacts, one.executed, weights, form).is_file() for one in specifications)
+
+    backend = choose_backend(settings, installation, has_plan)
+    try:
+        engine = settings.resolved_engine(backend)
+        check_engine(specifications[0].executed, engine)
+        padding_of(specifications[0], engine.pad_to)
+        engine.check_here()
+    except EngineError as exc:
+        raise TritonOptionError(str(exc)) from exc
+    if backend != "python":
+        if any(one.payload == "jpeg" for one in specifications):
+            assert_python(installation, "decoding JPEG")
+        if parse_pad_to(settings.pad_to):
+            console.print(f"the {backend} backend pads nothing: only requests of equal lengths share a batch")
     made: dict[str, ExecutedFile] = {}  # JPEG and UINT8 execute the same file
     models = []
     for specification in specifications:
         executed = specification.executed
-        if settings.engine not in KINDS_WITH_FILE:
+        if engine.kind not in KINDS_WITH_FILE:
             models.append(PlacedModel(specification))
             continue
         if executed.name not in made:
             made[executed.name] = executed_file(
-                settings.engine, settings.precision, executed, weights, settings.artefacts, progress=console.print
+                engine.kind, engine.precision, executed, weights, settings.artefacts, progress=console.print
             )
         file = made[executed.name]
         models.append(PlacedModel(specification, file.path, None if file.manifest is None else file.manifest.to_dict()))
-    return prepare(settings, models, weights, announce=console.print)
+    return prepare(settings, models, weights, installation, backend)
 
 
 def _run(plan: LaunchPlan, log_file: Path, console: Console) -> None:

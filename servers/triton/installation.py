@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,14 +28,33 @@ class Installation:
     version: str
     """As in "2.51"; empty where the installation does not say. A running server reports its own in its metadata."""
     binary: Path
-    backends: Mapping[str, Path]
-    """The folder of each backend, by its name in a config."""
+    backend_folder: Path
+    """Has one folder per backend."""
     stub: Path | None = None
     """The process of the python backend, for the Python that runs now; None without one."""
     libraries: Path | None = None
     """A folder of shared libraries that the binary needs."""
     libpython: Path | None = None
     """The library that the stub links to; None where the loader finds it."""
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The names of the backends, as a config names them."""
+        return tuple(sorted(path.name for path in self.backend_folder.glob("*") if path.is_dir()))
+
+    @property
+    def stub_in_place(self) -> bool:
+        """Whether the stub is where Triton looks for it, as in NVIDIA's images."""
+        return self.stub in (None, self._own_stub)
+
+    @property
+    def _own_stub(self) -> Path:
+        return self.backend_folder / "python" / STUB
+
+    @property
+    def stub_python(self) -> str | None:
+        """The Python of the stub in the python backend's own folder, as in "3.12"; None without one."""
+        return stub_python(self._own_stub) if self._own_stub.is_file() else None
 
     @property
     def title(self) -> str:
@@ -64,16 +82,13 @@ def find_folder(requested: Path | None) -> Path | None:
 
 def read_installation(folder: Path, interpreter: Interpreter) -> Installation:
     """The tritonserver in `folder`. Its python backend counts only with a stub for this Python."""
-    backends = {path.name: path for path in sorted((folder / "backends").glob("*")) if path.is_dir()}
-    stub = None
-    if "python" in backends:
-        stub = _stub_for(interpreter, backends["python"] / STUB, folder / "python_backend_stubs")
-    libraries = folder / "lib"
+    backends, libraries = folder / "backends", folder / "lib"
+    stub = _stub_for(interpreter, backends / "python" / STUB, folder / "python_backend_stubs")
     return Installation(
         origin=str(folder),
         version=_version(folder),
         binary=folder / BINARY,
-        backends=backends,
+        backend_folder=backends,
         stub=stub,
         libraries=libraries if libraries.is_dir() else None,
         libpython=None if stub is None else find_libpython(interpreter),
@@ -88,7 +103,7 @@ def stub_python(stub: Path) -> str | None:
 
 def _stub_for(interpreter: Interpreter, own: Path, others: Path) -> Path | None:
     """NVIDIA's images have one stub, in the backend's folder; the wheel has one per Python beside the backends."""
-    candidates = (others / interpreter.minor / STUB, own)
+    candidates = (own, others / interpreter.minor / STUB)
     return next((path for path in candidates if path.is_file() and stub_python(path) == interpreter.minor), None)
 
 

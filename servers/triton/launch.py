@@ -13,12 +13,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from servers.engines.settings import EngineError
+from servers.engines.settings import EngineError, EngineSettings
 from servers.export.triton_config import BatchingSettings
 from servers.launch_plan import LaunchPlan, host_in_url
 from servers.listener import ListenerError, check_free
+from servers.models.sources.triton_repository import CONFIG, read_config
 from servers.models.weights import WeightsSource
 from servers.triton.errors import TritonOptionError
+from servers.triton.installation import Installation, find_folder, read_installation
+from servers.triton.interpreter import current_interpreter
 from servers.triton.leftovers import (
     assert_space,
     new_prefix,
@@ -26,30 +29,66 @@ from servers.triton.leftovers import (
     remove_abandoned_folders,
     remove_abandoned_regions,
 )
-from servers.triton.repository import PlacedModel, assert_usable, lay_out
+from servers.triton.repository import PlacedModel, Repository, Serving, assert_usable, lay_out, link_installation
 from servers.triton.settings import TritonSettings
-from servers.triton.wheel import assert_environment, find_wheel
+from servers.triton.wheel import find_wheel
 
 STUB_TIMEOUT_SECONDS = 300
 EXIT_TIMEOUT_SECONDS = 20
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-def assert_ready(settings: TritonSettings) -> None:
-    """Raise `TritonError` for anything that would keep the server from starting, before anything slow or written.
+def find_installation(
+    settings: TritonSettings, announce: Callable[[str], None] = lambda _message: None
+) -> Installation:
+    """The tritonserver to start: the one that is asked for or installed here, else the wheel's.
 
-    A missing libpython does not count: `prepare` may be able to fetch it.
+    Raises `TritonError`. May fetch the wheel's missing libpython, after a call of `announce`.
     """
-    try:
-        settings.engine_settings(settings.max_batch_size or 1).check_here()
-    except EngineError as exc:
-        raise TritonOptionError(str(exc)) from exc
+    folder = find_folder(settings.tritonserver)
+    return find_wheel(announce=announce) if folder is None else read_installation(folder, current_interpreter())
+
+
+def choose_backend(settings: TritonSettings, installation: Installation, has_plan: Callable[[], bool]) -> str:
+    """The backend to execute with; `has_plan` tells whether the model's TensorRT plan is there.
+
+    Raises `TritonOptionError` for one that the installation does not have.
+    """
+    offered = [name for name in ("tensorrt", "onnxruntime", "python") if name in installation.backends]
+    asked: str = settings.backend
+    if asked == "auto" and settings.engine != "onnxruntime":
+        asked = "python"
+    if asked == "auto":
+        asked = next((name for name in offered if name != "tensorrt" or has_plan()), "python")
+    if asked not in offered:
+        raise TritonOptionError(
+            f"--backend {asked}: the tritonserver of {installation.origin} does not have it; its backends: "
+            f"{', '.join(installation.backends) or 'none'}"
+        )
+    if asked == "python":
+        assert_python(installation, "the python backend")
+    return asked
+
+
+def assert_python(installation: Installation, what: str) -> None:
+    """Raise `TritonOptionError` where the python backend cannot run this Python."""
+    if installation.stub is None:
+        found = installation.stub_python
+        raise TritonOptionError(
+            f"{what} needs Python {found}, for which {installation.origin} has the process; install abserve with that "
+            "Python, or use another --backend"
+            if found is not None
+            else f"{what} needs the python backend, which {installation.origin} does not have"
+        )
+
+
+def assert_ready(settings: TritonSettings) -> None:
+    """Raise `TritonOptionError` for anything that would keep the server from starting, before anything slow."""
     assert_free(
         settings.host,
         {"--http-port": settings.http_port, "--grpc-port": settings.grpc_port, "--metrics-port": settings.metrics_port},
     )
     assert_usable(settings.folder)
-    assert_environment()
 
 
 def assert_free(host: str, ports: Mapping[str, int]) -> None:
@@ -72,28 +111,105 @@ def prepare(
     settings: TritonSettings,
     models: Sequence[PlacedModel],
     weights: WeightsSource,
-    announce: Callable[[str], None] = lambda _message: None,
+    installation: Installation | None = None,
+    backend: str = "python",
 ) -> LaunchPlan:
-    """Prepare everything except the process. `weights` are pinned; `announce` is called before a slow step.
+    """Prepare everything except the process. `weights` are pinned; without `installation` it is the wheel's.
 
     Each model gets its own process; the plan names the first model. Raises `TritonError`.
     """
+    engine = _engine(settings, backend)
     assert_ready(settings)
-    installation = find_wheel(announce=announce)
-    engine = settings.resolved_engine()
-    remove_abandoned_regions()
-    remove_abandoned_folders()
+    installation = installation or find_wheel()
+    _clean_up()
     shared_bytes = max(region_bytes(model.specification, engine.max_batch_size) for model in models)
     assert_space(shared_bytes * len(models))
     batching = BatchingSettings(engine.max_batch_size, settings.max_queue_delay_us, settings.queue_size)
-    repository = lay_out(settings.folder, installation, models, weights, engine, batching, settings.decoding)
-    address = _address(settings.host)
-    reachable = host_in_url(WILDCARDS.get(address, address))
+    serving = Serving(engine, weights, batching, settings.decoding, backend)
+    repository = lay_out(settings.folder, installation, models, serving)
     first = models[0]
-    # Triton keeps its default for everything that is not named here.
-    argv = (
+    executes = f"{engine.kind} {engine.precision}" if backend == "python" else engine.precision
+    more = [
+        # No client may load, unload or replace a model; a model that fails to load ends the server.
+        "--model-control-mode=none",
+        # The generated config is complete. Completing it would start Python once more before the model's process.
+        "--disable-auto-complete-config",
+        # Pinned memory is for copies to a GPU; without one its allocation only fails with a warning.
+        *(["--pinned-memory-pool-byte-size=0"] if engine.device == "cpu" else []),
+        f"--backend-config=python,shm-default-byte-size={shared_bytes}",
+    ]
+    return LaunchPlan(
+        argv=_argv(settings, installation, repository, repository.models, more),
+        env=_environment(installation, repository),
+        http_url=f"http://{_reachable(settings)}:{settings.http_port}",
+        grpc_address=f"{_reachable(settings)}:{settings.grpc_port}",
+        metrics_url=f"http://{_reachable(settings)}:{settings.metrics_port}/metrics",
+        model=serving.name(first.specification),
+        title=f"{installation.title}, {backend} backend, {executes}",
+        max_batch_size=engine.max_batch_size,
+        artefact=dict(first.manifest) if first.manifest is not None else None,
+    )
+
+
+def prepare_repository(settings: TritonSettings, installation: Installation) -> LaunchPlan:
+    """A launch of the user's own model repository, whose files stay as they are; only the model is loaded.
+
+    Raises `TritonError`, and `UnknownModelError` for a config that cannot be read.
+    """
+    folder = settings.triton_repository
+    assert folder is not None
+    model = folder.expanduser() / settings.model
+    if not model.is_dir():
+        raise TritonOptionError(f"--triton-repository {folder} has no model {settings.model}; {_listed(folder)}")
+    assert_ready(settings)
+    _clean_up()
+    repository = link_installation(settings.folder, installation)
+    config = read_config(model) if (model / CONFIG).is_file() else None
+    backend = "" if config is None else config.backend or config.platform
+    if backend == "python":
+        assert_python(installation, f"model {settings.model}")
+    # Only this model and those that it names; other folders of the repository may not even load here.
+    more = ["--model-control-mode=explicit", f"--load-model={settings.model}"]
+    return LaunchPlan(
+        argv=_argv(settings, installation, repository, folder.expanduser().absolute(), more),
+        env=_environment(installation, repository),
+        http_url=f"http://{_reachable(settings)}:{settings.http_port}",
+        grpc_address=f"{_reachable(settings)}:{settings.grpc_port}",
+        metrics_url=f"http://{_reachable(settings)}:{settings.metrics_port}/metrics",
+        model=settings.model,
+        title=f"{installation.title}{f', {backend} backend' if backend else ''}, your {settings.model}",
+        max_batch_size=None if config is None else max(1, config.max_batch_size),
+    )
+
+
+def _engine(settings: TritonSettings, backend: str) -> EngineSettings:
+    try:
+        engine = settings.resolved_engine(backend)
+        engine.check_here()
+    except EngineError as exc:
+        raise TritonOptionError(str(exc)) from exc
+    return engine
+
+
+def _clean_up() -> None:
+    """What servers that were killed have left behind."""
+    remove_abandoned_regions()
+    remove_abandoned_folders()
+
+
+def _listed(folder: Path) -> str:
+    names = sorted(path.name for path in folder.expanduser().glob("*") if path.is_dir())
+    return f"its models: {', '.join(names)}" if names else "it has no folders at all"
+
+
+def _argv(
+    settings: TritonSettings, installation: Installation, repository: Repository, models: Path, more: Sequence[str]
+) -> tuple[str, ...]:
+    """tritonserver's command; it keeps its default for everything that is not named."""
+    address = _address(settings.host)
+    return (
         str(installation.binary),
-        f"--model-repository={repository.models}",
+        f"--model-repository={models}",
         f"--backend-directory={repository.backends}",
         f"--http-address={address}",
         f"--grpc-address={address}",
@@ -101,40 +217,32 @@ def prepare(
         f"--http-port={settings.http_port}",
         f"--grpc-port={settings.grpc_port}",
         f"--metrics-port={settings.metrics_port}",
-        # No client may load, unload or replace a model; a model that fails to load ends the server.
-        "--model-control-mode=none",
         "--exit-on-error=true",
-        # The generated config is complete. Completing it would start Python once more before the model's own process.
-        "--disable-auto-complete-config",
         # The sampler of `abserve compare` reads the GPU for both arms; a second reader would cost one arm.
         "--allow-gpu-metrics=false",
         "--allow-cpu-metrics=false",
-        # Pinned memory is for copies to a GPU; without one its allocation only fails with a warning.
-        *(("--pinned-memory-pool-byte-size=0",) if engine.device == "cpu" else ()),
         f"--exit-timeout-secs={EXIT_TIMEOUT_SECONDS}",
         "--log-format=ISO8601",
-        f"--backend-config=python,shm-default-byte-size={shared_bytes}",
         f"--backend-config=python,shm-region-prefix-name={new_prefix()}",
         # Includes loading and warming up every batch size; Triton's 30 s are too short for a large model on few cores.
         f"--backend-config=python,stub-timeout-seconds={STUB_TIMEOUT_SECONDS}",
+        *more,
     )
-    # The stub embeds Python: it finds its virtual environment by the `python3` on PATH, and libpython by the loader.
-    environment = {
+
+
+def _environment(installation: Installation, repository: Repository) -> dict[str, str]:
+    """The stub embeds Python: it finds its environment by the `python3` on PATH, and libpython by the loader."""
+    return {
         "LD_LIBRARY_PATH": _path(installation.libraries, repository.libraries, os.environ.get("LD_LIBRARY_PATH")),
         "PATH": _path(Path(sys.executable).parent, os.environ.get("PATH")),
         "PYTHONUNBUFFERED": "1",  # the last output of a dying model explains its death
     }
-    return LaunchPlan(
-        argv=argv,
-        env=environment,
-        http_url=f"http://{reachable}:{settings.http_port}",
-        grpc_address=f"{reachable}:{settings.grpc_port}",
-        metrics_url=f"http://{reachable}:{settings.metrics_port}/metrics",
-        model=first.specification.name,
-        title=f"{installation.title} python backend, {engine.kind} {engine.precision}",
-        max_batch_size=engine.max_batch_size,
-        artefact=dict(first.manifest) if first.manifest is not None else None,
-    )
+
+
+def _reachable(settings: TritonSettings) -> str:
+    """The host part of its URLs."""
+    address = _address(settings.host)
+    return host_in_url(WILDCARDS.get(address, address))
 
 
 def is_loopback(host: str) -> bool:

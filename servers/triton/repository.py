@@ -1,9 +1,10 @@
 """Writes the working folder of a tritonserver: a model repository, a backend directory and a folder with libpython.
 
     FOLDER/models/<model>/config.pbtxt      generated; clients can read its parameters
-    FOLDER/models/<model>/1/model.py        one import of `servers.triton.python_model`
+    FOLDER/models/<model>/1/model.py        python backend: one import of `servers.triton.python_model`
     FOLDER/models/<model>/1/engine.json     paths on this machine, which a published config must not show
-    FOLDER/backends/<name>/                 links into the installation, the stub in the place where Triton looks for it
+    FOLDER/models/<model>/1/model.onnx      native backends: a link to the exported file; or model.plan
+    FOLDER/backends/<name>/                 links into an installation whose stub is elsewhere
     FOLDER/lib/libpython3.X.so.1.0          a link, so that the loader's path gains only this file
 
 Nothing large is copied; the artefact stays in its place.
@@ -13,21 +14,35 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from servers.engines.settings import EngineSettings
-from servers.export.triton_config import BatchingSettings, python_config
+from servers.export.triton_config import (
+    BatchingSettings,
+    artefact_name,
+    ensemble_config,
+    onnxruntime_config,
+    preprocess_config,
+    preprocess_files,
+    preprocess_name,
+    python_config,
+    tensorrt_config,
+)
 from servers.models.image_decoder import DecodingSettings
 from servers.models.specification import ModelSpecification
-from servers.models.weights import WeightsSource
+from servers.models.weights import RandomWeights, WeightsSource
 from servers.triton.engine_parameters import EngineFile, parameters_from_model, parameters_from_settings
 from servers.triton.errors import TritonOptionError
-from servers.triton.installation import STUB, Installation
+from servers.triton.installation import Installation
 
 MARKER = ".abserve-triton"
+DECODING = DecodingSettings()
+NATIVE = {"onnxruntime": (onnxruntime_config, "onnx"), "tensorrt": (tensorrt_config, "plan")}
+ENDINGS = {"onnxruntime": "_onnx", "tensorrt": "_tensorrt"}
+"""The names of a model behind the native backends."""
 MODEL_PY = """# The code is servers.triton.python_model, for every repository.
 from servers.triton.python_model import TritonPythonModel as TritonPythonModel
 """
@@ -40,6 +55,22 @@ class PlacedModel:
     specification: ModelSpecification
     artefact: Path | None = None
     manifest: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How Triton executes every model of a repository; `engine` is resolved (see `settings.resolve_engine`)."""
+
+    engine: EngineSettings
+    weights: WeightsSource
+    batching: BatchingSettings
+    decoding: DecodingSettings = DECODING
+    backend: str = "python"
+
+    def name(self, specification: ModelSpecification) -> str:
+        """The name under which Triton serves it."""
+        ending = {"python": "", **ENDINGS}[self.backend]
+        return specification.name + ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,41 +90,17 @@ def assert_usable(folder: Path) -> None:
         )
 
 
-def lay_out(
-    folder: Path,
-    installation: Installation,
-    placed: Sequence[PlacedModel],
-    weights: WeightsSource,
-    engine: EngineSettings,
-    batching: BatchingSettings,
-    decoding: DecodingSettings,
-) -> Repository:
-    """Write `folder` anew; `engine` is resolved (see `settings.resolve_engine`).
-
-    Raises `TritonOptionError` if `folder` cannot be written or holds foreign files.
-    """
-    repository = Repository(folder / "models", folder / "backends", folder / "lib")
+def lay_out(folder: Path, installation: Installation, placed: Sequence[PlacedModel], serving: Serving) -> Repository:
+    """Write `folder` anew. Raises `TritonOptionError` if it cannot be written or holds foreign files."""
+    backends = installation.backend_folder if installation.stub_in_place else folder / "backends"
+    repository = Repository(folder / "models", backends, folder / "lib")
     try:
-        assert_usable(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / MARKER).touch()
-        for path in (repository.models, repository.backends, repository.libraries):
-            shutil.rmtree(path, ignore_errors=True)
+        _prepare(folder, repository)
         for model in placed:
-            parameters = {
-                **parameters_from_settings(engine, weights, model.artefact, _sha256(model)),
-                **parameters_from_model(model.specification, engine.pad_to, decoding),
-            }
-            ragged = bool(engine.pad_to)
-            config = python_config(model.specification, batching, engine.device, parameters, ragged=ragged)
-            artefact = str(model.artefact.absolute()) if model.artefact else None
-            version = repository.models / model.specification.name / "1"
-            version.mkdir(parents=True)
-            (version.parent / "config.pbtxt").write_text(config, encoding="utf-8")
-            (version / "model.py").write_text(MODEL_PY, encoding="utf-8")
-            private = EngineFile(model=model.specification.reference, weights=weights.text, artefact=artefact)
-            (version / "engine.json").write_bytes(msgspec.json.encode(private))
-        _link_backends(repository.backends, installation)
+            place = _place_python if serving.backend == "python" else _place_native
+            place(repository.models, model, serving)
+        if not installation.stub_in_place:
+            _link_backends(backends, installation)
         repository.libraries.mkdir()
         if installation.libpython is not None:
             (repository.libraries / installation.libpython.name).symlink_to(installation.libpython)
@@ -104,18 +111,79 @@ def lay_out(
     return repository
 
 
+def link_installation(folder: Path, installation: Installation) -> Repository:
+    """Write `folder` anew without models, which are the user's. Raises `TritonOptionError` as `lay_out` does."""
+    return lay_out(folder, installation, (), Serving(EngineSettings(), RandomWeights(0), BatchingSettings(1)))
+
+
+def _prepare(folder: Path, repository: Repository) -> None:
+    assert_usable(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARKER).touch()
+    for path in (repository.models, folder / "backends", repository.libraries):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _place_python(models: Path, model: PlacedModel, serving: Serving) -> None:
+    engine, specification = serving.engine, model.specification
+    config = python_config(
+        specification, serving.batching, engine.device, _parameters(model, serving), ragged=bool(engine.pad_to)
+    )
+    artefact = str(model.artefact.absolute()) if model.artefact else None
+    private = EngineFile(model=specification.reference, weights=serving.weights.text, artefact=artefact)
+    _write(
+        models / specification.name,
+        config,
+        {"model.py": MODEL_PY, "engine.json": msgspec.json.encode(private).decode()},
+    )
+
+
+def _place_native(models: Path, model: PlacedModel, serving: Serving) -> None:
+    """The exported file behind a native backend; for JPEG the model that decodes, and the ensemble of both."""
+    specification = replace(model.specification, max_batch_size=serving.batching.max_batch_size)
+    executed = specification.executed
+    assert model.artefact is not None
+    config_of, suffix = NATIVE[serving.backend]
+    config = config_of(executed, serving.batching, serving.engine.device, _parameters(model, serving, executed))
+    folder = models / serving.name(executed)
+    _write(folder, config, {})
+    artefact = folder / "1" / artefact_name(executed, suffix)
+    if not artefact.is_symlink():  # JPEG and UINT8 execute the same file
+        artefact.symlink_to(model.artefact.absolute())
+    if executed is not specification:
+        name = serving.name(specification)
+        _write(
+            models / preprocess_name(specification), preprocess_config(specification), preprocess_files(specification)
+        )
+        _write(models / name, ensemble_config(specification, name, serving.name(executed)), {})
+
+
+def _parameters(model: PlacedModel, serving: Serving, executed: ModelSpecification | None = None) -> dict[str, str]:
+    return {
+        **parameters_from_settings(serving.engine, serving.weights, model.artefact, _sha256(model)),
+        **parameters_from_model(executed or model.specification, serving.engine.pad_to, serving.decoding),
+    }
+
+
+def _write(folder: Path, config: str, files: Mapping[str, str]) -> None:
+    (folder / "1").mkdir(parents=True, exist_ok=True)
+    (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+    for name, content in files.items():
+        (folder / "1" / name).write_text(content, encoding="utf-8")
+
+
 def _link_backends(folder: Path, installation: Installation) -> None:
     """Every backend of the installation, and in the python backend's folder the stub for this Python."""
     folder.mkdir(parents=True)
-    for name, source in installation.backends.items():
-        if name != "python" or installation.stub is None:
-            (folder / name).symlink_to(source)
+    assert installation.stub is not None
+    for source in map(installation.backend_folder.joinpath, installation.backends):
+        if source.name != "python":
+            (folder / source.name).symlink_to(source)
             continue
-        (folder / name).mkdir()
-        for file in source.iterdir():
-            if file.name != STUB and not file.is_dir():
-                (folder / name / file.name).symlink_to(file)
-        (folder / name / STUB).symlink_to(installation.stub)
+        (folder / "python").mkdir()
+        for file in (*filter(Path.is_file, source.iterdir()), installation.stub):
+            (folder / "python" / file.name).unlink(missing_ok=True)
+            (folder / "python" / file.name).symlink_to(file)
 
 
 def _sha256(model: PlacedModel) -> str | None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 from servers import defaults
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import thread_count
-from servers.engines.settings import EngineSettings
+from servers.engines.settings import EngineError, EngineSettings
 from servers.models.image_decoder import DecodingSettings
 from servers.models.registry import get_variants
 from servers.options import EngineOptions, PadTo, settings_of
 
 DECODING = DecodingSettings()
+NATIVE_MODES = {"onnxruntime": "session", "tensorrt": "graph"}
+"""How Triton's native backends execute: with optimization.cuda.graphs, which onnxruntime ignores."""
 
 
 class TritonSettings(EngineOptions):
@@ -23,7 +26,26 @@ class TritonSettings(EngineOptions):
 
     model_config = settings_of("ABSERVE_TRITON_")
 
-    engine: str = Field("onnxruntime", title="Engine", description="torch, onnxruntime, tensorrt or null (no model).")
+    engine: str = Field(
+        "onnxruntime",
+        title="Engine",
+        description="Of the python backend: torch, onnxruntime, tensorrt or null (no model).",
+    )
+    tritonserver: Path | None = Field(
+        None,
+        title="Target",
+        description="Folder of an installed tritonserver; default: the one on PATH or in /opt/tritonserver, else the "
+        "wheel's.",
+    )
+    backend: Literal["auto", "tensorrt", "onnxruntime", "python"] = Field(
+        "auto",
+        title="Engine",
+        description="Triton's backend; auto: tensorrt if it is installed and its plan is there, else onnxruntime if it "
+        "is installed, else python, which runs the engine.",
+    )
+    triton_repository: Path | None = Field(
+        None, title="Model", description="Your own model repository, served unchanged; the model is one of its names."
+    )
     payloads: str = Field("", title="Model", description="Any of fp32,uint8,jpeg; default: the model's.")
     host: str = Field(defaults.HOST, title="Target", description="Address to listen on; for trusted clients only.")
     http_port: int = Field(8000, ge=1, le=65535, title="Target", description="HTTP port.")
@@ -57,10 +79,20 @@ class TritonSettings(EngineOptions):
         """Settings for decoding JPEG files."""
         return DecodingSettings(self.decode_threads, self.max_image_pixels)
 
-    def resolved_engine(self) -> EngineSettings:
-        """The engine's settings without `auto`: Triton's config must name the device before the engine runs."""
+    def resolved_engine(self, backend: str = "python") -> EngineSettings:
+        """The engine's settings without `auto`: Triton's config must name the device before the engine runs.
+
+        A native backend is an engine of that name with one mode; it pads nothing. Raises `EngineError`.
+        """
         batch = self.max_batch_size or get_variants(self.model, self.payloads)[0].max_batch_size
-        return replace(resolve_engine(self.engine_settings(batch)), pad_to=parse_pad_to(self.pad_to))
+        requested = self.engine_settings(batch)
+        if backend == "python":
+            return replace(resolve_engine(requested), pad_to=parse_pad_to(self.pad_to))
+        if self.engine not in ("onnxruntime", backend):
+            raise EngineError(f"the {backend} backend does not run the engine {self.engine}; use --backend python")
+        if self.mode not in ("auto", NATIVE_MODES[backend]):
+            raise EngineError(f"the {backend} backend has no mode {self.mode}; leave --mode out")
+        return resolve_engine(replace(requested, kind=backend, mode=NATIVE_MODES[backend]))
 
 
 def resolve_engine(requested: EngineSettings) -> EngineSettings:

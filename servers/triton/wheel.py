@@ -47,7 +47,7 @@ def find_wheel(
         origin=f"{WHEEL} {interpreter.wheel}",
         version=SERVER_VERSIONS[interpreter.wheel],
         binary=root / BINARY,
-        backends={"python": root / "backends" / "python"},
+        backend_folder=root / "backends",
         stub=_stub(interpreter.package, interpreter),
         libraries=_libraries(interpreter.package),
         libpython=provide_libpython(interpreter, announce),

@@ -53,7 +53,7 @@ def arms(
     return [
         native[0],
         ArmRecord(
-            label="b", title="Triton 2.51 python backend, onnxruntime 1.31.1 fp32", target="triton",
+            label="b", title="Triton 2.51, python backend, onnxruntime 1.31.1 fp32", target="triton",
             url="http://127.0.0.1:8000", server_name="triton", server_version="2.51.0", launched=True,
             argv=("abserve", "serve", "triton", "--threads", "2"), settings={"threads": "2", **b_settings},
             in_effect={"engine": "onnxruntime", "mode": "session", **shared, **b_in_effect},

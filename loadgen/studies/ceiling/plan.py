@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from loadgen.records.payloads import OWN_TENSORS, reference
+from loadgen.records.payloads import NATIVE_BACKENDS, OWN_TENSORS, reference
 from loadgen.records.run import MODEL_WEIGHTS, ArmRecord, ArmRequest, Experiment, Label, Workload, setting_key
 from loadgen.studies.ceiling.records import Ceiling
 
@@ -37,7 +37,7 @@ def wants_ceilings(experiment: Experiment) -> bool:
 
 def has_own_engines(arms: Sequence[ArmRequest], deployment: str) -> bool:
     """Whether abserve starts a server itself; servers of a compose stack come with packages that may differ."""
-    return deployment == "embedded" and any(arm.embedded for arm in arms)
+    return deployment == "embedded" and any(arm.embedded and not arm.own_repository for arm in arms)
 
 
 def plan_ceilings(
@@ -79,6 +79,8 @@ def _plan(experiment: Experiment, request: ArmRequest, record: ArmRecord, length
     kind, largest = effect.get("engine"), effect.get("max_batch_size")
     if not (request.embedded and record.launched):
         return "abserve did not start its server, so its engine is not available"
+    if request.own_repository or effect.get("backend") in NATIVE_BACKENDS:
+        return "Triton's own backend executes it, which cannot be measured outside a server"
     if kind == "null":
         return "the null engine executes no model"
     if not isinstance(kind, str) or not isinstance(largest, int):

@@ -72,7 +72,11 @@ def _run_controls(bench: Bench, recording: GpuRecording) -> dict[Label, ControlR
     if experiment.deployment != "embedded":
         bench.progress.now("no CPU control run: servers of a compose stack stay on the device that .env sets")
         return {}
-    request = min(experiment.arms, key=lambda request: request.target != "native")
+    movable = [request for request in experiment.arms if not request.own_repository]
+    if not movable:
+        bench.progress.now("no CPU control run: your own repository stays on the device that its config sets")
+        return {}
+    request = min(movable, key=lambda request: request.target != "native")
     bench.progress.now(f"{shown(request.label)} once more, on the CPU: the control run")
     try:
         return {request.label: _run_control(bench, recording, request)}

@@ -31,7 +31,7 @@ def specify(reference: str) -> ModelSpecification | None:
     if not takes(reference):
         return None
     folder = Path(reference).expanduser().resolve()
-    config = _config(folder)
+    config = read_config(folder)
     specification = onnx_file.specify(str(_file(folder, config)))
     assert specification is not None
     if config.max_batch_size < 1 and not all(one.dims[:1] == [-1] for one in [*config.input, *config.output]):
@@ -49,7 +49,8 @@ def specify(reference: str) -> ModelSpecification | None:
     return replace(specification, axes=tuple(_free(specification)))
 
 
-def _config(folder: Path) -> Any:
+def read_config(folder: Path) -> Any:
+    """The ModelConfig in a folder's config.pbtxt. Raises `UnknownModelError`."""
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2
 

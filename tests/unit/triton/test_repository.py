@@ -10,13 +10,12 @@ import pytest
 
 from servers.engines.settings import EngineSettings
 from servers.export.triton_config import BatchingSettings
-from servers.models.image_decoder import DecodingSettings
 from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.triton.errors import TritonOptionError
 from servers.triton.interpreter import Interpreter
-from servers.triton.repository import PlacedModel, Repository, lay_out
+from servers.triton.repository import PlacedModel, Repository, Serving, lay_out
 from servers.triton.wheel import find_wheel
 
 ENGINE = EngineSettings(kind="onnxruntime", mode="session", device="cpu", threads=2, max_batch_size=8)
@@ -25,15 +24,9 @@ ENGINE = EngineSettings(kind="onnxruntime", mode="session", device="cpu", thread
 def laid_out(
     folder: Path, interpreter: Interpreter, specification: ModelSpecification, engine: EngineSettings = ENGINE
 ) -> Repository:
-    return lay_out(
-        folder,
-        find_wheel(interpreter),
-        [PlacedModel(specification, Path("/artefacts/model.onnx"), {"sha256": "ab12"})],
-        RandomWeights(0),
-        engine,
-        BatchingSettings(max_batch_size=8),
-        DecodingSettings(),
-    )
+    serving = Serving(engine, RandomWeights(0), BatchingSettings(max_batch_size=8))
+    model = PlacedModel(specification, Path("/artefacts/model.onnx"), {"sha256": "ab12"})
+    return lay_out(folder, find_wheel(interpreter), [model], serving)
 
 
 def test_everything_that_triton_reads(

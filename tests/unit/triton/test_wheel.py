@@ -25,7 +25,7 @@ def test_all_is_well(interpreter: Interpreter, tmp_path: Path) -> None:
     wheel = find_wheel(interpreter)
     assert wheel.version == "2.51"
     assert wheel.libpython == tmp_path / "lib" / "libpython3.99.so.1.0"
-    for path in (wheel.binary, wheel.backends["python"], wheel.stub, wheel.libraries):
+    for path in (wheel.binary, wheel.backend_folder, wheel.stub, wheel.libraries):
         assert path is not None
         assert path.exists()
 
