@@ -34,8 +34,9 @@ REFERENCE = "reference.txt"
 _EMPTY = {".gitkeep": ""}
 
 BACKENDS = ("onnx", "tensorrt")
-LONGEST_WAIT_US = 600_000_000
-"""A timeout far beyond any latency."""
+QUEUE_TIMEOUT_US = 600_000_000
+"""Of a request without a timeout of its own: far beyond any latency. Triton's idle batcher wakes up every 0.5 s, so a
+timeout near that rejects single requests that met its sleep."""
 
 
 def artefact_name(specification: ModelSpecification, suffix: str) -> str:
@@ -45,15 +46,11 @@ def artefact_name(specification: ModelSpecification, suffix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BatchingSettings:
-    """Triton's dynamic batcher. A request without a timeout waits for at most `queue_timeout_us`, ≥ 1.
-
-    With 0, Triton's default, Triton would ignore the timeout of a request, whatever the override says.
-    """
+    """Triton's dynamic batcher."""
 
     max_batch_size: int
     max_queue_delay_us: int = MAX_QUEUE_DELAY_US
     queue_size: int = QUEUE_SIZE
-    queue_timeout_us: int = LONGEST_WAIT_US
 
 
 def write_model_repository(root: Path, specifications: Iterable[ModelSpecification]) -> tuple[Path, ...]:
@@ -94,7 +91,7 @@ default_model_filename: {quote(artefact_name(specification, "onnx"))}
 {_signature(specification, specification.max_batch_size)}
 # KIND_GPU, written out: without it Triton falls back to the CPU without a message where it cannot use the GPU.
 instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] }} ]
-{_dynamic_batching(_gpu_batching(specification, max_queue_delay_us))}
+{_dynamic_batching(BatchingSettings(specification.max_batch_size, max_queue_delay_us))}
 # Only as a top-level parameter: Triton's own defaults overwrite this key inside the accelerator block below.
 # 1 is HEURISTIC. Triton's default 0, EXHAUSTIVE, searches again at each new batch size.
 parameters {{ key: "cudnn_conv_algo_search" value: {{ string_value: "1" }} }}
@@ -119,7 +116,7 @@ default_model_filename: {quote(artefact_name(specification, "plan"))}
 {_signature(specification, specification.max_batch_size)}
 # One optimisation profile, 1 to {specification.max_batch_size}; so there is no batch size to prefer, see below.
 instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ 0 ] profile: [ "0" ] }} ]
-{_dynamic_batching(_gpu_batching(specification, max_queue_delay_us))}
+{_dynamic_batching(BatchingSettings(specification.max_batch_size, max_queue_delay_us))}
 optimization {{ cuda {{
   graphs: true
   # One CPU core spins while the GPU computes: lower latency at the price of CPU time.
@@ -236,10 +233,6 @@ def _header(specification: ModelSpecification) -> str:
     return HEADER.format("" if specification.reference == DEFAULT_MODEL else f" --model {specification.label}")
 
 
-def _gpu_batching(specification: ModelSpecification, max_queue_delay_us: int) -> BatchingSettings:
-    return BatchingSettings(specification.max_batch_size, max_queue_delay_us, queue_timeout_us=500_000)
-
-
 def _signature(specification: ModelSpecification, max_batch_size: int, *, ragged: bool = False) -> str:
     axis = specification.padded_axis if ragged else None
     inputs = ", ".join(
@@ -268,15 +261,15 @@ def _listed(shape: Iterable[int]) -> str:
 
 
 def _dynamic_batching(batching: BatchingSettings) -> str:
-    timeout_us = batching.queue_timeout_us
-    reason = "# 600 s, far beyond any latency: without a default Triton ignores the timeout of a request.\n"
     policy = (
-        f"timeout_action: REJECT default_timeout_microseconds: {timeout_us} "
+        f"timeout_action: REJECT default_timeout_microseconds: {QUEUE_TIMEOUT_US} "
         f"allow_timeout_override: true max_queue_size: {batching.queue_size}"
     )
     return f"""# No preferred_batch_size: Triton advises against it unless sizes have profiles of their own.
 # REJECT: a request that waited too long, or finds the queue full, gets status 503 at once instead of a late answer.
-{reason if timeout_us == LONGEST_WAIT_US else ""}dynamic_batching {{
+# 600 s, far beyond any latency: without a default Triton ignores the timeout of a request, and one of 0.5 s would
+# reject single requests that meet the 0.5 s sleep of its idle batcher.
+dynamic_batching {{
   max_queue_delay_microseconds: {batching.max_queue_delay_us}
   default_queue_policy {{
     {policy}
